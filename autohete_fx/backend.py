@@ -1,0 +1,69 @@
+"""``torch.compile(model, backend="autohete")``: the whole flow on one page.
+
+Dynamo hands over a graph and the real parameters. What follows is decided in the partitioner, because that is where the
+joint forward and backward graph exists: group, profile, plan, partition, rewrite. The inner compiler then compiles the
+rewritten graphs; its last graph pass pins the inserted nodes. Parameters move to where the plan wants them when
+compilation is done. A process that finds the compiled code in a cache runs none of this: it reads the stored
+`Compilation` and places the parameters.
+"""
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from autohete_fx import compilation as compilation_module
+from autohete_fx.capture.inputs import graph_inputs
+from autohete_fx.compiler import GraphCompiler
+from autohete_fx.model import Model, find_model
+from autohete_fx.options import Options
+
+log = logging.getLogger(__name__)
+
+
+def autohete(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[object],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, object] | None = None,
+) -> Callable[..., object]:
+    """The backend function that ``torch.compile`` calls once a graph.
+
+    Raises:
+        OptionError: an option is unknown or has a bad value.
+        InfeasiblePlanError: no plan fits the budget.
+        PlanError: the given plan does not fit the graph.
+    """
+    chosen = Options.from_user(options, mode)
+    inputs = graph_inputs(gm, example_inputs)
+    model = find_model(gm, inputs, chosen)
+    compiler = GraphCompiler(gm=gm, inputs=inputs, options=chosen, model=model)
+    begin = time.perf_counter()
+    compiled = compiler.compile(example_inputs)
+    result = compiler.finish(time.perf_counter() - begin)
+    compilation_module.record(result)
+    log.info("%s", result)
+    return _owning(compiled, model)
+
+
+def _owning(compiled: Callable[..., object], model: Model) -> Callable[..., object]:
+    """The compiled function, which keeps the model's runtime alive and cleans up behind an exception."""
+
+    @functools.wraps(compiled, updated=())
+    def run(*args: object) -> object:
+        try:
+            return compiled(*args)
+        except BaseException:
+            model.session.abandon()
+            raise
+
+    if getattr(compiled, "_boxed_call", False):
+        run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+__all__ = ["autohete"]

@@ -1,0 +1,191 @@
+"""Transformer blocks of a captured graph.
+
+In: AOTAutograd's joint forward and backward graph as a custom partitioner of Inductor gets it, or an inference graph,
+and the names of its parameters. Out: a `BlockGraph`: every node but placeholders and the output in exactly one block,
+blocks in execution order. Why: planning decides per block, and layers that are alike (equal digests) are measured once.
+
+Layers come from the module stacks (`layers`), from repeated structure where these are missing or show nothing
+(`structure`); all other nodes are placed by dataflow (`assign`). A graph that repeats nothing is one block.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autohete_fx.capture.assign import (
+    BackwardAssignment,
+    Parameters,
+    SlotMap,
+    Slots,
+    assign_forward,
+    check_order,
+    find_parameters,
+)
+from autohete_fx.capture.dataflow import JointNodes, split_joint, storage_bytes, storage_owner
+from autohete_fx.capture.digest import combine, group_digest
+from autohete_fx.capture.layers import Layer, module_layers
+from autohete_fx.capture.paths import dotted, module_stack, scopes
+from autohete_fx.ir import Block, BlockGraph, BlockKind, Edge
+
+
+def group_blocks(joint: fx.GraphModule, param_fqns: Mapping[str, str]) -> BlockGraph:
+    """Group a graph's nodes into blocks.
+
+    Args:
+        joint: a joint graph, or an inference graph (no tangents). Not changed.
+        param_fqns: placeholder name to parameter name, such as ``{"primals_1": "model.layers.0.q.weight"}``.
+
+    Returns:
+        Blocks in execution order, at least one unless the graph computes nothing.
+    """
+    nodes = split_joint(joint)
+    parameters = find_parameters(nodes, param_fqns)
+    layers = module_layers(nodes)
+    if layers:
+        slots = Slots(tuple(layer.stack for layer in layers))
+        slot_of = _assign(nodes, slots, _known_slots(nodes, layers), parameters)
+    else:
+        slot_of = dict.fromkeys(nodes.order, Slots.of_layer(0))
+    check_order(nodes, slot_of)
+    return _block_graph(nodes, layers, slot_of, parameters, param_fqns)
+
+
+def block_index(graph: BlockGraph) -> dict[str, int]:
+    """Index of the block that holds each node, by node name."""
+    return {name: block.index for block in graph.blocks for name in (*block.forward_nodes, *block.backward_nodes)}
+
+
+def _known_slots(joint: JointNodes, layers: Sequence[Layer]) -> SlotMap:
+    """Slots of the nodes, forward and backward, that were traced inside a layer."""
+    slot_of_scope = {layer.scope: Slots.of_layer(index) for index, layer in enumerate(layers)}
+    slot_of_stack = {}
+    known: SlotMap = {}
+    for node in joint.order:
+        stack = module_stack(node)
+        if stack not in slot_of_stack:
+            slot_of_stack[stack] = next((slot_of_scope[s] for s in scopes(stack) if s in slot_of_scope), None)
+        slot = slot_of_stack[stack]
+        if slot is not None:
+            known[node] = slot
+    return known
+
+
+def _assign(joint: JointNodes, slots: Slots, known: SlotMap, parameters: Parameters) -> SlotMap:
+    forward = assign_forward(joint, slots, known, parameters)
+    owners = _owner_slots(joint, parameters, forward)
+    backward = BackwardAssignment(
+        joint=joint,
+        slots=slots,
+        parameters=parameters,
+        known=known,
+        forward=forward,
+        gradients=_gradients(joint, owners),
+    ).run()
+    return forward | backward
+
+
+def _owner_slots(joint: JointNodes, parameters: Parameters, slot_of: SlotMap) -> dict[fx.Node, int]:
+    """For each parameter with a reader among the nodes placed so far, the slot of the first one."""
+    owners = {}
+    for placeholder in parameters.placeholders:
+        readers = [node for node in parameters.real_users(placeholder) if node in slot_of]
+        if readers:
+            owners[placeholder] = slot_of[min(readers, key=lambda node: joint.order[node])]
+    return owners
+
+
+def _gradients(joint: JointNodes, owners: Mapping[fx.Node, int]) -> SlotMap:
+    """Nodes that the graph returns as gradients of parameters, with these parameters' slots."""
+    slot_of_input = {node.meta["desc"]: slot for node, slot in owners.items() if "desc" in node.meta}
+    results = pytree.tree_leaves(joint.output.args[0])
+    descs = pytree.tree_leaves(joint.output.meta.get("desc", ()))
+    gradients: SlotMap = {}
+    for result, desc in zip(results, descs, strict=False):
+        slot = slot_of_input.get(getattr(desc, "grad_of", None))
+        if isinstance(result, fx.Node) and slot is not None:
+            gradients[result] = slot
+    return gradients
+
+
+def _block_graph(
+    joint: JointNodes,
+    layers: Sequence[Layer],
+    slot_of: SlotMap,
+    parameters: Parameters,
+    param_fqns: Mapping[str, str],
+) -> BlockGraph:
+    index_of_slot = {slot: index for index, slot in enumerate(sorted(set(slot_of.values())))}
+    group_of = {node: index_of_slot[slot] for node, slot in slot_of.items()}
+    forward = _by_group(joint.forward, group_of, len(index_of_slot))
+    backward = _by_group(joint.backward, group_of, len(index_of_slot))
+    params = _parameters_by_group(joint, parameters, group_of)
+    returned = frozenset(joint.output.all_input_nodes)
+    blocks = []
+    for slot, index in index_of_slot.items():
+        layer = layers[slot // 2] if Slots.is_layer(slot) and layers else None
+        blocks.append(
+            Block(
+                index=index,
+                kind=_kind(slot, 2 * len(layers)),
+                module_fqn=dotted(layer.scope[0]) if layer else "",
+                forward_nodes=tuple(node.name for node in forward[index]),
+                backward_nodes=tuple(node.name for node in backward[index]),
+                param_fqns=tuple(dict.fromkeys(param_fqns[node.name] for node in params.get(index, ()))),
+                digest=group_digest([*forward[index], *backward[index]], parameters.placeholders, returned),
+            )
+        )
+    edges = _edges(joint, group_of)
+    parts = [f"{block.kind.value} {block.digest} {len(block.param_fqns)}" for block in blocks]
+    parts += [f"{edge.producer} {edge.consumer} {edge.num_bytes}" for edge in edges]
+    return BlockGraph(blocks=tuple(blocks), edges=edges, digest=combine(parts))
+
+
+def _kind(slot: int, last: int) -> BlockKind:
+    if Slots.is_layer(slot):
+        return BlockKind.LAYER
+    if slot == 0:
+        return BlockKind.PROLOGUE
+    return BlockKind.EPILOGUE if slot == last else BlockKind.BRIDGE
+
+
+def _by_group(nodes: Sequence[fx.Node], group_of: Mapping[fx.Node, int], num_groups: int) -> list[list[fx.Node]]:
+    groups: list[list[fx.Node]] = [[] for _ in range(num_groups)]
+    for node in nodes:
+        groups[group_of[node]].append(node)
+    return groups
+
+
+def _parameters_by_group(
+    joint: JointNodes, parameters: Parameters, group_of: Mapping[fx.Node, int]
+) -> dict[int, list[fx.Node]]:
+    """Each parameter's placeholder under the group that reads it first; under the first group if none does."""
+    forward = set(joint.forward)
+    first_use: dict[fx.Node, tuple[int, int]] = {}
+    for placeholder in parameters.placeholders:
+        readers = parameters.real_users(placeholder)
+        early = [node for node in readers if node in forward] or readers
+        uses = [(joint.order[node], group_of[node]) for node in early]
+        first_use[placeholder] = min(uses, default=(len(joint.order), 0))
+    groups: dict[int, list[fx.Node]] = {}
+    position = {node: index for index, node in enumerate(joint.placeholders)}
+    for placeholder in sorted(first_use, key=lambda node: (first_use[node][0], position[node])):
+        groups.setdefault(first_use[placeholder][1], []).append(placeholder)
+    return groups
+
+
+def _edges(joint: JointNodes, group_of: Mapping[fx.Node, int]) -> tuple[Edge, ...]:
+    """Bytes of activations that each group reads from each earlier one; a value counts once per reader, views not at all."""
+    forward = set(joint.forward)
+    crossing: dict[tuple[int, int], set[fx.Node]] = {}
+    for node in joint.forward:
+        for source in node.all_input_nodes:
+            owner = storage_owner(source)
+            if owner in forward and group_of[owner] != group_of[node]:
+                crossing.setdefault((group_of[owner], group_of[node]), set()).add(owner)
+    edges = []
+    for (producer, consumer), owners in sorted(crossing.items()):
+        num_bytes = sum(storage_bytes(owner) for owner in owners)
+        if num_bytes:
+            edges.append(Edge(producer=producer, consumer=consumer, num_bytes=num_bytes))
+    return tuple(edges)

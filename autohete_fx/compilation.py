@@ -1,0 +1,154 @@
+"""Compilations: what the backend decided and did for one graph, kept for people to read.
+
+A compilation is plain data, so that it can be stored beside the compiled code: a process that finds the code in a
+cache finds the same report. `compilations` lists those of this process, oldest first.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autohete_fx.ir import Lane, Plan, Transfer
+from autohete_fx.report import tables, timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneEvent:
+    """One bar of the predicted timeline."""
+
+    lane: Lane
+    label: str
+    block: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphText:
+    """One graph as text: as captured, and as rewritten."""
+
+    graph: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Device bytes of a graph that other graphs of the same model must leave alone.
+
+    Attributes:
+        resident_bytes: parameters and optimizer states on the device, always there.
+        held_bytes: activations between the graph's forward and backward.
+        gradient_bytes: gradients on the device after its backward.
+    """
+
+    resident_bytes: int = 0
+    held_bytes: int = 0
+    gradient_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """What a later graph of the same step finds taken."""
+        return self.resident_bytes + self.held_bytes + self.gradient_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compilation:
+    """One compiled graph.
+
+    Attributes:
+        plan: every decision, and what it predicts.
+        training: False for a graph compiled under ``no_grad``.
+        device_budget_bytes: the limit that the plan keeps; None for none.
+        owners: block index by parameter name.
+        footprint: what it holds on the device beside other graphs.
+        graphs: texts of the forward and backward, or of the inference graph.
+        transfers: inserted copies in schedule order.
+        events: the predicted timeline of a step.
+        notes: what a user should know, such as that a plain optimizer's states were counted on the device.
+        profile_source: where costs came from.
+        compile_s: seconds by stage: grouping, profiling, solving, rewriting.
+        cached: whether this process found it in the cache.
+    """
+
+    plan: Plan
+    training: bool
+    device_budget_bytes: int | None
+    owners: Mapping[str, int]
+    footprint: Footprint = Footprint()
+    graphs: tuple[GraphText, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    events: tuple[LaneEvent, ...] = ()
+    notes: tuple[str, ...] = ()
+    profile_source: str = ""
+    compile_s: Mapping[str, float] = field(default_factory=dict)
+    cached: bool = False
+
+    @property
+    def predicted_step_s(self) -> float:
+        """Predicted seconds of one optimizer step."""
+        return self.plan.step_s
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """Predicted peak device memory of a step."""
+        return self.plan.peak_bytes
+
+    def plan_table(self) -> str:
+        """The decisions as a table."""
+        return tables.plan_table(self.plan)
+
+    def transfers_table(self) -> str:
+        """The inserted copies in schedule order."""
+        return tables.transfers_table(self.transfers)
+
+    def timeline(self, width: int = 100) -> str:
+        """The predicted lanes of one step as text."""
+        return timeline.render_timeline(self.events, width=width)
+
+    def readable(self, graph: str, *, before: bool = False) -> str:
+        """The ``forward``, ``backward`` or ``inference`` graph as text; inserted nodes show lane, priority, bytes and block."""
+        for text in self.graphs:
+            if text.graph == graph:
+                return text.before if before else text.after
+        raise KeyError(f"this compilation has no {graph!r} graph, it has {[text.graph for text in self.graphs]}")
+
+    def __str__(self) -> str:
+        kind = "training" if self.training else "inference"
+        parts = [f"autohete {kind} graph", self.plan_table(), *(f"note: {note}" for note in self.notes)]
+        return "\n".join(parts)
+
+    def to_json(self) -> str:
+        """As JSON text; `from_json` gives it back."""
+        raw = dataclasses.asdict(self)
+        raw["plan"] = self.plan.to_json()
+        return json.dumps(raw, default=lambda value: value.value)
+
+    @staticmethod
+    def from_json(text: str) -> "Compilation":
+        """Read what `to_json` wrote; ``cached`` becomes True. Raises ValueError, KeyError or TypeError on anything else."""
+        raw = json.loads(text)
+        raw["plan"] = Plan.from_json(raw["plan"])
+        raw["footprint"] = Footprint(**raw["footprint"])
+        raw["graphs"] = tuple(GraphText(**g) for g in raw["graphs"])
+        raw["transfers"] = tuple(Transfer(**{**t, "lane": Lane(t["lane"])}) for t in raw["transfers"])
+        raw["events"] = tuple(LaneEvent(**{**e, "lane": Lane(e["lane"])}) for e in raw["events"])
+        raw["notes"] = tuple(raw["notes"])
+        raw["cached"] = True
+        return Compilation(**raw)
+
+
+_compilations: list[Compilation] = []
+_KEPT = 64
+
+
+def record(compilation: Compilation) -> None:
+    """Add to the process's list, dropping the oldest beyond 64."""
+    _compilations.append(compilation)
+    del _compilations[:-_KEPT]
+
+
+def compilations() -> list[Compilation]:
+    """The compilations of this process, oldest first (the last 64)."""
+    return list(_compilations)

@@ -1,0 +1,44 @@
+"""The exception tree: what a user can do something about. Broken invariants are ``assert``, never these.
+
+Every message says what was given, what was expected and what to do.
+"""
+
+
+class AutoHeteError(Exception):
+    """Base of every error that autohete_fx raises on purpose."""
+
+
+class OptionError(AutoHeteError, ValueError):
+    """An option has an unknown name or a value that cannot be honoured."""
+
+
+class PlanError(AutoHeteError):
+    """A plan cannot be read, or does not fit the graph it is replayed on."""
+
+
+class InfeasiblePlanError(AutoHeteError):
+    """No plan fits the budget.
+
+    Attributes:
+        smallest_budget_bytes: the smallest device budget for which a plan exists, in bytes.
+    """
+
+    def __init__(self, message: str, *, smallest_budget_bytes: int) -> None:
+        super().__init__(message)
+        self.smallest_budget_bytes = smallest_budget_bytes
+
+
+class CaptureError(AutoHeteError):
+    """The traced graph has a form that the backend cannot honour exactly."""
+
+
+class PassError(AutoHeteError):
+    """A pass broke its contract, or a pipeline is not well formed."""
+
+
+class HostMemoryError(AutoHeteError):
+    """Host memory or ``offload_dir`` refused an allocation."""
+
+
+class OptimizerStateError(AutoHeteError, ValueError):
+    """An optimizer state dict or hyperparameter cannot be used."""

@@ -1,0 +1,33 @@
+"""The values handed between stages: frozen, torch-free, comparable, printable.
+
+Nothing here holds an ``fx.Node``: graphs are referred to by node *name*, parameters by fully qualified
+name. Units are in the names: ``_s`` seconds, ``_bytes``, ``_bytes_per_s``.
+"""
+
+from autohete_fx.ir.block import Block, BlockGraph, BlockKind, Edge
+from autohete_fx.ir.cost import BlockCost, Profile
+from autohete_fx.ir.lane import Lane
+from autohete_fx.ir.machine import Machine
+from autohete_fx.ir.plan import SCHEMA_VERSION, Activations, BlockDecision, LaneTime, Optimizer, Params, Plan
+from autohete_fx.ir.problem import Problem
+from autohete_fx.ir.transfer import Transfer
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "Activations",
+    "Block",
+    "BlockCost",
+    "BlockDecision",
+    "BlockGraph",
+    "BlockKind",
+    "Edge",
+    "Lane",
+    "LaneTime",
+    "Machine",
+    "Optimizer",
+    "Params",
+    "Plan",
+    "Problem",
+    "Profile",
+    "Transfer",
+]

@@ -1,0 +1,47 @@
+"""What a block costs, in seconds and bytes."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCost:
+    """One block's cost. Activations are attributed to the block that *produces* them, so nothing is counted twice.
+
+    Attributes:
+        forward_s, backward_s: compute seconds with everything it needs on the device and activations kept.
+        recompute_s: extra seconds in backward when the block's activations are recomputed.
+        saved_bytes: device bytes that live from the block's forward to its backward when its activations are
+            kept: what it produces and the partition saves, its outputs to other blocks (``boundary_bytes``) included.
+        boundary_bytes: the part of ``saved_bytes`` that stays when the block is recomputed: values that other
+            blocks read, and values that cannot be drawn again (random seeds).
+        offloadable_bytes: the part of ``saved_bytes`` that can leave for host memory after forward.
+        forward_workspace_bytes: peak of the block's forward above what it holds at its end and its start.
+        backward_workspace_bytes: peak of its backward above what is saved and above its own gradients' final bytes;
+            the recomputed activations themselves are not in it (the planner adds ``saved_bytes - boundary_bytes``).
+        param_bytes: the parameters that it owns, as stored (frozen ones included).
+        grad_bytes: gradients of its trainable parameters.
+        optimizer_bytes: optimizer states of its trainable parameters, master weights included.
+        num_params: trainable parameters, in elements.
+    """
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    saved_bytes: int
+    boundary_bytes: int
+    offloadable_bytes: int
+    forward_workspace_bytes: int
+    backward_workspace_bytes: int
+    param_bytes: int
+    grad_bytes: int
+    optimizer_bytes: int
+    num_params: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """The costs of all blocks, in execution order, and where they come from (``"measured"`` or ``"analytic"``)."""
+
+    costs: tuple[BlockCost, ...]
+    source: str
+    profile_s: float

@@ -1,0 +1,22 @@
+"""Lanes: the in-order executors that a schedule fills."""
+
+import enum
+
+
+class Lane(enum.Enum):
+    """One in-order executor. ``index`` is what the graph's ops carry as an integer argument."""
+
+    COMPUTE = "compute"
+    H2D = "h2d"
+    D2H = "d2h"
+    UPDATE = "update"
+
+    @property
+    def index(self) -> int:
+        """Position in definition order, 0 to 3; stable across processes."""
+        return list(Lane).index(self)
+
+    @staticmethod
+    def from_index(index: int) -> "Lane":
+        """The lane whose ``index`` is given."""
+        return list(Lane)[index]

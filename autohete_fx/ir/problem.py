@@ -1,0 +1,55 @@
+"""What the planner is given."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+from autohete_fx.ir.block import Edge
+from autohete_fx.ir.cost import BlockCost
+from autohete_fx.ir.machine import Machine
+from autohete_fx.ir.plan import BlockDecision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Costs, machine and limits: everything that decides a plan.
+
+    Attributes:
+        labels: one name a block, for messages.
+        costs: in forward execution order.
+        edges: activations between blocks.
+        machine: capacities and rates.
+        device_budget_bytes: peak device memory allowed; None for no limit.
+        host_budget_bytes: host memory allowed for homes; None for no limit.
+        fixed_bytes: device bytes that live through the whole step and that no decision changes: inputs, buffers,
+            what other graphs hold.
+        allow_recompute, allow_offload_activations, allow_host_params, allow_host_optimizer: what may be decided.
+        micro_batches: forward and backward passes per optimizer step.
+        training: False for an inference graph: no backward, gradients or optimizer.
+        fixed_decisions: per block, decisions about params and optimizer that an earlier graph of the same model has
+            made already, or None; empty for no such decisions. The ``activations`` of such a decision are free.
+    """
+
+    labels: tuple[str, ...]
+    costs: tuple[BlockCost, ...]
+    edges: tuple[Edge, ...]
+    machine: Machine
+    device_budget_bytes: int | None = None
+    host_budget_bytes: int | None = None
+    fixed_bytes: int = 0
+    allow_recompute: bool = True
+    allow_offload_activations: bool = True
+    allow_host_params: bool = True
+    allow_host_optimizer: bool = True
+    micro_batches: int = 1
+    training: bool = True
+    fixed_decisions: tuple[BlockDecision | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.labels) == len(self.costs), "one label a block"
+        assert not self.fixed_decisions or len(self.fixed_decisions) == len(self.costs)
+
+    @property
+    def digest(self) -> str:
+        """Stable across processes; equal for equal problems."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, default=lambda e: e.value).encode()).hexdigest()[:16]

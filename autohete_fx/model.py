@@ -1,0 +1,121 @@
+"""Models: what all graphs that share parameters share, namely a runtime session and one memory budget.
+
+A graph break makes several graphs of one model, a new shape or ``no_grad`` another; they are told to be one model by
+the parameters that they read. Each training graph leaves a note of the device memory that it takes beside the others.
+"""
+
+import hashlib
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import fx
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autohete_fx.capture.inputs import GraphInput
+from autohete_fx.compilation import Footprint
+from autohete_fx.options import Options, Share, resolve_bytes
+from autohete_fx.runtime.session import Session, is_live
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+@dataclass(eq=False)
+class Model:
+    """One compiled model.
+
+    Attributes:
+        session: its runtime.
+        footprints: what each of its training graphs takes on the device, by the graph's parameter names.
+        is_placed: whether a training graph has decided where parameters live.
+    """
+
+    session: Session
+    footprints: dict[frozenset[str], Footprint] = field(default_factory=dict)
+    is_placed: bool = False
+
+    def taken_by_others(self, graph: frozenset[str]) -> int:
+        """Device bytes that other training graphs of the model hold. A graph that shares parameters is the same
+        graph compiled again, unless it has none in common."""
+        return sum(f.total_bytes for names, f in self.footprints.items() if names.isdisjoint(graph) and names)
+
+    def store_footprint(self, graph: frozenset[str], footprint: Footprint) -> None:
+        """Replace the notes of earlier versions of this graph."""
+        for names in [n for n in self.footprints if not n.isdisjoint(graph)]:
+            del self.footprints[names]
+        self.footprints[graph] = footprint
+
+
+_models: "WeakIdKeyDictionary" = WeakIdKeyDictionary()  # parameter -> weak reference to its Model
+
+
+def find_model(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options) -> Model:
+    """The model that the graph's parameters belong to, or a new one."""
+    parameters = [item.tensor for item in inputs if item.is_parameter and item.tensor is not None]
+    for parameter in parameters:
+        reference = _models.get(parameter)
+        model = None if reference is None else reference()
+        if model is not None:
+            break
+    else:
+        device = device_of(inputs)
+        total = host_total_bytes(device, options.offload_dir)
+        host_budget = None if options.host_budget is None else resolve_bytes(options.host_budget, total)
+        session = Session(
+            _fresh_digest(graph_digest(gm, inputs, options)),
+            device,
+            offload_dir=options.offload_dir,
+            host_budget_bytes=host_budget,
+        )
+        model = Model(session=session)
+        weakref.finalize(model, session.close)
+    for parameter in parameters:
+        _models[parameter] = weakref.ref(model)
+    return model
+
+
+def _fresh_digest(digest: str) -> str:
+    """The digest, salted by how many live models have it already: the n-th twin finds the n-th twin's cached code."""
+    candidate, twin = digest, 0
+    while is_live(candidate):
+        twin += 1
+        candidate = hashlib.sha256(f"{digest}/{twin}".encode()).hexdigest()[:16]
+    return candidate
+
+
+def device_of(inputs: Sequence[GraphInput]) -> torch.device:
+    """Where the graph computes: the accelerator if any input is on one."""
+    devices = [item.tensor.device for item in inputs if item.tensor is not None]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+
+def host_total_bytes(device: torch.device, offload_dir: str | None) -> int:
+    """Capacity of the host tier: RAM for CUDA, the directory's file system for a CPU device."""
+    from autohete_fx.profiler.machine import host_capacity_bytes
+
+    return host_capacity_bytes(device, offload_dir)
+
+
+def graph_digest(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options) -> str:
+    """Of the graph, its inputs' layouts and the options that shape code; the same in every process."""
+    layouts = [
+        (i.name, str(i.tensor.dtype), tuple(map(str, i.tensor.shape)), tuple(map(str, i.tensor.stride())), i.tensor.requires_grad)
+        if i.tensor is not None
+        else (i.name,)
+        for i in inputs
+    ]
+    parts = [gm.code, layouts, options.digest_fields(), torch.is_grad_enabled(), str(device_of(inputs)), torch.__version__]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def sources_digest() -> str:
+    """Of this package's own code: another version of a pass must not find the old one's compiled code."""
+    digest = hashlib.sha256()
+    for path in sorted([*_PACKAGE.rglob("*.py"), *(_PACKAGE / "passes").glob("*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+__all__ = ["Model", "Share", "device_of", "find_model", "graph_digest", "host_total_bytes", "sources_digest"]

@@ -1,0 +1,86 @@
+"""The ops that passes insert: schemas and fake implementations of ``torch.ops.autohete.*``.
+
+Every copy is two nodes. The first issues it and returns a *handle*, one int64 on the CPU; the second waits for
+it and returns the copied tensor::
+
+    handle = autohete.offload(src, session, lane, priority)     # device -> host
+    handle = autohete.reload(src, session, lane, priority)      # host -> device, activations
+    handle = autohete.prefetch(src, session, lane, priority)    # host -> device, parameters
+    result = autohete.wait(handle, src, session)
+
+* ``result`` has the size, dtype and device of ``src``; its strides too where ``src`` is dense, else it is
+  contiguous (`copied_strides`). Host tensors present themselves on the compute device.
+* Nothing aliases: the buffer that a copy fills is unknown to the compiler until ``wait`` returns it, so the
+  compiler cannot hand it out as scratch while the copy runs.
+* ``src`` is an argument of ``wait`` because the copy reads it until then: the compiler would otherwise reuse its
+  buffer right behind the issuing node.
+* ``session`` is the digest under which the runtime is registered, the same in every process, so that cached code
+  finds the runtime of the process that it runs in. ``lane`` is `ir.Lane.index`; a smaller ``priority`` is sooner.
+
+The kernels are in `autohete_fx.runtime.kernels`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+_NAMESPACE = "autohete"
+_TAGS = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
+
+library = torch.library.Library(_NAMESPACE, "DEF")
+
+for _name in ("offload", "reload", "prefetch"):
+    library.define(f"{_name}(Tensor src, str session, int lane, int priority) -> Tensor", tags=_TAGS)
+library.define("wait(Tensor handle, Tensor src, str session) -> Tensor", tags=_TAGS)
+
+offload = torch.ops.autohete.offload.default
+reload = torch.ops.autohete.reload.default
+prefetch = torch.ops.autohete.prefetch.default
+wait = torch.ops.autohete.wait.default
+
+ISSUING_OPS = (offload, reload, prefetch)
+"""The ops that issue a copy."""
+
+ALL_OPS = (*ISSUING_OPS, wait)
+"""Everything that a pass may insert."""
+
+
+def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether a layout fills its span without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for step, n in sorted((step, n) for n, step in zip(size, stride, strict=True) if n != 1):
+        if step != expected:
+            return False
+        expected *= n
+    return True
+
+
+def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
+    """Strides of the row-major layout."""
+    strides = [1] * len(size)
+    for dim in range(len(size) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * max(size[dim + 1], 1)
+    return tuple(strides)
+
+
+def copied_strides(src: torch.Tensor) -> tuple[int, ...]:
+    """Strides of a copy of ``src``: its own where it is dense, else contiguous ones."""
+    return tuple(src.stride()) if is_dense(src.shape, src.stride()) else contiguous_stride(src.shape)
+
+
+def empty_copy_of(src: torch.Tensor) -> torch.Tensor:
+    """Uninitialised device memory for a copy of ``src``."""
+    return torch.empty_strided(src.shape, copied_strides(src), dtype=src.dtype, device=src.device)
+
+
+def _fake_issue(src: torch.Tensor, session: str, lane: int, priority: int) -> torch.Tensor:
+    return torch.empty((1,), dtype=torch.int64, device="cpu")
+
+
+for _name in ("offload", "reload", "prefetch"):
+    torch.library.register_fake(f"{_NAMESPACE}::{_name}", _fake_issue, lib=library)
+
+
+@torch.library.register_fake(f"{_NAMESPACE}::wait", lib=library)
+def _fake_wait(handle: torch.Tensor, src: torch.Tensor, session: str) -> torch.Tensor:
+    return empty_copy_of(src)

@@ -1,0 +1,6 @@
+"""The optimizer: ``AdamW`` whose states and step follow the plan, and who updates which parameter."""
+
+from autohete_fx.optim.adamw import AdamW
+from autohete_fx.optim.owners import optimizer_of
+
+__all__ = ["AdamW", "optimizer_of"]

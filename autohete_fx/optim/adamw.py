@@ -1,0 +1,217 @@
+"""``AdamW``: the optimizer whose states and step follow the plan.
+
+In: parameters, gradients, and the placements that a compiled model records. Out: the parameters of ``torch.optim.AdamW``,
+with the states where the plan wants them. It never asks for a plan: a parameter without a placement has its states on its
+device, states move at the first ``step()`` after a placement changed, and so the order of constructing the optimizer and
+compiling does not matter.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autohete_fx.errors import OptimizerStateError
+from autohete_fx.optim.kernels import reconcile_master
+from autohete_fx.optim.loading import read_groups, read_states
+from autohete_fx.optim.owners import register_owner
+from autohete_fx.optim.state import MASTER, check_grad, check_param, complete, flat, place_of, settle, state_bytes
+from autohete_fx.optim.updates import Update, apply
+from autohete_fx.runtime.placement import placement_of
+
+_IMPLEMENTATION: dict[str, Any] = {
+    "amsgrad": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": True,
+    "decoupled_weight_decay": True,
+}
+"""What ``torch.optim.AdamW`` keeps in its groups to choose an implementation. Ours computes as its fused one does, and
+saying so lets a loaded ``torch.optim.AdamW`` go on with the same arithmetic."""
+
+
+class AdamW(torch.optim.Optimizer):
+    """``torch.optim.AdamW``, with states and update on the device or on the host, as the plan says.
+
+    Results, wherever states and parameters live:
+
+    * fp32 and fp64 parameters: bitwise those of ``torch.optim.AdamW(fused=True)`` on the processor that does the update
+      (the CPU for host states).
+    * bf16 and fp16 parameters: fp32 moments and an fp32 master weight, named ``master``; within fp32 rounding of
+      ``torch.optim.AdamW(fused=True)`` on the master with ``grad.float()``, then rounded to the parameter.
+
+    An edit of a parameter between steps (``load_state_dict``, ``param.data.mul_``, ...) is honoured however it is made:
+    fp32 parameters have no second copy, and a 16-bit weight that is no longer the rounding of its master replaces it,
+    element by element.
+
+    ``step()`` needs no device memory beyond the states, which the first step creates; a parameter or gradient of an unusual
+    layout or dtype costs one temporary copy of that tensor at a time.
+
+    Args:
+        params: parameters, named parameters, or groups, as for ``torch.optim.AdamW``.
+        lr: learning rate; a one-element tensor is allowed.
+        betas: decay rates of the moments.
+        eps: added to the denominator.
+        weight_decay: decoupled weight decay.
+        amsgrad: must be False.
+        maximize: ascend instead.
+        foreach, fused: accepted for compatibility; they choose an implementation, and there is only this one.
+        capturable, differentiable: must be False.
+
+    Raises:
+        OptimizerStateError: a hyperparameter out of range, an option that is not supported, a parameter whose dtype is
+            none of float32, float64, bfloat16, float16.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        del foreach, fused
+        asked = {"amsgrad": amsgrad, "capturable": capturable, "differentiable": differentiable}
+        hyperparameters = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        _check_hyperparameters({**hyperparameters, **asked})
+        super().__init__(params, {**hyperparameters, "betas": _as_floats(betas), **_IMPLEMENTATION})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in ``torch.optim``; raises OptimizerStateError, before anything is added, for what AdamW cannot train."""
+        group = {**param_group, "params": param_group["params"]}
+        _check_hyperparameters({**self.defaults, **group})
+        if "betas" in group:
+            group["betas"] = _as_floats(group["betas"])
+        before = len(self.param_groups)
+        super().add_param_group({**group, **_IMPLEMENTATION})
+        try:
+            for param in self.param_groups[-1]["params"]:
+                check_param(param)
+        except OptimizerStateError:
+            del self.param_groups[before:]
+            raise
+        for param in self.param_groups[-1]["params"]:
+            register_owner(param, self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for param in group["params"]:
+                register_owner(param, self)
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step for every parameter that has a gradient.
+
+        Before any parameter changes, all gradients are checked, missing states are created and states whose placement
+        has changed are moved.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            OptimizerStateError: a sparse or complex gradient.
+            HostMemoryError: no room for host states; no parameter has changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        apply(self._updates())
+        return loss
+
+    def _updates(self) -> list[Update]:
+        with_grad = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None and p.numel()]
+        for param, _ in with_grad:
+            check_param(param)
+            check_grad(param, param.grad)
+        updates = []
+        for param, group in with_grad:
+            state, place, placement = self.state[param], place_of(param), placement_of(param)
+            settle(param, state, place)
+            complete(param, state, place)
+            block = -1 if placement is None else placement.block
+            updates.append(Update(param, param.grad, state, group, place, block))
+        return updates
+
+    def state_bytes_of(self, param: Tensor) -> int:
+        """Bytes of the states that a step will hold for ``param``, master included; 0 for a frozen one without states."""
+        return state_bytes(param) if param.requires_grad or self.state.get(param) else 0
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """A dict shaped as ``torch.optim.AdamW`` makes it; 16-bit parameters have a ``master`` beside the moments.
+
+        Its tensors are references to the states, as in ``torch.optim``: they follow later steps, and ``deepcopy`` or
+        ``torch.save`` makes a snapshot. A state on the host reads as an ordinary tensor. Masters agree with their
+        parameters, edits included. Takes no step and creates no state.
+        """
+        for param, state in self.state.items():
+            if isinstance(param, Tensor) and MASTER in state:
+                settle(param, state, place_of(param))
+                if MASTER in state:
+                    reconcile_master(flat(param), flat(state[MASTER]))
+        return super().state_dict()
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state dict of this class or of ``torch.optim.AdamW``, in fp32 and into the places that the plan asks for.
+
+        All or nothing: states and groups change only when every check has passed and every new state exists, so old and
+        new states need memory side by side for that moment. Values are copied. A 16-bit parameter whose dict has no
+        master starts from its own value.
+
+        Raises:
+            OptimizerStateError: says what the dict has, what was expected, and what to do.
+            HostMemoryError: no room for host states.
+        """
+        loaded = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, loaded)
+            if replaced is not None:
+                loaded = replaced
+        groups = read_groups(loaded, self.param_groups, _IMPLEMENTATION)
+        states = read_states(loaded, self.param_groups, self.state)
+        self.state.clear()
+        self.state.update(states)
+        self.param_groups[:] = groups
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+
+def _as_floats(betas: tuple[float | Tensor, float | Tensor]) -> tuple[float, float]:
+    return float(betas[0]), float(betas[1])
+
+
+def _check_hyperparameters(values: Mapping[str, Any]) -> None:
+    for name in ("amsgrad", "capturable", "differentiable"):
+        if values.get(name):
+            raise OptimizerStateError(
+                f"{name}=True is not supported by autohete_fx.AdamW; leave it out, or use torch.optim.AdamW, whose states the "
+                "plan then counts on the device"
+            )
+    lr = values["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise OptimizerStateError(f"lr is a tensor of {lr.numel()} elements; expected one element")
+    for name in ("lr", "eps", "weight_decay"):
+        if not 0.0 <= values[name]:
+            raise OptimizerStateError(f"{name} is {values[name]}; expected a number of at least 0")
+    for index, beta in enumerate(values["betas"]):
+        if not 0.0 <= beta < 1.0:
+            raise OptimizerStateError(f"betas[{index}] is {float(beta)}; expected at least 0 and less than 1")

@@ -1,0 +1,128 @@
+"""Reading a state dict: everything is checked and built before anything is replaced.
+
+In: a dict shaped as ``torch.optim.AdamW`` makes it, from it or from ours, and the optimizer's own groups. Out: new groups and
+new states, in the places that the placements ask for. ``torch.optim.Optimizer.load_state_dict`` is not used because it casts
+states to the parameter's dtype, which loses the fp32 states of 16-bit parameters.
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autohete_fx.errors import OptimizerStateError
+from autohete_fx.optim.state import MASTER, MOMENTS, STEP, State, needs_master, place_of, state_dtype, state_names
+
+Group = dict[str, Any]
+
+_REQUIRED = ("lr", "betas", "eps", "weight_decay")
+_SAME = "make it with state_dict() of an AdamW with the same parameters in the same groups"
+
+
+def read_groups(state_dict: Mapping[str, Any], groups: Sequence[Group], implementation: Group) -> list[Group]:
+    """The loaded hyperparameters over the optimizer's own parameters.
+
+    Args:
+        implementation: keys that say how the step is computed, with our values; those of the dict are not taken over.
+
+    Raises OptimizerStateError where the dict is of another form, or of another optimizer.
+    """
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise OptimizerStateError(f"the state dict has keys {list(state_dict)}; expected 'state' and 'param_groups': {_SAME}")
+    loaded = deepcopy(state_dict["param_groups"])
+    given, expected = [len(g["params"]) for g in loaded], [len(g["params"]) for g in groups]
+    if given != expected:
+        raise OptimizerStateError(
+            f"the state dict has {len(given)} groups of {given} parameters; expected {len(expected)} of {expected}: {_SAME}"
+        )
+    result = []
+    for index, (new, own) in enumerate(zip(loaded, groups, strict=True)):
+        lacking = [key for key in _REQUIRED if key not in new]
+        if lacking:
+            raise OptimizerStateError(f"group {index} of the state dict lacks {lacking}; it is not AdamW's: {_SAME}")
+        if new.get("amsgrad"):
+            raise OptimizerStateError(
+                f"group {index} of the state dict has amsgrad=True, which is not supported: use torch.optim.AdamW for it"
+            )
+        if not new.get("decoupled_weight_decay", True):
+            raise OptimizerStateError(
+                f"group {index} of the state dict is of torch.optim.Adam (decoupled_weight_decay=False), whose weight decay "
+                f"is another; expected AdamW's: {_SAME}"
+            )
+        kept = {"maximize": False, **({"param_names": own["param_names"]} if "param_names" in own else {})}
+        result.append({**kept, **new, **implementation, "params": own["params"]})
+    return result
+
+
+def read_states(state_dict: Mapping[str, Any], groups: Sequence[Group], current: Mapping[Tensor, State]) -> dict[Tensor, State]:
+    """New states of every parameter that the dict has any for. What the dict holds is copied, never aliased.
+
+    A tensor of the dict that *is* the current state is kept as it is, so that loading one's own ``state_dict()`` needs no
+    memory. Otherwise old and new states exist side by side until this returns.
+
+    Raises:
+        OptimizerStateError: a state is missing, unknown, or of another shape.
+        HostMemoryError: no room for the new states.
+    """
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    params = [param for group in groups for param in group["params"]]
+    states: Mapping[Any, Mapping[str, Any]] = state_dict["state"]
+    unknown = [key for key in states if key not in set(keys)]
+    if unknown:
+        raise OptimizerStateError(f"the state dict has states for {unknown[:5]}, which are in none of its groups: {_SAME}")
+    for key, param in zip(keys, params, strict=True):
+        if states.get(key):
+            _check(key, param, states[key])
+    return {
+        param: _build(param, states[key], current.get(param, {}))
+        for key, param in zip(keys, params, strict=True)
+        if states.get(key)
+    }
+
+
+def _check(key: object, param: Tensor, entry: Mapping[str, Any]) -> None:
+    required, allowed = (STEP, *MOMENTS), (STEP, *state_names(param))
+    missing, unknown = [n for n in required if n not in entry], [n for n in entry if n not in allowed]
+    if MASTER in unknown:
+        raise OptimizerStateError(
+            f"the state of parameter {key} has a master, but the parameter is {param.dtype}: its optimizer trained a 16-bit "
+            f"parameter. Convert the model as it was, or copy the master into the parameter and remove it from the dict"
+        )
+    if missing or unknown:
+        raise OptimizerStateError(
+            f"the state of parameter {key} has {list(entry)}; expected {list(allowed)}"
+            f"{' (master may be absent)' if needs_master(param) else ''}: {_SAME}"
+        )
+    step = entry[STEP]
+    if not isinstance(step, (int, float)) and not (isinstance(step, Tensor) and step.numel() == 1):
+        raise OptimizerStateError(f"the step of parameter {key} is {step!r}; expected a number or a one-element tensor")
+    for name in allowed[1:]:
+        if name not in entry:
+            continue
+        t = entry[name]
+        if not isinstance(t, Tensor) or not t.is_floating_point():
+            raise OptimizerStateError(f"state {name!r} of parameter {key} is {_described(t)}; expected a floating point tensor")
+        if t.shape != param.shape:
+            raise OptimizerStateError(
+                f"state {name!r} of parameter {key} has shape {tuple(t.shape)}; expected the parameter's "
+                f"{tuple(param.shape)}: the parameters are others, or in another order; {_SAME}"
+            )
+
+
+def _described(value: object) -> str:
+    return f"a {value.dtype} tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _build(param: Tensor, entry: Mapping[str, Any], current: Mapping[str, Any]) -> State:
+    place = place_of(param)
+    given = entry[STEP]
+    step = given.detach().reshape(()).clone() if isinstance(given, Tensor) else torch.tensor(float(given))
+    state: State = {STEP: step.to(dtype=torch.float32, device=place.step_device(param))}
+    for name in state_names(param):
+        if name in entry:
+            t = entry[name]
+            state[name] = t if t is current.get(name) else place.empty(param, state_dtype(param)).copy_(t.detach())
+    return state

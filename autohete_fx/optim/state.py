@@ -1,0 +1,156 @@
+"""The states of one parameter: which there are, how they lie, and where.
+
+In: a parameter, its state dictionary (the ``optimizer.state[param]`` of ``torch.optim``) and its placement. Out: the same
+dictionary with every state present, in fp32 (fp64 for fp64 parameters), laid out as the parameter is, and in the place that
+the placement asks for. States move without loss whenever the placement has changed, one tensor at a time.
+
+A host state is a home of the tier: it presents itself on the compute device, so ``state_dict()``, ``torch.save`` and eager
+code read it as any other tensor.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autohete_fx.errors import OptimizerStateError
+from autohete_fx.ir import Optimizer
+from autohete_fx.runtime.placement import placement_of
+from autohete_fx.runtime.tiers import HostTier, contiguous_stride, is_dense, is_home
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "master"
+STEP = "step"
+
+_FULL = (torch.float32, torch.float64)
+_HALF = (torch.bfloat16, torch.float16)
+
+State = dict[str, Any]
+
+
+def check_param(param: Tensor) -> None:
+    """Raise OptimizerStateError for a parameter whose dtype AdamW has no exact update for."""
+    if param.dtype not in _FULL + _HALF:
+        raise OptimizerStateError(
+            f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; expected float32, float64, bfloat16 or "
+            "float16. Give parameters of other dtypes (complex ones as torch.view_as_real) to another optimizer"
+        )
+
+
+def check_grad(param: Tensor, grad: Tensor) -> None:
+    """Raise OptimizerStateError for a gradient that AdamW cannot use exactly."""
+    if grad.layout is not torch.strided:
+        raise OptimizerStateError(
+            f"the gradient of a parameter of shape {tuple(param.shape)} is sparse ({grad.layout}); expected a dense one. "
+            "Build the embedding with sparse=False, or give this parameter to torch.optim.SparseAdam"
+        )
+    if not grad.is_floating_point():
+        raise OptimizerStateError(
+            f"the gradient of a parameter of shape {tuple(param.shape)} has dtype {grad.dtype}; expected a real "
+            "floating point one"
+        )
+
+
+def needs_master(param: Tensor) -> bool:
+    """Whether the parameter is 16-bit, so that its exact value lives in an fp32 master."""
+    return param.dtype in _HALF
+
+
+def state_dtype(param: Tensor) -> torch.dtype:
+    """Of the parameter's moments and master."""
+    return torch.float32 if needs_master(param) else param.dtype
+
+
+def state_names(param: Tensor) -> tuple[str, ...]:
+    """The states as large as the parameter."""
+    return (*MOMENTS, MASTER) if needs_master(param) else MOMENTS
+
+
+def state_bytes(param: Tensor) -> int:
+    """Bytes of the states that the parameter will have: moments, and master for a 16-bit one."""
+    return len(state_names(param)) * state_dtype(param).itemsize * param.numel()
+
+
+def layout_of(param: Tensor) -> tuple[int, ...]:
+    """Strides of the parameter's states: its own where it is dense, so that all may be walked in memory order."""
+    if param.is_contiguous() or is_dense(param.shape, param.stride()):
+        return param.stride()
+    return contiguous_stride(param.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter's states belong: homes of ``tier``, or memory of ``device`` where there is no tier."""
+
+    device: torch.device
+    tier: HostTier | None
+
+    def empty(self, param: Tensor, dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor here, laid out as the states of ``param``. Raises HostMemoryError."""
+        if self.tier is not None:
+            return self.tier.empty_strided(param.shape, layout_of(param), dtype)
+        return torch.empty_strided(param.shape, layout_of(param), dtype=dtype, device=self.device)
+
+    def holds(self, t: Tensor) -> bool:
+        """Whether ``t`` lies here."""
+        return t.device == self.device and (not is_home(t) if self.tier is None else self.tier.owns(t))
+
+    def step_device(self, param: Tensor) -> torch.device:
+        """Of the step counter: the accelerator's own kernel reads it there, everything else on the CPU."""
+        return self.device if self.tier is None and not needs_master(param) else torch.device("cpu")
+
+
+def place_of(param: Tensor) -> Place:
+    """Where the states of ``param`` belong now. A user who moved it off the tier's device gets states beside it."""
+    placement = placement_of(param)
+    if placement is None or placement.optimizer is Optimizer.DEVICE or placement.tier.device != param.device:
+        return Place(param.device, None)
+    return Place(param.device, placement.tier)
+
+
+def settle(param: Tensor, state: State, place: Place) -> None:
+    """Bring the states that exist to ``place``, values kept. Drops a master that the parameter no longer needs.
+
+    Raises:
+        HostMemoryError: the tier has no room; states that have moved stay moved, nothing is lost.
+        OptimizerStateError: the parameter has another shape than its states.
+    """
+    if not needs_master(param):
+        state.pop(MASTER, None)
+    dtype, layout = state_dtype(param), layout_of(param)
+    for name in state_names(param):
+        t = state.get(name)
+        if t is None or (t.shape == param.shape and t.stride() == layout and t.dtype == dtype and place.holds(t)):
+            continue
+        if t.shape != param.shape:
+            raise OptimizerStateError(
+                f"a parameter has shape {tuple(param.shape)} and its state {name!r} has {tuple(t.shape)}: it was resized "
+                "after a step. Build a new optimizer, or clear optimizer.state[param]"
+            )
+        state[name] = place.empty(param, dtype).copy_(t)
+    step = state.get(STEP)
+    if step is not None and step.device != place.step_device(param):
+        state[STEP] = step.to(place.step_device(param))
+
+
+def complete(param: Tensor, state: State, place: Place) -> None:
+    """Add the states that are missing: zero moments and step, and the parameter's own value as master.
+
+    They are allocated before any is added, so HostMemoryError leaves the state as it was.
+    """
+    missing = [name for name in state_names(param) if name not in state]
+    made = {name: place.empty(param, state_dtype(param)) for name in missing}
+    for name, t in made.items():
+        if name == MASTER:
+            t.copy_(param)
+        else:
+            t.zero_()
+    if STEP not in state:
+        made = {STEP: torch.zeros((), dtype=torch.float32, device=place.step_device(param)), **made}
+    state.update(made)
+
+
+def flat(t: Tensor) -> Tensor:
+    """The elements of a dense tensor in memory order, one-dimensional, over the same memory."""
+    return t.detach().as_strided((t.numel(),), (1,), t.storage_offset())

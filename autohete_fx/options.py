@@ -1,0 +1,296 @@
+"""The user's options: a mapping comes in, a frozen and validated value goes out.
+
+``torch.compile(model, backend="autohete", options={...})`` hands the mapping over unchecked. Everything is checked
+here, once, before anything is traced, so that no later stage meets an option it cannot honour: an unknown name or a
+bad value is an ``OptionError`` that says what was given, what was expected and what to do.
+
+Sizes stay symbolic where they are a share of a device (``"60%"``): ``resolve_bytes`` turns them into bytes once the
+total is known.
+"""
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from autohete_fx.errors import OptionError
+from autohete_fx.ir import Plan
+from autohete_fx.pass_identity import pass_identity
+
+__all__ = ["ALLOWED_DECISIONS", "Options", "Share", "Size", "UserPass", "UserPasses", "parse_size", "resolve_bytes"]
+
+UserPass = Callable[..., object]
+"""``(GraphModule, PassContext) -> GraphModule``; the type is loose here because this module does not import torch."""
+
+ALLOWED_DECISIONS = ("recompute", "offload_activations", "host_params", "host_optimizer")
+"""What ``allow`` may contain: the decisions that take memory off the device."""
+
+_BYTES_OF_UNIT = {
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgtp", start=1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgtp", start=1)},
+}
+_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[a-z]+|%)\s*", re.IGNORECASE)
+_SIZE_EXPECTED = 'expected a size such as "20GiB" or "512MB", a share of the device such as "60%", or bytes as an int'
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A share of a memory's total size, more than 0 and at most 1."""
+
+    fraction: float
+
+
+Size = int | Share
+"""Bytes, or a share of a total that is not known yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserPasses:
+    """The user's own FX passes, by the point where they run; each point runs its passes in the order given.
+
+    Attributes:
+        joint: on the joint graph, before grouping.
+        forward: on the forward graph, after partition.
+        backward: on the backward graph, after partition.
+        final: on both graphs, last before Inductor.
+    """
+
+    joint: tuple[UserPass, ...] = ()
+    forward: tuple[UserPass, ...] = ()
+    backward: tuple[UserPass, ...] = ()
+    final: tuple[UserPass, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Everything that a user may set. Build it with ``Options.from_user``, which validates.
+
+    Attributes:
+        memory_budget: peak device memory allowed; None: what is free on CUDA, no limit on a CPU device.
+        host_budget: host memory allowed for homes; None for no limit.
+        offload_dir: directory of the memory-mapped homes on a CPU device; None for the system's temporary directory.
+        plan: replay this plan instead of solving for one.
+        passes: the user's own FX passes.
+        inner_backend: what compiles the rewritten graphs: ``inductor`` or ``eager``.
+        profile: where block costs come from: ``measured`` on the device or ``analytic``.
+        allow: what the planner may decide, a subset of ``ALLOWED_DECISIONS``.
+        micro_batches: forward and backward passes per optimizer step, at least 1.
+        solver_time_limit_s: seconds that the solver may take.
+        verify: check graphs between passes.
+    """
+
+    memory_budget: Size | None = None
+    host_budget: Size | None = None
+    offload_dir: str | None = None
+    plan: Plan | None = None
+    passes: UserPasses = field(default_factory=UserPasses)
+    inner_backend: str = "inductor"
+    profile: str = "measured"
+    allow: frozenset[str] = frozenset(ALLOWED_DECISIONS)
+    micro_batches: int = 1
+    solver_time_limit_s: float = 10.0
+    verify: bool = True
+
+    @staticmethod
+    def from_user(options: Mapping[str, object] | None = None, mode: str | None = None) -> "Options":
+        """Validate what ``torch.compile`` was given.
+
+        Raises:
+            OptionError: an unknown name, a bad value, or a ``mode``.
+            PlanError: ``plan`` is a path that cannot be read as a plan.
+        """
+        if mode not in (None, "default"):
+            raise OptionError(
+                f"mode={mode!r} was given, but the autohete backend has no modes; leave mode out, set options={{...}}"
+                " for this backend and torch._inductor.config for Inductor's own settings"
+            )
+        given = {} if options is None else options
+        if not isinstance(given, Mapping):
+            raise OptionError(f"options is {_shown(given)}; expected a mapping such as {{'memory_budget': '20GiB'}}")
+        for name in given:
+            if name not in _PARSERS:
+                raise OptionError(_unknown("option", name, _PARSERS))
+        return Options(**{name: _PARSERS[name](name, value) for name, value in given.items()})
+
+    def digest_fields(self) -> tuple[tuple[str, str], ...]:
+        """What shapes generated code, as (name, text) pairs that are equal in every process; for cache keys.
+
+        The plan is not among them: compiled code depends on the plan that was *used*, whether it was given or
+        solved for, so the caller adds that plan's digest. Budgets and limits act through the plan alone.
+        Warns where a user's pass has no identity that outlives this process.
+        """
+        passes = ((f"passes.{f.name}", getattr(self.passes, f.name)) for f in fields(UserPasses))
+        return (
+            ("inner_backend", self.inner_backend),
+            ("micro_batches", str(self.micro_batches)),
+            *((point, ",".join(pass_identity(user_pass) for user_pass in chosen)) for point, chosen in passes),
+        )
+
+
+def resolve_bytes(size: Size, total_bytes: int) -> int:
+    """A size in bytes, given the total that a share refers to; rounded down."""
+    return int(size.fraction * total_bytes) if isinstance(size, Share) else size
+
+
+def parse_size(text: str) -> Size:
+    """Read ``"20GiB"``, ``"1.5 GB"`` or ``"60%"``, in any case. Raises OptionError where the text is no such size."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise OptionError(f"{text!r} is not a size; {_SIZE_EXPECTED}")
+    number, unit = float(match["number"]), match["unit"].lower()
+    if unit == "%":
+        if not 0 < number <= 100:
+            raise OptionError(f"{text!r} is not a share of a memory; expected more than 0% and at most 100%")
+        return Share(number / 100)
+    if unit not in _BYTES_OF_UNIT:
+        raise OptionError(
+            _unknown("unit of size", match["unit"], ("B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"))
+        )
+    num_bytes = int(number * _BYTES_OF_UNIT[unit])
+    if num_bytes < 1:
+        raise OptionError(f"{text!r} is less than one byte; {_SIZE_EXPECTED}")
+    return num_bytes
+
+
+def _parse_size_option(name: str, value: object) -> Size | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        try:
+            return parse_size(value)
+        except OptionError as error:
+            raise OptionError(f"option {name!r}: {error}") from None
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 1:
+            raise OptionError(f"option {name!r} is {value} bytes; {_SIZE_EXPECTED}")
+        return value
+    if isinstance(value, float):
+        instead = f'write "{value * 100:g}%" for a share' if 0 < value <= 1 else "write int(...) for bytes"
+        raise OptionError(f"option {name!r} is the float {value!r}; {_SIZE_EXPECTED}: {instead}")
+    raise OptionError(f"option {name!r} is {_shown(value)}; {_SIZE_EXPECTED}")
+
+
+def _parse_offload_dir(name: str, value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike):
+        raise OptionError(f"option {name!r} is {_shown(value)}; expected the path of a directory")
+    path = Path(value).expanduser()
+    if not path.is_dir():
+        raise OptionError(
+            f"option {name!r} is {str(path)!r}, which is not a directory; create it first or leave the option out"
+        )
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise OptionError(f"option {name!r} is {str(path)!r}, which is not writable; choose a directory that is")
+    return str(path.resolve())
+
+
+def _parse_plan(name: str, value: object) -> Plan | None:
+    if value is None or isinstance(value, Plan):
+        return value
+    if isinstance(value, str | os.PathLike):
+        return Plan.load(Path(value).expanduser())
+    raise OptionError(
+        f"option {name!r} is {_shown(value)}; expected an autohete_fx Plan or the path of a file that Plan.save wrote"
+    )
+
+
+def _parse_passes(name: str, value: object) -> UserPasses:
+    points = [f.name for f in fields(UserPasses)]
+    if not isinstance(value, Mapping):
+        raise OptionError(
+            f"option {name!r} is {_shown(value)}; expected a mapping of points ({', '.join(points)})"
+            " to a pass or a sequence of passes"
+        )
+    chosen: dict[str, tuple[UserPass, ...]] = {}
+    for point, passes in value.items():
+        if point not in points:
+            raise OptionError(_unknown(f"point in option {name!r}:", point, points))
+        sequence = passes if isinstance(passes, Sequence) and not isinstance(passes, str) else (passes,)
+        chosen[point] = tuple(_checked_pass(name, point, user_pass) for user_pass in sequence)
+    return UserPasses(**chosen)
+
+
+def _checked_pass(name: str, point: str, user_pass: object) -> UserPass:
+    if not callable(user_pass):
+        raise OptionError(
+            f"option {name!r}: at {point!r} stands {_shown(user_pass)}; expected a callable"
+            " (GraphModule, PassContext) -> GraphModule"
+        )
+    return user_pass
+
+
+def _parse_allow(name: str, value: object) -> frozenset[str]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise OptionError(
+            f"option {name!r} is {_shown(value)}; expected a list of {', '.join(map(repr, ALLOWED_DECISIONS))}"
+        )
+    decisions = list(value)
+    for decision in decisions:
+        if decision not in ALLOWED_DECISIONS:
+            raise OptionError(_unknown(f"decision in option {name!r}:", decision, ALLOWED_DECISIONS))
+    return frozenset(decisions)
+
+
+def _parse_choice(*choices: str) -> Callable[[str, object], str]:
+    def parse(name: str, value: object) -> str:
+        if not isinstance(value, str) or value not in choices:
+            raise OptionError(_unknown(f"value of option {name!r}:", value, choices))
+        return value
+
+    return parse
+
+
+def _parse_micro_batches(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise OptionError(
+            f"option {name!r} is {_shown(value)}; expected an int of at least 1: how many times forward and backward"
+            " run before each optimizer.step()"
+        )
+    return value
+
+
+def _parse_seconds(name: str, value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not (value > 0 and math.isfinite(value)):
+        raise OptionError(f"option {name!r} is {_shown(value)}; expected a positive number of seconds")
+    return float(value)
+
+
+def _parse_bool(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError(f"option {name!r} is {_shown(value)}; expected True or False")
+    return value
+
+
+_PARSERS: dict[str, Callable[[str, object], Any]] = {  # Any: each parser returns its own field's type
+    "memory_budget": _parse_size_option,
+    "host_budget": _parse_size_option,
+    "offload_dir": _parse_offload_dir,
+    "plan": _parse_plan,
+    "passes": _parse_passes,
+    "inner_backend": _parse_choice("inductor", "eager"),
+    "profile": _parse_choice("measured", "analytic"),
+    "allow": _parse_allow,
+    "micro_batches": _parse_micro_batches,
+    "solver_time_limit_s": _parse_seconds,
+    "verify": _parse_bool,
+}
+
+
+def _unknown(what: str, given: object, valid: Iterable[str]) -> str:
+    """The message for a word that is not one of ``valid``; names the nearest."""
+    words = list(valid)
+    lower = {word.lower(): word for word in words}
+    nearest = difflib.get_close_matches(str(given).lower(), lower, n=1, cutoff=0.5)
+    suggestion = f"did you mean {lower[nearest[0]]!r}? " if nearest else ""
+    return f"unknown {what} {given!r}; {suggestion}expected one of {', '.join(words)}"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"

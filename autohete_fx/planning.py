@@ -1,0 +1,195 @@
+"""From a captured graph to a plan: groups, costs, limits and the solver, put together.
+
+In: a default partition and its blocks, the parameters behind them, the options and what other graphs of the model
+hold. Out: a `Plan`, and what it was made from. The planner's per-block memory model is checked against a trace of the
+rewritten graphs (`traced_peak_bytes`); where a plan's trace is above the budget, the problem is solved again with the
+difference taken off.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autohete_fx.errors import PlanError
+from autohete_fx.ir import Activations, Block, BlockCost, BlockDecision, BlockGraph, Machine, Optimizer, Params, Plan, Problem
+from autohete_fx.optim.owners import optimizer_of
+from autohete_fx.options import Options
+from autohete_fx.planner.simulate import Simulation, simulate
+from autohete_fx.planner.solve import solve
+from autohete_fx.runtime.placement import placement_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the plan must keep.
+
+    Attributes:
+        device_budget_bytes: None for no limit.
+        host_budget_bytes: None for no limit.
+        fixed_bytes: device bytes that no decision changes.
+    """
+
+    device_budget_bytes: int | None
+    host_budget_bytes: int | None
+    fixed_bytes: int
+
+
+def labels_of(blocks: Sequence[Block]) -> tuple[str, ...]:
+    """One name a block; a kind that occurs twice gets its index."""
+    labels = [block.label for block in blocks]
+    return tuple(
+        label if labels.count(label) == 1 else f"{label}@{index}" for index, label in enumerate(labels)
+    )
+
+
+def owners_of(graph: BlockGraph) -> dict[str, int]:
+    """Block index by parameter name."""
+    return {fqn: block.index for block in graph.blocks for fqn in block.param_fqns}
+
+
+def state_bytes(param: torch.nn.Parameter) -> int:
+    """Optimizer states that a parameter will have: what our AdamW says, else two states of its own dtype."""
+    if not param.requires_grad:
+        return 0
+    owner = optimizer_of(param)
+    return owner.state_bytes_of(param) if owner is not None else 2 * param.numel() * param.element_size()
+
+
+def host_optimizer_allowed(params: Sequence[torch.nn.Parameter]) -> bool:
+    """Whether every trainable parameter belongs to an autohete_fx optimizer, which can step on the host."""
+    trainable = [p for p in params if p.requires_grad]
+    return bool(trainable) and all(optimizer_of(p) is not None for p in trainable)
+
+
+def notes_on_optimizer(params: Sequence[torch.nn.Parameter]) -> tuple[str, ...]:
+    """What the user should know about how optimizer states were counted."""
+    trainable = [p for p in params if p.requires_grad]
+    if not trainable or host_optimizer_allowed(params):
+        return ()
+    return (
+        "no autohete_fx.AdamW holds these parameters: two states per parameter were counted on the device and the"
+        " optimizer stays there; construct autohete_fx.AdamW before the first training step to let it move",
+    )
+
+
+def make_problem(
+    graph: BlockGraph,
+    costs: Sequence[BlockCost],
+    machine: Machine,
+    options: Options,
+    limits: Limits,
+    params: Mapping[str, torch.nn.Parameter],
+    *,
+    training: bool,
+    keep_placement: bool,
+) -> Problem:
+    """The planner's input. ``keep_placement``: parameters that are placed already stay where they are."""
+    fixed = tuple(_placed_decision(block, params) for block in graph.blocks) if keep_placement else ()
+    return Problem(
+        labels=labels_of(graph.blocks),
+        costs=tuple(costs),
+        edges=graph.edges,
+        machine=machine,
+        device_budget_bytes=limits.device_budget_bytes,
+        host_budget_bytes=limits.host_budget_bytes,
+        fixed_bytes=limits.fixed_bytes,
+        allow_recompute="recompute" in options.allow and training,
+        allow_offload_activations="offload_activations" in options.allow and training,
+        allow_host_params="host_params" in options.allow,
+        allow_host_optimizer="host_optimizer" in options.allow and host_optimizer_allowed(list(params.values())),
+        micro_batches=options.micro_batches,
+        training=training,
+        fixed_decisions=fixed if any(d is not None for d in fixed) else (),
+    )
+
+
+def _placed_decision(block: Block, params: Mapping[str, torch.nn.Parameter]) -> BlockDecision | None:
+    for fqn in block.param_fqns:
+        placement = placement_of(params[fqn])
+        if placement is not None:
+            return BlockDecision(params=placement.params, optimizer=placement.optimizer)
+    return None
+
+
+def fitted_plan(plan: Plan, graph: BlockGraph, problem: Problem) -> Plan:
+    """A given plan with this graph's predictions. Raises PlanError where it was made for another graph."""
+    labels = labels_of(graph.blocks)
+    digests = tuple(block.digest for block in graph.blocks)
+    if plan.labels != labels:
+        different = [pair for pair in zip(plan.labels, labels, strict=False) if pair[0] != pair[1]]
+        what = f"its block {different[0][0]!r} is {different[0][1]!r} here" if different else "the counts differ"
+        raise PlanError(
+            f"the plan does not fit this graph: it has {len(plan.labels)} blocks, the graph {len(labels)}; {what};"
+            " make a plan for this model, or leave the option 'plan' out"
+        )
+    if plan.block_digests and plan.block_digests != digests:
+        index = next(i for i, pair in enumerate(zip(plan.block_digests, digests, strict=True)) if pair[0] != pair[1])
+        raise PlanError(
+            f"the plan does not fit this graph: block {labels[index]!r} had other operators, shapes or dtypes when the plan"
+            " was made; make a plan for this model and batch, or leave the option 'plan' out"
+        )
+    result = simulate(problem, plan.decisions)
+    return dataclasses.replace(
+        plan,
+        block_digests=digests,
+        step_s=result.step_s,
+        peak_bytes=result.peak_bytes,
+        host_bytes=result.host_bytes,
+        busy_s=result.busy_s,
+        problem_digest=problem.digest,
+    )
+
+
+def solved_plan(problem: Problem, graph: BlockGraph, options: Options) -> Plan:
+    """The solver's plan. Raises InfeasiblePlanError where none fits."""
+    plan = solve(problem, time_limit_s=options.solver_time_limit_s)
+    return dataclasses.replace(plan, block_digests=tuple(block.digest for block in graph.blocks))
+
+
+def replay(problem: Problem, plan: Plan) -> Simulation:
+    """The simulated step of a plan, with events."""
+    return simulate(problem, plan.decisions)
+
+
+def resident_bytes(problem: Problem, plan: Plan) -> int:
+    """Parameters and optimizer states on the device."""
+    pairs = list(zip(problem.costs, plan.decisions, strict=True))
+    params = sum(cost.param_bytes for cost, decision in pairs if decision.params is Params.DEVICE)
+    if not problem.training:
+        return params
+    return params + sum(cost.optimizer_bytes for cost, decision in pairs if decision.optimizer is Optimizer.DEVICE)
+
+
+def device_gradient_bytes(problem: Problem, plan: Plan) -> int:
+    """Gradients that stay on the device until the step."""
+    pairs = zip(problem.costs, plan.decisions, strict=True)
+    return sum(cost.grad_bytes for cost, decision in pairs if decision.optimizer is Optimizer.DEVICE)
+
+
+def held_bytes(problem: Problem, plan: Plan) -> int:
+    """Activations on the device between forward and backward."""
+    total = 0
+    for cost, decision in zip(problem.costs, plan.decisions, strict=True):
+        if decision.activations is Activations.RECOMPUTE:
+            total += cost.boundary_bytes
+        elif decision.activations is Activations.OFFLOAD:
+            total += cost.saved_bytes - cost.offloadable_bytes
+        else:
+            total += cost.saved_bytes
+    return total
+
+
+def traced_peak_bytes(problem: Problem, plan: Plan, intermediate_bytes: int) -> int:
+    """Peak device memory of a step, given the traced peak of the rewritten graphs' intermediates.
+
+    The trace knows fusion and the order of nodes, which the per-block model does not. With several micro-batches the
+    gradients of the earlier ones are there all along.
+    """
+    resident = problem.fixed_bytes + resident_bytes(problem, plan)
+    if not problem.training:
+        return resident + intermediate_bytes
+    gradients = device_gradient_bytes(problem, plan)
+    accumulated = gradients if problem.micro_batches > 1 else 0
+    return resident + max(accumulated + intermediate_bytes, gradients)

@@ -1,0 +1,20 @@
+"""What blocks and machines cost: the default partition of a joint graph enters, a `Profile` and a `Machine` leave.
+
+``profile_analytic`` tells seconds from FLOPs and bytes, ``profile_measured`` times the distinct blocks on the
+device; both take a `Partition` and count bytes by liveness. ``trace_step`` tells the peak of any pair of graphs,
+rewritten ones included. ``measure_machine`` times copies, products and optimizer updates.
+"""
+
+from autohete_fx.profiler.analytic import profile_analytic
+from autohete_fx.profiler.liveness import MemoryTrace, StepTrace, trace_memory, trace_step
+from autohete_fx.profiler.partition import ParamInfo, Partition
+
+__all__ = [
+    "MemoryTrace",
+    "ParamInfo",
+    "Partition",
+    "StepTrace",
+    "profile_analytic",
+    "trace_memory",
+    "trace_step",
+]

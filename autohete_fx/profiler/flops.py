@@ -1,0 +1,79 @@
+"""Seconds of one kernel by the roofline: the larger of its arithmetic and its memory traffic.
+
+Enter graph nodes and kernels; leave FLOPs, bytes and seconds. The formulas are those of
+``torch.utils.flop_counter``, and its own for the CPU attention kernels that it does not know.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from autohete_fx.ir import Machine
+from autohete_fx.profiler.kernels import Kernel, KernelGraph
+from autohete_fx.profiler.node_kinds import hint, packet_name
+
+_WIDEST_ELEMENT_BYTES = 8
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    return tuple(hint(size) for size in node.meta["val"].shape)
+
+
+def _plain(value: Any) -> Any:
+    """A tensor's shape stands for it, as the registered formulas expect."""
+    if isinstance(value, fx.Node):
+        return _plain(value.meta.get("val"))
+    if isinstance(value, torch.Tensor):
+        return torch.Size(hint(size) for size in value.shape)
+    if isinstance(value, torch.SymInt):
+        return hint(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_plain(item) for item in value)
+    return value
+
+
+def flops_of(node: fx.Node) -> int:
+    """FLOPs of a matrix product, convolution or attention; 0 for everything else."""
+    name = packet_name(node)
+    if name == "aten._scaled_dot_product_flash_attention_for_cpu":
+        return sdpa_flop_count(*(_shape(arg) for arg in node.args[:3]))
+    if name == "aten._scaled_dot_product_flash_attention_for_cpu_backward":
+        return sdpa_backward_flop_count(*(_shape(arg) for arg in node.args[:4]))
+    packet = getattr(node.target, "overloadpacket", None)
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return 0
+    args, kwargs = _plain(node.args), _plain(node.kwargs)
+    # the registered formulas take shapes of tensors, and the result as ``out_shape``
+    formula = getattr(formula, "__wrapped__", formula)
+    return int(formula(*args, **{**kwargs, "out_shape": _plain(node.meta["val"])}))
+
+
+def dtype_of(node: fx.Node) -> str:
+    """Name of the dtype that a product is computed in, such as ``bfloat16``."""
+    for arg in node.all_input_nodes:
+        value = arg.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dtype.is_floating_point:
+            return str(value.dtype).removeprefix("torch.")
+    return "float32"
+
+
+def bytes_of(kernel: Kernel, graph: KernelGraph) -> int:
+    """Bytes that a kernel reads and writes. A gather reads no more of its table than it has iterations."""
+    limit = kernel.iterations * _WIDEST_ELEMENT_BYTES if kernel.fused else None
+    total = sum(graph.storages[index].num_bytes for index in kernel.writes)
+    for index in kernel.reads:
+        size = graph.storages[index].num_bytes
+        total += size if limit is None else min(size, limit)
+    return total
+
+
+def seconds_of(kernel: Kernel, graph: KernelGraph, nodes: Mapping[str, fx.Node], machine: Machine) -> float:
+    """Roofline seconds of one kernel on a machine."""
+    traffic_s = bytes_of(kernel, graph) / machine.device_bytes_per_s
+    products = [nodes[name] for name in kernel.nodes] if not kernel.fused else []
+    compute_s = sum(flops_of(node) / machine.flops_per_s(dtype_of(node)) for node in products)
+    return max(traffic_s, compute_s)

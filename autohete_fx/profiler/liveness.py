@@ -1,0 +1,231 @@
+"""How many device bytes a compiled graph holds over time.
+
+Enter a graph, or a forward and a backward graph that share saved tensors; leaves a `MemoryTrace` each: bytes
+while every kernel runs, the peak, and what made it up. Parameters and other inputs are not in it, saved
+activations are: they are outputs of the forward graph and die in the backward graph after their last use.
+
+The trace follows the wrapper code that Inductor writes: a kernel's outputs are allocated before it runs, an input
+that dies with it may be written over in place, everything else that died is released behind it. On a CPU,
+neighbouring generated kernels become one call, so that the outputs of all are allocated before the first runs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from autohete_fx.profiler.kernels import Kernel, KernelGraph, Storage, lower
+from autohete_fx.profiler.ordering import order_for_peak_memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contributor:
+    """Device bytes that one value holds at the peak."""
+
+    node: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTrace:
+    """Device bytes of a graph's intermediates over time.
+
+    Attributes:
+        kernels: name of the last graph node of each kernel, in the order they run.
+        live_bytes: while each kernel runs, scratch memory included.
+        after_bytes: behind each kernel, when what it was the last to use is released.
+        nodes: per kernel, the graph nodes computed in it.
+        start_bytes: held when the graph starts: the saved tensors, for a backward graph.
+        end_bytes: held when it has returned: its outputs, saved tensors included.
+        peak_bytes: the maximum of all of these.
+        contributors: what is alive at the peak, largest first.
+    """
+
+    kernels: tuple[str, ...]
+    live_bytes: tuple[int, ...]
+    after_bytes: tuple[int, ...]
+    nodes: tuple[tuple[str, ...], ...]
+    start_bytes: int
+    end_bytes: int
+    peak_bytes: int
+    contributors: tuple[Contributor, ...]
+
+    @property
+    def peak_kernel(self) -> str:
+        """Name of the kernel that runs at the peak; empty where nothing runs."""
+        return self.kernels[self.live_bytes.index(max(self.live_bytes))] if self.kernels else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTrace:
+    """A forward pass followed by its backward pass (None in inference)."""
+
+    forward: MemoryTrace
+    backward: MemoryTrace | None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of both passes."""
+        return max(self.forward.peak_bytes, self.backward.peak_bytes if self.backward else 0)
+
+
+def trace_memory(
+    graph_module: fx.GraphModule,
+    *,
+    device_type: str,
+    inner_backend: str = "inductor",
+    saved: Mapping[str, Storage] | None = None,
+) -> MemoryTrace:
+    """The device bytes that one graph holds over time.
+
+    Args:
+        graph_module: ATen graph with fake ``meta["val"]``; the ops of `autohete_fx.ops` may be in it.
+        device_type: whose memory is meant, ``cpu`` or ``cuda``.
+        inner_backend: ``inductor`` or ``eager``.
+        saved: placeholders whose bytes count and that are released after their last use, with their memory.
+            Several may share one `Storage`, the very same object. All others are not counted.
+    """
+    graph = lower(graph_module, device_type=device_type, inner_backend=inner_backend)
+    return _trace(graph, device_type=device_type, inner_backend=inner_backend, saved=saved or {})
+
+
+def trace_step(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule | None,
+    num_outputs: int,
+    *,
+    device_type: str,
+    inner_backend: str = "inductor",
+) -> StepTrace:
+    """The device bytes of a forward graph and of the backward graph that follows it.
+
+    Args:
+        forward, backward: the two results of partitioning, before or after nodes were inserted.
+        num_outputs: leading outputs of ``forward`` that are the caller's; the others are the leading placeholders
+            of ``backward``, in order.
+        device_type, inner_backend: as in `trace_memory`.
+    """
+    graph = lower(forward, device_type=device_type, inner_backend=inner_backend)
+    first = _trace(graph, device_type=device_type, inner_backend=inner_backend, saved={})
+    if backward is None:
+        return StepTrace(forward=first, backward=None)
+    kept = {index for index in graph.outputs[:num_outputs] if index is not None}
+    placeholders = [node.name for node in backward.graph.nodes if node.op == "placeholder"]
+    saved: dict[str, Storage] = {}
+    for name, index in zip(placeholders, graph.outputs[num_outputs:], strict=False):
+        if index is not None and not graph.storages[index].is_input:
+            saved[name] = graph.storages[index]
+    second = _trace(
+        lower(backward, device_type=device_type, inner_backend=inner_backend),
+        device_type=device_type,
+        inner_backend=inner_backend,
+        saved=saved,
+        held={id(graph.storages[index]) for index in kept},
+    )
+    return StepTrace(forward=first, backward=second)
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Bytes and lifetimes of all storages of one graph; several placeholders may be views of one storage."""
+
+    num_bytes: list[int]
+    root: list[int]
+    last_use: dict[int, int]
+    at_start: set[int]
+    reusable_inputs: set[int]
+
+
+def _lifetimes(graph: KernelGraph, kernels: list[Kernel], saved: Mapping[str, Storage], held: set[int]) -> _Memory:
+    num_bytes = [0 if storage.is_input else storage.num_bytes for storage in graph.storages]
+    root = list(range(len(graph.storages)))
+    first_of: dict[int, int] = {}
+    end = len(kernels)
+    last_use: dict[int, int] = {}
+    for name, storage in saved.items():
+        if name not in graph.inputs:
+            continue
+        index = graph.inputs[name]
+        root[index] = first_of.setdefault(id(storage), index)
+        num_bytes[root[index]] = storage.num_bytes
+        last_use.setdefault(root[index], end if id(storage) in held else -1)
+    at_start = set(first_of.values())
+    for place, kernel in enumerate(kernels):
+        for index in (*kernel.reads, *kernel.writes):
+            last_use[root[index]] = max(last_use.get(root[index], -1), place)
+    for index in graph.outputs:
+        if index is not None:
+            last_use[root[index]] = end
+    return _Memory(num_bytes, root, last_use, at_start, at_start)
+
+
+def _launches(kernels: list[Kernel], *, together: bool) -> list[list[Kernel]]:
+    """Kernels that one call runs: on a CPU, all neighbouring generated ones."""
+    launches: list[list[Kernel]] = []
+    for kernel in kernels:
+        if together and launches and kernel.fused and launches[-1][-1].fused:
+            launches[-1].append(kernel)
+        else:
+            launches.append([kernel])
+    return launches
+
+
+def _trace(
+    graph: KernelGraph,
+    *,
+    device_type: str,
+    inner_backend: str,
+    saved: Mapping[str, Storage],
+    held: set[int] | None = None,
+) -> MemoryTrace:
+    fuse = inner_backend != "eager"
+    kernels = order_for_peak_memory(graph, saved) if fuse else graph.kernels
+    memory = _lifetimes(graph, kernels, saved, held or set())
+    alive = {index for index in memory.at_start if memory.num_bytes[index]}
+    current = sum(memory.num_bytes[index] for index in alive)
+    # saved tensors that no kernel reads are gone when the graph starts to run
+    start = peak = current
+    at_peak = set(alive)
+    live: list[int] = []
+    after: list[int] = []
+    place = 0
+    for launch in _launches(kernels, together=fuse and device_type == "cpu"):
+        during = current
+        scratch = 0
+        for offset, kernel in enumerate(launch):
+            dying = [
+                memory.num_bytes[i]
+                for i in dict.fromkeys(memory.root[j] for j in kernel.reads)
+                if i in alive and memory.last_use[i] == place + offset
+            ]
+            for index in (memory.root[i] for i in kernel.writes):
+                size = memory.num_bytes[index]
+                if index in alive or not size:
+                    continue
+                alive.add(index)
+                current += size
+                if kernel.fused and fuse and size in dying:
+                    dying.remove(size)  # written over in place
+                else:
+                    during += size
+            scratch = max(scratch, kernel.workspace_bytes)
+        during += scratch
+        if during > peak:
+            peak, at_peak = during, set(alive)
+        place += len(launch)
+        dead = {index for index in alive if memory.last_use.get(index, -1) < place}
+        alive -= dead
+        current -= sum(memory.num_bytes[index] for index in dead)
+        live.extend([during] * len(launch))
+        after.extend([current] * len(launch))
+    named = sorted(((memory.num_bytes[i], graph.storages[i].name) for i in at_peak), reverse=True)
+    return MemoryTrace(
+        kernels=tuple(kernel.name for kernel in kernels),
+        live_bytes=tuple(live),
+        after_bytes=tuple(after),
+        nodes=tuple(tuple(kernel.nodes) for kernel in kernels),
+        start_bytes=start,
+        end_bytes=current,
+        peak_bytes=peak,
+        contributors=tuple(Contributor(node=name, num_bytes=size) for size, name in named),
+    )

@@ -1,0 +1,262 @@
+"""What single graph nodes are to the compiler: kind, sizes, scratch memory. Facts about ATen and Inductor, no policy.
+
+Enter nodes of an ATen graph with fake ``meta["val"]``; leave kinds and bytes. Symbolic sizes are read through
+their hints, without adding guards.
+"""
+
+import enum
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+CUDA_ALIGNMENT_BYTES = 512
+"""The CUDA caching allocator hands out multiples of this."""
+
+
+class Kind(enum.Enum):
+    """How a node's value comes to be."""
+
+    INPUT = "input"
+    OUTPUT = "output"
+    VIEW = "view"
+    POINTWISE = "pointwise"
+    REDUCTION = "reduction"
+    SCATTER = "scatter"
+    EXTERN = "extern"
+    ISSUE = "issue"
+    WAIT = "wait"
+
+
+_VIEWS = frozenset({"aten.reshape", "aten._unsafe_view", "aten._reshape_alias", "aten.lift_fresh", "prims.view_of"})
+_POINTWISE = frozenset(
+    """aten.clone aten.embedding aten.gather aten.index aten._unsafe_index aten._unsafe_masked_index aten.index_select
+    aten.slice_scatter aten.select_scatter aten.cat aten.constant_pad_nd aten.full aten.full_like aten.scalar_tensor
+    aten.arange aten.tril aten.triu aten.masked_fill aten.flip aten.roll aten.empty aten.empty_like aten.new_empty
+    aten.new_zeros aten.new_ones aten.zeros aten.ones aten.zeros_like aten.ones_like aten.new_full aten.repeat
+    aten.contiguous aten.stack aten._to_copy aten.copy aten.fill aten.lift_fresh_copy aten.permute_copy aten.where
+    aten.native_dropout aten.repeat_interleave aten.copysign aten.glu aten.logit aten.nan_to_num aten.empty_strided
+    aten.new_empty_strided aten.isnan aten.isinf aten.mul aten.diagonal_scatter aten.as_strided_scatter aten.unfold_copy
+    prims.iota prims.convert_element_type prims.inductor_random prims.inductor_randint prims.inductor_lookup_seed
+    prims.fma prims.device_put prims.inductor_force_stride_order prims._low_memory_max_pool_offsets_to_indices
+    _quantized_decomposed.quantize_per_tensor""".split()
+)
+_REDUCTIONS = frozenset(
+    """aten.sum aten.mean aten.amax aten.amin aten.var_mean aten.var aten.std aten.max aten.min aten.argmax aten.argmin
+    aten.any aten.all aten.prod aten.cumsum aten.cumprod aten.logcumsumexp aten.logsumexp aten.linalg_vector_norm
+    aten.norm aten.std_mean prims.sum prims.var prims.prepare_softmax_online prims.xor_sum aten._softmax
+    aten._log_softmax""".split()
+)
+_SCATTERS = frozenset(
+    """aten.index_put aten.index_put_ aten._unsafe_index_put aten._unsafe_masked_index_put_accumulate aten.scatter
+    aten.scatter_add aten.scatter_reduce aten.index_add aten.index_copy""".split()
+)
+_HEAVY = frozenset(
+    """aten.exp aten.log aten.log10 aten.log1p aten.log2 aten.sigmoid aten.tanh aten.silu aten.expm1 aten.softplus
+    aten.gelu aten.logsigmoid""".split()
+)
+_REALIZED = frozenset({"prims.inductor_random", "prims.inductor_randint"})
+_ISSUES = frozenset({"autohete.prefetch", "autohete.reload", "autohete.offload"})
+
+
+def packet_name(node: fx.Node) -> str:
+    """Operator name without its overload, such as ``aten.mm``."""
+    parts = str(node.target).split(".")
+    return ".".join(parts[:2])
+
+
+def kind_of(node: fx.Node) -> Kind:
+    """What a node is. An operator that is not known is an extern kernel."""
+    if node.op in ("placeholder", "get_attr"):
+        return Kind.INPUT
+    if node.op == "output":
+        return Kind.OUTPUT
+    name = packet_name(node)
+    if name in _ISSUES:
+        return Kind.ISSUE
+    if name == "autohete.wait":
+        return Kind.WAIT
+    if node.target is operator.getitem or name in _VIEWS:
+        return Kind.VIEW
+    if name in _REDUCTIONS:
+        return Kind.REDUCTION if not _binary_extremum(node) else Kind.POINTWISE
+    if name in _SCATTERS:
+        return Kind.SCATTER
+    if name in _POINTWISE:
+        return Kind.POINTWISE
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        if torch.Tag.pointwise in target.tags:
+            return Kind.POINTWISE
+        infos = [ret.alias_info for ret in target._schema.returns]
+        if infos and any(info is not None and not info.is_write for info in infos):
+            return Kind.VIEW
+    return Kind.EXTERN
+
+
+def _binary_extremum(node: fx.Node) -> bool:
+    """``aten.max.other`` and ``aten.min.other`` are pointwise."""
+    return str(node.target).endswith(".other")
+
+
+def holds_tensor(node: fx.Node) -> bool:
+    """The node's value is a tensor, or a tuple with one in it."""
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        return any(isinstance(item, torch.Tensor) for item in value)
+    return isinstance(value, torch.Tensor)
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """A size as a plain number, through its hint where it is symbolic; 1 where it has none."""
+    if isinstance(size, torch.SymInt):
+        value = size.node.hint if size.node.has_hint() else None
+        return 1 if value is None else int(value)
+    return int(size)
+
+
+def num_elements(value: Any) -> int:
+    """Elements of a tensor, or of the largest tensor of a tuple."""
+    if isinstance(value, torch.Tensor):
+        return math.prod(hint(size) for size in value.shape)
+    if isinstance(value, (tuple, list)):
+        return max((num_elements(item) for item in value), default=0)
+    return 0
+
+
+def _aligned(num_bytes: int, device_type: str) -> int:
+    if device_type == "cpu" or not num_bytes:
+        return num_bytes
+    return -(-num_bytes // CUDA_ALIGNMENT_BYTES) * CUDA_ALIGNMENT_BYTES
+
+
+def extent_bytes(value: torch.Tensor, device_type: str) -> int:
+    """Bytes from a tensor's first to its last element; 0 where it lies on another device."""
+    if value.device.type != device_type:
+        return 0
+    sizes = [hint(size) for size in value.shape]
+    if 0 in sizes:
+        return 0
+    strides = [hint(stride) for stride in value.stride()]
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    return _aligned(extent * value.element_size(), device_type)
+
+
+def dense_bytes(node: fx.Node, device_type: str) -> int:
+    """Bytes of a generated buffer for a node's value, which is dense whatever the fake strides are."""
+    value = node.meta["val"]
+    if value.device.type != device_type:
+        return 0
+    return _aligned(num_elements(value) * value.element_size(), device_type)
+
+
+def issued_bytes(node: fx.Node, device_type: str) -> int:
+    """Device bytes that a copy fills: those of its source when it comes to the device, none when it leaves."""
+    if packet_name(node) == "autohete.offload":
+        return 0
+    source = node.all_input_nodes[0].meta["val"]
+    return _aligned(num_elements(source) * source.element_size(), device_type)
+
+
+def _sizes(values: Sequence[int | torch.SymInt]) -> list[int]:
+    return [hint(value) for value in values]
+
+
+def can_be_view(node: fx.Node, source: fx.Node) -> bool:
+    """A reshape of a strided tensor may have to copy; every other view operator never does."""
+    if packet_name(node) not in ("aten.reshape", "aten._unsafe_view"):
+        return True
+    before, after = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return True
+    probe = torch.empty_strided(_sizes(before.shape), _sizes(before.stride()), device="meta")
+    try:
+        probe.view(_sizes(after.shape))
+    except RuntimeError:  # torch's own answer that the strides do not allow it
+        return False
+    return True
+
+
+def keeps_layout(node: fx.Node) -> bool:
+    """The view reads its source's elements in the same order."""
+    return packet_name(node) in (*_VIEWS, "aten.view", "aten.alias", "aten.detach", "aten.unsqueeze", "aten.squeeze")
+
+
+def is_heavy(node: fx.Node) -> bool:
+    """Inductor stores the reused result of these on a CPU rather than compute it twice."""
+    return packet_name(node) in _HEAVY
+
+
+def always_realized(node: fx.Node) -> bool:
+    """Pointwise operators whose lowering stores the result."""
+    return packet_name(node) in _REALIZED
+
+
+def rows_of_reduction(node: fx.Node) -> int:
+    """Size of the outer loops of a reduction over trailing dimensions; 0 for any other, which fuses with nothing."""
+    source = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
+    if packet_name(node) in _SCATTERS or not isinstance(source, torch.Tensor):
+        return 0
+    dims = node.args[1] if len(node.args) > 1 else None
+    if isinstance(dims, int):
+        dims = [dims]
+    if not isinstance(dims, (list, tuple)) or not dims:
+        return 1
+    rank = source.dim()
+    reduced = sorted(dim % rank for dim in dims if isinstance(dim, int))
+    if reduced != list(range(rank - len(reduced), rank)):
+        return 0
+    return math.prod(hint(size) for size in source.shape[: rank - len(reduced)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealizeThresholds:
+    """From when on Inductor stores an expression: reads, reads where it has several users, operators."""
+
+    reads: int
+    reads_when_reused: int
+    ops: int
+
+
+def realize_thresholds(device_type: str) -> RealizeThresholds:
+    """The installed Inductor's thresholds."""
+    from torch._inductor import config
+
+    # 2.13 gives a CPU thresholds of its own, 2.11 has one for all
+    def pick(name: str, fallback: str, cpu_name: str) -> int:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+        if device_type == "cpu" and hasattr(config, cpu_name):
+            return getattr(config, cpu_name)
+        return getattr(config, fallback)
+
+    return RealizeThresholds(
+        reads=pick("realize_acc_reads_threshold", "_realize_acc_reads_threshold_default", "realize_cpu_acc_reads_threshold"),
+        reads_when_reused=config.realize_reads_threshold,
+        ops=pick("realize_opcount_threshold", "_realize_opcount_threshold_default", "realize_cpu_opcount_threshold"),
+    )
+
+
+def workspace_bytes(node: fx.Node) -> int:
+    """Scratch that an ATen kernel allocates on a CPU while it runs."""
+    name = packet_name(node)
+    if "_flash_attention_for_cpu" not in name:
+        return 0
+    query = node.args[1 if "backward" in name else 0]
+    key = node.args[2 if "backward" in name else 1]
+    assert isinstance(query, fx.Node) and isinstance(key, fx.Node)
+    q_size, head_dim = hint(query.meta["val"].shape[2]), hint(query.meta["val"].shape[3])
+    kv_size = hint(key.meta["val"].shape[2])
+    threads = torch.get_num_threads()
+    # aten/src/ATen/native/cpu/FlashAttentionKernel.cpp: one tile of scores and one of results a thread
+    if "backward" in name:
+        q_split, kv_split = min(q_size, 256 if q_size >= 512 else 64), min(kv_size, 512)
+        return threads * 2 * q_split * kv_split * 4
+    q_split = min(q_size, 256 if q_size >= 768 else (64 if q_size >= 192 else 32))
+    kv_split = min(kv_size, 512)
+    return threads * (q_split * kv_split + 2 * q_split + q_split * head_dim) * 4

@@ -1,0 +1,84 @@
+"""What the profiler is given: the default partition of a joint graph, and what its inputs are."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from autohete_fx.ir import BlockGraph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamInfo:
+    """One parameter of the graph.
+
+    Attributes:
+        fqn: fully qualified name; the placeholders of a tied parameter share it.
+        num_bytes, num_elements: of the parameter.
+        requires_grad: it is trained.
+        state_bytes: optimizer states of a trained parameter, master weights included.
+    """
+
+    fqn: str
+    num_bytes: int
+    num_elements: int
+    requires_grad: bool
+    state_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """A forward and a backward graph, before any decision is written into them.
+
+    Attributes:
+        forward: FX ATen graph with fake ``meta["val"]``. For inference, the whole graph.
+        backward: the graph that follows it; None in inference.
+        num_outputs: leading outputs of ``forward`` that are the caller's. The others are the leading placeholders
+            of ``backward``, in order. The outputs of ``backward`` correspond to the placeholders of ``forward``,
+            in order, None where there is no gradient.
+        blocks: the blocks in execution order.
+        block_of: node name to block index. Nodes that are not in it are placed by dataflow.
+        params: placeholder name of ``forward`` to what it is.
+        device_type: whose memory and time are meant, ``cpu`` or ``cuda``.
+        inner_backend: what compiles the graphs, ``inductor`` or ``eager``.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    num_outputs: int
+    blocks: BlockGraph
+    block_of: Mapping[str, int]
+    params: Mapping[str, ParamInfo]
+    device_type: str = "cpu"
+    inner_backend: str = "inductor"
+
+    @property
+    def training(self) -> bool:
+        """There is a backward graph."""
+        return self.backward is not None
+
+    def placements(self, graph_module: fx.GraphModule) -> dict[str, int]:
+        """Block index of every node of ``forward`` or ``backward``, placeholders aside.
+
+        A forward node that the map lacks belongs with the last block it reads from, a backward node with the
+        first; one that reads from none, with its first user.
+        """
+        if graph_module is not self.forward and graph_module is not self.backward:
+            raise AssertionError("the graph is not of this partition")
+        pick = max if graph_module is self.forward else min
+        placed: dict[str, int] = {}
+        nodes = [node for node in graph_module.graph.nodes if node.op not in ("placeholder", "output")]
+        for node in nodes:
+            if node.name in self.block_of:
+                placed[node.name] = self.block_of[node.name]
+                continue
+            sources = [placed[arg.name] for arg in node.all_input_nodes if arg.name in placed]
+            if sources:
+                placed[node.name] = pick(sources)
+        last = len(self.blocks.blocks) - 1
+        for node in reversed(nodes):
+            if node.name not in placed:
+                users = [placed[user.name] for user in node.users if user.name in placed]
+                default = 0 if graph_module is self.forward else last
+                placed[node.name] = (min if graph_module is self.forward else max)(users, default=default)
+        return placed

@@ -1,0 +1,22 @@
+"""What people read: plans and transfers as tables, lanes as a timeline, training as a progress bar.
+
+In: the values of ``ir`` and plain numbers. Out: text. Nothing here imports torch, measures, or decides.
+"""
+
+from autohete_fx.report.progress import TrainingProgress
+from autohete_fx.report.sizes import format_bytes, format_count, format_seconds
+from autohete_fx.report.tables import ComparisonRow, comparison_table, plan_table, transfers_table
+from autohete_fx.report.timeline import LaneEvent, render_timeline
+
+__all__ = [
+    "ComparisonRow",
+    "LaneEvent",
+    "TrainingProgress",
+    "comparison_table",
+    "format_bytes",
+    "format_count",
+    "format_seconds",
+    "plan_table",
+    "render_timeline",
+    "transfers_table",
+]

@@ -1,0 +1,79 @@
+"""Graphs as text: the code that FX prints, with what each inserted node is for, and the list of transfers.
+
+In: a rewritten graph. Out: text, and `ir.Transfer` values in schedule order.
+"""
+
+from torch import fx
+
+from autohete_fx import annotations, ops
+from autohete_fx.ir import Transfer
+from autohete_fx.report.sizes import format_bytes
+
+
+def graph_text(gm: fx.GraphModule) -> str:
+    """One line a node; a comment says the block, and for inserted nodes what, lane, priority and bytes."""
+    lines = []
+    for node in gm.graph.nodes:
+        line = _assignment(node)
+        if note := _comment(node):
+            line = f"{line:<100}  # {note}"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _assignment(node: fx.Node) -> str:
+    kind = _type(node)
+    if node.op == "placeholder":
+        return f"{node.name}: {kind} = input"
+    if node.op == "output":
+        return f"return {node.args[0]}"
+    target = str(node.target) if not callable(node.target) else getattr(node.target, "__qualname__", str(node.target))
+    name = str(node.target) if hasattr(node.target, "_schema") else target
+    arguments = [repr(a) if isinstance(a, str) else str(a) for a in node.args]
+    arguments += [f"{key}={value}" for key, value in node.kwargs.items()]
+    return f"{node.name}: {kind} = {name}({', '.join(arguments)})"
+
+
+def _type(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    if not hasattr(value, "dtype"):
+        return type(value).__name__ if value is not None else "Any"
+    shape = ", ".join(str(size) for size in value.shape)
+    return f"{str(value.dtype).removeprefix('torch.')}[{shape}]"
+
+
+def _comment(node: fx.Node) -> str:
+    note, block = annotations.inserted(node), annotations.block_of(node)
+    if note is None:
+        return "" if block is None else f"block {block}"
+    parts = [f"block {note.block}", note.what]
+    if note.lane is not None:
+        parts += [f"lane {note.lane.value}", f"priority {note.priority}"]
+    return ", ".join([*parts, format_bytes(note.num_bytes)])
+
+
+def list_transfers(gm: fx.GraphModule, graph: str) -> tuple[Transfer, ...]:
+    """The copies of one graph, in the order in which they are issued."""
+    found, previous = [], ""
+    for node in gm.graph.nodes:
+        note = annotations.inserted(node)
+        if note is None or node.target not in ops.ISSUING_OPS:
+            previous = node.name if node.op == "call_function" and note is None else previous
+            continue
+        assert note.lane is not None and note.priority is not None
+        wait = next(iter(node.users))
+        needed = [user for user in gm.graph.nodes if user in wait.users]
+        found.append(
+            Transfer(
+                graph=graph,
+                node=node.name,
+                op=note.op,
+                block=note.block,
+                lane=note.lane,
+                priority=note.priority,
+                num_bytes=note.num_bytes,
+                waits_on=previous,
+                needed_by=needed[0].name if needed else wait.name,
+            )
+        )
+    return tuple(found)

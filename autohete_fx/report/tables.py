@@ -1,0 +1,213 @@
+"""Tables: a plan, its transfers, and a comparison of runs, as text of aligned columns."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from autohete_fx.ir import Activations, BlockCost, BlockDecision, Optimizer, Params, Plan, Transfer
+from autohete_fx.report.sizes import format_bytes, format_seconds
+
+__all__ = ["ComparisonRow", "comparison_table", "plan_table", "transfers_table"]
+
+_LAST_NUMBER = re.compile(r"\d+(?!.*\d)")
+_LONGEST_NAME = 28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonRow:
+    """One run, or one prediction of it. None: not known.
+
+    Attributes:
+        name: the first column.
+        step_s: seconds of one optimizer step.
+        peak_bytes: peak device memory.
+        tokens_per_s: training throughput.
+    """
+
+    name: str
+    step_s: float | None = None
+    peak_bytes: int | None = None
+    tokens_per_s: float | None = None
+
+
+def plan_table(plan: Plan, costs: Sequence[BlockCost] | None = None) -> str:
+    """The plan as a table, one row per run of blocks that are decided (and cost) alike, totals below.
+
+    Args:
+        plan: what to show.
+        costs: one per block; adds three columns of bytes *per block*: what its activations, parameters and optimizer
+            states are, wherever they live.
+    """
+    assert costs is None or len(costs) == len(plan.decisions), "one cost a block"
+    header = ["block", "activations", "parameters", "optimizer", "prefetch"]
+    header += ["act. bytes", "param. bytes", "opt. bytes"] if costs else []
+    rows = []
+    for indices in _alike(plan, costs):
+        decision = plan.decisions[indices[0]]
+        row = [
+            _span_label([plan.labels[i] for i in indices]),
+            decision.activations.value,
+            decision.params.value,
+            decision.optimizer.value,
+            str(decision.prefetch_distance) if _uses_host(decision) else "-",
+        ]
+        if costs:
+            cost = costs[indices[0]]
+            row += [format_bytes(n) for n in (cost.saved_bytes, cost.param_bytes, cost.optimizer_bytes)]
+        rows.append(row)
+    table = _aligned(header, rows, right_from=4)
+    return "\n".join([table, *(_byte_totals(plan, costs) if costs else ()), *_predictions(plan)])
+
+
+def comparison_table(rows: Sequence[ComparisonRow], baseline: str | None = None) -> str:
+    """Runs and predictions side by side; with ``baseline``, the name of a row, each figure also as a ratio to it."""
+    base = next((row for row in rows if row.name == baseline), None)
+    assert baseline is None or base is not None, f"no row is named {baseline!r}"
+    columns: list[tuple[str, Callable[[ComparisonRow], float | None], Callable[[float], str]]] = [
+        ("step time", lambda row: row.step_s, format_seconds),
+        ("peak memory", lambda row: row.peak_bytes, format_bytes),
+        ("tokens/s", lambda row: row.tokens_per_s, lambda rate: f"{rate:,.0f}"),
+    ]
+    columns = [column for column in columns if any(column[1](row) is not None for row in rows)]
+    header = [""]
+    for title, _, _ in columns:
+        header += [title, f"vs {baseline}"] if base else [title]
+    body = []
+    for row in rows:
+        cells = [row.name]
+        for _, value_of, shown in columns:
+            value, base_value = value_of(row), value_of(base) if base else None
+            cells.append("-" if value is None else shown(value))
+            if base:
+                cells.append(f"{value / base_value:.2f}x" if value is not None and base_value else "-")
+        body.append(cells)
+    return _aligned(header, body, right_from=1)
+
+
+def transfers_table(transfers: Sequence[Transfer]) -> str:
+    """The copies of a rewritten graph in schedule order, with the node after which each starts and what needs it."""
+    if not transfers:
+        return "no transfers"
+    header = ["graph", "op", "block", "lane", "priority", "bytes", "issued after", "needed by"]
+    rows = [
+        [
+            transfer.graph,
+            transfer.op,
+            str(transfer.block),
+            transfer.lane.value,
+            str(transfer.priority),
+            format_bytes(transfer.num_bytes),
+            _shortened(transfer.waits_on) or "(start)",
+            _shortened(transfer.needed_by),
+        ]
+        for transfer in transfers
+    ]
+    table = _aligned(header, rows, right_from=2, right_until=6)
+    by_lane = sorted({transfer.lane for transfer in transfers}, key=lambda lane: lane.index)
+    totals = [
+        f"{lane.value} {format_bytes(sum(t.num_bytes for t in transfers if t.lane is lane))}"
+        f" in {sum(t.lane is lane for t in transfers)}"
+        for lane in by_lane
+    ]
+    return f"{table}\n{len(transfers)} transfers: {', '.join(totals)}"
+
+
+def _alike(plan: Plan, costs: Sequence[BlockCost] | None) -> Iterator[list[int]]:
+    """Runs of consecutive blocks whose labels differ in their last number only, and whose rows would be equal."""
+
+    def key(i: int) -> tuple[object, ...]:
+        decision, cost = plan.decisions[i], costs[i] if costs else None
+        shown = (cost.saved_bytes, cost.param_bytes, cost.optimizer_bytes) if cost else ()
+        distance = decision.prefetch_distance if _uses_host(decision) else None
+        numberless = _LAST_NUMBER.sub("*", plan.labels[i])
+        return numberless, decision.activations, decision.params, decision.optimizer, distance, shown
+
+    for _, run in groupby(range(len(plan.decisions)), key):
+        yield list(run)
+
+
+def _span_label(labels: Sequence[str]) -> str:
+    """``model.layers.0-11 (12)`` for a run; consecutive equal labels keep their name."""
+    if len(labels) == 1:
+        return labels[0]
+    first, last = _LAST_NUMBER.search(labels[0]), _LAST_NUMBER.search(labels[-1])
+    if first is None or last is None or labels[0] == labels[-1]:
+        return f"{labels[0]} ({len(labels)})"
+    return f"{labels[0][: first.end()]}-{last.group()}{labels[0][first.end() :]} ({len(labels)})"
+
+
+def _uses_host(decision: BlockDecision) -> bool:
+    return decision.activations is Activations.OFFLOAD or decision.params is Params.HOST
+
+
+def _byte_totals(plan: Plan, costs: Sequence[BlockCost]) -> Iterator[str]:
+    """What each kind of bytes adds up to, and how much of it the plan takes off the device."""
+    yield ""
+    moved = {
+        "activations": (
+            [cost.saved_bytes for cost in costs],
+            [_freed_activation_bytes(cost, decision) for cost, decision in zip(costs, plan.decisions, strict=True)],
+        ),
+        "parameters": (
+            [cost.param_bytes for cost in costs],
+            [cost.param_bytes for cost, d in zip(costs, plan.decisions, strict=True) if d.params is Params.HOST],
+        ),
+        "optimizer": (
+            [cost.optimizer_bytes for cost in costs],
+            [
+                cost.optimizer_bytes
+                for cost, d in zip(costs, plan.decisions, strict=True)
+                if d.optimizer is Optimizer.HOST
+            ],
+        ),
+    }
+    for name, (total, freed) in moved.items():
+        yield f"{name:<16}{format_bytes(sum(total))} in all, {format_bytes(sum(freed))} of it off the device"
+
+
+def _freed_activation_bytes(cost: BlockCost, decision: BlockDecision) -> int:
+    return {
+        Activations.KEEP: 0,
+        Activations.RECOMPUTE: cost.saved_bytes - cost.boundary_bytes,
+        Activations.OFFLOAD: cost.offloadable_bytes,
+    }[decision.activations]
+
+
+def _predictions(plan: Plan) -> Iterator[str]:
+    yield ""
+    if not plan.step_s and not plan.peak_bytes:
+        yield f"status          {plan.status} (no predictions)"
+        return
+    yield f"predicted step  {format_seconds(plan.step_s)}"
+    yield f"predicted peak  {format_bytes(plan.peak_bytes)} on the device, {format_bytes(plan.host_bytes)} on the host"
+    if plan.busy_s:
+        shares = (
+            f"{time.lane.value} {format_seconds(time.busy_s)}"
+            + (f" ({time.busy_s / plan.step_s:.0%})" if plan.step_s else "")
+            for time in plan.busy_s
+        )
+        yield f"lanes busy      {', '.join(shares)}"
+    solved = f", solved in {format_seconds(plan.solve_s)}" if plan.solve_s else ""
+    bound = f", no plan beats {format_seconds(plan.lower_bound_s)} (gap {plan.gap:.1%})" if plan.lower_bound_s else ""
+    yield f"status          {plan.status}{bound}{solved}"
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 10]}..{name[-8:]}"
+
+
+def _aligned(
+    header: Sequence[str], rows: Sequence[Sequence[str]], right_from: int, right_until: int | None = None
+) -> str:
+    """Columns two spaces apart under a rule; those from ``right_from`` to before ``right_until`` aligned right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    right = range(right_from, len(header) if right_until is None else right_until)
+    lines = [
+        "  ".join(
+            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in (header, *rows)
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,47 @@
+"""What the machine has: budgets from options, and the measured machine.
+
+In: a device and the options. Out: bytes and an `ir.Machine`.
+"""
+
+import torch
+
+from autohete_fx.ir import Machine
+from autohete_fx.options import Options, resolve_bytes
+from autohete_fx.profiler.machine import device_capacity_bytes, host_capacity_bytes, load_or_measure_machine
+from autohete_fx.runtime.session import Session
+
+_GRAIN = 64
+
+
+def device_budget_bytes(device: torch.device, options: Options) -> int | None:
+    """The peak device memory allowed: the option, else what is free on CUDA and None on a CPU device."""
+    total = device_capacity_bytes(device)
+    if options.memory_budget is not None:
+        return resolve_bytes(options.memory_budget, total)
+    if device.type == "cpu":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    mine = torch.cuda.memory_reserved(device)
+    # In steps of 1/64 of the card, so that the next process, which finds a little more or less, plans alike.
+    step = total // _GRAIN
+    return (free + mine) // step * step
+
+
+def host_budget_bytes(device: torch.device, options: Options) -> int | None:
+    """Host memory allowed for homes: the option, else what the tier has."""
+    total = host_capacity_bytes(device, options.offload_dir)
+    return total if options.host_budget is None else resolve_bytes(options.host_budget, total)
+
+
+def machine_of(device: torch.device, session: Session, offload_dir: str | None = None) -> Machine:
+    """The machine's rates, measured once and cached."""
+
+    def host_tensor(num_bytes: int) -> torch.Tensor:
+        return session.tier.empty_strided((num_bytes,), (1,), torch.uint8)
+
+    return load_or_measure_machine(device, make_host_tensor=host_tensor, offload_dir=offload_dir)
+
+
+def is_symbolic(tensor: torch.Tensor) -> bool:
+    """Whether any size is not a number yet."""
+    return any(not isinstance(size, int) for size in tensor.shape)

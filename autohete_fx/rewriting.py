@@ -1,0 +1,151 @@
+"""From a plan to rewritten graphs: the partition, and our passes on both sides of it.
+
+In: the captured joint graph (or an inference graph), its blocks and a plan. Out: the graphs that the inner compiler
+gets, with every copy an explicit node. The user's own passes run at the points that they were given for.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from autohete_fx import passes
+from autohete_fx.annotations import inserted
+from autohete_fx.capture.inputs import GraphInput, parameter_fqns
+from autohete_fx.errors import PassError
+from autohete_fx.ir import Activations, BlockDecision, Plan
+from autohete_fx.options import UserPass
+from autohete_fx.passes import PIPELINE, PassContext, Stage
+from autohete_fx.passes.base import output_args, storage_root
+
+
+@dataclass(slots=True, kw_only=True)
+class Partitioned:
+    """A forward and a backward graph; ``num_outputs`` of forward's outputs are the user's, the others saved."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    num_outputs: int
+
+
+def keep_everything(labels: Sequence[str]) -> Plan:
+    """The plan that changes nothing."""
+    return Plan(labels=tuple(labels), decisions=tuple(BlockDecision() for _ in labels))
+
+
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy whose nodes can be rewritten; modules and fake values are shared."""
+    return fx.GraphModule(gm, copy.deepcopy(gm.graph))
+
+
+def partition(
+    joint: fx.GraphModule, joint_inputs: Sequence[object], context: PassContext, keywords: Mapping[str, object], verify: bool
+) -> Partitioned:
+    """Tag what the plan recomputes and split with PyTorch's min-cut partitioner. ``joint`` is consumed."""
+    joint = passes.run(PIPELINE, joint, context, verify_graph=verify)
+    forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **keywords)  # type: ignore[arg-type]
+    return Partitioned(forward=forward, backward=backward, num_outputs=int(keywords["num_fwd_outputs"]))  # type: ignore[call-overload]
+
+
+def rewrite_training(
+    split: Partitioned,
+    plan: Plan,
+    session: str,
+    inputs: Sequence[GraphInput],
+    owners: Mapping[str, int],
+    verify: bool,
+) -> tuple[PassContext, PassContext]:
+    """Insert copies in both graphs. Returns the contexts of forward and backward, which the last pass needs again.
+
+    Args:
+        split: rewritten in place.
+        owners: block by parameter name.
+    """
+    forward_owners = owners_by_placeholder(split.forward, inputs, owners)
+    context = PassContext(
+        stage=Stage.FORWARD, plan=plan, session=session, owners=forward_owners, num_outputs=split.num_outputs
+    )
+    offloaded = passes.select_offloaded(split.forward, context)
+    gradients = _gradient_owners(split.backward, inputs, owners)
+    forward = PassContext(
+        stage=Stage.FORWARD,
+        plan=plan,
+        session=session,
+        owners=forward_owners,
+        offloaded=offloaded,
+        num_outputs=split.num_outputs,
+    )
+    backward = PassContext(
+        stage=Stage.BACKWARD,
+        plan=plan,
+        session=session,
+        owners={**owners_by_placeholder(split.backward, inputs, owners), **_saved_views(split, forward_owners)},
+        offloaded=offloaded,
+        gradients=tuple(owner for owner, _ in gradients),
+        gradient_strides=tuple(strides for _, strides in gradients),
+    )
+    passes.run(PIPELINE, split.forward, forward, given=("blocks",), verify_graph=verify)
+    passes.run(PIPELINE, split.backward, backward, given=("blocks",), verify_graph=verify)
+    return forward, backward
+
+
+def owners_by_placeholder(
+    gm: fx.GraphModule, inputs: Sequence[GraphInput], owners: Mapping[str, int]
+) -> dict[str, int]:
+    """Owning block by name of each parameter's placeholder."""
+    return {name: owners[fqn] for name, fqn in parameter_fqns(gm, inputs).items() if fqn in owners}
+
+
+def _saved_views(split: Partitioned, owners: Mapping[str, int]) -> dict[str, int]:
+    """Saved tensors that are views of parameters: in backward they are placeholders over the parameter's memory."""
+    found = {}
+    for node in output_args(split.forward)[split.num_outputs :]:
+        if isinstance(node, fx.Node) and node.op != "placeholder":
+            root = storage_root(node)
+            if root.op == "placeholder" and root.name in owners:
+                found[node.name] = owners[root.name]
+    return found
+
+
+def _gradient_owners(
+    backward: fx.GraphModule, inputs: Sequence[GraphInput], owners: Mapping[str, int]
+) -> list[tuple[int | None, tuple[int, ...] | None]]:
+    """For each output of backward: the block that owns the parameter that it is the gradient of, and its strides."""
+    descriptions = next(n for n in reversed(backward.graph.nodes) if n.op == "output").meta["desc"]
+    found: list[tuple[int | None, tuple[int, ...] | None]] = []
+    for description in descriptions:
+        index = getattr(getattr(description, "grad_of", None), "idx", None)
+        item = inputs[index] if isinstance(index, int) and index < len(inputs) else None
+        if item is None or not item.is_parameter or item.tensor is None or item.name not in owners:
+            found.append((None, None))
+        else:
+            found.append((owners[item.name], tuple(item.tensor.stride())))
+    return found
+
+
+def changes_code(plan: Plan) -> bool:
+    """Whether the plan needs any tag, so that the default partition does not serve."""
+    return any(decision.activations is Activations.RECOMPUTE for decision in plan.decisions)
+
+
+def has_copies(gm: fx.GraphModule) -> bool:
+    """Whether any pass inserted a node."""
+    return any(inserted(node) is not None for node in gm.graph.nodes)
+
+
+def run_user_passes(user_passes: Sequence[UserPass], gm: fx.GraphModule, context: PassContext | None) -> fx.GraphModule:
+    """The user's passes in order, linted after each. Raises PassError where one leaves no valid graph."""
+    for user_pass in user_passes:
+        result = user_pass(gm, context)
+        name = getattr(user_pass, "__qualname__", type(user_pass).__name__)
+        if result is not None and not isinstance(result, fx.GraphModule):
+            raise PassError(f"the pass {name} returned {type(result).__name__}; expected a GraphModule, or None for in-place changes")
+        gm = gm if result is None else result
+        try:
+            gm.graph.lint()
+        except RuntimeError as error:
+            raise PassError(f"the pass {name} left a broken graph: {error}") from error
+        gm.recompile()
+    return gm

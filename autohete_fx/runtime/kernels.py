@@ -1,0 +1,29 @@
+"""The kernels of ``torch.ops.autohete.*`` on every device. Importing this module registers them."""
+
+import torch
+
+from autohete_fx import ops
+from autohete_fx.ir import Lane
+from autohete_fx.runtime.session import session_by_digest
+
+
+def _to_host(src: torch.Tensor, session: str, lane: int, priority: int) -> torch.Tensor:
+    owner = session_by_digest(session)
+    return owner.issue(Lane.from_index(lane), priority, owner.tier.empty_like(src), src)
+
+
+def _to_device(src: torch.Tensor, session: str, lane: int, priority: int) -> torch.Tensor:
+    owner = session_by_digest(session)
+    return owner.issue(Lane.from_index(lane), priority, ops.empty_copy_of(src), src)
+
+
+def _wait(handle: torch.Tensor, src: torch.Tensor, session: str) -> torch.Tensor:
+    return session_by_digest(session).wait(handle, src)
+
+
+_DISPATCH_KEY = "CompositeExplicitAutograd"  # one kernel for all devices: the session knows the device
+
+ops.library.impl("offload", _to_host, _DISPATCH_KEY)
+ops.library.impl("reload", _to_device, _DISPATCH_KEY)
+ops.library.impl("prefetch", _to_device, _DISPATCH_KEY)
+ops.library.impl("wait", _wait, _DISPATCH_KEY)

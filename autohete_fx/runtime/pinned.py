@@ -1,0 +1,76 @@
+"""Pinned host memory in exact sizes: the memory below a CUDA device's.
+
+In: byte counts. Out: chunks for the arena, page-locked and mapped into the device's address space. Why not PyTorch's
+host allocator: it rounds up to powers of two and pins tensor by tensor. ``cudaHostRegister`` pins what ``mmap`` gave,
+to the page, and unified addressing makes the host's pointer valid in kernels.
+Nothing of CUDA is touched before the first chunk is made.
+"""
+
+import mmap
+from collections.abc import Callable
+from typing import Any
+
+from autohete_fx.errors import HostMemoryError
+from autohete_fx.runtime.arena import Chunk, bytes_text
+
+_PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
+
+
+def cuda_register(address: int, num_bytes: int) -> int:
+    """Page-lock a range and map it into the device. Returns the cudaError, 0 for success."""
+    return int(_cudart().cudaHostRegister(address, num_bytes, _PORTABLE_AND_MAPPED))
+
+
+def cuda_unregister(address: int) -> None:
+    """Undo ``cuda_register`` for the range that starts at ``address``."""
+    error = int(_cudart().cudaHostUnregister(address))
+    assert error == 0, f"cudaHostUnregister returned error {error} for an address that was registered"
+
+
+def pin(
+    num_bytes: int,
+    register: Callable[[int, int], int] = cuda_register,
+    unregister: Callable[[int], None] = cuda_unregister,
+) -> Chunk:
+    """A pinned chunk of exactly ``num_bytes`` (rounded up to pages).
+
+    Raises HostMemoryError where RAM is short (asked before, since the kernel's answer would be to kill a process) or
+    where the driver refuses.
+    """
+    num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    available = _available_bytes()
+    if num_bytes > available:
+        raise HostMemoryError(
+            f"asked to pin {bytes_text(num_bytes)}, but {bytes_text(available)} of RAM are available; "
+            "free memory, or lower the host budget"
+        )
+    try:
+        mapping = mmap.mmap(-1, num_bytes)
+    except OSError as error:
+        raise HostMemoryError(
+            f"asked to map {bytes_text(num_bytes)} of RAM: {error.strerror}; lower the host budget"
+        ) from error
+    chunk = Chunk(mapping)
+    error = register(chunk.address, num_bytes)
+    if error != 0:
+        raise HostMemoryError(
+            f"asked to pin {bytes_text(num_bytes)} ({bytes_text(available)} of RAM are available), and the driver "
+            f"refused with cudaError {error}; lower the host budget, or raise the limit of locked memory (ulimit -l)"
+        )
+    chunk.on_release(unregister)
+    return chunk
+
+
+def _cudart() -> Any:
+    import torch
+
+    return torch.cuda.cudart()  # initialises CUDA, so only when a chunk is asked for
+
+
+def _available_bytes() -> int:
+    """RAM that can be had without swapping."""
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise HostMemoryError("/proc/meminfo has no MemAvailable line; a Linux kernel of version 3.14 or later is needed")

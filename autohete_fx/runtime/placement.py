@@ -1,0 +1,79 @@
+"""Where each parameter lives, and who decided so.
+
+In: a ``Parameter`` and the ``Placement`` that a plan gives it. Out: its data on the device or in a home of the
+host tier, and a record that the optimizer reads at every step. The record is keyed by the identity of the tensor and
+holds it weakly: nothing is stored on the ``Parameter``, so pickling, deepcopying and dropping it are unaffected (a
+copy is simply a parameter that nobody placed, in ordinary memory).
+
+A parameter without a record lives where its data lives, and its optimizer states live beside it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autohete_fx.ir import Optimizer, Params
+from autohete_fx.runtime.tiers import HostTier, is_home
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A plan's decision about one parameter.
+
+    Attributes:
+        params: where the parameter lives between its uses.
+        optimizer: where its optimizer states live and its update runs.
+        tier: gives the homes, and names the device.
+        block: index of the block that owns the parameter; smaller is needed sooner in forward.
+    """
+
+    params: Params
+    optimizer: Optimizer
+    tier: HostTier
+    block: int
+
+
+_placements = WeakIdKeyDictionary()
+
+
+def placement_of(param: Tensor) -> Placement | None:
+    """The latest placement of a parameter; None where nobody placed it."""
+    return _placements.get(param)
+
+
+def place_param(param: Tensor, placement: Placement) -> None:
+    """Move ``param.data`` to where the placement says, and record the placement.
+
+    Values are kept exactly, strides too where the parameter is dense. Does nothing to data that is already there.
+    Its gradient follows only when the device itself changes. As with ``Module.to``, tensors that alias the old
+    data (``param.data``, a detached view) keep the old memory. The data moves before the record changes, so an
+    allocation that fails leaves both as they were.
+
+    Raises:
+        HostMemoryError: the tier has no room for the home.
+    """
+    tier, data = placement.tier, param.data
+    if placement.params is Params.HOST:
+        if not tier.owns(data):
+            _set_data(param, _copied(data, tier.empty_like(data)))
+    elif data.device != tier.device or is_home(data):
+        _set_data(param, _copied(data, torch.empty_like(data, device=tier.device)))
+    _placements[param] = placement
+
+
+def _copied(source: Tensor, target: Tensor) -> Tensor:
+    with torch.no_grad():
+        return target.copy_(source)
+
+
+def _set_data(param: Tensor, data: Tensor) -> None:
+    grad = param.grad
+    if grad is not None and grad.device != data.device:
+        # A tensor refuses data on another device than its gradient's.
+        param.grad = None
+        param.data = data
+        param.grad = grad.to(data.device)
+    else:
+        param.data = data

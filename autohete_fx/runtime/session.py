@@ -1,0 +1,116 @@
+"""Sessions: everything mutable that one compiled model owns at run time.
+
+A session is found in two ways: by the digest that ops carry (`session_by_digest`), so that code cached by another
+process works in this one, and by the parameters that it places (`autohete_fx.runtime.placement`). It owns the host
+tier, the copy lanes and the copies in flight. All graphs of one model (graph breaks, recompilations, inference) share
+one session; two models never do.
+"""
+
+import itertools
+import threading
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from autohete_fx.ir import Lane
+from autohete_fx.runtime.lanes import Lanes, Ticket
+from autohete_fx.runtime.tiers import HostTier, open_tier
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """One issued copy, until its wait."""
+
+    source_address: int
+    result: torch.Tensor
+    ticket: Ticket
+
+
+class Session:
+    """The runtime of one compiled model.
+
+    Args:
+        digest: the same in every process for the same model and options.
+        device: where the model computes.
+        offload_dir: directory for homes on a CPU device; None for the default.
+        host_budget_bytes: limit for homes; None for no limit.
+    """
+
+    def __init__(
+        self, digest: str, device: torch.device, *, offload_dir: str | None = None, host_budget_bytes: int | None = None
+    ) -> None:
+        self.digest = digest
+        self.device = device
+        self._offload_dir = offload_dir
+        self._host_budget_bytes = host_budget_bytes
+        self._tier: HostTier | None = None
+        self._lanes: Lanes | None = None
+        self._in_flight: dict[int, _InFlight] = {}
+        self._handles = itertools.count()
+        self._lock = threading.Lock()
+        _sessions[digest] = self
+
+    @property
+    def tier(self) -> HostTier:
+        """Host memory, opened at the first use."""
+        with self._lock:
+            if self._tier is None:
+                self._tier = open_tier(self.device, self._offload_dir, self._host_budget_bytes)
+            return self._tier
+
+    @property
+    def lanes(self) -> Lanes:
+        """The copy lanes, started at the first use."""
+        with self._lock:
+            if self._lanes is None:
+                self._lanes = Lanes(self.device)
+            return self._lanes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of homes in use."""
+        return 0 if self._tier is None else self._tier.in_use_bytes
+
+    def issue(self, lane: Lane, priority: int, dst: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+        """Start a copy. Returns its handle, a one-element int64 tensor on the CPU."""
+        handle = next(self._handles)
+        ticket = self.lanes.submit(lane, priority, dst, src)
+        self._in_flight[handle] = _InFlight(src.data_ptr(), dst, ticket)
+        return torch.tensor([handle])
+
+    def wait(self, handle: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+        """Finish the copy of a handle and return its destination."""
+        copy = self._in_flight.pop(int(handle))
+        # A compiler that hands the two nodes different copies of `src` could reuse the first one while it is read.
+        assert copy.source_address == src.data_ptr(), "wait must get the tensor that was copied"
+        copy.ticket.wait()
+        return copy.result
+
+    def abandon(self) -> None:
+        """Finish and forget copies whose graph ended with an error before it waited for them."""
+        for copy in self._in_flight.values():
+            copy.ticket.wait()
+        self._in_flight.clear()
+
+    def close(self) -> None:
+        """Stop the lanes. Homes live on as long as tensors refer to them."""
+        with self._lock:
+            if self._lanes is not None:
+                self._lanes.close()
+                self._lanes = None
+
+
+_sessions: "weakref.WeakValueDictionary[str, Session]" = weakref.WeakValueDictionary()
+
+
+def session_by_digest(digest: str) -> Session:
+    """The live session with that digest."""
+    session = _sessions.get(digest)
+    assert session is not None, f"compiled code refers to session {digest}, which no live model owns"
+    return session
+
+
+def is_live(digest: str) -> bool:
+    """Whether a session with that digest exists in this process."""
+    return digest in _sessions

@@ -1,0 +1,212 @@
+"""Host memory that presents itself on the compute device: where offloaded tensors have their homes.
+
+In: sizes, strides, dtypes. Out: ordinary tensors on the compute device whose bytes lie in the tier below it: a
+memory-mapped file for a CPU device, pinned RAM mapped into CUDA for a CUDA device. Why: eager code, autograd and
+optimizers read and write such a tensor as any other, so placement changes speed and never meaning.
+
+A home belongs to whoever references its storage, in Python or only in C++: ``.grad``, a tensor that autograd saved, a
+view. It returns to the pool with the last reference, so a gradient that is still ``.grad`` is never overwritten.
+"""
+
+import abc
+import ctypes
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autohete_fx.errors import HostMemoryError
+from autohete_fx.runtime.arena import Arena
+from autohete_fx.runtime.mapped_files import check_directory, map_file
+from autohete_fx.runtime.pinned import pin
+
+_LEASE = "_autohete_lease"
+"""The attribute of a home's storage that holds its lease. PyTorch keeps a storage's Python object, attributes included,
+as long as the C++ storage lives, so this is the reference that counts."""
+
+_FILE_GROWTH_BYTES = 16 * 2**20
+_PINNED_GROWTH_BYTES = 256 * 2**20
+
+
+class HostTier(abc.ABC):
+    """Homes for the tensors of one compute device. Thread safe; all sizes are bytes.
+
+    Attributes:
+        device: what the homes present themselves on.
+    """
+
+    def __init__(self, device: torch.device, arena: Arena) -> None:
+        self.device = device
+        self._arena = arena
+
+    @abc.abstractmethod
+    def _storage(self, lease: "ctypes.Array[ctypes.c_char]") -> torch.UntypedStorage:
+        """A storage on ``device`` over the lease's bytes."""
+
+    def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised home of the given layout.
+
+        Raises HostMemoryError where the tier's capacity or the system refuses.
+        """
+        lease = self._arena.lease(span(size, stride) * dtype.itemsize)
+        # Homes may be asked for in the middle of tracing or of inference, and outlive it as ordinary tensors.
+        with _disable_current_modes(), torch.inference_mode(False):
+            storage = self._storage(lease)
+            setattr(storage, _LEASE, lease)
+            return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, tuple(size), tuple(stride))
+
+    def empty_like(self, t: torch.Tensor) -> torch.Tensor:
+        """An uninitialised home with the size and dtype of ``t``, and its strides if it is dense, else contiguous."""
+        stride = t.stride() if is_dense(t.shape, t.stride()) else contiguous_stride(t.shape)
+        return self.empty_strided(t.shape, stride, t.dtype)
+
+    def host_view(self, t: torch.Tensor) -> torch.Tensor:
+        """A CPU tensor over the bytes of ``t``, which must be a home of this tier; it keeps the home in use."""
+        assert self.owns(t), "host_view of a tensor that is no home of this tier"
+        return host_view(t)
+
+    def owns(self, t: torch.Tensor) -> bool:
+        """Whether the storage of ``t`` (a real tensor, on the device or a host view) is a home of this tier."""
+        return is_home(t) and self._arena.contains(t.untyped_storage().data_ptr())
+
+    @property
+    def in_use_bytes(self) -> int:
+        """Bytes of all homes that something references, each rounded up to a cache line."""
+        return self._arena.in_use_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes taken from the system: homes in use and homes that wait for reuse."""
+        return self._arena.reserved_bytes
+
+    def reserve(self, num_bytes: int) -> None:
+        """Take memory from the system now, so that homes up to that total are handed out without a system call.
+
+        Raises HostMemoryError that says how much could be had.
+        """
+        self._arena.reserve(num_bytes)
+
+    def trim(self) -> None:
+        """Give chunks without a home in use back to the system."""
+        self._arena.trim()
+
+    def close(self) -> None:
+        """Refuse new homes and give free memory back. Homes in use stay valid and go with their last reference."""
+        self._arena.close()
+
+
+class MappedFileTier(HostTier):
+    """Homes of a CPU device, in unnamed files of ``offload_dir`` (default: where the system has temporary files)."""
+
+    def __init__(self, offload_dir: str | None = None, capacity_bytes: int | None = None) -> None:
+        directory = check_directory(offload_dir)
+        arena = Arena(
+            lambda num_bytes: map_file(num_bytes, directory),
+            growth_bytes=_FILE_GROWTH_BYTES,
+            capacity_bytes=capacity_bytes,
+        )
+        super().__init__(torch.device("cpu"), arena)
+
+    def _storage(self, lease: "ctypes.Array[ctypes.c_char]") -> torch.UntypedStorage:
+        return torch.frombuffer(lease, dtype=torch.uint8).untyped_storage()
+
+
+class PinnedTier(HostTier):
+    """Homes of a CUDA device, in pinned RAM that its kernels address directly.
+
+    Reuse: a kernel may still be at work on a home when Python lets go of its last reference, so a home is handed out
+    again only after an event, recorded on the current stream of the thread that asks for memory, has passed. That
+    covers work on that stream and on copy lanes (which keep what they copy referenced until it is done); homes that
+    another stream uses must be kept referenced until that stream is waited for.
+
+    Unlike elsewhere in CUDA, the storage of a home is no allocation of PyTorch: ``memory_allocated`` does not count it,
+    and ``record_stream`` on it does nothing.
+    """
+
+    def __init__(self, device: torch.device, capacity_bytes: int | None = None, arena: Arena | None = None) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        super().__init__(
+            device,
+            arena or Arena(pin, growth_bytes=_PINNED_GROWTH_BYTES, capacity_bytes=capacity_bytes, fence=self._fence),
+        )
+
+    def _fence(self) -> torch.Event:
+        event = torch.Event(self.device)
+        event.record(torch.accelerator.current_stream(self.device))
+        return event
+
+    def _storage(self, lease: "ctypes.Array[ctypes.c_char]") -> torch.UntypedStorage:
+        # This storage has no deleter; the lease that the caller hangs on it is what keeps the bytes.
+        storage = torch._C._construct_storage_from_data_pointer(ctypes.addressof(lease), self.device, len(lease))
+        return cast(torch.UntypedStorage, storage)  # PyTorch's stub names the C++ type
+
+
+def open_tier(
+    device: torch.device | str, offload_dir: str | None = None, capacity_bytes: int | None = None
+) -> HostTier:
+    """The tier below a device: memory-mapped files for a CPU device, pinned RAM for a CUDA device.
+
+    Args:
+        device: the compute device.
+        offload_dir: CPU only: where the files are. On tmpfs the homes are RAM.
+        capacity_bytes: the most that may be reserved; None for no limit.
+
+    Raises HostMemoryError for an ``offload_dir`` that cannot be used or a device without such a tier.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return MappedFileTier(offload_dir, capacity_bytes)
+    if device.type == "cuda":
+        return PinnedTier(device, capacity_bytes)
+    raise HostMemoryError(f"there is no host tier for device {str(device)!r}; expected cpu or cuda")
+
+
+def is_home(t: torch.Tensor) -> bool:
+    """Whether the storage of ``t`` (a real tensor) is a home of any tier."""
+    storage = t.untyped_storage()
+    lease = getattr(storage, _LEASE, None)
+    # `share_memory_` puts other bytes under the same storage object.
+    return lease is not None and ctypes.addressof(lease) == storage.data_ptr()
+
+
+def host_view(t: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor over the bytes of a home: ``t`` itself where it is on the CPU. It keeps the home in use."""
+    if t.device.type == "cpu":
+        return t
+    return lease_view(t)
+
+
+def lease_view(t: torch.Tensor) -> torch.Tensor:
+    """A new CPU storage over a home's lease, with the layout of ``t``."""
+    lease = getattr(t.untyped_storage(), _LEASE)
+    with _disable_current_modes(), torch.inference_mode(False):
+        storage = torch.frombuffer(lease, dtype=torch.uint8).untyped_storage()
+        setattr(storage, _LEASE, lease)
+        return torch.empty(0, dtype=t.dtype, device="cpu").set_(storage, t.storage_offset(), t.shape, t.stride())
+
+
+def span(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last of a layout; 0 where it has none."""
+    if 0 in size:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+
+
+def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether a layout fills its span without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for step, n in sorted((step, n) for n, step in zip(size, stride, strict=True) if n != 1):
+        if step != expected:
+            return False
+        expected *= n
+    return True
+
+
+def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
+    """Strides of the row-major layout."""
+    strides = [1] * len(size)
+    for dim in range(len(size) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * max(size[dim + 1], 1)
+    return tuple(strides)

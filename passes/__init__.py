@@ -1,0 +1,75 @@
+"""FX passes, one per file. Import them as ``autohete_fx.passes``.
+
+`PIPELINE` is every pass in order; a stage runs those that name it.
+"""
+
+if __name__ != "autohete_fx.passes":
+    raise ImportError(f"import autohete_fx.passes, not {__name__}: two copies of one module would not know each other")
+
+from autohete_fx.passes.annotate_blocks import annotate_blocks
+from autohete_fx.passes.assign_lanes import assign_lanes
+from autohete_fx.passes.base import Pass, PassContext, Stage, run, select_offloaded, validate, verify
+from autohete_fx.passes.lower_lanes import lower_lanes
+from autohete_fx.passes.offload_activations import offload_activations
+from autohete_fx.passes.offload_gradients import offload_gradients
+from autohete_fx.passes.pin_positions import pin_positions
+from autohete_fx.passes.prefetch_parameters import prefetch_parameters
+from autohete_fx.passes.reload_activations import reload_activations
+from autohete_fx.passes.sort_regions import sort_regions
+from autohete_fx.passes.tag_recompute import tag_recompute
+
+_FORWARD, _BACKWARD, _INFERENCE = Stage.FORWARD, Stage.BACKWARD, Stage.INFERENCE
+
+
+def _facts(*names: str) -> frozenset[str]:
+    return frozenset(names)
+
+
+PIPELINE: tuple[Pass, ...] = (
+    Pass(function=annotate_blocks, stages=(Stage.JOINT, _INFERENCE), provides=_facts("blocks")),
+    Pass(function=tag_recompute, stages=(Stage.JOINT,), requires=_facts("blocks"), provides=_facts("recompute")),
+    Pass(function=offload_activations, stages=(_FORWARD,), requires=_facts("blocks"), conflicts=_facts("lanes")),
+    Pass(function=reload_activations, stages=(_BACKWARD,), requires=_facts("blocks"), conflicts=_facts("lanes")),
+    Pass(
+        function=prefetch_parameters,
+        stages=(_FORWARD, _BACKWARD, _INFERENCE),
+        requires=_facts("blocks"),
+        conflicts=_facts("lanes"),
+    ),
+    Pass(function=offload_gradients, stages=(_BACKWARD,), requires=_facts("blocks"), conflicts=_facts("lanes")),
+    Pass(function=assign_lanes, stages=(_FORWARD, _BACKWARD, _INFERENCE), provides=_facts("lanes")),
+    Pass(
+        function=lower_lanes,
+        stages=(_FORWARD, _BACKWARD, _INFERENCE),
+        requires=_facts("lanes"),
+        provides=_facts("lowered"),
+    ),
+    Pass(
+        function=sort_regions,
+        stages=(_FORWARD, _BACKWARD, _INFERENCE),
+        requires=_facts("blocks", "lowered"),
+        provides=_facts("sorted"),
+    ),
+    Pass(function=pin_positions, stages=(Stage.FINAL,), requires=_facts("blocks", "sorted")),
+)
+
+__all__ = [
+    "PIPELINE",
+    "Pass",
+    "PassContext",
+    "Stage",
+    "annotate_blocks",
+    "assign_lanes",
+    "lower_lanes",
+    "offload_activations",
+    "offload_gradients",
+    "pin_positions",
+    "prefetch_parameters",
+    "reload_activations",
+    "run",
+    "select_offloaded",
+    "sort_regions",
+    "tag_recompute",
+    "validate",
+    "verify",
+]

@@ -1,0 +1,245 @@
+"""The contract of a pass, and the runner.
+
+A pass is a plain function ``(GraphModule, PassContext) -> GraphModule``. It rewrites the graph that it is given and
+returns it; it reads the plan and never a cost. What it needs and what it leaves is declared beside it in a `Pass`.
+`run` lints, recompiles, verifies and logs; passes do none of that.
+"""
+
+import enum
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from autohete_fx import annotations, ops
+from autohete_fx.errors import PassError
+from autohete_fx.ir import Activations, BlockDecision, Plan
+
+log = logging.getLogger(__name__)
+
+
+class Stage(enum.Enum):
+    """The kinds of graph that passes see."""
+
+    JOINT = "joint"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INFERENCE = "inference"
+    FINAL = "final"
+    """Any of the last three, after the compiler's own post-grad passes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassContext:
+    """What a pass may know besides the graph.
+
+    Attributes:
+        stage: the kind of graph.
+        plan: the decisions.
+        session: digest under which the runtime is registered; becomes an argument of inserted ops.
+        block_of: block index by node name; read by `annotate_blocks` only.
+        owners: block index that owns the parameter behind a placeholder, by placeholder name. In a backward graph
+            placeholders that are saved *views* of parameters stand here too.
+        offloaded: names of saved activations that leave in forward and return in backward (`select_offloaded`).
+        gradients: in a backward graph, the owning block of the parameter whose gradient each output is, or None for
+            outputs that are no parameter's gradient; empty elsewhere.
+        gradient_strides: strides of those parameters, likewise.
+        num_outputs: in a forward graph, how many outputs are the user's; the others are saved for backward.
+    """
+
+    stage: Stage
+    plan: Plan
+    session: str = ""
+    block_of: Mapping[str, int] = field(default_factory=dict)
+    owners: Mapping[str, int] = field(default_factory=dict)
+    offloaded: frozenset[str] = frozenset()
+    gradients: tuple[int | None, ...] = ()
+    gradient_strides: tuple[tuple[int, ...] | None, ...] = ()
+    num_outputs: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks the plan has."""
+        return len(self.plan.decisions)
+
+    def decision(self, block: int) -> BlockDecision:
+        """The decision for a block."""
+        return self.plan.decisions[block]
+
+    def region(self, block: int) -> int:
+        """Where a block stands in this graph's order: backward graphs run from the last block to the first."""
+        return self.num_blocks - 1 - block if self.stage is Stage.BACKWARD else block
+
+
+PassFunction = Callable[[fx.GraphModule, PassContext], fx.GraphModule]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """A pass and its contract.
+
+    Attributes:
+        function: the pass.
+        stages: the graphs that it runs on.
+        requires: facts that must hold of the graph before, each provided by an earlier pass.
+        provides: facts that hold after.
+        conflicts: facts that must not hold before.
+    """
+
+    function: PassFunction
+    stages: tuple[Stage, ...]
+    requires: frozenset[str] = frozenset()
+    provides: frozenset[str] = frozenset()
+    conflicts: frozenset[str] = frozenset()
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return self.function.__name__
+
+
+def validate(pipeline: Iterable[Pass], stage: Stage, given: Iterable[str] = ()) -> tuple[Pass, ...]:
+    """The passes of one stage, in order. Raises PassError if a contract cannot hold."""
+    facts = set(given)
+    chosen = []
+    for item in pipeline:
+        if stage not in item.stages:
+            continue
+        if missing := item.requires - facts:
+            raise PassError(
+                f"pass {item.name} on the {stage.value} graph requires {sorted(missing)}, which no earlier pass provides; "
+                f"earlier passes provide {sorted(facts)}; move it behind the pass that does"
+            )
+        if clash := item.conflicts & facts:
+            raise PassError(f"pass {item.name} on the {stage.value} graph conflicts with {sorted(clash)}, provided by an earlier pass")
+        facts |= item.provides
+        chosen.append(item)
+    return tuple(chosen)
+
+
+def run(
+    pipeline: Iterable[Pass],
+    gm: fx.GraphModule,
+    context: PassContext,
+    *,
+    stage: Stage | None = None,
+    given: Iterable[str] = (),
+    verify_graph: bool = True,
+) -> fx.GraphModule:
+    """Run the passes of ``stage`` (default: the context's) in order. Raises PassError where one leaves a broken graph."""
+    for item in validate(pipeline, stage or context.stage, given):
+        before = len(gm.graph.nodes)
+        gm = item.function(gm, context)
+        if verify_graph:
+            try:
+                gm.graph.lint()
+                if stage is not Stage.FINAL:  # control dependencies wrap nodes, and use handles
+                    verify(gm)
+            except (AssertionError, RuntimeError) as error:
+                raise PassError(f"pass {item.name} left a broken {context.stage.value} graph: {error}") from error
+        gm.recompile()
+        log.debug("%s: %s: %d -> %d nodes", context.stage.value, item.name, before, len(gm.graph.nodes))
+    return gm
+
+
+def verify(gm: fx.GraphModule) -> None:
+    """Assert that inserted nodes are well formed: every issued copy is annotated, and waited for exactly once, on its source."""
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or node.target not in ops.ISSUING_OPS:
+            continue
+        assert annotations.inserted(node) is not None, f"{node.name} carries no annotation"
+        waits = list(node.users)
+        assert len(waits) == 1 and waits[0].target is ops.wait, f"{node.name} must be used by one wait, is used by {waits}"
+        assert waits[0].args[1] is node.args[0], f"{waits[0].name} must keep {node.args[0]} alive, keeps {waits[0].args[1]}"
+        assert annotations.inserted(waits[0]) is not None, f"{waits[0].name} carries no annotation"
+
+
+def output_node(gm: fx.GraphModule) -> fx.Node:
+    """The one output node."""
+    return next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+
+
+def output_args(gm: fx.GraphModule) -> list[fx.Node | None]:
+    """The flat outputs."""
+    return list(output_node(gm).args[0])  # type: ignore[arg-type]  # AOTAutograd's graphs return one flat tuple
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node's result aliases its first argument without writing to it."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+
+
+def storage_root(node: fx.Node) -> fx.Node:
+    """The node whose storage this node's result lives in."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]  # a view's first argument is the tensor that it views
+    return node
+
+
+def num_bytes(node: fx.Node) -> int:
+    """Bytes of the node's result."""
+    value = node.meta["val"]
+    return int(value.numel()) * value.element_size()
+
+
+def insert_copy(
+    gm: fx.GraphModule,
+    target: torch._ops.OpOverload,
+    src: fx.Node,
+    context: PassContext,
+    *,
+    what: str,
+    block: int,
+    issue_slot: int,
+    wait_slot: int,
+) -> fx.Node:
+    """Add an issuing node and its wait behind ``src`` and return the wait. `sort_regions` moves them to their slots."""
+    op = target._schema.name.split("::")[1]
+    loads = target is not ops.offload
+    size = num_bytes(src)
+    handle = gm.graph.create_node("call_function", target, (src, context.session, 0, 0), name=f"{op}_{src.name}")
+    wait = gm.graph.create_node("call_function", ops.wait, (handle, src, context.session), name=f"wait_{src.name}")
+    src.append(handle)
+    handle.append(wait)
+    handle.meta["val"] = torch.empty((1,), dtype=torch.int64, device="meta")
+    with torch._guards.detect_fake_mode(src.meta["val"]) or torch.no_grad():
+        handle.meta["val"] = torch.empty((1,), dtype=torch.int64)
+        wait.meta["val"] = ops.empty_copy_of(src.meta["val"])
+    note = annotations.Inserted(op=op, what=what, block=block, slot=issue_slot, before_slot=True, num_bytes=size)
+    annotations.set_inserted(handle, note)
+    annotations.set_inserted(
+        wait,
+        annotations.Inserted(op="wait", what=what, block=block, slot=wait_slot, before_slot=not loads, num_bytes=size),
+    )
+    return wait
+
+
+def select_offloaded(forward: fx.GraphModule, context: PassContext, smallest_bytes: int = 1 << 16) -> frozenset[str]:
+    """Names of the saved activations that offloading blocks send to the host.
+
+    Left on the device: tensors below ``smallest_bytes`` (their copy costs latency and frees nothing), views of
+    inputs, tensors that the user gets too, and tensors that share storage with another saved tensor.
+    """
+    outputs = output_args(forward)
+    kept_storages = {storage_root(n) for n in outputs[: context.num_outputs] if isinstance(n, fx.Node)}
+    saved = [n for n in outputs[context.num_outputs :] if isinstance(n, fx.Node)]
+    roots = [storage_root(n) for n in saved]
+    chosen = set()
+    for node, root in zip(saved, roots, strict=True):
+        block = annotations.block_of(node)
+        if (
+            root.op != "placeholder"
+            and root not in kept_storages
+            and roots.count(root) == 1
+            and block is not None
+            and isinstance(node.meta.get("val"), torch.Tensor)
+            and context.decision(block).activations is Activations.OFFLOAD
+            and num_bytes(node) >= smallest_bytes
+        ):
+            chosen.add(node.name)
+    return frozenset(chosen)

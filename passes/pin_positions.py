@@ -1,0 +1,88 @@
+"""Last before code generation: make the compiler keep inserted nodes where they stand.
+
+Inductor moves nodes: it would sink a prefetch to just before its use and hoist recomputation. Every inserted node is
+therefore tied to the matrix products around its slot by control dependencies, and the products of consecutive regions
+to each other, so that regions stay in order. Only products are anchors: an anchor's inputs become real buffers, which
+they are for products anyhow.
+
+Emitted IR::
+
+    mm_2 = control_deps((mm_1, prefetch_w3), <mm>, x, wait_w2)   # after mm_1 and after the prefetch was issued
+"""
+
+import logging
+
+import torch
+from torch import fx
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch.utils._ordered_set import OrderedSet
+
+from autohete_fx import annotations
+from autohete_fx.ir import Activations
+from autohete_fx.passes.base import PassContext, Stage
+from autohete_fx.passes.sort_regions import region_keys, reorder
+
+log = logging.getLogger(__name__)
+
+_ANCHOR_WORDS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "attention", "linear", "grouped_mm")
+
+
+def pin_positions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
+    """Add control dependencies for inserted nodes and recomputed regions; no-op for graphs that have neither."""
+    graph = gm.graph
+    inserted = [n for n in graph.nodes if annotations.inserted(n) is not None]
+    recomputes = context.stage is Stage.BACKWARD and any(
+        d.activations is Activations.RECOMPUTE for d in context.plan.decisions
+    )
+    if not inserted and not recomputes:
+        return gm
+    keys = region_keys(graph, context)
+    anchors = _anchors_by_region(graph, keys)
+    wanted = _dependencies(inserted, keys, anchors)
+    if not reorder(graph, keys, wanted):
+        # A later pass moved work across blocks. The result stays exact; only the overlap is the compiler's choice.
+        log.warning("positions of copies could not be pinned: another pass moved work between blocks")
+        return gm
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    pinned = {node: OrderedSet(wanted[node]) for node in sorted(wanted, key=order.__getitem__) if wanted[node]}
+    preserve_node_ordering(graph, pinned)
+    return gm
+
+
+def is_anchor(node: fx.Node) -> bool:
+    """Whether the node is a matrix product or another kernel that Inductor never fuses away."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if not isinstance(node.meta.get("val"), torch.Tensor) or annotations.block_of(node) is None:
+        return False
+    name = node.target._schema.name.split("::")[1].strip("_")
+    return any(name == word or name.endswith("_" + word) or word in ("attention", "linear") and word in name for word in _ANCHOR_WORDS)
+
+
+def _anchors_by_region(graph: fx.Graph, keys: dict[fx.Node, tuple[int, int]]) -> list[tuple[int, fx.Node, fx.Node]]:
+    """(region, first anchor, last anchor), in order, for regions that have one."""
+    found: dict[int, tuple[fx.Node, fx.Node]] = {}
+    for node in graph.nodes:
+        if is_anchor(node):
+            region = keys[node][0]
+            first = found[region][0] if region in found else node
+            found[region] = (first, node)
+    return [(region, *found[region]) for region in sorted(found)]
+
+
+def _dependencies(
+    inserted: list[fx.Node], keys: dict[fx.Node, tuple[int, int]], anchors: list[tuple[int, fx.Node, fx.Node]]
+) -> dict[fx.Node, list[fx.Node]]:
+    wanted: dict[fx.Node, list[fx.Node]] = {}
+    for (_, _, last), (_, first, _) in zip(anchors, anchors[1:], strict=False):
+        wanted.setdefault(first, []).append(last)
+    for node in inserted:
+        note = annotations.inserted(node)
+        assert note is not None
+        before = [last for region, _, last in anchors if region < note.slot]
+        after = [first for region, first, _ in anchors if region >= note.slot]
+        if before:
+            wanted.setdefault(node, []).append(before[-1])
+        if after and note.before_slot:
+            wanted.setdefault(after[0], []).append(node)
+    return wanted

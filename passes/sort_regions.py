@@ -1,0 +1,77 @@
+"""Order a graph by regions, so that inserted nodes stand in their slots and recomputation stands where it is needed.
+
+A region is one block's part of a graph. Within a region: copies and waits of its slot, waits for what it reads, then
+its own nodes in the order that they had. Dependencies always win over this order.
+
+::
+
+    prefetch_w2 = autohete.prefetch(w2, ...)     # slot 0: for region 1
+    mm_1 = ...                                   # region 0
+    prefetch_w3 = autohete.prefetch(w3, ...)     # slot 1: for region 2
+    wait_w2 = autohete.wait(prefetch_w2, ...)    # region 1 reads it
+    mm_2 = aten.mm(mm_1, wait_w2)                # region 1
+"""
+
+import heapq
+from collections.abc import Iterable, Mapping
+
+from torch import fx
+
+from autohete_fx import annotations
+from autohete_fx.ir import Activations
+from autohete_fx.passes.base import PassContext, Stage
+
+
+def sort_regions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
+    """Reorder nodes by region; a graph without inserted nodes or recomputation is left as it is."""
+    recomputes = context.stage is Stage.BACKWARD and any(
+        d.activations is Activations.RECOMPUTE for d in context.plan.decisions
+    )
+    if recomputes or any(annotations.inserted(node) for node in gm.graph.nodes):
+        reorder(gm.graph, region_keys(gm.graph, context), {})
+    return gm
+
+
+def region_keys(graph: fx.Graph, context: PassContext) -> dict[fx.Node, tuple[int, int]]:
+    """Per node (region, rank within it): rank 0 issues and host waits, 1 waits for loads, 2 everything else."""
+    keys: dict[fx.Node, tuple[int, int]] = {}
+    for node in graph.nodes:
+        note, block = annotations.inserted(node), annotations.block_of(node)
+        if note is not None:
+            keys[node] = (note.slot, 0 if note.before_slot else 1)
+        elif block is not None:
+            keys[node] = (context.region(block), 2)
+        else:
+            keys[node] = (max((keys[n][0] for n in node.all_input_nodes if n.op != "placeholder"), default=0), 2)
+    return keys
+
+
+def reorder(
+    graph: fx.Graph, keys: Mapping[fx.Node, tuple[int, int]], extra: Mapping[fx.Node, Iterable[fx.Node]]
+) -> bool:
+    """Stable topological sort by key under data and ``extra`` dependencies. False, and no change, if they form a cycle."""
+    nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    position = {node: i for i, node in enumerate(nodes)}
+    users: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
+    missing: dict[fx.Node, int] = {}
+    for node in nodes:
+        needed = {n for n in (*node.all_input_nodes, *extra.get(node, ())) if n in position}
+        missing[node] = len(needed)
+        for other in needed:
+            users[other].append(node)
+    ready = [(*keys[n], position[n]) for n in nodes if not missing[n]]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        node = nodes[heapq.heappop(ready)[-1]]
+        order.append(node)
+        for user in users[node]:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (*keys[user], position[user]))
+    if len(order) != len(nodes):
+        return False
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    for node in order:
+        output.prepend(node)
+    return True

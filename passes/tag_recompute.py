@@ -1,0 +1,73 @@
+"""Tag the forward nodes of recomputed blocks, so that the partitioner computes them again in backward.
+
+The emitted IR is the same code with ``node.meta["recompute"]`` set: MUST_RECOMPUTE inside a block, MUST_SAVE on what
+other blocks read, because that is where recomputation starts. Random seeds stay untagged: the partitioner saves them,
+so that dropout draws the same mask again.
+"""
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from autohete_fx import annotations
+from autohete_fx.ir import Activations
+from autohete_fx.passes.base import PassContext, is_view
+
+
+def tag_recompute(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
+    """Tags only blocks that the plan recomputes, and the inputs of those blocks."""
+    from_backward = _depends_on_tangents(gm)
+    for node in gm.graph.nodes:
+        block = annotations.block_of(node)
+        if node.op != "call_function" or block is None or node in from_backward or _draws_seed(node):
+            continue
+        if _is_read_by_recomputed(node, block, context, from_backward):
+            _tag(node, CheckpointPolicy.MUST_SAVE, block)
+        elif context.decision(block).activations is Activations.RECOMPUTE:
+            _tag(node, CheckpointPolicy.MUST_RECOMPUTE, block)
+    return gm
+
+
+def _tag(node: fx.Node, policy: CheckpointPolicy, block: int) -> None:
+    node.meta["recompute"] = policy
+    # Ids rise with execution order: the partitioner keeps what a later region reads of an earlier one.
+    node.meta["ac_graph_id"] = block
+
+
+def _is_read_by_recomputed(node: fx.Node, block: int, context: PassContext, from_backward: set[fx.Node]) -> bool:
+    """Whether recomputation of another block, or of this block's readers, would start from this value."""
+    if is_view(node):
+        return False
+    readers = [u for u in _users_through_views(node) if u.op == "call_function" and u not in from_backward]
+    mine = context.decision(block).activations is Activations.RECOMPUTE
+    for reader in readers:
+        other = annotations.block_of(reader)
+        if other is None or other == block:
+            continue
+        if mine or context.decision(other).activations is Activations.RECOMPUTE:
+            return isinstance(node.meta.get("val"), torch.Tensor)
+    return False
+
+
+def _users_through_views(node: fx.Node) -> list[fx.Node]:
+    users: list[fx.Node] = []
+    for user in node.users:
+        users.extend(_users_through_views(user) if is_view(user) else [user])
+    return users
+
+
+def _draws_seed(node: fx.Node) -> bool:
+    return str(node.target).startswith(("prims.inductor_seed", "inductor_seed"))
+
+
+def _depends_on_tangents(gm: fx.GraphModule) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            if "tangents" in str(node.target):
+                found.add(node)
+        elif any(argument in found for argument in node.all_input_nodes):
+            found.add(node)
+    return found
+
+

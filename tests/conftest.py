@@ -1,0 +1,76 @@
+"""What every test shares: one instruction set, caches of this run's own, and a clean compiler before each test.
+
+* oneDNN is pinned to one instruction set before torch is imported, so that bitwise comparisons mean the same on
+  every machine.
+* The Inductor cache directory belongs to this process. Compiled C++ kernels, named by their source, are shared by all
+  its tests, for speed. Cached *graphs* are removed before each test: a test meets another test's compilation never, and
+  sees caching as a user does (both caches on). The fixture ``fresh_caches`` gives a test empty directories.
+* ``AUTOHETE_CACHE_DIR`` (machine figures, profiles) is shared by the tests of one process too.
+* Tests under ``tests/cuda`` have the marker ``cuda`` and are skipped where there is no CUDA device.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+_RUN_DIR = Path(tempfile.mkdtemp(prefix="autohete-tests-"))
+_INDUCTOR_DIR = _RUN_DIR / "inductor"
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_INDUCTOR_DIR)
+os.environ["AUTOHETE_CACHE_DIR"] = str(_RUN_DIR / "autohete")
+assert "torch" not in sys.modules, "torch was imported before its environment was set"
+
+_ORDER = ("unit", "graph", "e2e", "cuda")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(_RUN_DIR, ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Fast directories first, and the marker ``cuda`` on all of tests/cuda."""
+    here = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        folder = item.path.relative_to(here).parts[0]
+        return _ORDER.index(folder) if folder in _ORDER else len(_ORDER)
+
+    items.sort(key=place)
+    for item in items:
+        if item.path.is_relative_to(here / "cuda"):
+            item.add_marker(pytest.mark.cuda)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def _clean_compiler() -> Iterator[None]:
+    """No compiled code, cached graph or random state of an earlier test. Tests without torch do not pay for it."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
+    for graphs in ("fxgraph", "aotautograd"):
+        shutil.rmtree(_INDUCTOR_DIR / graphs, ignore_errors=True)
+    yield
+
+
+@pytest.fixture
+def fresh_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Empty cache directories for one test, in its environment and that of its subprocesses; returns their parent."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("AUTOHETE_CACHE_DIR", str(tmp_path / "autohete"))
+    return tmp_path

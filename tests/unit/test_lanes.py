@@ -1,0 +1,194 @@
+"""Copy lanes: order, failure, lifetime."""
+
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from autohete_fx.ir import Lane
+from autohete_fx.runtime.lanes import COPY_LANES, Lanes, copy_on_this_thread
+
+
+class Gate:
+    """A copy that waits until it is opened, and remembers what it copied."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.entered = threading.Event()
+        self.order: list[float] = []
+
+    def __call__(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        self.entered.set()
+        assert self.open.wait(60)
+        self.order.append(float(src[0]))
+        copy_on_this_thread(dst, src)
+
+
+def pair(value: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(4), torch.full((4,), value)
+
+
+def lane_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("autohete-")]
+
+
+@pytest.mark.parametrize("lane", COPY_LANES)
+def test_a_copy_arrives(lane: Lane) -> None:
+    lanes = Lanes("cpu")
+    dst, src = torch.zeros(1000, 7), torch.randn(1000, 7)
+    ticket = lanes.submit(lane, 3, dst, src)
+    ticket.wait()
+    ticket.wait()
+    assert torch.equal(dst, src)
+    lanes.drain()
+    (record,) = lanes.records()
+    assert (record.lane, record.priority, record.num_bytes) == (lane, 3, 28000) and record.begin_s <= record.end_s
+    lanes.close()
+
+
+def test_smaller_priorities_go_first_and_equal_ones_in_order() -> None:
+    gate = Gate()
+    lanes = Lanes("cpu", copy=gate)
+    lanes.submit(Lane.D2H, 0, *pair(-1))
+    assert gate.entered.wait(60)
+    tickets = [lanes.submit(Lane.D2H, p, *pair(v)) for p, v in [(5, 50), (2, 20), (5, 51), (1, 10), (2, 21)]]
+    gate.open.set()
+    for ticket in tickets:
+        ticket.wait()
+    assert gate.order == [-1, 10, 20, 21, 50, 51]
+    lanes.close()
+
+
+def test_lanes_do_not_wait_for_one_another() -> None:
+    gate = Gate()
+    lanes = Lanes("cpu", copy=lambda dst, src: gate(dst, src) if src[0] < 0 else copy_on_this_thread(dst, src))
+    stuck = lanes.submit(Lane.D2H, 0, *pair(-1))
+    dst, src = pair(4)
+    lanes.submit(Lane.H2D, 0, dst, src).wait()
+    assert torch.equal(dst, src) and not gate.order
+    gate.open.set()
+    stuck.wait()
+    lanes.close()
+
+
+def test_a_failure_reaches_who_waits_and_the_lane_goes_on() -> None:
+    def fail(dst: torch.Tensor, src: torch.Tensor) -> None:
+        if src[0] < 0:
+            raise OSError("the disk is gone")
+        copy_on_this_thread(dst, src)
+
+    lanes = Lanes("cpu", copy=fail)
+    failed = lanes.submit(Lane.H2D, 0, *pair(-1))
+    dst, src = pair(2)
+    good = lanes.submit(Lane.H2D, 1, dst, src)
+    good.wait()
+    assert torch.equal(dst, src)
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        failed.wait()
+    assert any(entry.name == "fail" for entry in caught.traceback)
+    lanes.drain()  # it was raised already
+    lanes.submit(Lane.H2D, 0, *pair(-1))
+    with pytest.raises(OSError, match="the disk is gone"):
+        lanes.drain()
+    lanes.drain()
+    assert [record.priority for record in lanes.records()] == [1]
+    lanes.close()
+
+
+def test_tensors_are_kept_until_waited_and_not_longer() -> None:
+    gate = Gate()
+    lanes = Lanes("cpu", copy=gate)
+    dst, src = pair(1)
+    dead = weakref.ref(src)
+    ticket = lanes.submit(Lane.D2H, 0, dst, src)
+    del src
+    gc.collect()
+    assert dead() is not None
+    gate.open.set()
+    ticket.wait()
+    assert dead() is None
+    # A ticket that nobody waits for goes with its copy.
+    dropped = torch.ones(4)
+    dead = weakref.ref(dropped)
+    lanes.submit(Lane.D2H, 0, dst, dropped)
+    del dropped
+    lanes.close()
+    for thread in lane_threads():
+        thread.join(60)
+    assert dead() is None
+
+
+def test_close_completes_what_was_submitted() -> None:
+    lanes = Lanes("cpu")
+    pairs = [pair(v) for v in range(20)]
+    for dst, src in pairs:
+        lanes.submit(Lane.D2H, 0, dst, src)
+    lanes.close()
+    assert all(torch.equal(dst, src) for dst, src in pairs)
+    with pytest.raises(RuntimeError, match="the d2h lane is closed"):
+        lanes.submit(Lane.D2H, 0, *pair(1))
+
+
+def test_dropping_the_lanes_ends_their_threads_and_completes_tickets() -> None:
+    gate = Gate()
+    lanes = Lanes("cpu", copy=gate)
+    dst, src = pair(6)
+    assert not lane_threads()  # started lazily
+    ticket = lanes.submit(Lane.D2H, 0, dst, src)
+    threads = lane_threads()
+    assert len(threads) == 1 and threads[0].daemon
+    del lanes
+    gc.collect()
+    gate.open.set()
+    ticket.wait()
+    assert torch.equal(dst, src)
+    for thread in threads:
+        thread.join(60)
+    assert not lane_threads()
+
+
+@pytest.mark.parametrize(
+    ("make_dst", "make_src"),
+    [
+        (lambda: torch.zeros(300, 400), lambda: torch.randn(400, 300).t()),
+        (lambda: torch.zeros(400, 300).t(), lambda: torch.randn(400, 300).t()),
+        (lambda: torch.zeros(700, 200)[::2], lambda: torch.randn(350, 400)[:, ::2]),
+        (lambda: torch.zeros(100_000, dtype=torch.bfloat16), lambda: torch.randn(100_000)),
+        (lambda: torch.zeros(3, 70_000), lambda: torch.randn(1, 70_000).expand(3, -1)),
+        (lambda: torch.zeros(5, 1, 9), lambda: torch.randn(9, 1, 5).transpose(0, 2)),
+        (lambda: torch.zeros(40_000, dtype=torch.cfloat), lambda: torch.randn(40_000, dtype=torch.cfloat).conj()),
+        (lambda: torch.tensor(0.0), lambda: torch.tensor(3.0)),
+        (lambda: torch.zeros(0, 3), lambda: torch.zeros(0, 3)),
+    ],
+)
+def test_every_layout_is_copied(make_dst: Callable[[], torch.Tensor], make_src: Callable[[], torch.Tensor]) -> None:
+    dst, src = make_dst(), make_src()
+    copy_on_this_thread(dst, src)
+    assert torch.equal(dst, src.to(dst.dtype))
+
+
+def test_copies_longer_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autohete_fx.runtime.lanes._PIECE_BYTES", 1000)
+    dst, src = torch.zeros(1777), torch.randn(1777)
+    copy_on_this_thread(dst, src)
+    assert torch.equal(dst, src)
+
+
+def test_a_forked_child_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes = Lanes("cpu")
+    parent = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    with pytest.raises(RuntimeError, match="'spawn' method"):
+        lanes.submit(Lane.H2D, 0, *pair(1))
+
+
+def test_mismatched_submissions_are_bugs() -> None:
+    lanes = Lanes("cpu")
+    with pytest.raises(AssertionError, match="cannot copy"):
+        lanes.submit(Lane.H2D, 0, torch.zeros(2), torch.zeros(3))
+    with pytest.raises(AssertionError, match="no copy lane"):
+        lanes.submit(Lane.UPDATE, 0, torch.zeros(2), torch.zeros(2))
