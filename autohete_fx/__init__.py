@@ -1,0 +1,47 @@
+"""Train transformers that do not fit in device memory: ``torch.compile(model, backend="autohete")``.
+
+Three lines change in a training script::
+
+    import torch, autohete_fx
+    optimizer = autohete_fx.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
+    model.compile(backend="autohete", options={"memory_budget": "20GiB"})
+"""
+
+from autohete_fx.compilation import Compilation, compilations
+from autohete_fx.errors import (
+    AutoHeteError,
+    HostMemoryError,
+    InfeasiblePlanError,
+    OptimizerStateError,
+    OptionError,
+    PassError,
+    PlanError,
+)
+from autohete_fx.explain import explain
+from autohete_fx.ir import Activations, BlockDecision, Optimizer, Params, Plan
+from autohete_fx.optim import AdamW
+from autohete_fx.place import place
+from autohete_fx.runtime.meter import MemoryMeter
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Activations",
+    "AdamW",
+    "AutoHeteError",
+    "BlockDecision",
+    "Compilation",
+    "HostMemoryError",
+    "InfeasiblePlanError",
+    "MemoryMeter",
+    "Optimizer",
+    "OptimizerStateError",
+    "OptionError",
+    "Params",
+    "PassError",
+    "Plan",
+    "PlanError",
+    "compilations",
+    "explain",
+    "place",
+]

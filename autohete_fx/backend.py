@@ -12,12 +12,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import fx
+from torch._dynamo.exc import ShortenTraceback
 
 from autohete_fx import compilation as compilation_module
 from autohete_fx.capture.inputs import graph_inputs
 from autohete_fx.compiler import GraphCompiler
+from autohete_fx.errors import AutoHeteError
 from autohete_fx.model import Model, find_model
 from autohete_fx.options import Options
 
@@ -38,16 +39,32 @@ def autohete(
         InfeasiblePlanError: no plan fits the budget.
         PlanError: the given plan does not fit the graph.
     """
-    chosen = Options.from_user(options, mode)
+    try:
+        return _compile(gm, example_inputs, Options.from_user(options, mode))
+    except AutoHeteError as error:
+        raise _surfacing(error) from error.__cause__
+
+
+def _compile(gm: fx.GraphModule, example_inputs: Sequence[object], chosen: Options) -> Callable[..., object]:
     inputs = graph_inputs(gm, example_inputs)
     model = find_model(gm, inputs, chosen)
-    compiler = GraphCompiler(gm=gm, inputs=inputs, options=chosen, model=model)
     begin = time.perf_counter()
+    compiler = GraphCompiler(gm=gm, inputs=inputs, options=chosen, model=model)
     compiled = compiler.compile(example_inputs)
     result = compiler.finish(time.perf_counter() - begin)
     compilation_module.record(result)
     log.info("%s", result)
     return _owning(compiled, model)
+
+
+def _surfacing(error: AutoHeteError) -> AutoHeteError:
+    """The same error, of a class that Dynamo lets through: it wraps any other in a BackendCompilerFailed."""
+    kind = type(error)
+    surfacing = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__, "first_useful_frame": None})
+    copy = surfacing.__new__(surfacing, *error.args)
+    copy.args = error.args
+    copy.__dict__.update(error.__dict__)
+    return copy
 
 
 def _owning(compiled: Callable[..., object], model: Model) -> Callable[..., object]:

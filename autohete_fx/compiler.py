@@ -88,6 +88,23 @@ class GraphCompiler:
                     )
         return compiled
 
+    def look(self, example_inputs: Sequence[object]) -> Compilation:
+        """Plan and rewrite only: what `compile` would do, without generating code."""
+
+        def run_as_is(gm: fx.GraphModule, example_inputs: Sequence[object], **keywords: Any) -> Callable[..., object]:
+            if keywords.get("is_inference"):
+                self._rewrite_inference(gm)
+            return versions.run_as_is(gm, example_inputs)
+
+        with functorch_config.patch(enable_autograd_cache=False):
+            if self.options.inner_backend == "eager":
+                self.compile(example_inputs)
+            else:
+                patches = {"custom_partitioner_fn": _Partitioner(self)}
+                compile_fx(self.gm, example_inputs, inner_compile=run_as_is, config_patches=patches)
+        assert self.compilation is not None
+        return self.compilation
+
     def finish(self, total_s: float) -> Compilation:
         """Place the parameters and return what was decided, from this compilation or from the stored one."""
         if self.compilation is None:
@@ -121,7 +138,7 @@ class GraphCompiler:
             graph_digest(self.gm, self.inputs, options),
             self.model.session.digest,
             sources_digest(),
-            self.machine.digest,
+            dataclasses.replace(self.machine, host_bytes=0).digest,  # what is free changes by the minute
             self.budget_bytes,
             (options.host_budget, options.profile, sorted(options.allow), options.plan.digest if options.plan else None),
             placed,
@@ -174,10 +191,11 @@ class GraphCompiler:
             blocks=blocks,
             block_of=block_index(blocks),
             params=self._param_infos(split.forward),
+            inner_backend=self.options.inner_backend,
         )
         measured = self.options.profile == "measured" and self.budget_bytes is not None and self._stored is None
         profiler = profile_measured if measured else profile_analytic
-        return profiler(partition, self.machine, inner_backend=self.options.inner_backend)
+        return profiler(partition, self.machine)
 
     def _param_infos(self, gm: fx.GraphModule) -> dict[str, ParamInfo]:
         infos = {}
@@ -331,8 +349,10 @@ class GraphCompiler:
             blocks=blocks,
             block_of=block_index(blocks),
             params=self._param_infos(gm),
+            device_type=self.device.type,
+            inner_backend=self.options.inner_backend,
         )
-        profile = profile_analytic(partition, self.machine, inner_backend=self.options.inner_backend)
+        profile = profile_analytic(partition, self.machine)
         problem = self._problem(blocks, profile, training=False)
         if self.model.is_placed:
             decisions = tuple(d or BlockDecision() for d in problem.fixed_decisions) or (BlockDecision(),) * len(blocks.blocks)

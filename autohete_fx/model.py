@@ -16,7 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compilation import Footprint
-from autohete_fx.options import Options, Share, resolve_bytes
+from autohete_fx.options import Options
+from autohete_fx.resources import host_budget_bytes
 from autohete_fx.runtime.session import Session, is_live
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -54,25 +55,24 @@ _models: "WeakIdKeyDictionary" = WeakIdKeyDictionary()  # parameter -> weak refe
 def find_model(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options) -> Model:
     """The model that the graph's parameters belong to, or a new one."""
     parameters = [item.tensor for item in inputs if item.is_parameter and item.tensor is not None]
-    for parameter in parameters:
-        reference = _models.get(parameter)
-        model = None if reference is None else reference()
-        if model is not None:
-            break
-    else:
-        device = device_of(inputs)
-        total = host_total_bytes(device, options.offload_dir)
-        host_budget = None if options.host_budget is None else resolve_bytes(options.host_budget, total)
-        session = Session(
-            _fresh_digest(graph_digest(gm, inputs, options)),
-            device,
-            offload_dir=options.offload_dir,
-            host_budget_bytes=host_budget,
-        )
-        model = Model(session=session)
-        weakref.finalize(model, session.close)
+    known = (reference() for p in parameters if (reference := _models.get(p)) is not None)
+    model = next((m for m in known if m is not None), None) or new_model(gm, inputs, options)
     for parameter in parameters:
         _models[parameter] = weakref.ref(model)
+    return model
+
+
+def new_model(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options) -> Model:
+    """A model of its own, which no parameter is known to belong to."""
+    device = device_of(inputs)
+    session = Session(
+        _fresh_digest(graph_digest(gm, inputs, options)),
+        device,
+        offload_dir=options.offload_dir,
+        host_budget_bytes=None if options.host_budget is None else host_budget_bytes(device, options),
+    )
+    model = Model(session=session)
+    weakref.finalize(model, session.close)
     return model
 
 
@@ -89,13 +89,6 @@ def device_of(inputs: Sequence[GraphInput]) -> torch.device:
     """Where the graph computes: the accelerator if any input is on one."""
     devices = [item.tensor.device for item in inputs if item.tensor is not None]
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
-
-
-def host_total_bytes(device: torch.device, offload_dir: str | None) -> int:
-    """Capacity of the host tier: RAM for CUDA, the directory's file system for a CPU device."""
-    from autohete_fx.profiler.machine import host_capacity_bytes
-
-    return host_capacity_bytes(device, offload_dir)
 
 
 def graph_digest(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options) -> str:
@@ -117,5 +110,3 @@ def sources_digest() -> str:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
-
-__all__ = ["Model", "Share", "device_of", "find_model", "graph_digest", "host_total_bytes", "sources_digest"]

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 
@@ -14,6 +13,18 @@ def custom_passes(configured: object) -> tuple[Callable[[fx.Graph], None], ...]:
     return tuple(configured) if isinstance(configured, list | tuple) else (configured,)  # type: ignore[return-value]
 
 
+def run_as_is(graph: fx.GraphModule, inputs: Sequence[object]) -> Callable[[list[object]], object]:
+    """A graph that runs node by node, each value freed after its last use."""
+    graph.graph.set_codegen(fx.graph._BoxedCodeGen())
+    graph.recompile()
+
+    def run(args: list[object]) -> object:
+        return graph(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
 def aot_eager(
     gm: fx.GraphModule,
     example_inputs: Sequence[object],
@@ -21,18 +32,8 @@ def aot_eager(
     partition_fn: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
     inference_pass: Callable[[fx.GraphModule], object],
 ) -> Callable[..., object]:
-    """AOTAutograd with graphs that run as they are, node by node, each value freed after its last use."""
+    """AOTAutograd with graphs that run as they are."""
     from torch._dynamo.backends.common import aot_autograd
-
-    def run_as_is(graph: fx.GraphModule, inputs: Sequence[object]) -> Callable[[list[object]], object]:
-        graph.graph.set_codegen(fx.graph._BoxedCodeGen())
-        graph.recompile()
-
-        def run(args: list[object]) -> object:
-            return graph(args)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
 
     def infer(graph: fx.GraphModule, inputs: Sequence[object]) -> Callable[[list[object]], object]:
         inference_pass(graph)
@@ -42,6 +43,3 @@ def aot_eager(
         fw_compiler=run_as_is, bw_compiler=run_as_is, inference_compiler=infer, partition_fn=partition_fn
     )
     return backend(gm, list(example_inputs))
-
-
-__all__ = ["aot_eager", "custom_passes", "torch"]

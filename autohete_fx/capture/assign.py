@@ -211,11 +211,21 @@ class BackwardAssignment:
             highest = min((result[s] for s in node.all_input_nodes if s in result), default=self.slots.last)
             slot = wanted.get(node)
             result[node] = highest if slot is None or is_getitem(node) else min(slot, highest)
-        for node in reversed(self.joint.forward):
-            if node not in self.forward:
-                users = {result[user] if user in result else self.forward[user] for user in node.users if user.op != "output"}
-                self.forward[node] = users.pop() if len(users) == 1 else self.slots.before(min(users, default=0))
+        self._place_backward_constants(result)
         return result
+
+    def _place_backward_constants(self, backward: SlotMap) -> None:
+        """Forward nodes that only backward nodes use: with these users, and not before what they read themselves."""
+        lowest: SlotMap = {}
+        for node in self.joint.forward:
+            if node not in self.forward:
+                sources = [source for source in node.all_input_nodes if source.op != "placeholder"]
+                lowest[node] = max((self.forward.get(s, lowest.get(s, 0)) for s in sources), default=0)
+        for node in reversed(lowest):
+            readers = [user for user in node.users if user.op != "output"]
+            users = {backward[user] if user in backward else self.forward[user] for user in readers}
+            slot = users.pop() if len(users) == 1 else self.slots.before(min(users, default=0))
+            self.forward[node] = max(slot, lowest[node])
 
     def _index_forward(self) -> None:
         for node, slot in self.forward.items():
@@ -227,7 +237,7 @@ class BackwardAssignment:
                 self._by_sequence.setdefault(sequence, set()).add(slot)
 
     def _find_sinks(self) -> None:
-        """For every node, the slots of the parameters whose gradients it leads to; None among them for other results."""
+        """For every node, the slots of the parameters whose gradients it leads to; None stands for other results."""
         for node in reversed(self.joint.backward):
             found: set[int | None] = set()
             for user in node.users:
@@ -242,22 +252,19 @@ class BackwardAssignment:
             stack = module_stack(node)
             if node in self.known:
                 wanted[node] = self.known[node]
-            elif not stack:
-                wanted[node] = self._by_dataflow(node, wanted)
             elif len(same := self._by_stack.get(stack, set())) == 1:
                 wanted[node] = next(iter(same))
-            else:
+            elif stack and self.known:
                 upper, lower = neighbours[node]
                 wanted[node] = self.slots.between(lower, upper)
+            else:
+                wanted[node] = self._by_dataflow(node, wanted)
         return wanted
 
     def _by_dataflow(self, node: fx.Node, wanted: Mapping[fx.Node, int | None]) -> int | None:
         incoming = [source for source in node.all_input_nodes if source in self._sinks]
         if len(incoming) > 1:
             return None
-        sinks = self._sinks[node]
-        if len(sinks) == 1 and None not in sinks:
-            return next(iter(sinks))
         same = self._by_sequence.get(node.meta.get("seq_nr", -1), set())
         if len(same) == 1:
             return next(iter(same))
@@ -265,6 +272,9 @@ class BackwardAssignment:
         known = [slot for slot in saved if slot is not None]
         if known:
             return min(known)
+        sinks = self._sinks[node]
+        if len(sinks) == 1 and None not in sinks:
+            return next(iter(sinks))
         users = [wanted.get(user) for user in node.users]
         placed = [slot for slot in users if slot is not None]
         return max(placed) if placed and len(placed) == len(users) else None
@@ -272,7 +282,9 @@ class BackwardAssignment:
     def _last_use(self, source: fx.Node) -> int | None:
         """The last slot that reads a saved value or a parameter in forward; None if that says nothing."""
         origin = self.parameters.views.get(source, source)
-        readers = self.parameters.real_users(origin) if origin in self.parameters.placeholders else [source, *source.users]
+        readers = [source, *source.users]
+        if origin in self.parameters.placeholders:
+            readers = self.parameters.real_users(origin)
         slots = [self.forward[user] for user in readers if user in self.forward]
         return max(slots, default=None)
 

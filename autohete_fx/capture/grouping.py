@@ -26,6 +26,7 @@ from autohete_fx.capture.dataflow import JointNodes, split_joint, storage_bytes,
 from autohete_fx.capture.digest import combine, group_digest
 from autohete_fx.capture.layers import Layer, module_layers
 from autohete_fx.capture.paths import dotted, module_stack, scopes
+from autohete_fx.capture.structure import repeated_structure
 from autohete_fx.ir import Block, BlockGraph, BlockKind, Edge
 
 
@@ -42,13 +43,18 @@ def group_blocks(joint: fx.GraphModule, param_fqns: Mapping[str, str]) -> BlockG
     nodes = split_joint(joint)
     parameters = find_parameters(nodes, param_fqns)
     layers = module_layers(nodes)
+    names = tuple(dotted(layer.scope[0]) for layer in layers)
     if layers:
         slots = Slots(tuple(layer.stack for layer in layers))
         slot_of = _assign(nodes, slots, _known_slots(nodes, layers), parameters)
+    elif structure := repeated_structure(nodes, parameters):
+        slots = structure.slots()
+        slot_of = _assign(nodes, slots, structure.known(), parameters)
     else:
+        slots = Slots(("whole",))
         slot_of = dict.fromkeys(nodes.order, Slots.of_layer(0))
     check_order(nodes, slot_of)
-    return _block_graph(nodes, layers, slot_of, parameters, param_fqns)
+    return _block_graph(nodes, slots, names, slot_of, parameters, param_fqns)
 
 
 def block_index(graph: BlockGraph) -> dict[str, int]:
@@ -110,7 +116,8 @@ def _gradients(joint: JointNodes, owners: Mapping[fx.Node, int]) -> SlotMap:
 
 def _block_graph(
     joint: JointNodes,
-    layers: Sequence[Layer],
+    slots: Slots,
+    names: Sequence[str],
     slot_of: SlotMap,
     parameters: Parameters,
     param_fqns: Mapping[str, str],
@@ -123,12 +130,11 @@ def _block_graph(
     returned = frozenset(joint.output.all_input_nodes)
     blocks = []
     for slot, index in index_of_slot.items():
-        layer = layers[slot // 2] if Slots.is_layer(slot) and layers else None
         blocks.append(
             Block(
                 index=index,
-                kind=_kind(slot, 2 * len(layers)),
-                module_fqn=dotted(layer.scope[0]) if layer else "",
+                kind=_kind(slot, slots.last),
+                module_fqn=names[slot // 2] if names and Slots.is_layer(slot) else "",
                 forward_nodes=tuple(node.name for node in forward[index]),
                 backward_nodes=tuple(node.name for node in backward[index]),
                 param_fqns=tuple(dict.fromkeys(param_fqns[node.name] for node in params.get(index, ()))),
@@ -175,7 +181,7 @@ def _parameters_by_group(
 
 
 def _edges(joint: JointNodes, group_of: Mapping[fx.Node, int]) -> tuple[Edge, ...]:
-    """Bytes of activations that each group reads from each earlier one; a value counts once per reader, views not at all."""
+    """Bytes of activations that each group reads from each earlier one: a value counts once per reader, views never."""
     forward = set(joint.forward)
     crossing: dict[tuple[int, int], set[fx.Node]] = {}
     for node in joint.forward:

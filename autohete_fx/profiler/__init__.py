@@ -7,6 +7,8 @@ rewritten ones included. ``measure_machine`` times copies, products and optimize
 
 from autohete_fx.profiler.analytic import profile_analytic
 from autohete_fx.profiler.liveness import MemoryTrace, StepTrace, trace_memory, trace_step
+from autohete_fx.profiler.machine import load_or_measure_machine, measure_machine
+from autohete_fx.profiler.measured import profile_measured
 from autohete_fx.profiler.partition import ParamInfo, Partition
 
 __all__ = [
@@ -14,7 +16,10 @@ __all__ = [
     "ParamInfo",
     "Partition",
     "StepTrace",
+    "load_or_measure_machine",
+    "measure_machine",
     "profile_analytic",
+    "profile_measured",
     "trace_memory",
     "trace_step",
 ]

@@ -5,15 +5,16 @@ Enters a `Partition` and a `Machine`; leaves a `Profile`. Nothing runs on the de
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from autohete_fx.ir import BlockCost, Machine, Profile
 from autohete_fx.profiler.flops import seconds_of
-from autohete_fx.profiler.kernels import Kernel, KernelGraph, lower
+from autohete_fx.profiler.kernels import Kernel, KernelGraph
 from autohete_fx.profiler.liveness import MemoryTrace, trace_step
+from autohete_fx.profiler.lowering import lower
 from autohete_fx.profiler.node_kinds import Kind, extent_bytes, holds_tensor, kind_of, num_elements, packet_name
 from autohete_fx.profiler.partition import ParamInfo, Partition
 
@@ -317,8 +318,13 @@ def costs_from_times(partition: Partition, times: tuple[BlockTimes, ...]) -> tup
     return tuple(costs)
 
 
-def profile_analytic(partition: Partition, machine: Machine) -> Profile:
-    """The costs of all blocks from FLOPs, bytes and liveness, without running anything."""
+def profile_analytic(partition: Partition, machine: Machine, *, inner_backend: str | None = None) -> Profile:
+    """The costs of all blocks from FLOPs, bytes and liveness, without running anything.
+
+    ``inner_backend`` overrides the partition's.
+    """
     started = time.perf_counter()
+    if inner_backend is not None:
+        partition = replace(partition, inner_backend=inner_backend)
     costs = costs_from_times(partition, analytic_times(partition, machine))
     return Profile(costs=costs, source="analytic", profile_s=time.perf_counter() - started)

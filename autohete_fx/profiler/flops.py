@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from autohete_fx.ir import Machine
 from autohete_fx.profiler.kernels import Kernel, KernelGraph
-from autohete_fx.profiler.node_kinds import hint, packet_name
+from autohete_fx.profiler.node_kinds import hint, unwrapped_call
 
 _WIDEST_ELEMENT_BYTES = 8
 
@@ -30,6 +30,8 @@ def _plain(value: Any) -> Any:
         return torch.Size(hint(size) for size in value.shape)
     if isinstance(value, torch.SymInt):
         return hint(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         return type(value)(_plain(item) for item in value)
     return value
@@ -37,19 +39,17 @@ def _plain(value: Any) -> Any:
 
 def flops_of(node: fx.Node) -> int:
     """FLOPs of a matrix product, convolution or attention; 0 for everything else."""
-    name = packet_name(node)
+    name, args = unwrapped_call(node)
     if name == "aten._scaled_dot_product_flash_attention_for_cpu":
-        return sdpa_flop_count(*(_shape(arg) for arg in node.args[:3]))
+        return sdpa_flop_count(*(_shape(arg) for arg in args[:3]))
     if name == "aten._scaled_dot_product_flash_attention_for_cpu_backward":
-        return sdpa_backward_flop_count(*(_shape(arg) for arg in node.args[:4]))
-    packet = getattr(node.target, "overloadpacket", None)
-    formula = flop_registry.get(packet)
-    if formula is None:
+        return sdpa_backward_flop_count(*(_shape(arg) for arg in args[:4]))
+    packet = next((packet for packet in flop_registry if str(packet) == name), None)
+    if packet is None or "val" not in node.meta:
         return 0
-    args, kwargs = _plain(node.args), _plain(node.kwargs)
-    # the registered formulas take shapes of tensors, and the result as ``out_shape``
-    formula = getattr(formula, "__wrapped__", formula)
-    return int(formula(*args, **{**kwargs, "out_shape": _plain(node.meta["val"])}))
+    # the registered formulas take shapes in place of tensors, and the result as ``out_shape``
+    formula = getattr(flop_registry[packet], "__wrapped__", flop_registry[packet])
+    return int(formula(*_plain(args), **{**_plain(node.kwargs), "out_shape": _plain(node.meta["val"])}))
 
 
 def dtype_of(node: fx.Node) -> str:

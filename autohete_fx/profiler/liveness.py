@@ -5,7 +5,8 @@ while every kernel runs, the peak, and what made it up. Parameters and other inp
 activations are: they are outputs of the forward graph and die in the backward graph after their last use.
 
 The trace follows the wrapper code that Inductor writes: a kernel's outputs are allocated before it runs, an input
-that dies with it may be written over in place, everything else that died is released behind it. On a CPU,
+that dies with it may be written over in place, everything else that died is released behind it, or kept for a later
+buffer of the same size (`reuse`). On a CPU,
 neighbouring generated kernels become one call, so that the outputs of all are allocated before the first runs.
 """
 
@@ -14,8 +15,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autohete_fx.profiler.kernels import Kernel, KernelGraph, Storage, lower
+from autohete_fx.profiler.kernels import Kernel, KernelGraph, Storage
+from autohete_fx.profiler.lowering import lower
 from autohete_fx.profiler.ordering import order_for_peak_memory
+from autohete_fx.profiler.reuse import Lifetimes, plan_reuse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,18 +128,7 @@ def trace_step(
     return StepTrace(forward=first, backward=second)
 
 
-@dataclass(slots=True)
-class _Memory:
-    """Bytes and lifetimes of all storages of one graph; several placeholders may be views of one storage."""
-
-    num_bytes: list[int]
-    root: list[int]
-    last_use: dict[int, int]
-    at_start: set[int]
-    reusable_inputs: set[int]
-
-
-def _lifetimes(graph: KernelGraph, kernels: list[Kernel], saved: Mapping[str, Storage], held: set[int]) -> _Memory:
+def _lifetimes(graph: KernelGraph, kernels: list[Kernel], saved: Mapping[str, Storage], held: set[int]) -> Lifetimes:
     num_bytes = [0 if storage.is_input else storage.num_bytes for storage in graph.storages]
     root = list(range(len(graph.storages)))
     first_of: dict[int, int] = {}
@@ -156,7 +148,7 @@ def _lifetimes(graph: KernelGraph, kernels: list[Kernel], saved: Mapping[str, St
     for index in graph.outputs:
         if index is not None:
             last_use[root[index]] = end
-    return _Memory(num_bytes, root, last_use, at_start, at_start)
+    return Lifetimes(num_bytes, root, last_use, at_start)
 
 
 def _launches(kernels: list[Kernel], *, together: bool) -> list[list[Kernel]]:
@@ -181,41 +173,37 @@ def _trace(
     fuse = inner_backend != "eager"
     kernels = order_for_peak_memory(graph, saved) if fuse else graph.kernels
     memory = _lifetimes(graph, kernels, saved, held or set())
+    launches = _launches(kernels, together=fuse and device_type == "cpu")
+    taken_over = plan_reuse(graph, kernels, launches, memory) if fuse else {}
     alive = {index for index in memory.at_start if memory.num_bytes[index]}
     current = sum(memory.num_bytes[index] for index in alive)
-    # saved tensors that no kernel reads are gone when the graph starts to run
     start = peak = current
     at_peak = set(alive)
     live: list[int] = []
     after: list[int] = []
+    waiting: set[int] = set()
+    given_away = set(taken_over.values())
     place = 0
-    for launch in _launches(kernels, together=fuse and device_type == "cpu"):
-        during = current
-        scratch = 0
-        for offset, kernel in enumerate(launch):
-            dying = [
-                memory.num_bytes[i]
-                for i in dict.fromkeys(memory.root[j] for j in kernel.reads)
-                if i in alive and memory.last_use[i] == place + offset
-            ]
-            for index in (memory.root[i] for i in kernel.writes):
-                size = memory.num_bytes[index]
-                if index in alive or not size:
+    for launch in launches:
+        for kernel in launch:
+            for index in dict.fromkeys(memory.root[i] for i in kernel.writes):
+                if index in alive or not memory.num_bytes[index]:
                     continue
                 alive.add(index)
-                current += size
-                if kernel.fused and fuse and size in dying:
-                    dying.remove(size)  # written over in place
+                if index in taken_over:
+                    # in the memory of a dead or dying buffer of the same size
+                    waiting.discard(taken_over[index])
+                    alive.discard(taken_over[index])
                 else:
-                    during += size
-            scratch = max(scratch, kernel.workspace_bytes)
-        during += scratch
+                    current += memory.num_bytes[index]
+        during = current + max(kernel.workspace_bytes for kernel in launch)
         if during > peak:
-            peak, at_peak = during, set(alive)
+            peak, at_peak = during, set(alive) | waiting
         place += len(launch)
         dead = {index for index in alive if memory.last_use.get(index, -1) < place}
         alive -= dead
-        current -= sum(memory.num_bytes[index] for index in dead)
+        waiting |= dead & given_away
+        current -= sum(memory.num_bytes[index] for index in dead - given_away)
         live.extend([during] * len(launch))
         after.extend([current] * len(launch))
     named = sorted(((memory.num_bytes[i], graph.storages[i].name) for i in at_peak), reverse=True)

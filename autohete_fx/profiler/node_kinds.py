@@ -69,6 +69,14 @@ def packet_name(node: fx.Node) -> str:
     return ".".join(parts[:2])
 
 
+def unwrapped_call(node: fx.Node) -> tuple[str, tuple[Any, ...]]:
+    """Operator name and arguments, of the inner operator where a higher-order one runs it with a random state."""
+    for position, arg in enumerate(node.args):
+        if isinstance(arg, torch._ops.OpOverload):
+            return ".".join(str(arg).split(".")[:2]), tuple(node.args[position + 1 :])
+    return packet_name(node), node.args
+
+
 def kind_of(node: fx.Node) -> Kind:
     """What a node is. An operator that is not known is an extern kernel."""
     if node.op in ("placeholder", "get_attr"):
@@ -146,20 +154,27 @@ def extent_bytes(value: torch.Tensor, device_type: str) -> int:
     return _aligned(extent * value.element_size(), device_type)
 
 
-def dense_bytes(node: fx.Node, device_type: str) -> int:
-    """Bytes of a generated buffer for a node's value, which is dense whatever the fake strides are."""
-    value = node.meta["val"]
+def tensor_bytes(value: torch.Tensor, device_type: str) -> int:
+    """Bytes of a tensor's elements; 0 where it lies on another device."""
     if value.device.type != device_type:
         return 0
     return _aligned(num_elements(value) * value.element_size(), device_type)
 
 
-def issued_bytes(node: fx.Node, device_type: str) -> int:
-    """Device bytes that a copy fills: those of its source when it comes to the device, none when it leaves."""
-    if packet_name(node) == "autohete.offload":
-        return 0
+def dense_bytes(node: fx.Node, device_type: str) -> int:
+    """Bytes of a generated buffer for a node's value, which is dense whatever the fake strides are."""
+    return tensor_bytes(node.meta["val"], device_type)
+
+
+def copied_bytes(node: fx.Node, device_type: str) -> int:
+    """Bytes that a node which issues a copy moves."""
     source = node.all_input_nodes[0].meta["val"]
     return _aligned(num_elements(source) * source.element_size(), device_type)
+
+
+def issued_bytes(node: fx.Node, device_type: str) -> int:
+    """Device bytes that a copy fills: those of its source when it comes to the device, none when it leaves."""
+    return 0 if packet_name(node) == "autohete.offload" else copied_bytes(node, device_type)
 
 
 def _sizes(values: Sequence[int | torch.SymInt]) -> list[int]:
@@ -244,11 +259,10 @@ def realize_thresholds(device_type: str) -> RealizeThresholds:
 
 def workspace_bytes(node: fx.Node) -> int:
     """Scratch that an ATen kernel allocates on a CPU while it runs."""
-    name = packet_name(node)
+    name, args = unwrapped_call(node)
     if "_flash_attention_for_cpu" not in name:
         return 0
-    query = node.args[1 if "backward" in name else 0]
-    key = node.args[2 if "backward" in name else 1]
+    query, key = args[1:3] if "backward" in name else args[0:2]
     assert isinstance(query, fx.Node) and isinstance(key, fx.Node)
     q_size, head_dim = hint(query.meta["val"].shape[2]), hint(query.meta["val"].shape[3])
     kv_size = hint(key.meta["val"].shape[2])

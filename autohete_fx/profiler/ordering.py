@@ -62,14 +62,14 @@ def _schedule(graph: KernelGraph, saved: Collection[str]) -> _Schedule:
     for place, kernel in enumerate(graph.kernels):
         for index in kernel.writes:
             if index not in buffers:
-                buffers[index] = _Buffer(graph.storages[index].num_bytes, set(), index in outputs)
+                buffers[index] = _Buffer(believed(graph, index), set(), index in outputs)
                 sizes[place] += buffers[index].num_bytes
         for index in (*kernel.reads, *kernel.writes):
             if index in last_writer:
                 before[place].add(last_writer[index])
                 buffers[index].readers.add(place)
             elif index in freeable:
-                entry = buffers.setdefault(index, _Buffer(graph.storages[index].num_bytes, set(), index in outputs))
+                entry = buffers.setdefault(index, _Buffer(believed(graph, index), set(), index in outputs))
                 entry.readers.add(place)
         for index in kernel.writes:
             # whoever writes again comes behind the readers of what was there
@@ -90,6 +90,11 @@ def _schedule(graph: KernelGraph, saved: Collection[str]) -> _Schedule:
             reads[place].append(index)
     input_bytes = sum(buffers[index].num_bytes for index in freeable if index in buffers)
     return _Schedule(before, behind, reads, sizes, buffers, input_bytes)
+
+
+def believed(graph: KernelGraph, index: int) -> int:
+    """Bytes of a storage in the compiler's own estimate."""
+    return graph.storages[index].believed_bytes or graph.storages[index].num_bytes
 
 
 def _pin_copies(graph: KernelGraph, before: list[set[int]]) -> None:

@@ -3,9 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from autohete_fx.ir import BlockGraph
+
+
+def device_type_of(graph_module: fx.GraphModule) -> str:
+    """The device that a graph computes on, ``cuda`` or ``cpu``: that of its first value that is not on a CPU."""
+    for node in graph_module.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            return value.device.type
+    return "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +49,6 @@ class Partition:
         blocks: the blocks in execution order.
         block_of: node name to block index. Nodes that are not in it are placed by dataflow.
         params: placeholder name of ``forward`` to what it is.
-        device_type: whose memory and time are meant, ``cpu`` or ``cuda``.
         inner_backend: what compiles the graphs, ``inductor`` or ``eager``.
     """
 
@@ -49,8 +58,12 @@ class Partition:
     blocks: BlockGraph
     block_of: Mapping[str, int]
     params: Mapping[str, ParamInfo]
-    device_type: str = "cpu"
     inner_backend: str = "inductor"
+
+    @property
+    def device_type(self) -> str:
+        """Whose memory and time are meant: that of the graph's inputs, a CPU only where all of them are there."""
+        return device_type_of(self.forward)
 
     @property
     def training(self) -> bool:

@@ -1,8 +1,8 @@
 """Counts what PyTorch's CPU allocator has handed out, so that a CPU device has a ``memory_allocated`` as CUDA has.
 
-In: nothing. Out: live and peak bytes of tensor storages, exact to the byte, over all threads. Why not the profiler's memory
-events: they leave out the release of every block that is older than the profile and whatever another thread does
-(checked on PyTorch 2.11 and 2.13), so a step that frees the last step's gradients would measure wrong; and they cost a
+In: nothing. Out: live and peak bytes of tensor storages, exact to the byte, over all threads. Why not the profiler's
+memory events: they leave out the release of every block that is older than the profile and whatever another thread
+does (PyTorch 2.11 and 2.13), so a step that frees the last step's gradients would measure wrong; and they cost a
 profile per step. This is an allocator in front of PyTorch's own that adds and subtracts.
 
 It is compiled by Inductor's C++ cache on first use (some seconds once per machine) and then stays for the process:

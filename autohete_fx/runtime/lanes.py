@@ -336,11 +336,11 @@ def copy_on_this_thread(dst: torch.Tensor, src: torch.Tensor) -> None:
 
 
 def _copy_serially(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """Copy any layouts in slices that are too small for PyTorch to parallelise."""
+    """Copy any layouts in tiles that are too small for PyTorch to parallelise, and that suit the cache."""
     if dst.numel() <= _SERIAL_ELEMENTS:
         dst.copy_(src)
         return
-    dim = max(range(dst.dim()), key=lambda d: (dst.shape[d] > 1, dst.stride(d)))
+    dim = max(range(dst.dim()), key=lambda d: dst.shape[d])
     half = dst.shape[dim] // 2
     _copy_serially(dst.narrow(dim, 0, half), src.narrow(dim, 0, half))
     _copy_serially(dst.narrow(dim, half, dst.shape[dim] - half), src.narrow(dim, half, dst.shape[dim] - half))

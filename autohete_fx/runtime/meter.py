@@ -2,11 +2,12 @@
 
 In: a device and a stretch of code. Out: absolute bytes at its start and at its peak, homes excluded. Why: a budget
 that is not measured is a hope. On CUDA the figures are those of PyTorch's caching allocator; on a CPU device
-``cpu_counter`` makes an allocator with the same figures. ``rss_anon_bytes`` is the operating system's view of a CPU device,
-which includes what Python, kernels and the allocator's slack take.
+``cpu_counter`` makes an allocator with the same figures. ``rss_anon_bytes`` is the operating system's view of a CPU
+device, which includes what Python, kernels and the allocator's slack take.
 
-Cost on a CPU device: about 0.1 microseconds per allocation once the counter runs, whether a meter is open or not; a
-training step of the tests' models ran 1.00 times as long with it (medians of 50 paired steps).
+Cost on a CPU device: a lock and a hash table entry per allocation once the counter runs, whether a meter is open or
+not. A training step of a small 4-layer encoder (22 ms, 2 threads) took 0.93 and 1.02 times as long with it in two runs
+whose repetitions spread by 10%: no difference that could be measured.
 """
 
 import threading
@@ -40,7 +41,7 @@ class MemoryMeter:
 
     @property
     def peak_bytes(self) -> int:
-        """The most device bytes of live tensors from the beginning of the block until its end or, within it, until now."""
+        """The most device bytes of live tensors between the block's beginning and its end (or, within it, now)."""
         with _lock:
             if self in _open:
                 self._fold()
@@ -69,7 +70,7 @@ class MemoryMeter:
 
 
 def device_live_bytes(device: torch.device | str) -> int:
-    """Device bytes of all live tensors, homes excluded: ``torch.cuda.memory_allocated``, and its like for a CPU device."""
+    """Device bytes of live tensors, homes excluded: ``torch.cuda.memory_allocated``, or its like for a CPU device."""
     device = torch.device(device)
     return cpu_counter.live_bytes() if device.type == "cpu" else torch.cuda.memory_allocated(device)
 

@@ -1,0 +1,54 @@
+"""See what the backend would do with a model, without training it.
+
+In: a model and one batch. Out: the `Compilation` of each graph. The model runs its forward once, in eager mode; its
+parameters, buffers and the random state are as before, nothing moves and nothing is stored.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from autohete_fx.capture.inputs import graph_inputs
+from autohete_fx.compilation import Compilation
+from autohete_fx.compiler import GraphCompiler
+from autohete_fx.model import new_model
+from autohete_fx.options import Options
+
+
+def explain(
+    model: Callable[..., object],
+    *inputs: object,
+    options: Mapping[str, object] | None = None,
+    **keyword_inputs: object,
+) -> list[Compilation]:
+    """Plan and rewrite every graph of ``model(*inputs, **keyword_inputs)``.
+
+    Args:
+        model: a module or function, not compiled yet.
+        inputs, keyword_inputs: one batch, as for a training step.
+        options: as for the backend.
+
+    Returns:
+        One compilation a graph, in execution order; usually one.
+
+    Raises:
+        OptionError, InfeasiblePlanError, PlanError: as the backend does.
+    """
+    chosen = Options.from_user(options)
+    found: list[Compilation] = []
+
+    def look(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., object]:
+        sources = graph_inputs(gm, example_inputs)
+        compiler = GraphCompiler(gm=gm, inputs=sources, options=chosen, model=new_model(gm, sources, chosen))
+        found.append(compiler.look(example_inputs))
+        return gm.forward
+
+    buffers = {name: b.detach().clone() for name, b in model.named_buffers()} if isinstance(model, torch.nn.Module) else {}
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.compile(model, backend=look)(*inputs, **keyword_inputs)
+    if isinstance(model, torch.nn.Module):
+        for name, buffer in model.named_buffers():
+            with torch.no_grad():
+                buffer.copy_(buffers[name])
+    return found

@@ -1,0 +1,45 @@
+"""Put a model that is larger than the device where the device can reach it.
+
+In: a model on the CPU. Out: the same model, its parameters and buffers on the compute device as far as any code can
+tell, the parameters' bytes in host memory. Compiling it brings to the device what the plan wants there.
+"""
+
+from typing import TypeVar
+
+import torch
+
+from autohete_fx.ir import Optimizer, Params
+from autohete_fx.runtime.placement import Placement, place_param
+from autohete_fx.runtime.tiers import open_tier
+
+ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
+
+
+def place(model: ModuleT, device: torch.device | str, *, offload_dir: str | None = None) -> ModuleT:
+    """Move a model to a device and leave its parameters in host memory, readable from the device.
+
+    Args:
+        model: changed in place; tied parameters stay tied.
+        device: ``"cuda"`` or ``"cpu"``; on a CPU device the parameters go to memory-mapped files.
+        offload_dir: directory of those files; None for the system's temporary directory.
+
+    Returns:
+        The model.
+
+    Raises:
+        HostMemoryError: the parameters do not fit in host memory.
+    """
+    tier = open_tier(_with_index(torch.device(device)), offload_dir, None)
+    for parameter in dict.fromkeys(model.parameters()):
+        place_param(parameter, Placement(params=Params.HOST, optimizer=Optimizer.DEVICE, tier=tier, block=0))
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(tier.device)
+    return model
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,96 @@
+"""What is worth keeping between processes: machine figures, block timings, plans. One directory a user.
+
+Enter a kind, a key and text; the same text leaves in a later process. The directory is ``AUTOHETE_CACHE_DIR``, else
+``autohete_fx`` under the user's cache directory, else, where that cannot be written, under the temporary directory.
+Files are replaced atomically and carry a version; a damaged one counts as absent and is written again.
+"""
+
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from autohete_fx.ir import Machine
+
+CACHE_VERSION = 1
+"""Raised when what files contain changes meaning: older files then count as absent."""
+
+
+def cache_dir() -> Path:
+    """The directory that is used, made where it is missing."""
+    named = os.environ.get("AUTOHETE_CACHE_DIR")
+    candidates = [Path(named)] if named else [_user_cache_dir() / "autohete_fx"]
+    owner = str(os.getuid()) if hasattr(os, "getuid") else "user"
+    candidates.append(Path(tempfile.gettempdir()) / f"autohete_fx-{owner}")
+    for candidate in candidates[:-1]:
+        try:
+            candidate.mkdir(parents=True, exist_ok=True)
+        except OSError:  # a read-only home: the temporary directory is the documented fall-back
+            continue
+        if os.access(candidate, os.W_OK):
+            return candidate
+    candidates[-1].mkdir(parents=True, exist_ok=True)
+    return candidates[-1]
+
+
+def _user_cache_dir() -> Path:
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+
+
+def _path(kind: str, key: str) -> Path:
+    if not re.fullmatch(r"[a-z_]+", kind):
+        raise AssertionError(f"a kind is a plain word, not {kind!r}")
+    return cache_dir() / kind / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+def store_text(kind: str, key: str, text: str) -> None:
+    """Keep a text under (kind, key), replacing what was there. A directory that refuses is no error: nothing is kept."""
+    path = _path(kind, key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        with os.fdopen(handle, "w") as file:
+            json.dump({"version": CACHE_VERSION, "key": key, "text": text}, file)
+        os.replace(name, path)
+    except OSError:  # a cache that cannot be written costs the next process time, never correctness
+        return
+
+
+def load_text(kind: str, key: str) -> str | None:
+    """The text kept under (kind, key); None where there is none, or none that can be read."""
+    try:
+        raw = json.loads(_path(kind, key).read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(raw, dict) or raw.get("version") != CACHE_VERSION or raw.get("key") != key:
+        return None
+    text = raw.get("text")
+    return text if isinstance(text, str) else None
+
+
+def store_machine(key: str, machine: Machine) -> None:
+    """Keep a machine's figures."""
+    store_text("machine", key, json.dumps(asdict(machine)))
+
+
+def load_machine(key: str) -> Machine | None:
+    """A machine's figures, or None."""
+    text = load_text("machine", key)
+    if text is None:
+        return None
+    try:
+        raw = json.loads(text)
+        rates = tuple((str(name), float(rate)) for name, rate in raw.pop("device_flops_per_s"))
+        if {*raw, "device_flops_per_s"} != {field.name for field in fields(Machine)}:
+            return None
+        return Machine(device_flops_per_s=rates, **raw)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,217 @@
+"""The machine's capacities and rates, timed once and cached.
+
+Enters a device and a way to make host tensors; leaves a `Machine`. Timing takes about two seconds and at most
+some 300 MiB: products, copies within the device, copies to and from host memory both ways, AdamW steps on the device
+and on the host. Each rate is the best of a few repeats after a warm-up: others on the machine only ever slow one down.
+"""
+
+import functools
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from autohete_fx.ir import Machine
+from autohete_fx.profiler.cache import load_machine, store_machine
+
+_REPEATS = 4
+_COPY_BYTES = 64 * 2**20
+_UPDATE_PARAMS = 4 * 2**20
+_PRODUCT_SIZE = {"cpu": 768, "cuda": 4096}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+MakeHostTensor = Callable[[int], torch.Tensor]
+
+
+def device_capacity_bytes(device: torch.device) -> int:
+    """Memory of the device; for a CPU the physical RAM, or what a container may use of it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return min([_physical_bytes(), *_container_limits()])
+
+
+def host_capacity_bytes(device: torch.device, offload_dir: str | None = None) -> int:
+    """Capacity of the tier behind the device: RAM for CUDA; for a CPU what is free in ``offload_dir``."""
+    if device.type == "cuda":
+        return device_capacity_bytes(torch.device("cpu"))
+    return shutil.disk_usage(offload_dir or tempfile.gettempdir()).free
+
+
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _container_limits() -> list[int]:
+    """Memory limits of control groups, both versions; empty where there are none."""
+    limits = []
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        if os.path.exists(path):
+            with open(path) as file:
+                text = file.read().strip()
+            if text.isdigit():
+                limits.append(int(text))
+    return limits
+
+
+@functools.cache
+def device_name(device_type: str, index: int | None) -> str:
+    """The GPU's name, or the CPU's model."""
+    if device_type == "cuda":
+        return torch.cuda.get_device_name(index)
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _seconds(device: torch.device, run: Callable[[], object]) -> float:
+    """Best of a few timed runs, after one that warms up."""
+    best = float("inf")
+    for _ in range(_REPEATS + 1):
+        _synchronize(device)
+        started = time.perf_counter()
+        run()
+        _synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return max(best, 1e-9)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _product_rates(device: torch.device) -> tuple[tuple[str, float], ...]:
+    size = _PRODUCT_SIZE.get(device.type, 1024)
+    rates = []
+    for dtype in _DTYPES:
+        # without hardware for it, a 16-bit product on a CPU is slower by orders: time a small one first
+        for side in (size // 8, size):
+            left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+            seconds = _seconds(device, functools.partial(torch.mm, left, right))
+            rate = 2 * side**3 / seconds
+            if side < size and 2 * size**3 / rate > 0.2:
+                break
+        rates.append((str(dtype).removeprefix("torch."), rate))
+    return tuple(rates)
+
+
+def _device_bandwidth(device: torch.device) -> float:
+    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device).fill_(1)
+    target = torch.empty_like(source)
+    return 2 * _COPY_BYTES / _seconds(device, lambda: target.copy_(source))
+
+
+def _copy_rates(device: torch.device, make_host_tensor: MakeHostTensor) -> tuple[float, float, float]:
+    """Bytes per second up and down, and the seconds of a tiny copy."""
+    on_device = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device).fill_(1)
+    on_host = make_host_tensor(_COPY_BYTES).view(-1)
+    down = _COPY_BYTES / _seconds(device, lambda: on_host.copy_(on_device, non_blocking=True))
+    up = _COPY_BYTES / _seconds(device, lambda: on_device.copy_(on_host, non_blocking=True))
+    few, many = on_device[:64], on_host[:64]
+    return up, down, _seconds(device, lambda: few.copy_(many, non_blocking=True))
+
+
+def _update_rate(device: torch.device) -> float:
+    """Parameters per second of a fused fp32 AdamW step."""
+    params, grads, averages, squares = ([torch.full((_UPDATE_PARAMS,), 0.01, device=device)] for _ in range(4))
+    steps = [torch.ones((), device=device)]
+
+    def step() -> None:
+        torch._fused_adamw_(
+            params,
+            grads,
+            averages,
+            squares,
+            [],
+            steps,
+            lr=1e-3,
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=0.01,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    with torch.no_grad():
+        return _UPDATE_PARAMS / _seconds(device, step)
+
+
+def _plain_host_tensor(device: torch.device, num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def measure_machine(
+    device: torch.device, *, make_host_tensor: MakeHostTensor | None = None, offload_dir: str | None = None
+) -> Machine:
+    """Time the machine.
+
+    Args:
+        device: the compute device.
+        make_host_tensor: bytes to a 1-d uint8 tensor in the host tier. Without it, pinned memory for CUDA, and for
+            a CPU a mapped file in ``offload_dir``.
+        offload_dir: directory of host memory for a CPU device; the temporary directory where None.
+    """
+    # the caller may be in the middle of tracing: nothing here may be traced or recorded for backward
+    with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.no_grad(), tempfile.TemporaryDirectory(dir=offload_dir) as place:
+        if make_host_tensor is None:
+            path = os.path.join(place, "timing")
+            make_host_tensor = (
+                functools.partial(_plain_host_tensor, device)
+                if device.type == "cuda"
+                else lambda n: torch.from_file(path, shared=True, size=n, dtype=torch.uint8)
+            )
+        up, down, latency = _copy_rates(device, make_host_tensor)
+        host_rate = _update_rate(torch.device("cpu"))
+        return Machine(
+            device_name=device_name(device.type, device.index),
+            device_type=device.type,
+            device_bytes=device_capacity_bytes(device),
+            host_bytes=host_capacity_bytes(device, offload_dir),
+            disk_bytes=0,
+            device_flops_per_s=_product_rates(device),
+            device_bytes_per_s=_device_bandwidth(device),
+            h2d_bytes_per_s=up,
+            d2h_bytes_per_s=down,
+            disk_bytes_per_s=0.0,
+            device_update_params_per_s=host_rate if device.type == "cpu" else _update_rate(device),
+            host_update_params_per_s=host_rate,
+            latency_s=latency,
+        )
+
+
+def machine_key(device: torch.device, offload_dir: str | None = None) -> str:
+    """What the figures depend on: device, cores, threads, torch, and the file system of ``offload_dir``."""
+    directory = offload_dir or tempfile.gettempdir()
+    parts = [
+        device_name(device.type, device.index),
+        device.type,
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        torch.get_num_threads(),
+        torch.__version__,
+        os.stat(directory).st_dev if device.type == "cpu" else "pinned",
+    ]
+    return "|".join(map(str, parts))
+
+
+def load_or_measure_machine(
+    device: torch.device, *, make_host_tensor: MakeHostTensor | None = None, offload_dir: str | None = None
+) -> Machine:
+    """The machine's figures from the cache, timed where it has none. Capacities are always today's."""
+    key = machine_key(device, offload_dir)
+    machine = load_machine(key)
+    if machine is None:
+        machine = measure_machine(device, make_host_tensor=make_host_tensor, offload_dir=offload_dir)
+        store_machine(key, machine)
+    # The free bytes of a disk change by the minute; rounded down, so that equal problems stay equal.
+    free = host_capacity_bytes(device, offload_dir)
+    grain = 2**30 if free > 2**32 else 2**26
+    return replace(machine, device_bytes=device_capacity_bytes(device), host_bytes=free // grain * grain)

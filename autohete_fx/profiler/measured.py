@@ -1,0 +1,324 @@
+"""What every block costs, with seconds timed on the device: each distinct block once, compiled on its own.
+
+Enters a `Partition` and a `Machine`; leaves a `Profile`. Blocks with one digest share one timing, and timings are
+kept between processes. Bytes are those of `analytic`. A block that cannot be timed (its working set is above
+``max_bytes``, its sizes are symbolic, or the time is used up) gets its analytic seconds times the ratio that the timed
+blocks show; ``Profile.source`` then says how many.
+"""
+
+import contextlib
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autohete_fx.ir import Machine, Profile
+from autohete_fx.profiler.analytic import BlockTimes, analytic_times, costs_from_times
+from autohete_fx.profiler.cache import load_text, store_text
+from autohete_fx.profiler.liveness import trace_memory
+from autohete_fx.profiler.machine import machine_key
+from autohete_fx.profiler.node_kinds import extent_bytes, hint
+from autohete_fx.profiler.partition import Partition
+
+CompileGraph = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Callable[[list[Any]], Any]]
+"""A graph and its fake inputs to something that runs it on a list of real ones."""
+
+_MAX_RUNS = 7
+_MIN_RUNS = 3
+_RUN_LIMIT_S = 1.0
+_NEGLIGIBLE_SHARE = 0.05
+"""Blocks with less than this part of the estimated time are not worth compiling on their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Timing:
+    """Seconds of one distinct block."""
+
+    forward_s: float
+    backward_s: float
+
+
+def extract_block(graph_module: fx.GraphModule, placed: dict[str, int], block: int) -> fx.GraphModule | None:
+    """The nodes of one block as a graph of their own.
+
+    Values from outside become placeholders; what is read outside, or returned, becomes the outputs, in graph order.
+    None where the block has no nodes here.
+    """
+    inside = {node for node in graph_module.graph.nodes if placed.get(node.name) == block}
+    # A tuple cannot be passed in: who reads an item of one belongs with it.
+    for node in graph_module.graph.nodes:
+        if node in inside:
+            for source in node.all_input_nodes:
+                if source not in inside and isinstance(source.meta.get("val"), (tuple, list)):
+                    inside.add(source)
+    if not inside:
+        return None
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    ordered = [node for node in graph_module.graph.nodes if node in inside]
+    for source in dict.fromkeys(arg for node in ordered for arg in node.all_input_nodes if arg not in inside):
+        copies[source] = graph.placeholder(source.name)
+        copies[source].meta = dict(source.meta)
+    for node in ordered:
+        copies[node] = graph.node_copy(node, lambda arg: copies[arg])
+    results = [
+        copies[node]
+        for node in ordered
+        if any(user not in inside for user in node.users) and isinstance(node.meta.get("val"), torch.Tensor)
+    ]
+    output = graph.output(tuple(results))
+    output.meta["val"] = tuple(node.meta["val"] for node in results)
+    return fx.GraphModule(graph_module, graph)
+
+
+def structure_digest(graph_module: fx.GraphModule | None) -> str:
+    """Of operators, wiring, sizes and dtypes, whatever the names."""
+    if graph_module is None:
+        return ""
+    number: dict[fx.Node, int] = {}
+    lines = []
+    for node in graph_module.graph.nodes:
+        number[node] = len(number)
+        args = fx.node.map_arg((node.args, node.kwargs), lambda arg: number[arg])  # type: ignore[arg-type,return-value]
+        value = node.meta.get("val")
+        layout = (value.dtype, tuple(value.shape), value.stride()) if isinstance(value, torch.Tensor) else ""
+        lines.append(f"{node.op} {'' if node.op == 'placeholder' else node.target} {args} {layout}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def compile_inductor(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[[list[Any]], Any]:
+    """Compile with Inductor, without the passes that the surrounding compilation has installed."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    with config.patch({"post_grad_custom_post_pass": None, "post_grad_custom_pre_pass": None}):
+        return compile_fx_inner(graph_module, list(inputs), is_inference=False)  # type: ignore[arg-type,return-value]
+
+
+def compile_eager(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[[list[Any]], Any]:
+    """Run node by node."""
+    graph_module.recompile()
+    return lambda args: graph_module(*args)
+
+
+@contextlib.contextmanager
+def _outside_tracing() -> Iterator[None]:
+    """Real tensors and a compiler state of our own, although the caller is in the middle of a compilation.
+
+    Random state is put back: what a model draws must not depend on whether it was timed.
+    """
+    with (
+        _disable_current_modes(),
+        torch._guards.tracing(None),
+        torch._guards.compile_context(None),
+        torch.no_grad(),
+        torch.random.fork_rng(),
+    ):
+        yield
+
+
+def _real_input(value: torch.Tensor) -> torch.Tensor:
+    """A tensor like a fake one: floats random, integers and booleans zero, so that every index is valid."""
+    sizes, strides = [hint(s) for s in value.shape], [hint(s) for s in value.stride()]
+    extent = 0 if 0 in sizes else 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+    memory = torch.zeros(extent, dtype=value.dtype, device=value.device)
+    if value.dtype.is_floating_point:
+        memory.uniform_(-1.0, 1.0)
+    return memory.as_strided(sizes, strides)
+
+
+def _synchronize(device_type: str) -> None:
+    if device_type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def _time_graph(graph_module: fx.GraphModule | None, compile_graph: CompileGraph, device_type: str) -> float:
+    """Median seconds of one run."""
+    if graph_module is None:
+        return 0.0
+    values = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
+    with _outside_tracing():
+        run = compile_graph(graph_module, values)
+        inputs = [_real_input(value) for value in values]
+        seconds = []
+        started = time.perf_counter()
+        run(list(inputs))
+        while len(seconds) < _MIN_RUNS or (len(seconds) < _MAX_RUNS and time.perf_counter() - started < _RUN_LIMIT_S):
+            _synchronize(device_type)
+            begun = time.perf_counter()
+            run(list(inputs))
+            _synchronize(device_type)
+            seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds)
+
+
+def _measurable(graph_module: fx.GraphModule | None) -> bool:
+    """All inputs are tensors of known sizes."""
+    for node in graph_module.graph.nodes if graph_module is not None else ():
+        value = node.meta.get("val")
+        if node.op == "placeholder" and not isinstance(value, torch.Tensor):
+            return False
+        if isinstance(value, torch.Tensor) and not all(isinstance(s, int) for s in (*value.shape, *value.stride())):
+            return False
+    return True
+
+
+def _working_set(graph_module: fx.GraphModule | None, device_type: str, inner_backend: str) -> int:
+    """Device bytes that timing a graph takes: inputs and intermediates."""
+    if graph_module is None:
+        return 0
+    values = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
+    inputs = sum(extent_bytes(value, device_type) for value in values)
+    return inputs + trace_memory(graph_module, device_type=device_type, inner_backend=inner_backend).peak_bytes
+
+
+class _Stopwatch:
+    """Times distinct blocks until the time is used up."""
+
+    def __init__(
+        self, partition: Partition, compile_graph: CompileGraph, *, max_bytes: int | None, time_limit_s: float
+    ) -> None:
+        self.partition = partition
+        self.compile_graph = compile_graph
+        self.max_bytes = max_bytes
+        self.deadline = time.perf_counter() + time_limit_s
+        self.placed = partition.placements(partition.forward)
+        self.placed_backward = partition.placements(partition.backward) if partition.backward else {}
+        self.machine_key = machine_key(torch.device(partition.device_type))
+
+    def timing(self, block: int) -> _Timing | None:
+        """Seconds of a block, from the cache or timed now; None where it cannot be timed."""
+        part = self.partition
+        forward = extract_block(part.forward, self.placed, block)
+        backward = extract_block(part.backward, self.placed_backward, block) if part.backward else None
+        if not _measurable(forward) or not _measurable(backward):
+            return None
+        digest = part.blocks.blocks[block].digest
+        structure = [structure_digest(forward), structure_digest(backward)]
+        key = "|".join([digest, *structure, self.machine_key, part.inner_backend])
+        known = load_text("block", key)
+        if known is not None:
+            return _Timing(**json.loads(known))
+        if time.perf_counter() > self.deadline:
+            return None
+        device_type, inner = part.device_type, part.inner_backend
+        needed = max(_working_set(graph, device_type, inner) for graph in (forward, backward))
+        if self.max_bytes is not None and needed > self.max_bytes:
+            return None
+        result = _Timing(
+            forward_s=_time_graph(forward, self.compile_graph, device_type),
+            backward_s=_time_graph(backward, self.compile_graph, device_type),
+        )
+        store_text("block", key, json.dumps({"forward_s": result.forward_s, "backward_s": result.backward_s}))
+        return result
+
+
+def measure_blocks(
+    partition: Partition,
+    estimates: Sequence[BlockTimes],
+    *,
+    compile_graph: CompileGraph,
+    max_bytes: int | None = None,
+    time_limit_s: float = 20.0,
+) -> dict[int, BlockTimes]:
+    """Timed seconds of blocks, all blocks of a digest alike; blocks that were not timed are absent.
+
+    A kind of block that makes up less than 5% of the estimated time is left out.
+
+    Args:
+        partition: what to time.
+        estimates: analytic seconds: the order in which blocks are timed, and the recomputed share of a forward.
+        compile_graph: how a block's graphs are compiled.
+        max_bytes: device memory that timing may take; a block that needs more is left out. None for no limit.
+        time_limit_s: no further block is begun after that.
+    """
+    groups: dict[str, list[int]] = {}
+    for block in partition.blocks.blocks:
+        groups.setdefault(block.digest or f"#{block.index}", []).append(block.index)
+
+    def weight(members: list[int]) -> float:
+        return sum(estimates[b].forward_s + estimates[b].backward_s for b in members)
+
+    stopwatch = _Stopwatch(partition, compile_graph, max_bytes=max_bytes, time_limit_s=time_limit_s)
+    found: dict[int, BlockTimes] = {}
+    worth_timing = _NEGLIGIBLE_SHARE * sum(map(weight, groups.values()))
+    for members in sorted(groups.values(), key=weight, reverse=True):
+        if weight(members) < worth_timing:
+            break
+        timing = stopwatch.timing(members[len(members) // 2])
+        for block in members if timing is not None else ():
+            assert timing is not None
+            estimate = estimates[block]
+            share = estimate.recompute_s / estimate.forward_s if estimate.forward_s else 0.0
+            found[block] = BlockTimes(
+                forward_s=timing.forward_s,
+                backward_s=timing.backward_s,
+                recompute_s=min(1.0, share) * timing.forward_s,
+            )
+    return found
+
+
+def _scaled(estimates: Sequence[BlockTimes], found: dict[int, BlockTimes]) -> tuple[BlockTimes, ...]:
+    """Timed seconds where there are any, else analytic ones times what the timed blocks took against theirs."""
+    estimated = sum(estimates[block].forward_s + estimates[block].backward_s for block in found)
+    timed = sum(times.forward_s + times.backward_s for times in found.values())
+    ratio = timed / estimated if estimated and timed else 1.0
+    return tuple(
+        found.get(
+            block,
+            BlockTimes(
+                forward_s=ratio * times.forward_s,
+                backward_s=ratio * times.backward_s,
+                recompute_s=ratio * times.recompute_s,
+            ),
+        )
+        for block, times in enumerate(estimates)
+    )
+
+
+def profile_measured(
+    partition: Partition,
+    machine: Machine,
+    *,
+    inner_backend: str | None = None,
+    compile_graph: CompileGraph | None = None,
+    max_bytes: int | None = None,
+    time_limit_s: float = 20.0,
+) -> Profile:
+    """The costs of all blocks, with seconds timed on the device where that was possible.
+
+    Args:
+        partition, machine: as in `profile_analytic`.
+        inner_backend: overrides the partition's.
+        compile_graph: how a block is compiled; by default what the inner backend does.
+        max_bytes, time_limit_s: see `measure_blocks`.
+    """
+    started = time.perf_counter()
+    if inner_backend is not None:
+        partition = replace(partition, inner_backend=inner_backend)
+    if compile_graph is None:
+        compile_graph = compile_eager if partition.inner_backend == "eager" else compile_inductor
+    estimates = analytic_times(partition, machine)
+    found = measure_blocks(
+        partition, estimates, compile_graph=compile_graph, max_bytes=max_bytes, time_limit_s=time_limit_s
+    )
+    costs = costs_from_times(partition, _scaled(estimates, found))
+    return Profile(costs=costs, source=_source(estimates, found), profile_s=time.perf_counter() - started)
+
+
+def _source(estimates: Sequence[BlockTimes], found: dict[int, BlockTimes]) -> str:
+    """``measured``, ``analytic``, or how much is which where a considerable part could not be timed."""
+    if not found:
+        return "analytic"
+    total = sum(times.forward_s + times.backward_s for times in estimates)
+    timed = sum(estimates[block].forward_s + estimates[block].backward_s for block in found)
+    if timed >= (1 - 2 * _NEGLIGIBLE_SHARE) * total:
+        return "measured"
+    return f"measured, {len(estimates) - len(found)} of {len(estimates)} blocks analytic"
