@@ -60,7 +60,9 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[object], chosen: Optio
 def _surfacing(error: AutoHeteError) -> AutoHeteError:
     """The same error, of a class that Dynamo lets through: it wraps any other in a BackendCompilerFailed."""
     kind = type(error)
-    surfacing = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__, "first_useful_frame": None})
+    surfacing = type(
+        kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__, "first_useful_frame": None}
+    )
     copy = surfacing.__new__(surfacing, *error.args)
     copy.args = error.args
     copy.__dict__.update(error.__dict__)

@@ -32,7 +32,7 @@ from autohete_fx.pass_identity import pass_identity
 from autohete_fx.passes import PIPELINE, PassContext, Stage
 from autohete_fx.passes.base import output_args
 from autohete_fx.planner.simulate import Simulation
-from autohete_fx.profiler import Partition, ParamInfo, profile_analytic, profile_measured
+from autohete_fx.profiler import ParamInfo, Partition, profile_analytic, profile_measured
 from autohete_fx.profiler.cache import load_text, store_text
 from autohete_fx.profiler.liveness import trace_step
 from autohete_fx.report.graph_text import graph_text, list_transfers
@@ -68,10 +68,12 @@ class GraphCompiler:
 
     # -- entry and exit -------------------------------------------------------------------------------------------
 
-    def compile(self, example_inputs: Sequence[object]) -> Callable[..., object]:
+    def compile(self, example_inputs: Sequence[Any]) -> Any:
         """The compiled graph. Sets ``compilation`` unless the code came from a cache."""
         if self.options.inner_backend == "eager":
-            return versions.aot_eager(self.gm, example_inputs, partition_fn=self.partition, inference_pass=self._rewrite_inference)
+            return versions.aot_eager(
+                self.gm, example_inputs, partition_fn=self.partition, inference_pass=self._rewrite_inference
+            )
         partitioner = _Partitioner(self)
         user_final = inductor_config.post_grad_custom_post_pass
         patches = {
@@ -82,16 +84,19 @@ class GraphCompiler:
             compiled = compile_fx(self.gm, example_inputs, inner_compile=self.compile_inner, config_patches=patches)
             if self.compilation is None and self._stored is None:
                 # The code was cached but its plan is gone (the cache directories are separate): compile afresh.
-                with functorch_config.patch(enable_autograd_cache=False), inductor_config.patch(force_disable_caches=True):
+                with (
+                    functorch_config.patch(enable_autograd_cache=False),
+                    inductor_config.patch(force_disable_caches=True),
+                ):
                     compiled = compile_fx(
                         self.gm, example_inputs, inner_compile=self.compile_inner, config_patches=patches
                     )
         return compiled
 
-    def look(self, example_inputs: Sequence[object]) -> Compilation:
+    def look(self, example_inputs: Sequence[Any]) -> Compilation:
         """Plan and rewrite only: what `compile` would do, without generating code."""
 
-        def run_as_is(gm: fx.GraphModule, example_inputs: Sequence[object], **keywords: Any) -> Callable[..., object]:
+        def run_as_is(gm: fx.GraphModule, example_inputs: Sequence[Any], **keywords: Any) -> Any:
             if keywords.get("is_inference"):
                 self._rewrite_inference(gm)
             return versions.run_as_is(gm, example_inputs)
@@ -127,7 +132,9 @@ class GraphCompiler:
             decision = plan.decisions[block]
             place_param(
                 self.params[name],
-                Placement(params=decision.params, optimizer=decision.optimizer, tier=self.model.session.tier, block=block),
+                Placement(
+                    params=decision.params, optimizer=decision.optimizer, tier=self.model.session.tier, block=block
+                ),
             )
 
     def _key(self) -> str:
@@ -140,14 +147,19 @@ class GraphCompiler:
             sources_digest(),
             dataclasses.replace(self.machine, host_bytes=0).digest,  # what is free changes by the minute
             self.budget_bytes,
-            (options.host_budget, options.profile, sorted(options.allow), options.plan.digest if options.plan else None),
+            (
+                options.host_budget,
+                options.profile,
+                sorted(options.allow),
+                options.plan.digest if options.plan else None,
+            ),
             placed,
             self.model.taken_by_others(self.names),
             [pass_identity(p) for p in versions.custom_passes(inductor_config.post_grad_custom_post_pass)],
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
-    def _placement_text(self, name: str) -> tuple[str, str, str, int]:
+    def _placement_text(self, name: str) -> tuple[object, ...]:
         param, placement = self.params[name], placement_of(self.params[name])
         where = ("", "") if placement is None else (placement.params.value, placement.optimizer.value)
         return (name, *where, planning.state_bytes(param) if optimizer_of(param) is not None else -1)
@@ -178,7 +190,12 @@ class GraphCompiler:
         return split.forward, split.backward
 
     def _split(
-        self, joint: fx.GraphModule, joint_inputs: Sequence[object], blocks: BlockGraph, plan: Plan, keywords: dict[str, Any]
+        self,
+        joint: fx.GraphModule,
+        joint_inputs: Sequence[object],
+        blocks: BlockGraph,
+        plan: Plan,
+        keywords: dict[str, Any],
     ) -> rewriting.Partitioned:
         context = PassContext(stage=Stage.JOINT, plan=plan, block_of=block_index(blocks))
         return rewriting.partition(joint, joint_inputs, context, keywords, self.options.verify)
@@ -349,13 +366,14 @@ class GraphCompiler:
             blocks=blocks,
             block_of=block_index(blocks),
             params=self._param_infos(gm),
-            device_type=self.device.type,
             inner_backend=self.options.inner_backend,
         )
         profile = profile_analytic(partition, self.machine)
         problem = self._problem(blocks, profile, training=False)
         if self.model.is_placed:
-            decisions = tuple(d or BlockDecision() for d in problem.fixed_decisions) or (BlockDecision(),) * len(blocks.blocks)
+            decisions = tuple(d or BlockDecision() for d in problem.fixed_decisions) or (BlockDecision(),) * len(
+                blocks.blocks
+            )
             plan = planning.fitted_plan(Plan(labels=problem.labels, decisions=decisions), blocks, problem)
         else:
             plan = planning.solved_plan(dataclasses.replace(problem, fixed_decisions=()), blocks, self.options)
@@ -384,7 +402,7 @@ class GraphCompiler:
 
     # -- what Inductor calls back ---------------------------------------------------------------------------------
 
-    def compile_inner(self, gm: fx.GraphModule, example_inputs: Sequence[object], **keywords: Any) -> Any:
+    def compile_inner(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **keywords: Any) -> Any:
         """Inductor's inner compiler, told which graph it is so that `pin` knows."""
         if keywords.get("is_inference"):
             context = self._rewrite_inference(gm)

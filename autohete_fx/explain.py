@@ -44,7 +44,9 @@ def explain(
         found.append(compiler.look(example_inputs))
         return gm.forward
 
-    buffers = {name: b.detach().clone() for name, b in model.named_buffers()} if isinstance(model, torch.nn.Module) else {}
+    buffers = (
+        {name: b.detach().clone() for name, b in model.named_buffers()} if isinstance(model, torch.nn.Module) else {}
+    )
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.compile(model, backend=look)(*inputs, **keyword_inputs)
     if isinstance(model, torch.nn.Module):

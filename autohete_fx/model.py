@@ -94,12 +94,25 @@ def device_of(inputs: Sequence[GraphInput]) -> torch.device:
 def graph_digest(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options) -> str:
     """Of the graph, its inputs' layouts and the options that shape code; the same in every process."""
     layouts = [
-        (i.name, str(i.tensor.dtype), tuple(map(str, i.tensor.shape)), tuple(map(str, i.tensor.stride())), i.tensor.requires_grad)
+        (
+            i.name,
+            str(i.tensor.dtype),
+            tuple(map(str, i.tensor.shape)),
+            tuple(map(str, i.tensor.stride())),
+            i.tensor.requires_grad,
+        )
         if i.tensor is not None
         else (i.name,)
         for i in inputs
     ]
-    parts = [gm.code, layouts, options.digest_fields(), torch.is_grad_enabled(), str(device_of(inputs)), torch.__version__]
+    parts = [
+        gm.code,
+        layouts,
+        options.digest_fields(),
+        torch.is_grad_enabled(),
+        str(device_of(inputs)),
+        torch.__version__,
+    ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -109,4 +122,3 @@ def sources_digest() -> str:
     for path in sorted([*_PACKAGE.rglob("*.py"), *(_PACKAGE / "passes").glob("*.py")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
-

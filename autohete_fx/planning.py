@@ -13,7 +13,18 @@ from dataclasses import dataclass
 import torch
 
 from autohete_fx.errors import PlanError
-from autohete_fx.ir import Activations, Block, BlockCost, BlockDecision, BlockGraph, Machine, Optimizer, Params, Plan, Problem
+from autohete_fx.ir import (
+    Activations,
+    Block,
+    BlockCost,
+    BlockDecision,
+    BlockGraph,
+    Machine,
+    Optimizer,
+    Params,
+    Plan,
+    Problem,
+)
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.planner.simulate import Simulation, simulate
@@ -39,9 +50,7 @@ class Limits:
 def labels_of(blocks: Sequence[Block]) -> tuple[str, ...]:
     """One name a block; a kind that occurs twice gets its index."""
     labels = [block.label for block in blocks]
-    return tuple(
-        label if labels.count(label) == 1 else f"{label}@{index}" for index, label in enumerate(labels)
-    )
+    return tuple(label if labels.count(label) == 1 else f"{label}@{index}" for index, label in enumerate(labels))
 
 
 def owners_of(graph: BlockGraph) -> dict[str, int]:

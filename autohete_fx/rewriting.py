@@ -7,6 +7,7 @@ gets, with every copy an explicit node. The user's own passes run at the points 
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -37,11 +38,18 @@ def keep_everything(labels: Sequence[str]) -> Plan:
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy whose nodes can be rewritten; modules and fake values are shared."""
-    return fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    graph = fx.Graph()
+    copied: Any = graph.graph_copy(gm.graph, {}, return_output_node=True)  # the outputs, and the old output node
+    graph.output(copied[0]).meta = copy.copy(copied[1].meta)
+    return fx.GraphModule(gm, graph)
 
 
 def partition(
-    joint: fx.GraphModule, joint_inputs: Sequence[object], context: PassContext, keywords: Mapping[str, object], verify: bool
+    joint: fx.GraphModule,
+    joint_inputs: Sequence[object],
+    context: PassContext,
+    keywords: Mapping[str, object],
+    verify: bool,
 ) -> Partitioned:
     """Tag what the plan recomputes and split with PyTorch's min-cut partitioner. ``joint`` is consumed."""
     joint = passes.run(PIPELINE, joint, context, verify_graph=verify)
@@ -141,7 +149,9 @@ def run_user_passes(user_passes: Sequence[UserPass], gm: fx.GraphModule, context
         result = user_pass(gm, context)
         name = getattr(user_pass, "__qualname__", type(user_pass).__name__)
         if result is not None and not isinstance(result, fx.GraphModule):
-            raise PassError(f"the pass {name} returned {type(result).__name__}; expected a GraphModule, or None for in-place changes")
+            raise PassError(
+                f"the pass {name} returned {type(result).__name__}; expected a GraphModule, or None for in-place changes"
+            )
         gm = gm if result is None else result
         try:
             gm.graph.lint()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
+from torch.fx.graph import _BoxedCodeGen
 
 
 def custom_passes(configured: object) -> tuple[Callable[[fx.Graph], None], ...]:
@@ -15,7 +16,7 @@ def custom_passes(configured: object) -> tuple[Callable[[fx.Graph], None], ...]:
 
 def run_as_is(graph: fx.GraphModule, inputs: Sequence[object]) -> Callable[[list[object]], object]:
     """A graph that runs node by node, each value freed after its last use."""
-    graph.graph.set_codegen(fx.graph._BoxedCodeGen())
+    graph.graph.set_codegen(_BoxedCodeGen())
     graph.recompile()
 
     def run(args: list[object]) -> object:

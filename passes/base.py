@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
+from torch._guards import detect_fake_mode
 
 from autohete_fx import annotations, ops
 from autohete_fx.errors import PassError
@@ -113,7 +114,9 @@ def validate(pipeline: Iterable[Pass], stage: Stage, given: Iterable[str] = ()) 
                 f"earlier passes provide {sorted(facts)}; move it behind the pass that does"
             )
         if clash := item.conflicts & facts:
-            raise PassError(f"pass {item.name} on the {stage.value} graph conflicts with {sorted(clash)}, provided by an earlier pass")
+            raise PassError(
+                f"pass {item.name} on the {stage.value} graph conflicts with {sorted(clash)}, provided by an earlier pass"
+            )
         facts |= item.provides
         chosen.append(item)
     return tuple(chosen)
@@ -151,8 +154,12 @@ def verify(gm: fx.GraphModule) -> None:
             continue
         assert annotations.inserted(node) is not None, f"{node.name} carries no annotation"
         waits = list(node.users)
-        assert len(waits) == 1 and waits[0].target is ops.wait, f"{node.name} must be used by one wait, is used by {waits}"
-        assert waits[0].args[1] is node.args[0], f"{waits[0].name} must keep {node.args[0]} alive, keeps {waits[0].args[1]}"
+        assert len(waits) == 1 and waits[0].target is ops.wait, (
+            f"{node.name} must be used by one wait, is used by {waits}"
+        )
+        assert waits[0].args[1] is node.args[0], (
+            f"{waits[0].name} must keep {node.args[0]} alive, keeps {waits[0].args[1]}"
+        )
         assert annotations.inserted(waits[0]) is not None, f"{waits[0].name} carries no annotation"
 
 
@@ -207,7 +214,7 @@ def insert_copy(
     src.append(handle)
     handle.append(wait)
     handle.meta["val"] = torch.empty((1,), dtype=torch.int64, device="meta")
-    with torch._guards.detect_fake_mode(src.meta["val"]) or torch.no_grad():
+    with detect_fake_mode(src.meta["val"]) or torch.no_grad():
         handle.meta["val"] = torch.empty((1,), dtype=torch.int64)
         wait.meta["val"] = ops.empty_copy_of(src.meta["val"])
     note = annotations.Inserted(op=op, what=what, block=block, slot=issue_slot, before_slot=True, num_bytes=size)

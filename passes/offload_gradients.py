@@ -14,6 +14,7 @@ strides is made contiguous first.
 
 import torch
 from torch import fx
+from torch._guards import detect_fake_mode
 
 from autohete_fx import annotations, ops
 from autohete_fx.ir import Optimizer
@@ -54,7 +55,7 @@ def _with_strides(gm: fx.GraphModule, node: fx.Node, strides: tuple[int, ...] | 
         clone = gm.graph.call_function(
             torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
         )
-    with torch._guards.detect_fake_mode(value) or torch.no_grad():
+    with detect_fake_mode(value) or torch.no_grad():
         clone.meta["val"] = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
     block = annotations.block_of(node)
     if block is not None:

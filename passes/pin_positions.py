@@ -10,6 +10,7 @@ Emitted IR::
     mm_2 = control_deps((mm_1, prefetch_w3), <mm>, x, wait_w2)   # after mm_1 and after the prefetch was issued
 """
 
+import itertools
 import logging
 
 import torch
@@ -56,7 +57,10 @@ def is_anchor(node: fx.Node) -> bool:
     if not isinstance(node.meta.get("val"), torch.Tensor) or annotations.block_of(node) is None:
         return False
     name = node.target._schema.name.split("::")[1].strip("_")
-    return any(name == word or name.endswith("_" + word) or word in ("attention", "linear") and word in name for word in _ANCHOR_WORDS)
+    return any(
+        name == word or name.endswith("_" + word) or (word in ("attention", "linear") and word in name)
+        for word in _ANCHOR_WORDS
+    )
 
 
 def _anchors_by_region(graph: fx.Graph, keys: dict[fx.Node, tuple[int, int]]) -> list[tuple[int, fx.Node, fx.Node]]:
@@ -74,7 +78,7 @@ def _dependencies(
     inserted: list[fx.Node], keys: dict[fx.Node, tuple[int, int]], anchors: list[tuple[int, fx.Node, fx.Node]]
 ) -> dict[fx.Node, list[fx.Node]]:
     wanted: dict[fx.Node, list[fx.Node]] = {}
-    for (_, _, last), (_, first, _) in zip(anchors, anchors[1:], strict=False):
+    for (_, _, last), (_, first, _) in itertools.pairwise(anchors):
         wanted.setdefault(first, []).append(last)
     for node in inserted:
         note = annotations.inserted(node)

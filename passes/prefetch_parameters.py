@@ -53,8 +53,7 @@ def _fetch_per_region(gm: fx.GraphModule, param: fx.Node, owner: int, context: P
         for views, user in uses:
             for view in views:
                 if view not in clones:
-                    with gm.graph.inserting_before(user):
-                        clones[view] = gm.graph.node_copy(view, lambda n: clones.get(n, n))
+                    clones[view] = _clone(gm, view, clones, user)
                     annotations.set_block(clones[view], block)
             source = views[-1] if views else param
             user.replace_input_with(source, clones[source])
@@ -62,6 +61,11 @@ def _fetch_per_region(gm: fx.GraphModule, param: fx.Node, owner: int, context: P
         for view in reversed(views):
             if not view.users and not view._erased:
                 gm.graph.erase_node(view)
+
+
+def _clone(gm: fx.GraphModule, view: fx.Node, clones: dict[fx.Node, fx.Node], user: fx.Node) -> fx.Node:
+    with gm.graph.inserting_before(user):
+        return gm.graph.node_copy(view, lambda node: clones.get(node, node))
 
 
 def _uses(node: fx.Node, views: tuple[fx.Node, ...] = ()) -> list[tuple[tuple[fx.Node, ...], fx.Node]]:

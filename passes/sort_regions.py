@@ -49,7 +49,7 @@ def region_keys(graph: fx.Graph, context: PassContext) -> dict[fx.Node, tuple[in
 def reorder(
     graph: fx.Graph, keys: Mapping[fx.Node, tuple[int, int]], extra: Mapping[fx.Node, Iterable[fx.Node]]
 ) -> bool:
-    """Stable topological sort by key under data and ``extra`` dependencies. False, and no change, if they form a cycle."""
+    """Stable topological sort by key under data and ``extra`` dependencies. False, and no change, on a cycle."""
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     position = {node: i for i, node in enumerate(nodes)}
     users: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}

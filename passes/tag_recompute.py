@@ -69,5 +69,3 @@ def _depends_on_tangents(gm: fx.GraphModule) -> set[fx.Node]:
         elif any(argument in found for argument in node.all_input_nodes):
             found.add(node)
     return found
-
-

@@ -1,6 +1,7 @@
 """Captures what grouping gets: joint graphs as Inductor's custom partitioner sees them, and inference graphs."""
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,12 +66,15 @@ def capture(step: Callable[..., Any], *args: Any, dynamic: bool = False, in_plac
         return compile_fx(gm, example_inputs, inner_compile=inner, config_patches={"custom_partitioner_fn": _Capture(keep)})
 
     torch._dynamo.reset()
-    if in_place:
-        assert isinstance(step, torch.nn.Module)
-        step.compile(backend=backend, dynamic=dynamic)
-        step(*args)
-    else:
-        torch.compile(step, backend=backend, dynamic=dynamic)(*args)
+    with warnings.catch_warnings():
+        # PyTorch's own code: Inductor calls a function of its own tree library that it has deprecated.
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        if in_place:
+            assert isinstance(step, torch.nn.Module)
+            step.compile(backend=backend, dynamic=dynamic)
+            step(*args)
+        else:
+            torch.compile(step, backend=backend, dynamic=dynamic)(*args)
     return captured
 
 

@@ -17,7 +17,7 @@ DIGEST_LENGTH = 16
 """Hexadecimal digits: 64 bits, enough for the handful of blocks of one graph."""
 
 _LOOKUP_SEED = "prims::inductor_lookup_seed"
-"""Its second argument numbers the random operators of the whole graph, which tells equal layers apart for no reason."""
+"""Its arguments number the random operators of the whole graph, which would tell equal layers apart."""
 
 
 def combine(parts: Iterable[str]) -> str:
@@ -53,7 +53,7 @@ def group_digest(nodes: Sequence[fx.Node], parameters: Collection[fx.Node], retu
 
 def _line(node: fx.Node, returned: bool, refer: Callable[[fx.Node], str]) -> str:
     name = _operator(node)
-    args = node.args[:1] if name == _LOOKUP_SEED else node.args
+    args = () if name == _LOOKUP_SEED else node.args
     call = f"{name} {_argument(args, refer)} {_argument(node.kwargs, refer)}"
     return f"{call} -> {_describe(node.meta.get('val'))}{' returned' if returned else ''}"
 

@@ -63,7 +63,7 @@ def _source_of(node: fx.Node) -> str:
     if source is None:
         return node.name
     name = source.name
-    return name() if callable(name) else name
+    return str(name() if callable(name) else name)
 
 
 def placeholder_inputs(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> dict[str, GraphInput]:

@@ -93,7 +93,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         if len(self.labels) != len(self.decisions):
-            raise PlanError(f"a plan needs one decision a block: {len(self.labels)} labels, {len(self.decisions)} decisions")
+            raise PlanError(
+                f"a plan needs one decision a block: {len(self.labels)} labels, {len(self.decisions)} decisions"
+            )
 
     @property
     def digest(self) -> str:
@@ -117,7 +119,9 @@ class Plan:
         except json.JSONDecodeError as error:
             raise PlanError(f"this is not a plan file: {error}; expected the JSON that Plan.save writes") from error
         if not isinstance(raw, dict) or "schema_version" not in raw:
-            raise PlanError("this is not a plan file: it has no schema_version; expected the JSON that Plan.save writes")
+            raise PlanError(
+                "this is not a plan file: it has no schema_version; expected the JSON that Plan.save writes"
+            )
         if raw["schema_version"] != SCHEMA_VERSION:
             raise PlanError(
                 f"the plan has schema version {raw['schema_version']}, this autohete_fx reads {SCHEMA_VERSION}; make the plan again"

@@ -52,4 +52,6 @@ class Problem:
     @property
     def digest(self) -> str:
         """Stable across processes; equal for equal problems."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, default=lambda e: e.value).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, default=lambda e: e.value).encode()).hexdigest()[
+            :16
+        ]

@@ -1,9 +1,9 @@
 """``AdamW``: the optimizer whose states and step follow the plan.
 
-In: parameters, gradients, and the placements that a compiled model records. Out: the parameters of ``torch.optim.AdamW``,
-with the states where the plan wants them. It never asks for a plan: a parameter without a placement has its states on its
-device, states move at the first ``step()`` after a placement changed, and so the order of constructing the optimizer and
-compiling does not matter.
+In: parameters, gradients, and the placements that a compiled model records. Out: the parameters of
+``torch.optim.AdamW``, with the states where the plan wants them. It never asks for a plan: a parameter without a
+placement has its states on its device, states move at the first ``step()`` after a placement changed, and so the
+order of constructing the optimizer and compiling does not matter.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -46,8 +46,8 @@ class AdamW(torch.optim.Optimizer):
     fp32 parameters have no second copy, and a 16-bit weight that is no longer the rounding of its master replaces it,
     element by element.
 
-    ``step()`` needs no device memory beyond the states, which the first step creates; a parameter or gradient of an unusual
-    layout or dtype costs one temporary copy of that tensor at a time.
+    ``step()`` needs no device memory beyond the states, which the first step creates; a parameter or gradient of an
+    unusual layout or dtype costs one temporary copy of that tensor at a time.
 
     Args:
         params: parameters, named parameters, or groups, as for ``torch.optim.AdamW``.
@@ -109,7 +109,7 @@ class AdamW(torch.optim.Optimizer):
             for param in group["params"]:
                 register_owner(param, self)
 
-    @torch._disable_dynamo
+    @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step for every parameter that has a gradient.
@@ -149,10 +149,10 @@ class AdamW(torch.optim.Optimizer):
         return updates
 
     def state_bytes_of(self, param: Tensor) -> int:
-        """Bytes of the states that a step will hold for ``param``, master included; 0 for a frozen one without states."""
+        """Bytes of the states that steps hold for ``param``, master included; 0 for a frozen one without states."""
         return state_bytes(param) if param.requires_grad or self.state.get(param) else 0
 
-    @torch._disable_dynamo
+    @torch.compiler.disable
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """A dict shaped as ``torch.optim.AdamW`` makes it; 16-bit parameters have a ``master`` beside the moments.
@@ -168,10 +168,10 @@ class AdamW(torch.optim.Optimizer):
                     reconcile_master(flat(param), flat(state[MASTER]))
         return super().state_dict()
 
-    @torch._disable_dynamo
+    @torch.compiler.disable
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict of this class or of ``torch.optim.AdamW``, in fp32 and into the places that the plan asks for.
+        """Load a state dict of this class or of ``torch.optim.AdamW``, in fp32 and into the places of the plan.
 
         All or nothing: states and groups change only when every check has passed and every new state exists, so old and
         new states need memory side by side for that moment. Values are copied. A 16-bit parameter whose dict has no
@@ -203,14 +203,14 @@ def _check_hyperparameters(values: Mapping[str, Any]) -> None:
     for name in ("amsgrad", "capturable", "differentiable"):
         if values.get(name):
             raise OptimizerStateError(
-                f"{name}=True is not supported by autohete_fx.AdamW; leave it out, or use torch.optim.AdamW, whose states the "
-                "plan then counts on the device"
+                f"{name}=True is not supported by autohete_fx.AdamW; leave it out, or use torch.optim.AdamW, whose "
+                "states the plan then counts on the device"
             )
     lr = values["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise OptimizerStateError(f"lr is a tensor of {lr.numel()} elements; expected one element")
     for name in ("lr", "eps", "weight_decay"):
-        if not 0.0 <= values[name]:
+        if not values[name] >= 0.0:  # NaN too
             raise OptimizerStateError(f"{name} is {values[name]}; expected a number of at least 0")
     for index, beta in enumerate(values["betas"]):
         if not 0.0 <= beta < 1.0:

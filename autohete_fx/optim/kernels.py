@@ -1,21 +1,20 @@
 """The arithmetic of AdamW: two kernels, on tensors that stay where they are.
 
-* **Full precision** (fp32 and fp64 parameters): ``torch._fused_adamw_``, the kernel of ``torch.optim.AdamW(fused=True)``,
-  so results are bitwise its own wherever the tensors live.
-* **Mixed** (bf16 and fp16 parameters): one pass over the memory. In: gradient, weight, fp32 master and moments. Out: master,
-  moments and weight, 28 bytes a parameter (the old weight is read too, 2 bytes more, from the line that the new one is
-  written to). The reference is ``torch.optim.AdamW(fused=True)`` on the fp32 master with ``grad.float()``; from equal
-  states one step differs from it by a few units in the last place of fp32, because Inductor neither contracts
-  multiply-adds nor divides by the square root of the bias correction (it multiplies by the reciprocal).
+* **Full precision** (fp32 and fp64 parameters): ``torch._fused_adamw_``, the kernel of
+  ``torch.optim.AdamW(fused=True)``, so results are bitwise its own wherever the tensors live.
+* **Mixed** (bf16 and fp16 parameters): one pass over the memory. In: gradient, weight, fp32 master and moments. Out:
+  weight, master and moments. 28 bytes a parameter, and 2 more because the old weight is read too. The reference is
+  ``torch.optim.AdamW(fused=True)`` on the fp32 master with ``grad.float()``; from equal states one step differs from
+  it by a few units in the last place of fp32, because the bias corrections are folded into other constants.
 
-The mixed pass is traced once a (weight dtype, gradient dtype, device type), with a symbolic length and with every
+The mixed pass is traced once for (weight dtype, gradient dtype, device), with a symbolic length and with every
 hyperparameter in a small tensor, and handed to Inductor directly: no Dynamo, so no guard, no recompilation and no
 interference with the user's ``torch._dynamo`` state. On a CPU the C++ wrapper is asked for, which lets go of the GIL.
 
-**A weight that is no longer the rounding of its master has been edited by the user, and wins**, element by element: the
-master is then read from the weight. Comparing the data is the only exact test: version counters miss ``param.data.mul_()``,
-and moving a parameter between tiers would trip them. Master bits below the weight's precision survive an edit that
-rounds to the same weight.
+**A weight that is no longer a nearest 16-bit value of its master has been edited by the user, and wins**, element by
+element: its master is then read from the weight. Comparing the data is the only complete test: version counters miss
+``param.data.mul_()``, and moving a parameter between tiers would trip them. What an edit loses is nothing; what it may
+keep is master bits below the weight's precision, where the edited value is what the master rounds to.
 """
 
 import functools
@@ -30,8 +29,13 @@ from torch import Tensor
 _TILE = 1 << 18
 """Elements of a tile where eager arithmetic needs temporaries; a multiple of every vector length."""
 
+_SMALL = 1 << 15
+"""Up to this length one thread of a CPU does it all: waking the others takes as long."""
+
 _CALL = 1 << 30
 """Most elements of one call of a compiled kernel: 32-bit indices suffice."""
+
+_NUM_COEFFICIENTS = 7
 
 _MixedKernel = Callable[[list[Tensor]], Any]
 
@@ -46,8 +50,8 @@ def update_full_precision(
 ) -> None:
     """One step of ``torch._fused_adamw_`` on tensors of one dtype and device; increments ``steps``. No temporaries."""
     beta1, beta2 = group["betas"]
-    torch._foreach_add_(steps, 1)
-    torch._fused_adamw_(
+    torch.ops.aten._foreach_add_.Scalar(steps, 1)
+    torch.ops.aten._fused_adamw_(
         params,
         grads,
         exp_avgs,
@@ -73,18 +77,18 @@ def _learning_rate(group: Mapping[str, Any], device: torch.device) -> Any:
 
 
 def coefficients(group: Mapping[str, Any], step: float) -> tuple[float, ...]:
-    """What the mixed pass needs of a group at a step (1 for the first), computed in double precision."""
+    """What ``_mixed`` needs of a group at a step (1 for the first), computed in double precision."""
     beta1, beta2 = group["betas"]
     lr = float(group["lr"])
+    root = math.sqrt(1.0 - beta2**step)
     return (
+        -1.0 if group["maximize"] else 1.0,
         lr * group["weight_decay"],
         1.0 - beta1,
         beta2,
         1.0 - beta2,
-        lr / (1.0 - beta1**step),
-        1.0 / math.sqrt(1.0 - beta2**step),
-        group["eps"],
-        -1.0 if group["maximize"] else 1.0,
+        lr * root / (1.0 - beta1**step),
+        group["eps"] * root,
     )
 
 
@@ -95,8 +99,9 @@ def update_mixed(
 
     ``weight`` and ``grad`` are 16-bit (the gradient may be fp32), the rest fp32.
     """
-    kernel = _compiled_mixed(weight.dtype, grad.dtype, weight.device.type)
     length = weight.numel()
+    small = weight.device.type == "cpu" and length <= _SMALL
+    kernel = _compiled_mixed(weight.dtype, grad.dtype, weight.device, small)
     # One element is a shape of its own for the tracer, and not worth a kernel.
     if kernel is None or length < 2:
         return _mixed_in_tiles(weight, grad, master, exp_avg, exp_avg_sq, coefs)
@@ -110,29 +115,47 @@ def update_mixed(
         kernel([*parts, coefs])
 
 
+def prepare_mixed(weight_dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device) -> None:
+    """Compile now what ``update_mixed`` will need, so that it cannot fail or warn half way through a step."""
+    for small in (False, True) if device.type == "cpu" else (False,):
+        _compiled_mixed(weight_dtype, grad_dtype, device, small)
+
+
 def reconcile_master(weight: Tensor, master: Tensor) -> None:
-    """Make the flat ``master`` agree with an edited ``weight``; bounded temporaries. Nothing changes without an edit."""
+    """Make the flat ``master`` agree with an edited ``weight``; bounded temporaries. No edit, no change."""
     for w, m in zip(weight.split(_TILE), master.split(_TILE), strict=True):
-        m.copy_(torch.where(_is_rounded(m, w), m, w.float()))
+        m.copy_(_current(w, m))
 
 
-def _is_rounded(master: Tensor, weight: Tensor) -> Tensor:
-    """Where the weight is the rounding of its master. Bits are compared: Inductor computes 16-bit values in fp32, and
-    would drop the rounding from a comparison of numbers."""
-    return master.to(weight.dtype).view(torch.int16) == weight.view(torch.int16)
+def _current(weight: Tensor, master: Tensor) -> Tensor:
+    """The exact value of every parameter: its master, or the weight itself where that has been edited.
+
+    A weight ``w`` of p significant bits is a nearest value to its master ``m`` exactly where ``m - w`` vanishes when
+    it is added to ``2**(24-p) * w`` in fp32: that sum has the spacing of 16-bit values around ``w``, on each side of
+    a power of two its own. Arithmetic, because Inductor keeps 16-bit values in fp32 (a comparison with the rounded
+    master would compare the master itself) and does not vectorise bit casts. ``(2**(24-p) - 1) * w`` is exact, and
+    infinities and NaN compare unequal, so such weights win. So do bf16 weights below the normal range (1.2e-38).
+    """
+    w = weight.float()
+    if weight.dtype == torch.bfloat16:
+        edit = (w * 65535.0 + master) - w * 65536.0
+    else:
+        # fp16 is spaced evenly below its normal range, and weights do lie there; 0.75 has that spacing in fp32.
+        base = torch.where(w.abs() <= 2.0**-14, 0.75, w * 8191.0)
+        edit = (base + master) - (base + w)
+    return torch.where(edit == 0.0, master, w)
 
 
 def _mixed(
     weight: Tensor, grad: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, coefs: Tensor
 ) -> tuple[()]:
-    """The mixed pass as traced. The order of operations is that of ``torch._fused_adamw_``."""
-    decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root, eps, sign = coefs.unbind()
-    g = grad.float() * sign
-    current = torch.where(_is_rounded(master, weight), master, weight.float())
-    decayed = current - decay * current
-    first = exp_avg + one_minus_beta1 * (g - exp_avg)
-    second = exp_avg_sq * beta2 + one_minus_beta2 * (g * g)
-    updated = decayed - step_size * first / (second.sqrt() * inverse_root + eps)
+    """The mixed pass as traced; as few operations as the arithmetic allows, for it is not far from compute bound."""
+    sign, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, eps = coefs.unbind()
+    g = grad.float()
+    current = _current(weight, master)
+    first = exp_avg + one_minus_beta1 * (sign * g - exp_avg)
+    second = beta2 * exp_avg_sq + one_minus_beta2 * g * g
+    updated = current - decay * current - step_size * first / (second.sqrt() + eps)
     weight.copy_(updated)
     master.copy_(updated)
     exp_avg.copy_(first)
@@ -144,18 +167,22 @@ def _mixed_in_tiles(
     weight: Tensor, grad: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, coefs: Tensor
 ) -> None:
     """The same in eager operations, with temporaries of a few tiles."""
-    for parts in zip(*(t.split(_TILE) for t in (weight, grad, master, exp_avg, exp_avg_sq)), strict=True):
-        _mixed(*parts, coefs)
+    for w, g, m, a, v in zip(*(t.split(_TILE) for t in (weight, grad, master, exp_avg, exp_avg_sq)), strict=True):
+        _mixed(w, g, m, a, v, coefs)
 
 
 @functools.cache
-def _compiled_mixed(weight_dtype: torch.dtype, grad_dtype: torch.dtype, device_type: str) -> _MixedKernel | None:
+def _compiled_mixed(
+    weight_dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device, small: bool
+) -> _MixedKernel | None:
     """The mixed pass by Inductor; None, with a warning, where Inductor cannot compile (no C++ compiler, say)."""
     try:
         # PyTorch's own deprecations; where a user made warnings errors, they would read as "cannot compile" here.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _compile_mixed((weight_dtype, grad_dtype), device_type)
+            kernel = _compile_mixed((weight_dtype, grad_dtype), device, small)
+            _verify(kernel, (weight_dtype, grad_dtype), device)
+            return kernel
     except Exception as error:  # the toolchain's errors share no base class
         warnings.warn(
             f"autohete_fx.AdamW could not compile its update for {weight_dtype} parameters "
@@ -168,7 +195,7 @@ def _compiled_mixed(weight_dtype: torch.dtype, grad_dtype: torch.dtype, device_t
         return None
 
 
-def _compile_mixed(dtypes: Sequence[torch.dtype], device_type: str) -> _MixedKernel:
+def _compile_mixed(dtypes: Sequence[torch.dtype], device: torch.device, small: bool) -> _MixedKernel:
     # Inductor is a slow import that fp32 training does not need.
     from torch._dynamo.source import ConstantSource
     from torch._guards import TracingContext, tracing
@@ -183,18 +210,39 @@ def _compile_mixed(dtypes: Sequence[torch.dtype], device_type: str) -> _MixedKer
     weight_dtype, grad_dtype = dtypes
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     weight = fake_mode.from_tensor(
-        torch.empty(_TILE, dtype=weight_dtype, device=device_type),
+        torch.empty(_TILE, dtype=weight_dtype, device=device),
         symbolic_context=StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC]),
         source=ConstantSource("weight"),
     )
     with fake_mode:
         states = [torch.empty_like(weight, dtype=dtype) for dtype in (grad_dtype, *[torch.float32] * 3)]
-        inputs = [weight, *states, torch.empty(8, device=device_type)]
+        inputs = [weight, *states, torch.empty(_NUM_COEFFICIENTS, device=device)]
         graph = make_fx(_mixed, decomposition_table=select_decomp_table())(*inputs)
     # The user's own Inductor passes are meant for the user's graphs.
     patches: dict[str, Any] = {"post_grad_custom_pre_pass": None, "post_grad_custom_post_pass": None}
-    if device_type == "cpu":
-        # Threads are asked for at run time, so torch.set_num_threads is honoured without compiling again.
-        patches |= {"cpp_wrapper": True, "cpp.dynamic_threads": True}
+    if device.type == "cpu":
+        # Contracted multiply-adds are fewer operations, and what the fused kernel of torch does. Threads are asked
+        # for at run time, so torch.set_num_threads is honoured without compiling again.
+        patches |= {"cpp.enable_floating_point_contract_flag": "fast"}
+        patches |= {"cpp.threads": 1} if small else {"cpp_wrapper": True, "cpp.dynamic_threads": True}
     with fake_mode, V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)), config.patch(patches):
         return compile_fx_inner(graph, inputs)  # pyright: ignore[reportReturnType]
+
+
+def _verify(kernel: _MixedKernel, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+    """Compare a kernel with the eager operations, edited weights included, before any parameter is trusted to it."""
+    weight_dtype, grad_dtype = dtypes
+    generator = torch.Generator().manual_seed(0)
+    master, grad, exp_avg, exp_avg_sq = torch.randn(4, 1003, generator=generator)
+    weight = master.to(weight_dtype)
+    weight[::5] *= 1.5
+    given = [weight, grad.to(grad_dtype), master, exp_avg, exp_avg_sq.square()]
+    group = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
+    coefs = torch.tensor(coefficients(group, 2.0)).to(device)
+    expected, found = ([t.clone().to(device) for t in given] for _ in range(2))
+    _mixed_in_tiles(expected[0], expected[1], expected[2], expected[3], expected[4], coefs)
+    kernel([*found, coefs])
+    for name, e, f in zip(("weight", "grad", "master", "exp_avg", "exp_avg_sq"), expected, found, strict=True):
+        tolerance = torch.finfo(e.dtype).eps
+        if not torch.allclose(f.float(), e.float(), rtol=4 * tolerance, atol=tolerance):
+            raise AssertionError(f"the compiled update disagrees with eager in {name}")

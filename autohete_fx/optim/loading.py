@@ -1,8 +1,8 @@
 """Reading a state dict: everything is checked and built before anything is replaced.
 
-In: a dict shaped as ``torch.optim.AdamW`` makes it, from it or from ours, and the optimizer's own groups. Out: new groups and
-new states, in the places that the placements ask for. ``torch.optim.Optimizer.load_state_dict`` is not used because it casts
-states to the parameter's dtype, which loses the fp32 states of 16-bit parameters.
+In: a dict shaped as ``torch.optim.AdamW`` makes it, from it or from ours, and the optimizer's own groups. Out: new
+groups and new states, in the places that the placements ask for. ``torch.optim.Optimizer.load_state_dict`` is not
+used because it casts states to the parameter's dtype, which loses the fp32 states of 16-bit parameters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,12 +31,15 @@ def read_groups(state_dict: Mapping[str, Any], groups: Sequence[Group], implemen
     """
     for key in ("state", "param_groups"):
         if key not in state_dict:
-            raise OptimizerStateError(f"the state dict has keys {list(state_dict)}; expected 'state' and 'param_groups': {_SAME}")
+            raise OptimizerStateError(
+                f"the state dict has keys {list(state_dict)}; expected 'state' and 'param_groups': {_SAME}"
+            )
     loaded = deepcopy(state_dict["param_groups"])
     given, expected = [len(g["params"]) for g in loaded], [len(g["params"]) for g in groups]
     if given != expected:
         raise OptimizerStateError(
-            f"the state dict has {len(given)} groups of {given} parameters; expected {len(expected)} of {expected}: {_SAME}"
+            f"the state dict has {len(given)} groups of {given} parameters; expected {len(expected)} of {expected}: "
+            f"{_SAME}"
         )
     result = []
     for index, (new, own) in enumerate(zip(loaded, groups, strict=True)):
@@ -45,23 +48,25 @@ def read_groups(state_dict: Mapping[str, Any], groups: Sequence[Group], implemen
             raise OptimizerStateError(f"group {index} of the state dict lacks {lacking}; it is not AdamW's: {_SAME}")
         if new.get("amsgrad"):
             raise OptimizerStateError(
-                f"group {index} of the state dict has amsgrad=True, which is not supported: use torch.optim.AdamW for it"
+                f"group {index} of the state dict has amsgrad=True, which is not supported: use torch.optim.AdamW"
             )
         if not new.get("decoupled_weight_decay", True):
             raise OptimizerStateError(
-                f"group {index} of the state dict is of torch.optim.Adam (decoupled_weight_decay=False), whose weight decay "
-                f"is another; expected AdamW's: {_SAME}"
+                f"group {index} of the state dict is of torch.optim.Adam (decoupled_weight_decay=False), whose weight "
+                f"decay is another; expected AdamW's: {_SAME}"
             )
         kept = {"maximize": False, **({"param_names": own["param_names"]} if "param_names" in own else {})}
         result.append({**kept, **new, **implementation, "params": own["params"]})
     return result
 
 
-def read_states(state_dict: Mapping[str, Any], groups: Sequence[Group], current: Mapping[Tensor, State]) -> dict[Tensor, State]:
+def read_states(
+    state_dict: Mapping[str, Any], groups: Sequence[Group], current: Mapping[Tensor, State]
+) -> dict[Tensor, State]:
     """New states of every parameter that the dict has any for. What the dict holds is copied, never aliased.
 
-    A tensor of the dict that *is* the current state is kept as it is, so that loading one's own ``state_dict()`` needs no
-    memory. Otherwise old and new states exist side by side until this returns.
+    A tensor of the dict that *is* the current state is kept as it is, so that loading one's own ``state_dict()``
+    needs no memory. Otherwise old and new states exist side by side until this returns.
 
     Raises:
         OptimizerStateError: a state is missing, unknown, or of another shape.
@@ -72,7 +77,9 @@ def read_states(state_dict: Mapping[str, Any], groups: Sequence[Group], current:
     states: Mapping[Any, Mapping[str, Any]] = state_dict["state"]
     unknown = [key for key in states if key not in set(keys)]
     if unknown:
-        raise OptimizerStateError(f"the state dict has states for {unknown[:5]}, which are in none of its groups: {_SAME}")
+        raise OptimizerStateError(
+            f"the state dict has states for {unknown[:5]}, which are in none of its groups: {_SAME}"
+        )
     for key, param in zip(keys, params, strict=True):
         if states.get(key):
             _check(key, param, states[key])
@@ -88,8 +95,8 @@ def _check(key: object, param: Tensor, entry: Mapping[str, Any]) -> None:
     missing, unknown = [n for n in required if n not in entry], [n for n in entry if n not in allowed]
     if MASTER in unknown:
         raise OptimizerStateError(
-            f"the state of parameter {key} has a master, but the parameter is {param.dtype}: its optimizer trained a 16-bit "
-            f"parameter. Convert the model as it was, or copy the master into the parameter and remove it from the dict"
+            f"the state of parameter {key} has a master, but the parameter is {param.dtype}: it was 16-bit when this was "
+            "saved. Convert the model as it was, or copy the master into the parameter and remove it from the dict"
         )
     if missing or unknown:
         raise OptimizerStateError(
@@ -104,7 +111,9 @@ def _check(key: object, param: Tensor, entry: Mapping[str, Any]) -> None:
             continue
         t = entry[name]
         if not isinstance(t, Tensor) or not t.is_floating_point():
-            raise OptimizerStateError(f"state {name!r} of parameter {key} is {_described(t)}; expected a floating point tensor")
+            raise OptimizerStateError(
+                f"state {name!r} of parameter {key} is {_described(t)}; expected a floating point tensor"
+            )
         if t.shape != param.shape:
             raise OptimizerStateError(
                 f"state {name!r} of parameter {key} has shape {tuple(t.shape)}; expected the parameter's "
@@ -112,7 +121,7 @@ def _check(key: object, param: Tensor, entry: Mapping[str, Any]) -> None:
             )
 
 
-def _described(value: object) -> str:
+def _described(value: Any) -> str:
     return f"a {value.dtype} tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 

@@ -1,7 +1,8 @@
 """Which optimizer updates a parameter.
 
-In: the parameters of every ``autohete_fx.AdamW``, as it is built. Out: ``optimizer_of``, which the planner's caller asks for
-the bytes of the states that a parameter will have. Both sides are held weakly: asking keeps nothing alive.
+In: the parameters of every ``autohete_fx.AdamW``, as it is built. Out: ``optimizer_of``, which the planner's caller
+asks for the bytes of the states that a parameter will have. Both sides are held weakly: asking keeps nothing
+alive.
 """
 
 import weakref

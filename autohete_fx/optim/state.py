@@ -1,11 +1,12 @@
 """The states of one parameter: which there are, how they lie, and where.
 
-In: a parameter, its state dictionary (the ``optimizer.state[param]`` of ``torch.optim``) and its placement. Out: the same
-dictionary with every state present, in fp32 (fp64 for fp64 parameters), laid out as the parameter is, and in the place that
-the placement asks for. States move without loss whenever the placement has changed, one tensor at a time.
+In: a parameter, its state dictionary (the ``optimizer.state[param]`` of ``torch.optim``) and its placement. Out: the
+same dictionary with every state present, in fp32 (fp64 for fp64 parameters), laid out as the parameter is, and in
+the place that the placement asks for. States move without loss whenever the placement has changed, one tensor at
+a time.
 
-A host state is a home of the tier: it presents itself on the compute device, so ``state_dict()``, ``torch.save`` and eager
-code read it as any other tensor.
+A host state is a home of the tier: it presents itself on the compute device, so ``state_dict()``, ``torch.save`` and
+eager code read it as any other tensor.
 """
 
 from dataclasses import dataclass
@@ -33,8 +34,8 @@ def check_param(param: Tensor) -> None:
     """Raise OptimizerStateError for a parameter whose dtype AdamW has no exact update for."""
     if param.dtype not in _FULL + _HALF:
         raise OptimizerStateError(
-            f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; expected float32, float64, bfloat16 or "
-            "float16. Give parameters of other dtypes (complex ones as torch.view_as_real) to another optimizer"
+            f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; expected float32, float64, bfloat16 "
+            "or float16. Give parameters of other dtypes (complex ones as torch.view_as_real) to another optimizer"
         )
 
 
@@ -42,8 +43,8 @@ def check_grad(param: Tensor, grad: Tensor) -> None:
     """Raise OptimizerStateError for a gradient that AdamW cannot use exactly."""
     if grad.layout is not torch.strided:
         raise OptimizerStateError(
-            f"the gradient of a parameter of shape {tuple(param.shape)} is sparse ({grad.layout}); expected a dense one. "
-            "Build the embedding with sparse=False, or give this parameter to torch.optim.SparseAdam"
+            f"the gradient of a parameter of shape {tuple(param.shape)} is sparse ({grad.layout}); expected a dense "
+            "one. Build the embedding with sparse=False, or give this parameter to torch.optim.SparseAdam"
         )
     if not grad.is_floating_point():
         raise OptimizerStateError(
@@ -125,8 +126,8 @@ def settle(param: Tensor, state: State, place: Place) -> None:
             continue
         if t.shape != param.shape:
             raise OptimizerStateError(
-                f"a parameter has shape {tuple(param.shape)} and its state {name!r} has {tuple(t.shape)}: it was resized "
-                "after a step. Build a new optimizer, or clear optimizer.state[param]"
+                f"a parameter has shape {tuple(param.shape)} and its state {name!r} has {tuple(t.shape)}: it was "
+                "resized after a step. Build a new optimizer, or clear optimizer.state[param]"
             )
         state[name] = place.empty(param, dtype).copy_(t)
     step = state.get(STEP)

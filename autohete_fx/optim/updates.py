@@ -3,13 +3,14 @@
 In: one ``Update`` a parameter, with its states in place. Out: parameters, moments, masters and step counters updated in
 place. Two ways:
 
-* ``apply_in_place``: everything that one processor can address goes to the kernels as it is. That is all device states, and
-  on a CPU device host states too: a home there is a memory-mapped file that the CPU reads and writes like any memory. No
-  device temporaries, except for a parameter or gradient of an unusual layout or dtype: one copy of that one tensor at a time.
-* ``apply_on_host``: host states of an accelerator are updated by the CPU on host views. Gradients and parameters that do not
-  live in homes are copied through homes, a window at a time; downloads of a window run while the one before is computed.
-  No device memory at all; host memory for staging is bounded by two windows. The parameter is read from the device at every
-  step, never from a copy of the last one, so any edit of it is honoured.
+* ``apply_in_place``: everything that one processor can address goes to the kernels as it is. That is all device
+  states, and on a CPU device host states too: a home there is a memory-mapped file that the CPU reads and writes like
+  any memory. No device temporaries, except for a parameter or gradient of an unusual layout or dtype: one copy of
+  that one tensor at a time.
+* ``apply_on_host``: host states of an accelerator are updated by the CPU on host views. Gradients and parameters that
+  do not live in homes are copied through homes, a window at a time; downloads of a window run while the one before is
+  computed. No device memory at all; host memory for staging is bounded by two windows. The parameter is read from the
+  device at every step, never from a copy of the last one, so any edit of it is honoured.
 """
 
 from collections import defaultdict
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autohete_fx.optim.kernels import coefficients, update_full_precision, update_mixed
+from autohete_fx.optim.kernels import coefficients, prepare_mixed, update_full_precision, update_mixed
 from autohete_fx.optim.state import MASTER, MOMENTS, STEP, Place, State, flat, layout_of, needs_master
 from autohete_fx.runtime.tiers import HostTier, host_view
 
@@ -41,6 +42,10 @@ class Update:
 
 def apply(updates: Sequence[Update]) -> None:
     """Do all updates. Blocks that the next forward needs first come first among those on the host."""
+    for u in updates:
+        if needs_master(u.param):
+            on_host = u.place.tier is not None
+            prepare_mixed(u.param.dtype, u.grad.dtype, torch.device("cpu") if on_host else u.param.device)
     by_host = [u for u in updates if u.place.tier is not None and not _addressable(u.param)]
     apply_in_place([u for u in updates if u.place.tier is None or _addressable(u.param)])
     if by_host:
@@ -53,7 +58,7 @@ def _addressable(t: Tensor) -> bool:
 
 
 def apply_in_place(updates: Iterable[Update]) -> None:
-    """Update where the tensors are. Bound on device temporaries: a copy of one oddly laid out parameter and gradient."""
+    """Update where the tensors are. Device temporaries: at most a copy of one oddly laid out parameter and gradient."""
     coefs = _Coefficients()
     batches: defaultdict[tuple[int, torch.device, torch.dtype], list[Update]] = defaultdict(list)
     for u in updates:
@@ -83,8 +88,6 @@ def apply_on_host(updates: Sequence[Update], window_bytes: int = _WINDOW_BYTES) 
 
 class _Staged:
     """One update whose gradient and parameter are in, or on their way to, memory that the CPU can address."""
-
-    __slots__ = ("grad", "param", "update", "uploads")
 
     def __init__(self, update: Update) -> None:
         tier = update.place.tier
@@ -167,8 +170,8 @@ def _apply_full(batch: Sequence[Update]) -> None:
     params, grads = [u.param for u in batch], [u.grad for u in batch]
     if len(batch) == 1 and not _plain(params[0], grads[0]):
         params, grads = [_laid_out(params[0], params[0])], [_laid_out(grads[0].to(params[0].dtype), params[0])]
-    states = [[u.state[name] for u in batch] for name in (*MOMENTS, STEP)]
-    update_full_precision(params, grads, *states, batch[0].group)
+    exp_avgs, exp_avg_sqs, steps = ([u.state[name] for u in batch] for name in (*MOMENTS, STEP))
+    update_full_precision(params, grads, exp_avgs, exp_avg_sqs, steps, batch[0].group)
     if params[0] is not batch[0].param:
         batch[0].param.copy_(params[0])
 
@@ -176,13 +179,9 @@ def _apply_full(batch: Sequence[Update]) -> None:
 def _apply_mixed(u: Update, param: Tensor, grad: Tensor, state: State, coefs: _Coefficients) -> None:
     weight, gradient = _laid_out(param, u.param), _laid_out(grad, u.param)
     state[STEP] += 1
-    update_mixed(
-        flat(weight),
-        flat(gradient),
-        flat(state[MASTER]),
-        *(flat(state[name]) for name in MOMENTS),
-        coefs.at(u.group, float(state[STEP]), param.device),
-    )
+    master, exp_avg, exp_avg_sq = (flat(state[name]) for name in (MASTER, *MOMENTS))
+    at_step = coefs.at(u.group, float(state[STEP]), param.device)
+    update_mixed(flat(weight), flat(gradient), master, exp_avg, exp_avg_sq, at_step)
     if weight is not param:
         param.copy_(weight)
 

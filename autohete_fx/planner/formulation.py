@@ -181,7 +181,10 @@ class Program:
             self.model.add_exactly_one(self.chosen[block])
 
     def _add_device_memory(self, limit: cp_model.LinearExprT) -> None:
-        held = [[device_bytes(self.problem, block, option) for option in options] for block, options in enumerate(self.options)]
+        held = [
+            [device_bytes(self.problem, block, option) for option in options]
+            for block, options in enumerate(self.options)
+        ]
         for span in range(len(held[0][0])):
             in_use = [
                 of_option[span] * variable

@@ -165,6 +165,7 @@ def _absorb(kernel: Kernel, other: Kernel) -> None:
     kernel.nodes.update(other.nodes)
     kernel.reads.update(other.reads)
     kernel.writes.update(other.writes)
+    kernel.parts.extend(other.parts)
     kernel.rows = min(kernel.rows, other.rows)
     kernel.iterations = max(kernel.iterations, other.iterations)
 

@@ -25,6 +25,21 @@ class Storage:
     believed_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One buffer's worth of a generated kernel.
+
+    Attributes:
+        reads: storages that it reads.
+        in_place: those that it reads in the order in which it writes, and so may write over.
+        writes: storages that it writes.
+    """
+
+    reads: frozenset[int]
+    in_place: frozenset[int]
+    writes: frozenset[int]
+
+
 @dataclass(slots=True)
 class Kernel:
     """What runs as one launch: an extern call, or a loop nest that holds several nodes.
@@ -35,6 +50,7 @@ class Kernel:
         fused: generated code, which may write over an input that it is the last to read.
         workspace_bytes: scratch that lives during the call only.
         pinned: it issues or awaits a copy.
+        parts: what a generated kernel was merged from.
         iterations, rows: size of its loop nest, and of the outer part of it that reductions leave.
     """
 
@@ -46,6 +62,7 @@ class Kernel:
     iterations: int = 0
     rows: int = 0
     pinned: bool = False
+    parts: list[Part] = field(default_factory=list)
 
     @property
     def name(self) -> str:

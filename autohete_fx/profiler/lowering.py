@@ -20,7 +20,7 @@ from torch import fx
 
 from autohete_fx.profiler import node_kinds as kinds
 from autohete_fx.profiler.fusion import fuse_kernels
-from autohete_fx.profiler.kernels import Kernel, KernelGraph, Storage
+from autohete_fx.profiler.kernels import Kernel, KernelGraph, Part, Storage
 from autohete_fx.profiler.node_kinds import Kind
 
 
@@ -47,6 +47,7 @@ class _Lowering:
         self.stored: dict[fx.Node, tuple[int, ...]] = {}
         self.view_root: dict[fx.Node, fx.Node] = {}
         self.opaque: dict[fx.Node, Kernel] = {}
+        self.relayouts: set[str] = set()
 
     def run(self) -> KernelGraph:
         for node in self.graph.nodes:
@@ -138,6 +139,8 @@ class _Lowering:
             self.stored[node] = self.stored.get(source, ())
             same_layout = kinds.keeps_layout(node)
             self.view_root[node] = self.view_root.get(source, source) if same_layout else node
+            if not same_layout:
+                self.relayouts.add(node.name)
         else:
             self._pointwise(node)
 
@@ -176,7 +179,7 @@ class _Lowering:
             del self.inline[other]
             self.stored[other] = (index,)
         size = kinds.num_elements(owner.meta["val"])
-        self._add(Kernel(expression.nodes, {i: None for i, _ in expression.reads}, {index: None}, True, 0, size, size))
+        self._add_generated(expression, {index: None}, size, size)
 
     def _reduction(self, node: fx.Node) -> None:
         inputs = self._tensor_inputs(node)
@@ -196,7 +199,7 @@ class _Lowering:
             writes = {index: None for index in self.stored[node]}
         largest = max((kinds.num_elements(arg.meta["val"]) for arg in inputs), default=0)
         rows = kinds.rows_of_reduction(node)
-        self._add(Kernel(expression.nodes, {i: None for i, _ in expression.reads}, writes, True, 0, largest, rows))
+        self._add_generated(expression, writes, largest, rows)
 
     def _dies_here(self, node: fx.Node, user: fx.Node) -> bool:
         return all(other is user for other in node.users)
@@ -251,6 +254,12 @@ class _Lowering:
         reads = {index: None for arg in (handle, source) for index in self._in_memory(arg)}
         self.stored[node] = self.stored.get(handle, ())
         self._add(Kernel({node.name: None}, reads, {}, False, pinned=True))
+
+    def _add_generated(self, expression: _Inline, writes: dict[int, None], iterations: int, rows: int) -> None:
+        reads = {index: None for index, _ in expression.reads}
+        elsewhere = {index for index, view in expression.reads if view in self.relayouts}
+        part = Part(frozenset(reads), frozenset(reads) - elsewhere, frozenset(writes))
+        self._add(Kernel(expression.nodes, reads, writes, True, 0, iterations, rows, parts=[part]))
 
     def _add(self, kernel: Kernel) -> None:
         self.result.kernels.append(kernel)

@@ -3,7 +3,7 @@
 Enter kernels in the order they run, and when each storage is last used; leaves a map from a storage to the one whose
 memory it takes over. Two rules of ``torch/_inductor/codegen/wrapper.py`` and ``scheduler.py`` are restated:
 
-* a generated kernel writes over an input of the same size that dies with it;
+* a generated kernel writes over an input of the same size that dies with it and that only one part of it reads;
 * a buffer that died is kept for a later one of the same size and dtype, unless keeping it would raise the peak that
   Inductor estimates. Its estimate takes host tensors for device ones, so that with offloading it keeps more.
 """
@@ -51,7 +51,7 @@ def plan_reuse(
                 if index in born or not size:
                     continue
                 born[index] = now
-                source = next((other for other in dying if lifetimes.num_bytes[other] == size), None)
+                source = next((i for i in dying if lifetimes.num_bytes[i] == size and _in_place(kernel, i, index)), None)
                 if source is not None:
                     dying.remove(source)
                     taken_over[index] = source
@@ -80,6 +80,12 @@ def _dying(kernel: Kernel, place: int, lifetimes: Lifetimes, gone: set[int]) -> 
     """Storages that a kernel may write over: it is the last to read them."""
     read = dict.fromkeys(lifetimes.root[index] for index in kernel.reads)
     return [i for i in read if lifetimes.last_use.get(i) == place and lifetimes.num_bytes[i] and i not in gone]
+
+
+def _in_place(kernel: Kernel, source: int, target: int) -> bool:
+    """The part that writes ``target`` is the only one that reads ``source``, and reads it in the same order."""
+    readers = [part for part in kernel.parts if source in part.reads]
+    return len(readers) == 1 and target in readers[0].writes and source in readers[0].in_place
 
 
 def _estimated_live(graph: KernelGraph, kernels: Sequence[Kernel], lifetimes: Lifetimes) -> list[int]:

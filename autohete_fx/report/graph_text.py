@@ -36,7 +36,7 @@ def _assignment(node: fx.Node) -> str:
 
 def _type(node: fx.Node) -> str:
     value = node.meta.get("val")
-    if not hasattr(value, "dtype"):
+    if value is None or not hasattr(value, "dtype"):
         return type(value).__name__ if value is not None else "Any"
     shape = ", ".join(str(size) for size in value.shape)
     return f"{str(value.dtype).removeprefix('torch.')}[{shape}]"
