@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,13 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 from autohete_fx import passes, planning, rewriting, versions
 from autohete_fx.capture.grouping import block_index, group_blocks
 from autohete_fx.capture.inputs import GraphInput, parameter_fqns
 from autohete_fx.compilation import Compilation, Footprint, GraphText, LaneEvent
 from autohete_fx.errors import InfeasiblePlanError
+from autohete_fx.inductor_hooks import LastPass, Partitioner
 from autohete_fx.ir import BlockDecision, BlockGraph, Plan, Problem, Profile
 from autohete_fx.model import Model, graph_digest, sources_digest
 from autohete_fx.optim.owners import optimizer_of
@@ -31,6 +31,7 @@ from autohete_fx.options import Options
 from autohete_fx.pass_identity import pass_identity
 from autohete_fx.passes import PIPELINE, PassContext, Stage
 from autohete_fx.passes.base import output_args
+from autohete_fx.planner.infeasible import too_small
 from autohete_fx.planner.simulate import Simulation
 from autohete_fx.profiler import ParamInfo, Partition, profile_analytic, profile_measured
 from autohete_fx.profiler.cache import load_text, store_text
@@ -41,7 +42,9 @@ from autohete_fx.resources import device_budget_bytes, host_budget_bytes, is_sym
 from autohete_fx.runtime import kernels  # noqa: F401  (registers the ops' kernels)
 from autohete_fx.runtime.placement import Placement, place_param, placement_of
 
-_MAX_CORRECTIONS = 6
+_MAX_CORRECTIONS = 8
+_RESERVE = 1 / 64
+"""Share of the budget that a traced peak leaves free, for what the trace cannot see: kernels' scratch, rounding."""
 
 
 class GraphCompiler:
@@ -70,28 +73,28 @@ class GraphCompiler:
 
     def compile(self, example_inputs: Sequence[Any]) -> Any:
         """The compiled graph. Sets ``compilation`` unless the code came from a cache."""
-        if self.options.inner_backend == "eager":
-            return versions.aot_eager(
-                self.gm, example_inputs, partition_fn=self.partition, inference_pass=self._rewrite_inference
-            )
-        partitioner = _Partitioner(self)
-        user_final = inductor_config.post_grad_custom_post_pass
-        patches = {
-            "custom_partitioner_fn": partitioner,
-            "post_grad_custom_post_pass": _LastPass(self, user_final),
-        }
+        # The partitioner may turn donated buffers off for this graph alone.
         with functorch_config.patch(donated_buffer=functorch_config.donated_buffer):
-            compiled = compile_fx(self.gm, example_inputs, inner_compile=self.compile_inner, config_patches=patches)
+            if self.options.inner_backend == "eager":
+                return versions.aot_eager(
+                    self.gm, example_inputs, partition_fn=self.partition, inference_pass=self._rewrite_inference
+                )
+            compiled = self._compile_fx(example_inputs)
             if self.compilation is None and self._stored is None:
                 # The code was cached but its plan is gone (the cache directories are separate): compile afresh.
-                with (
-                    functorch_config.patch(enable_autograd_cache=False),
-                    inductor_config.patch(force_disable_caches=True),
-                ):
-                    compiled = compile_fx(
-                        self.gm, example_inputs, inner_compile=self.compile_inner, config_patches=patches
-                    )
+                fresh = inductor_config.patch(force_disable_caches=True)
+                with functorch_config.patch(enable_autograd_cache=False), fresh:
+                    compiled = self._compile_fx(example_inputs)
         return compiled
+
+    def _compile_fx(self, example_inputs: Sequence[Any]) -> Any:
+        patches = {
+            "custom_partitioner_fn": Partitioner(self.partition, self.key),
+            "post_grad_custom_post_pass": LastPass(
+                self.pin, self.key, versions.custom_passes(inductor_config.post_grad_custom_post_pass)
+            ),
+        }
+        return compile_fx(self.gm, example_inputs, inner_compile=self.compile_inner, config_patches=patches)
 
     def look(self, example_inputs: Sequence[Any]) -> Compilation:
         """Plan and rewrite only: what `compile` would do, without generating code."""
@@ -105,7 +108,7 @@ class GraphCompiler:
             if self.options.inner_backend == "eager":
                 self.compile(example_inputs)
             else:
-                patches = {"custom_partitioner_fn": _Partitioner(self)}
+                patches = {"custom_partitioner_fn": Partitioner(self.partition, self.key)}
                 compile_fx(self.gm, example_inputs, inner_compile=run_as_is, config_patches=patches)
         assert self.compilation is not None
         return self.compilation
@@ -238,16 +241,25 @@ class GraphCompiler:
     ) -> tuple[Problem, Plan, rewriting.Partitioned, tuple[PassContext, PassContext]]:
         """Plan and rewrite until the traced peak of the rewritten graphs keeps the budget."""
         problem = self._problem(blocks, profile, training=True)
-        allowed = self.budget_bytes
+        if self.budget_bytes is None:
+            usable = allowed = None
+        else:
+            usable = self.budget_bytes if self._is_given else int(self.budget_bytes * (1 - _RESERVE))
+            allowed = usable
+        refused: InfeasiblePlanError | None = None
+        peak = 0
         for _ in range(_MAX_CORRECTIONS):
-            with self._timed("solving"):
+            try:
                 plan = self._plan(dataclasses.replace(problem, device_budget_bytes=allowed), blocks)
+            except InfeasiblePlanError as error:
+                if refused is not None or not error.held_up_by:
+                    raise
+                # Corrections may have gone below what is possible: see what the plan of least peak really needs.
+                refused, allowed = error, error.smallest_budget_bytes
+                continue
             with self._timed("rewriting"):
-                if rewriting.changes_code(plan):
+                if rewriting.changes_code(plan) or split is None:
                     split = self._split(rewriting.copy_graph(original), joint_inputs, blocks, plan, keywords)
-                elif split is None:
-                    neutral = rewriting.keep_everything(plan.labels)
-                    split = self._split(rewriting.copy_graph(original), joint_inputs, blocks, neutral, keywords)
                 contexts = rewriting.rewrite_training(
                     split,
                     plan,
@@ -257,13 +269,15 @@ class GraphCompiler:
                     self.options.verify,
                 )
                 peak = self._traced_peak(problem, plan, split)
-            if self.budget_bytes is None or allowed is None or peak <= self.budget_bytes:
+            if usable is None or allowed is None or peak <= usable:
                 return problem, dataclasses.replace(plan, peak_bytes=peak), split, contexts
-            if self._is_given:
-                raise self._infeasible(peak, "the given plan")
-            allowed = min(allowed, plan.peak_bytes) - (peak - self.budget_bytes) - allowed // 200
+            if refused is not None or self._is_given:
+                break
+            allowed = min(allowed, plan.peak_bytes) - (peak - usable) - allowed // 1000
             split = None  # type: ignore[assignment]  # consumed by the rewrite
-        raise self._infeasible(peak, f"the best of {_MAX_CORRECTIONS} plans")
+        assert self.budget_bytes is not None
+        held_up_by = refused.held_up_by if refused else f"The plan needs {format_bytes(peak)}"
+        raise too_small(self.budget_bytes, int(peak / (1 - _RESERVE)) + 1, held_up_by)
 
     @property
     def _is_given(self) -> bool:
@@ -273,13 +287,14 @@ class GraphCompiler:
         given = self.options.plan or (self._stored.plan if self._stored else None)
         if given is not None:
             return planning.fitted_plan(given, blocks, problem)
-        try:
-            return planning.solved_plan(problem, blocks, self.options)
-        except InfeasiblePlanError:
-            if not problem.fixed_decisions:
-                raise
-            # Parameters placed for an earlier graph of the model leave no plan: move them, which is always exact.
-            return planning.solved_plan(dataclasses.replace(problem, fixed_decisions=()), blocks, self.options)
+        with self._timed("solving"):
+            try:
+                return planning.solved_plan(problem, blocks, self.options)
+            except InfeasiblePlanError:
+                if not problem.fixed_decisions:
+                    raise
+                # Parameters placed for an earlier graph of the model leave no plan: move them, which is always exact.
+                return planning.solved_plan(dataclasses.replace(problem, fixed_decisions=()), blocks, self.options)
 
     def _problem(self, blocks: BlockGraph, profile: Profile, *, training: bool) -> Problem:
         limits = planning.Limits(
@@ -315,14 +330,6 @@ class GraphCompiler:
             inner_backend=self.options.inner_backend,
         )
         return planning.traced_peak_bytes(problem, plan, trace.peak_bytes)
-
-    def _infeasible(self, peak: int, what: str) -> InfeasiblePlanError:
-        assert self.budget_bytes is not None
-        return InfeasiblePlanError(
-            f"{what} needs {format_bytes(peak)} of device memory, memory_budget is {format_bytes(self.budget_bytes)};"
-            f" set memory_budget to at least {format_bytes(peak)} ({peak} bytes)",
-            smallest_budget_bytes=peak,
-        )
 
     def _report(
         self,
@@ -437,50 +444,6 @@ class GraphCompiler:
             yield
         finally:
             self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - begin
-
-
-class _SharedByCopies:
-    """Inductor deep-copies its configuration, and pickles it for cache keys: this is one object, and its uuid is its key."""
-
-    def __deepcopy__(self, memo: object) -> "_SharedByCopies":
-        return self
-
-    def __reduce__(self) -> tuple[Callable[[object], str], tuple[str]]:
-        return str, (self.uuid(),)
-
-    def uuid(self) -> str:
-        raise AssertionError("subclasses say who they are")
-
-
-class _Partitioner(_SharedByCopies, CustomPartitionerFn):
-    """What Inductor's ``custom_partitioner_fn`` must look like; its uuid is part of every cache key."""
-
-    def __init__(self, compiler: GraphCompiler) -> None:
-        self._compiler = compiler
-
-    def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return self._compiler.partition(gm, joint_inputs, **kwargs)
-
-    def uuid(self) -> str:
-        return self._compiler.key
-
-
-class _LastPass(_SharedByCopies, CustomGraphPass):
-    """Runs what the user had set as Inductor's last pass, then ours."""
-
-    def __init__(self, compiler: GraphCompiler, user_passes: object) -> None:
-        self._compiler = compiler
-        self._user_passes = versions.custom_passes(user_passes)
-
-    def __call__(self, graph: fx.Graph) -> None:
-        for user_pass in self._user_passes:
-            user_pass(graph)
-        self._compiler.pin(graph)
-
-    def uuid(self) -> str:
-        return self._compiler.key
 
 
 def _lane_events(simulated: Simulation) -> tuple[LaneEvent, ...]:

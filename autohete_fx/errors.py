@@ -21,11 +21,13 @@ class InfeasiblePlanError(AutoHeteError):
 
     Attributes:
         smallest_budget_bytes: the smallest device budget for which a plan exists, in bytes.
+        held_up_by: where the least peak is reached and what it consists of; empty where host memory is the limit.
     """
 
-    def __init__(self, message: str, *, smallest_budget_bytes: int) -> None:
+    def __init__(self, message: str, *, smallest_budget_bytes: int, held_up_by: str = "") -> None:
         super().__init__(message)
         self.smallest_budget_bytes = smallest_budget_bytes
+        self.held_up_by = held_up_by
 
 
 class CaptureError(AutoHeteError):

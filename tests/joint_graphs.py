@@ -1,9 +1,10 @@
 """Captures what grouping gets: joint graphs as Inductor's custom partitioner sees them, and inference graphs."""
 
+import contextlib
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,20 @@ class Captured:
         return group_blocks(self.graph, self.param_fqns)
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without PyTorch's warnings about itself: a function that it has deprecated, what Dynamo reads at graph breaks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf", category=UserWarning)
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        yield
+
+
+def _copy(graph: fx.GraphModule) -> fx.GraphModule:
+    with _quiet():
+        return fx.GraphModule(graph, copy.deepcopy(graph.graph))
+
+
 class _Capture(CustomPartitionerFn):
     def __init__(self, keep: Callable[[fx.GraphModule], None]) -> None:
         self.keep = keep
@@ -55,8 +70,7 @@ def capture(step: Callable[..., Any], *args: Any, dynamic: bool = False, in_plac
         inputs = graph_inputs(gm, example_inputs)
 
         def keep(graph: fx.GraphModule) -> None:
-            owned = fx.GraphModule(graph, copy.deepcopy(graph.graph))
-            captured.append(Captured(owned, parameter_fqns(graph, inputs)))
+            captured.append(Captured(_copy(graph), parameter_fqns(graph, inputs)))
 
         def inner(graph: fx.GraphModule, _inputs: Any, **kwargs: Any) -> Any:
             if kwargs.get("is_inference"):
@@ -66,9 +80,7 @@ def capture(step: Callable[..., Any], *args: Any, dynamic: bool = False, in_plac
         return compile_fx(gm, example_inputs, inner_compile=inner, config_patches={"custom_partitioner_fn": _Capture(keep)})
 
     torch._dynamo.reset()
-    with warnings.catch_warnings():
-        # PyTorch's own code: Inductor calls a function of its own tree library that it has deprecated.
-        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+    with _quiet():
         if in_place:
             assert isinstance(step, torch.nn.Module)
             step.compile(backend=backend, dynamic=dynamic)
@@ -111,7 +123,7 @@ def assert_sound(captured: Captured) -> BlockGraph:
 
 def strip(captured: Captured, *keys: str) -> Captured:
     """The same graph without some of its nodes' metadata."""
-    graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
+    graph = _copy(captured.graph)
     for node in graph.graph.nodes:
         for key in keys:
             node.meta.pop(key, None)

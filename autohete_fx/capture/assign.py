@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from autohete_fx.capture.dataflow import JointNodes, is_getitem, is_view
+from autohete_fx.capture.dataflow import JointNodes, is_getitem, is_scalar, is_view
 from autohete_fx.capture.paths import Stack, module_stack
 
 _CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
@@ -148,7 +148,8 @@ def _floating(joint: JointNodes, known: Mapping[fx.Node, int], parameters: Param
     """Forward nodes that could run anywhere before their users: no activation reaches them and no path places them."""
     floating: set[fx.Node] = set()
     for node in joint.forward:
-        if node in known or module_stack(node) or any(is_getitem(user) for user in node.users):
+        placed = node in known or (module_stack(node) and not is_scalar(node))
+        if placed or any(is_getitem(user) for user in node.users):
             continue
         sources = node.all_input_nodes
         free = all(

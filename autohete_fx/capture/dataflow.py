@@ -73,6 +73,11 @@ def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
     yield from (item for item in values if isinstance(item, torch.Tensor))
 
 
+def is_scalar(node: fx.Node) -> bool:
+    """Whether a node computes a size or another number rather than tensors: free to stand anywhere."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
+
+
 def size_hint(size: int | torch.SymInt) -> int:
     """A dimension as a number: the example's value for a symbolic one, Inductor's guess for a data-dependent one."""
     if isinstance(size, int):

@@ -22,7 +22,7 @@ from autohete_fx.capture.assign import (
     check_order,
     find_parameters,
 )
-from autohete_fx.capture.dataflow import JointNodes, split_joint, storage_bytes, storage_owner
+from autohete_fx.capture.dataflow import JointNodes, is_scalar, split_joint, storage_bytes, storage_owner
 from autohete_fx.capture.digest import combine, group_digest
 from autohete_fx.capture.layers import Layer, module_layers
 from autohete_fx.capture.paths import dotted, module_stack, scopes
@@ -63,11 +63,13 @@ def block_index(graph: BlockGraph) -> dict[str, int]:
 
 
 def _known_slots(joint: JointNodes, layers: Sequence[Layer]) -> SlotMap:
-    """Slots of the nodes, forward and backward, that were traced inside a layer."""
+    """Slots of the nodes, forward and backward, that were traced inside a layer; sizes, which layers share, left out."""
     slot_of_scope = {layer.scope: Slots.of_layer(index) for index, layer in enumerate(layers)}
     slot_of_stack = {}
     known: SlotMap = {}
     for node in joint.order:
+        if is_scalar(node):
+            continue
         stack = module_stack(node)
         if stack not in slot_of_stack:
             slot_of_stack[stack] = next((slot_of_scope[s] for s in scopes(stack) if s in slot_of_scope), None)

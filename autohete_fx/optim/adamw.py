@@ -135,7 +135,7 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _updates(self) -> list[Update]:
-        with_grad = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None and p.numel()]
+        with_grad = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
         for param, _ in with_grad:
             check_param(param)
             check_grad(param, param.grad)

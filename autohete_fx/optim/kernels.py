@@ -100,6 +100,8 @@ def update_mixed(
     ``weight`` and ``grad`` are 16-bit (the gradient may be fp32), the rest fp32.
     """
     length = weight.numel()
+    if not length:
+        return
     small = weight.device.type == "cpu" and length <= _SMALL
     kernel = _compiled_mixed(weight.dtype, grad.dtype, weight.device, small)
     # One element is a shape of its own for the tracer, and not worth a kernel.

@@ -40,7 +40,8 @@ sum), H[b] the update lane, L[b] the uploads, T the whole.
     T >= V;   H[b] >= H[b-1] + host update[b]   (on a CPU device H starts at V: the same cores);   T >= H[b]
     L[b] >= H[b] + upload[b],  L[b] >= L[b-1] + upload[b],  T >= L[b]
 
-Objective (`Program.minimize_step`): micro_batches (E[n-1] of forward + E[n-1] of backward) + T.
+Objective (`Program.minimize_step`): micro_batches (E[n-1] of forward + E[n-1] of backward) + T; the program that decides
+adds COPY_WEIGHT times the seconds of all copies, the program that bounds does not.
 
 The one-ahead program is the simulator. At prefetch distance 1 copies are queued in the order in which blocks need them,
 so for fixed x the simulated times are the least solution of the inequalities above: each time is the largest of the
@@ -70,6 +71,8 @@ from autohete_fx.planner.simulate import device_update_s, host_bytes
 
 TICKS = 2**20
 RELATIVE_GAP = 1e-3
+COPY_WEIGHT = 0.25
+"""What a second of copying counts against a second of the step, where both are equal otherwise."""
 DETERMINISTIC_PER_SECOND = 0.15
 """CP-SAT's deterministic seconds per wall-clock second, measured on these programs and rounded down."""
 WALL_CLOCK_SLACK = 4.0
@@ -306,7 +309,28 @@ class Program:
         step = self._add_forward(one_ahead)
         if self.problem.training:
             step = (step + self._add_backward(one_ahead)) * self.problem.micro_batches + self._add_optimizer_step()
-        self.model.minimize(step)
+        # A hidden copy is free in the model and not quite in truth, so plans that are as fast copy as little as they can.
+        # A bound must not have this term.
+        self.model.minimize(step + self._ticks_of_copies() if one_ahead else step)
+
+    def _ticks_of_copies(self) -> cp_model.LinearExprT:
+        def work(block: int, option: BlockDecision) -> float:
+            return COPY_WEIGHT * self._copies_s(block, option)
+
+        return sum(self._ticks(block, work) for block in range(self.num_blocks))
+
+    def _copies_s(self, block: int, option: BlockDecision) -> float:
+        """Seconds of all copies that a block's option makes in a step."""
+        cost, training = self.problem.costs[block], self.problem.training
+        seconds = 0.0
+        if option.params is Params.HOST:
+            seconds += (2 if training else 1) * self._up_s(cost.param_bytes)
+        if training and option.activations is Activations.OFFLOAD:
+            seconds += self._down_s(cost.offloadable_bytes) + self._up_s(cost.offloadable_bytes)
+        if training and option.optimizer is Optimizer.HOST:
+            seconds += self._down_s(cost.grad_bytes)
+            seconds += self._up_s(cost.param_bytes) if option.params is Params.DEVICE else 0.0
+        return seconds
 
     def minimize_peak(self) -> None:
         """Ask for the least device peak, whatever the device budget; ``Answer.bound`` is in bytes."""

@@ -23,12 +23,20 @@ def infeasible(problem: Problem) -> InfeasiblePlanError:
     disallowed = _disallowed(problem)
     advice = f"; or allow {disallowed}" if disallowed else ""
     assert problem.device_budget_bytes is not None
+    where = f"the {replayed.peak_phase} of {problem.labels[replayed.peak_block]!r}"
+    return too_small(
+        problem.device_budget_bytes, replayed.peak_bytes, f"It is held up in {where}, by {largest}", advice
+    )
+
+
+def too_small(budget_bytes: int, smallest_bytes: int, held_up_by: str, advice: str = "") -> InfeasiblePlanError:
+    """The error for a device budget that no plan keeps."""
     return InfeasiblePlanError(
-        f"no plan fits memory_budget {_mib(problem.device_budget_bytes)}: the smallest that would do is"
-        f" {_mib(replayed.peak_bytes)} ({replayed.peak_bytes} bytes). It is held up in the {replayed.peak_phase} of"
-        f" {problem.labels[replayed.peak_block]!r}, by {largest}. Set memory_budget to at least"
-        f" {replayed.peak_bytes} bytes, or use a smaller batch{advice}",
-        smallest_budget_bytes=replayed.peak_bytes,
+        f"no plan fits memory_budget {_mib(budget_bytes)}: the smallest that would do is {_mib(smallest_bytes)}"
+        f" ({smallest_bytes} bytes). {held_up_by}. Set memory_budget to at least {smallest_bytes}, or use a smaller"
+        f" batch{advice}",
+        smallest_budget_bytes=smallest_bytes,
+        held_up_by=held_up_by,
     )
 
 

@@ -182,5 +182,6 @@ def _drop_internal(graph: KernelGraph) -> None:
         for index in internal:
             del kernel.writes[index]
             del kernel.reads[index]
+            kernel.register_bytes += graph.storages[index].num_bytes
         for index in kernel.writes:
             kernel.reads.pop(index, None)

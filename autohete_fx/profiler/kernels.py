@@ -51,6 +51,7 @@ class Kernel:
         workspace_bytes: scratch that lives during the call only.
         pinned: it issues or awaits a copy.
         parts: what a generated kernel was merged from.
+        register_bytes: buffers that merging did away with; the compiler's estimate of memory still counts them.
         iterations, rows: size of its loop nest, and of the outer part of it that reductions leave.
     """
 
@@ -63,6 +64,7 @@ class Kernel:
     rows: int = 0
     pinned: bool = False
     parts: list[Part] = field(default_factory=list)
+    register_bytes: int = 0
 
     @property
     def name(self) -> str:

@@ -157,7 +157,11 @@ class _Lowering:
         """Several users, one of which needs it in memory: Inductor stores it where it is made."""
         if len(node.users) < 2:
             return False
-        return any(self.kind[user] in (Kind.EXTERN, Kind.ISSUE, Kind.WAIT, Kind.OUTPUT) for user in node.users)
+        needing = {self.kind[user] for user in node.users} & {Kind.EXTERN, Kind.ISSUE, Kind.WAIT, Kind.OUTPUT}
+        if needing == {Kind.OUTPUT} and self.thresholds.delays_cheap_outputs:
+            # made from nothing, such as indexes: Inductor makes it again where it is read
+            return bool(self.inline[node].reads)
+        return bool(needing)
 
     def _realize_if_reused(self, node: fx.Node) -> None:
         expression = self.inline[node]

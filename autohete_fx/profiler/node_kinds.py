@@ -230,11 +230,15 @@ def rows_of_reduction(node: fx.Node) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RealizeThresholds:
-    """From when on Inductor stores an expression: reads, reads where it has several users, operators."""
+    """From when on Inductor stores an expression: reads, reads where it has several users, operators.
+
+    ``delays_cheap_outputs``: an output that reads nothing is not stored before the end.
+    """
 
     reads: int
     reads_when_reused: int
     ops: int
+    delays_cheap_outputs: bool
 
 
 def realize_thresholds(device_type: str) -> RealizeThresholds:
@@ -254,6 +258,7 @@ def realize_thresholds(device_type: str) -> RealizeThresholds:
         reads=pick("realize_acc_reads_threshold", "_realize_acc_reads_threshold_default", "realize_cpu_acc_reads_threshold"),
         reads_when_reused=config.realize_reads_threshold,
         ops=pick("realize_opcount_threshold", "_realize_opcount_threshold_default", "realize_cpu_opcount_threshold"),
+        delays_cheap_outputs=getattr(config, "delay_realize_cheap_outputs", False),
     )
 
 

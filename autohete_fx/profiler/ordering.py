@@ -25,7 +25,7 @@ class _Buffer:
 
 @dataclass(slots=True)
 class _Schedule:
-    """Dependencies of kernels: predecessors, successors, buffers read, bytes written."""
+    """Dependencies of kernels: predecessors, successors, buffers read, bytes written (``scratch``: for the kernel only)."""
 
     before: list[set[int]]
     behind: list[set[int]]
@@ -33,6 +33,7 @@ class _Schedule:
     sizes: list[int]
     buffers: dict[int, _Buffer]
     input_bytes: int
+    scratch: list[int]
 
 
 def order_for_peak_memory(graph: KernelGraph, saved: Collection[str]) -> list[Kernel]:
@@ -58,7 +59,7 @@ def _schedule(graph: KernelGraph, saved: Collection[str]) -> _Schedule:
     buffers: dict[int, _Buffer] = {}
     before: list[set[int]] = [set() for _ in range(count)]
     last_writer: dict[int, int] = {}
-    sizes = [0] * count
+    sizes = [kernel.register_bytes for kernel in graph.kernels]
     for place, kernel in enumerate(graph.kernels):
         for index in kernel.writes:
             if index not in buffers:
@@ -89,7 +90,8 @@ def _schedule(graph: KernelGraph, saved: Collection[str]) -> _Schedule:
         for place in buffer.readers:
             reads[place].append(index)
     input_bytes = sum(buffers[index].num_bytes for index in freeable if index in buffers)
-    return _Schedule(before, behind, reads, sizes, buffers, input_bytes)
+    scratch = [kernel.register_bytes for kernel in graph.kernels]
+    return _Schedule(before, behind, reads, sizes, buffers, input_bytes, scratch)
 
 
 def believed(graph: KernelGraph, index: int) -> int:
@@ -122,7 +124,7 @@ def _estimated_peak(schedule: _Schedule, order: list[int]) -> int:
     for number, place in enumerate(order):
         live += schedule.sizes[place]
         peak = max(peak, live)
-        live -= released[number]
+        live -= released[number] + schedule.scratch[place]
     return peak
 
 
@@ -131,9 +133,9 @@ def _least_peak_first(schedule: _Schedule) -> list[int]:
     missing = [len(earlier) for earlier in schedule.before]
     ready = {place for place in range(count) if not missing[place]}
     users = {index: len(buffer.readers) + buffer.kept for index, buffer in schedule.buffers.items()}
-    frees = [0] * count
+    frees = list(schedule.scratch)
     for place in range(count):
-        frees[place] = sum(schedule.buffers[i].num_bytes for i in schedule.reads[place] if users[i] == 1)
+        frees[place] += sum(schedule.buffers[i].num_bytes for i in schedule.reads[place] if users[i] == 1)
     live = schedule.input_bytes
     gap = max(live, sum(b.num_bytes for b in schedule.buffers.values() if b.kept)) - live
     highest = live + gap

@@ -105,6 +105,8 @@ def _estimated_live(graph: KernelGraph, kernels: Sequence[Kernel], lifetimes: Li
             change[place] += believed(graph, index)
             change[min(end, dies[index] + 1)] -= believed(graph, index)
     live: list[int] = []
-    for delta in change[:end]:
-        live.append((live[-1] if live else 0) + delta)
+    held = 0
+    for kernel, delta in zip(kernels, change[:end], strict=True):
+        held += delta
+        live.append(held + kernel.register_bytes)
     return live

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autohete_fx.ir import Optimizer, Params
@@ -54,18 +55,16 @@ def place_param(param: Tensor, placement: Placement) -> None:
     Raises:
         HostMemoryError: the tier has no room for the home.
     """
-    tier, data = placement.tier, param.data
-    if placement.params is Params.HOST:
-        if not tier.owns(data):
-            _set_data(param, _copied(data, tier.empty_like(data)))
-    elif data.device != tier.device or is_home(data):
-        _set_data(param, _copied(data, torch.empty_like(data, device=tier.device)))
+    # Compilers place parameters in the middle of tracing, and users may compile under inference mode; the parameter
+    # outlives both as an ordinary tensor.
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        tier, data = placement.tier, param.data
+        if placement.params is Params.HOST:
+            if not tier.owns(data):
+                _set_data(param, tier.empty_like(data).copy_(data))
+        elif data.device != tier.device or is_home(data):
+            _set_data(param, torch.empty_like(data, device=tier.device).copy_(data))
     _placements[param] = placement
-
-
-def _copied(source: Tensor, target: Tensor) -> Tensor:
-    with torch.no_grad():
-        return target.copy_(source)
 
 
 def _set_data(param: Tensor, data: Tensor) -> None:

@@ -1,0 +1,53 @@
+"""What Inductor's configuration must hold so that it calls back into one compilation: a partitioner and a last pass."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+
+
+class _SharedByCopies:
+    """Inductor deep-copies its configuration, and pickles it for cache keys: this is one object, and its key its uuid."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def __deepcopy__(self, memo: object) -> "_SharedByCopies":
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[object], str], tuple[str]]:
+        return str, (self._key,)
+
+    def uuid(self) -> str:
+        """Part of every cache key."""
+        return self._key
+
+
+class Partitioner(_SharedByCopies, CustomPartitionerFn):
+    """Inductor's ``custom_partitioner_fn``."""
+
+    def __init__(self, partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], key: str) -> None:
+        super().__init__(key)
+        self._partition = partition
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return self._partition(gm, joint_inputs, **kwargs)
+
+
+class LastPass(_SharedByCopies, CustomGraphPass):
+    """Inductor's ``post_grad_custom_post_pass``: runs what the user had set there, then ours."""
+
+    def __init__(
+        self, pin: Callable[[fx.Graph], None], key: str, user_passes: Sequence[Callable[[fx.Graph], None]]
+    ) -> None:
+        super().__init__(key)
+        self._pin = pin
+        self._user_passes = user_passes
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for user_pass in self._user_passes:
+            user_pass(graph)
+        self._pin(graph)

@@ -1,0 +1,421 @@
+"""AdamW against torch.optim.AdamW(fused=True), wherever parameters and states live."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from autohete_fx.errors import AutoHeteError, OptimizerStateError
+from autohete_fx.ir import Optimizer, Params
+from autohete_fx.optim import AdamW, optimizer_of
+from autohete_fx.runtime.placement import Placement, place_param
+from autohete_fx.runtime.tiers import HostTier, is_home, open_tier
+
+SHAPES = ((33, 7), (5,), (), (1,), (0, 4), (200, 300))
+PLACES = [(params, optimizer) for params in Params for optimizer in Optimizer]
+PLACE_IDS = [f"params_{p.value}-states_{o.value}" for p, o in PLACES]
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> HostTier:
+    return open_tier("cpu", str(tmp_path))
+
+
+def make_params(dtype: torch.dtype, seed: int = 0, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def exact_copies(params: Sequence[Parameter]) -> list[Parameter]:
+    """What the reference optimizes: full-precision copies, the masters of 16-bit parameters."""
+    wide = [p.detach().clone() if p.dtype in (torch.float32, torch.float64) else p.detach().float() for p in params]
+    return [Parameter(p) for p in wide]
+
+
+def set_grads(params: Sequence[Parameter], reference: Sequence[Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(1000 + step)
+    for p, r in zip(params, reference, strict=True):
+        grad = (torch.randn(p.shape, generator=generator) * 10.0 ** (step % 3 - 1)).to(p.dtype)
+        p.grad, r.grad = grad, grad.to(r.dtype).clone()
+
+
+def place_all(params: Sequence[Parameter], where: tuple[Params, Optimizer], tier: HostTier) -> None:
+    for block, p in enumerate(params):
+        place_param(p, Placement(params=where[0], optimizer=where[1], tier=tier, block=block))
+
+
+def assert_same(
+    params: Sequence[Parameter],
+    optimizer: AdamW,
+    reference: Sequence[Parameter],
+    expected: torch.optim.Optimizer,
+    steps: int = 1,
+) -> None:
+    """Bitwise for full precision; for 16 bits, a few fp32 units in the last place a step."""
+    for p, r in zip(params, reference, strict=True):
+        state, wanted = optimizer.state[p], expected.state[r]
+        if p.dtype in (torch.float32, torch.float64):
+            assert torch.equal(p, r)
+            for name in ("exp_avg", "exp_avg_sq", "step"):
+                assert torch.equal(state[name], wanted[name]), name
+            assert "master" not in state
+            continue
+        assert state["master"].dtype == state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+        for ours, theirs in ((state["master"], r), (state["exp_avg"], wanted["exp_avg"])):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=2e-6 * steps, atol=3e-7 * steps)
+        torch.testing.assert_close(state["exp_avg_sq"], wanted["exp_avg_sq"], rtol=2e-6 * steps, atol=1e-12)
+        assert torch.equal(p, state["master"].to(p.dtype)), "the weight is the rounding of its master"
+
+
+def run(
+    params: Sequence[Parameter],
+    optimizer: AdamW,
+    steps: int,
+    between: Callable[[int], None] = lambda step: None,
+    **kwargs: object,
+) -> None:
+    """Step both optimizers on equal gradients and compare after every step."""
+    reference = exact_copies(params)
+    expected = torch.optim.AdamW(reference, fused=True, **kwargs)  # pyright: ignore[reportArgumentType]
+    for step in range(steps):
+        set_grads(params, reference, step)
+        optimizer.step()
+        expected.step()
+        assert_same(params, optimizer, reference, expected, step + 1)
+        between(step)
+
+
+@pytest.mark.parametrize("where", PLACES, ids=PLACE_IDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_steps_equal_torch(dtype: torch.dtype, where: tuple[Params, Optimizer], tier: HostTier) -> None:
+    params = make_params(dtype)
+    optimizer = AdamW(params, lr=3e-3, weight_decay=0.1)
+    place_all(params, where, tier)
+    run(params, optimizer, 6, lr=3e-3, weight_decay=0.1)
+    for p in params:
+        assert is_home(p) == (where[0] is Params.HOST)
+        for name in ("exp_avg", "exp_avg_sq", "master"):
+            t = optimizer.state[p].get(name)
+            assert t is None or tier.owns(t) == (where[1] is Optimizer.HOST)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.0},
+        {"maximize": True},
+        {"betas": (0.0, 0.5)},
+        {"lr": 0.0},
+        {"lr": torch.tensor(0.01)},
+    ],
+    ids=["betas", "maximize", "beta1_0", "lr_0", "lr_tensor"],
+)
+def test_hyperparameters(dtype: torch.dtype, options: dict[str, object]) -> None:
+    params = make_params(dtype)
+    run(params, AdamW(params, **options), 4, **options)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_placement_that_changes_between_steps_changes_no_value(dtype: torch.dtype, tier: HostTier) -> None:
+    params = make_params(dtype)
+    optimizer = AdamW(params)
+
+    def move(step: int) -> None:
+        place_all(params, PLACES[step % 4], tier)
+
+    run(params, optimizer, 9, move)
+
+
+def test_a_host_gradient_is_used_where_it_is(tier: HostTier) -> None:
+    params = make_params(torch.bfloat16, shapes=((64, 64),))
+    optimizer = AdamW(params)
+    place_all(params, (Params.DEVICE, Optimizer.HOST), tier)
+    reference = exact_copies(params)
+    expected = torch.optim.AdamW(reference, fused=True)
+    for step in range(3):
+        set_grads(params, reference, step)
+        assert params[0].grad is not None
+        params[0].grad = tier.empty_like(params[0]).copy_(params[0].grad)
+        optimizer.step()
+        expected.step()
+        assert_same(params, optimizer, reference, expected, step + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("where", [PLACES[0], PLACES[3]], ids=[PLACE_IDS[0], PLACE_IDS[3]])
+def test_layouts(dtype: torch.dtype, where: tuple[Params, Optimizer], tier: HostTier) -> None:
+    """Channels-last and transposed parameters, strided views, and gradients laid out in another way."""
+    base = torch.randn(4, 6, 5, 5).to(dtype)
+    params = [
+        Parameter(base.clone(memory_format=torch.channels_last)),
+        Parameter(torch.randn(40, 30).to(dtype).t()),
+        Parameter(torch.randn(20, 20).to(dtype)[:, ::2]),
+        Parameter(torch.randn(30, 40).to(dtype)),
+    ]
+    optimizer = AdamW(params)
+    place_all(params, where, tier)
+    reference = [Parameter(p.detach().float().contiguous()) for p in params]
+    expected = torch.optim.AdamW(reference, fused=True)
+    for step in range(3):
+        set_grads(params, reference, step)
+        assert params[3].grad is not None
+        params[3].grad = params[3].grad.t().contiguous().t()
+        optimizer.step()
+        expected.step()
+        assert_same(params, optimizer, reference, expected, step + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_groups_schedulers_and_clipping(dtype: torch.dtype, tier: HostTier) -> None:
+    params = make_params(dtype, shapes=((16, 16), (16,), (8, 16)))
+    reference = exact_copies(params)
+
+    def groups(p: Sequence[Parameter]) -> list[dict[str, object]]:
+        return [{"params": [p[0]], "weight_decay": 0.3}, {"params": [p[1]], "weight_decay": 0.0, "lr": 0.1}]
+
+    optimizer, expected = AdamW(groups(params), lr=0.01), torch.optim.AdamW(groups(reference), lr=0.01, fused=True)
+    for o, p in ((optimizer, params), (expected, reference)):
+        o.add_param_group({"params": [p[2]], "betas": (0.7, 0.9)})
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.05, total_steps=8) for o in (optimizer, expected)]
+    place_all(params[:2], (Params.HOST, Optimizer.HOST), tier)
+    for step in range(8):
+        set_grads(params, reference, step)
+        norm = torch.nn.utils.clip_grad_norm_(params, 0.5)
+        assert norm > 0.5, "the clip must bite"
+        for p, r in zip(params, reference, strict=True):
+            assert p.grad is not None
+            r.grad = p.grad.to(r.dtype).clone()
+        for o in (optimizer, expected):
+            o.step()
+        for s in schedules:
+            s.step()
+        assert optimizer.param_groups[0]["lr"] == expected.param_groups[0]["lr"]
+        assert_same(params, optimizer, reference, expected, step + 1)
+
+
+def test_only_parameters_with_gradients_move() -> None:
+    params = make_params(torch.float32, shapes=((4, 4), (4,), (3,)))
+    params[1].requires_grad_(False)
+    before = [p.detach().clone() for p in params]
+    optimizer = AdamW(params, lr=0.1)
+    params[0].grad = torch.ones(4, 4)
+    optimizer.step()
+    assert not torch.equal(params[0], before[0])
+    assert torch.equal(params[1], before[1]) and torch.equal(params[2], before[2])
+    assert set(optimizer.state) == {params[0]}
+    params[1].requires_grad_(True)
+    params[1].grad = torch.ones(4)
+    optimizer.step()
+    assert optimizer.state[params[1]]["step"] == 1 and optimizer.state[params[0]]["step"] == 2
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zero_grad_keeps_homes_valid(to_none: bool, tier: HostTier) -> None:
+    (p,) = make_params(torch.float32, shapes=((8, 8),))
+    optimizer = AdamW([p])
+    home = tier.empty_like(p).fill_(3.0)
+    p.grad = home
+    optimizer.zero_grad(set_to_none=to_none)
+    assert (p.grad is None) if to_none else (p.grad is home and not home.any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_closure_hooks_and_accumulation(dtype: torch.dtype, tier: HostTier) -> None:
+    """Three different micro-batches in a closure, as Lightning runs them, with hooks around the step."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(12, 6).to(dtype)
+    params = list(model.parameters())
+    place_all(params, (Params.HOST, Optimizer.HOST), tier)
+    reference = exact_copies(params)
+    optimizer, expected = AdamW(params), torch.optim.AdamW(reference, fused=True)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+
+    def closure() -> torch.Tensor:
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        losses = [model(torch.randn(5, 12).to(dtype)).square().mean() for _ in range(3)]
+        for loss in losses:
+            loss.backward()
+        for p, r in zip(params, reference, strict=True):
+            assert p.grad is not None
+            r.grad = p.grad.to(r.dtype).clone()
+        return sum(losses, torch.zeros(()))
+
+    for step in range(3):
+        loss = optimizer.step(closure)
+        assert loss is not None and loss.isfinite()
+        expected.step()
+        assert_same(params, optimizer, reference, expected, step + 1)
+    assert calls == ["pre", "post"] * 3
+
+
+@pytest.mark.parametrize("how", ["version", "data", "load", "replaced"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("where", PLACES, ids=PLACE_IDS)
+def test_edits_between_steps_are_honoured(
+    how: str, dtype: torch.dtype, where: tuple[Params, Optimizer], tier: HostTier
+) -> None:
+    """After an edit, training goes on exactly as from the edited value; elements not edited keep their masters."""
+    (p,) = make_params(dtype, shapes=((500, 90),))
+    optimizer = AdamW([p], lr=1e-2)
+    place_all([p], where, tier)
+    for step in range(2):
+        set_grads([p], exact_copies([p]), step)
+        optimizer.step()
+    master = optimizer.state[p].get("master", p).detach().clone()
+    edited = torch.rand(p.shape) < 0.3
+    value = torch.where(edited, p.detach() * 1.25, p.detach())
+    edited &= value != p.detach()
+    if how == "version":
+        with torch.no_grad():
+            p.copy_(value)
+    elif how == "data":
+        p.data.copy_(value)
+    elif how == "load":
+        module = torch.nn.Module()
+        module.register_parameter("p", p)
+        module.load_state_dict({"p": value})
+    else:
+        p.data = value.clone()
+    wanted = torch.where(edited, value.to(master.dtype), master)
+    reference = [Parameter(wanted.clone())]
+    expected = torch.optim.AdamW(reference, lr=1e-2, fused=True)
+    expected.state[reference[0]] = {
+        name: optimizer.state[p][name].clone() for name in ("step", "exp_avg", "exp_avg_sq")
+    }
+    if "master" in optimizer.state[p]:
+        assert torch.equal(optimizer.state_dict()["state"][0]["master"], wanted), "state_dict shows the edit"
+    set_grads([p], reference, 2)
+    optimizer.step()
+    expected.step()
+    assert_same([p], optimizer, reference, expected, 2)
+
+
+def test_one_unit_in_the_last_place_is_an_edit() -> None:
+    (p,) = make_params(torch.bfloat16, shapes=((100, 100),))
+    optimizer = AdamW([p], lr=1e-2)
+    set_grads([p], exact_copies([p]), 0)
+    optimizer.step()
+    p.data.view(torch.int16).add_(1)
+    value = p.detach().clone()
+    assert torch.equal(optimizer.state_dict()["state"][0]["master"], value.float())
+
+
+def test_grad_scaler_skips_without_trace() -> None:
+    (p,) = make_params(torch.float32, shapes=((4, 4),))
+    reference = exact_copies([p])
+    optimizer, expected = AdamW([p], lr=0.1), torch.optim.AdamW(reference, lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10)
+    for step, factor in enumerate((1.0, float("inf"), 1.0, float("nan"), 1.0)):
+        before, state = p.detach().clone(), copy.deepcopy(optimizer.state_dict())
+        optimizer.zero_grad()
+        x = torch.full((4,), factor)
+        scaler.scale((p @ x).square().sum() * (step + 1)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_([p], 1.0)
+        reference[0].grad = p.grad.clone() if p.grad is not None else None
+        scaler.step(optimizer)
+        scaler.update()
+        if factor == 1.0:
+            expected.step()
+        else:
+            assert torch.equal(p, before)
+            torch.testing.assert_close(optimizer.state_dict(), state, rtol=0, atol=0)
+        assert torch.equal(p, reference[0])
+    assert optimizer.state[p]["step"] == 3
+
+
+def test_several_optimizers() -> None:
+    a, b = make_params(torch.float32, shapes=((3, 3), (4,)))
+    first, second = AdamW([a], lr=0.1), AdamW([b], lr=0.2)
+    assert optimizer_of(a) is first and optimizer_of(b) is second and optimizer_of(torch.ones(1)) is None
+    a.grad, b.grad = torch.ones(3, 3), torch.ones(4)
+    kept = b.detach().clone()
+    first.step()
+    assert torch.equal(b, kept) and not second.state
+    second.step()
+    assert not torch.equal(b, kept)
+
+
+def test_the_record_of_owners_keeps_nothing_alive() -> None:
+    (p,) = make_params(torch.float32, shapes=((3, 3),))
+    optimizer = AdamW([p])
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None and optimizer_of(p) is None
+    optimizer, gone = AdamW([p]), weakref.ref(p)
+    assert optimizer_of(p) is optimizer
+    del optimizer, p
+    gc.collect()
+    assert gone() is None
+
+
+def test_state_bytes_before_and_after_the_first_step() -> None:
+    for dtype, per_element in ((torch.float32, 8), (torch.float64, 16), (torch.bfloat16, 12), (torch.float16, 12)):
+        (p,) = make_params(dtype, shapes=((10, 10),))
+        optimizer = AdamW([p])
+        assert optimizer.state_bytes_of(p) == 100 * per_element
+        set_grads([p], exact_copies([p]), 0)
+        optimizer.step()
+        held = sum(t.nbytes for name, t in optimizer.state[p].items() if name != "step")
+        assert held == optimizer.state_bytes_of(p) == 100 * per_element
+    frozen = Parameter(torch.ones(3), requires_grad=False)
+    assert AdamW([frozen]).state_bytes_of(frozen) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"lr": float("nan")}, "lr is nan"),
+        ({"lr": torch.ones(2)}, "expected one element"),
+        ({"eps": -1e-8}, "eps is"),
+        ({"weight_decay": -0.1}, "weight_decay is"),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\] is 1.0"),
+        ({"amsgrad": True}, "amsgrad=True is not supported"),
+        ({"capturable": True}, "capturable=True is not supported"),
+        ({"differentiable": True}, "differentiable=True is not supported"),
+    ],
+)
+def test_bad_hyperparameters(options: dict[str, object], message: str) -> None:
+    p = Parameter(torch.ones(2))
+    with pytest.raises(OptimizerStateError, match=message):
+        AdamW([p], **options)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=message):
+        AdamW([{"params": [p], **options}])
+    optimizer = AdamW([Parameter(torch.ones(2))])
+    with pytest.raises(AutoHeteError, match=message):
+        optimizer.add_param_group({"params": [p], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_implementation_choices_are_accepted() -> None:
+    p = Parameter(torch.ones(2))
+    for options in ({"fused": True}, {"fused": False}, {"foreach": True}, {"foreach": None}):
+        optimizer = AdamW([p], **options)
+        assert optimizer.param_groups[0]["fused"] is True and optimizer.param_groups[0]["foreach"] is None
+    with pytest.raises(TypeError, match="decoupled"):
+        AdamW([p], decoupled=True)  # pyright: ignore[reportCallIssue]
+
+
+def test_parameters_and_gradients_it_cannot_use() -> None:
+    optimizer = AdamW([Parameter(torch.ones(2))])
+    with pytest.raises(OptimizerStateError, match="complex64"):
+        optimizer.add_param_group({"params": [Parameter(torch.ones(2, dtype=torch.complex64))]})
+    assert len(optimizer.param_groups) == 1
+    good, embedding = Parameter(torch.ones(2)), torch.nn.Embedding(4, 2, sparse=True)
+    optimizer = AdamW([good, embedding.weight])
+    embedding(torch.tensor([1])).sum().backward()
+    good.grad = torch.ones(2)
+    with pytest.raises(OptimizerStateError, match="sparse"):
+        optimizer.step()
+    assert torch.equal(good, torch.ones(2)) and not optimizer.state, "nothing has changed"
