@@ -372,7 +372,7 @@ class GraphCompiler:
             num_outputs=len(output_args(gm)),
             blocks=blocks,
             block_of=block_index(blocks),
-            params=self._param_infos(gm),
+            params={n: dataclasses.replace(i, state_bytes=0) for n, i in self._param_infos(gm).items()},
             inner_backend=self.options.inner_backend,
         )
         profile = profile_analytic(partition, self.machine)

@@ -54,10 +54,12 @@ class Slots:
         """Whether a slot holds a layer."""
         return slot % 2 == 1
 
-    @staticmethod
-    def before(slot: int) -> int:
-        """The slot itself if it is no layer, else the one before it."""
-        return slot - slot % 2
+    def before(self, slot: int) -> int:
+        """The last slot at or before this one that lies outside all stacks."""
+        slot -= slot % 2
+        while 0 < slot < self.last and self.stacks[slot // 2 - 1] == self.stacks[slot // 2]:
+            slot -= 2
+        return slot
 
     def between(self, lower: int | None, upper: int | None) -> int | None:
         """The slot of what stands between two layers' slots (None: there is none); None if dataflow has to decide."""

@@ -218,7 +218,7 @@ def _compile_mixed(dtypes: Sequence[torch.dtype], device: torch.device, small: b
     )
     with fake_mode:
         states = [torch.empty_like(weight, dtype=dtype) for dtype in (grad_dtype, *[torch.float32] * 3)]
-        inputs = [weight, *states, torch.empty(_NUM_COEFFICIENTS, device=device)]
+        inputs = [weight, *states, torch.empty(_NUM_COEFFICIENTS, dtype=torch.float32, device=device)]
         graph = make_fx(_mixed, decomposition_table=select_decomp_table())(*inputs)
     # The user's own Inductor passes are meant for the user's graphs.
     patches: dict[str, Any] = {"post_grad_custom_pre_pass": None, "post_grad_custom_post_pass": None}
@@ -235,12 +235,12 @@ def _verify(kernel: _MixedKernel, dtypes: Sequence[torch.dtype], device: torch.d
     """Compare a kernel with the eager operations, edited weights included, before any parameter is trusted to it."""
     weight_dtype, grad_dtype = dtypes
     generator = torch.Generator().manual_seed(0)
-    master, grad, exp_avg, exp_avg_sq = torch.randn(4, 1003, generator=generator)
+    master, grad, exp_avg, exp_avg_sq = torch.randn(4, 1003, generator=generator, dtype=torch.float32)
     weight = master.to(weight_dtype)
     weight[::5] *= 1.5
     given = [weight, grad.to(grad_dtype), master, exp_avg, exp_avg_sq.square()]
     group = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
-    coefs = torch.tensor(coefficients(group, 2.0)).to(device)
+    coefs = torch.tensor(coefficients(group, 2.0), dtype=torch.float32, device=device)
     expected, found = ([t.clone().to(device) for t in given] for _ in range(2))
     _mixed_in_tiles(expected[0], expected[1], expected[2], expected[3], expected[4], coefs)
     kernel([*found, coefs])

@@ -50,6 +50,8 @@ def apply(updates: Sequence[Update]) -> None:
     apply_in_place([u for u in updates if u.place.tier is None or _addressable(u.param)])
     if by_host:
         apply_on_host(sorted(by_host, key=lambda u: u.block))
+    # No kernel tells autograd, which must refuse a backward through a parameter that it saved before the step.
+    torch.autograd.graph.increment_version([u.param for u in updates])
 
 
 def _addressable(t: Tensor) -> bool:
@@ -64,7 +66,6 @@ def apply_in_place(updates: Iterable[Update]) -> None:
     for u in updates:
         if needs_master(u.param):
             _apply_mixed(u, u.param, u.grad, u.state, coefs)
-            torch.autograd.graph.increment_version(u.param)
         elif _plain(u.param, u.grad):
             batches[id(u.group), u.param.device, u.param.dtype].append(u)
         else:
@@ -106,7 +107,6 @@ class _Staged:
             _apply_full([Update(self.param, self.grad, state, u.group, u.place, u.block)])
         if self.uploads:
             u.param.detach().copy_(self.param, non_blocking=True)
-        torch.autograd.graph.increment_version(u.param)
 
 
 def _download(t: Tensor, param: Tensor, tier: HostTier) -> Tensor:

@@ -13,6 +13,9 @@ _NAMED = 4
 
 def infeasible(problem: Problem) -> InfeasiblePlanError:
     """The error for a problem without a plan: the smallest budget that would do, where it binds and on what."""
+    assert problem.device_budget_bytes is not None or problem.host_budget_bytes is not None
+    if problem.host_budget_bytes is not None and _fits_without_host_budget(problem):
+        return _host_error(problem)
     program = Program(problem)
     program.minimize_peak()
     least = program.solve(limit_s=_SEARCH_S)
@@ -38,6 +41,17 @@ def too_small(budget_bytes: int, smallest_bytes: int, held_up_by: str, advice: s
         smallest_budget_bytes=smallest_bytes,
         held_up_by=held_up_by,
     )
+
+
+def _fits_without_host_budget(problem: Problem) -> bool:
+    free = replace(problem, host_budget_bytes=None)
+    program = Program(free)
+    program.minimize_peak()
+    answer = program.solve(limit_s=_SEARCH_S)
+    if answer.decisions is None:
+        return False
+    budget = problem.device_budget_bytes
+    return budget is None or simulate(free, answer.decisions, events=False).peak_bytes <= budget
 
 
 def _host_error(problem: Problem) -> InfeasiblePlanError:

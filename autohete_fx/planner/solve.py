@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autohete_fx.ir import Activations, BlockDecision, Params, Plan, Problem
-from autohete_fx.planner.formulation import Program, choices
+from autohete_fx.planner.formulation import Answer, Program, choices
 from autohete_fx.planner.infeasible import infeasible
 from autohete_fx.planner.simulate import Simulation, simulate
 
@@ -70,7 +70,7 @@ def prefetch_earlier(problem: Problem, decisions: Sequence[BlockDecision]) -> tu
     return best
 
 
-def _any_plan(problem: Problem, time_limit_s: float):
+def _any_plan(problem: Problem, time_limit_s: float) -> Answer:
     """The plan of least peak, where the search for a fast one found none in its time."""
     program = Program(problem)
     program.minimize_peak()

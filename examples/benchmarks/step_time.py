@@ -8,6 +8,7 @@ the median of the ratios of neighbouring steps, because machines drift.
 """
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -20,12 +21,13 @@ from pathlib import Path
 
 import torch
 from torch._functorch import config as functorch_config
+from torch._inductor.utils import fresh_cache
 
 import autohete_fx
 from autohete_fx.options import parse_size, resolve_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from gpt import GPT, GPTConfig  # noqa: E402
+from gpt import GPT, GPTConfig
 
 SWEEP = (0.9, 0.7, 0.5, 0.3, 0.1, 0.0)
 Step = Callable[[], float]
@@ -47,10 +49,14 @@ def main() -> None:
         print(json.dumps(measure(arguments, arguments.one)))
         return
     print(f"command: python {' '.join(sys.argv)}")
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, {platform.processor()}")
+    print(
+        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, {platform.processor()}"
+    )
     rows = []
     for budget in arguments.budgets:
-        finished = subprocess.run([sys.executable, *sys.argv, "--one", budget], capture_output=True, text=True, check=False)
+        finished = subprocess.run(
+            [sys.executable, *sys.argv, "--one", budget], capture_output=True, text=True, check=False
+        )
         if finished.returncode:
             print(f"{budget}: failed\n{finished.stderr[-2000:]}")
             continue
@@ -81,9 +87,7 @@ def measure(arguments: argparse.Namespace, budget: str) -> dict[str, object]:
     ours, ours_compile_s = compiled_step(arguments, ours_compile, plain=False)
     compilation = next(c for c in reversed(autohete_fx.compilations()) if c.training)
     ratios = paired(ours, plain, arguments.steps)
-    resident = live_bytes()
-    del plain
-    ours_peak = peak_of(ours)
+    ours_peak = peak_alone(arguments, ours_compile)
     row: dict[str, object] = {
         "budget": budget,
         "budget MiB": budget_bytes / 2**20,
@@ -94,7 +98,6 @@ def measure(arguments: argparse.Namespace, budget: str) -> dict[str, object]:
         "predicted / plain step": compilation.plan.step_s / statistics.median(plain_times),
         "compile time, ours / plain": ours_compile_s / plain_compile_s,
         "solver s": compilation.plan.solve_s,
-        "device bytes before": resident,
     }
     if not arguments.no_sweep:
         row.update(sweep(arguments, ours_peak))
@@ -125,7 +128,8 @@ def compiled_step(
         optimizer.zero_grad()
         return time.perf_counter() - begin
 
-    first_s = step()
+    with fresh_cache():
+        first_s = step()
     for _ in range(3):
         step()
     return step, first_s
@@ -141,10 +145,14 @@ def paired(ours: Step, plain: Step, count: int) -> list[float]:
     return ratios
 
 
-def live_bytes() -> int:
-    """Device bytes of live tensors."""
+def peak_alone(arguments: argparse.Namespace, compile_model: Callable[[torch.nn.Module], None]) -> int:
+    """Peak device memory of our steps, without the bytes of models that were made before."""
+    torch._dynamo.reset()
+    gc.collect()
     with autohete_fx.MemoryMeter("cpu") as meter:
-        return meter.start_bytes
+        foreign = meter.start_bytes
+    step, _ = compiled_step(arguments, compile_model, plain=False)
+    return peak_of(step) - foreign
 
 
 def peak_of(step: Step) -> int:
@@ -161,9 +169,12 @@ def sweep(arguments: argparse.Namespace, peak_limit: int) -> dict[str, object]:
     least = None
     for setting in SWEEP:
         torch._dynamo.reset()
+        gc.collect()
+        with autohete_fx.MemoryMeter("cpu") as meter:
+            foreign = meter.start_bytes
         with functorch_config.patch(activation_memory_budget=setting):
             step, _ = compiled_step(arguments, lambda m: m.compile(), plain=True)
-            peak = peak_of(step)
+            peak = peak_of(step) - foreign
             least = peak if least is None else min(least, peak)
             if peak <= peak_limit:
                 torch._dynamo.reset()

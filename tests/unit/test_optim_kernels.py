@@ -1,5 +1,6 @@
 """The two kernels: how exact the mixed pass is, what it takes for an edit, and what it costs in memory."""
 
+import gc
 import threading
 import warnings
 from collections.abc import Iterator
@@ -114,12 +115,12 @@ def test_edits_are_found_at_every_weight(dtype: torch.dtype) -> None:
 def test_weights_that_are_not_finite_win(dtype: torch.dtype, length: int) -> None:
     tensors = states(length, dtype)
     tensors[0][:3] = torch.tensor([float("inf"), float("-inf"), float("nan")])
-    tensors[2][4] = float("nan")
-    finite = tensors[2].clone()
+    tensors[2][3] = float("nan")
+    current = kernels._current(tensors[0], tensors[2])
+    assert torch.equal(current[:2], tensors[0][:2].float()) and current[2].isnan()
     step_mixed(tensors, IDLE, 1)
-    assert tensors[2][0] == float("inf") and tensors[2][1] == float("-inf") and tensors[2][2].isnan()
-    assert tensors[2][4] == tensors[0][4].float(), "a user who repairs a NaN is heard"
-    assert torch.equal(tensors[2][5:], finite[5:])
+    assert not tensors[2][:3].isfinite().any() and not tensors[0][:3].isfinite().any()
+    assert tensors[2][3] == current[3] == tensors[0][3].float(), "a user who repairs a NaN is heard"
 
 
 def test_long_tensors_go_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,6 +276,7 @@ def test_a_step_takes_no_device_memory_but_its_states(dtype: torch.dtype, where:
     params = [Parameter(torch.randn(512, 512).to(dtype)) for _ in range(4)]
     optimizer = AdamW(params)
     kernels.prepare_mixed(torch.bfloat16, torch.bfloat16, torch.device("cpu"))
+    gc.collect()  # what compiling leaves behind, fake tensors among it, is no business of the meter
     for p in params:
         place_param(p, Placement(params=Params.DEVICE, optimizer=where, tier=tier, block=0))
         p.grad = torch.randn(512, 512).to(dtype)

@@ -1,0 +1,160 @@
+"""The optimizer's update on the CPU, as a share of a stream of the same bytes.
+
+The stream is a kernel with trivial arithmetic, compiled by Inductor too, that reads gradient, master and moments and
+writes weight, master and moments: 28 bytes a parameter. The mixed update reads the old weight as well, to honour edits of
+it; the second share is against a stream that does the same (30 bytes). fp32 updates stream 28 bytes: gradient,
+parameter and moments in; parameter and moments out.
+
+Every repetition times each candidate right after the stream, and the figure is the median of the ratios of these
+neighbours, because machines drift. Whole ``optimizer.step()`` calls are timed.
+
+    python examples/benchmarks/host_update.py --params 128000000 --threads 2 4
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import autohete_fx
+from autohete_fx.ir import Optimizer, Params
+from autohete_fx.runtime.placement import Placement, place_param
+from autohete_fx.runtime.tiers import HostTier, open_tier
+
+Run = Callable[[], object]
+
+
+def main() -> None:
+    """Print the machine, and a table for every number of threads."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", type=int, default=64_000_000, help="parameters, in one tensor")
+    parser.add_argument("--threads", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--offload-dir", help="where the homes of host states are; default: a temporary directory")
+    arguments = parser.parse_args()
+    print(f"command: python {' '.join(sys.argv)}")
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, {cpu_name()}")
+    for threads in arguments.threads:
+        torch.set_num_threads(threads)
+        torch.compiler.reset()
+        print(f"\n{threads} threads, {arguments.params:,} parameters, {arguments.repeats} repetitions")
+        print(f"  {'':<42}{'ms':>8}{'GB/s':>8}   share of a stream of 28 / 30 bytes")
+        tier = open_tier("cpu", arguments.offload_dir)
+        for name, alike, run in candidates(arguments.params, tier):
+            times = measure([*alike, run], arguments.repeats)
+            shares = [statistics.median(s / c for s, c in zip(stream, times[-1], strict=True)) for stream in times[:-1]]
+            step_s = statistics.median(times[-1])
+            text = " / ".join(f"{share:.2f}" for share in shares)
+            print(f"  {name:<42}{step_s * 1e3:>8.1f}{28e-9 * arguments.params / step_s:>8.1f}   {text}")
+
+
+def candidates(length: int, tier: HostTier) -> Iterator[tuple[str, list[Run], Run]]:
+    """Name, streams to compare with, and what is timed; one at a time, so that memory holds only one."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for where in Optimizer:
+            name = f"autohete_fx.AdamW, {dtype}, {where.value} states"
+            yield name, streams(length, dtype), adamw(length, dtype, where, tier)
+    yield "torch.optim.AdamW(fused=True), fp32", streams(length, torch.float32), torch_adamw(length)
+    yield "grad.float(), torch fused, copy_ to bf16", streams(length, torch.bfloat16), cast_and_fused(length)
+
+
+def streams(length: int, dtype: torch.dtype) -> list[Run]:
+    """The stream of 28 bytes and, where the update reads the weight besides, that of 30."""
+    weight, grad = torch.randn(2, length).to(dtype)
+    first, second = torch.rand(2, length)
+    if dtype == torch.float32:
+        return [partial(_stream_full, weight, grad, first, second)]
+    master = torch.randn(length)
+    tensors = weight, grad, master, first, second
+    return [partial(_stream_mixed, *tensors), partial(_stream_mixed_and_weight, *tensors)]
+
+
+@torch.compile(dynamic=False)
+def _stream_full(weight: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> None:
+    weight += grad
+    first += grad
+    second += grad
+
+
+@torch.compile(dynamic=False)
+def _stream_mixed(weight: Tensor, grad: Tensor, master: Tensor, first: Tensor, second: Tensor) -> None:
+    value = grad.float()
+    master += value
+    first += value
+    second += value
+    weight.copy_(master)
+
+
+@torch.compile(dynamic=False)
+def _stream_mixed_and_weight(weight: Tensor, grad: Tensor, master: Tensor, first: Tensor, second: Tensor) -> None:
+    value = grad.float() + weight.float()
+    master += value
+    first += value
+    second += value
+    weight.copy_(master)
+
+
+def adamw(length: int, dtype: torch.dtype, where: Optimizer, tier: HostTier) -> Run:
+    """A step of our optimizer; host states bring parameter and gradient to the host too."""
+    param = Parameter(torch.randn(length).to(dtype))
+    optimizer = autohete_fx.AdamW([param], lr=1e-3)
+    grad = torch.randn(length).to(dtype)
+    if where is Optimizer.HOST:
+        place_param(param, Placement(params=Params.HOST, optimizer=where, tier=tier, block=0))
+        grad = tier.empty_like(grad).copy_(grad)
+    param.grad = grad
+    return optimizer.step
+
+
+def torch_adamw(length: int) -> Run:
+    """torch's fused step in fp32."""
+    param = Parameter(torch.randn(length))
+    param.grad = torch.randn(length)
+    return torch.optim.AdamW([param], lr=1e-3, fused=True).step
+
+
+def cast_and_fused(length: int) -> Run:
+    """What one writes by hand around torch's fused step for bf16 parameters."""
+    weight, grad = torch.randn(2, length).bfloat16()
+    master = Parameter(weight.float())
+    optimizer = torch.optim.AdamW([master], lr=1e-3, fused=True)
+
+    def run() -> None:
+        master.grad = grad.float()
+        optimizer.step()
+        weight.copy_(master.detach())
+
+    return run
+
+
+def measure(runs: Sequence[Run], repeats: int) -> list[list[float]]:
+    """Seconds of every run, in turns; the first two rounds, which compile and touch the pages, are left out."""
+    times: list[list[float]] = [[] for _ in runs]
+    for repeat in range(repeats + 2):
+        for run, seconds in zip(runs, times, strict=True):
+            start = time.perf_counter()
+            run()
+            if repeat > 1:
+                seconds.append(time.perf_counter() - start)
+    return times
+
+
+def cpu_name() -> str:
+    """The processor's model, where the system tells."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+if __name__ == "__main__":
+    main()
