@@ -42,7 +42,7 @@ def autohete(
     try:
         return _compile(gm, example_inputs, Options.from_user(options, mode))
     except AutoHeteError as error:
-        raise _surfacing(error) from error.__cause__
+        raise surfacing(error) from error.__cause__
 
 
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[object], chosen: Options) -> Callable[..., object]:
@@ -57,7 +57,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[object], chosen: Optio
     return _owning(compiled, model)
 
 
-def _surfacing(error: AutoHeteError) -> AutoHeteError:
+def surfacing(error: AutoHeteError) -> AutoHeteError:
     """The same error, of a class that Dynamo lets through: it wraps any other in a BackendCompilerFailed."""
     kind = type(error)
     surfacing = type(

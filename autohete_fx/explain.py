@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import fx
 
+from autohete_fx.backend import surfacing
 from autohete_fx.capture.inputs import graph_inputs
 from autohete_fx.compilation import Compilation
 from autohete_fx.compiler import GraphCompiler
+from autohete_fx.errors import AutoHeteError
 from autohete_fx.model import new_model
 from autohete_fx.options import Options
 
@@ -41,7 +43,10 @@ def explain(
     def look(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., object]:
         sources = graph_inputs(gm, example_inputs)
         compiler = GraphCompiler(gm=gm, inputs=sources, options=chosen, model=new_model(gm, sources, chosen))
-        found.append(compiler.look(example_inputs))
+        try:
+            found.append(compiler.look(example_inputs))
+        except AutoHeteError as error:
+            raise surfacing(error) from error.__cause__
         return gm.forward
 
     buffers = (

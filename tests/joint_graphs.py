@@ -37,7 +37,9 @@ class Captured:
 def _quiet() -> Iterator[None]:
     """Without PyTorch's warnings about itself: a function that it has deprecated, what Dynamo reads at graph breaks."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf", category=UserWarning)
+        warnings.filterwarnings(
+            "ignore", message=r"The \.grad attribute of a Tensor that is not a leaf", category=UserWarning
+        )
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
         yield
 
@@ -77,7 +79,9 @@ def capture(step: Callable[..., Any], *args: Any, dynamic: bool = False, in_plac
                 keep(graph)
             return graph.forward
 
-        return compile_fx(gm, example_inputs, inner_compile=inner, config_patches={"custom_partitioner_fn": _Capture(keep)})
+        return compile_fx(
+            gm, example_inputs, inner_compile=inner, config_patches={"custom_partitioner_fn": _Capture(keep)}
+        )
 
     torch._dynamo.reset()
     with _quiet():

@@ -163,9 +163,7 @@ def _floating(joint: JointNodes, known: Mapping[fx.Node, int], parameters: Param
     return floating
 
 
-def _neighbours(
-    nodes: Iterable[fx.Node], known: Mapping[fx.Node, int]
-) -> dict[fx.Node, tuple[int | None, int | None]]:
+def _neighbours(nodes: Iterable[fx.Node], known: Mapping[fx.Node, int]) -> dict[fx.Node, tuple[int | None, int | None]]:
     """For nodes without a layer: the layer slots seen last before and first after them, in graph order."""
     ordered = list(nodes)
     before: dict[fx.Node, int | None] = {}
@@ -232,6 +230,8 @@ class BackwardAssignment:
 
     def _index_forward(self) -> None:
         for node, slot in self.forward.items():
+            if is_scalar(node):
+                continue
             stack = module_stack(node)
             if stack and self.joint.order[node] < self.joint.forward_end:
                 self._by_stack.setdefault(stack, set()).add(slot)

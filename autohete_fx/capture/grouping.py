@@ -63,7 +63,7 @@ def block_index(graph: BlockGraph) -> dict[str, int]:
 
 
 def _known_slots(joint: JointNodes, layers: Sequence[Layer]) -> SlotMap:
-    """Slots of the nodes, forward and backward, that were traced inside a layer; sizes, which layers share, left out."""
+    """Slots of the nodes, forward and backward, that were traced inside a layer; not of sizes, which layers share."""
     slot_of_scope = {layer.scope: Slots.of_layer(index) for index, layer in enumerate(layers)}
     slot_of_stack = {}
     known: SlotMap = {}

@@ -7,7 +7,7 @@ order of constructing the optimizer and compiling does not matter.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from autohete_fx.optim.loading import read_groups, read_states
 from autohete_fx.optim.owners import register_owner
 from autohete_fx.optim.state import MASTER, check_grad, check_param, complete, flat, place_of, settle, state_bytes
 from autohete_fx.optim.updates import Update, apply
-from autohete_fx.runtime.placement import placement_of
 
 _IMPLEMENTATION: dict[str, Any] = {
     "amsgrad": False,
@@ -30,6 +29,13 @@ _IMPLEMENTATION: dict[str, Any] = {
 }
 """What ``torch.optim.AdamW`` keeps in its groups to choose an implementation. Ours computes as its fused one does, and
 saying so lets a loaded ``torch.optim.AdamW`` go on with the same arithmetic."""
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _untraced(method: _Method) -> _Method:
+    """Run as it is even where the caller is compiled."""
+    return cast("_Method", torch.compiler.disable(method))
 
 
 class AdamW(torch.optim.Optimizer):
@@ -109,7 +115,7 @@ class AdamW(torch.optim.Optimizer):
             for param in group["params"]:
                 register_owner(param, self)
 
-    @torch.compiler.disable
+    @_untraced
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step for every parameter that has a gradient.
@@ -141,18 +147,17 @@ class AdamW(torch.optim.Optimizer):
             check_grad(param, param.grad)
         updates = []
         for param, group in with_grad:
-            state, place, placement = self.state[param], place_of(param), placement_of(param)
+            state, place = self.state[param], place_of(param)
             settle(param, state, place)
             complete(param, state, place)
-            block = -1 if placement is None else placement.block
-            updates.append(Update(param, param.grad, state, group, place, block))
+            updates.append(Update(param, param.grad, state, group, place))
         return updates
 
     def state_bytes_of(self, param: Tensor) -> int:
         """Bytes of the states that steps hold for ``param``, master included; 0 for a frozen one without states."""
         return state_bytes(param) if param.requires_grad or self.state.get(param) else 0
 
-    @torch.compiler.disable
+    @_untraced
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """A dict shaped as ``torch.optim.AdamW`` makes it; 16-bit parameters have a ``master`` beside the moments.
@@ -168,7 +173,7 @@ class AdamW(torch.optim.Optimizer):
                     reconcile_master(flat(param), flat(state[MASTER]))
         return super().state_dict()
 
-    @torch.compiler.disable
+    @_untraced
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of this class or of ``torch.optim.AdamW``, in fp32 and into the places of the plan.

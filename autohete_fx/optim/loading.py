@@ -95,8 +95,8 @@ def _check(key: object, param: Tensor, entry: Mapping[str, Any]) -> None:
     missing, unknown = [n for n in required if n not in entry], [n for n in entry if n not in allowed]
     if MASTER in unknown:
         raise OptimizerStateError(
-            f"the state of parameter {key} has a master, but the parameter is {param.dtype}: it was 16-bit when this was "
-            "saved. Convert the model as it was, or copy the master into the parameter and remove it from the dict"
+            f"the state of parameter {key} has a master, but the parameter is {param.dtype}: it was 16-bit when "
+            "this was saved. Convert the model as it was, or copy the master into the parameter and take it out of the dict"
         )
     if missing or unknown:
         raise OptimizerStateError(

@@ -82,10 +82,14 @@ def layout_of(param: Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a parameter's states belong: homes of ``tier``, or memory of ``device`` where there is no tier."""
+    """Where a parameter's states belong: homes of ``tier``, or memory of ``device`` where there is no tier.
+
+    ``block`` is the index of the parameter's block, smaller where the next forward needs it sooner; -1 where unknown.
+    """
 
     device: torch.device
-    tier: HostTier | None
+    tier: HostTier | None = None
+    block: int = -1
 
     def empty(self, param: Tensor, dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor here, laid out as the states of ``param``. Raises HostMemoryError."""
@@ -105,9 +109,10 @@ class Place:
 def place_of(param: Tensor) -> Place:
     """Where the states of ``param`` belong now. A user who moved it off the tier's device gets states beside it."""
     placement = placement_of(param)
-    if placement is None or placement.optimizer is Optimizer.DEVICE or placement.tier.device != param.device:
-        return Place(param.device, None)
-    return Place(param.device, placement.tier)
+    if placement is None:
+        return Place(param.device)
+    on_host = placement.optimizer is Optimizer.HOST and placement.tier.device == param.device
+    return Place(param.device, placement.tier if on_host else None, placement.block)
 
 
 def settle(param: Tensor, state: State, place: Place) -> None:

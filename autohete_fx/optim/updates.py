@@ -37,7 +37,6 @@ class Update:
     state: State
     group: dict[str, Any]
     place: Place
-    block: int
 
 
 def apply(updates: Sequence[Update]) -> None:
@@ -49,7 +48,7 @@ def apply(updates: Sequence[Update]) -> None:
     by_host = [u for u in updates if u.place.tier is not None and not _addressable(u.param)]
     apply_in_place([u for u in updates if u.place.tier is None or _addressable(u.param)])
     if by_host:
-        apply_on_host(sorted(by_host, key=lambda u: u.block))
+        apply_on_host(sorted(by_host, key=lambda u: u.place.block))
     # No kernel tells autograd, which must refuse a backward through a parameter that it saved before the step.
     torch.autograd.graph.increment_version([u.param for u in updates])
 
@@ -94,7 +93,7 @@ class _Staged:
         tier = update.place.tier
         assert tier is not None
         self.update = update
-        self.uploads = not tier.owns(update.param)
+        self.uploads = not _at_home(update.param, update.param, tier)
         self.param = _download(update.param.detach(), update.param, tier)
         self.grad = _download(update.grad.detach(), update.param, tier)
 
@@ -104,16 +103,21 @@ class _Staged:
         if needs_master(u.param):
             _apply_mixed(u, self.param, self.grad, state, coefs)
         else:
-            _apply_full([Update(self.param, self.grad, state, u.group, u.place, u.block)])
+            _apply_full([Update(self.param, self.grad, state, u.group, u.place)])
         if self.uploads:
             u.param.detach().copy_(self.param, non_blocking=True)
 
 
 def _download(t: Tensor, param: Tensor, tier: HostTier) -> Tensor:
     """A CPU tensor with the values of ``t``, now or when the stream gets there, laid out as the parameter's states."""
-    if tier.owns(t) and t.stride() == layout_of(param):
+    if _at_home(t, param, tier):
         return host_view(t)
     return host_view(tier.empty_strided(t.shape, layout_of(param), t.dtype)).copy_(t, non_blocking=True)
+
+
+def _at_home(t: Tensor, param: Tensor, tier: HostTier) -> bool:
+    """Whether the CPU can update from ``t`` itself."""
+    return tier.owns(t) and t.stride() == layout_of(param)
 
 
 def _finish(staged: Iterable[_Staged], coefs: "_Coefficients") -> None:

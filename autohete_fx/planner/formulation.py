@@ -63,6 +63,7 @@ order is imposed on them; the incumbent that is given as a hint, and the limits,
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ortools.sat.python import cp_model
 
@@ -159,6 +160,7 @@ class Answer:
     exhausted: bool
 
 
+Linear = Any  # sums of variables: cp_model's stubs do not type them
 Work = Callable[[int, BlockDecision], float]
 
 
@@ -183,7 +185,7 @@ class Program:
             self.chosen.append([self.model.new_bool_var(f"x[{block},{k}]") for k in range(len(options))])
             self.model.add_exactly_one(self.chosen[block])
 
-    def _add_device_memory(self, limit: cp_model.LinearExprT) -> None:
+    def _add_device_memory(self, limit: Linear) -> None:
         held = [
             [device_bytes(self.problem, block, option) for option in options]
             for block, options in enumerate(self.options)
@@ -196,7 +198,7 @@ class Program:
             ]
             self.model.add(sum(in_use) + self.problem.fixed_bytes <= limit)
 
-    def _host_bytes(self) -> cp_model.LinearExprT:
+    def _host_bytes(self) -> Linear:
         return sum(
             host_bytes(self.problem, block, option) * variable
             for block in range(self.num_blocks)
@@ -210,7 +212,7 @@ class Program:
     def _time(self, name: str) -> cp_model.IntVar:
         return self.model.new_int_var(0, self.horizon, name)
 
-    def _ticks(self, block: int, work: Work) -> cp_model.LinearExprT:
+    def _ticks(self, block: int, work: Work) -> Linear:
         """A block's seconds under its chosen option, in whole ticks."""
         seconds = [work(block, option) for option in self.options[block]]
         return sum(
@@ -313,7 +315,7 @@ class Program:
         # A bound must not have this term.
         self.model.minimize(step + self._ticks_of_copies() if one_ahead else step)
 
-    def _ticks_of_copies(self) -> cp_model.LinearExprT:
+    def _ticks_of_copies(self) -> Linear:
         def work(block: int, option: BlockDecision) -> float:
             return COPY_WEIGHT * self._copies_s(block, option)
 

@@ -136,9 +136,7 @@ def _crossing_values(
                 continue
             if isinstance(root.meta["val"], torch.Tensor):
                 name = owner_of.get(root.name, root.name)
-                crossing.setdefault(
-                    name, (placed[node.name], extent_bytes(root.meta["val"], partition.device_type))
-                )
+                crossing.setdefault(name, (placed[node.name], extent_bytes(root.meta["val"], partition.device_type)))
     return crossing
 
 

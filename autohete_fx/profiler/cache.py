@@ -52,7 +52,7 @@ def _path(kind: str, key: str) -> Path:
 
 
 def store_text(kind: str, key: str, text: str) -> None:
-    """Keep a text under (kind, key), replacing what was there. A directory that refuses is no error: nothing is kept."""
+    """Keep a text under (kind, key), replacing what was there. Where the directory refuses, nothing is kept."""
     path = _path(kind, key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autohete_fx.ir import Machine
 from autohete_fx.profiler.cache import load_machine, store_machine
@@ -94,7 +95,7 @@ def _product_rates(device: torch.device) -> tuple[tuple[str, float], ...]:
     for dtype in _DTYPES:
         # without hardware for it, a 16-bit product on a CPU is slower by orders: time a small one first
         for side in (size // 8, size):
-            left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+            left, right = (torch.linspace(-1, 1, side**2, device=device).to(dtype).view(side, side) for _ in range(2))
             seconds = _seconds(device, functools.partial(torch.mm, left, right))
             rate = 2 * side**3 / seconds
             if side < size and 2 * size**3 / rate > 0.2:
@@ -125,7 +126,7 @@ def _update_rate(device: torch.device) -> float:
     steps = [torch.ones((), device=device)]
 
     def step() -> None:
-        torch._fused_adamw_(
+        torch.ops.aten._fused_adamw_.default(
             params,
             grads,
             averages,
@@ -161,7 +162,7 @@ def measure_machine(
         offload_dir: directory of host memory for a CPU device; the temporary directory where None.
     """
     # the caller may be in the middle of tracing: nothing here may be traced or recorded for backward
-    real = torch._subclasses.fake_tensor.unset_fake_temporarily()
+    real = unset_fake_temporarily()
     with real, torch.no_grad(), tempfile.TemporaryDirectory(dir=offload_dir) as place:
         if make_host_tensor is None:
             path = os.path.join(place, "timing")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import _guards, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autohete_fx.ir import Machine, Profile
@@ -116,8 +116,8 @@ def _outside_tracing() -> Iterator[None]:
     """
     with (
         _disable_current_modes(),
-        torch._guards.tracing(None),
-        torch._guards.compile_context(None),
+        _guards.tracing(None),
+        _guards.compile_context(None),
         torch.no_grad(),
         torch.random.fork_rng(),
     ):

@@ -34,30 +34,131 @@ class Kind(enum.Enum):
 
 _VIEWS = frozenset({"aten.reshape", "aten._unsafe_view", "aten._reshape_alias", "aten.lift_fresh", "prims.view_of"})
 _POINTWISE = frozenset(
-    """aten.clone aten.embedding aten.gather aten.index aten._unsafe_index aten._unsafe_masked_index aten.index_select
-    aten.slice_scatter aten.select_scatter aten.cat aten.constant_pad_nd aten.full aten.full_like aten.scalar_tensor
-    aten.arange aten.tril aten.triu aten.masked_fill aten.flip aten.roll aten.empty aten.empty_like aten.new_empty
-    aten.new_zeros aten.new_ones aten.zeros aten.ones aten.zeros_like aten.ones_like aten.new_full aten.repeat
-    aten.contiguous aten.stack aten._to_copy aten.copy aten.fill aten.lift_fresh_copy aten.permute_copy aten.where
-    aten.native_dropout aten.repeat_interleave aten.copysign aten.glu aten.logit aten.nan_to_num aten.empty_strided
-    aten.new_empty_strided aten.isnan aten.isinf aten.mul aten.diagonal_scatter aten.as_strided_scatter aten.unfold_copy
-    prims.iota prims.convert_element_type prims.inductor_random prims.inductor_randint prims.inductor_lookup_seed
-    prims.fma prims.device_put prims.inductor_force_stride_order prims._low_memory_max_pool_offsets_to_indices
-    _quantized_decomposed.quantize_per_tensor""".split()
+    {
+        "aten.clone",
+        "aten.embedding",
+        "aten.gather",
+        "aten.index",
+        "aten._unsafe_index",
+        "aten._unsafe_masked_index",
+        "aten.index_select",
+        "aten.slice_scatter",
+        "aten.select_scatter",
+        "aten.cat",
+        "aten.constant_pad_nd",
+        "aten.full",
+        "aten.full_like",
+        "aten.scalar_tensor",
+        "aten.arange",
+        "aten.tril",
+        "aten.triu",
+        "aten.masked_fill",
+        "aten.flip",
+        "aten.roll",
+        "aten.empty",
+        "aten.empty_like",
+        "aten.new_empty",
+        "aten.new_zeros",
+        "aten.new_ones",
+        "aten.zeros",
+        "aten.ones",
+        "aten.zeros_like",
+        "aten.ones_like",
+        "aten.new_full",
+        "aten.repeat",
+        "aten.contiguous",
+        "aten.stack",
+        "aten._to_copy",
+        "aten.copy",
+        "aten.fill",
+        "aten.lift_fresh_copy",
+        "aten.permute_copy",
+        "aten.where",
+        "aten.native_dropout",
+        "aten.repeat_interleave",
+        "aten.copysign",
+        "aten.glu",
+        "aten.logit",
+        "aten.nan_to_num",
+        "aten.empty_strided",
+        "aten.new_empty_strided",
+        "aten.isnan",
+        "aten.isinf",
+        "aten.mul",
+        "aten.diagonal_scatter",
+        "aten.as_strided_scatter",
+        "aten.unfold_copy",
+        "prims.iota",
+        "prims.convert_element_type",
+        "prims.inductor_random",
+        "prims.inductor_randint",
+        "prims.inductor_lookup_seed",
+        "prims.fma",
+        "prims.device_put",
+        "prims.inductor_force_stride_order",
+        "prims._low_memory_max_pool_offsets_to_indices",
+        "_quantized_decomposed.quantize_per_tensor",
+    }
 )
 _REDUCTIONS = frozenset(
-    """aten.sum aten.mean aten.amax aten.amin aten.var_mean aten.var aten.std aten.max aten.min aten.argmax aten.argmin
-    aten.any aten.all aten.prod aten.cumsum aten.cumprod aten.logcumsumexp aten.logsumexp aten.linalg_vector_norm
-    aten.norm aten.std_mean prims.sum prims.var prims.prepare_softmax_online prims.xor_sum aten._softmax
-    aten._log_softmax""".split()
+    {
+        "aten.sum",
+        "aten.mean",
+        "aten.amax",
+        "aten.amin",
+        "aten.var_mean",
+        "aten.var",
+        "aten.std",
+        "aten.max",
+        "aten.min",
+        "aten.argmax",
+        "aten.argmin",
+        "aten.any",
+        "aten.all",
+        "aten.prod",
+        "aten.cumsum",
+        "aten.cumprod",
+        "aten.logcumsumexp",
+        "aten.logsumexp",
+        "aten.linalg_vector_norm",
+        "aten.norm",
+        "aten.std_mean",
+        "prims.sum",
+        "prims.var",
+        "prims.prepare_softmax_online",
+        "prims.xor_sum",
+        "aten._softmax",
+        "aten._log_softmax",
+    }
 )
 _SCATTERS = frozenset(
-    """aten.index_put aten.index_put_ aten._unsafe_index_put aten._unsafe_masked_index_put_accumulate aten.scatter
-    aten.scatter_add aten.scatter_reduce aten.index_add aten.index_copy""".split()
+    {
+        "aten.index_put",
+        "aten.index_put_",
+        "aten._unsafe_index_put",
+        "aten._unsafe_masked_index_put_accumulate",
+        "aten.scatter",
+        "aten.scatter_add",
+        "aten.scatter_reduce",
+        "aten.index_add",
+        "aten.index_copy",
+    }
 )
 _HEAVY = frozenset(
-    """aten.exp aten.log aten.log10 aten.log1p aten.log2 aten.sigmoid aten.tanh aten.silu aten.expm1 aten.softplus
-    aten.gelu aten.logsigmoid""".split()
+    {
+        "aten.exp",
+        "aten.log",
+        "aten.log10",
+        "aten.log1p",
+        "aten.log2",
+        "aten.sigmoid",
+        "aten.tanh",
+        "aten.silu",
+        "aten.expm1",
+        "aten.softplus",
+        "aten.gelu",
+        "aten.logsigmoid",
+    }
 )
 _REALIZED = frozenset({"prims.inductor_random", "prims.inductor_randint"})
 _ISSUES = frozenset({"autohete.prefetch", "autohete.reload", "autohete.offload"})
@@ -122,8 +223,8 @@ def holds_tensor(node: fx.Node) -> bool:
 def hint(size: int | torch.SymInt) -> int:
     """A size as a plain number, through its hint where it is symbolic; 1 where it has none."""
     if isinstance(size, torch.SymInt):
-        value = size.node.hint if size.node.has_hint() else None
-        return 1 if value is None else int(value)
+        symbol: Any = size.node
+        return int(symbol.hint) if symbol.has_hint() and symbol.hint is not None else 1
     return int(size)
 
 
@@ -213,7 +314,7 @@ def always_realized(node: fx.Node) -> bool:
 
 def rows_of_reduction(node: fx.Node) -> int:
     """Size of the outer loops of a reduction over trailing dimensions; 0 for any other, which fuses with nothing."""
-    source = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
+    source: Any = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
     if packet_name(node) in _SCATTERS or not isinstance(source, torch.Tensor):
         return 0
     dims = node.args[1] if len(node.args) > 1 else None
@@ -255,7 +356,9 @@ def realize_thresholds(device_type: str) -> RealizeThresholds:
         return getattr(config, fallback)
 
     return RealizeThresholds(
-        reads=pick("realize_acc_reads_threshold", "_realize_acc_reads_threshold_default", "realize_cpu_acc_reads_threshold"),
+        reads=pick(
+            "realize_acc_reads_threshold", "_realize_acc_reads_threshold_default", "realize_cpu_acc_reads_threshold"
+        ),
         reads_when_reused=config.realize_reads_threshold,
         ops=pick("realize_opcount_threshold", "_realize_opcount_threshold_default", "realize_cpu_opcount_threshold"),
         delays_cheap_outputs=getattr(config, "delay_realize_cheap_outputs", False),

@@ -25,7 +25,7 @@ class _Buffer:
 
 @dataclass(slots=True)
 class _Schedule:
-    """Dependencies of kernels: predecessors, successors, buffers read, bytes written (``scratch``: for the kernel only)."""
+    """Kernels: predecessors, successors, buffers read, bytes written, ``scratch`` bytes of those gone behind it."""
 
     before: list[set[int]]
     behind: list[set[int]]

@@ -51,7 +51,8 @@ def plan_reuse(
                 if index in born or not size:
                     continue
                 born[index] = now
-                source = next((i for i in dying if lifetimes.num_bytes[i] == size and _in_place(kernel, i, index)), None)
+                fitting = (i for i in dying if lifetimes.num_bytes[i] == size and _in_place(kernel, i, index))
+                source = next(fitting, None)
                 if source is not None:
                     dying.remove(source)
                     taken_over[index] = source

@@ -1,9 +1,9 @@
 """The optimizer's update on the CPU, as a share of a stream of the same bytes.
 
 The stream is a kernel with trivial arithmetic, compiled by Inductor too, that reads gradient, master and moments and
-writes weight, master and moments: 28 bytes a parameter. The mixed update reads the old weight as well, to honour edits of
-it; the second share is against a stream that does the same (30 bytes). fp32 updates stream 28 bytes: gradient,
-parameter and moments in; parameter and moments out.
+writes weight, master and moments: 28 bytes a parameter. The mixed update reads the old weight as well, to honour
+edits of it; the second share is against a stream that does the same (30 bytes). fp32 updates stream 28 bytes:
+gradient, parameter and moments in; parameter and moments out.
 
 Every repetition times each candidate right after the stream, and the figure is the median of the ratios of these
 neighbours, because machines drift. Whole ``optimizer.step()`` calls are timed.
@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,14 +47,14 @@ def main() -> None:
         torch.set_num_threads(threads)
         torch.compiler.reset()
         print(f"\n{threads} threads, {arguments.params:,} parameters, {arguments.repeats} repetitions")
-        print(f"  {'':<42}{'ms':>8}{'GB/s':>8}   share of a stream of 28 / 30 bytes")
+        print(f"  {'':<50}{'ms':>8}{'GB/s':>8}   share of a stream of 28 / 30 bytes")
         tier = open_tier("cpu", arguments.offload_dir)
         for name, alike, run in candidates(arguments.params, tier):
             times = measure([*alike, run], arguments.repeats)
             shares = [statistics.median(s / c for s, c in zip(stream, times[-1], strict=True)) for stream in times[:-1]]
             step_s = statistics.median(times[-1])
             text = " / ".join(f"{share:.2f}" for share in shares)
-            print(f"  {name:<42}{step_s * 1e3:>8.1f}{28e-9 * arguments.params / step_s:>8.1f}   {text}")
+            print(f"  {name:<50}{step_s * 1e3:>8.1f}{28e-9 * arguments.params / step_s:>8.1f}   {text}")
 
 
 def candidates(length: int, tier: HostTier) -> Iterator[tuple[str, list[Run], Run]]:
@@ -105,7 +106,7 @@ def _stream_mixed_and_weight(weight: Tensor, grad: Tensor, master: Tensor, first
 def adamw(length: int, dtype: torch.dtype, where: Optimizer, tier: HostTier) -> Run:
     """A step of our optimizer; host states bring parameter and gradient to the host too."""
     param = Parameter(torch.randn(length).to(dtype))
-    optimizer = autohete_fx.AdamW([param], lr=1e-3)
+    optimizer: Any = autohete_fx.AdamW([param], lr=1e-3)
     grad = torch.randn(length).to(dtype)
     if where is Optimizer.HOST:
         place_param(param, Placement(params=Params.HOST, optimizer=where, tier=tier, block=0))

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._functorch import config as functorch_config
@@ -114,10 +115,9 @@ def compiled_step(
     torch.manual_seed(0)
     config = GPTConfig(layers=arguments.layers, width=arguments.width, heads=arguments.width // 32)
     model = GPT(config)
+    optimizer: Any = autohete_fx.AdamW(model.parameters())
     if plain:
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    else:
-        optimizer = autohete_fx.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     compile_model(model)
     tokens = torch.randint(256, (arguments.batch, config.context))
 

@@ -29,26 +29,25 @@ OPT: dict[str, Any] = {
     "word_embed_proj_dim": 32,
     "use_cache": False,
 }
-
-
-def gpt2() -> transformers.PreTrainedModel:
-    config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=DEPTH, n_head=4, n_positions=32, use_cache=False)
-    return transformers.GPT2LMHeadModel(config)
-
-
-def t5() -> transformers.PreTrainedModel:
-    config = transformers.T5Config(
-        vocab_size=VOCAB,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=DEPTH,
-        num_decoder_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-        use_cache=False,
-    )
-    return transformers.T5ForConditionalGeneration(config)
+T5: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": DEPTH,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+    "use_cache": False,
+}
+GPT2: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": DEPTH,
+    "n_head": 4,
+    "n_positions": 32,
+    "use_cache": False,
+}
 
 
 def stack(path: str, depth: int = DEPTH) -> list[str]:
@@ -76,7 +75,11 @@ MODELS: dict[str, tuple[Callable[[], transformers.PreTrainedModel], list[str], i
         stack("model.decoder.layers"),
         1,
     ),
-    "gpt2": (gpt2, stack("transformer.h"), 1),
+    "gpt2": (
+        lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)),
+        stack("transformer.h"),
+        1,
+    ),
     "mixtral": (
         lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**DECODER, num_local_experts=4)),
         stack("model.layers"),
@@ -88,7 +91,11 @@ MODELS: dict[str, tuple[Callable[[], transformers.PreTrainedModel], list[str], i
         1,
     ),
     # The first layers compute the position biases that the others add to, and receive their gradients.
-    "t5": (t5, [*stack("encoder.block"), *stack("decoder.block", 2)], 5),
+    "t5": (
+        lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)),
+        [*stack("encoder.block"), *stack("decoder.block", 2)],
+        5,
+    ),
     "albert": (
         lambda: transformers.AlbertForMaskedLM(transformers.AlbertConfig(**COMMON, embedding_size=16)),
         ["albert.encoder.albert_layer_groups.0.albert_layers.0"] * DEPTH,

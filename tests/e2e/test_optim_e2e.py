@@ -123,6 +123,26 @@ def test_bf16_training_is_the_same_wherever_it_lives(where: tuple[Params, Optimi
     torch.testing.assert_close(results[1][1:], results[0][1:], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_step_inside_compiled_code(dtype: torch.dtype) -> None:
+    results = []
+    for compiled in (False, True):
+        model = make(dtype)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+
+        def step(model: Net = model, optimizer: AdamW = optimizer) -> None:
+            model(torch.arange(24).view(2, 12)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        model.eval()
+        run = torch.compile(step, backend="aot_eager") if compiled else step
+        for _ in range(3):
+            run()
+        results.append(model.state_dict())
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
 def test_bf16_masters_learn_what_16_bits_cannot() -> None:
     """Updates far below a weight's last bit add up in the master."""
     p = nn.Parameter(torch.full((256,), 100.0, dtype=torch.bfloat16))

@@ -1,6 +1,5 @@
 """Blocks from module paths: which modules are layers, where every node goes, what equal layers share."""
 
-import functools
 import os
 import subprocess
 import sys
@@ -10,75 +9,27 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from autohete_fx.capture.assign import check_order
 from autohete_fx.capture.dataflow import split_joint
 from autohete_fx.capture.grouping import block_index
 from autohete_fx.ir import BlockKind
 from tests.joint_graphs import Captured, assert_sound, capture_one, layers
-
-BATCH, TOKENS, WIDTH, VOCAB = 2, 6, 16, 32
-ACTIVATION_BYTES = BATCH * TOKENS * WIDTH * 4
-
-
-class Layer(nn.Module):
-    """A pre-norm transformer layer."""
-
-    def __init__(self, width: int = WIDTH, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
-        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
-        if mask is not None:
-            scores = scores.masked_fill(mask, float("-inf"))
-        x = x + self.dropout(self.proj(scores.softmax(-1) @ v))
-        return x + self.dropout(self.mlp(self.norm2(x)))
-
-
-class GPT(nn.Module):
-    """Embedding, layers in a ModuleList, head."""
-
-    def __init__(self, depth: int = 3, tied: bool = False, recompute: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(depth))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        self.recompute = recompute
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).triu(1)
-        for layer in self.layers:
-            x = checkpoint(layer, x, mask, use_reentrant=False) if self.recompute else layer(x, mask)
-        return self.head(self.norm(x))
-
-
-class Wrapped(nn.Module):
-    """A model inside another module, as a trainer or a loss wrapper holds it."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.inner(ids).square().mean()
-
-
-def ids() -> torch.Tensor:
-    return torch.randint(VOCAB, (BATCH, TOKENS))
-
-
-def loss_of(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
+from tests.tiny_models import (
+    ACTIVATION_BYTES,
+    BATCH,
+    GPT,
+    TOKENS,
+    VOCAB,
+    WIDTH,
+    EncoderDecoder,
+    Layer,
+    Shared,
+    Wrapped,
+    gpt,
+    ids,
+    loss_of,
+)
 
 
 def names(captured: Captured) -> list[str]:
@@ -108,13 +59,6 @@ def test_names_are_the_users_own(prefix: str, make: Callable[[], Captured]):
     assert names(make()) == [f"{prefix}layers.{index}" for index in range(3)]
 
 
-@functools.cache
-def gpt() -> Captured:
-    """One GPT with its loss, shared by tests that only read it."""
-    torch.manual_seed(0)
-    return capture_one(loss_of(GPT()), ids())
-
-
 def test_equal_layers_have_equal_digests_and_others_do_not():
     model = GPT(depth=12)
     model.layers[7] = Layer(dropout=0.0)
@@ -138,7 +82,7 @@ def test_digests_depend_on_shapes_but_not_on_names_or_depth():
 def test_digests_are_those_of_every_other_process():
     program = (
         "import torch\n"
-        "from tests.graph.test_grouping import gpt\n"
+        "from tests.tiny_models import gpt\n"
         "graph = gpt().grouped()\n"
         "print(graph.digest, *(block.digest for block in graph.blocks))\n"
     )
@@ -228,19 +172,6 @@ def test_stages_are_divided_into_their_layers():
     assert graph.blocks[4].param_fqns == ("grow.weight", "grow.bias")
 
 
-class EncoderDecoder(nn.Module):
-    """PyTorch's own transformer between two embeddings and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.source, self.target = nn.Embedding(VOCAB, WIDTH), nn.Embedding(VOCAB, WIDTH)
-        self.body = nn.Transformer(WIDTH, 2, 2, 3, 2 * WIDTH, batch_first=True)
-        self.head = nn.Linear(WIDTH, VOCAB)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(self.source(x), self.target(x)))
-
-
 def test_encoder_and_decoder_are_two_stacks_with_a_bridge():
     captured = capture_one(loss_of(EncoderDecoder()), ids())
     graph = assert_sound(captured)
@@ -251,20 +182,6 @@ def test_encoder_and_decoder_are_two_stacks_with_a_bridge():
     assert "body.encoder.norm.weight" in bridge.param_fqns
     read_encoder = {edge.consumer: edge.num_bytes for edge in graph.edges if edge.producer == bridge.index}
     assert [read_encoder[bridge.index + i] for i in (1, 2, 3)] == [ACTIVATION_BYTES] * 3
-
-
-class Shared(nn.Module):
-    """One layer called several times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layer = nn.Embedding(VOCAB, WIDTH), Layer()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for _ in range(4):
-            x = self.layer(x)
-        return x.sum()
 
 
 def test_each_call_of_a_shared_layer_is_a_block_and_the_first_owns_the_parameters():
@@ -388,7 +305,9 @@ def test_an_inference_graph_has_the_same_layers():
 
 def test_symbolic_sizes_count_by_their_hints_and_add_no_guard():
     captured = capture_one(loss_of(GPT()), ids(), dynamic=True)
-    symbols = [node.meta["val"] for node in captured.graph.graph.nodes if isinstance(node.meta.get("val"), torch.SymInt)]
+    symbols = [
+        node.meta["val"] for node in captured.graph.graph.nodes if isinstance(node.meta.get("val"), torch.SymInt)
+    ]
     assert symbols
     shapes = symbols[0].node.shape_env
     guards = len(shapes.guards)

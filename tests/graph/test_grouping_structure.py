@@ -7,7 +7,8 @@ from torch import nn
 from autohete_fx.capture.dataflow import split_joint
 from autohete_fx.capture.grouping import block_index
 from autohete_fx.ir import BlockKind
-from tests.graph.test_grouping import (
+from tests.joint_graphs import Captured, assert_sound, capture_one, layers, strip
+from tests.tiny_models import (
     ACTIVATION_BYTES,
     GPT,
     TOKENS,
@@ -20,7 +21,6 @@ from tests.graph.test_grouping import (
     ids,
     loss_of,
 )
-from tests.joint_graphs import Captured, assert_sound, capture_one, layers, strip
 
 PATHS = ("nn_module_stack", "fwd_nn_module_stack")
 

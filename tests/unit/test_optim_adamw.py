@@ -5,6 +5,7 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,11 +78,11 @@ def run(
     optimizer: AdamW,
     steps: int,
     between: Callable[[int], None] = lambda step: None,
-    **kwargs: object,
+    **kwargs: Any,
 ) -> None:
     """Step both optimizers on equal gradients and compare after every step."""
     reference = exact_copies(params)
-    expected = torch.optim.AdamW(reference, fused=True, **kwargs)  # pyright: ignore[reportArgumentType]
+    expected = torch.optim.AdamW(reference, fused=True, **kwargs)
     for step in range(steps):
         set_grads(params, reference, step)
         optimizer.step()
@@ -116,9 +117,9 @@ def test_steps_equal_torch(dtype: torch.dtype, where: tuple[Params, Optimizer], 
     ],
     ids=["betas", "maximize", "beta1_0", "lr_0", "lr_tensor"],
 )
-def test_hyperparameters(dtype: torch.dtype, options: dict[str, object]) -> None:
+def test_hyperparameters(dtype: torch.dtype, options: dict[str, Any]) -> None:
     params = make_params(dtype)
-    run(params, AdamW(params, **options), 4, **options)  # pyright: ignore[reportArgumentType]
+    run(params, AdamW(params, **options), 4, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -176,7 +177,7 @@ def test_groups_schedulers_and_clipping(dtype: torch.dtype, tier: HostTier) -> N
     params = make_params(dtype, shapes=((16, 16), (16,), (8, 16)))
     reference = exact_copies(params)
 
-    def groups(p: Sequence[Parameter]) -> list[dict[str, object]]:
+    def groups(p: Sequence[Parameter]) -> list[dict[str, Any]]:
         return [{"params": [p[0]], "weight_decay": 0.3}, {"params": [p[1]], "weight_decay": 0.0, "lr": 0.1}]
 
     optimizer, expected = AdamW(groups(params), lr=0.01), torch.optim.AdamW(groups(reference), lr=0.01, fused=True)
@@ -386,10 +387,10 @@ def test_state_bytes_before_and_after_the_first_step() -> None:
         ({"differentiable": True}, "differentiable=True is not supported"),
     ],
 )
-def test_bad_hyperparameters(options: dict[str, object], message: str) -> None:
+def test_bad_hyperparameters(options: dict[str, Any], message: str) -> None:
     p = Parameter(torch.ones(2))
     with pytest.raises(OptimizerStateError, match=message):
-        AdamW([p], **options)  # pyright: ignore[reportArgumentType]
+        AdamW([p], **options)
     with pytest.raises(ValueError, match=message):
         AdamW([{"params": [p], **options}])
     optimizer = AdamW([Parameter(torch.ones(2))])
@@ -400,7 +401,8 @@ def test_bad_hyperparameters(options: dict[str, object], message: str) -> None:
 
 def test_implementation_choices_are_accepted() -> None:
     p = Parameter(torch.ones(2))
-    for options in ({"fused": True}, {"fused": False}, {"foreach": True}, {"foreach": None}):
+    choices: tuple[dict[str, Any], ...] = ({"fused": True}, {"fused": False}, {"foreach": True}, {"foreach": None})
+    for options in choices:
         optimizer = AdamW([p], **options)
         assert optimizer.param_groups[0]["fused"] is True and optimizer.param_groups[0]["foreach"] is None
     with pytest.raises(TypeError, match="decoupled"):

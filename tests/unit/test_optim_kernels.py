@@ -5,6 +5,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from autohete_fx.runtime.placement import Placement, place_param
 from autohete_fx.runtime.tiers import HostTier, open_tier
 
 HALF = [torch.bfloat16, torch.float16]
-GROUP = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
+GROUP: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
 IDLE = {**GROUP, "lr": 0.0}
 
 
@@ -52,7 +53,7 @@ def step_reference(tensors: list[Tensor], step: int) -> list[Tensor]:
     return [weight.copy_(master), grad, master, exp_avg, exp_avg_sq]
 
 
-def step_mixed(tensors: list[Tensor], group: dict[str, object], step: int) -> None:
+def step_mixed(tensors: list[Tensor], group: dict[str, Any], step: int) -> None:
     weight, grad, master, exp_avg, exp_avg_sq = tensors
     coefs = torch.tensor(kernels.coefficients(group, step))
     kernels.update_mixed(weight, grad, master, exp_avg, exp_avg_sq, coefs)
@@ -257,12 +258,12 @@ def test_staging_through_homes_equals_updating_in_place(dtype: torch.dtype, host
                 optimizer.step()
                 continue
             work = []
-            for block, p in enumerate(params):
+            for p in params:
                 state, place, grad = optimizer.state[p], place_of(p), p.grad
                 assert grad is not None
                 with torch.no_grad():
                     complete(p, state, place)
-                work.append(updates.Update(p, grad, state, optimizer.param_groups[0], place, block))
+                work.append(updates.Update(p, grad, state, optimizer.param_groups[0], place))
             with torch.no_grad():
                 updates.apply_on_host(work, window_bytes=3000)
         for a, b in zip(sets[0][0], sets[1][0], strict=True):

@@ -1,0 +1,86 @@
+"""The cache directory: what is stored comes back, what is damaged counts as absent."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from autohete_fx.ir import Machine
+from autohete_fx.profiler import cache
+
+MACHINE = Machine(
+    device_name="a device",
+    device_type="cpu",
+    device_bytes=10,
+    host_bytes=20,
+    disk_bytes=0,
+    device_flops_per_s=(("float32", 1.5e9), ("bfloat16", 2.5e9)),
+    device_bytes_per_s=1.0,
+    h2d_bytes_per_s=2.0,
+    d2h_bytes_per_s=3.0,
+    disk_bytes_per_s=0.0,
+    device_update_params_per_s=4.0,
+    host_update_params_per_s=5.0,
+    latency_s=1e-6,
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOHETE_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def files() -> list[Path]:
+    return [path for path in cache.cache_dir().rglob("*") if path.is_file()]
+
+
+def test_text_comes_back_under_its_kind_and_key_only() -> None:
+    cache.store_text("plan", "a key", "the text")
+    assert cache.load_text("plan", "a key") == "the text"
+    assert cache.load_text("plan", "another key") is None
+    assert cache.load_text("block", "a key") is None
+
+
+def test_the_last_text_wins_and_leaves_one_file() -> None:
+    cache.store_text("plan", "a key", "old")
+    cache.store_text("plan", "a key", "new")
+    assert cache.load_text("plan", "a key") == "new"
+    assert len(files()) == 1
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"version": 1}', '{"version": 0, "key": "k", "text": "t"}'])
+def test_a_damaged_file_counts_as_absent_and_is_written_again(damage: str) -> None:
+    cache.store_text("plan", "k", "t")
+    files()[0].write_text(damage)
+    assert cache.load_text("plan", "k") is None
+    cache.store_text("plan", "k", "again")
+    assert cache.load_text("plan", "k") == "again"
+
+
+def test_a_machine_comes_back_equal() -> None:
+    assert cache.load_machine("m") is None
+    cache.store_machine("m", MACHINE)
+    assert cache.load_machine("m") == MACHINE
+
+
+@pytest.mark.parametrize("damage", ["{}", "3", '{"device_flops_per_s": 3}', "not json"])
+def test_a_damaged_machine_counts_as_absent(damage: str) -> None:
+    cache.store_text("machine", "m", damage)
+    assert cache.load_machine("m") is None
+
+
+def test_a_directory_that_cannot_be_made_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    monkeypatch.setenv("AUTOHETE_CACHE_DIR", str(in_the_way / "below"))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    assert cache.cache_dir().parent == tmp_path
+    cache.store_text("plan", "k", "t")
+    assert cache.load_text("plan", "k") == "t"
+
+
+def test_the_default_directory_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AUTOHETE_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if os.name == "posix" and os.uname().sysname != "Darwin":
+        assert cache.cache_dir() == tmp_path / "autohete_fx"

@@ -1,0 +1,72 @@
+"""Machine figures: plausible, complete, cached by what they depend on."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from autohete_fx.profiler import machine as machine_module
+from autohete_fx.profiler.machine import (
+    device_capacity_bytes,
+    host_capacity_bytes,
+    load_or_measure_machine,
+    machine_key,
+    measure_machine,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOHETE_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def test_every_rate_of_a_cpu_is_measured(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def host_tensor(num_bytes: int) -> torch.Tensor:
+        asked.append(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    found = measure_machine(CPU, make_host_tensor=host_tensor, offload_dir=str(tmp_path))
+    assert asked
+    assert [name for name, _ in found.device_flops_per_s] == ["float32", "bfloat16", "float16"]
+    rates = [found.device_bytes_per_s, found.h2d_bytes_per_s, found.d2h_bytes_per_s, found.host_update_params_per_s]
+    assert all(rate > 1e6 for rate in rates)
+    assert found.flops_per_s("float32") > 1e8
+    assert 0 < found.latency_s < 0.1
+    assert found.device_bytes == device_capacity_bytes(CPU) > 2**28
+    assert list(tmp_path.glob("tmp*")) == []
+
+
+def test_measuring_draws_no_random_numbers(tmp_path: Path) -> None:
+    before = torch.random.get_rng_state()
+    measure_machine(CPU, offload_dir=str(tmp_path))
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = load_or_measure_machine(CPU, offload_dir=str(tmp_path))
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(machine_module, "measure_machine", never)
+    again = load_or_measure_machine(CPU, offload_dir=str(tmp_path))
+    assert replace(again, host_bytes=0) == replace(first, host_bytes=0)
+
+
+def test_figures_depend_on_the_number_of_threads() -> None:
+    key, threads = machine_key(CPU), torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert machine_key(CPU) != key
+    finally:
+        torch.set_num_threads(threads)
+    assert machine_key(CPU) == key
+
+
+def test_the_host_tier_of_a_cpu_is_the_directorys_file_system(tmp_path: Path) -> None:
+    assert 0 < host_capacity_bytes(CPU, str(tmp_path)) < 2**60
