@@ -25,7 +25,8 @@ from autohete_fx.optim.kernels import coefficients, prepare_mixed, update_full_p
 from autohete_fx.optim.state import MASTER, MOMENTS, STEP, Place, State, flat, layout_of, needs_master
 from autohete_fx.runtime.tiers import HostTier, host_view
 
-_WINDOW_BYTES = 256 * 2**20
+_WINDOW_BYTES = 64 * 2**20
+"""Bytes of parameters and gradients that are staged at a time; a window may exceed it by one parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,14 @@ def apply(updates: Sequence[Update]) -> None:
     """Do all updates. Blocks that the next forward needs first come first among those on the host."""
     for u in updates:
         if needs_master(u.param):
-            on_host = u.place.tier is not None
-            prepare_mixed(u.param.dtype, u.grad.dtype, torch.device("cpu") if on_host else u.param.device)
-    by_host = [u for u in updates if u.place.tier is not None and not _addressable(u.param)]
-    apply_in_place([u for u in updates if u.place.tier is None or _addressable(u.param)])
-    if by_host:
-        apply_on_host(sorted(by_host, key=lambda u: u.place.block))
+            processor = u.param.device if u.place.tier is None else torch.device("cpu")
+            prepare_mixed(u.param.dtype, u.grad.dtype, processor)
+    in_place = [u for u in updates if u.place.tier is None or _addressable(u.param)]
+    on_host = [u for u in updates if u.place.tier is not None and not _addressable(u.param)]
+    windows = list(_windows(sorted(on_host, key=lambda u: u.place.block)))
+    _reserve(windows)
+    apply_in_place(in_place)
+    apply_on_host(windows)
     # No kernel tells autograd, which must refuse a backward through a parameter that it saved before the step.
     torch.autograd.graph.increment_version([u.param for u in updates])
 
@@ -73,11 +76,11 @@ def apply_in_place(updates: Iterable[Update]) -> None:
         _apply_full(batch)
 
 
-def apply_on_host(updates: Sequence[Update], window_bytes: int = _WINDOW_BYTES) -> None:
+def apply_on_host(windows: Iterable[Sequence[Update]]) -> None:
     """Update on the CPU, through host views, in the order given."""
     coefs = _Coefficients()
     staged: list[_Staged] = []
-    for window in _windows(updates, window_bytes):
+    for window in windows:
         ahead = [_Staged(u) for u in window]
         arrived = _record(window[0].param.device)
         _finish(staged, coefs)
@@ -125,17 +128,29 @@ def _finish(staged: Iterable[_Staged], coefs: "_Coefficients") -> None:
         s.finish(coefs)
 
 
-def _windows(updates: Sequence[Update], window_bytes: int) -> Iterator[list[Update]]:
+def _windows(updates: Iterable[Update]) -> Iterator[list[Update]]:
     window: list[Update] = []
     used = 0
     for u in updates:
         window.append(u)
         used += u.param.nbytes + u.grad.nbytes
-        if used >= window_bytes:
+        if used >= _WINDOW_BYTES:
             yield window
             window, used = [], 0
     if window:
         yield window
+
+
+def _reserve(windows: Sequence[Sequence[Update]]) -> None:
+    """Take the host memory that staging will need while a refusal still finds every parameter unchanged."""
+    needs: defaultdict[HostTier, list[int]] = defaultdict(list)
+    for window in windows:
+        for tier in {u.place.tier for u in window if u.place.tier is not None}:
+            mine = [u for u in window if u.place.tier is tier]
+            tensors = [(t, u.param) for u in mine for t in (u.param, u.grad)]
+            needs[tier].append(sum(t.nbytes for t, param in tensors if not _at_home(t, param, tier)))
+    for tier, sizes in needs.items():
+        tier.reserve(tier.in_use_bytes + max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)))
 
 
 def _record(device: torch.device) -> torch.Event | None:
