@@ -1,7 +1,8 @@
 """Models: what all graphs that share parameters share, namely a runtime session and one memory budget.
 
 A graph break makes several graphs of one model, a new shape or ``no_grad`` another; they are told to be one model by
-the parameters that they read. Each training graph leaves a note of the device memory that it takes beside the others.
+the parameters that they read, or by the autohete_fx optimizer that holds them.
+Each training graph leaves a note of the device memory that it takes beside the others.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compilation import Footprint
+from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.resources import host_budget_bytes
 from autohete_fx.runtime.session import Session, is_live
@@ -55,7 +57,10 @@ _models: "WeakIdKeyDictionary" = WeakIdKeyDictionary()  # parameter -> weak refe
 def find_model(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options) -> Model:
     """The model that the graph's parameters belong to, or a new one."""
     parameters = [item.tensor for item in inputs if item.is_parameter and item.tensor is not None]
-    known = (reference() for p in parameters if (reference := _models.get(p)) is not None)
+    # A graph break leaves graphs without a parameter in common; one optimizer holds them all.
+    owners = {id(o): o for p in parameters if (o := optimizer_of(p)) is not None}
+    siblings = [p for owner in owners.values() for group in owner.param_groups for p in group["params"]]
+    known = (reference() for p in (*parameters, *siblings) if (reference := _models.get(p)) is not None)
     model = next((m for m in known if m is not None), None) or new_model(gm, inputs, options)
     for parameter in parameters:
         _models[parameter] = weakref.ref(model)

@@ -48,6 +48,7 @@ class _Lowering:
         self.view_root: dict[fx.Node, fx.Node] = {}
         self.opaque: dict[fx.Node, Kernel] = {}
         self.relayouts: set[str] = set()
+        self.view_tag: dict[fx.Node, str] = {}
 
     def run(self) -> KernelGraph:
         for node in self.graph.nodes:
@@ -92,7 +93,9 @@ class _Lowering:
         for node in nodes:
             expression = self.inline.get(node)
             if expression is not None:
-                reads.update(expression.reads)
+                # read through another index, it is another read
+                tag = self.view_tag.get(node, "")
+                reads.update({(index, view + tag): None for index, view in expression.reads})
                 made_of.update(expression.nodes)
                 heavy = heavy or expression.heavy
             else:
@@ -131,6 +134,7 @@ class _Lowering:
         elif source in self.inline:
             # an expression has no layout: every view of it is another way to index it
             self.inline[node] = self.inline[source]
+            self.view_tag[node] = self.view_tag.get(source, "") + ("" if kinds.keeps_layout(node) else f":{node.name}")
             if self._needed_in_memory(node):
                 self._realize(node)
             else:
@@ -261,7 +265,7 @@ class _Lowering:
 
     def _add_generated(self, expression: _Inline, writes: dict[int, None], iterations: int, rows: int) -> None:
         reads = {index: None for index, _ in expression.reads}
-        elsewhere = {index for index, view in expression.reads if view in self.relayouts}
+        elsewhere = {index for index, view in expression.reads if view in self.relayouts or ":" in view}
         part = Part(frozenset(reads), frozenset(reads) - elsewhere, frozenset(writes))
         self._add(Kernel(expression.nodes, reads, writes, True, 0, iterations, rows, parts=[part]))
 

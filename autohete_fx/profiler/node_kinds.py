@@ -299,7 +299,7 @@ def can_be_view(node: fx.Node, source: fx.Node) -> bool:
 
 def keeps_layout(node: fx.Node) -> bool:
     """The view reads its source's elements in the same order."""
-    return packet_name(node) in (*_VIEWS, "aten.view", "aten.alias", "aten.detach", "aten.unsqueeze", "aten.squeeze")
+    return packet_name(node) in (*_VIEWS, "aten.view", "aten.alias", "aten.detach", "aten.squeeze")
 
 
 def is_heavy(node: fx.Node) -> bool:

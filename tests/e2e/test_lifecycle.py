@@ -1,0 +1,237 @@
+"""Processes, caches, several graphs and several models: what a compiled model shares, and with whom."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import autohete_fx
+from autohete_fx import Activations, BlockDecision, Params, Plan
+
+SCRIPT = """
+import json, sys, torch
+from torch import nn
+torch.manual_seed(0)
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4))
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+loss = Loss()
+loss.compile(backend="autohete", options=json.loads(sys.argv[1]))
+optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+seen = []
+for step in range(2):
+    value = loss(torch.randn(256, 128, generator=torch.Generator().manual_seed(step)))
+    value.backward(); optimizer.step(); optimizer.zero_grad()
+    seen.append(value.item())
+import autohete_fx
+from torch._dynamo.utils import counters
+found = autohete_fx.compilations()[-1]
+hits = counters["aot_autograd"]["autograd_cache_hit"]
+print(json.dumps([seen, found.cached, hits, len(found.transfers)]))
+"""
+
+
+def run_script(options: dict[str, Any], folder: Path) -> list[Any]:
+    environment = {
+        **os.environ,
+        "AUTOHETE_CACHE_DIR": str(folder / "autohete"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(options)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_a_second_process_finds_the_code_and_another_plan_does_not(tmp_path: Path):
+    """Also: the backend's name works without importing the package first."""
+    for name, decision in (
+        ("offload", BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST)),
+        ("keep", BlockDecision()),
+    ):
+        plan_of(decision).save(tmp_path / f"{name}.json")
+    options = {"plan": str(tmp_path / "offload.json"), "profile": "analytic"}
+    first = run_script(options, tmp_path)
+    second = run_script(options, tmp_path)
+    other = run_script({**options, "plan": str(tmp_path / "keep.json")}, tmp_path)
+    assert first[0] == second[0] == pytest.approx(other[0])
+    assert not first[1] and first[2] == 0 and first[3] > 0
+    assert second[1] and second[2] >= 1 and second[3] == first[3]
+    assert not other[1] and other[2] == 0 and other[3] == 0
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    gc.collect()
+
+
+class Layers(nn.Module):
+    def __init__(self, broken: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4))
+        self.broken = broken
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:2]:
+            x = layer(x)
+        if self.broken:
+            torch._dynamo.graph_break()  # not within a loop: Dynamo would run the whole frame in eager mode
+        for layer in self.layers[2:]:
+            x = layer(x)
+        return x.square().mean()
+
+
+def train(model: nn.Module, batch: int = 256, steps: int = 2, optimizer: Any = None) -> list[Tensor]:
+    optimizer = optimizer or autohete_fx.AdamW(model.parameters(), lr=1e-2)
+    seen = []
+    for step in range(steps):
+        loss = model(torch.randn(batch, 128, generator=torch.Generator().manual_seed(step)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.detach().clone())
+    return [*seen, *(p.detach().clone() for p in model.parameters())]
+
+
+def make(broken: bool = False) -> Layers:
+    torch.manual_seed(0)
+    return Layers(broken)
+
+
+def plain(broken: bool = False, **how: Any) -> list[Tensor]:
+    model = make(broken)
+    model.compile(backend="aot_eager")
+    result = train(model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), **how)
+    torch._dynamo.reset()
+    return result
+
+
+EAGER: dict[str, Any] = {"inner_backend": "eager", "profile": "analytic"}
+
+
+def plan_of(decision: BlockDecision) -> Plan:
+    """The same decision for every block of `Layers`."""
+    labels = autohete_fx.explain(make(), torch.randn(256, 128), options=EAGER)[0].plan.labels
+    torch._dynamo.reset()
+    return Plan(labels=labels, decisions=(decision,) * len(labels))
+
+
+def assert_bitwise(given: list[Tensor], expected: list[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+
+
+def test_graphs_of_one_model_share_a_budget():
+    expected = plain(broken=True)
+    model = make(broken=True)
+    model.compile(backend="autohete", options={**EAGER, "memory_budget": "3MiB"})
+    assert_bitwise(train(model), expected)
+    first, second = [c for c in autohete_fx.compilations() if c.training][-2:]
+    assert first.footprint.total_bytes > 0
+    assert second.plan.peak_bytes <= 3 * 2**20 and first.plan.peak_bytes <= 3 * 2**20
+    assert second.plan.peak_bytes > second.footprint.resident_bytes + first.footprint.total_bytes
+
+
+def test_two_equal_models_do_not_meet():
+    expected = plain()
+    models = [make(), make()]
+    host = plan_of(BlockDecision(params=Params.HOST))
+    for model in models:
+        model.compile(backend="autohete", options={**EAGER, "plan": host})
+    for model in models:
+        assert_bitwise(train(model), expected)
+
+
+def test_a_new_shape_is_compiled_again_for_the_same_model():
+    model = make()
+    model.compile(backend="autohete", options={**EAGER, "memory_budget": "4MiB"}, dynamic=False)
+    train(model)
+    count = len(autohete_fx.compilations())
+    train(model, batch=128)
+    assert len(autohete_fx.compilations()) > count
+
+
+def test_a_plain_optimizer_is_counted_on_the_device_and_told():
+    model = make()
+    model.compile(backend="autohete", options=EAGER)
+    assert_bitwise(train(model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)), plain())
+    assert "counted on the device" in next(c for c in reversed(autohete_fx.compilations()) if c.training).notes[0]
+
+
+def test_a_placed_model_trains():
+    model = make()
+    autohete_fx.place(model, "cpu")
+    model.compile(backend="autohete", options={**EAGER, "memory_budget": "4MiB"})
+    assert_bitwise(train(model), plain())
+
+
+def test_lanes_end_with_the_model():
+    model = make()
+    host = plan_of(BlockDecision(params=Params.HOST))
+    model.compile(backend="autohete", options={**EAGER, "plan": host})
+    train(model)
+    assert any(t.name.startswith("autohete") for t in threading.enumerate())
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("autohete"):
+            thread.join(timeout=10)
+    assert not any(t.name.startswith("autohete") for t in threading.enumerate())
+
+
+def test_the_users_passes_run_at_every_point():
+    ran: list[str] = []
+
+    def at(point: str) -> Any:
+        def note(gm: fx.GraphModule, context: object) -> fx.GraphModule:
+            ran.append(point)
+            return gm
+
+        return note
+
+    model = make()
+    points = {point: at(point) for point in ("joint", "forward", "backward")}
+    model.compile(backend="autohete", options={**EAGER, "passes": points})
+    train(model, steps=1)
+    assert ran == ["joint", "forward", "backward"]
+
+
+def test_explain_leaves_everything_as_it_was():
+    model = make()
+    before = [p.detach().clone() for p in model.parameters()]
+    state = torch.get_rng_state()
+    budget = {"memory_budget": "4MiB", "profile": "analytic"}
+    found = autohete_fx.explain(
+        model, torch.randn(256, 128, generator=torch.Generator().manual_seed(0)), options=budget
+    )
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_bitwise([p.detach() for p in model.parameters()], before)
+    assert len(found) == 1 and found[0].plan.peak_bytes <= 4 * 2**20
+    assert found[0].timeline() and found[0].plan_table()
+    with pytest.raises(autohete_fx.PlanError, match="does not fit this graph"):
+        other = Plan(labels=("x",), decisions=(BlockDecision(),))
+        autohete_fx.explain(model, torch.randn(256, 128), options={"plan": other})
