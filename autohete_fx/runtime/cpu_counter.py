@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autohete_fx.runtime.tiers import is_home
 
@@ -183,7 +184,7 @@ def _storages_in_python() -> dict[int, torch.UntypedStorage]:
     found: dict[int, torch.UntypedStorage] = {}
     for each in gc.get_objects():
         # Not isinstance: that asks `__class__`, which lazy proxies answer by importing something.
-        if not issubclass(type(each), torch.Tensor):
+        if not issubclass(type(each), torch.Tensor) or issubclass(type(each), FakeTensor):
             continue
         for t in (each, each.grad if each.is_leaf else None):
             if t is None or t.device.type != "cpu" or t.layout is not torch.strided:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from autohete_fx.profiler import StepTrace, trace_step
 
-BATCH, TOKENS, WIDTH, HEADS, DEPTH, VOCAB = 4, 128, 256, 4, 3, 512
+BATCH, TOKENS, WIDTH, HEADS, DEPTH, VOCAB = 4, 128, 256, 4, 2, 512
 
 
 class Layer(nn.Module):
