@@ -24,7 +24,7 @@ from autohete_fx.capture.inputs import GraphInput, parameter_fqns
 from autohete_fx.compilation import Compilation, Footprint, GraphText, LaneEvent
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.inductor_hooks import LastPass, Partitioner
-from autohete_fx.ir import BlockDecision, BlockGraph, Plan, Problem, Profile
+from autohete_fx.ir import BlockDecision, BlockGraph, Params, Plan, Problem, Profile
 from autohete_fx.model import Model, graph_digest, sources_digest
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
@@ -33,9 +33,16 @@ from autohete_fx.passes import PIPELINE, PassContext, Stage
 from autohete_fx.passes.base import output_args
 from autohete_fx.planner.infeasible import too_small
 from autohete_fx.planner.simulate import Simulation
-from autohete_fx.profiler import ParamInfo, Partition, profile_analytic, profile_measured
+from autohete_fx.profiler import (
+    CompiledCode,
+    ParamInfo,
+    Partition,
+    dry_run,
+    profile_analytic,
+    profile_measured,
+    trace_step,
+)
 from autohete_fx.profiler.cache import load_text, store_text
-from autohete_fx.profiler.liveness import trace_step
 from autohete_fx.report.graph_text import graph_text, list_transfers
 from autohete_fx.report.sizes import format_bytes
 from autohete_fx.resources import device_budget_bytes, host_budget_bytes, is_symbolic, machine_of
@@ -44,7 +51,9 @@ from autohete_fx.runtime.placement import Placement, place_param, placement_of
 
 _MAX_CORRECTIONS = 8
 _RESERVE = 1 / 64
-"""Share of the budget that a traced peak leaves free, for what the trace cannot see: kernels' scratch, rounding."""
+"""Share of the budget by which a traced peak may be wrong: plans leave it free, so that the code that comes of them
+rarely has to be compiled again. What moves nothing may take it too, because nothing is lost in trying."""
+_MAX_COMPILATIONS = 4
 
 
 class GraphCompiler:
@@ -62,30 +71,75 @@ class GraphCompiler:
         self.device = model.session.device
         self.budget_bytes = device_budget_bytes(self.device, options)
         self.machine = machine_of(self.device, model.session)
-        self.key = self._key()
-        stored = load_text("compilation", self.key)
-        self._stored = None if stored is None else Compilation.from_json(stored)
+        self.base_key = self._key()
+        self._withhold(int(load_text("withheld", self.base_key) or 0))
         self.compilation: Compilation | None = None
+        self._problem: Problem | None = None
+        self._num_outputs = 0
+        self._compiled: dict[str, CompiledCode] = {}
         self._final_context: PassContext | None = None
         self._seconds: dict[str, float] = {}
 
     # -- entry and exit -------------------------------------------------------------------------------------------
 
     def compile(self, example_inputs: Sequence[Any]) -> Any:
-        """The compiled graph. Sets ``compilation`` unless the code came from a cache."""
-        # The partitioner may turn donated buffers off for this graph alone.
-        with functorch_config.patch(donated_buffer=functorch_config.donated_buffer):
-            if self.options.inner_backend == "eager":
+        """The compiled graph. Sets ``compilation`` unless the code came from a cache.
+
+        The plan keeps the budget as far as a trace can tell; what was compiled is the judge. Where it needs more, the
+        difference is withheld from the next plan.
+        """
+        if self.options.inner_backend == "eager":
+            with self._own_config():
                 return versions.aot_eager(
                     self.gm, example_inputs, partition_fn=self.partition, inference_pass=self._rewrite_inference
                 )
+        for _ in range(_MAX_COMPILATIONS):
             compiled = self._compile_fx(example_inputs)
             if self.compilation is None and self._stored is None:
                 # The code was cached but its plan is gone (the cache directories are separate): compile afresh.
                 fresh = inductor_config.patch(force_disable_caches=True)
                 with functorch_config.patch(enable_autograd_cache=False), fresh:
                     compiled = self._compile_fx(example_inputs)
-        return compiled
+            excess = self._excess_bytes()
+            if excess <= 0:
+                return compiled
+            self._withhold(self._withheld + excess)
+            store_text("withheld", self.base_key, str(self._withheld))
+        assert self.compilation is not None and self.budget_bytes is not None
+        peak = self.compilation.plan.peak_bytes
+        raise too_small(self.budget_bytes, peak, f"The compiled code needs {format_bytes(peak)}")
+
+    def _own_config(self) -> contextlib.AbstractContextManager[None]:
+        """The partitioner may turn donated buffers off for this graph alone. The backward is compiled with the forward,
+        not when it first runs: a step whose code breaks the budget must not begin."""
+        return functorch_config.patch(
+            donated_buffer=functorch_config.donated_buffer, force_non_lazy_backward_lowering=True
+        )
+
+    def _withhold(self, num_bytes: int) -> None:
+        """Plan with that much less than the budget. Code compiled for another figure is other code."""
+        self._withheld = num_bytes
+        self.key = hashlib.sha256(f"{self.base_key}/{num_bytes}".encode()).hexdigest()[:24]
+        stored = load_text("compilation", self.key)
+        self._stored = None if stored is None else Compilation.from_json(stored)
+
+    def _excess_bytes(self) -> int:
+        """By how much the compiled code of a step is above the budget; the plan then says what the code takes."""
+        done, problem = self.compilation, self._problem
+        forward, backward = self._compiled.get("forward"), self._compiled.get("backward")
+        if done is None or not done.training or problem is None or forward is None or backward is None:
+            return 0
+        peak = dry_run(forward, backward, self._num_outputs, device_type=self.device.type)
+        self._compiled.clear()
+        if peak is None:
+            return 0
+        peak = planning.traced_peak_bytes(problem, done.plan, peak)
+        self.compilation = dataclasses.replace(done, plan=dataclasses.replace(done.plan, peak_bytes=peak))
+        if self.budget_bytes is None or peak <= self.budget_bytes:
+            return 0
+        if self._is_given:
+            raise too_small(self.budget_bytes, peak, f"The given plan needs {format_bytes(peak)}")
+        return peak - self.budget_bytes
 
     def _compile_fx(self, example_inputs: Sequence[Any]) -> Any:
         patches = {
@@ -94,7 +148,8 @@ class GraphCompiler:
                 self.pin, self.key, versions.custom_passes(inductor_config.post_grad_custom_post_pass)
             ),
         }
-        return compile_fx(self.gm, example_inputs, inner_compile=self.compile_inner, config_patches=patches)
+        with self._own_config():
+            return compile_fx(self.gm, example_inputs, inner_compile=self.compile_inner, config_patches=patches)
 
     def look(self, example_inputs: Sequence[Any]) -> Compilation:
         """Plan and rewrite only: what `compile` would do, without generating code."""
@@ -190,6 +245,7 @@ class GraphCompiler:
             # A saved tensor that arrives in host memory must not become the backward code's scratch.
             functorch_config.donated_buffer = False
         self.compilation = self._report(problem, plan, profile, blocks, before, split)
+        self._problem, self._num_outputs = problem, split.num_outputs
         return split.forward, split.backward
 
     def _split(
@@ -214,8 +270,22 @@ class GraphCompiler:
             inner_backend=self.options.inner_backend,
         )
         measured = self.options.profile == "measured" and self.budget_bytes is not None and self._stored is None
-        profiler = profile_measured if measured else profile_analytic
-        return profiler(partition, self.machine)
+        if not measured:
+            return profile_analytic(partition, self.machine)
+        return profile_measured(partition, self.machine, max_bytes=self._free_bytes())
+
+    def _free_bytes(self) -> int | None:
+        """What the budget leaves beside the parameters that are on the device now."""
+        if self.budget_bytes is None:
+            return None
+        placements = {name: placement_of(param) for name, param in self.params.items()}
+        on_device = [
+            self.params[name]
+            for name, placement in placements.items()
+            if placement is None or placement.params is Params.DEVICE
+        ]
+        taken = sum(param.numel() * param.element_size() for param in on_device)
+        return max(0, self.budget_bytes - self._input_bytes() - taken - self.model.taken_by_others(self.names))
 
     def _param_infos(self, gm: fx.GraphModule) -> dict[str, ParamInfo]:
         infos = {}
@@ -240,12 +310,14 @@ class GraphCompiler:
         keywords: dict[str, Any],
     ) -> tuple[Problem, Plan, rewriting.Partitioned, tuple[PassContext, PassContext]]:
         """Plan and rewrite until the traced peak of the rewritten graphs keeps the budget."""
-        problem = self._problem(blocks, profile, training=True)
+        problem = self._make_problem(blocks, profile, training=True)
         if self.budget_bytes is None:
             usable = allowed = None
         else:
-            usable = self.budget_bytes if self._is_given else int(self.budget_bytes * (1 - _RESERVE))
+            usable = self.budget_bytes if self._is_given else int((self.budget_bytes - self._withheld) * (1 - _RESERVE))
             allowed = usable
+            if not self._is_given and not self._withheld and self._keeps_everything(problem, split):
+                allowed = None
         refused: InfeasiblePlanError | None = None
         peak = 0
         for _ in range(_MAX_CORRECTIONS):
@@ -279,6 +351,13 @@ class GraphCompiler:
         held_up_by = refused.held_up_by if refused else f"The plan needs {format_bytes(peak)}"
         raise too_small(self.budget_bytes, int(peak / (1 - _RESERVE)) + 1, held_up_by)
 
+    def _keeps_everything(self, problem: Problem, split: rewriting.Partitioned) -> bool:
+        """Whether the untouched graphs keep the budget, as far as a trace can tell."""
+        if self.budget_bytes is None or self.options.inner_backend == "eager":
+            return False  # graphs that run as they are need what their trace says
+        peak = self._traced_peak(problem, rewriting.keep_everything(problem.labels), split)
+        return peak <= self.budget_bytes * (1 + _RESERVE)
+
     @property
     def _is_given(self) -> bool:
         return self.options.plan is not None or self._stored is not None
@@ -296,7 +375,7 @@ class GraphCompiler:
                 # Parameters placed for an earlier graph of the model leave no plan: move them, which is always exact.
                 return planning.solved_plan(dataclasses.replace(problem, fixed_decisions=()), blocks, self.options)
 
-    def _problem(self, blocks: BlockGraph, profile: Profile, *, training: bool) -> Problem:
+    def _make_problem(self, blocks: BlockGraph, profile: Profile, *, training: bool) -> Problem:
         limits = planning.Limits(
             device_budget_bytes=self.budget_bytes,
             host_budget_bytes=host_budget_bytes(self.device, self.options),
@@ -376,7 +455,7 @@ class GraphCompiler:
             inner_backend=self.options.inner_backend,
         )
         profile = profile_analytic(partition, self.machine)
-        problem = self._problem(blocks, profile, training=False)
+        problem = self._make_problem(blocks, profile, training=False)
         if self.model.is_placed:
             decisions = tuple(d or BlockDecision() for d in problem.fixed_decisions) or (BlockDecision(),) * len(
                 blocks.blocks
@@ -417,9 +496,11 @@ class GraphCompiler:
             context = self._backward_context if keywords.get("is_backward") else self._forward_context
         self._final_context = context
         try:
-            return compile_fx_inner(gm, example_inputs, **keywords)
+            compiled = compile_fx_inner(gm, example_inputs, **keywords)
         finally:
             self._final_context = None
+        self._compiled[context.stage.value] = CompiledCode(graph=compiled, inputs=tuple(example_inputs))
+        return compiled
 
     def pin(self, graph: fx.Graph) -> None:
         """The user's last passes, then ours, on Inductor's final graph."""

@@ -1,11 +1,15 @@
 """The machine's capacities and rates, timed once and cached.
 
-Enters a device and a way to make host tensors; leaves a `Machine`. Timing takes about two seconds and at most
-some 50 MiB: products, copies within the device, copies to and from host memory both ways, AdamW steps on the device
-and on the host. Each rate is the best of a few repeats after a warm-up: others on the machine only ever slow one down.
+Enters a device and a way to make host tensors; leaves a `Machine`. Timing takes about two seconds: products, copies
+within the device, copies to and from host memory both ways, AdamW steps on the device and on the host. Each rate is the
+best of a few repeats after a warm-up: others on the machine only ever slow one down.
+
+A measurement may fall into a step that has a budget to keep. On CUDA it takes some 200 MiB, of what activations take
+later; for a CPU device, where a budget may be smaller than that, every tensor timed here lies in mapped host memory.
 """
 
 import functools
+import itertools
 import os
 import platform
 import shutil
@@ -89,14 +93,18 @@ def _synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _product_rates(device: torch.device) -> tuple[tuple[str, float], ...]:
+MakeTensor = Callable[[int, torch.dtype], torch.Tensor]
+"""A number of elements and a dtype to a 1-d tensor without contents."""
+
+
+def _product_rates(device: torch.device, make: MakeTensor) -> tuple[tuple[str, float], ...]:
     size = _PRODUCT_SIZE.get(device.type, 1024)
     rates = []
     for dtype in _DTYPES:
         # without hardware for it, a 16-bit product on a CPU is slower by orders: time a small one first
         for side in (size // 8, size):
-            left, right = (torch.linspace(-1, 1, side**2, device=device).to(dtype).view(side, side) for _ in range(2))
-            seconds = _seconds(device, functools.partial(torch.mm, left, right))
+            left, right, product = (make(side**2, dtype).fill_(0.5).view(side, side) for _ in range(3))
+            seconds = _seconds(device, functools.partial(torch.mm, left, right, out=product))
             rate = 2 * side**3 / seconds
             if side < size and 2 * size**3 / rate > 0.2:
                 break
@@ -104,25 +112,22 @@ def _product_rates(device: torch.device) -> tuple[tuple[str, float], ...]:
     return tuple(rates)
 
 
-def _device_bandwidth(device: torch.device) -> float:
-    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device).fill_(1)
-    target = torch.empty_like(source)
+def _device_bandwidth(device: torch.device, make: MakeTensor) -> float:
+    source, target = (make(_COPY_BYTES, torch.uint8).fill_(1) for _ in range(2))
     return 2 * _COPY_BYTES / _seconds(device, lambda: target.copy_(source))
 
 
-def _copy_rates(device: torch.device, make_host_tensor: MakeHostTensor) -> tuple[float, float, float]:
+def _copy_rates(device: torch.device, on_device: torch.Tensor, on_host: torch.Tensor) -> tuple[float, float, float]:
     """Bytes per second up and down, and the seconds of a tiny copy."""
-    on_device = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device).fill_(1)
-    on_host = make_host_tensor(_COPY_BYTES).view(-1)
     down = _COPY_BYTES / _seconds(device, lambda: on_host.copy_(on_device, non_blocking=True))
     up = _COPY_BYTES / _seconds(device, lambda: on_device.copy_(on_host, non_blocking=True))
     few, many = on_device[:64], on_host[:64]
     return up, down, _seconds(device, lambda: few.copy_(many, non_blocking=True))
 
 
-def _update_rate(device: torch.device) -> float:
+def _update_rate(device: torch.device, make: MakeTensor) -> float:
     """Parameters per second of a fused fp32 AdamW step."""
-    params, grads, averages, squares = ([torch.full((_UPDATE_PARAMS,), 0.01, device=device)] for _ in range(4))
+    params, grads, averages, squares = ([make(_UPDATE_PARAMS, torch.float32).fill_(0.01)] for _ in range(4))
     steps = [torch.ones((), device=device)]
 
     def step() -> None:
@@ -165,26 +170,37 @@ def measure_machine(
     real = unset_fake_temporarily()
     with real, torch.no_grad(), tempfile.TemporaryDirectory(dir=offload_dir) as place:
         if make_host_tensor is None:
-            path = os.path.join(place, "timing")
+            names = (os.path.join(place, str(n)) for n in itertools.count())
             make_host_tensor = (
                 functools.partial(_plain_host_tensor, device)
                 if device.type == "cuda"
-                else lambda n: torch.from_file(path, shared=True, size=n, dtype=torch.uint8)
+                else lambda n: torch.from_file(next(names), shared=True, size=n, dtype=torch.uint8)
             )
-        up, down, latency = _copy_rates(device, make_host_tensor)
-        host_rate = _update_rate(torch.device("cpu"))
+        allocate_host = make_host_tensor
+
+        def make_on_host(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            return allocate_host(numel * dtype.itemsize).view(-1).view(dtype)
+
+        def make_on_device(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(numel, dtype=dtype, device=device)
+
+        make = make_on_host if device.type == "cpu" else make_on_device
+        up, down, latency = _copy_rates(
+            device, make(_COPY_BYTES, torch.uint8).fill_(1), make_on_host(_COPY_BYTES, torch.uint8)
+        )
+        host_rate = _update_rate(torch.device("cpu"), make_on_host)
         return Machine(
             device_name=device_name(device.type, device.index),
             device_type=device.type,
             device_bytes=device_capacity_bytes(device),
             host_bytes=host_capacity_bytes(device, offload_dir),
             disk_bytes=0,
-            device_flops_per_s=_product_rates(device),
-            device_bytes_per_s=_device_bandwidth(device),
+            device_flops_per_s=_product_rates(device, make),
+            device_bytes_per_s=_device_bandwidth(device, make),
             h2d_bytes_per_s=up,
             d2h_bytes_per_s=down,
             disk_bytes_per_s=0.0,
-            device_update_params_per_s=host_rate if device.type == "cpu" else _update_rate(device),
+            device_update_params_per_s=host_rate if device.type == "cpu" else _update_rate(device, make),
             host_update_params_per_s=host_rate,
             latency_s=latency,
         )

@@ -171,11 +171,16 @@ def packet_name(node: fx.Node) -> str:
 
 
 def unwrapped_call(node: fx.Node) -> tuple[str, tuple[Any, ...]]:
+    """Operator name and arguments of a node, of the inner operator where there is one."""
+    return innermost_call(node.target, node.args)
+
+
+def innermost_call(target: object, args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
     """Operator name and arguments, of the inner operator where a higher-order one runs it with a random state."""
-    for position, arg in enumerate(node.args):
+    for position, arg in enumerate(args):
         if isinstance(arg, torch._ops.OpOverload):
-            return ".".join(str(arg).split(".")[:2]), tuple(node.args[position + 1 :])
-    return packet_name(node), node.args
+            return ".".join(str(arg).split(".")[:2]), tuple(args[position + 1 :])
+    return ".".join(str(target).split(".")[:2]), args
 
 
 def kind_of(node: fx.Node) -> Kind:
@@ -237,7 +242,8 @@ def num_elements(value: Any) -> int:
     return 0
 
 
-def _aligned(num_bytes: int, device_type: str) -> int:
+def aligned_bytes(num_bytes: int, device_type: str) -> int:
+    """What the device's allocator hands out for that many bytes."""
     if device_type == "cpu" or not num_bytes:
         return num_bytes
     return -(-num_bytes // CUDA_ALIGNMENT_BYTES) * CUDA_ALIGNMENT_BYTES
@@ -252,14 +258,14 @@ def extent_bytes(value: torch.Tensor, device_type: str) -> int:
         return 0
     strides = [hint(stride) for stride in value.stride()]
     extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    return _aligned(extent * value.element_size(), device_type)
+    return aligned_bytes(extent * value.element_size(), device_type)
 
 
 def tensor_bytes(value: torch.Tensor, device_type: str) -> int:
     """Bytes of a tensor's elements; 0 where it lies on another device."""
     if value.device.type != device_type:
         return 0
-    return _aligned(num_elements(value) * value.element_size(), device_type)
+    return aligned_bytes(num_elements(value) * value.element_size(), device_type)
 
 
 def dense_bytes(node: fx.Node, device_type: str) -> int:
@@ -270,7 +276,7 @@ def dense_bytes(node: fx.Node, device_type: str) -> int:
 def copied_bytes(node: fx.Node, device_type: str) -> int:
     """Bytes that a node which issues a copy moves."""
     source = node.all_input_nodes[0].meta["val"]
-    return _aligned(num_elements(source) * source.element_size(), device_type)
+    return aligned_bytes(num_elements(source) * source.element_size(), device_type)
 
 
 def issued_bytes(node: fx.Node, device_type: str) -> int:
@@ -372,10 +378,14 @@ def workspace_bytes(node: fx.Node) -> int:
         return 0
     query, key = args[1:3] if "backward" in name else args[0:2]
     assert isinstance(query, fx.Node) and isinstance(key, fx.Node)
-    q_size, head_dim = hint(query.meta["val"].shape[2]), hint(query.meta["val"].shape[3])
-    kv_size = hint(key.meta["val"].shape[2])
+    return attention_scratch_bytes(name, query.meta["val"], key.meta["val"])
+
+
+def attention_scratch_bytes(name: str, query: torch.Tensor, key: torch.Tensor) -> int:
+    """Scratch of PyTorch's flash attention on a CPU: one tile of scores and one of results a thread."""
+    q_size, head_dim, kv_size = hint(query.shape[2]), hint(query.shape[3]), hint(key.shape[2])
     threads = torch.get_num_threads()
-    # aten/src/ATen/native/cpu/FlashAttentionKernel.cpp: one tile of scores and one of results a thread
+    # aten/src/ATen/native/cpu/FlashAttentionKernel.cpp
     if "backward" in name:
         q_split, kv_split = min(q_size, 256 if q_size >= 512 else 64), min(kv_size, 512)
         return threads * 2 * q_split * kv_split * 4

@@ -1,4 +1,7 @@
-"""Predicted peak memory against what compiled code really allocates, forward and backward, on a CPU device."""
+"""Predicted peak memory against what compiled code really allocates, forward and backward, on a CPU device.
+
+`trace_step` predicts from graphs alone, before anything is compiled; `dry_run` reads the code that will run.
+"""
 
 import copy
 import re
@@ -12,12 +15,12 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy
 
-from autohete_fx.profiler import StepTrace, trace_step
+from autohete_fx import MemoryMeter
+from autohete_fx.profiler import CompiledCode, StepTrace, dry_run, trace_step
 
 BATCH, TOKENS, WIDTH, HEADS, DEPTH, VOCAB = 4, 128, 256, 4, 2, 512
 
@@ -113,27 +116,26 @@ class Measured:
     backward_peak: int
     backward_end: int
 
-
-def allocations(run: Callable[[], torch.Tensor | None]) -> tuple[int, int, torch.Tensor | None]:
-    """Peak and end of the CPU allocator's bytes, relative to the start, and what ``run`` returned."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = run()
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    current = peak = 0
-    for _, num_bytes in changes:
-        current += num_bytes
-        peak = max(peak, current)
-    return peak, current, result
+    @property
+    def peak(self) -> int:
+        return max(self.forward_peak, self.backward_peak)
 
 
-def measure(model: nn.Module, *, recompute: bool, inner_backend: str) -> tuple[StepTrace, Measured]:
+def measure(model: nn.Module, *, recompute: bool, inner_backend: str) -> tuple[StepTrace, int | None, Measured]:
+    """The trace, the dry run's peak (None where nothing is compiled), and what a step really took."""
     capture = Capture(recompute)
+    codes: list[CompiledCode] = []
+
+    def compile_and_keep(gm: fx.GraphModule, inputs: Sequence[Any], **keywords: Any) -> Any:
+        compiled = compile_fx_inner(gm, inputs, **keywords)
+        codes.append(CompiledCode(graph=compiled, inputs=tuple(inputs)))
+        return compiled
+
     patches: dict[str, Any] = {"custom_partitioner_fn": capture, "fx_graph_cache": False}
-    keywords: dict[str, Any] = {} if inner_backend == "inductor" else {"inner_compile": run_node_by_node}
+    inner_compile = compile_and_keep if inner_backend == "inductor" else run_node_by_node
 
     def backend(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
-        return compile_fx(gm, inputs, config_patches=patches, **keywords)
+        return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
 
     def loss_of(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         result = model(input_ids=ids, labels=labels)
@@ -145,12 +147,17 @@ def measure(model: nn.Module, *, recompute: bool, inner_backend: str) -> tuple[S
         step(ids, labels).backward()
     for param in model.parameters():
         param.grad = None
-    forward_peak, forward_end, loss = allocations(lambda: step(ids, labels))
-    assert loss is not None
-    backward_peak, backward_change, _ = allocations(lambda: loss.backward())
+    with MemoryMeter("cpu") as forward:
+        loss = step(ids, labels)
+    with MemoryMeter("cpu") as backward:
+        loss.backward()
+    with MemoryMeter("cpu") as end:
+        pass
+    found = [forward.peak_bytes, backward.start_bytes, backward.peak_bytes, end.start_bytes]
     assert capture.graphs is not None
     trace = trace_step(*capture.graphs, capture.num_outputs, device_type="cpu", inner_backend=inner_backend)
-    return trace, Measured(forward_peak, forward_end, forward_end + backward_peak, forward_end + backward_change)
+    dry = dry_run(codes[0], codes[1], capture.num_outputs, device_type="cpu") if codes else None
+    return trace, dry, Measured(*(num_bytes - forward.start_bytes for num_bytes in found))
 
 
 def run_node_by_node(gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[[list[Any]], Any]:
@@ -174,20 +181,21 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
 @pytest.mark.parametrize("name", list(MODELS))
-def test_the_predicted_peak_of_compiled_code_is_what_it_allocates(name: str, recompute: bool) -> None:
-    trace, found = measure(MODELS[name](), recompute=recompute, inner_backend="inductor")
-    assert trace.backward is not None
+def test_the_peak_of_compiled_code_is_known_before_it_runs(name: str, recompute: bool) -> None:
+    trace, dry, found = measure(MODELS[name](), recompute=recompute, inner_backend="inductor")
+    assert trace.backward is not None and dry is not None
     # What is held between the passes and left by them is known exactly, up to scalars.
     assert trace.forward.end_bytes == pytest.approx(found.forward_end, abs=4096)
     assert trace.backward.end_bytes == pytest.approx(found.backward_end, abs=4096)
-    measured_peak = max(found.forward_peak, found.backward_peak)
-    assert 0.95 * measured_peak <= trace.peak_bytes <= 1.05 * measured_peak
+    assert found.peak - 256 <= dry <= 1.005 * found.peak
+    # Which kernels Inductor fuses is known only to Inductor: a trace may be wrong where a large buffer hangs on it.
+    assert trace.peak_bytes == pytest.approx(found.peak, rel=0.12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
 def test_the_predicted_peak_of_graphs_that_run_as_they_are_is_exact(recompute: bool) -> None:
-    trace, found = measure(GPT(by_hand=True), recompute=recompute, inner_backend="eager")
+    trace, _, found = measure(GPT(by_hand=True), recompute=recompute, inner_backend="eager")
     assert trace.backward is not None
     assert trace.forward.peak_bytes == pytest.approx(found.forward_peak, rel=0.002)
     assert trace.backward.peak_bytes == pytest.approx(found.backward_peak, rel=0.002)

@@ -1,0 +1,181 @@
+"""Device bytes that compiled code allocates: the wrapper that Inductor wrote, run on fake tensors.
+
+Enter the compiled forward and backward of a step, with example inputs; leaves the peak of both. `liveness` predicts
+that before anything is compiled; this reads it off the code that will run, and is the judge of a budget. The wrapper
+is a Python function that allocates buffers, calls kernels and deletes buffers. It runs here with its generated kernels left
+out and its allocations fake, so that every buffer lives exactly as long as it will. Operators that the wrapper calls
+run as fakes too. What it cannot see is memory that kernels take past PyTorch's allocator.
+"""
+
+import re
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
+
+from autohete_fx import ops
+from autohete_fx.profiler.node_kinds import aligned_bytes, attention_scratch_bytes, innermost_call
+
+_KERNEL = re.compile(r"(cpp|triton|pallas|cutedsl|multi_kernel)_\w+")
+_LEFT_OUT = frozenset({"assert_size_stride", "assert_alignment"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledCode:
+    """One graph as Inductor compiled it.
+
+    Attributes:
+        graph: what Inductor's ``compile_fx_inner`` returned.
+        inputs: fake tensors and sizes, in the order of the graph's placeholders.
+    """
+
+    graph: Any
+    inputs: Sequence[Any]
+
+
+def dry_run(forward: CompiledCode, backward: CompiledCode, num_outputs: int, *, device_type: str) -> int | None:
+    """Peak device bytes of a forward and the backward that follows it, parameters and inputs not counted.
+
+    Args:
+        forward, backward: compiled for one step.
+        num_outputs: leading outputs of ``forward`` that are the caller's; the others are the leading inputs of
+            ``backward``.
+        device_type: whose memory is meant.
+
+    Returns None where the code is no Python wrapper (``cpp_wrapper``), or the sizes of its inputs are symbolic.
+    """
+    calls = [_python_call(code.graph) for code in (forward, backward)]
+    if calls[0] is None or calls[1] is None or not all(map(_is_sized, forward.inputs)):
+        return None
+    with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True), _Allocations(device_type) as memory:
+        outputs = list(_run(calls[0], [memory.fake(value, counted=False) for value in forward.inputs]))
+        # What autograd holds between the passes: the caller's outputs stay, the saved tensors go one by one.
+        saved, kept = outputs[num_outputs:], outputs[:num_outputs]
+        del outputs
+        tangents = [memory.fake(value, counted=True) for value in backward.inputs[len(saved) :]]
+        arguments = [*saved, *tangents]
+        del saved, tangents
+        gradients = _run(calls[1], arguments)
+        del kept, gradients
+        return memory.peak_bytes
+
+
+def _is_sized(value: object) -> bool:
+    """A number, or a tensor of known sizes."""
+    if not isinstance(value, torch.Tensor):
+        return not isinstance(value, torch.SymInt)
+    return all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+
+
+def _python_call(graph: Any) -> types.FunctionType | None:
+    """The wrapper's function, unbound."""
+    call = getattr(getattr(graph, "compiled_fn_runner", None), "call", None)
+    function = getattr(call, "__func__", None)
+    return function if isinstance(function, types.FunctionType) else None
+
+
+def _run(call: types.FunctionType, arguments: list[Any]) -> Sequence[Any]:
+    names: dict[str, Any] = dict(call.__globals__)
+    for name in names:
+        if name.startswith("empty_strided"):
+            names[name] = _allocator(name.removeprefix("empty_strided_").removesuffix("_pinned"))
+        elif name == "reinterpret_tensor":
+            names[name] = _reinterpret
+        elif name in _LEFT_OUT or (_KERNEL.fullmatch(name) and callable(names[name])):
+            names[name] = _NoKernel()
+    runner = types.SimpleNamespace(partitions=[])
+    return types.FunctionType(call.__code__, names, call.__name__, call.__defaults__)(runner, arguments)
+
+
+def _allocator(device_type: str) -> Callable[..., torch.Tensor]:
+    def allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device_type)
+
+    return allocate
+
+
+def _reinterpret(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> torch.Tensor:
+    return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+
+
+class _NoKernel:
+    """A generated kernel that does nothing: called as C++ ones are, or with ``run`` as Triton's are."""
+
+    def __call__(self, *_: object, **__: object) -> None:
+        return None
+
+    run = __call__
+
+
+class _Allocations(TorchDispatchMode):
+    """Counts the storages that live, and runs the copy ops as the runtime does: memory is taken where they are issued."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.live_bytes = self.peak_bytes = 0
+        self.known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.arriving: dict[int, torch.Tensor] = {}
+        self.counting = True
+
+    def fake(self, value: Any, *, counted: bool) -> Any:
+        """A fake like ``value``, in memory of its own that counts or that is somebody else's. Numbers are as they are."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        return self._make(value, value.stride(), counted)
+
+    def _make(self, like: torch.Tensor, strides: Sequence[int], counted: bool) -> torch.Tensor:
+        self.counting = counted
+        try:
+            made = torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
+            self._see(made)
+        finally:
+            self.counting = True
+        return made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in ops.ISSUING_OPS:
+            return self._issue(func, args[0])
+        if func is ops.wait:
+            return self.arriving.pop(args[0].untyped_storage()._cdata)
+        result = func(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, torch.Tensor):
+                self._see(value)
+        name, inner_args = innermost_call(func, args)
+        if "_flash_attention_for_cpu" in name:
+            scratch = attention_scratch_bytes(name, *(inner_args[1:3] if "backward" in name else inner_args[:2]))
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + scratch)
+        return result
+
+    def _issue(self, func: Any, source: torch.Tensor) -> torch.Tensor:
+        handle = torch.empty((1,), dtype=torch.int64, device="cpu")
+        self._see(handle)
+        copy = self._make(source, ops.copied_strides(source), counted=func is not ops.offload)
+        self.arriving[handle.untyped_storage()._cdata] = copy
+        return handle
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage when it appears, until it dies."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.known:
+            return
+        on_device = self.counting and tensor.device.type == self.device_type
+        num_bytes = aligned_bytes(storage.nbytes(), self.device_type) if on_device else 0
+
+        def gone(_: object) -> None:
+            del self.known[key]
+            self.live_bytes -= num_bytes
+
+        self.known[key] = weakref.ref(storage, gone)
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
