@@ -8,51 +8,31 @@ none of them runs and `finish` reads the stored `Compilation`.
 import contextlib
 import dataclasses
 import hashlib
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from autohete_fx import passes, planning, rewriting, versions
-from autohete_fx.capture.grouping import block_index, group_blocks
-from autohete_fx.capture.inputs import GraphInput, parameter_fqns
-from autohete_fx.compilation import Compilation, Footprint, GraphText, LaneEvent
-from autohete_fx.errors import InfeasiblePlanError
+from autohete_fx.capture.inputs import GraphInput
+from autohete_fx.captured import CapturedGraph
+from autohete_fx.compilation import Compilation
 from autohete_fx.inductor_hooks import LastPass, Partitioner
-from autohete_fx.ir import BlockDecision, BlockGraph, Params, Plan, Problem, Profile
-from autohete_fx.model import Model, graph_digest, sources_digest
-from autohete_fx.optim.owners import optimizer_of
+from autohete_fx.inference import rewrite_inference
+from autohete_fx.model import Model
 from autohete_fx.options import Options
-from autohete_fx.pass_identity import pass_identity
 from autohete_fx.passes import PIPELINE, PassContext, Stage
-from autohete_fx.passes.base import output_args
 from autohete_fx.planner.infeasible import too_small
-from autohete_fx.planner.simulate import Simulation
-from autohete_fx.profiler import (
-    CompiledCode,
-    ParamInfo,
-    Partition,
-    dry_run,
-    profile_analytic,
-    profile_measured,
-    trace_step,
-)
+from autohete_fx.profiler import CompiledCode, dry_run
 from autohete_fx.profiler.cache import load_text, store_text
-from autohete_fx.report.graph_text import graph_text, list_transfers
 from autohete_fx.report.sizes import format_bytes
-from autohete_fx.resources import device_budget_bytes, host_budget_bytes, is_symbolic, machine_of
 from autohete_fx.runtime import kernels  # noqa: F401  (registers the ops' kernels)
-from autohete_fx.runtime.placement import Placement, place_param, placement_of
+from autohete_fx.runtime.placement import Placement, place_param
+from autohete_fx.training import TrainingPlanner, TrainingStep
 
-_MAX_CORRECTIONS = 8
-_RESERVE = 1 / 64
-"""Share of the budget by which a traced peak may be wrong: plans leave it free, so that the code that comes of them
-rarely has to be compiled again. What moves nothing may take it too, because nothing is lost in trying."""
 _MAX_COMPILATIONS = 4
 
 
@@ -60,25 +40,13 @@ class GraphCompiler:
     """State of one call of the backend."""
 
     def __init__(self, *, gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options, model: Model) -> None:
-        self.gm = gm
-        self.inputs = inputs
-        self.options = options
-        self.model = model
-        self.params: dict[str, torch.nn.Parameter] = {
-            i.name: i.tensor for i in inputs if i.is_parameter and isinstance(i.tensor, torch.nn.Parameter)
-        }
-        self.names = frozenset(self.params)
-        self.device = model.session.device
-        self.budget_bytes = device_budget_bytes(self.device, options)
-        self.machine = machine_of(self.device, model.session)
-        self.base_key = self._key()
+        self.captured = CapturedGraph(gm=gm, inputs=inputs, options=options, model=model)
+        self.base_key = self.captured.key()
         self._withhold(int(load_text("withheld", self.base_key) or 0))
         self.compilation: Compilation | None = None
-        self._problem: Problem | None = None
-        self._num_outputs = 0
-        self._compiled: dict[str, CompiledCode] = {}
+        self._step: TrainingStep | None = None
+        self._compiled: dict[Stage, CompiledCode] = {}
         self._final_context: PassContext | None = None
-        self._seconds: dict[str, float] = {}
 
     # -- entry and exit -------------------------------------------------------------------------------------------
 
@@ -88,10 +56,13 @@ class GraphCompiler:
         The plan keeps the budget as far as a trace can tell; what was compiled is the judge. Where it needs more, the
         difference is withheld from the next plan.
         """
-        if self.options.inner_backend == "eager":
+        if self.captured.options.inner_backend == "eager":
             with self._own_config():
                 return versions.aot_eager(
-                    self.gm, example_inputs, partition_fn=self.partition, inference_pass=self._rewrite_inference
+                    self.captured.gm,
+                    example_inputs,
+                    partition_fn=self.partition,
+                    inference_pass=self._rewrite_inference,
                 )
         for _ in range(_MAX_COMPILATIONS):
             compiled = self._compile_fx(example_inputs)
@@ -103,11 +74,10 @@ class GraphCompiler:
             excess = self._excess_bytes()
             if excess <= 0:
                 return compiled
-            self._withhold(self._withheld + excess)
-            store_text("withheld", self.base_key, str(self._withheld))
-        assert self.compilation is not None and self.budget_bytes is not None
-        peak = self.compilation.plan.peak_bytes
-        raise too_small(self.budget_bytes, peak, f"The compiled code needs {format_bytes(peak)}")
+            self._withhold(self._withheld_bytes + excess)
+            store_text("withheld", self.base_key, str(self._withheld_bytes))
+        assert self.compilation is not None
+        raise self._over_budget(self.compilation.plan.peak_bytes)
 
     def _own_config(self) -> contextlib.AbstractContextManager[None]:
         """The partitioner may turn donated buffers off for this graph alone. The backward is compiled with the forward,
@@ -116,40 +86,16 @@ class GraphCompiler:
             donated_buffer=functorch_config.donated_buffer, force_non_lazy_backward_lowering=True
         )
 
-    def _withhold(self, num_bytes: int) -> None:
-        """Plan with that much less than the budget. Code compiled for another figure is other code."""
-        self._withheld = num_bytes
-        self.key = hashlib.sha256(f"{self.base_key}/{num_bytes}".encode()).hexdigest()[:24]
-        stored = load_text("compilation", self.key)
-        self._stored = None if stored is None else Compilation.from_json(stored)
-
-    def _excess_bytes(self) -> int:
-        """By how much the compiled code of a step is above the budget; the plan then says what the code takes."""
-        done, problem = self.compilation, self._problem
-        forward, backward = self._compiled.get("forward"), self._compiled.get("backward")
-        if done is None or not done.training or problem is None or forward is None or backward is None:
-            return 0
-        peak = dry_run(forward, backward, self._num_outputs, device_type=self.device.type)
-        self._compiled.clear()
-        if peak is None:
-            return 0
-        peak = planning.traced_peak_bytes(problem, done.plan, peak)
-        self.compilation = dataclasses.replace(done, plan=dataclasses.replace(done.plan, peak_bytes=peak))
-        if self.budget_bytes is None or peak <= self.budget_bytes:
-            return 0
-        if self._is_given:
-            raise too_small(self.budget_bytes, peak, f"The given plan needs {format_bytes(peak)}")
-        return peak - self.budget_bytes
-
     def _compile_fx(self, example_inputs: Sequence[Any]) -> Any:
+        user_passes = versions.custom_passes(inductor_config.post_grad_custom_post_pass)
         patches = {
             "custom_partitioner_fn": Partitioner(self.partition, self.key),
-            "post_grad_custom_post_pass": LastPass(
-                self.pin, self.key, versions.custom_passes(inductor_config.post_grad_custom_post_pass)
-            ),
+            "post_grad_custom_post_pass": LastPass(self.pin, self.key, user_passes),
         }
         with self._own_config():
-            return compile_fx(self.gm, example_inputs, inner_compile=self.compile_inner, config_patches=patches)
+            return compile_fx(
+                self.captured.gm, example_inputs, inner_compile=self.compile_inner, config_patches=patches
+            )
 
     def look(self, example_inputs: Sequence[Any]) -> Compilation:
         """Plan and rewrite only: what `compile` would do, without generating code."""
@@ -160,11 +106,11 @@ class GraphCompiler:
             return versions.run_as_is(gm, example_inputs)
 
         with functorch_config.patch(enable_autograd_cache=False):
-            if self.options.inner_backend == "eager":
+            if self.captured.options.inner_backend == "eager":
                 self.compile(example_inputs)
             else:
                 patches = {"custom_partitioner_fn": Partitioner(self.partition, self.key)}
-                compile_fx(self.gm, example_inputs, inner_compile=run_as_is, config_patches=patches)
+                compile_fx(self.captured.gm, example_inputs, inner_compile=run_as_is, config_patches=patches)
         assert self.compilation is not None
         return self.compilation
 
@@ -172,334 +118,106 @@ class GraphCompiler:
         """Place the parameters and return what was decided, from this compilation or from the stored one."""
         if self.compilation is None:
             assert self._stored is not None, "cached code without its plan"
-            self.compilation = self._stored
+            result = self._stored
         else:
-            seconds = {**self._seconds, "total": total_s}
-            self.compilation = dataclasses.replace(self.compilation, compile_s=seconds)
-            store_text("compilation", self.key, self.compilation.to_json())
-        result = self.compilation
-        if result.training or not self.model.is_placed:
-            self._place(result.plan, result.owners)
+            seconds = {**self.compilation.compile_s, "total": total_s}
+            result = dataclasses.replace(self.compilation, compile_s=seconds)
+            store_text("compilation", self.key, result.to_json())
+        model = self.captured.model
+        if result.training or not model.is_placed:
+            self._place(result)
         if result.training:
-            self.model.is_placed = True
-            self.model.store_footprint(self.names, result.footprint)
+            model.is_placed = True
+            model.store_footprint(self.captured.names, result.footprint)
+        # Inductor keeps its configuration with the compiled code, and that refers to this object: the batch that the
+        # graph was compiled with must not live as long.
+        self._compiled.clear()
+        self._step = self._final_context = None
+        del self.captured
         return result
 
-    def _place(self, plan: Plan, owners: Mapping[str, int]) -> None:
-        for name, block in owners.items():
-            decision = plan.decisions[block]
-            place_param(
-                self.params[name],
-                Placement(
-                    params=decision.params, optimizer=decision.optimizer, tier=self.model.session.tier, block=block
-                ),
-            )
+    def _place(self, result: Compilation) -> None:
+        for name, block in result.owners.items():
+            decision = result.plan.decisions[block]
+            tier = self.captured.model.session.tier
+            placement = Placement(params=decision.params, optimizer=decision.optimizer, tier=tier, block=block)
+            place_param(self.captured.params[name], placement)
 
-    def _key(self) -> str:
-        """Of everything that decides the plan and the code, the same in every process."""
-        placed = tuple(self._placement_text(name) for name in sorted(self.params))
-        options = self.options
-        parts = (
-            graph_digest(self.gm, self.inputs, options),
-            self.model.session.digest,
-            sources_digest(),
-            dataclasses.replace(self.machine, host_bytes=0).digest,  # what is free changes by the minute
-            self.budget_bytes,
-            (
-                options.host_budget,
-                options.profile,
-                sorted(options.allow),
-                options.plan.digest if options.plan else None,
-            ),
-            placed,
-            self.model.taken_by_others(self.names),
-            [pass_identity(p) for p in versions.custom_passes(inductor_config.post_grad_custom_post_pass)],
-        )
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+    # -- the budget -----------------------------------------------------------------------------------------------
 
-    def _placement_text(self, name: str) -> tuple[object, ...]:
-        param, placement = self.params[name], placement_of(self.params[name])
-        where = ("", "") if placement is None else (placement.params.value, placement.optimizer.value)
-        return (name, *where, planning.state_bytes(param) if optimizer_of(param) is not None else -1)
+    def _withhold(self, num_bytes: int) -> None:
+        """Plan with that much less than the budget. Code compiled for another figure is other code."""
+        self._withheld_bytes = num_bytes
+        self.key = hashlib.sha256(f"{self.base_key}/{num_bytes}".encode()).hexdigest()[:24]
+        stored = load_text("compilation", self.key)
+        self._stored = None if stored is None else Compilation.from_json(stored)
 
-    # -- training graphs ------------------------------------------------------------------------------------------
+    def _excess_bytes(self) -> int:
+        """By how much the compiled code of a step is above the budget; the plan then says what the code takes."""
+        forward, backward = self._compiled.get(Stage.FORWARD), self._compiled.get(Stage.BACKWARD)
+        if self._step is None or self.compilation is None or forward is None or backward is None:
+            return 0
+        problem, plan = self._step.problem, self.compilation.plan
+        num_outputs = self._step.graphs.num_outputs
+        peak = dry_run(forward, backward, num_outputs, device_type=self.captured.device.type)
+        self._compiled.clear()
+        if peak is None:
+            return 0
+        peak = planning.traced_peak_bytes(problem, plan, peak)
+        self.compilation = dataclasses.replace(self.compilation, plan=dataclasses.replace(plan, peak_bytes=peak))
+        if self.captured.budget_bytes is None or peak <= self.captured.budget_bytes:
+            return 0
+        if self._is_given:
+            raise self._over_budget(peak)
+        return peak - self.captured.budget_bytes
+
+    def _over_budget(self, peak_bytes: int) -> Exception:
+        assert self.captured.budget_bytes is not None
+        what = f"The compiled code needs {format_bytes(peak_bytes)}"
+        return too_small(self.captured.budget_bytes, peak_bytes, what)
+
+    @property
+    def _is_given(self) -> bool:
+        return self.captured.options.plan is not None or self._stored is not None
+
+    # -- what Inductor calls back ---------------------------------------------------------------------------------
 
     def partition(
         self, joint: fx.GraphModule, joint_inputs: Sequence[object], **keywords: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Group, profile, plan, partition and rewrite. Signature of AOTAutograd's partitioners."""
-        joint = rewriting.run_user_passes(self.options.passes.joint, joint, None)
-        with self._timed("grouping"):
-            blocks = group_blocks(joint, parameter_fqns(joint, self.inputs))
-        original = rewriting.copy_graph(joint)
-        neutral = rewriting.keep_everything(planning.labels_of(blocks.blocks))
-        split = self._split(joint, joint_inputs, blocks, neutral, keywords)
-        with self._timed("profiling"):
-            profile = self._profile(split, blocks)
-        before = (graph_text(split.forward), graph_text(split.backward))
-        problem, plan, split, contexts = self._planned(split, original, joint_inputs, blocks, profile, keywords)
-        self._forward_context, self._backward_context = contexts
-        split.forward = rewriting.run_user_passes(self.options.passes.forward, split.forward, contexts[0])
-        split.backward = rewriting.run_user_passes(self.options.passes.backward, split.backward, contexts[1])
-        if contexts[0].offloaded:
+        planner = TrainingPlanner(
+            self.captured,
+            joint,
+            joint_inputs,
+            keywords,
+            given=self.captured.options.plan or (self._stored.plan if self._stored else None),
+            withheld_bytes=self._withheld_bytes,
+        )
+        self._step = planner.run(may_measure=self._stored is None)
+        self.compilation = self._step.compilation
+        if self._step.contexts[0].offloaded:
             # A saved tensor that arrives in host memory must not become the backward code's scratch.
             functorch_config.donated_buffer = False
-        self.compilation = self._report(problem, plan, profile, blocks, before, split)
-        self._problem, self._num_outputs = problem, split.num_outputs
-        return split.forward, split.backward
-
-    def _split(
-        self,
-        joint: fx.GraphModule,
-        joint_inputs: Sequence[object],
-        blocks: BlockGraph,
-        plan: Plan,
-        keywords: dict[str, Any],
-    ) -> rewriting.Partitioned:
-        context = PassContext(stage=Stage.JOINT, plan=plan, block_of=block_index(blocks))
-        return rewriting.partition(joint, joint_inputs, context, keywords, self.options.verify)
-
-    def _profile(self, split: rewriting.Partitioned, blocks: BlockGraph) -> Profile:
-        partition = Partition(
-            forward=split.forward,
-            backward=split.backward,
-            num_outputs=split.num_outputs,
-            blocks=blocks,
-            block_of=block_index(blocks),
-            params=self._param_infos(split.forward),
-            inner_backend=self.options.inner_backend,
-        )
-        measured = self.options.profile == "measured" and self.budget_bytes is not None and self._stored is None
-        if not measured:
-            return profile_analytic(partition, self.machine)
-        return profile_measured(partition, self.machine, max_bytes=self._free_bytes())
-
-    def _free_bytes(self) -> int | None:
-        """What the budget leaves beside the parameters that are on the device now."""
-        if self.budget_bytes is None:
-            return None
-        placements = {name: placement_of(param) for name, param in self.params.items()}
-        on_device = [
-            self.params[name]
-            for name, placement in placements.items()
-            if placement is None or placement.params is Params.DEVICE
-        ]
-        taken = sum(param.numel() * param.element_size() for param in on_device)
-        return max(0, self.budget_bytes - self._input_bytes() - taken - self.model.taken_by_others(self.names))
-
-    def _param_infos(self, gm: fx.GraphModule) -> dict[str, ParamInfo]:
-        infos = {}
-        for placeholder, fqn in parameter_fqns(gm, self.inputs).items():
-            param = self.params[fqn]
-            infos[placeholder] = ParamInfo(
-                fqn=fqn,
-                num_bytes=param.numel() * param.element_size(),
-                num_elements=param.numel(),
-                requires_grad=param.requires_grad,
-                state_bytes=planning.state_bytes(param),
-            )
-        return infos
-
-    def _planned(
-        self,
-        split: rewriting.Partitioned,
-        original: fx.GraphModule,
-        joint_inputs: Sequence[object],
-        blocks: BlockGraph,
-        profile: Profile,
-        keywords: dict[str, Any],
-    ) -> tuple[Problem, Plan, rewriting.Partitioned, tuple[PassContext, PassContext]]:
-        """Plan and rewrite until the traced peak of the rewritten graphs keeps the budget."""
-        problem = self._make_problem(blocks, profile, training=True)
-        if self.budget_bytes is None:
-            usable = allowed = None
-        else:
-            usable = self.budget_bytes if self._is_given else int((self.budget_bytes - self._withheld) * (1 - _RESERVE))
-            allowed = usable
-            if not self._is_given and not self._withheld and self._keeps_everything(problem, split):
-                allowed = None
-        refused: InfeasiblePlanError | None = None
-        peak = 0
-        for _ in range(_MAX_CORRECTIONS):
-            try:
-                plan = self._plan(dataclasses.replace(problem, device_budget_bytes=allowed), blocks)
-            except InfeasiblePlanError as error:
-                if refused is not None or not error.held_up_by:
-                    raise
-                # Corrections may have gone below what is possible: see what the plan of least peak really needs.
-                refused, allowed = error, error.smallest_budget_bytes
-                continue
-            with self._timed("rewriting"):
-                if rewriting.changes_code(plan) or split is None:
-                    split = self._split(rewriting.copy_graph(original), joint_inputs, blocks, plan, keywords)
-                contexts = rewriting.rewrite_training(
-                    split,
-                    plan,
-                    self.model.session.digest,
-                    self.inputs,
-                    planning.owners_of(blocks),
-                    self.options.verify,
-                )
-                peak = self._traced_peak(problem, plan, split)
-            if usable is None or allowed is None or peak <= usable:
-                return problem, dataclasses.replace(plan, peak_bytes=peak), split, contexts
-            if refused is not None or self._is_given:
-                break
-            allowed = min(allowed, plan.peak_bytes) - (peak - usable) - allowed // 1000
-            split = None  # type: ignore[assignment]  # consumed by the rewrite
-        assert self.budget_bytes is not None
-        held_up_by = refused.held_up_by if refused else f"The plan needs {format_bytes(peak)}"
-        raise too_small(self.budget_bytes, int(peak / (1 - _RESERVE)) + 1, held_up_by)
-
-    def _keeps_everything(self, problem: Problem, split: rewriting.Partitioned) -> bool:
-        """Whether the untouched graphs keep the budget, as far as a trace can tell."""
-        if self.budget_bytes is None or self.options.inner_backend == "eager":
-            return False  # graphs that run as they are need what their trace says
-        peak = self._traced_peak(problem, rewriting.keep_everything(problem.labels), split)
-        return peak <= self.budget_bytes * (1 + _RESERVE)
-
-    @property
-    def _is_given(self) -> bool:
-        return self.options.plan is not None or self._stored is not None
-
-    def _plan(self, problem: Problem, blocks: BlockGraph) -> Plan:
-        given = self.options.plan or (self._stored.plan if self._stored else None)
-        if given is not None:
-            return planning.fitted_plan(given, blocks, problem)
-        with self._timed("solving"):
-            try:
-                return planning.solved_plan(problem, blocks, self.options)
-            except InfeasiblePlanError:
-                if not problem.fixed_decisions:
-                    raise
-                # Parameters placed for an earlier graph of the model leave no plan: move them, which is always exact.
-                return planning.solved_plan(dataclasses.replace(problem, fixed_decisions=()), blocks, self.options)
-
-    def _make_problem(self, blocks: BlockGraph, profile: Profile, *, training: bool) -> Problem:
-        limits = planning.Limits(
-            device_budget_bytes=self.budget_bytes,
-            host_budget_bytes=host_budget_bytes(self.device, self.options),
-            fixed_bytes=self._input_bytes() + self.model.taken_by_others(self.names),
-        )
-        return planning.make_problem(
-            blocks,
-            profile.costs,
-            self.machine,
-            self.options,
-            limits,
-            self.params,
-            training=training,
-            keep_placement=self.model.is_placed,
-        )
-
-    def _input_bytes(self) -> int:
-        """Inputs and buffers: on the device, whatever is decided."""
-        return sum(
-            item.tensor.numel() * item.tensor.element_size()
-            for item in self.inputs
-            if item.tensor is not None and not item.is_parameter and not is_symbolic(item.tensor)
-        )
-
-    def _traced_peak(self, problem: Problem, plan: Plan, split: rewriting.Partitioned) -> int:
-        trace = trace_step(
-            split.forward,
-            split.backward,
-            split.num_outputs,
-            device_type=self.device.type,
-            inner_backend=self.options.inner_backend,
-        )
-        return planning.traced_peak_bytes(problem, plan, trace.peak_bytes)
-
-    def _report(
-        self,
-        problem: Problem,
-        plan: Plan,
-        profile: Profile,
-        blocks: BlockGraph,
-        before: tuple[str, str],
-        split: rewriting.Partitioned,
-    ) -> Compilation:
-        simulated = planning.replay(problem, plan)
-        return Compilation(
-            plan=plan,
-            training=True,
-            device_budget_bytes=self.budget_bytes,
-            owners=planning.owners_of(blocks),
-            footprint=Footprint(
-                resident_bytes=planning.resident_bytes(problem, plan),
-                held_bytes=planning.held_bytes(problem, plan),
-                gradient_bytes=planning.device_gradient_bytes(problem, plan),
-            ),
-            graphs=(
-                GraphText(graph="forward", before=before[0], after=graph_text(split.forward)),
-                GraphText(graph="backward", before=before[1], after=graph_text(split.backward)),
-            ),
-            transfers=(*list_transfers(split.forward, "forward"), *list_transfers(split.backward, "backward")),
-            events=_lane_events(simulated),
-            notes=planning.notes_on_optimizer(list(self.params.values())),
-            profile_source=profile.source,
-        )
-
-    # -- inference graphs -----------------------------------------------------------------------------------------
+        return self._step.graphs.forward, self._step.graphs.backward
 
     def _rewrite_inference(self, gm: fx.GraphModule) -> PassContext:
-        """Fetch host parameters in a graph compiled under ``no_grad``; plan where they live if nothing has yet."""
-        blocks = group_blocks(gm, parameter_fqns(gm, self.inputs))
-        partition = Partition(
-            forward=gm,
-            backward=None,
-            num_outputs=len(output_args(gm)),
-            blocks=blocks,
-            block_of=block_index(blocks),
-            params={n: dataclasses.replace(i, state_bytes=0) for n, i in self._param_infos(gm).items()},
-            inner_backend=self.options.inner_backend,
-        )
-        profile = profile_analytic(partition, self.machine)
-        problem = self._make_problem(blocks, profile, training=False)
-        if self.model.is_placed:
-            decisions = tuple(d or BlockDecision() for d in problem.fixed_decisions) or (BlockDecision(),) * len(
-                blocks.blocks
-            )
-            plan = planning.fitted_plan(Plan(labels=problem.labels, decisions=decisions), blocks, problem)
-        else:
-            plan = planning.solved_plan(dataclasses.replace(problem, fixed_decisions=()), blocks, self.options)
-        owners = planning.owners_of(blocks)
-        context = PassContext(
-            stage=Stage.INFERENCE,
-            plan=plan,
-            session=self.model.session.digest,
-            block_of=block_index(blocks),
-            owners=rewriting.owners_by_placeholder(gm, self.inputs, owners),
-            num_outputs=len(output_args(gm)),
-        )
-        before = graph_text(gm)
-        passes.run(PIPELINE, gm, context, verify_graph=self.options.verify)
-        self.compilation = Compilation(
-            plan=plan,
-            training=False,
-            device_budget_bytes=self.budget_bytes,
-            owners=owners,
-            graphs=(GraphText(graph="inference", before=before, after=graph_text(gm)),),
-            transfers=list_transfers(gm, "inference"),
-            events=_lane_events(planning.replay(problem, plan)),
-            profile_source=profile.source,
-        )
+        self.compilation, context = rewrite_inference(self.captured, gm)
         return context
-
-    # -- what Inductor calls back ---------------------------------------------------------------------------------
 
     def compile_inner(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **keywords: Any) -> Any:
         """Inductor's inner compiler, told which graph it is so that `pin` knows."""
         if keywords.get("is_inference"):
             context = self._rewrite_inference(gm)
         else:
-            context = self._backward_context if keywords.get("is_backward") else self._forward_context
+            assert self._step is not None, "a graph with gradients came past the partitioner"
+            context = self._step.contexts[1 if keywords.get("is_backward") else 0]
         self._final_context = context
         try:
             compiled = compile_fx_inner(gm, example_inputs, **keywords)
         finally:
             self._final_context = None
-        self._compiled[context.stage.value] = CompiledCode(graph=compiled, inputs=tuple(example_inputs))
+        self._compiled[context.stage] = CompiledCode(graph=compiled, inputs=tuple(example_inputs))
         return compiled
 
     def pin(self, graph: fx.Graph) -> None:
@@ -508,26 +226,8 @@ class GraphCompiler:
         assert gm is not None
         if self._final_context is None:
             return  # a subgraph compiled on its own, such as a pattern's
-        rewriting.run_user_passes(self.options.passes.final, gm, self._final_context)
-        passes.run(
-            PIPELINE,
-            gm,
-            self._final_context,
-            stage=Stage.FINAL,
-            given=("blocks", "sorted"),
-            verify_graph=self.options.verify,
-        )
-
-    @contextlib.contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - begin
-
-
-def _lane_events(simulated: Simulation) -> tuple[LaneEvent, ...]:
-    return tuple(
-        LaneEvent(lane=e.lane, label=e.label, block=e.block, start_s=e.start_s, end_s=e.end_s) for e in simulated.events
-    )
+        options = self.captured.options
+        rewriting.run_user_passes(options.passes.final, gm, self._final_context)
+        given = ("blocks", "sorted")
+        context = self._final_context
+        passes.run(PIPELINE, gm, context, stage=Stage.FINAL, given=given, verify_graph=options.verify)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from autohete_fx.compilation import LaneEvent
 from autohete_fx.errors import PlanError
 from autohete_fx.ir import (
     Activations,
@@ -27,7 +28,7 @@ from autohete_fx.ir import (
 )
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
-from autohete_fx.planner.simulate import Simulation, simulate
+from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import solve
 from autohete_fx.runtime.placement import placement_of
 
@@ -157,9 +158,10 @@ def solved_plan(problem: Problem, graph: BlockGraph, options: Options) -> Plan:
     return dataclasses.replace(plan, block_digests=tuple(block.digest for block in graph.blocks))
 
 
-def replay(problem: Problem, plan: Plan) -> Simulation:
-    """The simulated step of a plan, with events."""
-    return simulate(problem, plan.decisions)
+def lane_events(problem: Problem, plan: Plan) -> tuple[LaneEvent, ...]:
+    """The predicted timeline of a step."""
+    events = simulate(problem, plan.decisions).events
+    return tuple(LaneEvent(lane=e.lane, label=e.label, block=e.block, start_s=e.start_s, end_s=e.end_s) for e in events)
 
 
 def resident_bytes(problem: Problem, plan: Plan) -> int:

@@ -2,7 +2,8 @@
 
 ``profile_analytic`` tells seconds from FLOPs and bytes, ``profile_measured`` times the distinct blocks on the
 device; both take a `Partition` and count bytes by liveness. ``trace_step`` tells the peak of any pair of graphs,
-rewritten ones included, and ``dry_run`` that of the code compiled from them. ``measure_machine`` times copies, products and optimizer updates.
+rewritten ones included, and ``dry_run`` that of the code compiled from them. ``measure_machine`` times copies, products
+and optimizer updates.
 """
 
 from autohete_fx.profiler.analytic import profile_analytic

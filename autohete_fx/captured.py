@@ -1,0 +1,127 @@
+"""One graph as Dynamo hands it over, with everything that decides how it is compiled.
+
+In: the graph, its real inputs, the options and the `Model` that it belongs to. Out: the budget, the measured machine, the
+key under which its code and plan are kept, and the planner's `Problem` once its blocks are known.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+from torch._inductor import config as inductor_config
+
+from autohete_fx import planning, versions
+from autohete_fx.capture.inputs import GraphInput, parameter_fqns
+from autohete_fx.ir import BlockGraph, Params, Problem, Profile
+from autohete_fx.model import Model, graph_digest, sources_digest
+from autohete_fx.optim.owners import optimizer_of
+from autohete_fx.options import Options
+from autohete_fx.pass_identity import pass_identity
+from autohete_fx.profiler import ParamInfo
+from autohete_fx.resources import device_budget_bytes, host_budget_bytes, is_symbolic, machine_of
+from autohete_fx.runtime.placement import placement_of
+
+
+class CapturedGraph:
+    """A graph and its surroundings.
+
+    Attributes:
+        params: the parameters among the inputs, by name.
+        names: their names.
+        budget_bytes: peak device memory allowed; None for no limit.
+        machine: capacities and rates.
+    """
+
+    def __init__(self, *, gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options, model: Model) -> None:
+        self.gm = gm
+        self.inputs = inputs
+        self.options = options
+        self.model = model
+        self.params: dict[str, torch.nn.Parameter] = {
+            i.name: i.tensor for i in inputs if i.is_parameter and isinstance(i.tensor, torch.nn.Parameter)
+        }
+        self.names = frozenset(self.params)
+        self.device = model.session.device
+        self.budget_bytes = device_budget_bytes(self.device, options)
+        self.machine = machine_of(self.device, model.session)
+
+    def key(self) -> str:
+        """Of everything that decides the plan and the code, the same in every process."""
+        options = self.options
+        parts = (
+            graph_digest(self.gm, self.inputs, options),
+            self.model.session.digest,
+            sources_digest(),
+            dataclasses.replace(self.machine, host_bytes=0).digest,  # what is free changes by the minute
+            self.budget_bytes,
+            (
+                options.host_budget,
+                options.profile,
+                sorted(options.allow),
+                options.plan.digest if options.plan else None,
+            ),
+            tuple(self._placement_text(name) for name in sorted(self.params)),
+            self.model.taken_by_others(self.names),
+            [pass_identity(p) for p in versions.custom_passes(inductor_config.post_grad_custom_post_pass)],
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+
+    def _placement_text(self, name: str) -> tuple[object, ...]:
+        param, placement = self.params[name], placement_of(self.params[name])
+        where = ("", "") if placement is None else (placement.params.value, placement.optimizer.value)
+        return (name, *where, planning.state_bytes(param) if optimizer_of(param) is not None else -1)
+
+    def param_infos(self, gm: fx.GraphModule) -> dict[str, ParamInfo]:
+        """What the profiler must know of the parameters, by placeholder of ``gm``."""
+        infos = {}
+        for placeholder, fqn in parameter_fqns(gm, self.inputs).items():
+            param = self.params[fqn]
+            infos[placeholder] = ParamInfo(
+                fqn=fqn,
+                num_bytes=param.numel() * param.element_size(),
+                num_elements=param.numel(),
+                requires_grad=param.requires_grad,
+                state_bytes=planning.state_bytes(param),
+            )
+        return infos
+
+    def problem(self, blocks: BlockGraph, profile: Profile, *, training: bool) -> Problem:
+        """What the planner solves."""
+        limits = planning.Limits(
+            device_budget_bytes=self.budget_bytes,
+            host_budget_bytes=host_budget_bytes(self.device, self.options),
+            fixed_bytes=self._input_bytes() + self.model.taken_by_others(self.names),
+        )
+        return planning.make_problem(
+            blocks,
+            profile.costs,
+            self.machine,
+            self.options,
+            limits,
+            self.params,
+            training=training,
+            keep_placement=self.model.is_placed,
+        )
+
+    def free_bytes(self) -> int | None:
+        """What the budget leaves beside the inputs and the parameters that are on the device now."""
+        if self.budget_bytes is None:
+            return None
+        placements = {name: placement_of(param) for name, param in self.params.items()}
+        on_device = [
+            self.params[name]
+            for name, placement in placements.items()
+            if placement is None or placement.params is Params.DEVICE
+        ]
+        taken = sum(param.numel() * param.element_size() for param in on_device)
+        return max(0, self.budget_bytes - self._input_bytes() - taken - self.model.taken_by_others(self.names))
+
+    def _input_bytes(self) -> int:
+        """Inputs and buffers: on the device, whatever is decided."""
+        return sum(
+            item.tensor.numel() * item.tensor.element_size()
+            for item in self.inputs
+            if item.tensor is not None and not item.is_parameter and not is_symbolic(item.tensor)
+        )

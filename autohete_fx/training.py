@@ -1,0 +1,223 @@
+"""Plan and rewrite a training graph: group, profile, solve, partition, insert copies.
+
+In: a captured graph and its joint forward and backward graph. Out: a `TrainingStep`, which is the rewritten pair with
+the plan behind it. A trace of the rewritten graphs checks the plan: where it is above the budget, the problem is
+solved again with the difference taken off.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autohete_fx import planning, rewriting
+from autohete_fx.capture.grouping import block_index, group_blocks
+from autohete_fx.capture.inputs import parameter_fqns
+from autohete_fx.captured import CapturedGraph
+from autohete_fx.compilation import Compilation, Footprint, GraphText
+from autohete_fx.errors import InfeasiblePlanError
+from autohete_fx.ir import BlockGraph, Plan, Problem, Profile
+from autohete_fx.passes import PassContext, Stage
+from autohete_fx.planner.infeasible import too_small
+from autohete_fx.profiler import Partition, profile_analytic, profile_measured, trace_step
+from autohete_fx.report.graph_text import graph_text, list_transfers
+from autohete_fx.report.sizes import format_bytes
+
+_MAX_CORRECTIONS = 8
+_RESERVE = 1 / 64
+"""Share of the budget by which a traced peak may be wrong: plans leave it free, so that the code that comes of them
+rarely has to be compiled again. What moves nothing may take it too, because nothing is lost in trying."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingStep:
+    """A rewritten forward and backward.
+
+    Attributes:
+        graphs: the pair, and how many outputs of forward are the user's.
+        contexts: of forward and backward, which the last pass needs again.
+        compilation: what the user can look at.
+        problem: what the plan solves.
+    """
+
+    graphs: rewriting.Partitioned
+    contexts: tuple[PassContext, PassContext]
+    compilation: Compilation
+    problem: Problem
+
+
+class TrainingPlanner:
+    """One joint graph on its way to a `TrainingStep`.
+
+    Args:
+        captured: the graph's surroundings.
+        joint: the joint graph; consumed.
+        joint_inputs, keywords: what AOTAutograd gives a partitioner.
+        given: a plan to replay instead of solving.
+        withheld_bytes: how much less than the budget the plan may use.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedGraph,
+        joint: fx.GraphModule,
+        joint_inputs: Sequence[object],
+        keywords: dict[str, object],
+        *,
+        given: Plan | None,
+        withheld_bytes: int,
+    ) -> None:
+        self.captured = captured
+        self.options = captured.options
+        self.joint = rewriting.run_user_passes(self.options.passes.joint, joint, None)
+        self.joint_inputs = joint_inputs
+        self.keywords = keywords
+        self.given = given
+        self.withheld_bytes = withheld_bytes
+        self.seconds: dict[str, float] = {}
+        with self._timed("grouping"):
+            self.blocks: BlockGraph = group_blocks(self.joint, parameter_fqns(self.joint, captured.inputs))
+
+    def run(self, *, may_measure: bool) -> TrainingStep:
+        """Profile, plan and rewrite. ``may_measure``: whether timing blocks on the device is worth its while."""
+        original = rewriting.copy_graph(self.joint)
+        split = self._split(self.joint, rewriting.keep_everything(planning.labels_of(self.blocks.blocks)))
+        with self._timed("profiling"):
+            profile = self._profile(split, may_measure)
+        before = (graph_text(split.forward), graph_text(split.backward))
+        problem = self.captured.problem(self.blocks, profile, training=True)
+        plan, split, contexts = self._planned(problem, split, original)
+        passes = self.options.passes
+        split.forward = rewriting.run_user_passes(passes.forward, split.forward, contexts[0])
+        split.backward = rewriting.run_user_passes(passes.backward, split.backward, contexts[1])
+        compilation = self._report(problem, plan, profile, before, split)
+        return TrainingStep(graphs=split, contexts=contexts, compilation=compilation, problem=problem)
+
+    def _split(self, joint: fx.GraphModule, plan: Plan) -> rewriting.Partitioned:
+        context = PassContext(stage=Stage.JOINT, plan=plan, block_of=block_index(self.blocks))
+        return rewriting.partition(joint, self.joint_inputs, context, self.keywords, self.options.verify)
+
+    def _profile(self, split: rewriting.Partitioned, may_measure: bool) -> Profile:
+        partition = Partition(
+            forward=split.forward,
+            backward=split.backward,
+            num_outputs=split.num_outputs,
+            blocks=self.blocks,
+            block_of=block_index(self.blocks),
+            params=self.captured.param_infos(split.forward),
+            inner_backend=self.options.inner_backend,
+        )
+        machine = self.captured.machine
+        if may_measure and self.options.profile == "measured" and self.captured.budget_bytes is not None:
+            return profile_measured(partition, machine, max_bytes=self.captured.free_bytes())
+        return profile_analytic(partition, machine)
+
+    def _planned(
+        self, problem: Problem, split: rewriting.Partitioned, original: fx.GraphModule
+    ) -> tuple[Plan, rewriting.Partitioned, tuple[PassContext, PassContext]]:
+        """Plan and rewrite until the traced peak of the rewritten graphs keeps the budget."""
+        usable = allowed = self._usable_bytes(problem, split)
+        fresh: rewriting.Partitioned | None = split
+        refused: InfeasiblePlanError | None = None
+        peak = 0
+        for _ in range(_MAX_CORRECTIONS):
+            try:
+                plan = self._plan(dataclasses.replace(problem, device_budget_bytes=allowed))
+            except InfeasiblePlanError as error:
+                if refused is not None or not error.held_up_by:
+                    raise
+                # Corrections may have gone below what is possible: see what the plan of least peak really needs.
+                refused, allowed = error, error.smallest_budget_bytes
+                continue
+            with self._timed("rewriting"):
+                if fresh is None or rewriting.changes_code(plan):
+                    fresh = self._split(rewriting.copy_graph(original), plan)
+                contexts = self._rewrite(fresh, plan)
+                peak = self._traced_peak(problem, plan, fresh)
+            if usable is None or allowed is None or peak <= usable:
+                return dataclasses.replace(plan, peak_bytes=peak), fresh, contexts
+            if refused is not None or self.given is not None:
+                break
+            allowed = min(allowed, plan.peak_bytes) - (peak - usable) - allowed // 1000
+            fresh = None  # consumed by the rewrite
+        assert self.captured.budget_bytes is not None
+        held_up_by = refused.held_up_by if refused else f"The plan needs {format_bytes(peak)}"
+        raise too_small(self.captured.budget_bytes, int(peak / (1 - _RESERVE)) + 1, held_up_by)
+
+    def _usable_bytes(self, problem: Problem, split: rewriting.Partitioned) -> int | None:
+        """What a traced peak may be; None for no limit."""
+        budget = self.captured.budget_bytes
+        if budget is None or self.given is not None:
+            return budget
+        if not self.withheld_bytes and self.options.inner_backend != "eager":
+            neutral = rewriting.keep_everything(problem.labels)
+            if self._traced_peak(problem, neutral, split) <= budget * (1 + _RESERVE):
+                return None  # what was compiled will tell
+        return int((budget - self.withheld_bytes) * (1 - _RESERVE))
+
+    def _plan(self, problem: Problem) -> Plan:
+        if self.given is not None:
+            return planning.fitted_plan(self.given, self.blocks, problem)
+        with self._timed("solving"):
+            try:
+                return planning.solved_plan(problem, self.blocks, self.options)
+            except InfeasiblePlanError:
+                if not problem.fixed_decisions:
+                    raise
+                # Parameters placed for an earlier graph of the model leave no plan: move them, which is always exact.
+                return planning.solved_plan(dataclasses.replace(problem, fixed_decisions=()), self.blocks, self.options)
+
+    def _rewrite(self, split: rewriting.Partitioned, plan: Plan) -> tuple[PassContext, PassContext]:
+        return rewriting.rewrite_training(
+            split,
+            plan,
+            self.captured.model.session.digest,
+            self.captured.inputs,
+            planning.owners_of(self.blocks),
+            self.options.verify,
+        )
+
+    def _traced_peak(self, problem: Problem, plan: Plan, split: rewriting.Partitioned) -> int:
+        trace = trace_step(
+            split.forward,
+            split.backward,
+            split.num_outputs,
+            device_type=self.captured.device.type,
+            inner_backend=self.options.inner_backend,
+        )
+        return planning.traced_peak_bytes(problem, plan, trace.peak_bytes)
+
+    def _report(
+        self, problem: Problem, plan: Plan, profile: Profile, before: tuple[str, str], split: rewriting.Partitioned
+    ) -> Compilation:
+        return Compilation(
+            plan=plan,
+            training=True,
+            device_budget_bytes=self.captured.budget_bytes,
+            owners=planning.owners_of(self.blocks),
+            footprint=Footprint(
+                resident_bytes=planning.resident_bytes(problem, plan),
+                held_bytes=planning.held_bytes(problem, plan),
+                gradient_bytes=planning.device_gradient_bytes(problem, plan),
+            ),
+            graphs=(
+                GraphText(graph="forward", before=before[0], after=graph_text(split.forward)),
+                GraphText(graph="backward", before=before[1], after=graph_text(split.backward)),
+            ),
+            transfers=(*list_transfers(split.forward, "forward"), *list_transfers(split.backward, "backward")),
+            events=planning.lane_events(problem, plan),
+            notes=planning.notes_on_optimizer(list(self.captured.params.values())),
+            profile_source=profile.source,
+            compile_s=self.seconds,
+        )
+
+    @contextlib.contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - begin
