@@ -76,8 +76,9 @@ def _owning(compiled: Callable[..., object], model: Model) -> Callable[..., obje
     def run(*args: object) -> object:
         try:
             return compiled(*args)
-        except BaseException:
-            model.session.abandon()
+        except BaseException as error:
+            for failure in model.session.abandon():
+                error.add_note(f"a copy that was under way failed too: {failure!r}")
             raise
 
     if getattr(compiled, "_boxed_call", False):

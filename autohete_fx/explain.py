@@ -42,11 +42,14 @@ def explain(
 
     def look(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., object]:
         sources = graph_inputs(gm, example_inputs)
-        compiler = GraphCompiler(gm=gm, inputs=sources, options=chosen, model=new_model(gm, sources, chosen))
+        owner = new_model(gm, sources, chosen)
         try:
+            compiler = GraphCompiler(gm=gm, inputs=sources, options=chosen, model=owner)
             found.append(compiler.look(example_inputs))
         except AutoHeteError as error:
             raise surfacing(error) from error.__cause__
+        finally:
+            owner.session.close()  # a compilation that follows must not take this for a twin
         return gm.forward
 
     buffers = (

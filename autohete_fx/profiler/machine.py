@@ -5,7 +5,8 @@ within the device, copies to and from host memory both ways, AdamW steps on the 
 best of a few repeats after a warm-up: others on the machine only ever slow one down.
 
 A measurement may fall into a step that has a budget to keep. On CUDA it takes some 200 MiB, of what activations take
-later; for a CPU device, where a budget may be smaller than that, every tensor timed here lies in mapped host memory.
+later; for a CPU device, where a budget may be smaller than that, every tensor timed here lies in mapped host
+memory; a 16-bit product may take 3 MiB of scratch.
 """
 
 import functools

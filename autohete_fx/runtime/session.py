@@ -87,15 +87,22 @@ class Session:
         copy.ticket.wait()
         return copy.result
 
-    def abandon(self) -> None:
-        """Finish and forget copies whose graph ended with an error before it waited for them."""
-        for copy in self._in_flight.values():
-            copy.ticket.wait()
-        self._in_flight.clear()
+    def abandon(self) -> list[Exception]:
+        """Finish and forget copies whose graph ended with an error before it waited for them; returns what failed."""
+        copies, self._in_flight = self._in_flight, {}
+        failures = []
+        for copy in copies.values():
+            try:
+                copy.ticket.wait()
+            except Exception as error:
+                failures.append(error)
+        return failures
 
     def close(self) -> None:
-        """Stop the lanes. Homes live on as long as tensors refer to them."""
+        """Stop the lanes; compiled code finds the session no longer. Homes live on as long as tensors refer to them."""
         with self._lock:
+            if _sessions.get(self.digest) is self:
+                del _sessions[self.digest]
             if self._lanes is not None:
                 self._lanes.close()
                 self._lanes = None

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import autohete_fx
-from autohete_fx import Activations, BlockDecision, Params, Plan
+from autohete_fx import Activations, BlockDecision, Params, Plan, training
+from autohete_fx.compiler import GraphCompiler
 
 SCRIPT = """
 import json, sys, torch
@@ -235,3 +237,42 @@ def test_explain_leaves_everything_as_it_was():
     with pytest.raises(autohete_fx.PlanError, match="does not fit this graph"):
         other = Plan(labels=("x",), decisions=(BlockDecision(),))
         autohete_fx.explain(model, torch.randn(256, 128), options={"plan": other})
+
+
+def test_a_batch_dies_with_its_step():
+    model = make()
+    model.compile(backend="autohete", options={"profile": "analytic"})
+    batch = torch.randn(256, 128)
+    model(batch).backward()
+    died = weakref.ref(batch)
+    del batch
+    gc.collect()
+    assert died() is None
+
+
+@pytest.mark.slow
+def test_code_that_would_break_the_budget_is_compiled_again(monkeypatch: pytest.MonkeyPatch, fresh_caches: Path):
+    """A plan that is too hopeful by a tenth costs a compilation, never the budget; the next process knows better."""
+    autohete_fx.explain(make(), torch.randn(256, 128))  # times the machine, which takes scratch of its own
+    partitions = []
+    once = GraphCompiler.partition
+    monkeypatch.setattr(training, "_RESERVE", -0.1)
+    monkeypatch.setattr(GraphCompiler, "partition", lambda *a, **k: partitions.append(1) or once(*a, **k))
+    budget = 3 * 2**19
+    for expected in (2, 0):
+        with autohete_fx.MemoryMeter("cpu") as meter:
+            foreign = meter.start_bytes
+        model = make()
+        model.compile(backend="autohete", options={"profile": "analytic", "memory_budget": budget})
+        optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-2)
+        with autohete_fx.MemoryMeter("cpu") as meter:
+            for _ in range(2):
+                model(torch.randn(256, 128)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert meter.peak_bytes - foreign <= budget
+        assert len(partitions) == expected
+        partitions.clear()
+        del model, optimizer
+        torch._dynamo.reset()
+        gc.collect()
