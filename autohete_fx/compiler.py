@@ -41,6 +41,7 @@ from autohete_fx.report.sizes import format_bytes
 from autohete_fx.resources import device_budget_bytes, host_budget_bytes, is_symbolic, machine_of
 from autohete_fx.runtime import kernels  # noqa: F401  (registers the ops' kernels)
 from autohete_fx.runtime.placement import Placement, place_param, placement_of
+from autohete_fx.runtime.tiers import is_home
 
 _MAX_CORRECTIONS = 8
 _RESERVE = 1 / 64
@@ -214,8 +215,10 @@ class GraphCompiler:
             inner_backend=self.options.inner_backend,
         )
         measured = self.options.profile == "measured" and self.budget_bytes is not None and self._stored is None
-        profiler = profile_measured if measured else profile_analytic
-        return profiler(partition, self.machine)
+        if not measured:
+            return profile_analytic(partition, self.machine)
+        assert self.budget_bytes is not None
+        return profile_measured(partition, self.machine, max_bytes=max(self.budget_bytes - self._live_bytes(), 0))
 
     def _param_infos(self, gm: fx.GraphModule) -> dict[str, ParamInfo]:
         infos = {}
@@ -320,6 +323,10 @@ class GraphCompiler:
             for item in self.inputs
             if item.tensor is not None and not item.is_parameter and not is_symbolic(item.tensor)
         )
+
+    def _live_bytes(self) -> int:
+        """What is on the device while this graph is compiled: inputs, and parameters that are not in homes."""
+        return self._input_bytes() + sum(p.nbytes for p in self.params.values() if not is_home(p))
 
     def _traced_peak(self, problem: Problem, plan: Plan, split: rewriting.Partitioned) -> int:
         trace = trace_step(

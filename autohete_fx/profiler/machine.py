@@ -1,8 +1,9 @@
 """The machine's capacities and rates, timed once and cached.
 
 Enters a device and a way to make host tensors; leaves a `Machine`. Timing takes about two seconds and at most
-some 50 MiB: products, copies within the device, copies to and from host memory both ways, AdamW steps on the device
-and on the host. Each rate is the best of a few repeats after a warm-up: others on the machine only ever slow one down.
+some 50 MiB (of a GPU, 250 MiB): products, copies within the device, copies to and from host memory both ways, AdamW
+steps on the device and on the host. Each rate is the best of a few repeats after a warm-up: others on the machine only
+ever slow one down.
 """
 
 import functools
@@ -22,7 +23,9 @@ from autohete_fx.profiler.cache import load_machine, store_machine
 
 _REPEATS = 4
 _COPY_BYTES = 24 * 2**20
-_UPDATE_PARAMS = 3 * 2**19
+# On a GPU more than its caches hold, and enough to hide what a launch costs.
+_STREAM_BYTES = {"cpu": 24 * 2**20, "cuda": 128 * 2**20}
+_UPDATE_PARAMS = {"cpu": 3 * 2**19, "cuda": 2**24}
 _PRODUCT_SIZE = {"cpu": 768, "cuda": 4096}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -105,9 +108,10 @@ def _product_rates(device: torch.device) -> tuple[tuple[str, float], ...]:
 
 
 def _device_bandwidth(device: torch.device) -> float:
-    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device).fill_(1)
+    num_bytes = _STREAM_BYTES.get(device.type, _STREAM_BYTES["cpu"])
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
-    return 2 * _COPY_BYTES / _seconds(device, lambda: target.copy_(source))
+    return 2 * num_bytes / _seconds(device, lambda: target.copy_(source))
 
 
 def _copy_rates(device: torch.device, make_host_tensor: MakeHostTensor) -> tuple[float, float, float]:
@@ -122,7 +126,8 @@ def _copy_rates(device: torch.device, make_host_tensor: MakeHostTensor) -> tuple
 
 def _update_rate(device: torch.device) -> float:
     """Parameters per second of a fused fp32 AdamW step."""
-    params, grads, averages, squares = ([torch.full((_UPDATE_PARAMS,), 0.01, device=device)] for _ in range(4))
+    count = _UPDATE_PARAMS.get(device.type, _UPDATE_PARAMS["cpu"])
+    params, grads, averages, squares = ([torch.full((count,), 0.01, device=device)] for _ in range(4))
     steps = [torch.ones((), device=device)]
 
     def step() -> None:
@@ -143,11 +148,11 @@ def _update_rate(device: torch.device) -> float:
         )
 
     with torch.no_grad():
-        return _UPDATE_PARAMS / _seconds(device, step)
+        return count / _seconds(device, step)
 
 
 def _plain_host_tensor(device: torch.device, num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
 
 
 def measure_machine(
