@@ -25,7 +25,7 @@ def device_budget_bytes(device: torch.device, options: Options) -> int | None:
     allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
     # In steps of 1/64 of the card, so that the next process, which finds a little more or less, plans alike.
     step = total // _GRAIN
-    return min(free + mine, allowed) // step * step
+    return min((free + mine) // step * step, allowed)
 
 
 def host_budget_bytes(device: torch.device, options: Options) -> int | None:
