@@ -159,6 +159,8 @@ def open_tier(
     if device.type == "cpu":
         return MappedFileTier(offload_dir, capacity_bytes)
     if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise HostMemoryError(f"device {str(device)!r} was given, but PyTorch finds no CUDA device; expected cpu")
         return PinnedTier(device, capacity_bytes)
     raise HostMemoryError(f"there is no host tier for device {str(device)!r}; expected cpu or cuda")
 

@@ -205,6 +205,12 @@ def test_a_bad_directory_is_refused(tmp_path: Path) -> None:
         open_tier("meta")
 
 
+def test_a_missing_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(HostMemoryError, match="'cuda:0' was given, but PyTorch finds no CUDA device; expected cpu"):
+        open_tier("cuda:0")
+
+
 def test_reserve_takes_smaller_pieces_where_a_large_one_is_refused() -> None:
     sizes: list[int] = []
 
