@@ -14,7 +14,7 @@ from torch._inductor import config as inductor_config
 
 from autohete_fx import planning, versions
 from autohete_fx.capture.inputs import GraphInput, parameter_fqns
-from autohete_fx.ir import BlockGraph, Params, Problem, Profile
+from autohete_fx.ir import BlockGraph, Problem, Profile
 from autohete_fx.model import Model, graph_digest, sources_digest
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
@@ -22,6 +22,7 @@ from autohete_fx.pass_identity import pass_identity
 from autohete_fx.profiler import ParamInfo
 from autohete_fx.resources import device_budget_bytes, host_budget_bytes, is_symbolic, machine_of
 from autohete_fx.runtime.placement import placement_of
+from autohete_fx.runtime.tiers import is_home
 
 
 class CapturedGraph:
@@ -109,13 +110,7 @@ class CapturedGraph:
         """What the budget leaves beside the inputs and the parameters that are on the device now."""
         if self.budget_bytes is None:
             return None
-        placements = {name: placement_of(param) for name, param in self.params.items()}
-        on_device = [
-            self.params[name]
-            for name, placement in placements.items()
-            if placement is None or placement.params is Params.DEVICE
-        ]
-        taken = sum(param.numel() * param.element_size() for param in on_device)
+        taken = sum(param.nbytes for param in self.params.values() if not is_home(param))
         return max(0, self.budget_bytes - self._input_bytes() - taken - self.model.taken_by_others(self.names))
 
     def _input_bytes(self) -> int:

@@ -4,8 +4,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from autohete_fx.errors import AutoHeteError
+import torch
+
+from autohete_fx.errors import AutoHeteError, OptionError
 from autohete_fx.ir import Machine, Plan
+from autohete_fx.profiler.machine import measure_machine
 from autohete_fx.report import format_bytes, format_count, format_seconds, plan_table
 
 __all__ = ["main"]
@@ -19,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show.add_argument("plan", metavar="PLAN.json", help="a file that Plan.save wrote")
     show.set_defaults(run=_show)
     doctor = commands.add_parser("doctor", help="measure this machine and print what the planner will assume of it")
-    doctor.add_argument("--device", default=None, help="cpu or cuda; default: cuda where there is one")
+    doctor.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
     doctor.set_defaults(run=_doctor)
     parsed = parser.parse_args(arguments)
     try:
@@ -57,12 +60,10 @@ def _show(parsed: argparse.Namespace) -> str:
 
 
 def _doctor(parsed: argparse.Namespace) -> str:
-    # Imported here: `autohete show` must not wait for torch.
-    import torch
-
-    from autohete_fx.profiler.machine import measure_machine
-
-    device = parsed.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    has_cuda = torch.cuda.is_available()
+    if parsed.device == "cuda" and not has_cuda:
+        raise OptionError("--device cuda was given, but PyTorch finds no CUDA device; leave it out to measure the CPU")
+    device = parsed.device or ("cuda" if has_cuda else "cpu")
     return f"torch {torch.__version__}\n{machine_text(measure_machine(torch.device(device)))}"
 
 

@@ -9,9 +9,11 @@ total is known.
 """
 
 import difflib
+import inspect
 import math
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -178,22 +180,28 @@ def _parse_size_option(name: str, value: object) -> Size | None:
 def _parse_offload_dir(name: str, value: object) -> str | None:
     if value is None:
         return None
-    if not isinstance(value, str | os.PathLike):
+    if not isinstance(value, str | os.PathLike) or not str(value):
         raise OptionError(f"option {name!r} is {_shown(value)}; expected the path of a directory")
     path = Path(value).expanduser()
     if not path.is_dir():
         raise OptionError(
             f"option {name!r} is {str(path)!r}, which is not a directory; create it first or leave the option out"
         )
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise OptionError(f"option {name!r} is {str(path)!r}, which is not writable; choose a directory that is")
+    try:
+        # Permissions do not tell of read-only mounts and the like, and root passes all of them.
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise OptionError(
+            f"option {name!r} is {str(path)!r}, where no file can be made: {error.strerror}; choose another directory"
+        ) from error
     return str(path.resolve())
 
 
 def _parse_plan(name: str, value: object) -> Plan | None:
     if value is None or isinstance(value, Plan):
         return value
-    if isinstance(value, str | os.PathLike):
+    if isinstance(value, str | os.PathLike) and str(value):
         return Plan.load(Path(value).expanduser())
     raise OptionError(
         f"option {name!r} is {_shown(value)}; expected an autohete_fx Plan or the path of a file that Plan.save wrote"
@@ -222,11 +230,20 @@ def _checked_pass(name: str, point: str, user_pass: object) -> UserPass:
             f"option {name!r}: at {point!r} stands {_shown(user_pass)}; expected a callable"
             " (GraphModule, PassContext) -> GraphModule"
         )
+    try:
+        inspect.signature(user_pass).bind(None, None)
+    except TypeError as error:
+        raise OptionError(
+            f"option {name!r}: the pass {_shown(user_pass)} at {point!r} cannot be called with a graph and a context:"
+            f" {error}; expected (GraphModule, PassContext) -> GraphModule"
+        ) from error
+    except ValueError:
+        pass  # a builtin without a signature: the call will tell
     return user_pass
 
 
 def _parse_allow(name: str, value: object) -> frozenset[str]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
         raise OptionError(
             f"option {name!r} is {_shown(value)}; expected a list of {', '.join(map(repr, ALLOWED_DECISIONS))}"
         )

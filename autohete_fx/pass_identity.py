@@ -31,6 +31,10 @@ _KNOWN_BY_NAME = frozenset(
 """Written out because this module does not import torch."""
 
 
+_Seen = dict[int, tuple[int, object]]
+"""Values met so far by their ids: which one each was, and the value, for an id is another's once its value is gone."""
+
+
 def pass_identity(user_pass: Callable[..., object]) -> str:
     """Digest of a callable, 16 hex digits, stable across processes where the callable has a stable content.
 
@@ -38,7 +42,7 @@ def pass_identity(user_pass: Callable[..., object]) -> str:
     """
     parts: list[str] = []
     unstable: list[str] = []
-    _describe(user_pass, parts, unstable, seen=set())
+    _describe(user_pass, parts, unstable, seen={})
     if unstable:
         warnings.warn(
             f"the pass {_name(user_pass)} depends on {', '.join(unstable)}, whose content cannot be digested: its"
@@ -50,15 +54,15 @@ def pass_identity(user_pass: Callable[..., object]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _describe(value: object, parts: list[str], unstable: list[str], seen: set[int]) -> None:
+def _describe(value: object, parts: list[str], unstable: list[str], seen: _Seen) -> None:
     """Append the content of one value to ``parts``, or its description to ``unstable``."""
     if isinstance(value, _PLAIN):
         parts.append(repr(value))
         return
     if id(value) in seen:
-        parts.append("seen")
+        parts.append(f"seen {seen[id(value)][0]}")
         return
-    seen.add(id(value))
+    seen[id(value)] = (len(seen), value)
     own_word = getattr(value, "uuid", None)
     if callable(own_word) and not isinstance(value, type):
         _describe_own_word(value, own_word(), parts, unstable)
@@ -88,12 +92,12 @@ def _describe(value: object, parts: list[str], unstable: list[str], seen: set[in
         unstable.append(f"an object of type {type(value).__qualname__}")
 
 
-def _describe_all(values: Iterable[object], parts: list[str], unstable: list[str], seen: set[int]) -> None:
+def _describe_all(values: Iterable[object], parts: list[str], unstable: list[str], seen: _Seen) -> None:
     for value in values:
         _describe(value, parts, unstable, seen)
 
 
-def _describe_function(function: types.FunctionType, parts: list[str], unstable: list[str], seen: set[int]) -> None:
+def _describe_function(function: types.FunctionType, parts: list[str], unstable: list[str], seen: _Seen) -> None:
     parts.extend([_name(function), _source(function)])
     _describe_all([function.__defaults__, function.__kwdefaults__], parts, unstable, seen)
     for cell in function.__closure__ or ():

@@ -27,9 +27,9 @@ def place(model: ModuleT, device: torch.device | str, *, offload_dir: str | None
         The model.
 
     Raises:
-        HostMemoryError: the parameters do not fit in host memory.
+        HostMemoryError: the parameters do not fit in host memory, or there is no such device.
     """
-    tier = open_tier(_with_index(torch.device(device)), offload_dir, None)
+    tier = open_tier(device, offload_dir)
     for parameter in dict.fromkeys(model.parameters()):
         place_param(parameter, Placement(params=Params.HOST, optimizer=Optimizer.DEVICE, tier=tier, block=0))
     for module in model.modules():
@@ -37,9 +37,3 @@ def place(model: ModuleT, device: torch.device | str, *, offload_dir: str | None
             if buffer is not None:
                 module._buffers[name] = buffer.to(tier.device)
     return model
-
-
-def _with_index(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

@@ -22,9 +22,10 @@ def device_budget_bytes(device: torch.device, options: Options) -> int | None:
         return None
     free, _ = torch.cuda.mem_get_info(device)
     mine = torch.cuda.memory_reserved(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
     # In steps of 1/64 of the card, so that the next process, which finds a little more or less, plans alike.
     step = total // _GRAIN
-    return (free + mine) // step * step
+    return min((free + mine) // step * step, allowed)
 
 
 def host_budget_bytes(device: torch.device, options: Options) -> int | None:
@@ -37,7 +38,8 @@ def machine_of(device: torch.device, session: Session, offload_dir: str | None =
     """The machine's rates, measured once and cached."""
 
     def host_tensor(num_bytes: int) -> torch.Tensor:
-        return session.tier.empty_strided((num_bytes,), (1,), torch.uint8)
+        # As the lanes copy: of the host's side, so that the driver knows which memory it is.
+        return session.tier.host_view(session.tier.empty_strided((num_bytes,), (1,), torch.uint8))
 
     return load_or_measure_machine(device, make_host_tensor=host_tensor, offload_dir=offload_dir)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from autohete_fx import passes
@@ -53,7 +54,10 @@ def partition(
 ) -> Partitioned:
     """Tag what the plan recomputes and split with PyTorch's min-cut partitioner. ``joint`` is consumed."""
     joint = passes.run(PIPELINE, joint, context, verify_graph=verify)
-    forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **keywords)  # type: ignore[arg-type]
+    # On CUDA, PyTorch would draw recomputed random numbers from generators of their own, seeded once: other dropout
+    # masks than without recomputation, and deaf to torch.manual_seed. Saving the default generator's state is exact.
+    with functorch_config.patch(graphsafe_rng_functionalization=False):
+        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **keywords)  # type: ignore[arg-type]
     return Partitioned(forward=forward, backward=backward, num_outputs=int(keywords["num_fwd_outputs"]))  # type: ignore[call-overload]
 
 

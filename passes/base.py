@@ -215,7 +215,7 @@ def insert_copy(
     handle.append(wait)
     handle.meta["val"] = torch.empty((1,), dtype=torch.int64, device="meta")
     with detect_fake_mode(src.meta["val"]) or torch.no_grad():
-        handle.meta["val"] = torch.empty((1,), dtype=torch.int64)
+        handle.meta["val"] = torch.empty((1,), dtype=torch.int64, device="cpu")
         wait.meta["val"] = ops.empty_copy_of(src.meta["val"])
     note = annotations.Inserted(op=op, what=what, block=block, slot=issue_slot, before_slot=True, num_bytes=size)
     annotations.set_inserted(handle, note)

@@ -3,8 +3,9 @@
 import enum
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from autohete_fx.errors import PlanError
 from autohete_fx.ir.lane import Lane
@@ -48,6 +49,10 @@ class BlockDecision:
     params: Params = Params.DEVICE
     optimizer: Optimizer = Optimizer.DEVICE
     prefetch_distance: int = 1
+
+    def __post_init__(self) -> None:
+        if self.prefetch_distance < 1:
+            raise PlanError(f"prefetch_distance is {self.prefetch_distance}; expected at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +114,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write ``to_json()`` to a file."""
-        Path(path).write_text(self.to_json())
+        Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @staticmethod
     def from_json(text: str) -> "Plan":
@@ -127,31 +132,66 @@ class Plan:
                 f"the plan has schema version {raw['schema_version']}, this autohete_fx reads {SCHEMA_VERSION}; make the plan again"
             )
         try:
-            return Plan(
-                **{
-                    **raw,
-                    "labels": tuple(raw["labels"]),
-                    "block_digests": tuple(raw["block_digests"]),
-                    "decisions": tuple(
-                        BlockDecision(
-                            activations=Activations(d["activations"]),
-                            params=Params(d["params"]),
-                            optimizer=Optimizer(d["optimizer"]),
-                            prefetch_distance=int(d["prefetch_distance"]),
-                        )
-                        for d in raw["decisions"]
-                    ),
-                    "busy_s": tuple(LaneTime(lane=Lane(t["lane"]), busy_s=t["busy_s"]) for t in raw["busy_s"]),
-                }
-            )
+            return _plan_of(raw)
         except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(f"the plan file is damaged: {error!r}; make the plan again") from error
+            what = f"it lacks {error}" if isinstance(error, KeyError) else error
+            raise PlanError(f"the plan file is damaged: {what}; make the plan again") from error
 
     @staticmethod
     def load(path: str | Path) -> "Plan":
-        """Read a plan file. Raises PlanError where there is none or it is damaged."""
+        """Read a plan file. Raises PlanError, which names the file, where there is none or it is damaged."""
         try:
-            text = Path(path).read_text()
+            return Plan.from_json(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise PlanError(f"cannot read the plan file {str(path)!r}: {error}") from error
-        return Plan.from_json(text)
+            raise PlanError(
+                f"cannot read the plan file {str(path)!r}: {error.strerror}; expected a file that Plan.save wrote"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise PlanError(
+                f"{str(path)!r} is not a plan file: it is not text; expected what Plan.save writes"
+            ) from error
+        except PlanError as error:
+            raise PlanError(f"{str(path)!r}: {error}") from error
+
+
+_NUMBERS = ("step_s", "peak_bytes", "host_bytes", "lower_bound_s", "gap", "solve_s")
+
+
+def _plan_of(raw: dict[str, Any]) -> Plan:
+    """The plan that a JSON object spells. Raises KeyError for what it lacks, TypeError or ValueError for what is wrong."""
+    unknown = sorted(set(raw) - {field.name for field in fields(Plan)})
+    if unknown:
+        raise ValueError(f"it has the unknown entries {unknown}")
+    return Plan(
+        labels=tuple(_checked(raw, "labels", list)),
+        block_digests=tuple(_checked(raw, "block_digests", list)),
+        decisions=tuple(_decision_of(index, d) for index, d in enumerate(_checked(raw, "decisions", list))),
+        busy_s=tuple(
+            LaneTime(lane=Lane(_checked(t, "lane", str)), busy_s=_checked(t, "busy_s", int, float))
+            for t in _checked(raw, "busy_s", list)
+        ),
+        status=_checked(raw, "status", str),
+        problem_digest=_checked(raw, "problem_digest", str),
+        **{name: _checked(raw, name, int, float) for name in _NUMBERS},
+    )
+
+
+def _decision_of(index: int, raw: dict[str, Any]) -> BlockDecision:
+    try:
+        return BlockDecision(
+            activations=Activations(_checked(raw, "activations", str)),
+            params=Params(_checked(raw, "params", str)),
+            optimizer=Optimizer(_checked(raw, "optimizer", str)),
+            prefetch_distance=_checked(raw, "prefetch_distance", int),
+        )
+    except (TypeError, ValueError, PlanError) as error:
+        raise ValueError(f"in decision {index}, {error}") from error
+
+
+def _checked(raw: Any, name: str, *kinds: type) -> Any:
+    if not isinstance(raw, dict):
+        raise TypeError(f"{raw!r} stands where an object with {name!r} was expected")
+    value = raw[name]
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; expected {' or '.join(kind.__name__ for kind in kinds)}")
+    return value

@@ -234,8 +234,8 @@ def _compile_mixed(dtypes: Sequence[torch.dtype], device: torch.device, small: b
 def _verify(kernel: _MixedKernel, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
     """Compare a kernel with the eager operations, edited weights included, before any parameter is trusted to it."""
     weight_dtype, grad_dtype = dtypes
-    generator = torch.Generator().manual_seed(0)
-    master, grad, exp_avg, exp_avg_sq = torch.randn(4, 1003, generator=generator, dtype=torch.float32)
+    generator = torch.Generator("cpu").manual_seed(0)
+    master, grad, exp_avg, exp_avg_sq = torch.randn(4, 1003, generator=generator, dtype=torch.float32, device="cpu")
     weight = master.to(weight_dtype)
     weight[::5] *= 1.5
     given = [weight, grad.to(grad_dtype), master, exp_avg, exp_avg_sq.square()]

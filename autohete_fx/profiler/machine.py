@@ -4,7 +4,7 @@ Enters a device and a way to make host tensors; leaves a `Machine`. Timing takes
 within the device, copies to and from host memory both ways, AdamW steps on the device and on the host. Each rate is the
 best of a few repeats after a warm-up: others on the machine only ever slow one down.
 
-A measurement may fall into a step that has a budget to keep. On CUDA it takes some 200 MiB, of what activations take
+A measurement may fall into a step that has a budget to keep. On CUDA it takes some 250 MiB, of what activations take
 later; for a CPU device, where a budget may be smaller than that, every tensor timed here lies in mapped host
 memory; a 16-bit product may take 3 MiB of scratch.
 """
@@ -27,7 +27,9 @@ from autohete_fx.profiler.cache import load_machine, store_machine
 
 _REPEATS = 4
 _COPY_BYTES = 24 * 2**20
-_UPDATE_PARAMS = 3 * 2**19
+# On a GPU more than its caches hold, and enough to hide what a launch costs.
+_STREAM_BYTES = {"cpu": 24 * 2**20, "cuda": 128 * 2**20}
+_UPDATE_PARAMS = {"cpu": 3 * 2**19, "cuda": 2**24}
 _PRODUCT_SIZE = {"cpu": 768, "cuda": 4096}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -114,8 +116,9 @@ def _product_rates(device: torch.device, make: MakeTensor) -> tuple[tuple[str, f
 
 
 def _device_bandwidth(device: torch.device, make: MakeTensor) -> float:
-    source, target = (make(_COPY_BYTES, torch.uint8).fill_(1) for _ in range(2))
-    return 2 * _COPY_BYTES / _seconds(device, lambda: target.copy_(source))
+    num_bytes = _STREAM_BYTES.get(device.type, _STREAM_BYTES["cpu"])
+    source, target = (make(num_bytes, torch.uint8).fill_(1) for _ in range(2))
+    return 2 * num_bytes / _seconds(device, lambda: target.copy_(source))
 
 
 def _copy_rates(device: torch.device, on_device: torch.Tensor, on_host: torch.Tensor) -> tuple[float, float, float]:
@@ -128,7 +131,8 @@ def _copy_rates(device: torch.device, on_device: torch.Tensor, on_host: torch.Te
 
 def _update_rate(device: torch.device, make: MakeTensor) -> float:
     """Parameters per second of a fused fp32 AdamW step."""
-    params, grads, averages, squares = ([make(_UPDATE_PARAMS, torch.float32).fill_(0.01)] for _ in range(4))
+    count = _UPDATE_PARAMS.get(device.type, _UPDATE_PARAMS["cpu"])
+    params, grads, averages, squares = ([make(count, torch.float32).fill_(0.01)] for _ in range(4))
     steps = [torch.ones((), device=device)]
 
     def step() -> None:
@@ -149,11 +153,11 @@ def _update_rate(device: torch.device, make: MakeTensor) -> float:
         )
 
     with torch.no_grad():
-        return _UPDATE_PARAMS / _seconds(device, step)
+        return count / _seconds(device, step)
 
 
 def _plain_host_tensor(device: torch.device, num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
 
 
 def measure_machine(

@@ -119,7 +119,7 @@ def _outside_tracing() -> Iterator[None]:
         _guards.tracing(None),
         _guards.compile_context(None),
         torch.no_grad(),
-        torch.random.fork_rng(),
+        torch.random.fork_rng(devices=range(torch.cuda.device_count())),
     ):
         yield
 

@@ -70,11 +70,13 @@ def _draw(events: Sequence[LaneEvent], letters: dict[str, str], start_s: float, 
             overlap_s = min(event.end_s, right_s) - max(event.start_s, left_s)
             if overlap_s > covered[cell]:
                 owner[cell], covered[cell] = position, overlap_s
-    # An event that stopped before half of its last cell leaves that cell idle.
-    owner = [
-        position if covered[cell] >= cell_s / 2 or _is_only_cell(owner, cell) else None
-        for cell, position in enumerate(owner)
-    ]
+    fullest: dict[int, int] = {}
+    for cell, position in enumerate(owner):
+        if position is not None and covered[cell] > covered[fullest.setdefault(position, cell)]:
+            fullest[position] = cell
+    # An event that stopped before half of its last cell leaves that cell idle; however short, it keeps one.
+    kept = {*fullest.values(), *(cell for cell in range(columns) if covered[cell] >= cell_s / 2)}
+    owner = [position if cell in kept else None for cell, position in enumerate(owner)]
     row = [" "] * columns
     for position, event in enumerate(events):
         own = [cell for cell, holder in enumerate(owner) if holder == position]
@@ -83,13 +85,6 @@ def _draw(events: Sequence[LaneEvent], letters: dict[str, str], start_s: float, 
         for place, cell in enumerate(own):
             row[cell] = text[place] if place < len(text) else "="
     return "".join(row)
-
-
-def _is_only_cell(owner: Sequence[int | None], cell: int) -> bool:
-    """Whether this cell is all that its event has, so that a short event on an idle lane stays visible."""
-    before = owner[cell - 1] if cell else None
-    after = owner[cell + 1] if cell + 1 < len(owner) else None
-    return owner[cell] is not None and owner[cell] not in (before, after)
 
 
 def _letters(events: Sequence[LaneEvent]) -> dict[str, str]:

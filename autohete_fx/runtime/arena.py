@@ -18,8 +18,9 @@ from typing import Protocol
 
 from autohete_fx.errors import HostMemoryError
 
-ALIGNMENT_BYTES = 64
-"""A cache line, and what the widest vector loads want."""
+ALIGNMENT_BYTES = 256
+"""cuBLAS chooses kernels by the alignment of its operands, up to this: a weight in a home must not change a product's bits.
+It is also a multiple of cache lines and of the widest vector loads."""
 
 _SMALLEST_PIECE_BYTES = 64 * 2**20
 

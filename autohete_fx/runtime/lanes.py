@@ -260,8 +260,10 @@ class _StreamLane:
         self._lock = threading.RLock()
         self._stream: torch.Stream | None = None
         self._origin: tuple[torch.Event, float] | None = None
-        # Tickets whose copy may not have ended: a dropped ticket must not free what is being copied.
-        self._in_flight: deque[tuple[_StreamTicket, torch.Tensor, torch.Tensor]] = deque()
+        # Tickets whose copy may not have ended: a dropped ticket must not free what is being copied. One that was
+        # waited for has let go of its tensors: held until the device gets there, they would count against the budget,
+        # because the CPU issues a whole step ahead.
+        self._in_flight: deque[_StreamTicket] = deque()
         self._closed = False
 
     def submit(self, priority: int, dst: torch.Tensor, src: torch.Tensor) -> Ticket:
@@ -281,7 +283,7 @@ class _StreamLane:
                 to.copy_(of, non_blocking=True)
                 end.record(stream)
             ticket = _StreamTicket(self._lane, priority, dst, src, begin, end)
-            self._in_flight.append((ticket, dst, src))
+            self._in_flight.append(ticket)
             return ticket
 
     def drain(self) -> None:
@@ -297,8 +299,8 @@ class _StreamLane:
     def collect(self) -> None:
         """Let go of the copies that ended, and record them."""
         with self._lock:
-            while self._in_flight and self._in_flight[0][0].end.query():
-                ticket = self._in_flight.popleft()[0]
+            while self._in_flight and self._in_flight[0].end.query():
+                ticket = self._in_flight.popleft()
                 assert self._origin is not None
                 origin, origin_s = self._origin
                 self._records.append(

@@ -6,6 +6,7 @@ to the page, and unified addressing makes the host's pointer valid in kernels.
 Nothing of CUDA is touched before the first chunk is made.
 """
 
+import contextlib
 import mmap
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,18 @@ _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMappe
 
 def cuda_register(address: int, num_bytes: int) -> int:
     """Page-lock a range and map it into the device. Returns the cudaError, 0 for success."""
-    return int(_cudart().cudaHostRegister(address, num_bytes, _PORTABLE_AND_MAPPED))
+    error = int(_cudart().cudaHostRegister(address, num_bytes, _PORTABLE_AND_MAPPED))
+    if error != 0:
+        _clear_last_error()
+    return error
+
+
+def _clear_last_error() -> None:
+    """CUDA keeps the error of a refused call, and PyTorch would raise it behind the next kernel, whatever that is."""
+    import torch
+
+    with contextlib.suppress(RuntimeError):  # it raises, and thereby clears, the error that we know of
+        torch.zeros(1, device="cuda")
 
 
 def cuda_unregister(address: int) -> None:

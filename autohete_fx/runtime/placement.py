@@ -61,7 +61,10 @@ def place_param(param: Tensor, placement: Placement) -> None:
         tier, data = placement.tier, param.data
         if placement.params is Params.HOST:
             if not tier.owns(data):
-                _set_data(param, tier.empty_like(data).copy_(data))
+                home = tier.empty_like(data)
+                # Data on the CPU goes there by the CPU: to the driver, a copy to the device would end in host memory.
+                (tier.host_view(home) if data.device.type == "cpu" else home).copy_(data)
+                _set_data(param, home)
         elif data.device != tier.device or is_home(data):
             _set_data(param, torch.empty_like(data, device=tier.device).copy_(data))
     _placements[param] = placement

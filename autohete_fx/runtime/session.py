@@ -77,7 +77,7 @@ class Session:
         handle = next(self._handles)
         ticket = self.lanes.submit(lane, priority, dst, src)
         self._in_flight[handle] = _InFlight(src.data_ptr(), dst, ticket)
-        return torch.tensor([handle])
+        return torch.tensor([handle], device="cpu")  # whatever torch.set_default_device says
 
     def wait(self, handle: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
         """Finish the copy of a handle and return its destination."""

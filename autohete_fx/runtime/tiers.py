@@ -72,7 +72,7 @@ class HostTier(abc.ABC):
 
     @property
     def in_use_bytes(self) -> int:
-        """Bytes of all homes that something references, each rounded up to a cache line."""
+        """Bytes of all homes that something references, each rounded up to the arena's alignment."""
         return self._arena.in_use_bytes
 
     @property
@@ -117,8 +117,8 @@ class PinnedTier(HostTier):
 
     Reuse: a kernel may still be at work on a home when Python lets go of its last reference, so a home is handed out
     again only after an event, recorded on the current stream of the thread that asks for memory, has passed. That
-    covers work on that stream and on copy lanes (which keep what they copy referenced until it is done); homes that
-    another stream uses must be kept referenced until that stream is waited for.
+    covers work on that stream and copies that it has waited for (a ticket keeps what it copies referenced until then);
+    homes that another stream uses must be kept referenced until that stream is waited for.
 
     Unlike elsewhere in CUDA, the storage of a home is no allocation of PyTorch: ``memory_allocated`` does not count it,
     and ``record_stream`` on it does nothing.
@@ -159,6 +159,8 @@ def open_tier(
     if device.type == "cpu":
         return MappedFileTier(offload_dir, capacity_bytes)
     if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise HostMemoryError(f"device {str(device)!r} was given, but PyTorch finds no CUDA device; expected cpu")
         return PinnedTier(device, capacity_bytes)
     raise HostMemoryError(f"there is no host tier for device {str(device)!r}; expected cpu or cuda")
 

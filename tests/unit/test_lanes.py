@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autohete_fx.ir import Lane
-from autohete_fx.runtime.lanes import COPY_LANES, Lanes, copy_on_this_thread
+from autohete_fx.runtime.lanes import COPY_LANES, Lanes, Ticket, copy_on_this_thread
 
 
 class Gate:
@@ -192,3 +192,42 @@ def test_mismatched_submissions_are_bugs() -> None:
         lanes.submit(Lane.H2D, 0, torch.zeros(2), torch.zeros(3))
     with pytest.raises(AssertionError, match="no copy lane"):
         lanes.submit(Lane.UPDATE, 0, torch.zeros(2), torch.zeros(2))
+
+
+class DeviceClock:
+    """Stands in for an accelerator's streams and events; ``passed`` says whether the device has got to the events."""
+
+    passed = False
+
+    def __init__(self, device: object = None, enable_timing: bool = False) -> None: ...
+    def record(self, stream: object = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def wait_stream(self, stream: object) -> None: ...
+    def wait_event(self, event: object) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+    def query(self) -> bool:
+        return self.passed
+
+    def elapsed_time(self, end: object) -> float:
+        return 1.0
+
+
+def test_a_stream_holds_a_copys_tensors_until_it_was_waited_for_or_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held any longer, offloaded activations would stay on the device: the CPU issues far ahead of it."""
+    monkeypatch.setattr(torch, "Event", DeviceClock)
+    monkeypatch.setattr(torch, "Stream", DeviceClock)
+    monkeypatch.setattr(torch.accelerator, "current_stream", DeviceClock)
+    lanes = Lanes("cuda")
+
+    def submit() -> tuple[Ticket, weakref.ref[torch.Tensor]]:
+        dst, src = pair(3)
+        return lanes.submit(Lane.D2H, 0, dst, src), weakref.ref(src)
+
+    waited, source = submit()
+    forgotten, unread = submit()
+    waited.wait()
+    del forgotten
+    assert source() is None and unread() is not None
+    monkeypatch.setattr(DeviceClock, "passed", True)
+    assert len(lanes.records()) == 2 and unread() is None

@@ -1,5 +1,8 @@
 """Options: what is understood, and that every mistake is answered with what was meant."""
 
+import functools
+from pathlib import Path
+
 import pytest
 
 from autohete_fx.errors import OptionError
@@ -33,14 +36,23 @@ def test_bad_sizes_are_refused(text: str):
         ({"memory_budget": 0.5}, 'write "50%"'),
         ({"memory_budget": True}, "bool"),
         ({"memory_budget": 0}, "0 bytes"),
+        ({"memory_budget": -5}, '-5 bytes; expected a size such as "20GiB"'),
+        ({"memory_budget": "20"}, "'20' is not a size; expected a size such as"),
+        ({"host_budget": "150%"}, "'host_budget': '150%'.*at most 100%"),
+        ({"memory_budget": "3 gigs"}, "unknown unit of size 'gigs'; .*GiB"),
         ({"inner_backend": "inducter"}, "did you mean 'inductor'"),
         ({"allow": ["recompte"]}, "did you mean 'recompute'"),
         ({"allow": "recompute"}, "list of"),
         ({"micro_batches": 0}, "at least 1"),
         ({"passes": {"fowrard": []}}, "did you mean 'forward'"),
         ({"passes": {"forward": [1]}}, "expected a callable"),
+        ({"allow": {"recompute": False}}, "list of"),
         ({"offload_dir": "/does/not/exist"}, "not a directory"),
+        ({"offload_dir": ""}, "expected the path of a directory"),
+        ({"offload_dir": "/proc"}, "no file can be made: .*; choose another directory"),
         ({"plan": 3}, "expected an autohete_fx Plan"),
+        ({"plan": ""}, "expected an autohete_fx Plan"),
+        ({"passes": {"joint": lambda gm: gm}}, "at 'joint' cannot be called with a graph and a context: too many"),
         ({"verify": 1}, "True or False"),
         ({"solver_time_limit_s": -1}, "positive"),
     ],
@@ -65,3 +77,17 @@ def test_digest_fields_tell_passes_apart():
     digests = {Options.from_user({"passes": {"forward": p}}).digest_fields() for p in (one, other)}
     assert len(digests) == 2
     assert Options.from_user({"passes": {"forward": one}}).digest_fields() in digests
+
+
+def test_a_directory_is_tried_and_left_as_it_was(tmp_path: Path):
+    assert Options.from_user({"offload_dir": tmp_path}).offload_dir == str(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_passes_of_any_kind_that_can_be_called_are_taken():
+    class Pass:
+        def __call__(self, gm: object, context: object, depth: int = 1) -> object:
+            return gm
+
+    given = {"joint": Pass(), "final": [functools.partial(Pass(), depth=2), print]}
+    assert Options.from_user({"passes": given}).passes.joint == (given["joint"],)

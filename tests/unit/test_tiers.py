@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from autohete_fx.errors import HostMemoryError
-from autohete_fx.runtime.arena import ALIGNMENT_BYTES, Arena, Chunk
+from autohete_fx.runtime.arena import ALIGNMENT_BYTES as LINE
+from autohete_fx.runtime.arena import Arena, Chunk
 from autohete_fx.runtime.mapped_files import map_file
 from autohete_fx.runtime.pinned import pin
 from autohete_fx.runtime.tiers import (
@@ -46,7 +47,7 @@ def home(tier: HostTier, *size: int) -> torch.Tensor:
 def test_a_home_is_an_ordinary_tensor(tier: HostTier) -> None:
     t = tier.empty_strided((3, 4), (1, 3), torch.bfloat16)
     assert (t.shape, t.stride(), t.dtype, t.device.type) == ((3, 4), (1, 3), torch.bfloat16, "cpu")
-    assert t.data_ptr() % ALIGNMENT_BYTES == 0 and t.untyped_storage().nbytes() == 24
+    assert t.data_ptr() % LINE == 0 and t.untyped_storage().nbytes() == 24
     values = torch.randn(3, 4).bfloat16()
     t.copy_(values)
     assert torch.equal(t.clone(), values) and tier.owns(t) and tier.owns(t[1:]) and not tier.owns(values)
@@ -71,9 +72,9 @@ def test_layout_arithmetic() -> None:
 def test_a_home_returns_with_its_last_reference(tier: HostTier) -> None:
     t = home(tier, 100)
     address, view = t.data_ptr(), t[3:]
-    assert tier.in_use_bytes == 448
+    assert tier.in_use_bytes == -(-400 // LINE) * LINE
     del t
-    assert tier.in_use_bytes == 448
+    assert tier.in_use_bytes == -(-400 // LINE) * LINE
     other = home(tier, 100)
     assert other.data_ptr() != address
     del view, other
@@ -204,6 +205,12 @@ def test_a_bad_directory_is_refused(tmp_path: Path) -> None:
         open_tier("meta")
 
 
+def test_a_missing_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(HostMemoryError, match="'cuda:0' was given, but PyTorch finds no CUDA device; expected cpu"):
+        open_tier("cuda:0")
+
+
 def test_reserve_takes_smaller_pieces_where_a_large_one_is_refused() -> None:
     sizes: list[int] = []
 
@@ -226,16 +233,17 @@ def test_reserve_takes_smaller_pieces_where_a_large_one_is_refused() -> None:
 
 def test_free_ranges_are_joined_and_best_fitting() -> None:
     arena = Arena(lambda n: Chunk(mmap.mmap(-1, n)), growth_bytes=MIB)
-    leases = {n: arena.lease(n) for n in (64, 640, 65, 320, 63)}
+    leases = {n: arena.lease(n) for n in (LINE, 10 * LINE, LINE + 1, 5 * LINE, LINE - 1)}
     addresses = {n: ctypes.addressof(lease) for n, lease in leases.items()}
-    del leases[640], leases[320]
-    leases[300] = arena.lease(300)
-    assert ctypes.addressof(leases[300]) == addresses[320]  # and not 640, nor the chunk's tail
-    leases[400] = arena.lease(400)
-    leases[192] = arena.lease(192)
-    assert ctypes.addressof(leases[400]) == addresses[640] and ctypes.addressof(leases[192]) == addresses[640] + 448
+    ten, five = addresses[10 * LINE], addresses[5 * LINE]
+    del leases[10 * LINE], leases[5 * LINE]
+    best = arena.lease(5 * LINE - 20)
+    assert ctypes.addressof(best) == five  # and not the ten, nor the chunk's tail
+    seven, three = arena.lease(7 * LINE - 48), arena.lease(3 * LINE)
+    assert ctypes.addressof(seven) == ten and ctypes.addressof(three) == ten + 7 * LINE
     leases.clear()
-    assert ctypes.addressof(arena.lease(MIB)) == addresses[64] and arena.reserved_bytes == MIB
+    del best, seven, three
+    assert ctypes.addressof(arena.lease(MIB)) == addresses[LINE] and arena.reserved_bytes == MIB
 
 
 def test_pinning_registers_each_chunk_once_and_undoes_it() -> None:
@@ -280,14 +288,14 @@ def test_a_range_is_reused_only_behind_its_fence() -> None:
         fences.append(_Fence())
         return fences[-1]
 
-    arena = Arena(lambda n: Chunk(mmap.mmap(-1, n)), growth_bytes=256, fence=fence)
-    first, rest = arena.lease(128), arena.lease(64)
+    arena = Arena(lambda n: Chunk(mmap.mmap(-1, n)), growth_bytes=4 * LINE, fence=fence)
+    first, rest = arena.lease(2 * LINE), arena.lease(LINE)
     address = ctypes.addressof(first)
     del first
-    small = arena.lease(64)  # what is free serves it: nobody waits
+    small = arena.lease(LINE)  # what is free serves it: nobody waits
     assert len(fences) == 1 and fences[0].waits == 0 and ctypes.addressof(small) != address
-    again = arena.lease(128)  # only the fenced range would do without another mapping
-    assert fences[0].passed and ctypes.addressof(again) == address and arena.reserved_bytes == 256
+    again = arena.lease(2 * LINE)  # only the fenced range would do without another mapping
+    assert fences[0].passed and ctypes.addressof(again) == address and arena.reserved_bytes == 4 * LINE
     del rest
 
 

@@ -1,0 +1,93 @@
+"""The main job on a GPU, and models that are larger than it."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import autohete_fx
+from autohete_fx.options import Options
+from autohete_fx.resources import device_budget_bytes
+from autohete_fx.runtime.meter import device_live_bytes
+from autohete_fx.runtime.tiers import is_home
+from tests.main_job import MainJob
+from tests.training import Model, Sizes, batch, copied, make
+
+
+class TestOnCuda(MainJob):
+    device = "cuda"
+    # The caching allocator rounds a block up by as much as 1 MiB, and benchmarks Triton's kernels in a buffer of the
+    # size of its L2 cache: a budget is a matter of gigabytes here.
+    large = Sizes(width=2048, heads=16, batch=20, time=256)
+
+
+WIDE = Sizes(width=1024, heads=16, layers=20)
+CARD_BYTES = 768 * 2**20
+
+
+@pytest.fixture
+def small_card() -> Iterator[None]:
+    """A card that PyTorch takes for one of ``CARD_BYTES``."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(CARD_BYTES / total)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch._dynamo.reset()
+
+
+def losses_of(model: Model, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    seen = []
+    for step in range(3):
+        torch.manual_seed(step)
+        loss = model(batch("cuda", step, sizes=WIDE))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(copied(loss))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def expected_losses() -> list[torch.Tensor]:
+    """Of the model on the whole card."""
+    model = make("cuda", WIDE)
+    return losses_of(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+
+
+def test_a_model_larger_than_the_card_trains(expected_losses: list[torch.Tensor], small_card: None):
+    budget_bytes = 512 * 2**20  # the rest is for cuBLAS, and for what the caching allocator cannot use
+    foreign_bytes = device_live_bytes("cuda")
+    model = make("cpu", WIDE)
+    assert sum(p.nbytes for p in model.parameters()) > CARD_BYTES
+    autohete_fx.place(model, "cuda")
+    assert all(p.is_cuda and is_home(p) for p in model.parameters())
+    optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-4)
+    options = {"memory_budget": budget_bytes, "inner_backend": "eager", "profile": "analytic"}
+    model.compile(backend="autohete", options=options)
+    with autohete_fx.MemoryMeter("cuda") as meter:
+        losses = losses_of(model, optimizer)
+    torch.testing.assert_close(losses, expected_losses, atol=1e-4, rtol=1e-3)
+    assert meter.peak_bytes - foreign_bytes <= budget_bytes
+
+
+def test_without_a_budget_it_is_what_the_process_may_take(small_card: None):
+    budget_bytes = device_budget_bytes(torch.device("cuda", 0), Options())
+    assert budget_bytes is not None and 0 < budget_bytes <= CARD_BYTES
+
+
+def test_eager_code_reads_and_runs_a_model_larger_than_the_card(small_card: None):
+    model = make("cpu", WIDE)
+    norms = [p.norm() for p in model.parameters()]
+    tokens = batch("cpu", 0, sizes=WIDE)
+    with torch.no_grad():
+        expected = model.eval()(tokens)
+    autohete_fx.place(model, "cuda")
+    torch.testing.assert_close([p.norm().cpu() for p in model.parameters()], norms)
+    before = torch.cuda.memory_allocated()
+    with torch.no_grad():
+        given = model(tokens.cuda())
+    torch.testing.assert_close(given.cpu(), expected, atol=1e-4, rtol=1e-3)
+    assert torch.cuda.memory_allocated() - before < 128 * 2**20

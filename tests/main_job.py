@@ -1,0 +1,128 @@
+"""The main job: training under hand-made and solved plans equals plain ``torch.compile``, within the budget.
+
+With ``inner_backend="eager"`` the kernels are those of ``aot_eager`` and everything must be bitwise equal; with Inductor
+the comparison has the tolerance that plain Inductor has against eager. `MainJob` is the same tests on every device;
+``tests/e2e/test_main_job.py`` and ``tests/cuda/test_main_job_cuda.py`` say which.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import autohete_fx
+from tests import training
+from tests.training import PLANS, Model, Sizes, assert_equal, batch, make, ours, plain, plan
+
+
+class MainJob:
+    """Set ``device``, and ``large``: sizes at which tensors outweigh what an allocator rounds up."""
+
+    device: str
+    large: Sizes
+
+    @pytest.fixture(autouse=True)
+    def fresh_dynamo(self) -> Iterator[None]:
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
+        gc.collect()
+
+    @pytest.mark.parametrize("name", PLANS)
+    def test_hand_made_plans_are_bitwise_exact(self, name: str):
+        given = ours(make(self.device), "eager", {"plan": plan(name)})
+        kinds = {t.op for t in training.training_compilation().transfers}
+        assert_equal(given, plain(make(self.device), "eager"), bitwise=True)
+        wanted = {"offload": {"offload", "reload"}, "host-params": {"prefetch"}, "host-optimizer": {"offload"}}
+        assert kinds >= wanted.get(name, set())
+        assert bool(kinds) == (name not in ("keep", "recompute"))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ["recompute", "mixed"])
+    def test_hand_made_plans_with_inductor(self, name: str):
+        given = ours(make(self.device), "inductor", {"plan": plan(name)})
+        assert_equal(given, plain(make(self.device), "inductor"), bitwise=False)
+
+    @pytest.mark.parametrize(
+        "how",
+        [{"micro_batches": 3}, {"clip": True, "micro_batches": 2}, {"between": training.evaluate}],
+        ids=["accumulation", "clipping", "evaluation between steps"],
+    )
+    def test_loops_are_bitwise_exact(self, how: dict[str, Any]):
+        options = {"plan": plan("mixed"), "micro_batches": how.get("micro_batches", 1)}
+        given = ours(make(self.device), "eager", options, **how)
+        assert_equal(given, plain(make(self.device), "eager", **how), bitwise=True)
+
+    @pytest.mark.parametrize(
+        "made",
+        [lambda device: training.frozen(make(device)), lambda device: make(device, tied=True)],
+        ids=["frozen", "tied"],
+    )
+    def test_frozen_and_tied_parameters_are_bitwise_exact(self, made: Callable[[str], Model]):
+        given = ours(made(self.device), "eager", {"plan": plan("mixed")})
+        assert_equal(given, plain(made(self.device), "eager"), bitwise=True)
+
+    def test_bf16_parameters_train_on_fp32_masters(self):
+        """Host and device placement of bf16 parameters agree, and both follow a hand-written fp32 master."""
+        losses, masters = self.train_on_hand_written_masters()
+        for name in ("keep", "mixed"):
+            model = make(self.device).bfloat16()
+            seen = ours(model, "eager", {"plan": plan(name)})
+            assert [t.item() for t in seen if t.dim() == 0] == pytest.approx(losses, rel=2e-2)
+            for parameter, master in zip(model.parameters(), masters, strict=True):
+                torch.testing.assert_close(parameter.float(), master.detach(), atol=4e-3, rtol=2e-2)
+
+    def train_on_hand_written_masters(self) -> tuple[list[float], list[torch.Tensor]]:
+        model = make(self.device).bfloat16()
+        masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+        optimizer = torch.optim.AdamW(masters, lr=1e-3, fused=True)
+        model.compile(backend="aot_eager")
+        losses = []
+        for step in range(training.STEPS):
+            torch.manual_seed(1000 * step)
+            loss = model(batch(self.device, step))
+            loss.backward()
+            losses.append(loss.item())
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                assert parameter.grad is not None
+                master.grad = parameter.grad.float()
+            optimizer.step()
+            with torch.no_grad():
+                for master, parameter in zip(masters, model.parameters(), strict=True):
+                    parameter.copy_(master)
+                    parameter.grad = None
+        torch._dynamo.reset()
+        return losses, masters
+
+    def keeps_budget(self, inner: str, share: float) -> None:
+        training.warm_up(self.device)
+        budget_bytes = int(training.plain_peak(self.device, inner, self.large) * share)
+        gc.collect()
+        peak = training.budgeted_peak(self.device, inner, self.large, budget_bytes)
+        assert peak <= budget_bytes
+        assert autohete_fx.compilations()[-1].plan.peak_bytes == pytest.approx(peak, rel=0.1)
+
+    @pytest.mark.parametrize("share", [0.4, 0.5, 0.7, 1.0])
+    def test_solved_plans_keep_the_budget_in_every_step(self, share: float):
+        self.keeps_budget("eager", share)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("share", [0.5, 1.0])
+    def test_solved_plans_keep_the_budget_with_inductor(self, share: float):
+        self.keeps_budget("inductor", share)
+
+    def test_a_placed_model_reads_and_trains_as_any_other(self):
+        """Built on the CPU; eager code, and a plan that brings some of it to the device."""
+        placed, usual = autohete_fx.place(make("cpu"), self.device), make(self.device)
+        assert {p.device.type for p in placed.parameters()} == {self.device}
+        for name, value in usual.state_dict().items():
+            assert torch.equal(placed.state_dict()[name], value) and torch.equal(
+                placed.state_dict()[name].cpu(), value.cpu()
+            )
+        tokens = batch(self.device, 0)
+        with torch.no_grad():
+            torch.testing.assert_close(placed.eval()(tokens), usual.eval()(tokens))
+        given = ours(placed.train(), "eager", {"plan": plan("mixed")})
+        assert_equal(given, plain(usual.train(), "eager"), bitwise=True)

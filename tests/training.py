@@ -1,0 +1,255 @@
+"""A small GPT, how it is trained, and what must agree: shared by the tests of the main job on every device.
+
+Values are compared on the CPU. The reference optimizer is ``torch.optim.AdamW(fused=True)`` on the processor that does
+each update, because the fused kernels of a CPU and a GPU round differently: what a plan steps on the host, the reference
+steps on the CPU.
+"""
+
+import copy
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autohete_fx
+from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
+from autohete_fx.runtime.meter import device_live_bytes
+
+LABELS = ("prologue", "layers.0", "layers.1", "layers.2", "epilogue")
+HOST = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimizer=Optimizer.HOST)
+PLANS: dict[str, tuple[BlockDecision, ...]] = {
+    "keep": (BlockDecision(),) * 5,
+    "recompute": (BlockDecision(activations=Activations.RECOMPUTE),) * 5,
+    "offload": (BlockDecision(activations=Activations.OFFLOAD),) * 5,
+    "host-params": (BlockDecision(params=Params.HOST, prefetch_distance=2),) * 5,
+    "host-optimizer": (BlockDecision(optimizer=Optimizer.HOST),) * 5,
+    "mixed": (
+        BlockDecision(params=Params.HOST),
+        HOST,
+        BlockDecision(activations=Activations.RECOMPUTE, params=Params.HOST, optimizer=Optimizer.HOST),
+        BlockDecision(activations=Activations.OFFLOAD, optimizer=Optimizer.HOST, prefetch_distance=2),
+        BlockDecision(activations=Activations.RECOMPUTE, optimizer=Optimizer.HOST),
+    ),
+}
+STEPS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Of a model and its batches."""
+
+    width: int = 64
+    heads: int = 4
+    layers: int = 3
+    batch: int = 8
+    time: int = 64
+
+
+SMALL = Sizes()
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        q, k, v = (t.view(batch, time, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, time, width)
+        x = x + self.dropout(self.out(mixed))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self, sizes: Sizes = SMALL, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(128, sizes.width)
+        self.layers = nn.ModuleList(Layer(sizes.width, sizes.heads) for _ in range(sizes.layers))
+        self.norm, self.head = nn.LayerNorm(sizes.width), nn.Linear(sizes.width, 128, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), tokens.roll(-1, 1).flatten())
+
+
+def make(device: str, sizes: Sizes = SMALL, *, tied: bool = False) -> Model:
+    """The same model every time, on every device."""
+    torch.manual_seed(0)
+    return Model(sizes, tied).to(device)
+
+
+def batch(device: str, step: int, micro_batch: int = 0, sizes: Sizes = SMALL) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + micro_batch)
+    return torch.randint(128, (sizes.batch, sizes.time), generator=generator).to(device)
+
+
+def copied(t: Tensor) -> Tensor:
+    """The values now, on the CPU."""
+    return t.detach().to("cpu", copy=True)
+
+
+def device_of(model: nn.Module) -> str:
+    return next(model.parameters()).device.type
+
+
+def train(
+    model: Model,
+    optimizer: Any,
+    *,
+    micro_batches: int = 1,
+    clip: bool = False,
+    between: Callable[[Model], list[Tensor]] | None = None,
+) -> list[Tensor]:
+    """Everything that must agree: losses, every gradient of every step, what ``between`` reads, parameters, states."""
+    seen: list[Tensor] = []
+    for step in range(STEPS):
+        for micro_batch in range(micro_batches):
+            torch.manual_seed(1000 * step + micro_batch)
+            loss = model(batch(device_of(model), step, micro_batch))
+            loss.backward()
+            seen.append(copied(loss))
+        if clip:
+            seen.append(copied(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        seen.extend(copied(p.grad) for p in model.parameters() if p.grad is not None)
+        optimizer.step()
+        optimizer.zero_grad()
+        if between is not None:
+            seen.extend(map(copied, between(model)))
+    seen.extend(map(copied, model.parameters()))
+    states = optimizer.state_dict()["state"]
+    seen.extend(copied(states[i][name]) for i in sorted(states) for name in ("exp_avg", "exp_avg_sq"))
+    return seen
+
+
+class ReferenceAdamW:
+    """``torch.optim.AdamW(fused=True)``; the parameters named in ``on_host`` are stepped as copies on the CPU."""
+
+    def __init__(self, model: nn.Module, on_host: frozenset[str]) -> None:
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.pairs = [(p, copied(p).requires_grad_() if name in on_host else p) for name, p in trained]
+        self.optimizer = torch.optim.AdamW([stepped for _, stepped in self.pairs], lr=1e-3, fused=True)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p, stepped in self.pairs:
+            if stepped is not p and p.grad is not None:
+                stepped.grad = copied(p.grad)
+        self.optimizer.step()
+        for p, stepped in self.pairs:
+            if stepped is not p:
+                p.copy_(stepped)
+
+    def zero_grad(self) -> None:
+        for p, stepped in self.pairs:
+            p.grad = stepped.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+
+def ours(model: Model, inner: str, options: dict[str, Any], **how: Any) -> list[Tensor]:
+    """What training with the backend gives."""
+    optimizer = autohete_fx.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    model.compile(backend="autohete", options={"inner_backend": inner, "profile": "analytic", **options})
+    result = train(model, optimizer, **how)
+    torch._dynamo.reset()
+    return result
+
+
+def plain(model: Model, inner: str, **how: Any) -> list[Tensor]:
+    """What training without the backend gives, each parameter stepped where the last compilation of ours has it."""
+    compilation = training_compilation()
+    on_host = [block for block, d in enumerate(compilation.plan.decisions) if d.optimizer is Optimizer.HOST]
+    model.compile(backend="aot_eager" if inner == "eager" else "inductor")
+    reference = ReferenceAdamW(model, frozenset(n for n, block in compilation.owners.items() if block in on_host))
+    result = train(model, reference, **how)
+    torch._dynamo.reset()
+    return result
+
+
+def training_compilation() -> autohete_fx.Compilation:
+    """The latest one of a training graph."""
+    return next(c for c in reversed(autohete_fx.compilations()) if c.training)
+
+
+def assert_equal(given: list[Tensor], expected: list[Tensor], *, bitwise: bool) -> None:
+    assert len(given) == len(expected)
+    for ours_value, plain_value in zip(given, expected, strict=True):
+        if bitwise:
+            assert torch.equal(ours_value, plain_value)
+        else:
+            torch.testing.assert_close(ours_value, plain_value, atol=1e-4, rtol=1e-3)
+
+
+def plan(name: str) -> Plan:
+    return Plan(labels=LABELS, decisions=PLANS[name])
+
+
+def evaluate(model: Model) -> list[Tensor]:
+    """Reads of every public kind between two steps."""
+    model.eval()
+    with torch.no_grad():
+        loss = model(batch(device_of(model), 99))
+    model.train()
+    weight = copy.deepcopy(model.layers[0].up.weight)
+    return [loss, weight, model.state_dict()["layers.1.down.weight"], model.layers[2].up.weight.norm()]
+
+
+def frozen(model: Model) -> Model:
+    model.embedding.weight.requires_grad_(False)
+    for parameter in model.layers[1].parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def warm_up(device: str) -> None:
+    """Pay what a process pays once: the machine's figures, and on a GPU the workspace of cuBLAS in either thread."""
+    autohete_fx.explain(make(device), batch(device, 0), options={"profile": "analytic"})
+    make(device)(batch(device, 0)).backward()
+    torch._dynamo.reset()
+    gc.collect()
+
+
+def peak_of_steps(model: Model, optimizer: Any, sizes: Sizes, foreign_bytes: int, steps: int = 3) -> int:
+    """The largest peak over every step, the compiling one included, less what was there before the model."""
+    peak = 0
+    for step in range(steps):
+        torch.manual_seed(step)
+        tokens = batch(device_of(model), step, sizes=sizes)
+        with autohete_fx.MemoryMeter(device_of(model)) as meter:
+            model(tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        peak = max(peak, meter.peak_bytes)
+    return peak - foreign_bytes
+
+
+def plain_peak(device: str, inner: str, sizes: Sizes) -> int:
+    foreign_bytes = device_live_bytes(device)
+    model = make(device, sizes)
+    model.compile(backend="aot_eager" if inner == "eager" else "inductor")
+    peak = peak_of_steps(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), sizes, foreign_bytes)
+    torch._dynamo.reset()
+    return peak
+
+
+def budgeted_peak(device: str, inner: str, sizes: Sizes, budget_bytes: int) -> int:
+    foreign_bytes = device_live_bytes(device)
+    model = make(device, sizes)
+    optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-3)
+    options = {"memory_budget": budget_bytes, "inner_backend": inner, "profile": "analytic"}
+    model.compile(backend="autohete", options=options)
+    return peak_of_steps(model, optimizer, sizes, foreign_bytes)

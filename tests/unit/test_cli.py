@@ -1,0 +1,109 @@
+"""The ``autohete`` command: what it prints, and that every mistake is one line on standard error and status 2."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autohete_fx import cli
+from autohete_fx.ir import BlockDecision, Machine, Params, Plan
+from autohete_fx.report import plan_table
+
+PLAN = Plan(
+    labels=("a", "b"), decisions=(BlockDecision(), BlockDecision(params=Params.HOST)), step_s=0.5, peak_bytes=2**30
+)
+
+
+def test_show_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    PLAN.save(tmp_path / "plan.json")
+    assert cli.main(["show", str(tmp_path / "plan.json")]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == plan_table(PLAN) + "\n" and shown.err == ""
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def test_a_plan_that_cannot_be_shown_is_one_line_that_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    other = json.loads(PLAN.to_json()) | {"schema_version": 99}
+    for path, reason in (
+        (str(tmp_path / "absent.json"), "No such file"),
+        (str(tmp_path), "Is a directory"),
+        (write(tmp_path, "broken.json", "{"), "not a plan file"),
+        (write(tmp_path, "other.json", json.dumps(other)), "schema version 99"),
+        (write(tmp_path, "damaged.json", PLAN.to_json().replace('"host"', '"moon"')), "'moon'"),
+    ):
+        assert cli.main(["show", path]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == "" and reason in shown.err and path in shown.err
+        assert shown.err.startswith("autohete: ") and shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["show"], ["dance"], ["doctor", "--device", "abacus"]])
+def test_wrong_usage_is_explained(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    shown = capsys.readouterr()
+    assert caught.value.code == 2 and shown.out == "" and "usage: autohete" in shown.err
+
+
+def test_the_command_ends_without_a_traceback(tmp_path: Path):
+    """As a user runs it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "autohete_fx.cli", "show", str(tmp_path / "absent.json")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])},
+        check=False,
+    )
+    assert done.returncode == 2 and done.stderr.startswith("autohete: cannot read the plan file"), done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_doctor_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    machine = Machine(
+        device_name="Abacus",
+        device_type="cpu",
+        device_bytes=8 * 2**30,
+        host_bytes=2**40,
+        disk_bytes=0,
+        device_flops_per_s=(("float32", 1.5e12),),
+        device_bytes_per_s=10 * 2**30,
+        h2d_bytes_per_s=2**30,
+        d2h_bytes_per_s=2**29,
+        disk_bytes_per_s=0.0,
+        device_update_params_per_s=7e8,
+        host_update_params_per_s=5e8,
+        latency_s=2e-6,
+    )
+    asked = []
+
+    def measured(device: object) -> Machine:
+        asked.append(str(device))
+        return machine
+
+    monkeypatch.setattr(cli, "measure_machine", measured)
+    assert cli.main(["doctor", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    rows = {tuple(line.split("  ")[1:2]): line.split()[-2:] for line in out.splitlines() if line.startswith("  ")}
+    assert asked == ["cpu"] and "Abacus (cpu)" in out
+    assert rows["device memory",] == ["8.00", "GiB"] and rows["host memory",] == ["1.00", "TiB"]
+    assert rows["matmul, float32",] == ["1.5", "TFLOP/s"]
+    assert rows["copy to device, bandwidth",] == ["1.00", "GiB/s"]
+    assert rows["copy to host, bandwidth",] == ["512", "MiB/s"]
+    assert rows["AdamW on the host",] == ["M", "parameters/s"] and "500 M" in out
+    assert rows["latency of a transfer",] == ["2.00", "us"]
+    assert "disk" not in out  # there is none below a CPU device's
+
+
+def test_doctor_needs_the_device_that_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(["doctor", "--device", "cuda"]) == 2
+    assert "PyTorch finds no CUDA device; leave it out" in capsys.readouterr().err
