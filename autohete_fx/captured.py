@@ -21,7 +21,7 @@ from autohete_fx.options import Options
 from autohete_fx.pass_identity import pass_identity
 from autohete_fx.profiler import ParamInfo
 from autohete_fx.resources import device_budget_bytes, host_budget_bytes, is_symbolic, machine_of
-from autohete_fx.runtime.placement import placement_of
+from autohete_fx.runtime.placement import is_movable, placement_of
 from autohete_fx.runtime.tiers import is_home
 
 
@@ -75,10 +75,12 @@ class CapturedGraph:
         return (name, *where, planning.state_bytes(param) if optimizer_of(param) is not None else -1)
 
     def param_infos(self, gm: fx.GraphModule) -> dict[str, ParamInfo]:
-        """What the profiler must know of the parameters, by placeholder of ``gm``."""
+        """What the profiler must know of the parameters that can move, by placeholder of ``gm``."""
         infos = {}
         for placeholder, fqn in parameter_fqns(gm, self.inputs).items():
             param = self.params[fqn]
+            if not is_movable(param):
+                continue
             infos[placeholder] = ParamInfo(
                 fqn=fqn,
                 num_bytes=param.numel() * param.element_size(),
@@ -93,7 +95,7 @@ class CapturedGraph:
         limits = planning.Limits(
             device_budget_bytes=self.budget_bytes,
             host_budget_bytes=host_budget_bytes(self.device, self.options),
-            fixed_bytes=self._input_bytes() + self.model.taken_by_others(self.names),
+            fixed_bytes=self._input_bytes() + self.small_bytes(training) + self.model.taken_by_others(self.names),
         )
         return planning.make_problem(
             blocks,
@@ -105,6 +107,16 @@ class CapturedGraph:
             training=training,
             keep_placement=self.model.is_placed,
         )
+
+    def small_bytes(self, training: bool) -> int:
+        """Parameters that stay on the device whatever is decided, with their optimizer states and accumulated gradients."""
+        small = [param for param in self.params.values() if not is_movable(param)]
+        total = sum(param.nbytes for param in small)
+        if training:
+            total += sum(planning.state_bytes(param) for param in small)
+            if self.options.micro_batches > 1:
+                total += sum(param.nbytes for param in small if param.requires_grad)
+        return total
 
     def free_bytes(self) -> int | None:
         """What the budget leaves beside the inputs and the parameters that are on the device now."""

@@ -35,7 +35,7 @@ def rewrite_inference(captured: CapturedGraph, gm: fx.GraphModule) -> tuple[Comp
     profile = profile_analytic(partition, captured.machine)
     problem = captured.problem(blocks, profile, training=False)
     plan = _plan(captured, problem, blocks)
-    owners = planning.owners_of(blocks)
+    owners = planning.owners_of(blocks, captured.params)
     context = PassContext(
         stage=Stage.INFERENCE,
         plan=plan,

@@ -44,6 +44,10 @@ ISSUING_OPS = (offload, reload, prefetch)
 ALL_OPS = (*ISSUING_OPS, wait)
 """Everything that a pass may insert."""
 
+SMALLEST_COPY_BYTES = 1 << 16
+"""Smaller tensors stay on the device, whatever is decided for their block: a copy of their own would cost more in latency,
+and in nodes to compile, than it frees. A layer's biases and norms are most of its tensors and next to none of its bytes."""
+
 
 def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether a layout fills its span without gaps or overlaps, in any order of dimensions."""

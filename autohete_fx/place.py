@@ -9,14 +9,14 @@ from typing import TypeVar
 import torch
 
 from autohete_fx.ir import Optimizer, Params
-from autohete_fx.runtime.placement import Placement, place_param
+from autohete_fx.runtime.placement import Placement, is_movable, place_param
 from autohete_fx.runtime.tiers import open_tier
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
 
 def place(model: ModuleT, device: torch.device | str, *, offload_dir: str | None = None) -> ModuleT:
-    """Move a model to a device and leave its parameters in host memory, readable from the device.
+    """Move a model to a device and leave all but its small parameters in host memory, readable from the device.
 
     Args:
         model: changed in place; tied parameters stay tied.
@@ -31,7 +31,8 @@ def place(model: ModuleT, device: torch.device | str, *, offload_dir: str | None
     """
     tier = open_tier(device, offload_dir)
     for parameter in dict.fromkeys(model.parameters()):
-        place_param(parameter, Placement(params=Params.HOST, optimizer=Optimizer.DEVICE, tier=tier, block=0))
+        where = Params.HOST if is_movable(parameter) else Params.DEVICE
+        place_param(parameter, Placement(params=where, optimizer=Optimizer.DEVICE, tier=tier, block=0))
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

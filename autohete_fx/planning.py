@@ -30,7 +30,7 @@ from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import solve
-from autohete_fx.runtime.placement import placement_of
+from autohete_fx.runtime.placement import is_movable, placement_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +54,9 @@ def labels_of(blocks: Sequence[Block]) -> tuple[str, ...]:
     return tuple(label if labels.count(label) == 1 else f"{label}@{index}" for index, label in enumerate(labels))
 
 
-def owners_of(graph: BlockGraph) -> dict[str, int]:
-    """Block index by parameter name."""
-    return {fqn: block.index for block in graph.blocks for fqn in block.param_fqns}
+def owners_of(graph: BlockGraph, params: Mapping[str, torch.nn.Parameter]) -> dict[str, int]:
+    """Block index by name of each parameter that follows its block's decisions."""
+    return {fqn: block.index for block in graph.blocks for fqn in block.param_fqns if is_movable(params[fqn])}
 
 
 def state_bytes(param: torch.nn.Parameter) -> int:

@@ -176,7 +176,7 @@ class TrainingPlanner:
             plan,
             self.captured.model.session.digest,
             self.captured.inputs,
-            planning.owners_of(self.blocks),
+            planning.owners_of(self.blocks, self.captured.params),
             self.options.verify,
         )
 
@@ -197,9 +197,9 @@ class TrainingPlanner:
             plan=plan,
             training=True,
             device_budget_bytes=self.captured.budget_bytes,
-            owners=planning.owners_of(self.blocks),
+            owners=planning.owners_of(self.blocks, self.captured.params),
             footprint=Footprint(
-                resident_bytes=planning.resident_bytes(problem, plan),
+                resident_bytes=planning.resident_bytes(problem, plan) + self.captured.small_bytes(training=True),
                 held_bytes=planning.held_bytes(problem, plan),
                 gradient_bytes=planning.device_gradient_bytes(problem, plan),
             ),

@@ -226,11 +226,13 @@ def insert_copy(
     return wait
 
 
-def select_offloaded(forward: fx.GraphModule, context: PassContext, smallest_bytes: int = 1 << 16) -> frozenset[str]:
+def select_offloaded(
+    forward: fx.GraphModule, context: PassContext, smallest_bytes: int = ops.SMALLEST_COPY_BYTES
+) -> frozenset[str]:
     """Names of the saved activations that offloading blocks send to the host.
 
-    Left on the device: tensors below ``smallest_bytes`` (their copy costs latency and frees nothing), views of
-    inputs, tensors that the user gets too, and tensors that share storage with another saved tensor.
+    Left on the device: tensors below ``smallest_bytes``, views of inputs, tensors that the user gets too, and tensors
+    that share storage with another saved tensor.
     """
     outputs = output_args(forward)
     kept_storages = {storage_root(n) for n in outputs[: context.num_outputs] if isinstance(n, fx.Node)}

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autohete_fx.ir import Optimizer, Params
+from autohete_fx.ops import SMALLEST_COPY_BYTES
 from autohete_fx.runtime.tiers import HostTier, is_home
 
 
@@ -37,6 +38,11 @@ class Placement:
 
 
 _placements = WeakIdKeyDictionary()
+
+
+def is_movable(param: Tensor) -> bool:
+    """Whether a parameter follows its block's decisions; a small one stays on the device with all that belongs to it."""
+    return param.numel() * param.element_size() >= SMALLEST_COPY_BYTES
 
 
 def placement_of(param: Tensor) -> Placement | None:
