@@ -16,6 +16,8 @@ it and returns the copied tensor::
   buffer right behind the issuing node.
 * ``session`` is the digest under which the runtime is registered, the same in every process, so that cached code
   finds the runtime of the process that it runs in. ``lane`` is `ir.Lane.index`; a smaller ``priority`` is sooner.
+* ``after`` is never read. The last pass names there what must be computed before the node runs, so that the compiler
+  keeps the node where it stands.
 
 The kernels are in `autohete_fx.runtime.kernels`.
 """
@@ -30,8 +32,10 @@ _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
 library = torch.library.Library(_NAMESPACE, "DEF")
 
 for _name in ("offload", "reload", "prefetch"):
-    library.define(f"{_name}(Tensor src, str session, int lane, int priority) -> Tensor", tags=_TAGS)
-library.define("wait(Tensor handle, Tensor src, str session) -> Tensor", tags=_TAGS)
+    library.define(
+        f"{_name}(Tensor src, str session, int lane, int priority, Tensor? after=None) -> Tensor", tags=_TAGS
+    )
+library.define("wait(Tensor handle, Tensor src, str session, Tensor? after=None) -> Tensor", tags=_TAGS)
 
 offload = torch.ops.autohete.offload.default
 reload = torch.ops.autohete.reload.default
@@ -77,7 +81,9 @@ def empty_copy_of(src: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(src.shape, copied_strides(src), dtype=src.dtype, device=src.device)
 
 
-def _fake_issue(src: torch.Tensor, session: str, lane: int, priority: int) -> torch.Tensor:
+def _fake_issue(
+    src: torch.Tensor, session: str, lane: int, priority: int, after: torch.Tensor | None = None
+) -> torch.Tensor:
     return torch.empty((1,), dtype=torch.int64, device="cpu")
 
 
@@ -86,5 +92,7 @@ for _name in ("offload", "reload", "prefetch"):
 
 
 @torch.library.register_fake(f"{_NAMESPACE}::wait", lib=library)
-def _fake_wait(handle: torch.Tensor, src: torch.Tensor, session: str) -> torch.Tensor:
+def _fake_wait(
+    handle: torch.Tensor, src: torch.Tensor, session: str, after: torch.Tensor | None = None
+) -> torch.Tensor:
     return empty_copy_of(src)

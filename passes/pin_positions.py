@@ -1,12 +1,14 @@
 """Last before code generation: make the compiler keep inserted nodes where they stand.
 
 Inductor moves nodes: it would sink a prefetch to just before its use and hoist recomputation. Every inserted node is
-therefore tied to the matrix products around its slot by control dependencies, and the products of consecutive regions
-to each other, so that regions stay in order. Only products are anchors: an anchor's inputs become real buffers, which
-they are for products anyhow.
+therefore tied to the matrix products around its slot, and the products of consecutive regions to each other, so that
+regions stay in order. Only products are anchors: an anchor's inputs and output become real buffers, which they are for
+products anyhow. An inserted node names its anchor in the argument ``after``; a product gets control dependencies,
+which wrap it into a graph of its own and are therefore few.
 
 Emitted IR::
 
+    prefetch_w3 = autohete.prefetch(w3, session, lane, priority, mm_1)
     mm_2 = control_deps((mm_1, prefetch_w3), <mm>, x, wait_w2)   # after mm_1 and after the prefetch was issued
 """
 
@@ -44,6 +46,9 @@ def pin_positions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
         # A later pass moved work across blocks. The result stays exact; only the overlap is the compiler's choice.
         log.warning("positions of copies could not be pinned: another pass moved work between blocks")
         return gm
+    for node in inserted:
+        for anchor in wanted.pop(node, ()):
+            node.args = (*node.args, anchor)
     order = {node: i for i, node in enumerate(graph.nodes)}
     pinned = {node: OrderedSet(wanted[node]) for node in sorted(wanted, key=order.__getitem__) if wanted[node]}
     preserve_node_ordering(graph, pinned)

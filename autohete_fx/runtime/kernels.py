@@ -7,17 +7,21 @@ from autohete_fx.ir import Lane
 from autohete_fx.runtime.session import session_by_digest
 
 
-def _to_host(src: torch.Tensor, session: str, lane: int, priority: int) -> torch.Tensor:
+def _to_host(
+    src: torch.Tensor, session: str, lane: int, priority: int, after: torch.Tensor | None = None
+) -> torch.Tensor:
     owner = session_by_digest(session)
     return owner.issue(Lane.from_index(lane), priority, owner.tier.empty_like(src), src)
 
 
-def _to_device(src: torch.Tensor, session: str, lane: int, priority: int) -> torch.Tensor:
+def _to_device(
+    src: torch.Tensor, session: str, lane: int, priority: int, after: torch.Tensor | None = None
+) -> torch.Tensor:
     owner = session_by_digest(session)
     return owner.issue(Lane.from_index(lane), priority, ops.empty_copy_of(src), src)
 
 
-def _wait(handle: torch.Tensor, src: torch.Tensor, session: str) -> torch.Tensor:
+def _wait(handle: torch.Tensor, src: torch.Tensor, session: str, after: torch.Tensor | None = None) -> torch.Tensor:
     return session_by_digest(session).wait(handle, src)
 
 
