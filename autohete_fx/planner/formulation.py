@@ -82,7 +82,6 @@ from autohete_fx.planner.choices import COPY_WEIGHT, Durations, choices, device_
 from autohete_fx.planner.simulate import host_bytes
 
 TICKS = 2**20
-GIB = 2**30
 RELATIVE_GAP = 1e-3
 DETERMINISTIC_PER_SECOND = 0.15
 """CP-SAT's deterministic seconds per wall-clock second, measured on these programs and rounded down."""
@@ -119,6 +118,8 @@ class Program:
         total_s = sum(cost.forward_s + cost.backward_s + cost.recompute_s for cost in problem.costs)
         self.tick_s = (total_s or 1.0) / TICKS
         self.horizon = 2**50
+        held = (c.saved_bytes + c.param_bytes + c.grad_bytes + c.optimizer_bytes for c in problem.costs)
+        self.bytes_unit = sum(held) + problem.fixed_bytes or 1
         self.units: dict[int, int] = {}  # of the variables that are no choices, in which the relaxation counts
         self.options = [choices(problem, block) for block in range(self.num_blocks)]
         self.durations = [
@@ -142,7 +143,7 @@ class Program:
                     changes.setdefault(int(span), []).append(int(change[span]) * variable)
         in_use: Linear = self.problem.fixed_bytes
         for span in range(self.num_blocks * (2 if self.problem.training else 1)):
-            in_use_before, in_use = in_use, self._number(f"M[{span}]", GIB)
+            in_use_before, in_use = in_use, self._number(f"M[{span}]", self.bytes_unit)
             self.model.add(in_use >= in_use_before + sum(changes.get(span, [])))
             self.model.add(in_use <= limit)
 
@@ -249,7 +250,7 @@ class Program:
 
     def minimize_peak(self) -> None:
         """Ask for the least device peak, whatever the device budget; ``Answer.bound`` is in bytes."""
-        peak = self._number("peak", GIB)
+        peak = self._number("peak", self.bytes_unit)
         self._add_device_memory(peak)
         self.model.minimize(peak)
 

@@ -21,6 +21,7 @@ _LEAST_GAIN = 1e-9
 _MOST_PAIRS = 1 << 15
 _LEADERS = 32
 _KICKS = 64
+_CHECKS_PER_REPLAYED_BLOCK = 8
 
 
 class Search:
@@ -145,6 +146,7 @@ class Search:
         """Which changes of ``row`` keep the budgets; each is given as blocks and their new settings."""
         use, host = self.replays.device_use(row), self.replays.host_use(row)
         count = len(changes[0][0])
+        self.work_left -= count // _CHECKS_PER_REPLAYED_BLOCK
         fitting = np.zeros(count, dtype=bool)
         for start in range(0, count, 1 << 14):
             part = slice(start, start + (1 << 14))

@@ -33,9 +33,11 @@ OPTIMAL_GAP = 0.005
 """A plan whose gap is at most this has status ``optimal``; for less, nothing is moved."""
 BOUND_SHARE, DECIDE_SHARE = 0.15, 0.1
 """Of the time limit, what work is counted out for, for each integer program."""
-STARTS_SHARE, PROGRAMS_SHARE, ESCAPE_SHARE = 0.2, 0.05, 0.1
+STARTS_SHARE, PROGRAMS_SHARE, ESCAPE_SHARE = 0.2, 0.05, 0.15
 """Likewise for local search from patterns, from each program's decisions, and at the end. All shares together leave a slow
 or busy machine half as much again, so that the clock, which would make plans depend on the load, seldom ends the search."""
+RELAXATION_SHARE = 0.15
+"""Of the time limit, by the clock: it takes a tenth of this, or never ends; no decision is made of it."""
 REPLAYED_BLOCKS_PER_SECOND = 1_500_000
 """Of local search on a usual core."""
 PROGRAM_BLOCKS = 48
@@ -120,7 +122,8 @@ class _Found:
             self._keep(self.search.improve(start))
         bounding = Program(self.problem)
         bounding.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
-        self.bound_s = max(self.bound_s, relaxed_bound_s(bounding, deadline=self.deadline))
+        relaxation_ends = min(self.deadline, time.monotonic() + RELAXATION_SHARE * self.time_limit_s)
+        self.bound_s = max(self.bound_s, relaxed_bound_s(bounding, deadline=relaxation_ends))
         if not self._is_done and self.replays.num_blocks <= PROGRAM_BLOCKS:
             self.bound_s = max(self.bound_s, self._solve_program(bounding, BOUND_SHARE))
         if not self._is_done and self.replays.num_blocks <= PROGRAM_BLOCKS:

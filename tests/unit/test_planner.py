@@ -94,7 +94,9 @@ def test_many_identical_blocks_fit_prove_their_gap_and_are_decided_alike(count: 
 
 def test_without_time_there_is_a_plan_and_its_gap_is_said():
     sizes = [40 + i * 37 % 90 for i in range(24)]
-    blocks = [cost(param_bytes=size, grad_bytes=size, optimizer_bytes=3 * size, saved_bytes=200 - size) for size in sizes]
+    blocks = [
+        cost(param_bytes=size, grad_bytes=size, optimizer_bytes=3 * size, saved_bytes=200 - size) for size in sizes
+    ]
     plan = solve(problem(blocks, device_budget_bytes=sum(sizes) * 3), time_limit_s=1e-3)
     assert plan.peak_bytes <= sum(sizes) * 3
     assert plan.gap > OPTIMAL_GAP and plan.status == "feasible"

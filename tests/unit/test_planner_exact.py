@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from numpy.typing import NDArray
 
 from autohete_fx.errors import InfeasiblePlanError
@@ -21,7 +21,12 @@ from autohete_fx.planner.simulate import host_bytes, simulate
 from autohete_fx.planner.solve import OPTIMAL_GAP, fits, solve
 from tests.planner_problems import problems
 
-QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
+QUIET = {
+    "phases": [Phase.explicit, Phase.generate],
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "derandomize": True,
+}
 
 
 def at_all_distances(given_problem: Problem, block: int) -> list[BlockDecision]:
@@ -81,7 +86,7 @@ def test_six_and_seven_blocks(limited: Problem):
 
 def check(limited: Problem) -> None:
     try:
-        plan: Plan = solve(limited, time_limit_s=4.0)
+        plan: Plan = solve(limited)
     except InfeasiblePlanError:
         assert nothing_is_faster(limited, float("inf"))
         return
