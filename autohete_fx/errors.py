@@ -20,13 +20,24 @@ class InfeasiblePlanError(AutoHeteError):
     """No plan fits the budget.
 
     Attributes:
-        smallest_budget_bytes: the smallest device budget for which a plan exists, in bytes.
-        held_up_by: where the least peak is reached and what it consists of; empty where host memory is the limit.
+        smallest_budget_bytes: the smallest device budget for which a plan exists within the host budget, in bytes; None
+            where no device budget would do.
+        smallest_host_budget_bytes: the smallest host budget for which a plan exists within the device budget, in bytes;
+            None where more host memory would not help.
+        held_up_by: where the least peak is reached and what it consists of; empty where no device budget would do.
     """
 
-    def __init__(self, message: str, *, smallest_budget_bytes: int, held_up_by: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        smallest_budget_bytes: int | None,
+        smallest_host_budget_bytes: int | None = None,
+        held_up_by: str = "",
+    ) -> None:
         super().__init__(message)
         self.smallest_budget_bytes = smallest_budget_bytes
+        self.smallest_host_budget_bytes = smallest_host_budget_bytes
         self.held_up_by = held_up_by
 
 

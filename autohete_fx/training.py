@@ -127,7 +127,7 @@ class TrainingPlanner:
             try:
                 plan = self._plan(dataclasses.replace(problem, device_budget_bytes=allowed))
             except InfeasiblePlanError as error:
-                if refused is not None or not error.held_up_by:
+                if refused is not None or error.smallest_budget_bytes is None:
                     raise
                 # Corrections may have gone below what is possible: see what the plan of least peak really needs.
                 refused, allowed = error, error.smallest_budget_bytes
@@ -144,8 +144,12 @@ class TrainingPlanner:
             allowed = min(allowed, plan.peak_bytes) - (peak - usable) - allowed // 1000
             fresh = None  # consumed by the rewrite
         assert self.captured.budget_bytes is not None
-        held_up_by = refused.held_up_by if refused else f"The plan needs {format_bytes(peak)}"
-        raise too_small(self.captured.budget_bytes, int(peak / (1 - _RESERVE)) + 1, held_up_by)
+        raise too_small(
+            self.captured.budget_bytes,
+            int(peak / (1 - _RESERVE)) + 1,
+            refused.held_up_by if refused else f"The plan needs {format_bytes(peak)}",
+            smallest_host_bytes=refused.smallest_host_budget_bytes if refused else None,
+        )
 
     def _usable_bytes(self, problem: Problem, split: rewriting.Partitioned) -> int | None:
         """What a traced peak may be; None for no limit."""

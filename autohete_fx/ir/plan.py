@@ -75,9 +75,10 @@ class Plan:
         peak_bytes: predicted peak device memory of a step.
         host_bytes: predicted host memory for homes.
         busy_s: predicted work per lane.
-        lower_bound_s: no plan of the formulation is faster.
+        lower_bound_s: no plan that the planner could have made is faster, as the simulator counts.
         gap: ``(step_s - lower_bound_s) / step_s``, proven by the solver.
-        status: the solver's word, such as ``optimal``; ``given`` for a plan made by hand.
+        status: ``optimal`` where ``gap`` is at most 0.5%, else ``feasible``; a baseline's name; ``given`` for a plan made
+            by hand.
         problem_digest: of the problem that it solves; empty for a plan made by hand.
         solve_s: seconds that the solver took.
     """

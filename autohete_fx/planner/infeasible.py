@@ -1,69 +1,103 @@
-"""Say why nothing fits: in comes a problem without a plan, out comes the error that a user can act on."""
+"""Say why nothing fits: in comes a problem without a plan, out comes the error that a user can act on.
 
+Two limits can hold a plan up. The smallest device budget is found within the host budget as it is, and the smallest host
+budget within the device budget as it is, so that either, if raised alone to what the error says, does.
+"""
+
+import time
 from dataclasses import replace
 
 from autohete_fx.errors import InfeasiblePlanError
-from autohete_fx.ir import Problem
+from autohete_fx.ir import BlockDecision, Problem
 from autohete_fx.planner.formulation import Program
 from autohete_fx.planner.simulate import simulate
 
-_SEARCH_S = 10.0
+_SEARCH_S = 5.0
+_LEAST_S = 1.0
 _NAMED = 4
 
 
-def infeasible(problem: Problem) -> InfeasiblePlanError:
-    """The error for a problem without a plan: the smallest budget that would do, where it binds and on what."""
-    assert problem.device_budget_bytes is not None or problem.host_budget_bytes is not None
-    if problem.host_budget_bytes is not None and _fits_without_host_budget(problem):
-        return _host_error(problem)
+def least_peak(problem: Problem, *, deadline: float) -> tuple[BlockDecision, ...] | None:
+    """Decisions of least device peak within the host budget; None where nothing keeps the host budget."""
+    if not problem.costs:
+        return ()
     program = Program(problem)
     program.minimize_peak()
-    least = program.solve(limit_s=_SEARCH_S)
-    if least.decisions is None:
-        return _host_error(problem)
-    replayed = simulate(replace(problem, device_budget_bytes=None), least.decisions)
+    return program.solve(limit_s=_SEARCH_S, deadline=_later(deadline)).decisions
+
+
+def infeasible(problem: Problem, *, deadline: float) -> InfeasiblePlanError:
+    """The error for a problem without a plan: which limit holds it up, where, and what would do."""
+    assert problem.device_budget_bytes is not None or problem.host_budget_bytes is not None
+    smallest_host = _smallest_host_bytes(problem, deadline)
+    least = least_peak(problem, deadline=deadline)
+    if least is None:
+        return _host_error(problem, smallest_host, deadline)
+    replayed = simulate(replace(problem, device_budget_bytes=None), least)
     largest = ", ".join(f"{c.name} {_mib(c.num_bytes)}" for c in replayed.contributors[:_NAMED])
     disallowed = _disallowed(problem)
-    advice = f"; or allow {disallowed}" if disallowed else ""
     assert problem.device_budget_bytes is not None
-    where = f"the {replayed.peak_phase} of {problem.labels[replayed.peak_block]!r}"
+    label = problem.labels[replayed.peak_block] if problem.labels else "a graph without blocks"
     return too_small(
-        problem.device_budget_bytes, replayed.peak_bytes, f"It is held up in {where}, by {largest}", advice
+        problem.device_budget_bytes,
+        replayed.peak_bytes,
+        f"It is held up in the {replayed.peak_phase} of {label!r}, by {largest}",
+        smallest_host_bytes=smallest_host,
+        advice=f"; or allow {disallowed}" if disallowed else "",
     )
 
 
-def too_small(budget_bytes: int, smallest_bytes: int, held_up_by: str, advice: str = "") -> InfeasiblePlanError:
-    """The error for a device budget that no plan keeps."""
+def too_small(
+    budget_bytes: int,
+    smallest_bytes: int,
+    held_up_by: str,
+    *,
+    smallest_host_bytes: int | None = None,
+    advice: str = "",
+) -> InfeasiblePlanError:
+    """The error for a device budget that no plan keeps; ``smallest_host_bytes`` where more host memory would help."""
+    with_host = "" if smallest_host_bytes is None else " within host_budget"
+    or_host = "" if smallest_host_bytes is None else f" or host_budget to at least {smallest_host_bytes}"
     return InfeasiblePlanError(
-        f"no plan fits memory_budget {_mib(budget_bytes)}: the smallest that would do is {_mib(smallest_bytes)}"
-        f" ({smallest_bytes} bytes). {held_up_by}. Set memory_budget to at least {smallest_bytes}, or use a smaller"
-        f" batch{advice}",
+        f"no plan fits memory_budget {_mib(budget_bytes)}{with_host}: the smallest that would do is"
+        f" {_mib(smallest_bytes)} ({smallest_bytes} bytes). {held_up_by}. Set memory_budget to at least"
+        f" {smallest_bytes}{or_host}, or use a smaller batch{advice}",
         smallest_budget_bytes=smallest_bytes,
+        smallest_host_budget_bytes=smallest_host_bytes,
         held_up_by=held_up_by,
     )
 
 
-def _fits_without_host_budget(problem: Problem) -> bool:
+def _smallest_host_bytes(problem: Problem, deadline: float) -> int | None:
+    """Least host memory within the device budget; None where there is no host budget, or none would do."""
+    if problem.host_budget_bytes is None or not problem.costs:
+        return None
     free = replace(problem, host_budget_bytes=None)
     program = Program(free)
-    program.minimize_peak()
-    answer = program.solve(limit_s=_SEARCH_S)
-    if answer.decisions is None:
-        return False
-    budget = problem.device_budget_bytes
-    return budget is None or simulate(free, answer.decisions, events=False).peak_bytes <= budget
-
-
-def _host_error(problem: Problem) -> InfeasiblePlanError:
-    assert problem.host_budget_bytes is not None, "without a host budget some plan has a least peak"
-    program = Program(replace(problem, host_budget_bytes=None))
     program.minimize_host()
-    answer = program.solve(limit_s=_SEARCH_S)
+    decisions = program.solve(limit_s=_SEARCH_S, deadline=_later(deadline)).decisions
+    return None if decisions is None else simulate(free, decisions, events=False).host_bytes
+
+
+def _host_error(problem: Problem, smallest_host_bytes: int | None, deadline: float) -> InfeasiblePlanError:
+    """The error where the host budget alone rules everything out: what must be on the host does not fit there."""
+    assert problem.host_budget_bytes is not None, "without a host budget some plan has a least peak"
+    needed, also = smallest_host_bytes, ""
+    if needed is None:
+        needed = _smallest_host_bytes(replace(problem, device_budget_bytes=None), deadline)
+        assert needed is not None, "without a device budget there is a plan"
+        also = "; memory_budget is too small besides"
     return InfeasiblePlanError(
-        f"no plan fits host_budget {_mib(problem.host_budget_bytes)}: within the device budget at least"
-        f" {_mib(int(answer.bound))} of host memory are needed; raise host_budget or memory_budget",
-        smallest_budget_bytes=problem.device_budget_bytes or 0,
+        f"no plan fits host_budget {_mib(problem.host_budget_bytes)}, whatever memory_budget is: at least {_mib(needed)}"
+        f" ({needed} bytes) of host memory are needed. Set host_budget to at least {needed}{also}",
+        smallest_budget_bytes=None,
+        smallest_host_budget_bytes=smallest_host_bytes,
     )
+
+
+def _later(deadline: float) -> float:
+    """A deadline that leaves a little time to say why."""
+    return max(deadline, time.monotonic() + _LEAST_S)
 
 
 def _disallowed(problem: Problem) -> str:

@@ -16,22 +16,26 @@ lanes h2d and d2h and *waits* for them. A copy starts when it is issued and its 
                       updated on the host whose parameters are on the device is then uploaded on h2d
 
 A fetch for b is due at the start of the forward of ``max(0, b - prefetch_distance)``, and for backward, with reloads,
-at the start of the backward of ``min(last, b + prefetch_distance)``. On a CPU device both updates run on the same
-cores, so host updates start after the device updates.
+at the start of the backward of ``min(last, b + prefetch_distance)``. On a CPU device everything runs on the same cores:
+host updates start after the device updates, and the work of a block takes ``CPU_COPY_SHARE`` of the seconds of its
+copies longer, whether they are hidden or not.
 
 Memory. Buffers appear when they are issued or computed and go at the waits above, so the use of memory depends on the
 order of the program and not on its timing. Gradients that stay on the device exist twice in every micro-batch but
 the first: autograd adds them to ``.grad`` only after the whole compiled backward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from autohete_fx.ir import Activations, BlockDecision, Lane, LaneTime, Optimizer, Params, Problem
+from autohete_fx.ir import Activations, BlockDecision, Lane, LaneTime, Machine, Optimizer, Params, Problem
 
 FORWARD = "forward"
 BACKWARD = "backward"
 OPTIMIZER_STEP = "optimizer step"
+
+CPU_COPY_SHARE = 0.25
+"""Of the seconds of a copy on a CPU device, what computation loses to it: a copying thread holds one core of a few."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +154,7 @@ class _Replay:
     def __init__(self, problem: Problem, decisions: Sequence[BlockDecision], keep_events: bool) -> None:
         self.problem, self.decisions, self.costs = problem, decisions, problem.costs
         self.machine = problem.machine
+        self.copy_share = copy_share(problem.machine)
         self.num_blocks = len(problem.costs)
         self.keep_events = keep_events
         self.events: list[Event] = []
@@ -163,7 +168,7 @@ class _Replay:
         for edge in sorted(problem.edges, key=lambda edge: edge.consumer):
             self.last_reader[edge.producer] = edge.consumer
 
-    def _due(self, issued_at) -> list[list[int]]:
+    def _due(self, issued_at: Callable[[int, int], int]) -> list[list[int]]:
         """For each block, the blocks whose copies are issued at its start, in ascending order."""
         due: list[list[int]] = [[] for _ in self.costs]
         for block, decision in enumerate(self.decisions):
@@ -210,6 +215,7 @@ class _Replay:
                 self.memory.hold("parameters", block, cost.param_bytes)
             if decision.optimizer is Optimizer.DEVICE:
                 self.memory.hold("optimizer states", block, cost.optimizer_bytes)
+        self.memory.observe(0, FORWARD)
 
     def _work(self, lane: Lane, label: str, block: int, seconds: float, ready_at: float = 0.0) -> float:
         """Occupy a lane; returns when it ends."""
@@ -221,19 +227,33 @@ class _Replay:
             self.events.append(Event(lane=lane, label=label, block=block, start_s=start, end_s=end))
         return end
 
+    def _copy_s(self, lane: Lane, num_bytes: int) -> float:
+        if not num_bytes:
+            return 0.0
+        bandwidth = self.machine.h2d_bytes_per_s if lane is Lane.H2D else self.machine.d2h_bytes_per_s
+        return self.machine.latency_s + num_bytes / bandwidth
+
+    def _lost_s(self, *copies: tuple[Lane, int]) -> float:
+        """Seconds that a block's copies take from computation, given as lanes and bytes."""
+        return self.copy_share * sum(self._copy_s(*copy) for copy in copies)
+
     def _issue(self, lane: Lane, label: str, block: int, num_bytes: int, ready_at: float | None = None) -> None:
         """Queue a copy on a lane, ready when the compute lane comes here unless ``ready_at`` says when."""
         if num_bytes:
-            bandwidth = self.machine.h2d_bytes_per_s if lane is Lane.H2D else self.machine.d2h_bytes_per_s
             ready = self.free_at[Lane.COMPUTE] if ready_at is None else ready_at
-            seconds = self.machine.latency_s + num_bytes / bandwidth
-            self.done_at[label, block] = self._work(lane, label, block, seconds, ready)
+            self.done_at[label, block] = self._work(lane, label, block, self._copy_s(lane, num_bytes), ready)
 
     def _wait(self, label: str, block: int) -> None:
         """Hold the compute lane until a copy is complete, if one is under way."""
         done_at = self.done_at.pop((label, block), None)
         if done_at is not None:
             self.free_at[Lane.COMPUTE] = max(self.free_at[Lane.COMPUTE], done_at)
+
+    def _moved_bytes(self, block: int) -> tuple[int, int]:
+        """A block's fetched parameters and its activations that leave and return."""
+        cost, decision = self.costs[block], self.decisions[block]
+        offloads = self.problem.training and decision.activations is Activations.OFFLOAD
+        return cost.param_bytes if decision.params is Params.HOST else 0, cost.offloadable_bytes if offloads else 0
 
     def _fetch_params(self, block: int) -> None:
         if self.decisions[block].params is Params.HOST:
@@ -248,7 +268,9 @@ class _Replay:
         self.memory.hold("workspace", block, cost.forward_workspace_bytes)
         self.memory.observe(block, FORWARD)
         self._wait("fetch", block)
-        self._work(Lane.COMPUTE, "forward", block, cost.forward_s)
+        fetched, offloaded = self._moved_bytes(block)
+        lost_s = self._lost_s((Lane.H2D, fetched), (Lane.D2H, offloaded))
+        self._work(Lane.COMPUTE, "forward", block, cost.forward_s + lost_s)
         self.memory.hold("workspace", block, 0)
         self.memory.hold("fetched parameters", block, 0)
         if self.problem.training:
@@ -295,15 +317,18 @@ class _Replay:
         self._wait("reload", block)
         if decision.activations is Activations.RECOMPUTE:
             self._work(Lane.COMPUTE, "recompute", block, cost.recompute_s)
-        self._work(Lane.COMPUTE, "backward", block, cost.backward_s)
+        fetched, reloaded = self._moved_bytes(block)
+        sent = cost.grad_bytes if host_gradients else 0
+        lost_s = self._lost_s((Lane.H2D, fetched), (Lane.H2D, reloaded), (Lane.D2H, sent))
+        self._work(Lane.COMPUTE, "backward", block, cost.backward_s + lost_s)
         self.memory.hold("workspace", block, 0)
         self.memory.hold("activations", block, 0)
         self.memory.hold("fetched parameters", block, 0)
         if host_gradients:
             self._issue(Lane.D2H, "gradients", block, cost.grad_bytes)
-        for sent in (block + 1, 0) if block == 0 else (block + 1,):
-            self._wait("gradients", sent)
-            self.memory.hold("gradients on their way to the host", sent, 0)
+        for sender in (block + 1, 0) if block == 0 else (block + 1,):
+            self._wait("gradients", sender)
+            self.memory.hold("gradients on their way to the host", sender, 0)
 
     def _optimizer_step(self) -> float:
         """Run the synchronous optimizer step after the last backward; returns its seconds."""
@@ -317,11 +342,17 @@ class _Replay:
         host_ready = self.free_at[Lane.COMPUTE] if machine.device_type == "cpu" else start
         for block in trained:
             if self.decisions[block].optimizer is Optimizer.HOST:
+                uploaded = self.costs[block].param_bytes if self.decisions[block].params is Params.DEVICE else 0
                 seconds = self.costs[block].num_params / machine.host_update_params_per_s
+                seconds += self._lost_s((Lane.H2D, uploaded))
                 updated = self._work(Lane.UPDATE, "update", block, seconds, host_ready)
-                if self.decisions[block].params is Params.DEVICE:
-                    self._issue(Lane.H2D, "upload", block, self.costs[block].param_bytes, updated)
+                self._issue(Lane.H2D, "upload", block, uploaded, updated)
         return max(self.free_at.values()) - start
+
+
+def copy_share(machine: Machine) -> float:
+    """Of the seconds of a copy, the share by which it lengthens the computation of its block."""
+    return CPU_COPY_SHARE if machine.device_type == "cpu" else 0.0
 
 
 def device_update_s(problem: Problem, block: int, decision: BlockDecision) -> float:

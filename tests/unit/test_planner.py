@@ -1,58 +1,16 @@
-"""The planner: hand-computed replays, exhaustive search on small instances, and what infeasible budgets are told."""
+"""The planner on problems made by hand: replays, what is moved and what stays, plan files."""
 
+import dataclasses
 import itertools
-from collections.abc import Sequence
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from autohete_fx.errors import InfeasiblePlanError, PlanError
-from autohete_fx.ir import Activations, BlockCost, BlockDecision, Lane, Machine, Optimizer, Params, Plan, Problem
+from autohete_fx.ir import Activations, BlockDecision, Lane, Optimizer, Params, Plan
 from autohete_fx.planner.baselines import BASELINES
-from autohete_fx.planner.formulation import choices
-from autohete_fx.planner.simulate import simulate
-from autohete_fx.planner.solve import MAX_PREFETCH_DISTANCE, fits, solve
-
-MACHINE = Machine(
-    device_name="test",
-    device_type="cuda",
-    device_bytes=1 << 40,
-    host_bytes=1 << 40,
-    disk_bytes=0,
-    device_flops_per_s=(("float32", 1e12),),
-    device_bytes_per_s=1e12,
-    h2d_bytes_per_s=100.0,
-    d2h_bytes_per_s=100.0,
-    disk_bytes_per_s=0.0,
-    device_update_params_per_s=100.0,
-    host_update_params_per_s=10.0,
-    latency_s=0.0,
-)
-
-
-def cost(**changes: float) -> BlockCost:
-    base = {
-        "forward_s": 1.0,
-        "backward_s": 2.0,
-        "recompute_s": 1.0,
-        "saved_bytes": 100,
-        "boundary_bytes": 10,
-        "offloadable_bytes": 80,
-        "forward_workspace_bytes": 5,
-        "backward_workspace_bytes": 7,
-        "param_bytes": 20,
-        "grad_bytes": 20,
-        "optimizer_bytes": 40,
-        "num_params": 5,
-    }
-    return BlockCost(**{**base, **changes})  # type: ignore[arg-type]
-
-
-def problem(costs: Sequence[BlockCost], **changes: object) -> Problem:
-    labels = tuple(f"layers.{i}" for i in range(len(costs)))
-    return Problem(labels=labels, costs=tuple(costs), edges=(), machine=MACHINE, **changes)  # type: ignore[arg-type]
-
+from autohete_fx.planner.simulate import CPU_COPY_SHARE, simulate
+from autohete_fx.planner.solve import OPTIMAL_GAP, fits, solve
+from tests.planner_problems import MACHINE, cost, problem
 
 KEEP = BlockDecision()
 RECOMPUTE = BlockDecision(activations=Activations.RECOMPUTE)
@@ -83,79 +41,85 @@ def test_host_optimizer_moves_states_and_its_step():
     assert busy[Lane.UPDATE] == pytest.approx(0.5) and busy[Lane.D2H] == pytest.approx(0.2)
 
 
-def decisions_of(given_problem: Problem, distances: Sequence[int]) -> list[tuple[BlockDecision, ...]]:
-    per_block = []
-    for block in range(len(given_problem.costs)):
-        options = []
-        for choice in choices(given_problem, block):
-            moves = choice.params is Params.HOST or choice.activations is Activations.OFFLOAD
-            for distance in distances if moves else (1,):
-                options.append(
-                    BlockDecision(
-                        activations=choice.activations,
-                        params=choice.params,
-                        optimizer=choice.optimizer,
-                        prefetch_distance=distance,
-                    )
-                )
-        per_block.append(options)
-    return list(itertools.product(*per_block))
+def test_a_copy_on_a_cpu_device_costs_a_share_of_its_seconds():
+    on_cpu = dataclasses.replace(MACHINE, device_type="cpu")
+    replayed = simulate(
+        problem([cost()], machine=on_cpu), [BlockDecision(params=Params.HOST, optimizer=Optimizer.HOST)]
+    )
+    # two fetches and the gradients, 20/100 each, are in nobody's shadow here and slow their block down besides
+    assert replayed.step_s == pytest.approx(1 + 2 + 3 * 0.2 * (1 + CPU_COPY_SHARE) + 0.5)
 
 
-costs = st.builds(
-    lambda forward, saved, param, update: cost(
-        forward_s=forward,
-        backward_s=2 * forward,
-        recompute_s=forward,
-        saved_bytes=saved,
-        boundary_bytes=saved // 10,
-        offloadable_bytes=saved // 2,
-        param_bytes=param,
-        grad_bytes=param,
-        optimizer_bytes=2 * param,
-        num_params=update,
-    ),
-    st.floats(0.05, 4.0),
-    st.integers(10, 400),
-    st.integers(1, 200),
-    st.integers(1, 60),
-)
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(st.lists(costs, min_size=1, max_size=3), st.floats(0.2, 1.1))
-def test_against_exhaustive_search(block_costs: list[BlockCost], share: float):
-    free = problem(block_costs)
-    budget = int(simulate(free, [KEEP] * len(block_costs), events=False).peak_bytes * share)
-    limited = problem(block_costs, device_budget_bytes=budget)
-    replays = [simulate(limited, d, events=False) for d in decisions_of(limited, (1,))]
-    fitting = [r.step_s for r in replays if fits(limited, r)]
-    if not fitting:
-        with pytest.raises(InfeasiblePlanError) as caught:
-            solve(limited)
-        assert caught.value.smallest_budget_bytes == min(r.peak_bytes for r in replays)
-        return
-    plan = solve(limited)
-    assert plan.peak_bytes <= budget
-    # Copies that could be hidden may cost a plan a little in the objective: within 1% of the best at any distance 1.
-    penalty = 0.25 * sum(t.busy_s for t in plan.busy_s if t.lane in (Lane.H2D, Lane.D2H))
-    assert plan.step_s <= min(fitting) * 1.01 + penalty
-    everything = decisions_of(limited, range(1, min(len(block_costs), MAX_PREFETCH_DISTANCE) + 1))
-    best = min(r.step_s for d in everything if fits(limited, r := simulate(limited, d, events=False)))
-    assert plan.lower_bound_s <= best * (1 + 1e-6)
-    assert solve(limited).decisions == plan.decisions
-
-
-def test_no_budget_needs_no_solver_and_moves_nothing():
+def test_no_budget_needs_no_search_and_moves_nothing():
     plan = solve(problem([cost()] * 5))
-    assert plan.decisions == (KEEP,) * 5 and plan.gap == 0 and plan.status == "optimal"
+    assert plan.decisions == (KEEP,) * 5 and plan.status == "optimal"
+    # host and device could share the updates on this machine: what is not proven is not said
+    assert 5 * 3 < plan.lower_bound_s < plan.step_s and 0 < plan.gap <= OPTIMAL_GAP
 
 
-def test_many_identical_blocks_fit_and_prove_their_gap():
-    limited = problem([cost()] * 24, device_budget_bytes=24 * 60 + 900)
-    plan = solve(limited, time_limit_s=5)
-    assert plan.peak_bytes <= limited.device_budget_bytes  # type: ignore[operator]
-    assert 0 <= plan.gap < 0.2
+def test_something_moves_without_a_budget_where_it_is_worth_the_copies():
+    """One block's update takes 20 s on the host, that of the others 22 s on the device meanwhile: 2 s in 60 are worth it."""
+    slow_updates = problem([cost(num_params=200)] * 12)
+    stay, plan = simulate(slow_updates, [KEEP] * 12), solve(slow_updates)
+    assert any(decision.optimizer is Optimizer.HOST for decision in plan.decisions)
+    assert plan.lower_bound_s <= plan.step_s < stay.step_s * (1 - OPTIMAL_GAP)
+    nearly_even = problem([cost(num_params=5, forward_s=0.8)] * 4)
+    assert solve(nearly_even).decisions == (KEEP,) * 4
+
+
+def test_as_fast_plans_copy_as_little_as_they_can():
+    """Every fetch but the first block's hides behind compute, so many plans take the same time."""
+    blocks = problem([cost(num_params=0, grad_bytes=0, optimizer_bytes=0, forward_s=9.0)] * 6, training=False)
+    peak = simulate(blocks, [KEEP] * 6).peak_bytes
+    blocks = dataclasses.replace(blocks, device_budget_bytes=peak - 30)
+    plan = solve(blocks)
+    assert plan.step_s == pytest.approx(6 * 9.0)
+    enough = [
+        sum(decision.params is Params.HOST for decision in decisions)
+        for decisions in itertools.product((KEEP, BlockDecision(params=Params.HOST)), repeat=6)
+        if fits(blocks, simulate(blocks, decisions))
+    ]
+    assert min(enough) < max(enough)
+    assert sum(decision.params is Params.HOST for decision in plan.decisions) == min(enough)
+
+
+@pytest.mark.parametrize("count", [24, pytest.param(96, marks=pytest.mark.slow)])
+def test_many_identical_blocks_fit_prove_their_gap_and_are_decided_alike(count: int):
+    many = problem([cost()] * count, device_budget_bytes=count * 60 + 900)
+    plan = solve(many)
+    assert plan.peak_bytes <= count * 60 + 900
+    assert plan.gap < 0.05 and (plan.status == "optimal") == (plan.gap <= OPTIMAL_GAP)
+    assert solve(many).decisions == plan.decisions
+
+
+def test_without_time_there_is_a_plan_and_its_gap_is_said():
+    sizes = [40 + i * 37 % 90 for i in range(24)]
+    blocks = [
+        cost(param_bytes=size, grad_bytes=size, optimizer_bytes=3 * size, saved_bytes=200 - size) for size in sizes
+    ]
+    plan = solve(problem(blocks, device_budget_bytes=sum(sizes) * 3), time_limit_s=1e-3)
+    assert plan.peak_bytes <= sum(sizes) * 3
+    assert plan.gap > OPTIMAL_GAP and plan.status == "feasible"
+    assert plan.gap == pytest.approx((plan.step_s - plan.lower_bound_s) / plan.step_s)
+
+
+def test_no_blocks_give_an_empty_plan_or_say_what_is_held():
+    for training in (True, False):
+        plan = solve(problem([], fixed_bytes=7, training=training))
+        assert plan.decisions == () and plan.step_s == 0 and plan.peak_bytes == 7 and plan.status == "optimal"
+        with pytest.raises(InfeasiblePlanError) as caught:
+            solve(problem([], fixed_bytes=7, device_budget_bytes=6, training=training))
+        assert caught.value.smallest_budget_bytes == 7
+
+
+def test_what_is_pinned_to_the_host_is_fetched_early():
+    """A block of 0.1 s hides none of the next one's fetch of 1 s: three blocks ahead do."""
+    pinned = BlockDecision(params=Params.HOST)
+    costs = [cost(forward_s=0.5, backward_s=1.0)] * 3 + [cost(forward_s=0.1, backward_s=0.1), cost(param_bytes=100)]
+    plan = solve(problem(costs, training=False, fixed_decisions=(None, None, None, None, pinned)))
+    late = simulate(problem(costs, training=False), [*plan.decisions[:4], pinned])
+    assert plan.decisions[4].params is Params.HOST and plan.decisions[4].prefetch_distance > 1
+    assert plan.step_s < late.step_s
 
 
 def test_fixed_decisions_are_kept():
@@ -170,16 +134,6 @@ def test_inference_only_moves_parameters():
     plan = solve(limited)
     assert plan.peak_bytes <= 60 + 125 and any(d.params is Params.HOST for d in plan.decisions)
     assert all(d.activations is Activations.KEEP and d.optimizer is Optimizer.DEVICE for d in plan.decisions)
-
-
-def test_host_budget_is_named_when_it_is_the_limit():
-    with pytest.raises(InfeasiblePlanError, match="host_budget"):
-        solve(problem([cost()] * 3, device_budget_bytes=300, host_budget_bytes=1, allow_recompute=False))
-
-
-def test_infeasible_says_what_holds_it_up():
-    with pytest.raises(InfeasiblePlanError, match=r"held up in the .* of 'layers\.\d'.*memory_budget to at least"):
-        solve(problem([cost()] * 3, device_budget_bytes=10))
 
 
 @pytest.mark.parametrize("name", sorted(BASELINES))

@@ -1,0 +1,163 @@
+"""Local search: in comes an assignment that keeps the budgets, out comes one that keeps them and scores no worse.
+
+The integer program is exact at prefetch distance 1 only, and may end before it is done. The search knows all distances.
+It changes the setting of one block, and where that no longer helps, of two: one that gives up memory and one that
+uses it. AutoHete's safe prefetch is the special case that changes a distance alone. A *score* is the seconds of a step
+and, so that plans that are as fast copy as little as they can, ``COPY_WEIGHT`` times the seconds of all its copies.
+
+Work is counted in replayed blocks and not in seconds: the same input gives the same result. Only ``deadline`` depends on
+the clock.
+"""
+
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autohete_fx.planner.choices import COPY_WEIGHT
+from autohete_fx.planner.replays import Replays, Rows, Seconds
+
+_LEAST_GAIN = 1e-9
+_MOST_PAIRS = 1 << 15
+_LEADERS = 32
+_KICKS = 64
+_CHECKS_PER_REPLAYED_BLOCK = 8
+
+
+class Search:
+    """Local search over one problem, until a deadline at most.
+
+    Attributes:
+        work_left: blocks (rows times blocks of each) that may still be replayed; whoever asks for a search sets it.
+    """
+
+    def __init__(self, replays: Replays, *, deadline: float) -> None:
+        self.replays = replays
+        self.work_left = 0
+        self.deadline = deadline
+        changes = [(block, i) for block, settings in enumerate(replays.settings) for i in range(len(settings))]
+        self.blocks, self.to = np.array(changes).T
+
+    @property
+    def over(self) -> bool:
+        """Whether its work is used up, or its time."""
+        return self.work_left <= 0 or time.monotonic() > self.deadline
+
+    def score(self, rows: Rows) -> Seconds:
+        """Of every row; smaller is better."""
+        self.work_left -= rows.size
+        return self.replays.seconds(rows) + COPY_WEIGHT * self.replays.copied_seconds(rows)
+
+    def fitting(self, rows: Rows) -> NDArray[np.bool_]:
+        """Which rows keep the budgets."""
+        use = np.full((len(rows), self.replays.use.shape[2]), self.replays.problem.fixed_bytes)
+        for block, column in enumerate(rows.T):
+            use += self.replays.use[block, column]
+        return self.replays.fit(use.max(axis=1), self.replays.host_use(rows))
+
+    def improve(self, start: Rows) -> Rows:
+        """Change settings while a change helps and work is left. ``start`` keeps the budgets."""
+        best, best_score = start, float(self.score(start[None])[0])
+        while not self.over:
+            for changed in (self._change_one, self._change_two):
+                row, score = changed(best, best_score)
+                if score < best_score * (1 - _LEAST_GAIN):
+                    best, best_score = row, score
+                    break
+            else:
+                return best
+        return best
+
+    def escape(self, best: Rows) -> Rows:
+        """Change several settings at random, improve, and keep the result where it is better; until the work is used up.
+
+        The random numbers are the same on every run.
+        """
+        random = np.random.default_rng(0)
+        best_score = float(self.score(best[None])[0])
+        counts = np.array([len(settings) for settings in self.replays.settings])
+        while not self.over:
+            kicked = random.integers(0, counts, (_KICKS, len(counts)))
+            changed = random.random(kicked.shape) < random.uniform(2, 5) / len(counts)
+            rows = np.where(changed, kicked, best)
+            self.work_left -= kicked.size  # looking is work, too
+            rows = rows[self.fitting(rows) & (rows != best).any(axis=1)]
+            if not len(rows):
+                continue
+            row = self.improve(self._best(rows, self.score(rows))[0])
+            score = float(self.score(row[None])[0])
+            if score < best_score * (1 - _LEAST_GAIN):
+                best, best_score = row, score
+        return best
+
+    def _change_one(self, row: Rows, score: float) -> tuple[Rows, float]:
+        """The best change of one block, or of several that each help alone."""
+        blocks, to = self._changes_from(row)
+        fitting = self._changes_fit(row, (blocks, to))
+        blocks, to = blocks[fitting], to[fitting]
+        if not len(blocks):
+            return row, score
+        rows = np.repeat(row[None], len(blocks), axis=0)
+        rows[np.arange(len(blocks)), blocks] = to
+        scores = self.score(rows)
+        order = np.argsort(scores, kind="stable")
+        helping = [i for i in order if scores[i] < score * (1 - _LEAST_GAIN)]
+        _, first = np.unique(blocks[helping], return_index=True)
+        leaders = [helping[i] for i in sorted(first)[:_LEADERS]]
+        if len(leaders) < 2:
+            return rows[order[0]], float(scores[order[0]])
+        # The best change of every block, one after the other: all prefixes of that list at once.
+        prefixes = np.repeat(row[None], len(leaders), axis=0)
+        for i, leader in enumerate(leaders):
+            prefixes[i:, blocks[leader]] = to[leader]
+        prefixes = prefixes[self.fitting(prefixes)]
+        return self._best(prefixes, self.score(prefixes))
+
+    def _change_two(self, row: Rows, score: float) -> tuple[Rows, float]:
+        """The best change of two blocks, among the most promising ones where there are many."""
+        blocks, to = self._changes_from(row)
+        rows = np.repeat(row[None], len(blocks), axis=0)
+        rows[np.arange(len(blocks)), blocks] = to
+        gains = score - self.score(rows)  # alone, and whether it fits alone or not
+        order = np.argsort(-gains, kind="stable")
+        fast, other = order, order
+        if len(order) ** 2 > 2 * _MOST_PAIRS:
+            fast = order[: max(1, _MOST_PAIRS // len(order))]
+        first, second = (pairs.ravel() for pairs in np.meshgrid(fast, other, indexing="ij"))
+        apart = (blocks[first] < blocks[second]) | ((blocks[first] != blocks[second]) & (len(fast) < len(other)))
+        first, second = first[apart], second[apart]
+        fitting = self._changes_fit(row, (blocks[first], to[first]), (blocks[second], to[second]))
+        first, second = first[fitting], second[fitting]
+        if len(first) > _MOST_PAIRS // 4:
+            promising = np.argsort(-(gains[first] + gains[second]), kind="stable")[: _MOST_PAIRS // 4]
+            first, second = first[promising], second[promising]
+        if not len(first):
+            return row, score
+        rows = np.repeat(row[None], len(first), axis=0)
+        rows[np.arange(len(first)), blocks[first]] = to[first]
+        rows[np.arange(len(first)), blocks[second]] = to[second]
+        return self._best(rows, self.score(rows))
+
+    def _changes_from(self, row: Rows) -> tuple[Rows, Rows]:
+        moving = row[self.blocks] != self.to
+        return self.blocks[moving], self.to[moving]
+
+    def _changes_fit(self, row: Rows, *changes: tuple[Rows, Rows]) -> NDArray[np.bool_]:
+        """Which changes of ``row`` keep the budgets; each is given as blocks and their new settings."""
+        use, host = self.replays.device_use(row), self.replays.host_use(row)
+        count = len(changes[0][0])
+        self.work_left -= count // _CHECKS_PER_REPLAYED_BLOCK
+        fitting = np.zeros(count, dtype=bool)
+        for start in range(0, count, 1 << 14):
+            part = slice(start, start + (1 << 14))
+            moved, moved_host = use[None], np.full(len(changes[0][0][part]), host)
+            for blocks, to in ((blocks[part], to[part]) for blocks, to in changes):
+                moved = moved + self.replays.use[blocks, to] - self.replays.use[blocks, row[blocks]]
+                moved_host += self.replays.host[blocks, to] - self.replays.host[blocks, row[blocks]]
+            fitting[part] = self.replays.fit(moved.max(axis=1), moved_host)
+        return fitting
+
+    @staticmethod
+    def _best(rows: Rows, scores: Seconds) -> tuple[Rows, float]:
+        best = int(np.argmin(scores))
+        return rows[best], float(scores[best])

@@ -1,0 +1,71 @@
+"""Where the search begins: in come a problem's settings, out come assignments of few kinds that keep the budgets.
+
+Most blocks of a model are alike, and good plans treat them in few ways: the paper's own are boundaries between blocks
+that do one thing and blocks that do another. A *pattern* has two settings, one for a chosen set of blocks and one for
+the rest; the set is the first so many, the last so many, or so many spread evenly. There are some ten thousand
+patterns whatever the number of blocks, so that many identical blocks cost no more than few; all that keep the budgets
+are ranked by the busiest lanes, the best of these are replayed. The hand-made strategies in `baselines` are patterns.
+"""
+
+from itertools import combinations
+
+import numpy as np
+
+from autohete_fx.ir import BlockDecision
+from autohete_fx.planner.choices import fetches_ahead
+from autohete_fx.planner.improve import Search
+from autohete_fx.planner.replays import Replays, Rows, Seconds
+
+_SIZES = 24
+"""How many sizes of the chosen set are tried where there are more blocks than that."""
+_DISTANCES = (1, 2, 4)
+_REPLAYED = 2048
+_CHUNK = 1024
+
+
+def starts(replays: Replays, search: Search, count: int) -> list[Rows]:
+    """At most ``count`` assignments within the budgets, best first, each of another pair of decisions; maybe none."""
+    kinds = sorted({setting for settings in replays.settings for setting in settings}, key=_order)
+    kinds = [kind for kind in kinds if kind.prefetch_distance in _DISTANCES or not fetches_ahead(kind)]
+    blocks = range(replays.num_blocks)
+    # A block that may not have a setting gets its own first one, which moves nothing.
+    index = np.array([[replays.index[block].get(kind, 0) for block in blocks] for kind in kinds])
+    chosen = _chosen_sets(replays.num_blocks)
+    found, pairs = [np.zeros((1, replays.num_blocks), dtype=np.int64)], [np.zeros(1, dtype=np.int64)]
+    plain = [_order(kind)[:3] for kind in kinds]
+    numbers: dict[object, int] = {}
+    for one, other in combinations(range(len(kinds)), 2):
+        rows = np.where(chosen, index[one], index[other])
+        found.append(rows)
+        pairs.append(np.full(len(rows), numbers.setdefault((plain[one], plain[other]), len(numbers) + 1)))
+    rows, pair = np.concatenate(found), np.concatenate(pairs)
+    fitting = np.concatenate([search.fitting(rows[i : i + _CHUNK]) for i in range(0, len(rows), _CHUNK)])
+    rows, pair = rows[fitting], pair[fitting]
+    busiest = np.argsort(_busiest_s(replays, rows), kind="stable")[:_REPLAYED]
+    rows, pair = rows[busiest], pair[busiest]
+    best = np.argsort(search.score(rows), kind="stable")
+    _, first = np.unique(pair[best], return_index=True)
+    return [rows[best[i]] for i in sorted(first)[:count]]
+
+
+def _order(setting: BlockDecision) -> tuple[str, str, str, int]:
+    return setting.activations.value, setting.params.value, setting.optimizer.value, setting.prefetch_distance
+
+
+def _chosen_sets(num_blocks: int) -> np.ndarray:
+    """Sets of blocks as rows of booleans, from none to all."""
+    at = np.arange(num_blocks)
+    sizes = np.unique(np.linspace(0, num_blocks, min(num_blocks, _SIZES) + 1).round().astype(int))
+    spread = [np.isin(at, np.linspace(0, num_blocks - 1, size).round().astype(int)) for size in sizes]
+    return np.unique([*(at < size for size in sizes), *(at >= num_blocks - size for size in sizes), *spread], axis=0)
+
+
+def _busiest_s(replays: Replays, rows: Rows) -> Seconds:
+    """Seconds of the busiest lane in forward, backward and optimizer step: less than a replay's, and quickly found."""
+    blocks = np.arange(replays.num_blocks)
+
+    def busiest(tables: Seconds) -> Seconds:
+        return np.maximum.reduce([table[blocks, rows].sum(axis=1) for table in tables])
+
+    passes_s = busiest(replays.forward) + busiest(replays.backward)
+    return replays.micro_batches * passes_s + busiest(replays.optimizer)

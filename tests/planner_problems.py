@@ -1,0 +1,120 @@
+"""Problems for the planner's tests: blocks made by hand, and hypothesis strategies over costs, machines and limits."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from autohete_fx.ir import BlockCost, BlockDecision, Edge, Machine, Problem
+from autohete_fx.planner.simulate import simulate
+
+MACHINE = Machine(
+    device_name="test",
+    device_type="cuda",
+    device_bytes=1 << 40,
+    host_bytes=1 << 40,
+    disk_bytes=0,
+    device_flops_per_s=(("float32", 1e12),),
+    device_bytes_per_s=1e12,
+    h2d_bytes_per_s=100.0,
+    d2h_bytes_per_s=100.0,
+    disk_bytes_per_s=0.0,
+    device_update_params_per_s=100.0,
+    host_update_params_per_s=10.0,
+    latency_s=0.0,
+)
+
+
+def cost(**changes: float) -> BlockCost:
+    """A block of round figures."""
+    base = {
+        "forward_s": 1.0,
+        "backward_s": 2.0,
+        "recompute_s": 1.0,
+        "saved_bytes": 100,
+        "boundary_bytes": 10,
+        "offloadable_bytes": 80,
+        "forward_workspace_bytes": 5,
+        "backward_workspace_bytes": 7,
+        "param_bytes": 20,
+        "grad_bytes": 20,
+        "optimizer_bytes": 40,
+        "num_params": 5,
+    }
+    return BlockCost(**{**base, **changes})  # type: ignore[arg-type]
+
+
+def problem(costs: Sequence[BlockCost], **changes: object) -> Problem:
+    """A problem of these blocks on `MACHINE`."""
+    labels = tuple(f"layers.{i}" for i in range(len(costs)))
+    given = {"labels": labels, "costs": tuple(costs), "edges": (), "machine": MACHINE}
+    return Problem(**{**given, **changes})  # type: ignore[arg-type]
+
+
+@st.composite
+def _costs(draw: st.DrawFn) -> BlockCost:
+    forward_s = draw(st.floats(0.05, 4.0))
+    saved = draw(st.integers(10, 400))
+    param = draw(st.integers(0, 200))
+    trained = draw(st.sampled_from([True, True, True, False]))
+    return BlockCost(
+        forward_s=forward_s,
+        backward_s=forward_s * draw(st.floats(1.5, 2.5)),
+        recompute_s=forward_s * draw(st.floats(0.5, 1.1)),
+        saved_bytes=saved,
+        boundary_bytes=int(saved * draw(st.floats(0.0, 0.6))),
+        offloadable_bytes=int(saved * draw(st.floats(0.0, 0.95))),
+        forward_workspace_bytes=draw(st.integers(0, 60)),
+        backward_workspace_bytes=draw(st.integers(0, 90)),
+        param_bytes=param,
+        grad_bytes=param if trained else 0,
+        optimizer_bytes=param * draw(st.integers(2, 3)) if trained else 0,
+        num_params=param // 4 if trained else 0,
+    )
+
+
+_machines = st.builds(
+    lambda device_type, up, down, on_device, on_host, latency_s: dataclasses.replace(
+        MACHINE,
+        device_type=device_type,
+        h2d_bytes_per_s=up,
+        d2h_bytes_per_s=down,
+        device_update_params_per_s=on_device,
+        host_update_params_per_s=on_host,
+        latency_s=latency_s,
+    ),
+    st.sampled_from(["cuda", "cpu"]),
+    st.floats(20, 1000),
+    st.floats(20, 1000),
+    st.floats(10, 1000),
+    st.floats(3, 300),
+    st.sampled_from([0.0, 0.01, 0.1]),
+)
+
+
+@st.composite
+def problems(draw: st.DrawFn, *, least_blocks: int = 1, most_blocks: int, budgets: bool = True) -> Problem:
+    """Different or equal blocks, any machine; budgets from far too small to more than enough."""
+    count = draw(st.integers(least_blocks, most_blocks))
+    alike = draw(st.booleans()) and draw(st.booleans())
+    costs = draw(_costs()) if alike else None
+    training = draw(st.sampled_from([True, True, True, False]))
+    given = problem(
+        [costs if costs is not None else draw(_costs()) for _ in range(count)],
+        machine=draw(_machines),
+        edges=tuple(Edge(producer=i, consumer=min(count - 1, i + 1 + i % 2), num_bytes=1) for i in range(count - 1)),
+        fixed_bytes=draw(st.integers(0, 50)),
+        allow_recompute=draw(st.sampled_from([True, True, False])),
+        allow_host_params=draw(st.sampled_from([True, True, False])),
+        allow_host_optimizer=draw(st.sampled_from([True, True, False])),
+        micro_batches=draw(st.sampled_from([1, 1, 2, 4])),
+        training=training,
+    )
+    return limited(given, draw(st.floats(0.1, 1.1)), draw(st.none() | st.floats(0.0, 1.0))) if budgets else given
+
+
+def limited(free: Problem, share: float, host_share: float | None = None) -> Problem:
+    """The same problem with budgets as shares of what keeping everything takes."""
+    peak = simulate(free, [BlockDecision()] * len(free.costs), events=False).peak_bytes
+    host = None if host_share is None else int(peak * host_share)
+    return dataclasses.replace(free, device_budget_bytes=int(peak * share), host_budget_bytes=host)
