@@ -5,6 +5,7 @@ gets, with every copy an explicit node. The user's own passes run at the points 
 """
 
 import copy
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -163,9 +164,11 @@ def run_user_passes(user_passes: Sequence[UserPass], gm: fx.GraphModule, context
         except AutoHeteError:
             raise
         except Exception as error:
+            # Dynamo drops the cause of what a backend raises, so the message says where.
+            where = "".join(traceback.format_tb(error.__traceback__)[1:])
             raise PassError(
                 f"the pass {name} raised {error!r} on the {context.stage.value} graph; correct it or take it out of"
-                " options['passes']"
+                f" options['passes']. It was raised here:\n{where}"
             ) from error
         if result is not None and not isinstance(result, fx.GraphModule):
             raise PassError(
