@@ -11,7 +11,17 @@ if __name__ != "autohete_fx.passes":
 from autohete_fx.errors import PassError
 from autohete_fx.passes.annotate_blocks import annotate_blocks
 from autohete_fx.passes.assign_lanes import assign_lanes
-from autohete_fx.passes.base import Pass, PassContext, PassFunction, Stage, run, select_offloaded, validate, verify
+from autohete_fx.passes.base import (
+    Pass,
+    PassContext,
+    PassFunction,
+    Stage,
+    output_args,
+    run,
+    select_offloaded,
+    validate,
+    verify,
+)
 from autohete_fx.passes.lower_lanes import lower_lanes
 from autohete_fx.passes.offload_activations import offload_activations
 from autohete_fx.passes.offload_gradients import offload_gradients
@@ -78,6 +88,7 @@ __all__ = [
     "PIPELINE",
     "Pass",
     "PassContext",
+    "PassFunction",
     "Stage",
     "annotate_blocks",
     "assign_lanes",
@@ -85,6 +96,7 @@ __all__ = [
     "offload_activations",
     "offload_gradients",
     "only",
+    "output_args",
     "pin_positions",
     "prefetch_parameters",
     "reload_activations",

@@ -24,7 +24,6 @@ from autohete_fx.capture.grouping import block_index, group_blocks
 from autohete_fx.capture.inputs import GraphInput, graph_inputs, parameter_fqns
 from autohete_fx.ir import BlockGraph
 from autohete_fx.passes import PassContext, Stage
-from autohete_fx.passes.base import output_args
 from autohete_fx.planning import labels_of, owners_of
 from autohete_fx.runtime import kernels  # noqa: F401  (registers the ops' kernels)
 from autohete_fx.runtime.placement import Placement, place_param
@@ -134,7 +133,7 @@ class SomeonesBackend:
             if node.target in ops.ISSUING_OPS:
                 name = node.target._schema.name
                 self.inserted[name] = self.inserted.get(name, 0) + 1
-        self.num_saved = len(output_args(split.forward)) - split.num_outputs
+        self.num_saved = len(passes.output_args(split.forward)) - split.num_outputs
         return split.forward, split.backward
 
 
