@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
 from autohete_fx import planning, versions
@@ -65,7 +66,7 @@ class CapturedGraph:
             ),
             tuple(self._placement_text(name) for name in sorted(self.params)),
             self.model.taken_by_others(self.names),
-            [pass_identity(p) for p in versions.custom_passes(inductor_config.post_grad_custom_post_pass)],
+            _surroundings(self.device),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
@@ -132,3 +133,28 @@ class CapturedGraph:
             for item in self.inputs
             if item.tensor is not None and not item.is_parameter and not is_symbolic(item.tensor)
         )
+
+
+_INDUCTOR_PASSES = (
+    "pre_grad_custom_pass",
+    "joint_custom_pre_pass",
+    "joint_custom_post_pass",
+    "post_grad_custom_pre_pass",
+    "post_grad_custom_post_pass",
+)
+
+
+def _surroundings(device: torch.device) -> tuple[object, ...]:
+    """State of the process that shapes the joint graph or its code: a plan made under another does not fit.
+
+    PyTorch's own cache keys hold the same. Inductor's options for custom passes are not in its portable configuration.
+    """
+    user_passes = [versions.custom_passes(getattr(inductor_config, name)) for name in _INDUCTOR_PASSES]
+    configs = (inductor_config, functorch_config)
+    return (
+        [sorted(config.save_config_portable(ignore_private_configs=False).items()) for config in configs],
+        [[pass_identity(p) for p in passes] for passes in user_passes],
+        [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted({"cpu", device.type})],
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+    )

@@ -15,12 +15,14 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.exc import InductorError
 
 from autohete_fx import passes, planning, rewriting, versions
 from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.captured import CapturedGraph
 from autohete_fx.compilation import Compilation
-from autohete_fx.inductor_hooks import LastPass, Partitioner
+from autohete_fx.errors import AutoHeteError, PassError
+from autohete_fx.inductor_hooks import LastPass, Partitioner, refuse_other_partitioner
 from autohete_fx.inference import rewrite_inference
 from autohete_fx.model import Model
 from autohete_fx.options import Options
@@ -40,6 +42,8 @@ class GraphCompiler:
     """State of one call of the backend."""
 
     def __init__(self, *, gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options, model: Model) -> None:
+        if options.inner_backend == "inductor":
+            refuse_other_partitioner()
         self.captured = CapturedGraph(gm=gm, inputs=inputs, options=options, model=model)
         self.base_key = self.captured.key()
         self._withhold(int(load_text("withheld", self.base_key) or 0))
@@ -199,10 +203,16 @@ class GraphCompiler:
         if self._step.contexts[0].offloaded:
             # A saved tensor that arrives in host memory must not become the backward code's scratch.
             functorch_config.donated_buffer = False
-        return self._step.graphs.forward, self._step.graphs.backward
+        graphs = self._step.graphs
+        if self.captured.options.inner_backend == "eager":  # no compiler will call `pin`
+            for gm, context in zip((graphs.forward, graphs.backward), self._step.contexts, strict=True):
+                self._run_final(gm, context)
+        return graphs.forward, graphs.backward
 
     def _rewrite_inference(self, gm: fx.GraphModule) -> PassContext:
         self.compilation, context = rewrite_inference(self.captured, gm)
+        if self.captured.options.inner_backend == "eager":
+            self._run_final(gm, context)
         return context
 
     def compile_inner(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **keywords: Any) -> Any:
@@ -215,6 +225,10 @@ class GraphCompiler:
         self._final_context = context
         try:
             compiled = compile_fx_inner(gm, example_inputs, **keywords)
+        except InductorError as error:
+            if isinstance(error.inner_exception, AutoHeteError):  # a pass's, raised in `pin`
+                raise error.inner_exception from error.inner_exception.__cause__
+            raise
         finally:
             self._final_context = None
         self._compiled[context.stage] = CompiledCode(graph=compiled, inputs=tuple(example_inputs))
@@ -227,7 +241,14 @@ class GraphCompiler:
         if self._final_context is None:
             return  # a subgraph compiled on its own, such as a pattern's
         options = self.captured.options
-        rewriting.run_user_passes(options.passes.final, gm, self._final_context)
-        given = ("blocks", "sorted")
         context = self._final_context
+        self._run_final(gm, context)
+        given = ("blocks", "sorted")
         passes.run(PIPELINE, gm, context, stage=Stage.FINAL, given=given, verify_graph=options.verify)
+
+    def _run_final(self, gm: fx.GraphModule, context: PassContext) -> None:
+        if rewriting.run_user_passes(self.captured.options.passes.final, gm, context) is not gm:
+            raise PassError(
+                "a pass at 'final' returned another GraphModule than it was given, which comes too late to be compiled;"
+                " change the given one in place"
+            )

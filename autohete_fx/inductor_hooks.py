@@ -4,7 +4,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
+from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+
+from autohete_fx.errors import OptionError
+
+
+def refuse_other_partitioner() -> None:
+    """Raise OptionError where the user has set a partitioner: the plan needs its own, and theirs would never run."""
+    theirs = inductor_config.custom_partitioner_fn
+    if theirs is not None:
+        raise OptionError(
+            f"torch._inductor.config.custom_partitioner_fn is {theirs!r}, but the autohete backend partitions the graph"
+            " itself; set it to None for this model, or run autohete_fx.passes in a backend of your own"
+        )
 
 
 class _SharedByCopies:

@@ -56,10 +56,10 @@ class UserPasses:
     """The user's own FX passes, by the point where they run; each point runs its passes in the order given.
 
     Attributes:
-        joint: on the joint graph, before grouping.
-        forward: on the forward graph, after partition.
-        backward: on the backward graph, after partition.
-        final: on both graphs, last before Inductor.
+        joint: on the joint graph, before grouping; the context's plan is still empty.
+        forward: on the forward graph, after our passes.
+        backward: on the backward graph, after our passes.
+        final: on both graphs and on inference graphs, after Inductor's own passes; changes the graph in place.
     """
 
     joint: tuple[UserPass, ...] = ()

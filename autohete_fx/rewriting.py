@@ -5,7 +5,8 @@ gets, with every copy an explicit node. The user's own passes run at the points 
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from autohete_fx import passes
 from autohete_fx.annotations import inserted
 from autohete_fx.capture.inputs import GraphInput, parameter_fqns
-from autohete_fx.errors import PassError
+from autohete_fx.errors import AutoHeteError, PassError
 from autohete_fx.ir import Activations, BlockDecision, Plan
 from autohete_fx.options import UserPass
-from autohete_fx.passes import PIPELINE, PassContext, Stage
+from autohete_fx.passes import PIPELINE, Pass, PassContext, Stage
 from autohete_fx.passes.base import output_args, storage_root
 
 
@@ -50,10 +51,14 @@ def partition(
     joint_inputs: Sequence[object],
     context: PassContext,
     keywords: Mapping[str, object],
-    verify: bool,
+    verify: bool = True,
+    pipeline: Iterable[Pass] = PIPELINE,
 ) -> Partitioned:
-    """Tag what the plan recomputes and split with PyTorch's min-cut partitioner. ``joint`` is consumed."""
-    joint = passes.run(PIPELINE, joint, context, verify_graph=verify)
+    """Tag what the plan recomputes and split with PyTorch's min-cut partitioner. ``joint`` is consumed.
+
+    ``joint_inputs`` and ``keywords`` are what AOTAutograd hands to a partitioner.
+    """
+    joint = passes.run(pipeline, joint, context, verify_graph=verify)
     # On CUDA, PyTorch would draw recomputed random numbers from generators of their own, seeded once: other dropout
     # masks than without recomputation, and deaf to torch.manual_seed. Saving the default generator's state is exact.
     with functorch_config.patch(graphsafe_rng_functionalization=False):
@@ -67,13 +72,16 @@ def rewrite_training(
     session: str,
     inputs: Sequence[GraphInput],
     owners: Mapping[str, int],
-    verify: bool,
+    verify: bool = True,
+    pipeline: Sequence[Pass] = PIPELINE,
 ) -> tuple[PassContext, PassContext]:
     """Insert copies in both graphs. Returns the contexts of forward and backward, which the last pass needs again.
 
     Args:
         split: rewritten in place.
+        session: digest of the runtime session that the copies will run in.
         owners: block by parameter name.
+        pipeline: the passes; those of other stages are left out.
     """
     forward_owners = owners_by_placeholder(split.forward, inputs, owners)
     context = PassContext(
@@ -98,8 +106,8 @@ def rewrite_training(
         gradients=tuple(owner for owner, _ in gradients),
         gradient_strides=tuple(strides for _, strides in gradients),
     )
-    passes.run(PIPELINE, split.forward, forward, given=("blocks",), verify_graph=verify)
-    passes.run(PIPELINE, split.backward, backward, given=("blocks",), verify_graph=verify)
+    passes.run(pipeline, split.forward, forward, given=("blocks",), verify_graph=verify)
+    passes.run(pipeline, split.backward, backward, given=("blocks",), verify_graph=verify)
     return forward, backward
 
 
@@ -147,11 +155,21 @@ def has_copies(gm: fx.GraphModule) -> bool:
     return any(inserted(node) is not None for node in gm.graph.nodes)
 
 
-def run_user_passes(user_passes: Sequence[UserPass], gm: fx.GraphModule, context: PassContext | None) -> fx.GraphModule:
-    """The user's passes in order, linted after each. Raises PassError where one leaves no valid graph."""
+def run_user_passes(user_passes: Sequence[UserPass], gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
+    """The user's passes in order, linted after each. Raises PassError where one raises or leaves no valid graph."""
     for user_pass in user_passes:
-        result = user_pass(gm, context)
         name = getattr(user_pass, "__qualname__", type(user_pass).__name__)
+        try:
+            result = user_pass(gm, context)
+        except AutoHeteError:
+            raise
+        except Exception as error:
+            # Dynamo drops the cause of what a backend raises, so the message says where.
+            where = "".join(traceback.format_tb(error.__traceback__)[1:])
+            raise PassError(
+                f"the pass {name} raised {error!r} on the {context.stage.value} graph; correct it or take it out of"
+                f" options['passes']. It was raised here:\n{where}"
+            ) from error
         if result is not None and not isinstance(result, fx.GraphModule):
             raise PassError(
                 f"the pass {name} returned {type(result).__name__}; expected a GraphModule, or None for in-place changes"

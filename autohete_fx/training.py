@@ -72,7 +72,8 @@ class TrainingPlanner:
     ) -> None:
         self.captured = captured
         self.options = captured.options
-        self.joint = rewriting.run_user_passes(self.options.passes.joint, joint, None)
+        unplanned = PassContext(stage=Stage.JOINT, plan=Plan(labels=(), decisions=()))
+        self.joint = rewriting.run_user_passes(self.options.passes.joint, joint, unplanned)
         self.joint_inputs = joint_inputs
         self.keywords = keywords
         self.given = given

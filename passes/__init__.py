@@ -1,14 +1,27 @@
 """FX passes, one per file. Import them as ``autohete_fx.passes``.
 
-`PIPELINE` is every pass in order; a stage runs those that name it.
+`PIPELINE` is every pass in order; a stage runs those that name it. `only` is a part of it, for another backend::
+
+    passes.run(passes.only(tag_recompute), joint, PassContext(stage=Stage.JOINT, plan=plan, block_of=block_of))
 """
 
 if __name__ != "autohete_fx.passes":
     raise ImportError(f"import autohete_fx.passes, not {__name__}: two copies of one module would not know each other")
 
+from autohete_fx.errors import PassError
 from autohete_fx.passes.annotate_blocks import annotate_blocks
 from autohete_fx.passes.assign_lanes import assign_lanes
-from autohete_fx.passes.base import Pass, PassContext, Stage, run, select_offloaded, validate, verify
+from autohete_fx.passes.base import (
+    Pass,
+    PassContext,
+    PassFunction,
+    Stage,
+    output_args,
+    run,
+    select_offloaded,
+    validate,
+    verify,
+)
 from autohete_fx.passes.lower_lanes import lower_lanes
 from autohete_fx.passes.offload_activations import offload_activations
 from autohete_fx.passes.offload_gradients import offload_gradients
@@ -53,16 +66,37 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(function=pin_positions, stages=(Stage.FINAL,), requires=_facts("blocks", "sorted")),
 )
 
+
+def only(*functions: PassFunction) -> tuple[Pass, ...]:
+    """These passes of `PIPELINE` with all that they require, in its order. Raises PassError for any other function."""
+    names = [item.name for item in PIPELINE]
+    if strangers := [f for f in functions if all(f is not item.function for item in PIPELINE)]:
+        raise PassError(
+            f"{strangers[0]!r} is not in PIPELINE; expected some of {', '.join(names)}; "
+            "to add a pass of your own, put a Pass behind what this returns"
+        )
+    required: frozenset[str] = frozenset()
+    chosen: list[Pass] = []
+    for item in reversed(PIPELINE):
+        if item.function in functions or item.provides & required:
+            required |= item.requires
+            chosen.append(item)
+    return tuple(reversed(chosen))
+
+
 __all__ = [
     "PIPELINE",
     "Pass",
     "PassContext",
+    "PassFunction",
     "Stage",
     "annotate_blocks",
     "assign_lanes",
     "lower_lanes",
     "offload_activations",
     "offload_gradients",
+    "only",
+    "output_args",
     "pin_positions",
     "prefetch_parameters",
     "reload_activations",

@@ -16,7 +16,7 @@ from torch._guards import detect_fake_mode
 
 from autohete_fx import annotations, ops
 from autohete_fx.errors import PassError
-from autohete_fx.ir import Activations, BlockDecision, Plan
+from autohete_fx.ir import Activations, BlockDecision, Lane, Plan
 
 log = logging.getLogger(__name__)
 
@@ -205,11 +205,17 @@ def insert_copy(
     issue_slot: int,
     wait_slot: int,
 ) -> fx.Node:
-    """Add an issuing node and its wait behind ``src`` and return the wait. `sort_regions` moves them to their slots."""
+    """Add an issuing node and its wait behind ``src`` and return the wait.
+
+    The graph runs as it stands, each copy on the lane of its direction in the order of issue; `sort_regions` moves copies
+    to their slots, `lower_lanes` gives them their priorities.
+    """
     op = target._schema.name.split("::")[1]
     loads = target is not ops.offload
+    lane = Lane.H2D if loads else Lane.D2H
     size = num_bytes(src)
-    handle = gm.graph.create_node("call_function", target, (src, context.session, 0, 0), name=f"{op}_{src.name}")
+    arguments = (src, context.session, lane.index, 0)
+    handle = gm.graph.create_node("call_function", target, arguments, name=f"{op}_{src.name}")
     wait = gm.graph.create_node("call_function", ops.wait, (handle, src, context.session), name=f"wait_{src.name}")
     src.append(handle)
     handle.append(wait)

@@ -1,6 +1,6 @@
 """Turn lane and priority annotations into arguments of the inserted ops, where generated code can see them.
 
-``autohete.prefetch(w, session, 0, 0)`` becomes ``autohete.prefetch(w, session, lane, priority)``.
+``autohete.prefetch(w, session, lane, 0)`` becomes ``autohete.prefetch(w, session, lane, priority)``.
 """
 
 from torch import fx

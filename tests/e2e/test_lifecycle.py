@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Params, Plan, training
@@ -203,23 +203,6 @@ def test_lanes_end_with_the_model():
         if thread.name.startswith("autohete"):
             thread.join(timeout=10)
     assert not any(t.name.startswith("autohete") for t in threading.enumerate())
-
-
-def test_the_users_passes_run_at_every_point():
-    ran: list[str] = []
-
-    def at(point: str) -> Any:
-        def note(gm: fx.GraphModule, context: object) -> fx.GraphModule:
-            ran.append(point)
-            return gm
-
-        return note
-
-    model = make()
-    points = {point: at(point) for point in ("joint", "forward", "backward")}
-    model.compile(backend="autohete", options={**EAGER, "passes": points})
-    train(model, steps=1)
-    assert ran == ["joint", "forward", "backward"]
 
 
 def test_explain_leaves_everything_as_it_was():

@@ -1,0 +1,192 @@
+"""The four passes that insert copies: what each emits, where it emits nothing, what it refuses, and what it computes."""
+
+from collections.abc import Callable
+
+import pytest
+from expecttest import assert_expected_inline
+from torch import fx
+
+from autohete_fx import Activations, BlockDecision, Optimizer, Params, PassError, ops, passes
+from autohete_fx.passes import PassContext, PassFunction, Stage
+from autohete_fx.passes.base import output_args, output_node
+from tests.two_blocks import SIDE, assert_same_results, aten, backward, code, context, forward
+
+HOST = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimizer=Optimizer.HOST)
+CASES: dict[str, tuple[PassFunction, Stage, Callable[[], fx.GraphModule]]] = {
+    "offload_activations": (passes.offload_activations, Stage.FORWARD, forward),
+    "reload_activations": (passes.reload_activations, Stage.BACKWARD, backward),
+    "prefetch_parameters": (passes.prefetch_parameters, Stage.FORWARD, forward),
+    "prefetch_parameters-backward": (passes.prefetch_parameters, Stage.BACKWARD, backward),
+    "offload_gradients": (passes.offload_gradients, Stage.BACKWARD, backward),
+}
+
+
+def rewritten(case: str, decision: BlockDecision = HOST, **changes: object) -> fx.GraphModule:
+    function, stage, graph = CASES[case]
+    return passes.run(passes.only(function), graph(), context(stage, decision, **changes), given=("blocks",))
+
+
+def test_offload_activations():
+    assert_expected_inline(
+        code(rewritten("offload_activations")),
+        """\
+def forward(self, x, w0, w1):
+first = aten.mm.default(x, w0)
+offload_first = autohete.offload.default(first, 'two blocks', 2, 0)
+wait_first = autohete.wait.default(offload_first, first, 'two blocks')
+gelu = aten.gelu.default(first)
+offload_gelu = autohete.offload.default(gelu, 'two blocks', 2, 0)
+wait_gelu = autohete.wait.default(offload_gelu, gelu, 'two blocks')
+w1_t = aten.permute.default(w1, [1, 0])
+second = aten.mm.default(gelu, w1_t)
+return (second, wait_first, wait_gelu)""",
+    )
+
+
+def test_reload_activations():
+    assert_expected_inline(
+        code(rewritten("reload_activations")),
+        """\
+def forward(self, x, w1, first, gelu, tangent):
+reload_first = autohete.reload.default(first, 'two blocks', 1, 0)
+wait_first = autohete.wait.default(reload_first, first, 'two blocks')
+reload_gelu = autohete.reload.default(gelu, 'two blocks', 1, 0)
+wait_gelu = autohete.wait.default(reload_gelu, gelu, 'two blocks')
+grad_t = aten.permute.default(tangent, [1, 0])
+grad_w1 = aten.mm.default(grad_t, wait_gelu)
+grad_gelu = aten.mm.default(tangent, w1)
+grad_first = aten.gelu_backward.default(grad_gelu, wait_first)
+x_t = aten.permute.default(x, [1, 0])
+grad_w0 = aten.mm.default(x_t, grad_first)
+return (None, grad_w0, grad_w1)""",
+    )
+
+
+def test_prefetch_parameters():
+    assert_expected_inline(
+        code(rewritten("prefetch_parameters")),
+        """\
+def forward(self, x, w0, w1):
+prefetch_w0 = autohete.prefetch.default(w0, 'two blocks', 1, 0)
+wait_w0 = autohete.wait.default(prefetch_w0, w0, 'two blocks')
+prefetch_w1 = autohete.prefetch.default(w1, 'two blocks', 1, 0)
+wait_w1 = autohete.wait.default(prefetch_w1, w1, 'two blocks')
+first = aten.mm.default(x, wait_w0)
+gelu = aten.gelu.default(first)
+w1_t_1 = aten.permute.default(wait_w1, [1, 0])
+second = aten.mm.default(gelu, w1_t_1)
+return (second, first, gelu)""",
+    )
+
+
+def test_prefetch_parameters_in_backward():
+    assert_expected_inline(
+        code(rewritten("prefetch_parameters-backward")),
+        """\
+def forward(self, x, w1, first, gelu, tangent):
+prefetch_w1 = autohete.prefetch.default(w1, 'two blocks', 1, 0)
+wait_w1 = autohete.wait.default(prefetch_w1, w1, 'two blocks')
+grad_t = aten.permute.default(tangent, [1, 0])
+grad_w1 = aten.mm.default(grad_t, gelu)
+grad_gelu = aten.mm.default(tangent, wait_w1)
+grad_first = aten.gelu_backward.default(grad_gelu, first)
+x_t = aten.permute.default(x, [1, 0])
+grad_w0 = aten.mm.default(x_t, grad_first)
+return (None, grad_w0, grad_w1)""",
+    )
+
+
+def test_offload_gradients():
+    assert_expected_inline(
+        code(rewritten("offload_gradients")),
+        """\
+def forward(self, x, w1, first, gelu, tangent):
+grad_t = aten.permute.default(tangent, [1, 0])
+grad_w1 = aten.mm.default(grad_t, gelu)
+offload_grad_w1 = autohete.offload.default(grad_w1, 'two blocks', 2, 0)
+wait_grad_w1 = autohete.wait.default(offload_grad_w1, grad_w1, 'two blocks')
+grad_gelu = aten.mm.default(tangent, w1)
+grad_first = aten.gelu_backward.default(grad_gelu, first)
+x_t = aten.permute.default(x, [1, 0])
+grad_w0 = aten.mm.default(x_t, grad_first)
+offload_grad_w0 = autohete.offload.default(grad_w0, 'two blocks', 2, 0)
+wait_grad_w0 = autohete.wait.default(offload_grad_w0, grad_w0, 'two blocks')
+return (None, wait_grad_w0, wait_grad_w1)""",
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_results_are_those_of_the_graph_as_it_was(case: str):
+    graph = CASES[case][2]
+    assert_same_results(rewritten(case), graph())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_plan_that_asks_for_nothing_leaves_the_graph(case: str):
+    """Nothing is offloaded then; the compiler names no activations where no block's are."""
+    gm = rewritten(case, BlockDecision(), offloaded=frozenset())
+    assert code(gm) == code(CASES[case][2]())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_the_blocks_that_the_plan_names_are_copied(case: str):
+    function, stage, graph = CASES[case]
+    one = context(stage, BlockDecision(), HOST, offloaded=frozenset({"gelu"}))
+    gm = passes.run(passes.only(function), graph(), one, given=("blocks",))
+    copies = [node for node in gm.graph.nodes if node.target in ops.ISSUING_OPS]
+    assert len(copies) == 1
+    assert_same_results(gm, graph())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_copies_are_not_inserted_behind_lanes(case: str):
+    function, stage, graph = CASES[case]
+    with pytest.raises(PassError, match=rf"{function.__name__} on the {stage.value} graph conflicts with \['lanes'\]"):
+        passes.run(passes.only(function), graph(), context(stage, HOST), given=("blocks", "lanes"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_copy_that_nothing_waits_for_is_refused(case: str):
+    """What the runner checks behind every pass, whoever wrote it."""
+    function, stage, graph = CASES[case]
+
+    def drop_a_wait(gm: fx.GraphModule, _: PassContext) -> fx.GraphModule:
+        wait = next(node for node in gm.graph.nodes if node.target is ops.wait)
+        wait.replace_all_uses_with(wait.args[1])
+        gm.graph.erase_node(wait)
+        return gm
+
+    careless = passes.Pass(function=drop_a_wait, stages=(stage,))
+    with pytest.raises(PassError, match=rf"drop_a_wait left a broken {stage.value} graph: .* must be used by one wait"):
+        passes.run((*passes.only(function), careless), graph(), context(stage, HOST), given=("blocks",))
+
+
+def test_what_is_offloaded_follows_the_plan():
+    offload = BlockDecision(activations=Activations.OFFLOAD)
+    assert passes.select_offloaded(forward(), context(Stage.FORWARD, offload)) == {"first", "gelu"}
+    assert not passes.select_offloaded(forward(), context(Stage.FORWARD, BlockDecision(), offload))
+    assert not passes.select_offloaded(forward(), context(Stage.FORWARD, offload), smallest_bytes=SIDE * SIDE * 4 + 1)
+    assert passes.select_offloaded(forward(), context(Stage.FORWARD, offload, num_outputs=2)) == {"gelu"}
+
+
+def with_a_transposed_gradient() -> fx.GraphModule:
+    gm = backward()
+    outputs = output_args(gm)
+    source = outputs[2]
+    assert source is not None
+    with gm.graph.inserting_after(source):
+        transposed = gm.graph.call_function(aten.permute.default, (source, [1, 0]))
+    transposed.meta = {**source.meta, "val": source.meta["val"].t()}
+    output_node(gm).args = ((*outputs[:2], transposed),)
+    return gm
+
+
+def test_a_gradient_gets_the_strides_of_its_parameter_before_it_leaves():
+    """Else autograd would copy the home once more to make it ``.grad``."""
+    gm = with_a_transposed_gradient()
+    gm = passes.run(passes.only(passes.offload_gradients), gm, context(Stage.BACKWARD, HOST), given=("blocks",))
+    clones = [node for node in gm.graph.nodes if node.target is aten.clone.default]
+    assert len(clones) == 1
+    assert clones[0].meta["val"].stride() == (SIDE, 1)
+    assert [node.target for node in clones[0].users] == [ops.offload, ops.wait]
+    assert_same_results(gm, with_a_transposed_gradient())

@@ -1,0 +1,68 @@
+"""``tag_recompute``: which nodes it tags, and what it leaves. That what is recomputed is exact, dropout included, is
+tested where graphs are partitioned and trained: tests/e2e/test_compose.py."""
+
+import pytest
+from expecttest import assert_expected_inline
+from torch import fx
+
+from autohete_fx import Activations, BlockDecision, annotations, passes
+from autohete_fx.passes import Stage
+from tests.two_blocks import code, context, joint
+
+RECOMPUTE = BlockDecision(activations=Activations.RECOMPUTE)
+
+
+def tagged(*decisions: BlockDecision) -> fx.GraphModule:
+    gm = joint()
+    blocks = {node.name: block for node in gm.graph.nodes if (block := annotations.block_of(node)) is not None}
+    stage = context(Stage.JOINT, *decisions, block_of=blocks)
+    return passes.run(passes.only(passes.tag_recompute), gm, stage)
+
+
+def tags(gm: fx.GraphModule) -> str:
+    """One line a forward node: name, policy, id of the recomputed region."""
+    nodes = [n for n in gm.graph.nodes if "recompute" in n.meta]
+    return "\n".join(f"{n.name} {n.meta['recompute'].name} {n.meta['ac_graph_id']}" for n in nodes)
+
+
+def test_both_blocks():
+    """Seeds are saved, nodes of backward have no policy, and what block 1 reads of block 0 is kept."""
+    assert_expected_inline(
+        tags(tagged(RECOMPUTE)),
+        """\
+first MUST_RECOMPUTE 0
+gelu MUST_SAVE 0
+w1_t MUST_RECOMPUTE 1
+second MUST_RECOMPUTE 1
+x_t MUST_RECOMPUTE 0""",
+    )
+
+
+def test_the_first_block_alone():
+    assert_expected_inline(
+        tags(tagged(RECOMPUTE, BlockDecision())),
+        """\
+first MUST_RECOMPUTE 0
+gelu MUST_SAVE 0
+x_t MUST_RECOMPUTE 0""",
+    )
+
+
+def test_the_second_block_alone():
+    """It starts from what block 0 made, so that is saved though block 0 is not recomputed."""
+    assert_expected_inline(
+        tags(tagged(BlockDecision(), RECOMPUTE)),
+        """\
+gelu MUST_SAVE 0
+w1_t MUST_RECOMPUTE 1
+second MUST_RECOMPUTE 1""",
+    )
+
+
+def test_the_code_stays():
+    assert code(tagged(RECOMPUTE)) == code(joint())
+
+
+@pytest.mark.parametrize("activations", [Activations.KEEP, Activations.OFFLOAD])
+def test_other_plans_tag_nothing(activations: Activations):
+    assert tags(tagged(BlockDecision(activations=activations))) == ""
