@@ -211,19 +211,14 @@ wait_w0 = autohete.wait.default(prefetch_w0, w0, 'two blocks')
 subgraph_first = self.subgraph_first
 first = higher_order.control_deps((prefetch_w0, prefetch_w1), subgraph_first, x, wait_w0)
 gelu = aten.gelu.default(first)
-subgraph_offload_first = self.subgraph_offload_first
-offload_first = higher_order.control_deps((first,), subgraph_offload_first, first)
-subgraph_offload_gelu = self.subgraph_offload_gelu
-offload_gelu = higher_order.control_deps((first,), subgraph_offload_gelu, gelu)
-subgraph_wait_w1 = self.subgraph_wait_w1
-wait_w1 = higher_order.control_deps((first,), subgraph_wait_w1, prefetch_w1, w1)
+offload_first = autohete.offload.default(first, 'two blocks', 2, 0, first)
+offload_gelu = autohete.offload.default(gelu, 'two blocks', 2, 0, first)
+wait_w1 = autohete.wait.default(prefetch_w1, w1, 'two blocks', first)
 w1_t_1 = aten.permute.default(wait_w1, [1, 0])
 subgraph_second = self.subgraph_second
 second = higher_order.control_deps((first, offload_first, offload_gelu), subgraph_second, gelu, w1_t_1)
-subgraph_wait_first = self.subgraph_wait_first
-wait_first = higher_order.control_deps((second,), subgraph_wait_first, offload_first, first)
-subgraph_wait_gelu = self.subgraph_wait_gelu
-wait_gelu = higher_order.control_deps((second,), subgraph_wait_gelu, offload_gelu, gelu)
+wait_first = autohete.wait.default(offload_first, first, 'two blocks', second)
+wait_gelu = autohete.wait.default(offload_gelu, gelu, 'two blocks', second)
 return (second, wait_first, wait_gelu)""",
     )
 
