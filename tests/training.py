@@ -6,6 +6,7 @@ steps on the CPU.
 """
 
 import copy
+import functools
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,8 +98,9 @@ def batch(device: str, step: int, micro_batch: int = 0, sizes: Sizes = SMALL) ->
 
 
 def copied(t: Tensor) -> Tensor:
-    """The values now, on the CPU."""
-    return t.detach().to("cpu", copy=True)
+    """The values now, in memory that is no device's: NumPy's, which no meter counts."""
+    values = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().copy()
+    return torch.from_numpy(values).view(t.dtype).view(t.shape)
 
 
 def device_of(model: nn.Module) -> str:
@@ -109,23 +111,35 @@ def train(
     model: Model,
     optimizer: Any,
     *,
+    sizes: Sizes = SMALL,
     micro_batches: int = 1,
     clip: bool = False,
     between: Callable[[Model], list[Tensor]] | None = None,
+    peaks: list[int] | None = None,
 ) -> list[Tensor]:
-    """Everything that must agree: losses, every gradient of every step, what ``between`` reads, parameters, states."""
+    """Everything that must agree: losses, every gradient of every step, what ``between`` reads, parameters, states.
+
+    ``peaks`` gets the peak device bytes of every micro-batch, the compiling one included, and of every optimizer step.
+    """
     seen: list[Tensor] = []
+    peaks = [] if peaks is None else peaks
+    device = device_of(model)
     for step in range(STEPS):
         for micro_batch in range(micro_batches):
             torch.manual_seed(1000 * step + micro_batch)
-            loss = model(batch(device_of(model), step, micro_batch))
-            loss.backward()
+            tokens = batch(device, step, micro_batch, sizes)
+            with autohete_fx.MemoryMeter(device) as meter:
+                loss = model(tokens)
+                loss.backward()
+            peaks.append(meter.peak_bytes)
             seen.append(copied(loss))
         if clip:
             seen.append(copied(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         seen.extend(copied(p.grad) for p in model.parameters() if p.grad is not None)
-        optimizer.step()
-        optimizer.zero_grad()
+        with autohete_fx.MemoryMeter(device) as meter:
+            optimizer.step()
+            optimizer.zero_grad()
+        peaks.append(meter.peak_bytes)
         if between is not None:
             seen.extend(map(copied, between(model)))
     seen.extend(map(copied, model.parameters()))
@@ -171,13 +185,17 @@ def ours(model: Model, inner: str, options: dict[str, Any], **how: Any) -> list[
 
 def plain(model: Model, inner: str, **how: Any) -> list[Tensor]:
     """What training without the backend gives, each parameter stepped where the last compilation of ours has it."""
-    compilation = training_compilation()
-    on_host = [block for block, d in enumerate(compilation.plan.decisions) if d.optimizer is Optimizer.HOST]
     model.compile(backend="aot_eager" if inner == "eager" else "inductor")
-    reference = ReferenceAdamW(model, frozenset(n for n, block in compilation.owners.items() if block in on_host))
-    result = train(model, reference, **how)
+    result = train(model, ReferenceAdamW(model, stepped_on_host()), **how)
     torch._dynamo.reset()
     return result
+
+
+def stepped_on_host() -> frozenset[str]:
+    """Names of the parameters that the last compilation of ours steps on the host."""
+    compilation = training_compilation()
+    on_host = [block for block, d in enumerate(compilation.plan.decisions) if d.optimizer is Optimizer.HOST]
+    return frozenset(name for name, block in compilation.owners.items() if block in on_host)
 
 
 def training_compilation() -> autohete_fx.Compilation:
@@ -223,33 +241,20 @@ def warm_up(device: str) -> None:
     gc.collect()
 
 
-def peak_of_steps(model: Model, optimizer: Any, sizes: Sizes, foreign_bytes: int, steps: int = 3) -> int:
-    """The largest peak over every step, the compiling one included, less what was there before the model."""
-    peak = 0
-    for step in range(steps):
-        torch.manual_seed(step)
-        tokens = batch(device_of(model), step, sizes=sizes)
-        with autohete_fx.MemoryMeter(device_of(model)) as meter:
-            model(tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        peak = max(peak, meter.peak_bytes)
-    return peak - foreign_bytes
-
-
-def plain_peak(device: str, inner: str, sizes: Sizes) -> int:
-    foreign_bytes = device_live_bytes(device)
+@functools.cache
+def plain_run(device: str, inner: str, sizes: Sizes, on_host: frozenset[str] = frozenset()) -> tuple[list[Tensor], int]:
+    """What plain training gives, and its peak device bytes over every step."""
+    foreign_bytes, peaks = device_live_bytes(device), []
     model = make(device, sizes)
     model.compile(backend="aot_eager" if inner == "eager" else "inductor")
-    peak = peak_of_steps(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), sizes, foreign_bytes)
+    seen = train(model, ReferenceAdamW(model, on_host), sizes=sizes, peaks=peaks)
     torch._dynamo.reset()
-    return peak
+    return seen, max(peaks) - foreign_bytes
 
 
-def budgeted_peak(device: str, inner: str, sizes: Sizes, budget_bytes: int) -> int:
-    foreign_bytes = device_live_bytes(device)
-    model = make(device, sizes)
-    optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-3)
-    options = {"memory_budget": budget_bytes, "inner_backend": inner, "profile": "analytic"}
-    model.compile(backend="autohete", options=options)
-    return peak_of_steps(model, optimizer, sizes, foreign_bytes)
+def budgeted_run(device: str, inner: str, sizes: Sizes, budget_bytes: int) -> tuple[list[Tensor], int]:
+    """Likewise with the planner's own plan for a budget."""
+    foreign_bytes, peaks = device_live_bytes(device), []
+    options = {"memory_budget": budget_bytes}
+    seen = ours(make(device, sizes), inner, options, sizes=sizes, peaks=peaks)
+    return seen, max(peaks) - foreign_bytes

@@ -12,16 +12,14 @@ neighbours, because machines drift. Whole ``optimizer.step()`` calls are timed.
 """
 
 import argparse
-import os
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from results import environment, print_figures
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -41,8 +39,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--offload-dir", help="where the homes of host states are; default: a temporary directory")
     arguments = parser.parse_args()
-    print(f"command: python {' '.join(sys.argv)}")
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, {cpu_name()}")
+    print_figures(environment())
     for threads in arguments.threads:
         torch.set_num_threads(threads)
         torch.compiler.reset()
@@ -146,15 +143,6 @@ def measure(runs: Sequence[Run], repeats: int) -> list[list[float]]:
             if repeat > 1:
                 seconds.append(time.perf_counter() - start)
     return times
-
-
-def cpu_name() -> str:
-    """The processor's model, where the system tells."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
 
 
 if __name__ == "__main__":

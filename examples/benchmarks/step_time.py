@@ -1,17 +1,15 @@
-"""Step time and compile time at several budgets, against plain ``torch.compile`` in paired runs, and against the best
-that PyTorch's own ``activation_memory_budget`` reaches at the same measured peak.
+"""Step time and peak at several budgets, against plain ``torch.compile`` in paired runs, and against the best that
+PyTorch's own ``activation_memory_budget`` reaches at the same measured peak.
 
 Each budget runs in a process of its own. There a plain model and ours take steps in turns, A B A B, and the figure is
-the median of the ratios of neighbouring steps, because machines drift.
+the median of the ratios of neighbouring steps, because machines drift. Peaks are measured without the other models of
+the process. `compile_time.py` measures compilation.
 
     python examples/benchmarks/step_time.py --budgets 100% 50% --steps 20
 """
 
 import argparse
-import gc
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -21,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from results import environment, print_figures, save
 from torch._functorch import config as functorch_config
-from torch._inductor.utils import fresh_cache
 
 import autohete_fx
 from autohete_fx.options import parse_size, resolve_bytes
@@ -30,12 +28,13 @@ from autohete_fx.options import parse_size, resolve_bytes
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import GPT, GPTConfig
 
-SWEEP = (0.9, 0.7, 0.5, 0.3, 0.1, 0.0)
-Step = Callable[[], float]
+SETTINGS = (0.9, 0.7, 0.5, 0.3, 0.1, 0.0)
+"""Of PyTorch's activation_memory_budget."""
+_WARM_UP = 3
 
 
 def main() -> None:
-    """Run every budget in a subprocess, print a table, and write JSON where asked."""
+    """Run every budget in a subprocess, print its figures, and write JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budgets", nargs="+", default=["100%", "50%"], help="shares of plain's peak, or sizes")
     parser.add_argument("--steps", type=int, default=15, help="pairs of steps a budget")
@@ -49,142 +48,96 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(measure(arguments, arguments.one)))
         return
-    print(f"command: python {' '.join(sys.argv)}")
-    print(
-        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, {platform.processor()}"
-    )
+    print_figures(environment())
     rows = []
     for budget in arguments.budgets:
-        finished = subprocess.run(
-            [sys.executable, *sys.argv, "--one", budget], capture_output=True, text=True, check=False
-        )
+        command = [sys.executable, *sys.argv, "--one", budget]
+        finished = subprocess.run(command, capture_output=True, text=True, check=False)
         if finished.returncode:
-            print(f"{budget}: failed\n{finished.stderr[-2000:]}")
-            continue
+            sys.exit(f"{budget}: failed\n{finished.stderr[-4000:]}")
         rows.append(json.loads(finished.stdout.splitlines()[-1]))
-        report(rows[-1])
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"command": sys.argv, "torch": torch.__version__, "rows": rows}, indent=1))
+        print_figures(rows[-1])
+    save(arguments.json, rows)
 
 
-def report(row: dict[str, object]) -> None:
-    """One budget's figures."""
-    for key, value in row.items():
-        print(f"  {key:<44}{value:.4g}" if isinstance(value, float) else f"  {key:<44}{value}")
-    print()
+class Trained:
+    """A model in training.
+
+    Attributes:
+        peak_bytes: peak device memory of two steps, without what was allocated before the model was made.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, *, ours: bool, **how: Any) -> None:
+        with autohete_fx.MemoryMeter("cpu") as meter:
+            others = meter.start_bytes
+        torch.manual_seed(0)
+        config = GPTConfig(layers=arguments.layers, width=arguments.width, heads=arguments.width // 32)
+        self.model = GPT(config)
+        parameters = self.model.parameters()
+        self.optimizer: Any = autohete_fx.AdamW(parameters) if ours else torch.optim.AdamW(parameters, fused=True)
+        self.model.compile(**how)
+        self.tokens = torch.randint(256, (arguments.batch, config.context))
+        for _ in range(_WARM_UP):
+            self.step()
+        with autohete_fx.MemoryMeter("cpu") as meter:
+            self.step()
+            self.step()
+        self.peak_bytes = meter.peak_bytes - others
+
+    def step(self) -> float:
+        """One training step; returns its seconds."""
+        begin = time.perf_counter()
+        self.model(self.tokens, self.tokens).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - begin
 
 
 def measure(arguments: argparse.Namespace, budget: str) -> dict[str, object]:
-    """Peaks, the paired ratio of step times, compile times and the sweep, for one budget."""
-    plain, plain_compile_s = compiled_step(arguments, lambda m: m.compile(), plain=True)
-    plain_peak = peak_of(plain)
-    budget_bytes = resolve_bytes(parse_size(budget), plain_peak)
-
-    def ours_compile(model: torch.nn.Module) -> None:
-        model.compile(backend="autohete", options={"memory_budget": budget_bytes})
-
-    torch._dynamo.reset()
-    plain, plain_compile_s = compiled_step(arguments, lambda m: m.compile(), plain=True)
-    ours, ours_compile_s = compiled_step(arguments, ours_compile, plain=False)
-    compilation = next(c for c in reversed(autohete_fx.compilations()) if c.training)
-    ratios = paired(ours, plain, arguments.steps)
-    ours_peak = peak_alone(arguments, ours_compile)
-    row: dict[str, object] = {
+    """Peaks, the paired ratio of step times, and the best of PyTorch's settings, for one budget."""
+    torch._dynamo.config.recompile_limit = 64  # each model is a compilation of the same function
+    plain = Trained(arguments, ours=False)
+    budget_bytes = resolve_bytes(parse_size(budget), plain.peak_bytes)
+    ours = Trained(arguments, ours=True, backend="autohete", options={"memory_budget": budget_bytes})
+    plan = next(c for c in reversed(autohete_fx.compilations()) if c.training).plan
+    ratios, plain_s = paired(ours.step, plain.step, arguments.steps)
+    figures: dict[str, object] = {
         "budget": budget,
         "budget MiB": budget_bytes / 2**20,
-        "plain peak MiB": plain_peak / 2**20,
-        "our peak MiB": ours_peak / 2**20,
-        "predicted peak MiB": compilation.plan.peak_bytes / 2**20,
+        "plain peak MiB": plain.peak_bytes / 2**20,
+        "our peak MiB": ours.peak_bytes / 2**20,
+        "our peak / predicted": ours.peak_bytes / plan.peak_bytes,
         "step time, ours / plain (median of pairs)": statistics.median(ratios),
-        "predicted / plain step": compilation.plan.step_s / statistics.median(plain_times),
-        "compile time, ours / plain": ours_compile_s / plain_compile_s,
-        "solver s": compilation.plan.solve_s,
+        "step time, ours / plain (quartiles)": ", ".join(f"{q:.3f}" for q in statistics.quantiles(ratios)[::2]),
+        "step time, predicted / plain measured": plan.step_s / plain_s,
+        "solver s": plan.solve_s,
     }
     if not arguments.no_sweep:
-        row.update(sweep(arguments, ours_peak))
-    return row
+        figures |= sweep(arguments, plain, ours.peak_bytes)
+    return figures
 
 
-plain_times: list[float] = []
+def paired(one: Callable[[], float], other: Callable[[], float], count: int) -> tuple[list[float], float]:
+    """Ratios of steps taken in turns, and the median seconds of the other's."""
+    times = [(one(), other()) for _ in range(count)]
+    return [a / b for a, b in times], statistics.median(b for _, b in times)
 
 
-def compiled_step(
-    arguments: argparse.Namespace, compile_model: Callable[[torch.nn.Module], None], *, plain: bool
-) -> tuple[Step, float]:
-    """A function that takes one training step and returns its seconds; and the seconds of the first, compiling one."""
-    torch.manual_seed(0)
-    config = GPTConfig(layers=arguments.layers, width=arguments.width, heads=arguments.width // 32)
-    model = GPT(config)
-    optimizer: Any = autohete_fx.AdamW(model.parameters())
-    if plain:
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    compile_model(model)
-    tokens = torch.randint(256, (arguments.batch, config.context))
-
-    def step() -> float:
-        begin = time.perf_counter()
-        model(tokens, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return time.perf_counter() - begin
-
-    with fresh_cache():
-        first_s = step()
-    for _ in range(3):
-        step()
-    return step, first_s
-
-
-def paired(ours: Step, plain: Step, count: int) -> list[float]:
-    """Ratios of steps taken in turns."""
-    ratios = []
-    for _ in range(count):
-        ours_s, plain_s = ours(), plain()
-        plain_times.append(plain_s)
-        ratios.append(ours_s / plain_s)
-    return ratios
-
-
-def peak_alone(arguments: argparse.Namespace, compile_model: Callable[[torch.nn.Module], None]) -> int:
-    """Peak device memory of our steps, without the bytes of models that were made before."""
-    torch._dynamo.reset()
-    gc.collect()
-    with autohete_fx.MemoryMeter("cpu") as meter:
-        foreign = meter.start_bytes
-    step, _ = compiled_step(arguments, compile_model, plain=False)
-    return peak_of(step) - foreign
-
-
-def peak_of(step: Step) -> int:
-    """Peak device memory of two steps."""
-    with autohete_fx.MemoryMeter("cpu") as meter:
-        step()
-        step()
-    return meter.peak_bytes
-
-
-def sweep(arguments: argparse.Namespace, peak_limit: int) -> dict[str, object]:
-    """The fastest setting of PyTorch's activation_memory_budget whose measured peak is within ours."""
-    best: tuple[float, float] | None = None
-    least = None
-    for setting in SWEEP:
-        torch._dynamo.reset()
-        gc.collect()
-        with autohete_fx.MemoryMeter("cpu") as meter:
-            foreign = meter.start_bytes
+def sweep(arguments: argparse.Namespace, plain: Trained, limit_bytes: int) -> dict[str, object]:
+    """PyTorch's activation_memory_budget: its least peak, and the fastest setting whose peak is within ours."""
+    least, best = 0, None
+    for setting in SETTINGS:
         with functorch_config.patch(activation_memory_budget=setting):
-            step, _ = compiled_step(arguments, lambda m: m.compile(), plain=True)
-            peak = peak_of(step) - foreign
-            least = peak if least is None else min(least, peak)
-            if peak <= peak_limit:
-                torch._dynamo.reset()
-                plain, _ = compiled_step(arguments, lambda m: m.compile(), plain=True)
-                ratio = statistics.median(paired(step, plain, arguments.steps))
-                best = min(best or (ratio, setting), (ratio, setting))
-    assert least is not None
+            theirs = Trained(arguments, ours=False)
+        least = min(least or theirs.peak_bytes, theirs.peak_bytes)
+        if theirs.peak_bytes <= limit_bytes:
+            ratio = statistics.median(paired(theirs.step, plain.step, arguments.steps)[0])
+            best = min(best or (ratio, setting), (ratio, setting))
     return {
-        "PyTorch's budget: least peak MiB": least / 2**20,
-        "PyTorch's budget: best step / plain at our peak": "none fits" if best is None else best[0],
+        "activation_memory_budget: least peak MiB": least / 2**20,
+        "activation_memory_budget: step / plain in our peak": "no setting fits"
+        if best is None
+        else f"{best[0]:.3f} at {best[1]}",
     }
 
 

@@ -9,7 +9,7 @@ from tests.training import Sizes, batch, make
 
 class TestOnCpu(MainJob):
     device = "cpu"
-    large = Sizes(width=192)
+    large = Sizes(width=192, layers=6)
 
 
 def test_a_silly_budget_says_what_would_do_and_that_works():

@@ -1,0 +1,59 @@
+"""What every benchmark prints and saves besides its figures: the command, the machine and the versions."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+
+def environment() -> dict[str, object]:
+    """Where and of what a figure was measured."""
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": _commit(),
+        "machine": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def print_figures(figures: Mapping[str, object]) -> None:
+    """One line a figure, and an empty one."""
+    for key, value in figures.items():
+        print(f"  {key:<52}{value:.4g}" if isinstance(value, float) else f"  {key:<52}{value}")
+    print(flush=True)
+
+
+def save(path: Path | None, rows: object) -> None:
+    """Write ``rows`` with their environment as JSON, if there is a path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+
+
+def cpu_name() -> str:
+    """The processor's model, where the system tells."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def _commit() -> str:
+    """The checked-out commit; ``+`` where files differ from it, ``unknown`` outside of a checkout."""
+    here = Path(__file__).resolve().parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if changed else "")
