@@ -113,22 +113,15 @@ class SomeonesBackend:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         pipeline = passes.only(*self.chosen)
         blocks = group_blocks(joint, parameter_fqns(joint, inputs))
-        plan, owners = uniform_plan(blocks, self.decision), owners_of(blocks)
+        params: dict[str, Any] = {item.name: item.tensor for item in inputs if item.is_parameter}
+        plan, owners = uniform_plan(blocks, self.decision), owners_of(blocks, params)
         context = PassContext(stage=Stage.JOINT, plan=plan, block_of=block_index(blocks))
         split = rewriting.partition(joint, joint_inputs, context, keywords, pipeline=pipeline)
         rewriting.rewrite_training(split, plan, self.session.digest, inputs, owners, pipeline=pipeline)
-        for item in inputs:
-            if item.is_parameter and item.tensor is not None:
-                block = owners[item.name]
-                place_param(
-                    item.tensor,
-                    Placement(
-                        params=self.decision.params,
-                        optimizer=self.decision.optimizer,
-                        tier=self.session.tier,
-                        block=block,
-                    ),
-                )
+        tier = self.session.tier
+        for name, block in owners.items():
+            where = Placement(params=self.decision.params, optimizer=self.decision.optimizer, tier=tier, block=block)
+            place_param(params[name], where)
         for node in (*split.forward.graph.nodes, *split.backward.graph.nodes):
             if node.target in ops.ISSUING_OPS:
                 name = node.target._schema.name
