@@ -1,9 +1,13 @@
 """Tag the forward nodes of recomputed blocks, so that the partitioner computes them again in backward.
 
 The emitted IR is the same code with ``node.meta["recompute"]`` set: MUST_RECOMPUTE inside a block, MUST_SAVE on what
-other blocks read, because that is where recomputation starts. Random seeds stay untagged: the partitioner saves them,
-so that dropout draws the same mask again.
+other blocks read, because that is where recomputation starts. Where that is one result of several, such as a norm's, the
+node that makes them is kept with all its results: the partitioner heeds no tag on a single one. Random seeds stay untagged:
+the partitioner saves them, so that dropout draws the same mask again.
 """
+
+import operator
+from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -17,11 +21,18 @@ from autohete_fx.passes.base import PassContext, is_view
 def tag_recompute(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     """Tags only blocks that the plan recomputes, and the inputs of those blocks."""
     from_backward = _depends_on_tangents(gm)
-    for node in gm.graph.nodes:
-        block = annotations.block_of(node)
-        if node.op != "call_function" or block is None or node in from_backward or _draws_seed(node):
-            continue
-        if _is_read_by_recomputed(node, block, context, from_backward):
+    forward = {
+        node: block
+        for node in gm.graph.nodes
+        if node.op == "call_function" and node not in from_backward and not _draws_seed(node)
+        if (block := annotations.block_of(node)) is not None
+    }
+    kept: set[fx.Node] = set()
+    for node, block in forward.items():
+        if _is_read_by_recomputed(node, block, context, forward):
+            kept |= _results_made_with(node)
+    for node, block in forward.items():
+        if node in kept:
             _tag(node, CheckpointPolicy.MUST_SAVE, block)
         elif context.decision(block).activations is Activations.RECOMPUTE:
             _tag(node, CheckpointPolicy.MUST_RECOMPUTE, block)
@@ -34,19 +45,20 @@ def _tag(node: fx.Node, policy: CheckpointPolicy, block: int) -> None:
     node.meta["ac_graph_id"] = block
 
 
-def _is_read_by_recomputed(node: fx.Node, block: int, context: PassContext, from_backward: set[fx.Node]) -> bool:
+def _is_read_by_recomputed(node: fx.Node, block: int, context: PassContext, forward: Mapping[fx.Node, int]) -> bool:
     """Whether recomputation of another block, or of this block's readers, would start from this value."""
-    if is_view(node):
+    if is_view(node) or not isinstance(node.meta.get("val"), torch.Tensor):
         return False
-    readers = [u for u in _users_through_views(node) if u.op == "call_function" and u not in from_backward]
-    mine = context.decision(block).activations is Activations.RECOMPUTE
-    for reader in readers:
-        other = annotations.block_of(reader)
-        if other is None or other == block:
-            continue
-        if mine or context.decision(other).activations is Activations.RECOMPUTE:
-            return isinstance(node.meta.get("val"), torch.Tensor)
-    return False
+    others = {forward[user] for user in _users_through_views(node) if user in forward} - {block}
+    return any(context.decision(b).activations is Activations.RECOMPUTE for b in (others | {block} if others else ()))
+
+
+def _results_made_with(node: fx.Node) -> set[fx.Node]:
+    """The node; if it takes one of several results, also the node that makes them, and all that it makes."""
+    if node.target is not operator.getitem:
+        return {node}
+    maker = node.all_input_nodes[0]
+    return {maker, *maker.users}
 
 
 def _users_through_views(node: fx.Node) -> list[fx.Node]:
