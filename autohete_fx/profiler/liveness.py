@@ -17,6 +17,7 @@ from torch import fx
 
 from autohete_fx.profiler.kernels import Kernel, KernelGraph, Storage
 from autohete_fx.profiler.lowering import lower
+from autohete_fx.profiler.node_kinds import holds_tensor, tensor_bytes
 from autohete_fx.profiler.ordering import order_for_peak_memory
 from autohete_fx.profiler.reuse import Lifetimes, plan_reuse
 
@@ -38,7 +39,7 @@ class MemoryTrace:
         live_bytes: while each kernel runs, scratch memory included.
         after_bytes: behind each kernel, when what it was the last to use is released.
         nodes: per kernel, the graph nodes computed in it.
-        start_bytes: held when the graph starts: the saved tensors, for a backward graph.
+        start_bytes: held when the graph starts: the saved tensors and the gradients of outputs, for a backward graph.
         end_bytes: held when it has returned: its outputs, saved tensors included.
         peak_bytes: the maximum of all of these.
         contributors: what is alive at the peak, largest first.
@@ -113,11 +114,15 @@ def trace_step(
     if backward is None:
         return StepTrace(forward=first, backward=None)
     kept = {index for index in graph.outputs[:num_outputs] if index is not None}
-    placeholders = [node.name for node in backward.graph.nodes if node.op == "placeholder"]
+    placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
     saved: dict[str, Storage] = {}
-    for name, index in zip(placeholders, graph.outputs[num_outputs:], strict=False):
+    for node, index in zip(placeholders, graph.outputs[num_outputs:], strict=False):
         if index is not None and not graph.storages[index].is_input:
-            saved[name] = graph.storages[index]
+            saved[node.name] = graph.storages[index]
+    for node in placeholders[len(graph.outputs) - num_outputs :]:
+        # A gradient of an output: autograd brings one for each, zeros for what the loss does not depend on.
+        if holds_tensor(node):
+            saved[node.name] = Storage(name=node.name, num_bytes=tensor_bytes(node.meta["val"], device_type))
     second = _trace(
         lower(backward, device_type=device_type, inner_backend=inner_backend),
         device_type=device_type,

@@ -136,10 +136,25 @@ def test_saved_tensors_die_in_backward_after_their_last_use(x: torch.Tensor) -> 
     )
     assert found.forward.end_bytes == 2 * ROW + 4
     assert found.backward is not None
-    assert found.backward.start_bytes == 2 * ROW
+    assert found.backward.start_bytes == 2 * ROW + 4  # the gradient of the loss
     assert found.peak_bytes == max(found.forward.peak_bytes, found.backward.peak_bytes)
-    # z dies with the first product, y with the second: only the result is left
+    # the gradient and z die with the first product, y with the second: only the result is left
     assert found.backward.end_bytes == ROW
+
+
+def test_outputs_that_the_loss_does_not_depend_on_have_gradients_too(x: torch.Tensor) -> None:
+    def first(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = x @ w
+        return logits.sum(), logits, w
+
+    def second(w: torch.Tensor, tangent: torch.Tensor, logits_tangent: torch.Tensor) -> torch.Tensor:
+        return (logits_tangent + tangent) @ w
+
+    graphs = traced(first, x, square()), traced(second, square(), torch.empty(()), x)
+    for inner_backend in ("eager", "inductor"):
+        found = trace_step(*graphs, 2, device_type="cpu", inner_backend=inner_backend)
+        assert found.backward is not None
+        assert found.backward.start_bytes == ROW + 4
 
 
 def test_saved_views_hold_their_whole_base_once(x: torch.Tensor) -> None:
@@ -154,7 +169,7 @@ def test_saved_views_hold_their_whole_base_once(x: torch.Tensor) -> None:
     half = torch.empty(64, 1024)[:, :512]
     found = trace_step(traced(first, x, square()), traced(second, half, half, torch.empty(())), 1, device_type="cpu")
     assert found.backward is not None
-    assert found.backward.start_bytes == ROW
+    assert found.backward.start_bytes == ROW + 4
 
 
 def test_tensors_of_another_device_take_nothing(x: torch.Tensor) -> None:
