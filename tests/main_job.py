@@ -17,6 +17,11 @@ from tests import training
 from tests.training import PLANS, Model, Sizes, assert_equal, batch, make, ours, plain, plan
 
 
+def slow(value: object) -> Any:
+    """A parameter of a test that is left out where time is short."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 class MainJob:
     """Set ``device``, and ``large``: sizes at which tensors outweigh what an allocator rounds up."""
 
@@ -30,7 +35,7 @@ class MainJob:
         torch._dynamo.reset()
         gc.collect()
 
-    @pytest.mark.parametrize("name", PLANS)
+    @pytest.mark.parametrize("name", [n if n in ("keep", "mixed") else slow(n) for n in PLANS])
     def test_hand_made_plans_are_bitwise_exact(self, name: str):
         given = ours(make(self.device), "eager", {"plan": plan(name)})
         kinds = {t.op for t in training.training_compilation().transfers}
@@ -47,8 +52,11 @@ class MainJob:
 
     @pytest.mark.parametrize(
         "how",
-        [{"micro_batches": 3}, {"clip": True, "micro_batches": 2}, {"between": training.evaluate}],
-        ids=["accumulation", "clipping", "evaluation between steps"],
+        [
+            pytest.param({"micro_batches": 3}, id="accumulation"),
+            pytest.param({"clip": True, "micro_batches": 2}, id="clipping", marks=pytest.mark.slow),
+            pytest.param({"between": training.evaluate}, id="evaluation between steps", marks=pytest.mark.slow),
+        ],
     )
     def test_loops_are_bitwise_exact(self, how: dict[str, Any]):
         options = {"plan": plan("mixed"), "micro_batches": how.get("micro_batches", 1)}
@@ -57,13 +65,16 @@ class MainJob:
 
     @pytest.mark.parametrize(
         "made",
-        [lambda device: training.frozen(make(device)), lambda device: make(device, tied=True)],
-        ids=["frozen", "tied"],
+        [
+            pytest.param(lambda device: training.frozen(make(device)), id="frozen", marks=pytest.mark.slow),
+            pytest.param(lambda device: make(device, tied=True), id="tied"),
+        ],
     )
     def test_frozen_and_tied_parameters_are_bitwise_exact(self, made: Callable[[str], Model]):
         given = ours(made(self.device), "eager", {"plan": plan("mixed")})
         assert_equal(given, plain(made(self.device), "eager"), bitwise=True)
 
+    @pytest.mark.slow
     def test_bf16_parameters_train_on_fp32_masters(self):
         """Host and device placement of bf16 parameters agree, and both follow a hand-written fp32 master."""
         losses, masters = self.train_on_hand_written_masters()
@@ -109,7 +120,7 @@ class MainJob:
             expected, _ = training.plain_run(self.device, inner, self.large, on_host)
         assert_equal(given, expected, bitwise=inner == "eager")
 
-    @pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 1.0])
+    @pytest.mark.parametrize("share", [slow(0.3), 0.5, slow(0.7), slow(1.0)])
     def test_solved_plans_are_exact_and_keep_the_budget_in_every_step(self, share: float):
         self.trains_exactly_within(share, "eager")
 

@@ -9,6 +9,8 @@ import transformers
 
 from tests.joint_graphs import Captured, assert_sound, capture, layers
 
+pytestmark = pytest.mark.slow
+
 VOCAB, DEPTH = 64, 3
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,

@@ -12,6 +12,7 @@ class TestOnCpu(MainJob):
     large = Sizes(width=192, layers=6)
 
 
+@pytest.mark.slow
 def test_a_silly_budget_says_what_would_do_and_that_works():
     model = make("cpu")
     autohete_fx.AdamW(model.parameters())

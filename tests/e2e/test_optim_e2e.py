@@ -229,6 +229,7 @@ def test_states_outlive_their_tier(tier: HostTier) -> None:
     assert losses == train(reference, expected, range(2, 4), lambda step: None)
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs() -> None:
     script = Path(__file__).parents[2] / "examples" / "benchmarks" / "host_update.py"
     command = [sys.executable, str(script), "--params", "1000000", "--repeats", "3", "--threads", "1"]

@@ -94,7 +94,7 @@ def at_every_point(make_pass: Callable[[str], Any]) -> dict[str, Any]:
     return {point: make_pass(point) for point in ("joint", "forward", "backward", "final")}
 
 
-INNER = [pytest.param(EAGER, id="eager"), pytest.param(INDUCTOR, id="inductor")]
+INNER = [pytest.param(EAGER, id="eager"), pytest.param(INDUCTOR, id="inductor", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("options", INNER)
@@ -237,6 +237,7 @@ class SinToTanh(CustomGraphPass):
     "name",
     ["joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass"],
 )
+@pytest.mark.slow
 def test_passes_of_the_inductor_configuration_take_effect(name: str):
     with inductor_config.patch(name, SinToTanh()):
         changed = losses(INDUCTOR, steps=1)
@@ -274,6 +275,7 @@ def test_a_partitioner_in_the_inductor_configuration_is_refused():
         assert losses(EAGER) == losses("aot_eager")  # no Inductor, no matter
 
 
+@pytest.mark.slow
 def test_autocast_around_the_model_is_another_compilation():
     with torch.autocast("cpu", torch.bfloat16):
         rounded, plain_rounded = losses(INDUCTOR, steps=1), losses("inductor", steps=1)

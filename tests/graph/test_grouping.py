@@ -79,6 +79,7 @@ def test_digests_depend_on_shapes_but_not_on_names_or_depth():
     assert deep.grouped().digest != renamed.grouped().digest != wide.grouped().digest
 
 
+@pytest.mark.slow
 def test_digests_are_those_of_every_other_process():
     program = (
         "import torch\n"
@@ -303,6 +304,7 @@ def test_an_inference_graph_has_the_same_layers():
     assert graph.blocks[1].param_fqns[0].startswith("layers.0.")
 
 
+@pytest.mark.slow
 def test_symbolic_sizes_count_by_their_hints_and_add_no_guard():
     captured = capture_one(loss_of(GPT()), ids(), dynamic=True)
     symbols = [

@@ -97,6 +97,7 @@ def test_an_inference_graph_without_paths():
     assert len(layers(assert_sound(captured))) == 3
 
 
+@pytest.mark.slow
 def test_encoder_and_decoder_without_paths():
     captured = strip(capture_one(loss_of(EncoderDecoder()), ids()), *PATHS)
     graph = assert_sound(captured)

@@ -182,6 +182,7 @@ def identities_in_a_process(file: Path, number: int, hash_seed: str) -> list[str
     return found
 
 
+@pytest.mark.slow
 def test_identities_are_the_same_in_every_process(tmp_path: Path):
     first = identities_in_a_process(tmp_path / "passes.py", 1, "1")
     assert identities_in_a_process(tmp_path / "passes.py", 1, "2") == first

@@ -51,6 +51,7 @@ def test_a_larger_budget_is_slower_by_no_more_than_the_gap(free: Problem, shares
 
 @settings(max_examples=60, **QUIET)
 @given(problems(most_blocks=6))
+@pytest.mark.slow
 def test_errors_name_the_smallest_budget_that_does(given_problem: Problem):
     try:
         solve(given_problem, time_limit_s=0.5)
