@@ -6,6 +6,7 @@
 # .venv once. Variables:
 #   PYTHON     the interpreter to start from            DEMO_ARGS  arguments of examples/train_gpt.py
 #   TORCH      what to install, such as torch==2.11.0   TEST_ARGS  arguments of pytest
+#   PARALLEL   pytest-xdist's arguments: a worker for every core, up to 4
 #   PIP_ARGS   further arguments of every pip install
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -14,6 +15,7 @@ TORCH ?=
 PIP_ARGS ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=
+PARALLEL ?= -n auto --maxprocesses 4 --dist loadgroup
 
 TORCH_VERSION := 2.13.0
 CPU_INDEX := https://download.pytorch.org/whl/cpu
@@ -32,10 +34,10 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/train_gpt.py $(DEMO_ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(TEST_ARGS)
 
 test-fast: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not slow" $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(TEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

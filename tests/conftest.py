@@ -7,6 +7,7 @@
   sees caching as a user does (both caches on). The fixture ``fresh_caches`` gives a test empty directories.
 * ``AUTOHETE_CACHE_DIR`` (machine figures, profiles) is shared by the tests of one process too.
 * Tests under ``tests/cuda`` have the marker ``cuda`` and are skipped where there is no CUDA device.
+* pytest-xdist's workers (``-n``) share the cores: each computes on its part of them. One of them runs all CUDA tests.
 """
 
 import os
@@ -20,6 +21,8 @@ import pytest
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if _workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // _workers)))
 _RUN_DIR = Path(tempfile.mkdtemp(prefix="autohete-tests-"))
 _INDUCTOR_DIR = _RUN_DIR / "inductor"
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_INDUCTOR_DIR)
@@ -47,6 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(here / "cuda"):
             item.add_marker(pytest.mark.cuda)
+            item.add_marker(pytest.mark.xdist_group("cuda"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -75,7 +75,9 @@ def train(model: Net, optimizer: torch.optim.Optimizer, steps: range, after: Cal
     return losses
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "inductor"])
+@pytest.mark.parametrize(
+    "compiled", [pytest.param(False, id="eager"), pytest.param(True, id="inductor", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("where", PLACES, ids=PLACE_IDS)
 def test_training_equals_torch_bitwise(where: tuple[Params, Optimizer], compiled: bool, tier: HostTier) -> None:
     """fp32: losses, gradients, parameters and states, with placement before the first step and changed in mid-run."""

@@ -139,6 +139,7 @@ def test_what_a_pass_changes_in_backward_is_what_runs(point: str, options: dict[
     assert second != pytest.approx(plain_second)
 
 
+@pytest.mark.slow
 def test_two_passes_do_not_share_cached_code():
     def run(user_pass: Any) -> tuple[float, bool]:
         seen = losses({**INDUCTOR, "passes": {"forward": user_pass}}, steps=1)

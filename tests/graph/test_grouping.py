@@ -69,6 +69,7 @@ def test_equal_layers_have_equal_digests_and_others_do_not():
     assert len({block.digest for block in graph.blocks}) == 4
 
 
+@pytest.mark.slow
 def test_digests_depend_on_shapes_but_not_on_names_or_depth():
     other = Wrapped(GPT(depth=2))
     deep, renamed = gpt(), capture_one(lambda x: loss_of(other.inner)(x), ids())
@@ -173,6 +174,7 @@ def test_stages_are_divided_into_their_layers():
     assert graph.blocks[4].param_fqns == ("grow.weight", "grow.bias")
 
 
+@pytest.mark.slow
 def test_encoder_and_decoder_are_two_stacks_with_a_bridge():
     captured = capture_one(loss_of(EncoderDecoder()), ids())
     graph = assert_sound(captured)
@@ -288,6 +290,7 @@ def test_a_model_that_repeats_nothing_is_one_block():
     assert not graph.edges
 
 
+@pytest.mark.slow
 def test_two_models_in_one_function_are_two_stacks():
     first, second = GPT(depth=2), GPT(depth=3)
     graph = assert_sound(capture_one(lambda x: first(x).sum() + second(x).sum(), ids()))
