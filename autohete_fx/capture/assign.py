@@ -153,12 +153,11 @@ def _floating(joint: JointNodes, known: Mapping[fx.Node, int], parameters: Param
         placed = node in known or (module_stack(node) and not is_scalar(node))
         if placed or any(is_getitem(user) for user in node.users):
             continue
-        sources = node.all_input_nodes
-        free = all(
-            source in floating or (source.op == "placeholder" and source not in parameters.placeholders)
-            for source in sources
-        )
-        if free or node in parameters.views:
+        is_free = node in parameters.views
+        if all(
+            source in floating or (source.op == "placeholder" and (is_free or source not in parameters.placeholders))
+            for source in node.all_input_nodes
+        ):
             floating.add(node)
     return floating
 

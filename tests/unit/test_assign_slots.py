@@ -3,7 +3,7 @@
 import operator
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import fx
 
@@ -46,7 +46,21 @@ def joint_graphs(draw: st.DrawFn) -> tuple[fx.GraphModule, dict[str, int], tuple
     return fx.GraphModule({}, graph), known, stacks
 
 
-@settings(max_examples=300, deadline=None)
+def view_of_a_known_view() -> tuple[fx.GraphModule, dict[str, int], tuple[int, ...]]:
+    """A parameter's view that has a slot, a view of it that has none, and a reader in front of that slot."""
+    graph = fx.Graph()
+    parameter = graph.placeholder("primals_0")
+    first = graph.call_function(torch.ops.aten.view.default, (parameter, [6]))
+    second = graph.call_function(torch.ops.aten.view.default, (first, [6]))
+    reader = graph.call_function(torch.ops.aten.add.Tensor, (second, second))
+    for node in (first, second, reader):
+        node.meta["val"] = VALUE
+    graph.output((reader,))
+    return fx.GraphModule({}, graph), {first.name: 1, reader.name: 0}, (0,)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@example(view_of_a_known_view())
 @given(joint_graphs())
 def test_any_graph_is_divided_in_order(case: tuple[fx.GraphModule, dict[str, int], tuple[int, ...]]):
     graph, names, stacks = case
