@@ -30,9 +30,9 @@ from autohete_fx.passes import PIPELINE, PassContext, Stage
 from autohete_fx.planner.infeasible import too_small
 from autohete_fx.profiler import CompiledCode, dry_run
 from autohete_fx.profiler.cache import load_text, store_text
-from autohete_fx.report.sizes import format_bytes
 from autohete_fx.runtime import kernels  # noqa: F401  (registers the ops' kernels)
 from autohete_fx.runtime.placement import Placement, place_param
+from autohete_fx.sizes import format_bytes
 from autohete_fx.training import TrainingPlanner, TrainingStep
 
 _MAX_COMPILATIONS = 4

@@ -24,7 +24,7 @@ from autohete_fx.passes import PassContext, Stage
 from autohete_fx.planner.infeasible import too_small
 from autohete_fx.profiler import Partition, profile_analytic, profile_measured, trace_step
 from autohete_fx.report.graph_text import graph_text, list_transfers
-from autohete_fx.report.sizes import format_bytes
+from autohete_fx.sizes import format_bytes
 
 _MAX_CORRECTIONS = 8
 _RESERVE = 1 / 64

@@ -11,6 +11,7 @@ from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.ir import BlockDecision, Problem
 from autohete_fx.planner.formulation import Program
 from autohete_fx.planner.simulate import simulate
+from autohete_fx.sizes import format_bytes
 
 _SEARCH_S = 5.0
 _LEAST_S = 1.0
@@ -34,7 +35,7 @@ def infeasible(problem: Problem, *, deadline: float) -> InfeasiblePlanError:
     if least is None:
         return _host_error(problem, smallest_host, deadline)
     replayed = simulate(replace(problem, device_budget_bytes=None), least)
-    largest = ", ".join(f"{c.name} {_mib(c.num_bytes)}" for c in replayed.contributors[:_NAMED])
+    largest = ", ".join(f"{c.name} {format_bytes(c.num_bytes)}" for c in replayed.contributors[:_NAMED])
     disallowed = _disallowed(problem)
     assert problem.device_budget_bytes is not None
     label = problem.labels[replayed.peak_block] if problem.labels else "a graph without blocks"
@@ -59,8 +60,8 @@ def too_small(
     with_host = "" if smallest_host_bytes is None else " within host_budget"
     or_host = "" if smallest_host_bytes is None else f" or host_budget to at least {smallest_host_bytes}"
     return InfeasiblePlanError(
-        f"no plan fits memory_budget {_mib(budget_bytes)}{with_host}: the smallest that would do is"
-        f" {_mib(smallest_bytes)} ({smallest_bytes} bytes). {held_up_by}. Set memory_budget to at least"
+        f"no plan fits memory_budget {format_bytes(budget_bytes)}{with_host}: the smallest that would do is"
+        f" {format_bytes(smallest_bytes)} ({smallest_bytes} bytes). {held_up_by}. Set memory_budget to at least"
         f" {smallest_bytes}{or_host}, or use a smaller batch{advice}",
         smallest_budget_bytes=smallest_bytes,
         smallest_host_budget_bytes=smallest_host_bytes,
@@ -88,8 +89,8 @@ def _host_error(problem: Problem, smallest_host_bytes: int | None, deadline: flo
         assert needed is not None, "without a device budget there is a plan"
         also = "; memory_budget is too small besides"
     return InfeasiblePlanError(
-        f"no plan fits host_budget {_mib(problem.host_budget_bytes)}, whatever memory_budget is: at least {_mib(needed)}"
-        f" ({needed} bytes) of host memory are needed. Set host_budget to at least {needed}{also}",
+        f"no plan fits host_budget {format_bytes(problem.host_budget_bytes)}, whatever memory_budget is: at least"
+        f" {format_bytes(needed)} ({needed} bytes) of host memory are needed. Set host_budget to at least {needed}{also}",
         smallest_budget_bytes=None,
         smallest_host_budget_bytes=smallest_host_bytes,
     )
@@ -108,8 +109,3 @@ def _disallowed(problem: Problem) -> str:
         "host_optimizer": problem.allow_host_optimizer,
     }
     return ", ".join(word for word, allowed in words.items() if not allowed)
-
-
-def _mib(num_bytes: int) -> str:
-    gib = num_bytes / 2**30
-    return f"{gib:.2f} GiB" if gib >= 1 else f"{num_bytes / 2**20:.2f} MiB"

@@ -1,5 +1,6 @@
 """What the profiler is given: the default partition of a joint graph, and what its inputs are."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ class ParamInfo:
     state_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Partition:
     """A forward and a backward graph, before any decision is written into them.
 
@@ -60,7 +61,7 @@ class Partition:
     params: Mapping[str, ParamInfo]
     inner_backend: str = "inductor"
 
-    @property
+    @functools.cached_property
     def device_type(self) -> str:
         """Whose memory and time are meant: that of the graph's inputs, a CPU only where all of them are there."""
         return device_type_of(self.forward)
