@@ -1,4 +1,4 @@
-"""Compose FX passes both ways: your passes in our backend, and one of our passes in a backend of your own.
+"""Compose FX passes: yours in our backend, yours in Inductor's own hooks beside ours, and one of ours in your backend.
 
 python examples/compose_passes.py
 """
@@ -11,6 +11,8 @@ from functorch.compile import make_boxed_func  # pyright: ignore[reportPrivateIm
 from gpt import GPT, GPTConfig
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Plan, ops, passes, planning, rewriting
@@ -18,7 +20,7 @@ from autohete_fx.capture.grouping import block_index, group_blocks
 from autohete_fx.capture.inputs import graph_inputs, parameter_fqns
 from autohete_fx.passes import PassContext, Stage
 
-CONFIG = GPTConfig(layers=4)
+CONFIG = GPTConfig(layers=2)
 
 
 def count_copies(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
@@ -26,6 +28,16 @@ def count_copies(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     issued = [node for node in gm.graph.nodes if node.target in ops.ISSUING_OPS]
     print(f"  {context.stage.value}: {len(issued)} copies in {len(gm.graph.nodes)} nodes")
     return gm
+
+
+class CountOps(CustomGraphPass):
+    """A pass for one of Inductor's hooks, which get graphs without annotations."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        print(f"  Inductor's hook: {sum(node.op == 'call_function' for node in graph.nodes)} ops")
+
+    def uuid(self) -> str:
+        return "count ops"
 
 
 def recomputing(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., object]:
@@ -64,12 +76,16 @@ def train_one_step(**how: Any) -> None:
 
 print("your passes in our backend")
 options = {
-    "memory_budget": "70MiB",
+    "memory_budget": "40MiB",
     "profile": "analytic",
     "inner_backend": "eager",
     "passes": {"forward": count_copies, "backward": count_copies},
 }
 train_one_step(backend="autohete", options=options)
+
+print("your pass in Inductor's hook, ours behind it")
+with inductor_config.patch(post_grad_custom_post_pass=CountOps()):
+    train_one_step(backend="autohete", options={**options, "inner_backend": "inductor"})
 
 print("one of our passes in your backend")
 train_one_step(backend=recomputing)
