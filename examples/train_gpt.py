@@ -24,13 +24,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from gpt import GPT, GPTConfig
+from numpy.typing import NDArray
 from torch import Tensor
 
 import autohete_fx
 from autohete_fx.options import parse_size, resolve_bytes
 from autohete_fx.report import ComparisonRow, TrainingProgress, comparison_table, format_bytes, format_count
+
+Text = NDArray[np.uint8]
+"""Bytes, one a token."""
 
 CORPUS_LIMIT_BYTES = 8 << 20
 PROMPT = b"def "
@@ -130,14 +135,17 @@ def choose_setup(arguments: argparse.Namespace) -> Setup:
     )
 
 
-def load_text(path: Path | None) -> Tensor:
-    """The corpus as a vector of bytes (uint8), from a file or from the standard library's top-level modules."""
+def load_text(path: Path | None) -> Text:
+    """The corpus, from a file or from the standard library's top-level modules.
+
+    No tensor: on a CPU device that would be device memory, and only batches need to be there.
+    """
     files = [path] if path else sorted(Path(os.__file__).parent.glob("*.py"))
     data = b"".join(file.read_bytes() for file in files)[:CORPUS_LIMIT_BYTES]
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return np.frombuffer(data, dtype=np.uint8)
 
 
-def describe(setup: Setup, text: Tensor) -> None:
+def describe(setup: Setup, text: Text) -> None:
     config = setup.model
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in GPT(config).parameters())
@@ -154,12 +162,12 @@ def choose_budget(wanted: str | None, plain_peak_bytes: int) -> int:
     return resolve_bytes(parse_size(wanted or "50%"), plain_peak_bytes)
 
 
-def batch_of(setup: Setup, text: Tensor, step: int) -> tuple[Tensor, Tensor]:
+def batch_of(setup: Setup, text: Text, step: int) -> tuple[Tensor, Tensor]:
     """Tokens and targets of one step, (batch, context) each; the same in every process."""
     length = setup.model.context
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - length, (setup.batch, 1), generator=generator)
-    windows = text[starts + torch.arange(length + 1)].long().to(setup.device)
+    windows = torch.from_numpy(text[(starts + torch.arange(length + 1)).numpy()]).long().to(setup.device)
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
@@ -170,7 +178,7 @@ def learning_rate_factor(setup: Setup) -> Callable[[int], float]:
 
 def train(
     setup: Setup,
-    text: Tensor,
+    text: Text,
     model: GPT,
     optimizer: torch.optim.Optimizer,
     steps: int,
@@ -202,7 +210,7 @@ def new_model(setup: Setup) -> GPT:
     return GPT(setup.model).to(setup.device)
 
 
-def train_plain(setup: Setup, text: Tensor, steps: int) -> Run:
+def train_plain(setup: Setup, text: Text, steps: int) -> Run:
     """What everybody does today."""
     model = new_model(setup)
     optimizer = torch.optim.AdamW(model.parameters(), lr=setup.learning_rate, weight_decay=0.1, fused=True)
@@ -221,7 +229,7 @@ def measure_plain_in_subprocess() -> Run:
     return Run(step_s=tuple(raw["step_s"]), losses=tuple(raw["losses"]), peak_bytes=raw["peak_bytes"])
 
 
-def train_within_budget(setup: Setup, text: Tensor, budget_bytes: int, backend: str) -> tuple[GPT, Run]:
+def train_within_budget(setup: Setup, text: Text, budget_bytes: int, backend: str) -> tuple[GPT, Run]:
     """The same training, with the lines that autohete_fx asks for."""
     model = new_model(setup)
     if backend == "autohete":
