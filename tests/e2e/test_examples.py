@@ -29,3 +29,25 @@ def test_passes_compose_both_ways_with_one_loss():
     losses = re.findall(r"loss ([\d.]+)", text)
     assert len(losses) == 3 and len(set(losses)) == 1
     assert "Inductor's hook" in text and "blocks recomputed" in text
+
+
+def test_the_demo_trains_within_its_budget():
+    """It exits with an error where the measured peak is above the budget."""
+    sizes = [
+        "--layers",
+        "3",
+        "--width",
+        "96",
+        "--steps",
+        "8",
+        "--plain-steps",
+        "4",
+        "--sample-bytes",
+        "20",
+        "--budget",
+        "70%",
+    ]
+    text = output_of("train_gpt.py", "--device", "cpu", *sizes)
+    share = re.search(r"measured peak ([\d.]+)% of it", text)
+    assert share is not None and float(share[1]) <= 100
+    assert "what the model writes" in text and "predicted" in text
