@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -27,7 +28,7 @@ MACHINE = Machine(
 
 def cost(**changes: float) -> BlockCost:
     """A block of round figures."""
-    base = {
+    base: dict[str, Any] = {
         "forward_s": 1.0,
         "backward_s": 2.0,
         "recompute_s": 1.0,
@@ -41,14 +42,14 @@ def cost(**changes: float) -> BlockCost:
         "optimizer_bytes": 40,
         "num_params": 5,
     }
-    return BlockCost(**{**base, **changes})  # type: ignore[arg-type]
+    return BlockCost(**{**base, **changes})
 
 
 def problem(costs: Sequence[BlockCost], **changes: object) -> Problem:
     """A problem of these blocks on `MACHINE`."""
     labels = tuple(f"layers.{i}" for i in range(len(costs)))
-    given = {"labels": labels, "costs": tuple(costs), "edges": (), "machine": MACHINE}
-    return Problem(**{**given, **changes})  # type: ignore[arg-type]
+    given: dict[str, Any] = {"labels": labels, "costs": tuple(costs), "edges": (), "machine": MACHINE}
+    return Problem(**{**given, **changes})
 
 
 @st.composite

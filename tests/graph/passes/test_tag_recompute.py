@@ -1,7 +1,10 @@
 """``tag_recompute``: which nodes it tags, and what it leaves. That what is recomputed is exact, dropout included, is
 tested where graphs are partitioned and trained: tests/e2e/test_compose.py."""
 
+import operator
+
 import pytest
+import torch
 from expecttest import assert_expected_inline
 from torch import fx
 
@@ -66,3 +69,30 @@ def test_the_code_stays():
 @pytest.mark.parametrize("activations", [Activations.KEEP, Activations.OFFLOAD])
 def test_other_plans_tag_nothing(activations: Activations):
     assert tags(tagged(BlockDecision(activations=activations))) == ""
+
+
+def test_one_of_several_results_is_kept_with_those_it_is_made_with():
+    """A block that ends in a layer norm: the partitioner would heed no tag on the result alone."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    product = graph.call_function(torch.ops.aten.mm.default, (x, x))
+    norm = graph.call_function(torch.ops.aten.native_layer_norm.default, (product, [4], None, None, 1e-5))
+    result = graph.call_function(operator.getitem, (norm, 0))
+    mean = graph.call_function(operator.getitem, (norm, 1))
+    reader = graph.call_function(torch.ops.aten.mm.default, (result, result))
+    value = torch.empty(4, 4, device="meta")
+    for node in graph.nodes:
+        node.meta["val"] = (value, value, value) if node is norm else value
+        if node is not x:
+            annotations.set_block(node, 1 if node is reader else 0)
+    graph.output((reader, mean))
+    gm = passes.tag_recompute(fx.GraphModule({}, graph), context(Stage.JOINT, RECOMPUTE))
+    assert_expected_inline(
+        tags(gm),
+        """\
+mm_default MUST_RECOMPUTE 0
+native_layer_norm_default MUST_SAVE 0
+getitem MUST_SAVE 0
+getitem_1 MUST_SAVE 0
+mm_default_1 MUST_RECOMPUTE 1""",
+    )
