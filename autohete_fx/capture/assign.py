@@ -153,9 +153,10 @@ def _floating(joint: JointNodes, known: Mapping[fx.Node, int], parameters: Param
         placed = node in known or (module_stack(node) and not is_scalar(node))
         if placed or any(is_getitem(user) for user in node.users):
             continue
-        is_free = node in parameters.views
+        views_parameter = node in parameters.views
         if all(
-            source in floating or (source.op == "placeholder" and (is_free or source not in parameters.placeholders))
+            source in floating
+            or (source.op == "placeholder" and (views_parameter or source not in parameters.placeholders))
             for source in node.all_input_nodes
         ):
             floating.add(node)
