@@ -140,6 +140,8 @@ def fitted_plan(plan: Plan, graph: BlockGraph, problem: Problem) -> Plan:
             f"the plan does not fit this graph: block {labels[index]!r} had other operators, shapes or dtypes when the plan"
             " was made; make a plan for this model and batch, or leave the option 'plan' out"
         )
+    for label, decision in zip(labels, plan.decisions, strict=True):
+        _refuse_unsupported(label, decision)
     result = simulate(problem, plan.decisions)
     return dataclasses.replace(
         plan,
@@ -150,6 +152,20 @@ def fitted_plan(plan: Plan, graph: BlockGraph, problem: Problem) -> Plan:
         busy_s=result.busy_s,
         problem_digest=problem.digest,
     )
+
+
+def _refuse_unsupported(label: str, decision: BlockDecision) -> None:
+    """What the planner can model and the runtime cannot do yet."""
+    unsupported = {
+        f"optimizer {decision.optimizer.value!r}": decision.optimizer in (Optimizer.STREAMED, Optimizer.DISK),
+        "keeps_fetched": decision.keeps_fetched,
+        "num_offloaded": decision.num_offloaded is not None,
+    }
+    for what, is_set in unsupported.items():
+        if is_set:
+            raise PlanError(
+                f"the plan decides {what} for block {label!r}, which training does not support yet; decide it otherwise"
+            )
 
 
 def solved_plan(problem: Problem, graph: BlockGraph, options: Options) -> Plan:
@@ -186,7 +202,7 @@ def held_bytes(problem: Problem, plan: Plan) -> int:
         if decision.activations is Activations.RECOMPUTE:
             total += cost.boundary_bytes
         elif decision.activations is Activations.OFFLOAD:
-            total += cost.saved_bytes - cost.offloadable_bytes
+            total += cost.saved_bytes - cost.offloaded_bytes(decision.num_offloaded)
         else:
             total += cost.saved_bytes
     return total

@@ -34,7 +34,7 @@ def cost(**changes: float) -> BlockCost:
         "recompute_s": 1.0,
         "saved_bytes": 100,
         "boundary_bytes": 10,
-        "offloadable_bytes": 80,
+        "offloadable": (50, 30),
         "forward_workspace_bytes": 5,
         "backward_workspace_bytes": 7,
         "param_bytes": 20,
@@ -52,6 +52,12 @@ def problem(costs: Sequence[BlockCost], **changes: object) -> Problem:
     return Problem(**{**given, **changes})
 
 
+def _tensors(num_bytes: int, count: int) -> tuple[int, ...]:
+    """At most ``count`` tensors of so many bytes in all, largest first."""
+    smaller = [num_bytes >> (i + 1) for i in range(count - 1)]
+    return tuple(sorted((size for size in (num_bytes - sum(smaller), *smaller) if size), reverse=True))
+
+
 @st.composite
 def _costs(draw: st.DrawFn) -> BlockCost:
     forward_s = draw(st.floats(0.05, 4.0))
@@ -64,7 +70,7 @@ def _costs(draw: st.DrawFn) -> BlockCost:
         recompute_s=forward_s * draw(st.floats(0.5, 1.1)),
         saved_bytes=saved,
         boundary_bytes=int(saved * draw(st.floats(0.0, 0.6))),
-        offloadable_bytes=int(saved * draw(st.floats(0.0, 0.95))),
+        offloadable=_tensors(int(saved * draw(st.floats(0.0, 0.95))), draw(st.integers(1, 3))),
         forward_workspace_bytes=draw(st.integers(0, 60)),
         backward_workspace_bytes=draw(st.integers(0, 90)),
         param_bytes=param,

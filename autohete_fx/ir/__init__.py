@@ -6,9 +6,10 @@ name. Units are in the names: ``_s`` seconds, ``_bytes``, ``_bytes_per_s``.
 
 from autohete_fx.ir.block import Block, BlockGraph, BlockKind, Edge
 from autohete_fx.ir.cost import BlockCost, Profile
+from autohete_fx.ir.decision import Activations, BlockDecision, Optimizer, Overlap, Params, Schedule
 from autohete_fx.ir.lane import Lane
 from autohete_fx.ir.machine import Machine
-from autohete_fx.ir.plan import SCHEMA_VERSION, Activations, BlockDecision, LaneTime, Optimizer, Params, Plan
+from autohete_fx.ir.plan import SCHEMA_VERSION, LaneTime, Plan
 from autohete_fx.ir.problem import Problem
 from autohete_fx.ir.transfer import Transfer
 
@@ -25,9 +26,11 @@ __all__ = [
     "LaneTime",
     "Machine",
     "Optimizer",
+    "Overlap",
     "Params",
     "Plan",
     "Problem",
     "Profile",
+    "Schedule",
     "Transfer",
 ]

@@ -14,7 +14,8 @@ class BlockCost:
             kept: what it produces and the partition saves, its outputs to other blocks (``boundary_bytes``) included.
         boundary_bytes: the part of ``saved_bytes`` that stays when the block is recomputed: values that other
             blocks read, and values that cannot be drawn again (random seeds).
-        offloadable_bytes: the part of ``saved_bytes`` that can leave for host memory after forward.
+        offloadable: of the tensors in ``saved_bytes`` that can leave for host memory after forward, their bytes, largest
+            first.
         forward_workspace_bytes: peak of the block's forward above what it holds at its end and its start.
         backward_workspace_bytes: peak of its backward above what is saved and above its own gradients' final bytes;
             the recomputed activations themselves are not in it (the planner adds ``saved_bytes - boundary_bytes``).
@@ -29,13 +30,17 @@ class BlockCost:
     recompute_s: float
     saved_bytes: int
     boundary_bytes: int
-    offloadable_bytes: int
+    offloadable: tuple[int, ...]
     forward_workspace_bytes: int
     backward_workspace_bytes: int
     param_bytes: int
     grad_bytes: int
     optimizer_bytes: int
     num_params: int
+
+    def offloaded_bytes(self, count: int | None = None) -> int:
+        """Bytes of the ``count`` largest tensors that can leave; of all of them where None."""
+        return sum(self.offloadable[:count])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,11 @@ class Lane(enum.Enum):
     H2D = "h2d"
     D2H = "d2h"
     UPDATE = "update"
+    DISK = "disk"
 
     @property
     def index(self) -> int:
-        """Position in definition order, 0 to 3; stable across processes."""
+        """Position in definition order, 0 to 4; stable across processes."""
         return list(Lane).index(self)
 
     @staticmethod

@@ -1,58 +1,16 @@
 """Plans: every decision, with what it predicts, saved as a versioned JSON file."""
 
-import enum
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from autohete_fx.errors import PlanError
+from autohete_fx.ir.decision import Activations, BlockDecision, Optimizer, Overlap, Params, Schedule
 from autohete_fx.ir.lane import Lane
 
-SCHEMA_VERSION = 1
-
-
-class Activations(enum.Enum):
-    """What happens to a block's saved activations between its forward and its backward."""
-
-    KEEP = "keep"
-    RECOMPUTE = "recompute"
-    OFFLOAD = "offload"
-
-
-class Params(enum.Enum):
-    """Where a block's parameters live between their uses."""
-
-    DEVICE = "device"
-    HOST = "host"
-
-
-class Optimizer(enum.Enum):
-    """Where a block's optimizer states live and its step runs."""
-
-    DEVICE = "device"
-    HOST = "host"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockDecision:
-    """The decisions for one block.
-
-    Attributes:
-        activations, params, optimizer: see the enums.
-        prefetch_distance: how many blocks ahead of its use a copy to the device is issued, at least 1: parameters in
-            forward and backward, offloaded activations in backward. Irrelevant where nothing of the block is on the host.
-    """
-
-    activations: Activations = Activations.KEEP
-    params: Params = Params.DEVICE
-    optimizer: Optimizer = Optimizer.DEVICE
-    prefetch_distance: int = 1
-
-    def __post_init__(self) -> None:
-        if self.prefetch_distance < 1:
-            raise PlanError(f"prefetch_distance is {self.prefetch_distance}; expected at least 1")
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +29,11 @@ class Plan:
         labels: one name a block, in execution order; a replay checks them against the graph.
         block_digests: one digest a block; a replay checks them against the graph. Empty: only labels are checked.
         decisions: one a block.
+        schedule: of the updates on the host, for which the predictions hold.
         step_s: predicted seconds of one optimizer step.
         peak_bytes: predicted peak device memory of a step.
         host_bytes: predicted host memory for homes.
+        disk_bytes: predicted bytes on disk.
         busy_s: predicted work per lane.
         lower_bound_s: no plan that the planner could have made is faster, as the simulator counts.
         gap: ``(step_s - lower_bound_s) / step_s``, proven by the solver.
@@ -86,9 +46,11 @@ class Plan:
     labels: tuple[str, ...]
     decisions: tuple[BlockDecision, ...]
     block_digests: tuple[str, ...] = ()
+    schedule: Schedule = field(default_factory=Schedule)
     step_s: float = 0.0
     peak_bytes: int = 0
     host_bytes: int = 0
+    disk_bytes: int = 0
     busy_s: tuple[LaneTime, ...] = ()
     lower_bound_s: float = 0.0
     gap: float = 0.0
@@ -155,18 +117,21 @@ class Plan:
             raise PlanError(f"{str(path)!r}: {error}") from error
 
 
-_NUMBERS = ("step_s", "peak_bytes", "host_bytes", "lower_bound_s", "gap", "solve_s")
+_NUMBERS = ("step_s", "peak_bytes", "host_bytes", "disk_bytes", "lower_bound_s", "gap", "solve_s")
 
 
 def _plan_of(raw: dict[str, Any]) -> Plan:
     """The plan that a JSON object spells. Raises KeyError for what it lacks, TypeError or ValueError for what is wrong."""
-    unknown = sorted(set(raw) - {field.name for field in fields(Plan)})
-    if unknown:
-        raise ValueError(f"it has the unknown entries {unknown}")
+    _refuse_unknown(raw, Plan)
+    schedule = _checked(raw, "schedule", dict)
+    _refuse_unknown(schedule, Schedule)
     return Plan(
         labels=tuple(_checked(raw, "labels", list)),
         block_digests=tuple(_checked(raw, "block_digests", list)),
         decisions=tuple(_decision_of(index, d) for index, d in enumerate(_checked(raw, "decisions", list))),
+        schedule=Schedule(
+            overlap=Overlap(_checked(schedule, "overlap", str)), priority=_checked(schedule, "priority", bool)
+        ),
         busy_s=tuple(
             LaneTime(lane=Lane(_checked(t, "lane", str)), busy_s=_checked(t, "busy_s", int, float))
             for t in _checked(raw, "busy_s", list)
@@ -179,20 +144,30 @@ def _plan_of(raw: dict[str, Any]) -> Plan:
 
 def _decision_of(index: int, raw: dict[str, Any]) -> BlockDecision:
     try:
-        return BlockDecision(
+        decision = BlockDecision(
             activations=Activations(_checked(raw, "activations", str)),
             params=Params(_checked(raw, "params", str)),
             optimizer=Optimizer(_checked(raw, "optimizer", str)),
             prefetch_distance=_checked(raw, "prefetch_distance", int),
+            keeps_fetched=_checked(raw, "keeps_fetched", bool),
+            num_offloaded=_checked(raw, "num_offloaded", int, type(None)),
         )
+        _refuse_unknown(raw, BlockDecision)
+        return decision
     except (TypeError, ValueError, PlanError) as error:
         raise ValueError(f"in decision {index}, {error}") from error
+
+
+def _refuse_unknown(raw: dict[str, Any], of: type) -> None:
+    unknown = sorted(set(raw) - {field.name for field in fields(of)})
+    if unknown:
+        raise ValueError(f"it has the unknown entries {unknown}")
 
 
 def _checked(raw: Any, name: str, *kinds: type) -> Any:
     if not isinstance(raw, dict):
         raise TypeError(f"{raw!r} stands where an object with {name!r} was expected")
     value = raw[name]
-    if not isinstance(value, kinds) or isinstance(value, bool):
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise TypeError(f"{name} is {value!r}; expected {' or '.join(kind.__name__ for kind in kinds)}")
     return value

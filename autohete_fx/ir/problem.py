@@ -2,12 +2,12 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from autohete_fx.ir.block import Edge
 from autohete_fx.ir.cost import BlockCost
+from autohete_fx.ir.decision import BlockDecision, Schedule
 from autohete_fx.ir.machine import Machine
-from autohete_fx.ir.plan import BlockDecision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,9 @@ class Problem:
         fixed_bytes: device bytes that live through the whole step and that no decision changes: inputs, buffers,
             what other graphs hold.
         allow_recompute, allow_offload_activations, allow_host_params, allow_host_optimizer: what may be decided.
+        allow_streamed_optimizer, allow_disk_optimizer: likewise; both need ``allow_host_optimizer``.
+        schedule: when updates on the host run. On a CPU device they always run inside ``optimizer.step()``.
+        clips_gradients: whether the norm of all gradients must be known before the first update.
         micro_batches: forward and backward passes per optimizer step.
         training: False for an inference graph: no backward, gradients or optimizer.
         fixed_decisions: per block, decisions about params and optimizer that an earlier graph of the same model has
@@ -41,6 +44,10 @@ class Problem:
     allow_offload_activations: bool = True
     allow_host_params: bool = True
     allow_host_optimizer: bool = True
+    allow_streamed_optimizer: bool = False
+    allow_disk_optimizer: bool = False
+    schedule: Schedule = field(default_factory=Schedule)
+    clips_gradients: bool = False
     micro_batches: int = 1
     training: bool = True
     fixed_decisions: tuple[BlockDecision | None, ...] = ()

@@ -26,7 +26,7 @@ def choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
     activations, params, optimizer = [Activations.KEEP], [Params.DEVICE], [Optimizer.DEVICE]
     if problem.training and problem.allow_recompute and cost.boundary_bytes < cost.saved_bytes:
         activations.append(Activations.RECOMPUTE)
-    if problem.training and problem.allow_offload_activations and cost.offloadable_bytes:
+    if problem.training and problem.allow_offload_activations and cost.offloadable:
         activations.append(Activations.OFFLOAD)
     if problem.allow_host_params and cost.param_bytes:
         params.append(Params.HOST)
@@ -86,8 +86,8 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
     if not problem.training:
         return Durations(forward_work=cost.forward_s + share * fetch_s, forward_up=fetch_s, forward_down=0.0)
     offloads, on_host = decision.activations is Activations.OFFLOAD, decision.optimizer is Optimizer.HOST
-    offload_s = down_s(cost.offloadable_bytes) if offloads else 0.0
-    backward_up_s = fetch_s + (up_s(cost.offloadable_bytes) if offloads else 0.0)
+    offload_s = down_s(cost.offloaded_bytes(decision.num_offloaded)) if offloads else 0.0
+    backward_up_s = fetch_s + (up_s(cost.offloaded_bytes(decision.num_offloaded)) if offloads else 0.0)
     gradients_s = down_s(cost.grad_bytes) if on_host else 0.0
     trained = cost.num_params > 0
     upload_s = up_s(cost.param_bytes) if trained and on_host and decision.params is Params.DEVICE else 0.0
@@ -128,7 +128,7 @@ def device_bytes(problem: Problem, block: int, decision: BlockDecision) -> Bytes
     if decision.activations is Activations.RECOMPUTE:
         held = around = cost.boundary_bytes
     elif decision.activations is Activations.OFFLOAD:
-        held -= cost.offloadable_bytes
+        held -= cost.offloaded_bytes(decision.num_offloaded)
     staying = cost.grad_bytes if decision.optimizer is Optimizer.DEVICE else 0
     sent = cost.grad_bytes - staying
     always += staying if problem.micro_batches > 1 else 0

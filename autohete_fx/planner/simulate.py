@@ -110,7 +110,7 @@ def host_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
         if problem.training:
             total += cost.grad_bytes * (2 if problem.micro_batches > 1 else 1)
     if problem.training and decision.activations is Activations.OFFLOAD:
-        total += cost.offloadable_bytes
+        total += cost.offloaded_bytes(decision.num_offloaded)
     return total
 
 
@@ -251,9 +251,12 @@ class _Replay:
 
     def _moved_bytes(self, block: int) -> tuple[int, int]:
         """A block's fetched parameters and its activations that leave and return."""
-        cost, decision = self.costs[block], self.decisions[block]
-        offloads = self.problem.training and decision.activations is Activations.OFFLOAD
-        return cost.param_bytes if decision.params is Params.HOST else 0, cost.offloadable_bytes if offloads else 0
+        offloads = self.problem.training and self.decisions[block].activations is Activations.OFFLOAD
+        fetched = self.costs[block].param_bytes if self.decisions[block].params is Params.HOST else 0
+        return fetched, self._offloaded_bytes(block) if offloads else 0
+
+    def _offloaded_bytes(self, block: int) -> int:
+        return self.costs[block].offloaded_bytes(self.decisions[block].num_offloaded)
 
     def _fetch_params(self, block: int) -> None:
         if self.decisions[block].params is Params.HOST:
@@ -284,7 +287,7 @@ class _Replay:
         if activations is Activations.RECOMPUTE:
             self.memory.hold("activations", block, self.costs[block].boundary_bytes)
         elif activations is Activations.OFFLOAD:
-            self._issue(Lane.D2H, "offload", block, self.costs[block].offloadable_bytes)
+            self._issue(Lane.D2H, "offload", block, self._offloaded_bytes(block))
         self._end_offload(block - 1)
         if block == self.num_blocks - 1:
             self._end_offload(block)
@@ -292,7 +295,7 @@ class _Replay:
     def _end_offload(self, block: int) -> None:
         if block >= 0 and self.decisions[block].activations is Activations.OFFLOAD:
             self._wait("offload", block)
-            self.memory.hold("activations", block, self.costs[block].saved_bytes - self.costs[block].offloadable_bytes)
+            self.memory.hold("activations", block, self.costs[block].saved_bytes - self._offloaded_bytes(block))
 
     def _release_read_values(self, block: int) -> None:
         """Without a backward, what other blocks read goes after the last of them; what no block reads is an output."""
@@ -307,7 +310,7 @@ class _Replay:
             self._fetch_params(due)
             if self.decisions[due].activations is Activations.OFFLOAD:
                 self.memory.hold("activations", due, self.costs[due].saved_bytes)
-                self._issue(Lane.H2D, "reload", due, self.costs[due].offloadable_bytes)
+                self._issue(Lane.H2D, "reload", due, self._offloaded_bytes(due))
         host_gradients = decision.optimizer is Optimizer.HOST
         self.memory.hold("activations", block, cost.saved_bytes)
         self.memory.hold("workspace", block, cost.backward_workspace_bytes)

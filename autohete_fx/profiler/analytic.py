@@ -304,7 +304,7 @@ def costs_from_times(partition: Partition, times: tuple[BlockTimes, ...]) -> tup
                 recompute_s=seconds.recompute_s,
                 saved_bytes=sum(t.num_bytes for t in mine),
                 boundary_bytes=sum(t.num_bytes for t in saved if t.stays(block)),
-                offloadable_bytes=sum(t.num_bytes for t in mine if t.offloadable),
+                offloadable=tuple(sorted((t.num_bytes for t in mine if t.offloadable), reverse=True)),
                 forward_workspace_bytes=forward_workspaces[block],
                 backward_workspace_bytes=backward_workspaces[block],
                 param_bytes=params.param_bytes,

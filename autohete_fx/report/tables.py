@@ -170,7 +170,7 @@ def _freed_activation_bytes(cost: BlockCost, decision: BlockDecision) -> int:
     return {
         Activations.KEEP: 0,
         Activations.RECOMPUTE: cost.saved_bytes - cost.boundary_bytes,
-        Activations.OFFLOAD: cost.offloadable_bytes,
+        Activations.OFFLOAD: cost.offloaded_bytes(decision.num_offloaded),
     }[decision.activations]
 
 

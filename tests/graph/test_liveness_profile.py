@@ -131,7 +131,7 @@ def test_saved_bytes_belong_to_the_producer_and_a_tied_placeholder_counts_once(p
     # each tanh is saved, and read by the next layer
     assert [cost.saved_bytes for cost in costs] == [ACTIVATION, ACTIVATION, ACTIVATION + 4]
     assert [cost.boundary_bytes for cost in costs] == [ACTIVATION, ACTIVATION, 4]
-    assert [cost.offloadable_bytes for cost in costs] == [ACTIVATION] * LAYERS
+    assert [cost.offloaded_bytes() for cost in costs] == [ACTIVATION] * LAYERS
     tied = {**partition.params}
     first, second = list(tied)[1:3]
     tied[second] = tied[first]

@@ -18,7 +18,7 @@ from autohete_fx.runtime.placement import Placement, place_param
 from autohete_fx.runtime.tiers import HostTier, is_home, open_tier
 
 SHAPES = ((33, 7), (5,), (), (1,), (0, 4), (200, 300))
-PLACES = [(params, optimizer) for params in Params for optimizer in Optimizer]
+PLACES = [(params, optimizer) for params in Params for optimizer in (Optimizer.DEVICE, Optimizer.HOST)]
 PLACE_IDS = [f"params_{p.value}-states_{o.value}" for p, o in PLACES]
 
 

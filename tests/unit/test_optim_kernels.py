@@ -281,7 +281,7 @@ def test_staging_that_finds_no_room_changes_nothing(tmp_path: Path) -> None:
     assert all(torch.equal(p, torch.ones_like(p)) and optimizer.state[p]["step"] == 0 for p in params)
 
 
-@pytest.mark.parametrize("where", list(Optimizer), ids=str)
+@pytest.mark.parametrize("where", (Optimizer.DEVICE, Optimizer.HOST), ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_step_takes_no_device_memory_but_its_states(dtype: torch.dtype, where: Optimizer, tier: HostTier) -> None:
     params = [Parameter(torch.randn(512, 512).to(dtype)) for _ in range(4)]

@@ -54,7 +54,7 @@ def clones(params: list[Parameter]) -> list[Parameter]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("way", ["deepcopy", "save", "pickle", "reference"])
-@pytest.mark.parametrize("where", list(Optimizer), ids=str)
+@pytest.mark.parametrize("where", (Optimizer.DEVICE, Optimizer.HOST), ids=str)
 def test_resume_is_bitwise(dtype: torch.dtype, way: str, where: Optimizer, tier: HostTier) -> None:
     params, optimizer = trained(dtype)
     for p in params:

@@ -151,7 +151,7 @@ def test_plan_files_round_trip_and_refuse_what_they_do_not_know(tmp_path):
     assert Plan.load(tmp_path / "plan.json") == plan
     text = plan.to_json()
     with pytest.raises(PlanError, match="schema version 999"):
-        Plan.from_json(text.replace('"schema_version": 1', '"schema_version": 999'))
+        Plan.from_json(text.replace('"schema_version": 2', '"schema_version": 999'))
     with pytest.raises(PlanError, match="not a plan file"):
         Plan.from_json("{")
     with pytest.raises(PlanError, match="damaged"):

@@ -58,7 +58,7 @@ def cost(scale: int) -> BlockCost:
         recompute_s=0.1,
         saved_bytes=10 * scale * MIB,
         boundary_bytes=scale * MIB,
-        offloadable_bytes=8 * scale * MIB,
+        offloadable=(8 * scale * MIB,),
         forward_workspace_bytes=0,
         backward_workspace_bytes=0,
         param_bytes=4 * scale * MIB,

@@ -1,0 +1,89 @@
+"""Decisions: what may be chosen for each block, and the schedule of the updates on the host."""
+
+import enum
+from dataclasses import dataclass
+
+from autohete_fx.errors import PlanError
+
+
+class Activations(enum.Enum):
+    """What happens to a block's saved activations between its forward and its backward."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+
+
+class Params(enum.Enum):
+    """Where a block's parameters live between their uses."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+class Optimizer(enum.Enum):
+    """Where a block's optimizer states live and its step runs."""
+
+    DEVICE = "device"
+    HOST = "host"
+    STREAMED = "streamed"
+    """States on the host; for each step they are copied to the device, updated there, and copied back."""
+    DISK = "disk"
+    """States on disk; for each step they are read into host memory, updated there, and written back."""
+
+
+class Overlap(enum.Enum):
+    """What the optimizer's updates on the host overlap with."""
+
+    NONE = "none"
+    """Nothing: they run inside ``optimizer.step()``."""
+    STEP = "step"
+    """They start at ``optimizer.step()`` and overlap the next forward."""
+    BACKWARD = "backward"
+    """Where gradients are not clipped they start as soon as a gradient is on the host; else as ``STEP``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """When updates on the host run, and in which order.
+
+    Attributes:
+        overlap: see the enum.
+        priority: the block that the next forward needs first is updated first; else in the order in which gradients come.
+    """
+
+    overlap: Overlap = Overlap.NONE
+    priority: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockDecision:
+    """The decisions for one block.
+
+    Attributes:
+        activations, params, optimizer: see the enums.
+        prefetch_distance: how many blocks ahead of its use a copy to the device is issued, at least 1: parameters in
+            forward and backward, offloaded activations in backward, streamed optimizer states. Irrelevant where nothing
+            of the block is copied to the device.
+        keeps_fetched: parameters on the host stay on the device from the block's forward to its backward, which saves
+            the second fetch.
+        num_offloaded: of the block's tensors that can leave, how many do, largest first; None: all of them.
+    """
+
+    activations: Activations = Activations.KEEP
+    params: Params = Params.DEVICE
+    optimizer: Optimizer = Optimizer.DEVICE
+    prefetch_distance: int = 1
+    keeps_fetched: bool = False
+    num_offloaded: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefetch_distance < 1:
+            raise PlanError(f"prefetch_distance is {self.prefetch_distance}; expected at least 1")
+        if self.keeps_fetched and self.params is not Params.HOST:
+            raise PlanError("keeps_fetched is set for parameters on the device; expected it only with params 'host'")
+        if self.num_offloaded is not None and (self.num_offloaded < 1 or self.activations is not Activations.OFFLOAD):
+            raise PlanError(
+                f"num_offloaded is {self.num_offloaded} with activations {self.activations.value!r}; expected at least 1,"
+                " with activations 'offload' only"
+            )
