@@ -160,6 +160,7 @@ def _refuse_unsupported(label: str, decision: BlockDecision) -> None:
         f"optimizer {decision.optimizer.value!r}": decision.optimizer in (Optimizer.STREAMED, Optimizer.DISK),
         "keeps_fetched": decision.keeps_fetched,
         "num_offloaded": decision.num_offloaded is not None,
+        "num_moved_states": decision.num_moved_states is not None,
     }
     for what, is_set in unsupported.items():
         if is_set:

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from autohete_fx.ir import BlockCost, BlockDecision, Edge, Machine, Problem
+from autohete_fx.ir import BlockCost, BlockDecision, Edge, Machine, Overlap, Problem, Schedule
 from autohete_fx.planner.simulate import simulate
 
 MACHINE = Machine(
@@ -14,12 +14,12 @@ MACHINE = Machine(
     device_type="cuda",
     device_bytes=1 << 40,
     host_bytes=1 << 40,
-    disk_bytes=0,
+    disk_bytes=1 << 40,
     device_flops_per_s=(("float32", 1e12),),
     device_bytes_per_s=1e12,
     h2d_bytes_per_s=100.0,
     d2h_bytes_per_s=100.0,
-    disk_bytes_per_s=0.0,
+    disk_bytes_per_s=30.0,
     device_update_params_per_s=100.0,
     host_update_params_per_s=10.0,
     latency_s=0.0,
@@ -64,19 +64,21 @@ def _costs(draw: st.DrawFn) -> BlockCost:
     saved = draw(st.integers(10, 400))
     param = draw(st.integers(0, 200))
     trained = draw(st.sampled_from([True, True, True, False]))
+    sizes = _tensors(param // 4 if trained else 0, draw(st.sampled_from([1, 1, 2])))[::-1]
     return BlockCost(
         forward_s=forward_s,
         backward_s=forward_s * draw(st.floats(1.5, 2.5)),
         recompute_s=forward_s * draw(st.floats(0.5, 1.1)),
         saved_bytes=saved,
         boundary_bytes=int(saved * draw(st.floats(0.0, 0.6))),
-        offloadable=_tensors(int(saved * draw(st.floats(0.0, 0.95))), draw(st.integers(1, 3))),
+        offloadable=_tensors(int(saved * draw(st.floats(0.0, 0.95))), draw(st.sampled_from([1, 1, 1, 3]))),
         forward_workspace_bytes=draw(st.integers(0, 60)),
         backward_workspace_bytes=draw(st.integers(0, 90)),
         param_bytes=param,
         grad_bytes=param if trained else 0,
         optimizer_bytes=param * draw(st.integers(2, 3)) if trained else 0,
-        num_params=param // 4 if trained else 0,
+        num_params=sum(sizes),
+        trained=sizes,
     )
 
 
@@ -99,6 +101,9 @@ _machines = st.builds(
 )
 
 
+_SELDOM = st.sampled_from([False, False, False, True])
+
+
 @st.composite
 def problems(draw: st.DrawFn, *, least_blocks: int = 1, most_blocks: int, budgets: bool = True) -> Problem:
     """Different or equal blocks, any machine; budgets from far too small to more than enough."""
@@ -114,6 +119,12 @@ def problems(draw: st.DrawFn, *, least_blocks: int = 1, most_blocks: int, budget
         allow_recompute=draw(st.sampled_from([True, True, False])),
         allow_host_params=draw(st.sampled_from([True, True, False])),
         allow_host_optimizer=draw(st.sampled_from([True, True, False])),
+        allow_keeping_fetched=draw(_SELDOM),
+        allow_moving_some_states=draw(_SELDOM),
+        allow_streamed_optimizer=draw(_SELDOM),
+        allow_disk_optimizer=draw(_SELDOM),
+        schedule=Schedule(overlap=draw(st.sampled_from(Overlap)), priority=draw(st.sampled_from([True, True, False]))),
+        clips_gradients=draw(st.booleans()),
         micro_batches=draw(st.sampled_from([1, 1, 2, 4])),
         training=training,
     )

@@ -23,6 +23,8 @@ class BlockCost:
         grad_bytes: gradients of its trainable parameters.
         optimizer_bytes: optimizer states of its trainable parameters, master weights included.
         num_params: trainable parameters, in elements.
+        trained: the elements of each trainable parameter, smallest first, ``num_params`` in all; empty where it is not
+            known how they divide.
     """
 
     forward_s: float
@@ -37,6 +39,15 @@ class BlockCost:
     grad_bytes: int
     optimizer_bytes: int
     num_params: int
+    trained: tuple[int, ...] = ()
+
+    def moved_params(self, count: int | None) -> int:
+        """Elements of the ``count`` smallest trainable parameters; of all of them where None."""
+        return self.num_params if count is None else sum(self.trained[:count])
+
+    def moved_part(self, num_bytes: int, count: int | None) -> int:
+        """Of bytes that all trainable parameters share in, those of the ``count`` smallest; all where None."""
+        return num_bytes if count is None else num_bytes * self.moved_params(count) // self.num_params
 
     def offloaded_bytes(self, count: int | None = None) -> int:
         """Bytes of the ``count`` largest tensors that can leave; of all of them where None."""

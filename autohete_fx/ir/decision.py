@@ -67,6 +67,8 @@ class BlockDecision:
             of the block is copied to the device.
         keeps_fetched: parameters on the host stay on the device from the block's forward to its backward, which saves
             the second fetch.
+        num_moved_states: of the block's trainable parameters, how many have their optimizer states where ``optimizer`` says,
+            smallest first; those of the others are on the device. None: all of them.
         num_offloaded: of the block's tensors that can leave, how many do, largest first; None: all of them.
     """
 
@@ -75,6 +77,7 @@ class BlockDecision:
     optimizer: Optimizer = Optimizer.DEVICE
     prefetch_distance: int = 1
     keeps_fetched: bool = False
+    num_moved_states: int | None = None
     num_offloaded: int | None = None
 
     def __post_init__(self) -> None:
@@ -82,6 +85,11 @@ class BlockDecision:
             raise PlanError(f"prefetch_distance is {self.prefetch_distance}; expected at least 1")
         if self.keeps_fetched and self.params is not Params.HOST:
             raise PlanError("keeps_fetched is set for parameters on the device; expected it only with params 'host'")
+        if self.num_moved_states is not None and (self.num_moved_states < 1 or self.optimizer is Optimizer.DEVICE):
+            raise PlanError(
+                f"num_moved_states is {self.num_moved_states} with optimizer {self.optimizer.value!r}; expected at least 1,"
+                " with an optimizer elsewhere than on the device only"
+            )
         if self.num_offloaded is not None and (self.num_offloaded < 1 or self.activations is not Activations.OFFLOAD):
             raise PlanError(
                 f"num_offloaded is {self.num_offloaded} with activations {self.activations.value!r}; expected at least 1,"

@@ -150,6 +150,7 @@ def _decision_of(index: int, raw: dict[str, Any]) -> BlockDecision:
             optimizer=Optimizer(_checked(raw, "optimizer", str)),
             prefetch_distance=_checked(raw, "prefetch_distance", int),
             keeps_fetched=_checked(raw, "keeps_fetched", bool),
+            num_moved_states=_checked(raw, "num_moved_states", int, type(None)),
             num_offloaded=_checked(raw, "num_offloaded", int, type(None)),
         )
         _refuse_unknown(raw, BlockDecision)

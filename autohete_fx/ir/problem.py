@@ -24,7 +24,9 @@ class Problem:
         fixed_bytes: device bytes that live through the whole step and that no decision changes: inputs, buffers,
             what other graphs hold.
         allow_recompute, allow_offload_activations, allow_host_params, allow_host_optimizer: what may be decided.
-        allow_streamed_optimizer, allow_disk_optimizer: likewise; both need ``allow_host_optimizer``.
+        allow_keeping_fetched: likewise, beside ``allow_host_params``.
+        allow_moving_some_states: likewise, beside ``allow_host_optimizer``: whether ``num_moved_states`` may be decided.
+        allow_streamed_optimizer, allow_disk_optimizer: likewise, beside ``allow_host_optimizer``.
         schedule: when updates on the host run. On a CPU device they always run inside ``optimizer.step()``.
         clips_gradients: whether the norm of all gradients must be known before the first update.
         micro_batches: forward and backward passes per optimizer step.
@@ -44,6 +46,8 @@ class Problem:
     allow_offload_activations: bool = True
     allow_host_params: bool = True
     allow_host_optimizer: bool = True
+    allow_keeping_fetched: bool = True
+    allow_moving_some_states: bool = False
     allow_streamed_optimizer: bool = False
     allow_disk_optimizer: bool = False
     schedule: Schedule = field(default_factory=Schedule)

@@ -15,6 +15,8 @@ def evaluate(problem: Problem, decisions: tuple[BlockDecision, ...], status: str
         step_s=replayed.step_s,
         peak_bytes=replayed.peak_bytes,
         host_bytes=replayed.host_bytes,
+        disk_bytes=replayed.disk_bytes,
+        schedule=problem.schedule,
         busy_s=replayed.busy_s,
         status=status,
         problem_digest=problem.digest,

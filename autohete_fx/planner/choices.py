@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autohete_fx.ir import Activations, BlockDecision, Optimizer, Params, Problem
-from autohete_fx.planner.simulate import copy_share, device_update_s
+from autohete_fx.ir import Activations, BlockCost, BlockDecision, Optimizer, Overlap, Params, Problem
+from autohete_fx.planner.simulate import copy_share, device_update_s, disk_s, moved_params, overlap_of, updates_on_host
 
 Bytes = NDArray[np.int64]
 
@@ -23,26 +23,70 @@ least is chosen. The two copying lanes work for two seconds in a second at most:
 def choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
     """Every decision that a block may get, at prefetch distance 1; the one that moves nothing comes first."""
     cost = problem.costs[block]
-    activations, params, optimizer = [Activations.KEEP], [Params.DEVICE], [Optimizer.DEVICE]
+    activations: list[tuple[Activations, int | None]] = [(Activations.KEEP, None)]
+    params = [(Params.DEVICE, False)]
+    optimizer: list[tuple[Optimizer, int | None]] = [(Optimizer.DEVICE, None)]
     if problem.training and problem.allow_recompute and cost.boundary_bytes < cost.saved_bytes:
-        activations.append(Activations.RECOMPUTE)
+        activations.append((Activations.RECOMPUTE, None))
     if problem.training and problem.allow_offload_activations and cost.offloadable:
-        activations.append(Activations.OFFLOAD)
+        activations.extend((Activations.OFFLOAD, count) for count in (None, *_parts(problem, block)))
     if problem.allow_host_params and cost.param_bytes:
-        params.append(Params.HOST)
+        params.append((Params.HOST, False))
+        if problem.training and problem.allow_keeping_fetched:
+            params.append((Params.HOST, True))
     if problem.training and problem.allow_host_optimizer and cost.optimizer_bytes + cost.grad_bytes:
-        optimizer.append(Optimizer.HOST)
+        places = [Optimizer.HOST]
+        if problem.allow_streamed_optimizer and cost.optimizer_bytes:
+            places.append(Optimizer.STREAMED)
+        if problem.allow_disk_optimizer and cost.optimizer_bytes and problem.machine.disk_bytes_per_s:
+            places.append(Optimizer.DISK)
+        parts = (None, *(_moved_counts(cost) if problem.allow_moving_some_states else ()))
+        optimizer.extend((place, count) for place in places for count in parts)
     pinned = problem.fixed_decisions[block] if problem.fixed_decisions else None
     if pinned is not None:
-        params, optimizer = [pinned.params], [pinned.optimizer]
+        params = [(place, kept) for place, kept in params if place is pinned.params] or [(pinned.params, False)]
+        optimizer = [(pinned.optimizer, pinned.num_moved_states)]
     return tuple(
-        BlockDecision(activations=a, params=p, optimizer=o) for a in activations for p in params for o in optimizer
+        BlockDecision(
+            activations=a, num_offloaded=count, params=p, keeps_fetched=kept, optimizer=o, num_moved_states=moved
+        )
+        for a, count in activations
+        for p, kept in params
+        for o, moved in optimizer
     )
 
 
-def fetches_ahead(decision: BlockDecision) -> bool:
-    """Whether the block's prefetch distance means anything: something of it is copied to the device ahead of its use."""
-    return decision.params is Params.HOST or decision.activations is Activations.OFFLOAD
+def _parts(problem: Problem, block: int) -> tuple[int, ...]:
+    """How many tensors to offload where not all leave: about half of the bytes, and what hides behind a usual forward."""
+    cost, machine = problem.costs[block], problem.machine
+    usual_s = sum(each.forward_s for each in problem.costs) / len(problem.costs)
+    hidden = (usual_s - machine.latency_s) * machine.d2h_bytes_per_s
+    counts = range(1, len(cost.offloadable))
+    half = [n for n in counts if 2 * cost.offloaded_bytes(n) >= cost.offloaded_bytes()][:1]
+    hiding = [n for n in counts if cost.offloaded_bytes(n) <= hidden][-1:]
+    return tuple(sorted({*half, *hiding}))
+
+
+def _moved_counts(cost: BlockCost) -> tuple[int, ...]:
+    """Of how many trainable parameters to move the states where not all are: about an eighth, a third, two thirds."""
+    counts = range(1, len(cost.trained))
+    if not counts:
+        return ()
+    return tuple(
+        sorted({min(counts, key=lambda n, p=part: abs(cost.moved_params(n) - p * cost.num_params)) for part in _PARTS})
+    )
+
+
+_PARTS = (1 / 8, 1 / 3, 2 / 3)
+
+
+def copies(decision: BlockDecision) -> bool:
+    """Whether the block's prefetch distance means anything: something of it is copied."""
+    return (
+        decision.params is Params.HOST
+        or decision.activations is Activations.OFFLOAD
+        or decision.optimizer is not Optimizer.DEVICE
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +97,9 @@ class Durations:
         forward_work, backward_work: on compute, recomputation included.
         forward_up, backward_up: copies up that a pass needs: parameters, in backward also reloaded activations.
         forward_down, backward_down: copies down that a pass makes: offloaded activations, in backward gradients.
-        device_update, host_update, upload: of the optimizer step: on compute, on the update lane, on the lane up.
+        update_work, update_up, update_down: of the pass that waits for updates, on top of a forward where it is one:
+            on compute a streamed update, up its states or an upload, down its states.
+        device_update, host_update: updates on compute of states that are there, and on the update lane.
     """
 
     forward_work: float
@@ -62,13 +108,16 @@ class Durations:
     backward_work: float = 0.0
     backward_up: float = 0.0
     backward_down: float = 0.0
+    update_work: float = 0.0
+    update_up: float = 0.0
+    update_down: float = 0.0
     device_update: float = 0.0
     host_update: float = 0.0
-    upload: float = 0.0
 
     def copies(self, passes: int) -> float:
         """All copies of a step with so many passes forward and backward."""
-        return passes * (self.forward_up + self.forward_down + self.backward_up + self.backward_down) + self.upload
+        in_passes = self.forward_up + self.forward_down + self.backward_up + self.backward_down
+        return passes * in_passes + self.update_up + self.update_down
 
 
 def durations(problem: Problem, block: int, decision: BlockDecision) -> Durations:
@@ -85,61 +134,115 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
     fetch_s = up_s(cost.param_bytes) if decision.params is Params.HOST else 0.0
     if not problem.training:
         return Durations(forward_work=cost.forward_s + share * fetch_s, forward_up=fetch_s, forward_down=0.0)
-    offloads, on_host = decision.activations is Activations.OFFLOAD, decision.optimizer is Optimizer.HOST
-    offload_s = down_s(cost.offloaded_bytes(decision.num_offloaded)) if offloads else 0.0
-    backward_up_s = fetch_s + (up_s(cost.offloaded_bytes(decision.num_offloaded)) if offloads else 0.0)
-    gradients_s = down_s(cost.grad_bytes) if on_host else 0.0
-    trained = cost.num_params > 0
-    upload_s = up_s(cost.param_bytes) if trained and on_host and decision.params is Params.DEVICE else 0.0
-    host_update_s = cost.num_params / machine.host_update_params_per_s + share * upload_s
+    on_host, streamed = updates_on_host(decision), decision.optimizer is Optimizer.STREAMED
+    offloaded = cost.offloaded_bytes(decision.num_offloaded) if decision.activations is Activations.OFFLOAD else 0
+    backward_up_s = up_s(offloaded) + (0.0 if decision.keeps_fetched else fetch_s)
+    count, moved = decision.num_moved_states, moved_params(cost, decision)
+    gradients_s = down_s(cost.moved_part(cost.grad_bytes, count)) if on_host else 0.0
+    uploads = cost.num_params > 0 and on_host and decision.params is Params.DEVICE
+    upload_s = up_s(cost.moved_part(cost.param_bytes, count)) if uploads else 0.0
+    states = cost.moved_part(cost.optimizer_bytes, count) if streamed else 0
+    host_update_s = moved / machine.host_update_params_per_s + share * upload_s
     recompute_s = cost.recompute_s if decision.activations is Activations.RECOMPUTE else 0.0
     return Durations(
-        forward_work=cost.forward_s + share * (fetch_s + offload_s),
+        forward_work=cost.forward_s + share * (fetch_s + down_s(offloaded)),
         forward_up=fetch_s,
-        forward_down=offload_s,
+        forward_down=down_s(offloaded),
         backward_work=cost.backward_s + recompute_s + share * (backward_up_s + gradients_s),
         backward_up=backward_up_s,
         backward_down=gradients_s,
-        device_update=device_update_s(problem, block, decision) if trained and not on_host else 0.0,
-        host_update=host_update_s if trained and on_host else 0.0,
-        upload=upload_s,
+        update_work=device_update_s(problem, block, decision, moved) if streamed else 0.0,
+        update_up=upload_s + up_s(states),
+        update_down=down_s(states),
+        device_update=device_update_s(problem, block, decision, cost.num_params - moved),
+        host_update=max(host_update_s, disk_s(problem, block, decision)) if moved and on_host else 0.0,
     )
 
 
 def device_bytes(problem: Problem, block: int, decision: BlockDecision) -> Bytes:
-    """What a block holds on the device in every span: the forwards of blocks 0..n-1, then their backwards 0..n-1.
+    """What a block holds on the device in every span, at the decision's own prefetch distance.
 
-    In the last micro-batch, at the decision's own prefetch distance. Without training there are forwards only.
+    Spans are the pieces of work of blocks 0..n-1 in a pass, pass after pass: the first forward of a step, which under an
+    overlapping schedule waits for updates; in training the last backward; with several micro-batches a forward of a
+    later one, where gradients are there already; and where states may be streamed in a synchronous step, the pass of the
+    updates. In the last micro-batch's backward its gradients come on top of accumulated ones.
     """
-    cost, n = problem.costs[block], len(problem.costs)
-    at = np.arange(n)
-    first, last = max(0, block - decision.prefetch_distance), min(n - 1, block + decision.prefetch_distance)
+    if not problem.training:
+        return _inference_bytes(problem, block, decision)
+    return np.concatenate(_Use(problem, block, decision).passes())
+
+
+class _Use:
+    """Device bytes of one block under one decision, pass by pass."""
+
+    def __init__(self, problem: Problem, block: int, decision: BlockDecision) -> None:
+        self.problem, self.block, self.decision = problem, block, decision
+        self.cost, self.num_blocks = problem.costs[block], len(problem.costs)
+        self.first = max(0, block - decision.prefetch_distance)
+        self.last = min(self.num_blocks - 1, block + decision.prefetch_distance)
+        cost, moves = self.cost, decision.optimizer is not Optimizer.DEVICE
+        moved_states, moved_gradients = (
+            cost.moved_part(num_bytes, decision.num_moved_states) if moves else 0
+            for num_bytes in (cost.optimizer_bytes, cost.grad_bytes)
+        )
+        self.fetched = cost.param_bytes if decision.params is Params.HOST else 0
+        self.always = cost.param_bytes - self.fetched + cost.optimizer_bytes - moved_states
+        streamed = decision.optimizer is Optimizer.STREAMED
+        self.streamed_states, self.streamed_gradients = (moved_states, moved_gradients) if streamed else (0, 0)
+        self.staying = cost.grad_bytes if streamed else cost.grad_bytes - moved_gradients
+        self.accumulated = self.staying if problem.micro_batches > 1 else 0
+        # What the block's activations hold after its forward, while they leave, in between, and once they are due back.
+        self.held = self.around = cost.saved_bytes
+        if decision.activations is Activations.RECOMPUTE:
+            self.held = self.around = cost.boundary_bytes
+        elif decision.activations is Activations.OFFLOAD:
+            self.held -= cost.offloaded_bytes(decision.num_offloaded)
+
+    def passes(self) -> list[Bytes]:
+        overlaps = overlap_of(self.problem) is not Overlap.NONE
+        forward, backward = self._forward(), self._backward()
+        first = forward + self._updates() if overlaps else forward
+        found = [first, backward]
+        if self.problem.micro_batches > 1:
+            found.append(forward + self.accumulated)
+        if not overlaps and self.problem.allow_streamed_optimizer:
+            found.append(self.always + self.staying - self.streamed_gradients + self._updates())
+        return found
+
+    def _forward(self) -> Bytes:
+        use = np.full(self.num_blocks, self.always, dtype=np.int64)
+        use[self.first : self.num_blocks if self.decision.keeps_fetched else self.block + 1] += self.fetched
+        use[self.block] += self.cost.saved_bytes + self.cost.forward_workspace_bytes
+        use[self.block + 1 : self.last + 1] += self.around
+        use[self.last + 1 :] += self.held
+        return use
+
+    def _updates(self) -> Bytes:
+        """Of a streamed update: the gradients until then, the states while they are here."""
+        use = np.zeros(self.num_blocks, dtype=np.int64)
+        use[: self.block + 1] += self.streamed_gradients
+        use[self.first : self.last + 1] += self.streamed_states
+        return use
+
+    def _backward(self) -> Bytes:
+        block, last = self.block, self.last
+        use = np.full(self.num_blocks, self.always + self.accumulated, dtype=np.int64)
+        use[block : self.num_blocks if self.decision.keeps_fetched else last + 1] += self.fetched
+        use[block] += self.cost.saved_bytes + self.cost.backward_workspace_bytes
+        use[block + 1 : last + 1] += self.around
+        use[last + 1 :] += self.held
+        use[: block + 1] += self.staying
+        use[self.first : block + 1] += self.cost.grad_bytes - self.staying
+        return use
+
+
+def _inference_bytes(problem: Problem, block: int, decision: BlockDecision) -> Bytes:
+    cost, at = problem.costs[block], np.arange(len(problem.costs))
     fetched = cost.param_bytes if decision.params is Params.HOST else 0
     always = cost.param_bytes - fetched + (cost.optimizer_bytes if decision.optimizer is Optimizer.DEVICE else 0)
-    forward = np.full(n, always, dtype=np.int64)
-    forward[first : block + 1] += fetched
-    forward[block] += cost.saved_bytes + cost.forward_workspace_bytes
-    if not problem.training:
-        reader = max((edge.consumer for edge in problem.edges if edge.producer == block), default=n)
-        forward[(block < at) & (at <= reader)] += cost.boundary_bytes
-        return forward
-    # What the block's activations hold after its forward, while they leave, in between, and once they are due back.
-    held = around = cost.saved_bytes
-    if decision.activations is Activations.RECOMPUTE:
-        held = around = cost.boundary_bytes
-    elif decision.activations is Activations.OFFLOAD:
-        held -= cost.offloaded_bytes(decision.num_offloaded)
-    staying = cost.grad_bytes if decision.optimizer is Optimizer.DEVICE else 0
-    sent = cost.grad_bytes - staying
-    always += staying if problem.micro_batches > 1 else 0
-    forward += staying if problem.micro_batches > 1 else 0
-    forward[block + 1 : block + 2] += around
-    forward[block + 2 :] += held
-    backward = np.full(n, always, dtype=np.int64)
-    backward[block : last + 1] += fetched
-    backward[block] += cost.saved_bytes + cost.backward_workspace_bytes
-    backward[block + 1 : last + 1] += around
-    backward[last + 1 :] += held
-    backward[: block + 1] += staying
-    backward[max(0, block - 1) : block + 1] += sent
-    return np.concatenate([forward, backward])
+    use = np.full(len(at), always, dtype=np.int64)
+    use[max(0, block - decision.prefetch_distance) : block + 1] += fetched
+    use[block] += cost.saved_bytes + cost.forward_workspace_bytes
+    reader = max((edge.consumer for edge in problem.edges if edge.producer == block), default=len(at))
+    use[(block < at) & (at <= reader)] += cost.boundary_bytes
+    return use

@@ -21,6 +21,7 @@ _LEAST_GAIN = 1e-9
 _MOST_PAIRS = 1 << 15
 _LEADERS = 32
 _KICKS = 64
+_PROMISING = 64
 _CHECKS_PER_REPLAYED_BLOCK = 8
 
 
@@ -53,7 +54,7 @@ class Search:
         use = np.full((len(rows), self.replays.use.shape[2]), self.replays.problem.fixed_bytes)
         for block, column in enumerate(rows.T):
             use += self.replays.use[block, column]
-        return self.replays.fit(use.max(axis=1), self.replays.host_use(rows))
+        return self.replays.fit(use.max(axis=1), self.replays.use_elsewhere(rows))
 
     def improve(self, start: Rows) -> Rows:
         """Change settings while a change helps and work is left. ``start`` keeps the budgets."""
@@ -89,6 +90,25 @@ class Search:
             if score < best_score * (1 - _LEAST_GAIN):
                 best, best_score = row, score
         return best
+
+    def repair(self, row: Rows) -> Rows | None:
+        """Change one block after the other until the budgets are kept, each time the one that costs least time for what
+        it frees; None where no change frees anything."""
+        while not self.over:
+            blocks, to = self._changes_from(row)
+            over = self._overflow(row, np.append(blocks, 0), np.append(to, row[0]))  # the last changes nothing
+            if not over[-1]:
+                return row
+            freed = over[-1] - over[:-1]
+            promising = np.argsort(-freed, kind="stable")[:_PROMISING]
+            promising = promising[freed[promising] > 0]
+            if not len(promising):
+                return None
+            rows = np.repeat(row[None], len(promising), axis=0)
+            rows[np.arange(len(promising)), blocks[promising]] = to[promising]
+            lost_s = np.maximum(self.score(rows) - self.score(row[None])[0], 0.0)
+            row = rows[int(np.argmin(lost_s / freed[promising]))]
+        return None
 
     def _change_one(self, row: Rows, score: float) -> tuple[Rows, float]:
         """The best change of one block, or of several that each help alone."""
@@ -144,18 +164,34 @@ class Search:
 
     def _changes_fit(self, row: Rows, *changes: tuple[Rows, Rows]) -> NDArray[np.bool_]:
         """Which changes of ``row`` keep the budgets; each is given as blocks and their new settings."""
-        use, host = self.replays.device_use(row), self.replays.host_use(row)
+        use, elsewhere = self.replays.device_use(row), self.replays.use_elsewhere(row)
         count = len(changes[0][0])
         self.work_left -= count // _CHECKS_PER_REPLAYED_BLOCK
         fitting = np.zeros(count, dtype=bool)
         for start in range(0, count, 1 << 14):
             part = slice(start, start + (1 << 14))
-            moved, moved_host = use[None], np.full(len(changes[0][0][part]), host)
+            moved, moved_elsewhere = use[None], elsewhere[:, None]
             for blocks, to in ((blocks[part], to[part]) for blocks, to in changes):
                 moved = moved + self.replays.use[blocks, to] - self.replays.use[blocks, row[blocks]]
-                moved_host += self.replays.host[blocks, to] - self.replays.host[blocks, row[blocks]]
-            fitting[part] = self.replays.fit(moved.max(axis=1), moved_host)
+                table = self.replays.elsewhere
+                moved_elsewhere = moved_elsewhere + table[:, blocks, to] - table[:, blocks, row[blocks]]
+            fitting[part] = self.replays.fit(moved.max(axis=1), moved_elsewhere)
         return fitting
+
+    def _overflow(self, row: Rows, blocks: Rows, to: Rows) -> Seconds:
+        """Bytes above the budgets, over all spans and tiers, after each change of ``row``."""
+        problem, tables = self.replays.problem, self.replays
+        use, elsewhere = tables.device_use(row), tables.use_elsewhere(row)
+        over = np.zeros(len(blocks))
+        self.work_left -= len(blocks) // _CHECKS_PER_REPLAYED_BLOCK
+        if problem.device_budget_bytes is not None:
+            moved = use[None] + tables.use[blocks, to] - tables.use[blocks, row[blocks]]
+            over += np.maximum(moved - problem.device_budget_bytes, 0).sum(axis=1)
+        for tier, limit in enumerate((problem.host_budget_bytes, problem.machine.disk_bytes)):
+            if limit is not None:
+                table = tables.elsewhere[tier]
+                over += np.maximum(elsewhere[tier] + table[blocks, to] - table[blocks, row[blocks]] - limit, 0)
+        return over
 
     @staticmethod
     def _best(rows: Rows, scores: Seconds) -> tuple[Rows, float]:

@@ -6,18 +6,36 @@ what all blocks hold and compute (GLOP does not end on badly scaled rows), and t
 """
 
 import time
+from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from ortools.linear_solver.python import model_builder
 
 from autohete_fx.planner.formulation import TICKS, Program
 
 _TOLERANCE = 1e-5
+_PARAMETERS = "use_dual_simplex: true perturb_costs_in_dual_simplex: true"
+"""With many identical blocks the primal simplex may walk in circles for minutes."""
 _INFINITE = 2**62
 _LEAST_S = 0.05
 
 
-def relaxed_bound_s(program: Program, *, deadline: float) -> float:
-    """Seconds that no solution of a program with objective `Program.minimize_step` is below; 0 where time ran out."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relaxed:
+    """A solved relaxation.
+
+    Attributes:
+        bound_s: seconds that no solution of the program is below.
+        shares: by block, what share of it each option of `Program.options` has.
+    """
+
+    bound_s: float
+    shares: tuple[NDArray[np.float64], ...]
+
+
+def relax(program: Program, *, deadline: float) -> Relaxed | None:
+    """The relaxation of a program with objective `Program.minimize_step`; None where time ran out."""
     proto = program.model.proto
     units = [program.units.get(variable, 1) for variable in range(len(proto.variables))]
     model = model_builder.Model()
@@ -44,7 +62,10 @@ def relaxed_bound_s(program: Program, *, deadline: float) -> float:
     weights = [coefficient * units[i] / TICKS for i, coefficient in zip(indices, coefficients, strict=True)]
     model.minimize(model_builder.LinearExpr.weighted_sum([variables[i] for i in indices], weights))
     solver = model_builder.Solver("GLOP")
+    solver.set_solver_specific_parameters(_PARAMETERS)
     solver.set_time_limit_in_seconds(max(_LEAST_S, deadline - time.monotonic()))
     if solver.solve(model) != model_builder.SolveStatus.OPTIMAL:
-        return 0.0
-    return solver.objective_value * TICKS * program.tick_s * (1 - _TOLERANCE)
+        return None
+    shares = (np.array([solver.value(variables[x.index]) for x in of_block]) for of_block in program.chosen)
+    bound_s = solver.objective_value * TICKS * program.tick_s * (1 - _TOLERANCE)
+    return Relaxed(bound_s=bound_s, shares=tuple(shares))

@@ -12,9 +12,9 @@ from dataclasses import astuple, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autohete_fx.ir import BlockDecision, Problem
-from autohete_fx.planner.choices import MAX_PREFETCH_DISTANCE, choices, device_bytes, durations, fetches_ahead
-from autohete_fx.planner.simulate import host_bytes
+from autohete_fx.ir import BlockDecision, Overlap, Problem
+from autohete_fx.planner.choices import MAX_PREFETCH_DISTANCE, choices, copies, device_bytes, durations
+from autohete_fx.planner.simulate import disk_bytes, host_bytes, overlap_of, updates_on_host
 
 Rows = NDArray[np.int64]
 Seconds = NDArray[np.float64]
@@ -27,42 +27,49 @@ class Replays:
     """One problem's settings and what each of them takes.
 
     Attributes:
-        settings: of every block, each decision at each prefetch distance; the one that moves nothing comes first.
+        settings: of every block, each of the ``options`` (by default all choices) at each prefetch distance; the one that
+            moves nothing comes first.
         use: device bytes by block, setting and span, padded with copies of the first setting.
-        host: host bytes by block and setting.
+        elsewhere: bytes on the host and on disk, by tier, block and setting.
         copies_s: seconds of a step's copies by block and setting, all micro-batches included.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, options: Sequence[Sequence[BlockDecision]] | None = None) -> None:
         self.problem = problem
         self.num_blocks = n = len(problem.costs)
         self.micro_batches = problem.micro_batches if problem.training else 1
         self.farthest = max(1, min(MAX_PREFETCH_DISTANCE, n - 1))
-        self.settings = [self._settings(block) for block in range(n)]
+        allowed = options or [choices(problem, block) for block in range(n)]
+        self.settings = [self._settings(of_block) for of_block in allowed]
         self.index = [{setting: i for i, setting in enumerate(settings)} for settings in self.settings]
         width = max(len(settings) for settings in self.settings)
         padded = [[*settings, *[settings[0]] * (width - len(settings))] for settings in self.settings]
         self.use = np.array([[device_bytes(problem, b, s) for s in settings] for b, settings in enumerate(padded)])
-        self.host = np.array([[host_bytes(problem, b, s) for s in settings] for b, settings in enumerate(padded)])
+        self.elsewhere = np.array(
+            [
+                [[used(problem, b, s) for s in of_block] for b, of_block in enumerate(padded)]
+                for used in (host_bytes, disk_bytes)
+            ]
+        )
         self.distance = np.array([[s.prefetch_distance for s in settings] for settings in padded])
         each = [[durations(problem, b, s) for s in settings] for b, settings in enumerate(padded)]
         tables = np.array([[astuple(d) for d in row] for row in each]).transpose(2, 0, 1)
-        self.forward, self.backward, self.optimizer = tables[:3], tables[3:6], tables[6:]
+        self.forward, self.backward, self.update = tables[:3], tables[3:6], tables[6:9]
+        self.device_update, self.host_update = tables[9:]
+        self.on_host = np.array([[updates_on_host(s) for s in settings] for settings in padded])
         self.copies_s = np.array([[d.copies(self.micro_batches) for d in row] for row in each])
 
-    def _settings(self, block: int) -> list[BlockDecision]:
-        options = choices(self.problem, block)
+    def _settings(self, options: Sequence[BlockDecision]) -> list[BlockDecision]:
         distances = range(1, self.farthest + 1)
-        return [replace(o, prefetch_distance=d) for o in options for d in (distances if fetches_ahead(o) else (1,))]
+        return [replace(o, prefetch_distance=d) for o in options for d in (distances if copies(o) else (1,))]
 
     def row(self, decisions: Sequence[BlockDecision]) -> Rows:
         """Indices of decisions; a distance that means nothing is left out, one that is too far is shortened."""
+        farthest = [self.farthest if copies(decision) else 1 for decision in decisions]
         return np.array(
             [
-                self.index[b][
-                    replace(d, prefetch_distance=min(d.prefetch_distance, self.farthest) if fetches_ahead(d) else 1)
-                ]
-                for b, d in enumerate(decisions)
+                self.index[b][replace(d, prefetch_distance=min(d.prefetch_distance, far))]
+                for b, (d, far) in enumerate(zip(decisions, farthest, strict=True))
             ]
         )
 
@@ -74,18 +81,17 @@ class Replays:
         """Device bytes in every span under one row."""
         return self.use[np.arange(self.num_blocks), row].sum(axis=0) + self.problem.fixed_bytes
 
-    def host_use(self, rows: Rows) -> NDArray[np.int64]:
-        """Host bytes under each row."""
-        return self.host[np.arange(self.num_blocks), rows].sum(axis=-1)
+    def use_elsewhere(self, rows: Rows) -> NDArray[np.int64]:
+        """Host and disk bytes under each row."""
+        return self.elsewhere[:, np.arange(self.num_blocks), rows].sum(axis=-1)
 
-    def fit(self, peak_bytes: NDArray[np.int64], host_use: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of these keep both budgets."""
-        device, host = self.problem.device_budget_bytes, self.problem.host_budget_bytes
+    def fit(self, peak_bytes: NDArray[np.int64], elsewhere: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of these keep all budgets."""
         fitting = np.ones(len(peak_bytes), dtype=bool)
-        if device is not None:
-            fitting &= peak_bytes <= device
-        if host is not None:
-            fitting &= host_use <= host
+        limits = (self.problem.device_budget_bytes, self.problem.host_budget_bytes, self.problem.machine.disk_bytes)
+        for used, limit in zip((peak_bytes, *elsewhere), limits, strict=True):
+            if limit is not None:
+                fitting &= used <= limit
         return fitting
 
     def seconds(self, rows: Rows) -> Seconds:
@@ -99,49 +105,109 @@ class Replays:
 
     def _seconds(self, rows: Rows) -> Seconds:
         blocks = np.arange(self.num_blocks)
-        distance = self.distance[blocks, rows].T
-        forward = np.ascontiguousarray(self.forward[:, blocks, rows].transpose(0, 2, 1))
-        step_s = self.micro_batches * _pass_s(forward, distance)
-        if self.problem.training:
-            backward = np.ascontiguousarray(self.backward[:, blocks, rows].transpose(0, 2, 1)[:, ::-1])
-            step_s += self.micro_batches * _pass_s(backward, distance[::-1])
-            optimizer = self.optimizer[:, blocks, rows].transpose(0, 2, 1)
-            step_s += _optimizer_s(optimizer, same_cores=self.problem.machine.device_type == "cpu")
-        return step_s
+        problem, distance = self.problem, self.distance[blocks, rows].T
+
+        def table(tables: Seconds) -> Seconds:
+            return np.ascontiguousarray(tables[:, blocks, rows].transpose(0, 2, 1))
+
+        forward = table(self.forward)
+        if not problem.training:
+            return _Pass(forward, distance).run().end
+        last = _Pass(table(self.backward)[:, ::-1], distance[::-1]).run()
+        landed = last.landed[::-1]
+        device_end = last.end + self.device_update[blocks, rows].sum(axis=1)
+        overlap = overlap_of(problem)
+        early = overlap is Overlap.BACKWARD and not problem.clips_gradients
+        stepped = device_end if problem.machine.device_type == "cpu" else last.end
+        updated = _updated(
+            landed if early else np.broadcast_to(stepped, landed.shape),
+            self.host_update[blocks, rows].T,
+            priority=problem.schedule.priority,
+        )
+        on_host = self.on_host[blocks, rows].T & (self.host_update[blocks, rows].T > 0)
+        ready = np.where(on_host, updated, 0.0)
+        updates = table(self.update)
+        if overlap is Overlap.NONE:
+            alone = _Pass(updates, distance, start=device_end, ready=ready).run().end
+            return (
+                np.maximum(alone, ready.max(axis=0))
+                + self.micro_batches * self._plain(forward, distance)
+                + (self.micro_batches - 1) * last.end
+            )
+        joint = _Pass(forward + updates, distance, start=device_end, ready=ready).run().end
+        later = self.micro_batches - 1
+        return joint + (later * (self._plain(forward, distance) + last.end) if later else 0.0)
+
+    @staticmethod
+    def _plain(forward: Seconds, distance: NDArray[np.int64]) -> Seconds:
+        return _Pass(forward, distance).run().end
 
 
-def _pass_s(lanes: Seconds, distance: NDArray[np.int64]) -> Seconds:
-    """Seconds of one forward or backward; ``lanes`` are work, copies up and copies down, by position and by row."""
-    work, up, down = lanes
-    positions, rows = work.shape
-    issued = np.maximum(0, np.arange(positions)[:, None] - distance)
-    farthest = int(distance.max())
-    copies, sends = up.max(axis=1) > 0, down.max(axis=1) > 0
-    clock, up_free, down_free, left_at = np.zeros((4, rows))
-    arrived_at = np.zeros((positions, rows))
-    for i in range(positions):
-        for j in range(i, min(positions, i + farthest + 1)):
-            if not copies[j]:
-                continue
-            due = (issued[j] == i) & (up[j] > 0)
-            up_free = np.where(due, np.maximum(up_free, clock) + up[j], up_free)
-            arrived_at[j] = np.where(due, up_free, arrived_at[j])
-        clock = np.maximum(clock, arrived_at[i]) + work[i]
-        left_before, left_at = left_at, np.zeros(rows)
-        if sends[i]:
-            left_at = np.where(down[i] > 0, np.maximum(down_free, clock) + down[i], 0.0)
-            down_free = np.maximum(down_free, left_at)
-        clock = np.maximum(clock, left_before)
-    return np.maximum(clock, left_at)
+class _Pass:
+    """One pass over all blocks, for many rows: work, copies up and copies down by position and row.
+
+    Attributes:
+        end: when all is done, by row.
+        landed: when each position's work and copy down are done, by position and row.
+    """
+
+    def __init__(
+        self,
+        lanes: Seconds,
+        distance: NDArray[np.int64],
+        *,
+        start: Seconds | float = 0.0,
+        ready: Seconds | None = None,
+    ) -> None:
+        self.work, self.up, self.down = lanes
+        self.positions, self.rows = self.work.shape
+        at = np.arange(self.positions)[:, None]
+        self.issued, self.awaited = np.maximum(0, at - distance), np.minimum(self.positions - 1, at + distance)
+        self.farthest = int(distance.max())
+        self.start, self.ready = start, ready
+        self.landed = np.zeros((self.positions, self.rows))
+        self.end = np.zeros(self.rows)
+
+    def run(self) -> "_Pass":
+        up, down = self.up, self.down
+        copies, sends = up.max(axis=1) > 0, down.max(axis=1) > 0
+        clock = np.zeros(self.rows) + self.start
+        up_free, down_free = np.zeros((2, self.rows))
+        arrived_at, left_at = np.zeros((2, self.positions, self.rows))
+        for i in range(self.positions):
+            for j in range(i, min(self.positions, i + self.farthest + 1)):
+                if not copies[j]:
+                    continue
+                due = (self.issued[j] == i) & (up[j] > 0)
+                begin = np.maximum(up_free, clock)
+                if self.ready is not None:
+                    begin = np.maximum(begin, self.ready[j])
+                up_free = np.where(due, begin + up[j], up_free)
+                arrived_at[j] = np.where(due, up_free, arrived_at[j])
+            clock = np.maximum(clock, arrived_at[i]) + self.work[i]
+            self.landed[i] = clock
+            if sends[i]:
+                left_at[i] = np.where(down[i] > 0, np.maximum(down_free, clock) + down[i], 0.0)
+                down_free = np.maximum(down_free, left_at[i])
+                self.landed[i] = np.maximum(clock, left_at[i])
+            for j in range(max(0, i - self.farthest), i + 1):
+                if sends[j]:
+                    clock = np.maximum(clock, np.where(self.awaited[j] == i, left_at[j], 0.0))
+        self.end = clock
+        return self
 
 
-def _optimizer_s(updates: Seconds, *, same_cores: bool) -> Seconds:
-    """Seconds of the optimizer step; ``updates`` are those on the device, those on the host and uploads, by block and row."""
-    on_device, on_host, upload = updates
-    device_end = on_device.sum(axis=0)
-    updated = device_end.copy() if same_cores else np.zeros_like(device_end)
-    uploaded = np.zeros_like(device_end)
-    for host_s, upload_s in zip(on_host, upload, strict=True):
-        updated += host_s
-        uploaded = np.where(upload_s > 0, np.maximum(uploaded, updated) + upload_s, uploaded)
-    return np.maximum(np.maximum(device_end, updated), uploaded)
+def _updated(ready: Seconds, host_s: Seconds, *, priority: bool) -> Seconds:
+    """When the update lane is done with each block and all that the next forward needs before it, by block and row.
+
+    By priority, blocks 0..b are done when the last of them to come, of those whose successors keep the lane busy from
+    then on, has had its turn: the largest over c <= b of when c comes plus the updates of 0..c, since these come later and
+    go first. Else in the order in which they come, the last block first.
+    """
+    if priority:
+        return np.maximum.accumulate(ready + np.cumsum(host_s, axis=0), axis=0)
+    updated, free = np.zeros_like(host_s), np.zeros(host_s.shape[1])
+    for block in reversed(range(len(host_s))):
+        free = np.where(host_s[block] > 0, np.maximum(free, ready[block]) + host_s[block], free)
+        updated[block] = free
+    return updated

@@ -1,34 +1,67 @@
 """Replay of one optimizer step under given decisions: in come a problem and decisions, out come its time and memory.
 
 The replay walks the program that the runtime executes, in its order, and knows nothing of the integer program in
-`formulation`: it judges that program's plans. One optimizer step is ``micro_batches`` forward and backward passes and
-then the optimizer step, which starts after the last backward and ends inside ``optimizer.step()``.
+`formulation`: it judges that program's plans. One optimizer step is ``micro_batches`` forward and backward passes and the
+optimizer's updates; the replay is of a step in steady state, in the middle of many that are alike.
 
-Time. Four lanes work in order. The compute lane runs blocks; at fixed points of its program it *issues* copies to the
-lanes h2d and d2h and *waits* for them. A copy starts when it is issued and its lane is free, and takes
-``latency_s + bytes / bandwidth``. Copies of nothing are not issued.
+Time. Lanes work in order. The compute lane runs blocks; at fixed points of its program it *issues* copies to the lanes
+h2d and d2h and *waits* for them. A copy starts when it is issued, what it copies is there, and its lane has done all
+that was issued before; it takes ``latency_s + bytes / bandwidth``. Copies of nothing are not issued.
 
-    forward of b      issue the parameter fetches due now; wait for b's; compute; issue b's offload;
-                      wait for the offload of b-1 (the last block: its own too)
+    forward of b      issue the copies up due now; wait for b's; compute; issue b's offload; wait for the copies down due
     backward of b     issue the fetches and reloads due now; wait for b's; recompute; compute; issue b's gradients to
-                      their home; wait for the gradients of b+1 (block 0: its own too)
-    optimizer step    device updates on compute and host updates on the update lane, each in block order; a block
-                      updated on the host whose parameters are on the device is then uploaded on h2d
+                      their home; wait for the gradients due
+    updates           those on the device, in block order, on compute; those on the host on the update lane; a block that
+                      was updated on the host and whose parameters are on the device is *uploaded* on h2d; streamed
+                      optimizer states go up, the device updates, they go back
 
-A fetch for b is due at the start of the forward of ``max(0, b - prefetch_distance)``, and for backward, with reloads,
-at the start of the backward of ``min(last, b + prefetch_distance)``. On a CPU device everything runs on the same cores:
-host updates start after the device updates, and the work of a block takes ``CPU_COPY_SHARE`` of the seconds of its
-copies longer, whether they are hidden or not.
+A copy up for b is due at the start of the forward of ``max(0, b - prefetch_distance)``, and for backward, with reloads,
+at the start of the backward of ``min(last, b + prefetch_distance)``. A copy down of b is waited for as many blocks after
+it: at the end of the forward of ``min(last, b + prefetch_distance)`` and of the backward of ``max(0, b - prefetch_distance)``.
+
+What the updates overlap with is the schedule's (`autohete_fx.ir.Overlap`; a CPU device always has NONE, since host and
+device are the same cores there).
+
+    NONE        after the last backward: device updates; then for each block in order its uploads and its streamed update,
+                like a forward that computes nothing else; the next step begins when all lanes are done
+    STEP        after the last backward: device updates; then the next forward at once. There block b waits for its
+                update on the host and for its upload, or its fetch, of what was updated, and does its streamed update
+                before it computes; its states go back with its offload
+    BACKWARD    as STEP, but an update on the host starts when its gradients are there, in the last backward already,
+                unless gradients are clipped, which needs the norm of all of them first
+
+The update lane takes the block that the next forward needs first: an update is done in buckets so small that one that
+is more urgent is taken for going first at once. Without priority it takes them as gradients came. An update of states
+on disk takes what the slower of updating and of reading and writing takes. Under STEP and BACKWARD all lanes are idle at
+the end of the forward that waited for updates, and every step repeats the one before from there on: the replay begins and
+ends at that point.
+
+On a CPU device updates on the host start after those on the device, and the work of a block takes ``CPU_COPY_SHARE`` of the
+seconds of its copies longer, whether they are hidden or not.
 
 Memory. Buffers appear when they are issued or computed and go at the waits above, so the use of memory depends on the
 order of the program and not on its timing. Gradients that stay on the device exist twice in every micro-batch but
-the first: autograd adds them to ``.grad`` only after the whole compiled backward.
+the first: autograd adds them to ``.grad`` only after the whole compiled backward. Gradients of streamed states stay until
+their update.
 """
 
-from collections.abc import Callable, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autohete_fx.ir import Activations, BlockDecision, Lane, LaneTime, Machine, Optimizer, Params, Problem
+from autohete_fx.ir import (
+    Activations,
+    BlockCost,
+    BlockDecision,
+    Lane,
+    LaneTime,
+    Machine,
+    Optimizer,
+    Overlap,
+    Params,
+    Problem,
+)
+from autohete_fx.planner.device_memory import Contributor, DeviceMemory
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -42,8 +75,8 @@ CPU_COPY_SHARE = 0.25
 class Event:
     """A lane at work on a block, in seconds since the step began.
 
-    ``label`` is ``forward``, ``recompute``, ``backward``, ``fetch``, ``offload``, ``reload``, ``gradients``, ``update``
-    or ``upload``.
+    ``label`` is ``forward``, ``recompute``, ``backward``, ``fetch``, ``offload``, ``reload``, ``gradients``, ``update``,
+    ``upload``, ``states`` or ``disk``.
     """
 
     lane: Lane
@@ -54,25 +87,17 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contributor:
-    """Device bytes of one kind, over all blocks, at the moment of the peak."""
-
-    name: str
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
     """What a replay found.
 
     Attributes:
         step_s: seconds of one optimizer step, all its micro-batches included.
-        forward_s, backward_s: seconds of the last micro-batch's forward and backward (all micro-batches are alike).
-        optimizer_s: seconds of the optimizer step.
+        forward_s, backward_s: seconds of a forward that waits for no update, and of the last backward.
+        optimizer_s: what the updates add to these.
         peak_bytes: most device memory in use at once.
         peak_block, peak_phase: where the peak is first reached: block index, and ``forward``, ``backward`` or
             ``optimizer step``.
-        host_bytes: host memory for homes.
+        host_bytes, disk_bytes: host memory for homes, and what is on disk.
         busy_s: seconds of work per lane.
         events: every piece of work, by start time; empty where they were not asked for.
         contributors: what the peak consists of, largest first; empty where events were not asked for.
@@ -86,6 +111,7 @@ class Simulation:
     peak_block: int
     peak_phase: str
     host_bytes: int
+    disk_bytes: int
     busy_s: tuple[LaneTime, ...]
     events: tuple[Event, ...]
     contributors: tuple[Contributor, ...]
@@ -101,51 +127,61 @@ def simulate(problem: Problem, decisions: Sequence[BlockDecision], *, events: bo
     return _Replay(problem, decisions, events).run()
 
 
+def overlap_of(problem: Problem) -> Overlap:
+    """What updates on the host really overlap with."""
+    return Overlap.NONE if problem.machine.device_type == "cpu" else problem.schedule.overlap
+
+
 def host_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
     """Host memory for the homes of one block: parameters, optimizer states, gradients, offloaded activations."""
     cost = problem.costs[block]
     total = cost.param_bytes if decision.params is Params.HOST else 0
-    if decision.optimizer is Optimizer.HOST:
-        total += cost.optimizer_bytes
-        if problem.training:
-            total += cost.grad_bytes * (2 if problem.micro_batches > 1 else 1)
+    moved = decision.num_moved_states
+    if decision.optimizer in (Optimizer.HOST, Optimizer.STREAMED):
+        total += cost.moved_part(cost.optimizer_bytes, moved)
+    if problem.training and updates_on_host(decision):
+        total += cost.moved_part(cost.grad_bytes, moved) * (2 if problem.micro_batches > 1 else 1)
     if problem.training and decision.activations is Activations.OFFLOAD:
         total += cost.offloaded_bytes(decision.num_offloaded)
     return total
 
 
-class _DeviceMemory:
-    """Named device buffers, and the largest sum of them there ever was."""
+def disk_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
+    """What one block has on disk: optimizer states."""
+    if decision.optimizer is not Optimizer.DISK:
+        return 0
+    return problem.costs[block].moved_part(problem.costs[block].optimizer_bytes, decision.num_moved_states)
 
-    def __init__(self, keep_contributors: bool) -> None:
-        self.buffers: dict[tuple[str, int], int] = {}
-        self.used = 0
-        self.peak = -1
-        self.peak_block = 0
-        self.peak_phase = FORWARD
-        self.peak_buffers: dict[tuple[str, int], int] = {}
-        self.keep_contributors = keep_contributors
 
-    def hold(self, name: str, block: int, num_bytes: int) -> None:
-        """Make a buffer's size ``num_bytes``; 0 frees it."""
-        self.used += num_bytes - self.buffers.get((name, block), 0)
-        if num_bytes:
-            self.buffers[name, block] = num_bytes
-        else:
-            self.buffers.pop((name, block), None)
+def updates_on_host(decision: BlockDecision) -> bool:
+    """Whether the block's optimizer step, or a part of it, runs on the host."""
+    return decision.optimizer in (Optimizer.HOST, Optimizer.DISK)
 
-    def observe(self, block: int, phase: str) -> None:
-        if self.used > self.peak:
-            self.peak, self.peak_block, self.peak_phase = self.used, block, phase
-            if self.keep_contributors:
-                self.peak_buffers = dict(self.buffers)
 
-    def contributors(self) -> tuple[Contributor, ...]:
-        total: dict[str, int] = {}
-        for (name, _), num_bytes in self.peak_buffers.items():
-            total[name] = total.get(name, 0) + num_bytes
-        largest_first = sorted(total.items(), key=lambda item: (-item[1], item[0]))
-        return tuple(Contributor(name=name, num_bytes=num_bytes) for name, num_bytes in largest_first)
+def copy_share(machine: Machine) -> float:
+    """Of the seconds of a copy, the share by which it lengthens the computation of its block."""
+    return CPU_COPY_SHARE if machine.device_type == "cpu" else 0.0
+
+
+def device_update_s(problem: Problem, block: int, decision: BlockDecision, num_params: int) -> float:
+    """Seconds to update so many of a block's parameters on the device; homes on the host are read and written there."""
+    cost, machine = problem.costs[block], problem.machine
+    seconds = num_params / machine.device_update_params_per_s
+    if decision.params is Params.HOST and num_params:
+        num_bytes = cost.param_bytes * num_params / cost.num_params
+        seconds += num_bytes / machine.h2d_bytes_per_s + num_bytes / machine.d2h_bytes_per_s
+    return seconds
+
+
+def moved_params(cost: BlockCost, decision: BlockDecision) -> int:
+    """Trainable parameters of a block whose states are not on the device, in elements."""
+    return 0 if decision.optimizer is Optimizer.DEVICE else cost.moved_params(decision.num_moved_states)
+
+
+def disk_s(problem: Problem, block: int, decision: BlockDecision) -> float:
+    """Seconds to read and write a block's states on disk."""
+    num_bytes = 2 * disk_bytes(problem, block, decision)
+    return num_bytes / problem.machine.disk_bytes_per_s if num_bytes else 0.0
 
 
 class _Replay:
@@ -154,6 +190,7 @@ class _Replay:
     def __init__(self, problem: Problem, decisions: Sequence[BlockDecision], keep_events: bool) -> None:
         self.problem, self.decisions, self.costs = problem, decisions, problem.costs
         self.machine = problem.machine
+        self.overlap = overlap_of(problem)
         self.copy_share = copy_share(problem.machine)
         self.num_blocks = len(problem.costs)
         self.keep_events = keep_events
@@ -161,60 +198,85 @@ class _Replay:
         self.busy = dict.fromkeys(Lane, 0.0)
         self.free_at = dict.fromkeys(Lane, 0.0)  # of the compute lane: the program's clock
         self.done_at: dict[tuple[str, int], float] = {}  # copies under way: label and block to end
-        self.memory = _DeviceMemory(keep_events)
-        self.fetch_due = self._due(lambda block, distance: max(0, block - distance))
-        self.backward_due = self._due(lambda block, distance: min(self.num_blocks - 1, block + distance))
+        self.landed_at: dict[int, float] = {}  # gradients of the last micro-batch, on the host
+        self.memory = DeviceMemory(keep_contributors=keep_events)
+        self.before = self._at(lambda block, distance: max(0, block - distance))
+        self.after = self._at(lambda block, distance: min(self.num_blocks - 1, block + distance))
         self.last_reader = dict.fromkeys(range(self.num_blocks), self.num_blocks)
-        for edge in sorted(problem.edges, key=lambda edge: edge.consumer):
-            self.last_reader[edge.producer] = edge.consumer
+        self.last_reader |= _last_readers(problem)
 
-    def _due(self, issued_at: Callable[[int, int], int]) -> list[list[int]]:
-        """For each block, the blocks whose copies are issued at its start, in ascending order."""
-        due: list[list[int]] = [[] for _ in self.costs]
+    def _at(self, place: Callable[[int, int], int]) -> list[list[int]]:
+        """For each block, in ascending order the blocks whose place, at their distance, it is: in a forward their copies up
+        are issued ``before``, their copies down awaited ``after``, in a backward the other way round."""
+        placed: list[list[int]] = [[] for _ in self.costs]
         for block, decision in enumerate(self.decisions):
-            due[issued_at(block, decision.prefetch_distance)].append(block)
-        return due
+            placed[place(block, decision.prefetch_distance)].append(block)
+        return placed
 
     def run(self) -> Simulation:
         self._hold_residents()
-        forward_s = backward_s = 0.0
-        for micro_batch in range(self.problem.micro_batches if self.problem.training else 1):
-            start = self.free_at[Lane.COMPUTE]
-            for block in range(self.num_blocks):
-                self._forward(block)
-            middle = self.free_at[Lane.COMPUTE]
-            forward_s = middle - start
-            if self.problem.training:
-                gradients = "gradients" if micro_batch == 0 else "gradients of a later micro-batch"
-                for block in reversed(range(self.num_blocks)):
-                    self._backward(block, gradients)
-                if micro_batch > 0:
-                    for block in range(self.num_blocks):
-                        self.memory.hold(gradients, block, 0)
-                backward_s = self.free_at[Lane.COMPUTE] - middle
-        optimizer_s = self._optimizer_step() if self.problem.training else 0.0
-        end = max(self.free_at.values())
+        began = self._pass(range(self.num_blocks), self._forward)
+        forward_s, backward_s = self._clock - began, 0.0
+        overlaps = self.problem.training and self.overlap is not Overlap.NONE
+        if overlaps:
+            began = self._clock  # the forward so far was the end of the step before
+            self.events, self.busy = [], dict.fromkeys(Lane, 0.0)
+        for micro_batch in range(self.problem.micro_batches if self.problem.training else 0):
+            if micro_batch > 0:
+                self._pass(range(self.num_blocks), self._forward)
+            gradients = "gradients" if micro_batch == 0 else "gradients of a later micro-batch"
+            middle = self._pass(
+                reversed(range(self.num_blocks)), lambda block, name=gradients: self._backward(block, name)
+            )
+            backward_s = self._clock - middle
+            for block in range(self.num_blocks) if micro_batch > 0 else ():
+                self.memory.hold(gradients, block, 0)
+        if self.problem.training:
+            self._optimizer_step()
+        step_s = max(self.free_at.values()) - began
+        passes = self.problem.micro_batches if self.problem.training else 1
+        pairs = list(enumerate(self.decisions))
         return Simulation(
-            step_s=end,
+            step_s=step_s,
             forward_s=forward_s,
             backward_s=backward_s,
-            optimizer_s=optimizer_s,
+            optimizer_s=step_s - passes * (forward_s + backward_s),
             peak_bytes=self.memory.peak,
             peak_block=self.memory.peak_block,
             peak_phase=self.memory.peak_phase,
-            host_bytes=sum(host_bytes(self.problem, b, decision) for b, decision in enumerate(self.decisions)),
+            host_bytes=sum(host_bytes(self.problem, b, decision) for b, decision in pairs),
+            disk_bytes=sum(disk_bytes(self.problem, b, decision) for b, decision in pairs),
             busy_s=tuple(LaneTime(lane=lane, busy_s=busy_s) for lane, busy_s in self.busy.items()),
-            events=tuple(sorted(self.events, key=lambda event: (event.start_s, event.end_s))),
+            events=self._events_since(began),
             contributors=self.memory.contributors(),
         )
+
+    @property
+    def _clock(self) -> float:
+        return self.free_at[Lane.COMPUTE]
+
+    def _events_since(self, began: float) -> tuple[Event, ...]:
+        moved = (
+            Event(lane=e.lane, label=e.label, block=e.block, start_s=e.start_s - began, end_s=e.end_s - began)
+            for e in self.events
+        )
+        return tuple(sorted(moved, key=lambda event: (event.start_s, event.end_s)))
+
+    def _pass(self, blocks: Iterable[int], run: Callable[[int], None]) -> float:
+        """Run a pass; returns when it began."""
+        began = self._clock
+        for block in blocks:
+            run(block)
+        return began
 
     def _hold_residents(self) -> None:
         self.memory.hold("inputs, buffers and other graphs", -1, self.problem.fixed_bytes)
         for block, (cost, decision) in enumerate(zip(self.costs, self.decisions, strict=True)):
             if decision.params is Params.DEVICE:
                 self.memory.hold("parameters", block, cost.param_bytes)
-            if decision.optimizer is Optimizer.DEVICE:
-                self.memory.hold("optimizer states", block, cost.optimizer_bytes)
+            self.memory.hold(
+                "optimizer states", block, cost.optimizer_bytes - self._moved_part(block, cost.optimizer_bytes)
+            )
         self.memory.observe(0, FORWARD)
 
     def _work(self, lane: Lane, label: str, block: int, seconds: float, ready_at: float = 0.0) -> float:
@@ -222,10 +284,13 @@ class _Replay:
         start = max(self.free_at[lane], ready_at)
         end = start + seconds
         self.free_at[lane] = end
-        self.busy[lane] += seconds
-        if self.keep_events and seconds > 0:
-            self.events.append(Event(lane=lane, label=label, block=block, start_s=start, end_s=end))
+        self._note(lane, label, block, start, end)
         return end
+
+    def _note(self, lane: Lane, label: str, block: int, start_s: float, end_s: float) -> None:
+        self.busy[lane] += end_s - start_s
+        if self.keep_events and end_s > start_s:
+            self.events.append(Event(lane=lane, label=label, block=block, start_s=start_s, end_s=end_s))
 
     def _copy_s(self, lane: Lane, num_bytes: int) -> float:
         if not num_bytes:
@@ -237,17 +302,15 @@ class _Replay:
         """Seconds that a block's copies take from computation, given as lanes and bytes."""
         return self.copy_share * sum(self._copy_s(*copy) for copy in copies)
 
-    def _issue(self, lane: Lane, label: str, block: int, num_bytes: int, ready_at: float | None = None) -> None:
-        """Queue a copy on a lane, ready when the compute lane comes here unless ``ready_at`` says when."""
+    def _issue(self, lane: Lane, label: str, block: int, num_bytes: int, ready_at: float = 0.0) -> None:
+        """Queue a copy on a lane, of something that is there ``ready_at``."""
         if num_bytes:
-            ready = self.free_at[Lane.COMPUTE] if ready_at is None else ready_at
+            ready = max(self._clock, ready_at)
             self.done_at[label, block] = self._work(lane, label, block, self._copy_s(lane, num_bytes), ready)
 
     def _wait(self, label: str, block: int) -> None:
         """Hold the compute lane until a copy is complete, if one is under way."""
-        done_at = self.done_at.pop((label, block), None)
-        if done_at is not None:
-            self.free_at[Lane.COMPUTE] = max(self.free_at[Lane.COMPUTE], done_at)
+        self.free_at[Lane.COMPUTE] = max(self._clock, self.done_at.pop((label, block), 0.0))
 
     def _moved_bytes(self, block: int) -> tuple[int, int]:
         """A block's fetched parameters and its activations that leave and return."""
@@ -258,42 +321,52 @@ class _Replay:
     def _offloaded_bytes(self, block: int) -> int:
         return self.costs[block].offloaded_bytes(self.decisions[block].num_offloaded)
 
-    def _fetch_params(self, block: int) -> None:
+    def _moved_part(self, block: int, num_bytes: int) -> int:
+        """Of bytes that a block's trainable parameters share in, those whose states are not on the device."""
+        decision = self.decisions[block]
+        if decision.optimizer is Optimizer.DEVICE:
+            return 0
+        return self.costs[block].moved_part(num_bytes, decision.num_moved_states)
+
+    def _fetch_params(self, block: int, ready_at: float = 0.0) -> None:
         if self.decisions[block].params is Params.HOST:
             self.memory.hold("fetched parameters", block, self.costs[block].param_bytes)
-            self._issue(Lane.H2D, "fetch", block, self.costs[block].param_bytes)
+            self._issue(Lane.H2D, "fetch", block, self.costs[block].param_bytes, ready_at)
 
-    def _forward(self, block: int) -> None:
-        cost = self.costs[block]
-        for due in self.fetch_due[block]:
-            self._fetch_params(due)
+    def _forward(self, block: int, updated_at: Mapping[int, float] | None = None) -> None:
+        """Forward of a block; ``updated_at``, of the blocks updated on the host, where this is the step's first."""
+        cost, decision = self.costs[block], self.decisions[block]
+        for due in self.before[block]:
+            self._fetch_params(due, (updated_at or {}).get(due, 0.0))
+            if updated_at is not None:
+                self._issue_update_copies(due, updated_at)
         self.memory.hold("activations", block, cost.saved_bytes)
         self.memory.hold("workspace", block, cost.forward_workspace_bytes)
         self.memory.observe(block, FORWARD)
         self._wait("fetch", block)
+        if updated_at is not None:
+            self._update_with_copies(block)
         fetched, offloaded = self._moved_bytes(block)
         lost_s = self._lost_s((Lane.H2D, fetched), (Lane.D2H, offloaded))
         self._work(Lane.COMPUTE, "forward", block, cost.forward_s + lost_s)
         self.memory.hold("workspace", block, 0)
-        self.memory.hold("fetched parameters", block, 0)
-        if self.problem.training:
-            self._settle_activations(block)
-        else:
+        if not (self.problem.training and decision.keeps_fetched):
+            self.memory.hold("fetched parameters", block, 0)
+        if not self.problem.training:
             self._release_read_values(block)
-
-    def _settle_activations(self, block: int) -> None:
-        """At the end of a block's forward: issue its offload, and end the previous block's."""
-        activations = self.decisions[block].activations
-        if activations is Activations.RECOMPUTE:
-            self.memory.hold("activations", block, self.costs[block].boundary_bytes)
-        elif activations is Activations.OFFLOAD:
-            self._issue(Lane.D2H, "offload", block, self._offloaded_bytes(block))
-        self._end_offload(block - 1)
-        if block == self.num_blocks - 1:
-            self._end_offload(block)
+            return
+        if decision.activations is Activations.RECOMPUTE:
+            self.memory.hold("activations", block, cost.boundary_bytes)
+        elif decision.activations is Activations.OFFLOAD:
+            self._issue(Lane.D2H, "offload", block, offloaded)
+        if updated_at is not None:
+            self._return_states(block)
+        for sender in self.after[block]:
+            self._end_offload(sender)
+            self._end_return(sender)
 
     def _end_offload(self, block: int) -> None:
-        if block >= 0 and self.decisions[block].activations is Activations.OFFLOAD:
+        if self.decisions[block].activations is Activations.OFFLOAD:
             self._wait("offload", block)
             self.memory.hold("activations", block, self.costs[block].saved_bytes - self._offloaded_bytes(block))
 
@@ -306,62 +379,137 @@ class _Replay:
 
     def _backward(self, block: int, gradients: str) -> None:
         cost, decision = self.costs[block], self.decisions[block]
-        for due in reversed(self.backward_due[block]):
-            self._fetch_params(due)
+        for due in reversed(self.after[block]):
+            if not self.decisions[due].keeps_fetched:
+                self._fetch_params(due)
             if self.decisions[due].activations is Activations.OFFLOAD:
                 self.memory.hold("activations", due, self.costs[due].saved_bytes)
                 self._issue(Lane.H2D, "reload", due, self._offloaded_bytes(due))
-        host_gradients = decision.optimizer is Optimizer.HOST
+        to_host = self._moved_part(block, cost.grad_bytes) if updates_on_host(decision) else 0
         self.memory.hold("activations", block, cost.saved_bytes)
         self.memory.hold("workspace", block, cost.backward_workspace_bytes)
-        self.memory.hold("gradients on their way to the host" if host_gradients else gradients, block, cost.grad_bytes)
+        self.memory.hold("gradients on their way to the host", block, to_host)
+        self.memory.hold(gradients, block, cost.grad_bytes - to_host)
         self.memory.observe(block, BACKWARD)
         self._wait("fetch", block)
         self._wait("reload", block)
         if decision.activations is Activations.RECOMPUTE:
             self._work(Lane.COMPUTE, "recompute", block, cost.recompute_s)
         fetched, reloaded = self._moved_bytes(block)
-        sent = cost.grad_bytes if host_gradients else 0
-        lost_s = self._lost_s((Lane.H2D, fetched), (Lane.H2D, reloaded), (Lane.D2H, sent))
+        copies = ((Lane.H2D, 0 if decision.keeps_fetched else fetched), (Lane.H2D, reloaded))
+        lost_s = self._lost_s(*copies, (Lane.D2H, to_host))
         self._work(Lane.COMPUTE, "backward", block, cost.backward_s + lost_s)
         self.memory.hold("workspace", block, 0)
         self.memory.hold("activations", block, 0)
         self.memory.hold("fetched parameters", block, 0)
-        if host_gradients:
-            self._issue(Lane.D2H, "gradients", block, cost.grad_bytes)
-        for sender in (block + 1, 0) if block == 0 else (block + 1,):
+        if updates_on_host(decision):
+            self._issue(Lane.D2H, "gradients", block, to_host)
+            self.landed_at[block] = self.done_at.get(("gradients", block), self._clock)
+        for sender in reversed(self.before[block]):
             self._wait("gradients", sender)
             self.memory.hold("gradients on their way to the host", sender, 0)
 
-    def _optimizer_step(self) -> float:
-        """Run the synchronous optimizer step after the last backward; returns its seconds."""
-        start = self.free_at[Lane.COMPUTE]
+    def _optimizer_step(self) -> None:
+        """Updates after the last backward, and under an overlapping schedule the next forward with them."""
         self.memory.observe(0, OPTIMIZER_STEP)
-        machine = self.machine
-        trained = [block for block in range(self.num_blocks) if self.costs[block].num_params]
-        for block in trained:
-            if self.decisions[block].optimizer is Optimizer.DEVICE:
-                self._work(Lane.COMPUTE, "update", block, device_update_s(self.problem, block, self.decisions[block]))
-        host_ready = self.free_at[Lane.COMPUTE] if machine.device_type == "cpu" else start
-        for block in trained:
-            if self.decisions[block].optimizer is Optimizer.HOST:
-                uploaded = self.costs[block].param_bytes if self.decisions[block].params is Params.DEVICE else 0
-                seconds = self.costs[block].num_params / machine.host_update_params_per_s
-                seconds += self._lost_s((Lane.H2D, uploaded))
-                updated = self._work(Lane.UPDATE, "update", block, seconds, host_ready)
-                self._issue(Lane.H2D, "upload", block, uploaded, updated)
-        return max(self.free_at.values()) - start
+        stepped_at = self._clock
+        for block, (cost, decision) in enumerate(zip(self.costs, self.decisions, strict=True)):
+            here = cost.num_params - moved_params(cost, decision)
+            self._work(Lane.COMPUTE, "update", block, device_update_s(self.problem, block, decision, here))
+            if decision.optimizer is Optimizer.STREAMED:
+                streamed = self._moved_part(block, cost.grad_bytes)
+                self.memory.hold("gradients", block, cost.grad_bytes - streamed)
+                self.memory.hold("gradients of streamed states", block, streamed)
+        on_host = [b for b, cost in enumerate(self.costs) if cost.num_params and updates_on_host(self.decisions[b])]
+        early = self.overlap is Overlap.BACKWARD and not self.problem.clips_gradients
+        start = self._clock if self.machine.device_type == "cpu" else stepped_at
+        updated_at = self._update_on_host({block: self.landed_at[block] if early else start for block in on_host})
+        if self.overlap is Overlap.NONE:
+            self._pass(range(self.num_blocks), lambda block: self._update_alone(block, updated_at))
+            return
+        for block in range(self.num_blocks):
+            self.memory.hold("gradients", block, 0)
+        self._pass(range(self.num_blocks), lambda block: self._forward(block, updated_at))
+
+    def _update_on_host(self, ready_at: Mapping[int, float]) -> dict[int, float]:
+        """Run the update lane; returns when each block is updated."""
+        priority = self.problem.schedule.priority
+        coming = sorted(ready_at, key=lambda block: (ready_at[block], -block))
+        left_s = {block: self._host_update_s(block) for block in coming}
+        rank = {block: block if priority else place for place, block in enumerate(coming)}
+        coming.reverse()
+        here: list[tuple[int, int]] = []
+        clock, updated_at = 0.0, {}
+        while coming or here:
+            if not here:
+                clock = max(clock, ready_at[coming[-1]])
+            while coming and ready_at[coming[-1]] <= clock:
+                block = coming.pop()
+                heapq.heappush(here, (rank[block], block))
+            block = here[0][1]
+            end = clock + left_s[block]
+            if coming and ready_at[coming[-1]] < end and priority:
+                end = ready_at[coming[-1]]
+                left_s[block] -= end - clock
+            else:
+                heapq.heappop(here)
+                updated_at[block] = end
+            self._note(Lane.UPDATE, "update", block, clock, end)
+            if self.decisions[block].optimizer is Optimizer.DISK:
+                self._note(Lane.DISK, "disk", block, clock, end)
+            clock = end
+        self.free_at[Lane.UPDATE] = max(self.free_at[Lane.UPDATE], clock)
+        return updated_at
+
+    def _host_update_s(self, block: int) -> float:
+        cost, decision = self.costs[block], self.decisions[block]
+        uploaded = self._moved_part(block, cost.param_bytes) if decision.params is Params.DEVICE else 0
+        updated = moved_params(cost, decision)
+        seconds = updated / self.machine.host_update_params_per_s + self._lost_s((Lane.H2D, uploaded))
+        return max(seconds, disk_s(self.problem, block, decision))
+
+    def _update_alone(self, block: int, updated_at: Mapping[int, float]) -> None:
+        """What is left of a block's update after a synchronous step's device and host updates: uploads and streams."""
+        for due in self.before[block]:
+            self._issue_update_copies(due, updated_at)
+        self.memory.observe(block, OPTIMIZER_STEP)
+        self._update_with_copies(block)
+        self._return_states(block)
+        for sender in self.after[block]:
+            self._end_return(sender)
+
+    def _issue_update_copies(self, block: int, updated_at: Mapping[int, float]) -> None:
+        cost, decision = self.costs[block], self.decisions[block]
+        if block in updated_at and decision.params is Params.DEVICE:
+            self._issue(Lane.H2D, "upload", block, self._moved_part(block, cost.param_bytes), updated_at[block])
+        if decision.optimizer is Optimizer.STREAMED:
+            streamed = self._moved_part(block, cost.optimizer_bytes)
+            self.memory.hold("streamed optimizer states", block, streamed)
+            self._issue(Lane.H2D, "states", block, streamed)
+
+    def _update_with_copies(self, block: int) -> None:
+        """Wait for what a block's update copies up, and do the update if its states are streamed."""
+        self._wait("upload", block)
+        self._wait("states", block)
+        if self.decisions[block].optimizer is Optimizer.STREAMED:
+            streamed = moved_params(self.costs[block], self.decisions[block])
+            self._work(
+                Lane.COMPUTE, "update", block, device_update_s(self.problem, block, self.decisions[block], streamed)
+            )
+
+    def _return_states(self, block: int) -> None:
+        if self.decisions[block].optimizer is Optimizer.STREAMED:
+            self.memory.hold("gradients of streamed states", block, 0)
+            self._issue(Lane.D2H, "states", block, self._moved_part(block, self.costs[block].optimizer_bytes))
+
+    def _end_return(self, block: int) -> None:
+        if self.decisions[block].optimizer is Optimizer.STREAMED:
+            self._wait("states", block)
+            self.memory.hold("streamed optimizer states", block, 0)
 
 
-def copy_share(machine: Machine) -> float:
-    """Of the seconds of a copy, the share by which it lengthens the computation of its block."""
-    return CPU_COPY_SHARE if machine.device_type == "cpu" else 0.0
-
-
-def device_update_s(problem: Problem, block: int, decision: BlockDecision) -> float:
-    """Seconds of a block's update on the device; a home on the host is read and written through the link."""
-    cost, machine = problem.costs[block], problem.machine
-    seconds = cost.num_params / machine.device_update_params_per_s
-    if decision.params is Params.HOST:
-        seconds += cost.param_bytes / machine.h2d_bytes_per_s + cost.param_bytes / machine.d2h_bytes_per_s
-    return seconds
+def _last_readers(problem: Problem) -> dict[int, int]:
+    last: dict[int, int] = {}
+    for edge in problem.edges:
+        last[edge.producer] = max(last.get(edge.producer, 0), edge.consumer)
+    return last

@@ -2,8 +2,9 @@
 
     nothing moves, fits, and its time is within OPTIMAL_GAP of the work that every plan does -> that is the plan
     patterns that fit (`starts`), improved (`improve`)                                       -> a first plan
-    the program that bounds (`formulation`), and its decisions improved                      -> the lower bound
-    the program that decides, and its decisions improved
+    the program that bounds (`formulation`), without whole numbers (`relaxation`)            -> the lower bound
+    its shares in whole blocks (`rounding`), repaired and improved
+    for a few blocks, the programs that bound and decide, and their decisions improved
     random changes to the best, improved                                                     -> the plan
     nothing fits                                                                -> InfeasiblePlanError (`infeasible`)
 
@@ -13,36 +14,44 @@ faster by more than OPTIMAL_GAP. On a CUDA device there can be one without any b
 updates, so keeping everything is not a lower bound on time, and is not said to be.
 """
 
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from autohete_fx.ir import BlockDecision, Plan, Problem
+from autohete_fx.ir import BlockDecision, Overlap, Plan, Problem
 from autohete_fx.planner.baselines import evaluate
-from autohete_fx.planner.choices import MAX_PREFETCH_DISTANCE, choices, fetches_ahead
+from autohete_fx.planner.choices import MAX_PREFETCH_DISTANCE, choices, copies
 from autohete_fx.planner.formulation import RELATIVE_GAP, Program
 from autohete_fx.planner.improve import Search
 from autohete_fx.planner.infeasible import infeasible, least_peak
-from autohete_fx.planner.relaxation import relaxed_bound_s
+from autohete_fx.planner.relaxation import Relaxed, relax
 from autohete_fx.planner.replays import Replays, Rows
-from autohete_fx.planner.simulate import Simulation, simulate
-from autohete_fx.planner.starts import starts
+from autohete_fx.planner.rounding import rounded, supported_choices
+from autohete_fx.planner.simulate import Simulation, overlap_of, simulate
+from autohete_fx.planner.starts import simple_choices, starts
 
 OPTIMAL_GAP = 0.005
 """A plan whose gap is at most this has status ``optimal``; for less, nothing is moved."""
 BOUND_SHARE, DECIDE_SHARE = 0.15, 0.1
 """Of the time limit, what work is counted out for, for each integer program."""
-STARTS_SHARE, PROGRAMS_SHARE, ESCAPE_SHARE = 0.2, 0.05, 0.15
-"""Likewise for local search from patterns, from each program's decisions, and at the end. All shares together leave a slow
-or busy machine half as much again, so that the clock, which would make plans depend on the load, seldom ends the search."""
-RELAXATION_SHARE = 0.15
-"""Of the time limit, by the clock: it takes a tenth of this, or never ends; no decision is made of it."""
+STARTS_SHARE, ROUNDING_SHARE, PROGRAMS_SHARE, ESCAPE_SHARE = 0.1, 0.3, 0.05, 0.15
+"""Likewise for local search from patterns, from the rounded relaxation, from each program's decisions, and at the end. All
+shares together leave a slow or busy machine half as much again, so that the clock, which would make plans depend on the
+load, seldom ends the search."""
+RELAXATION_SHARE = 0.3
+"""Of the time limit, by the clock, for the relaxation, which takes a tenth of this for few blocks."""
 REPLAYED_BLOCKS_PER_SECOND = 1_500_000
 """Of local search on a usual core."""
-PROGRAM_BLOCKS = 48
+PROGRAM_BLOCKS = 8
 """For more blocks the integer programs are not tried: in seconds they get no further than their relaxation."""
-_STARTS = 4
+MOST_SEGMENTS = 48
+"""Blocks that the relaxation tells apart; more are taken together, which costs the bound a quarter of a percent."""
+MOST_CHOICES = 80_000
+"""Where blocks times all their choices are more, the search is among those that the relaxation uses."""
+_STARTS, _IMPROVED_STARTS, _ROUNDINGS = 4, 2, 4
 
 
 def solve(problem: Problem, *, time_limit_s: float = 10.0) -> Plan:
@@ -67,22 +76,30 @@ def solve(problem: Problem, *, time_limit_s: float = 10.0) -> Plan:
 def fits(problem: Problem, replayed: Simulation | Plan) -> bool:
     """Whether a replay keeps both budgets."""
     device, host = problem.device_budget_bytes, problem.host_budget_bytes
-    return (device is None or replayed.peak_bytes <= device) and (host is None or replayed.host_bytes <= host)
+    return (
+        (device is None or replayed.peak_bytes <= device)
+        and (host is None or replayed.host_bytes <= host)
+        and replayed.disk_bytes <= problem.machine.disk_bytes
+    )
 
 
 def work_bound_s(problem: Problem) -> float:
     """What no plan can be faster than: all blocks computed, all parameters updated where that is fastest.
 
-    On a CPU device host and device updates take the same cores; on a CUDA device they overlap, at best perfectly.
+    On a CPU device host and device updates take the same cores; on a CUDA device they overlap, at best perfectly, and
+    under an overlapping schedule those on the host also overlap the passes.
     """
     forward_s = sum(cost.forward_s for cost in problem.costs)
     if not problem.training:
         return forward_s
     machine = problem.machine
-    rates = machine.device_update_params_per_s, machine.host_update_params_per_s
-    rate = max(rates) if machine.device_type == "cpu" else sum(rates)
     passes_s = problem.micro_batches * (forward_s + sum(cost.backward_s for cost in problem.costs))
-    return passes_s + sum(cost.num_params for cost in problem.costs) / rate
+    num_params = sum(cost.num_params for cost in problem.costs)
+    on_device, on_host = machine.device_update_params_per_s, machine.host_update_params_per_s
+    if machine.device_type == "cpu":
+        return passes_s + num_params / max(on_device, on_host)
+    hidden = on_host * passes_s if overlap_of(problem) is not Overlap.NONE else 0.0
+    return passes_s + max(0.0, num_params - hidden) / (on_device + on_host)
 
 
 def _solved(problem: Problem, time_limit_s: float, deadline: float) -> tuple[tuple[BlockDecision, ...], float]:
@@ -90,7 +107,7 @@ def _solved(problem: Problem, time_limit_s: float, deadline: float) -> tuple[tup
     stay = tuple(choices(problem, block)[0] for block in range(len(problem.costs)))
     replayed = simulate(problem, stay, events=False)
     bound_s = work_bound_s(problem)
-    stays = fits(problem, replayed) and not any(fetches_ahead(decision) for decision in stay)
+    stays = fits(problem, replayed) and not any(copies(decision) for decision in stay)
     if stays and replayed.step_s - bound_s <= OPTIMAL_GAP * replayed.step_s:
         return stay, bound_s
     if not problem.costs:
@@ -99,66 +116,112 @@ def _solved(problem: Problem, time_limit_s: float, deadline: float) -> tuple[tup
     found.look(bound_s)
     if stays and replayed.step_s <= found.best_s * (1 + OPTIMAL_GAP):
         return stay, found.bound_s
-    return found.replays.decisions(found.best), found.bound_s
+    return found.best, found.bound_s
 
 
 class _Found:
-    """The best assignment and the best bound so far."""
+    """The best decisions and the best bound so far."""
 
     def __init__(self, problem: Problem, time_limit_s: float, deadline: float) -> None:
         self.problem, self.time_limit_s, self.deadline = problem, time_limit_s, deadline
-        self.replays = Replays(problem)
-        self.search = Search(self.replays, deadline=deadline)
-        self.best = np.zeros(0, dtype=np.int64)
+        self.num_blocks = len(problem.costs)
+        self.best: tuple[BlockDecision, ...] = ()
         self.best_s = self.best_score = float("inf")
         self.bound_s = 0.0
 
     def look(self, bound_s: float) -> None:
         """Search, with a bound to begin with. Raises InfeasiblePlanError."""
         self.bound_s = bound_s
-        begin = starts(self.replays, self.search, _STARTS) or [self._anything()]
-        self._allow(STARTS_SHARE)
-        for start in begin:
-            self._keep(self.search.improve(start))
-        bounding = Program(self.problem)
-        bounding.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
-        relaxation_ends = min(self.deadline, time.monotonic() + RELAXATION_SHARE * self.time_limit_s)
-        self.bound_s = max(self.bound_s, relaxed_bound_s(bounding, deadline=relaxation_ends))
-        if not self._is_done and self.replays.num_blocks <= PROGRAM_BLOCKS:
-            self.bound_s = max(self.bound_s, self._solve_program(bounding, BOUND_SHARE))
-        if not self._is_done and self.replays.num_blocks <= PROGRAM_BLOCKS:
-            deciding = Program(self.problem)
-            deciding.minimize_step(ahead=1)
-            self._solve_program(deciding, DECIDE_SHARE)
+        self._look_at_patterns()
+        relaxed = self._relax()
+        if self._is_done:
+            return
+        every = sum(len(choices(self.problem, block)) for block in range(self.num_blocks)) * self.num_blocks
+        few = relaxed is not None and every > MOST_CHOICES
+        search = self._search(supported_choices(self.problem, relaxed.shares) if few and relaxed is not None else None)
+        if relaxed is not None:
+            self._look_near(relaxed, search)
+        if not self._is_done and self.num_blocks <= PROGRAM_BLOCKS:
+            for ahead, share in ((MAX_PREFETCH_DISTANCE, BOUND_SHARE), (1, DECIDE_SHARE)):
+                self._solve_program(search, ahead, share)
         if not self._is_done:
-            self._allow(ESCAPE_SHARE)
-            self._keep(self.search.escape(self.best))
+            self._allow(search, ESCAPE_SHARE)
+            self._keep(search, search.escape(search.replays.row(self.best)))
 
     @property
     def _is_done(self) -> bool:
         return self.best_s - self.bound_s <= RELATIVE_GAP * self.best_s or time.monotonic() > self.deadline
 
-    def _anything(self) -> Rows:
+    def _search(self, options: Sequence[Sequence[BlockDecision]] | None) -> Search:
+        """A search among ``options``, or all choices, and always those of the best so far."""
+        if options is not None and self.best:
+            known = [
+                [*of_block, replace(d, prefetch_distance=1)] for of_block, d in zip(options, self.best, strict=True)
+            ]
+            options = [list(dict.fromkeys(of_block)) for of_block in known]
+        return Search(Replays(self.problem, options), deadline=self.deadline)
+
+    def _look_at_patterns(self) -> None:
+        search = self._search(simple_choices(self.problem))
+        begin = starts(search.replays, search, _STARTS)
+        if not begin:
+            decisions = self._anything()
+            self.best = tuple(replace(d, prefetch_distance=1) for d in decisions)
+            search = self._search(simple_choices(self.problem))
+            begin = [search.replays.row(decisions)]
+        self._allow(search, STARTS_SHARE)
+        for start in begin:
+            self._keep(search, start)
+        for start in begin[:_IMPROVED_STARTS]:
+            self._keep(search, search.improve(start))
+
+    def _relax(self) -> Relaxed | None:
+        """Bound the step; very many blocks are taken together in segments."""
+        bounding = Program(self.problem, segment=math.ceil(self.num_blocks / MOST_SEGMENTS))
+        bounding.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
+        relaxed = relax(bounding, deadline=min(self.deadline, time.monotonic() + RELAXATION_SHARE * self.time_limit_s))
+        if relaxed is not None:
+            self.bound_s = max(self.bound_s, relaxed.bound_s)
+        return relaxed
+
+    def _look_near(self, relaxed: Relaxed, search: Search) -> None:
+        """Round the relaxation, and search from there."""
+        self._allow(search, ROUNDING_SHARE)
+        near = rounded(self.problem, relaxed.shares, range(1, search.replays.farthest + 1))
+        fitting = [row for row in (search.repair(search.replays.row(each)) for each in near) if row is not None]
+        if not fitting:
+            return
+        scores = search.score(np.array(fitting))
+        order = [i for n, i in enumerate(np.argsort(scores, kind="stable")) if not n or scores[i] > min(scores)]
+        for i in order[:_ROUNDINGS]:
+            if not self._is_done:
+                self._keep(search, search.improve(fitting[i]))
+
+    def _anything(self) -> tuple[BlockDecision, ...]:
         decisions = least_peak(self.problem, deadline=self.deadline)
         if decisions is None or not fits(self.problem, simulate(self.problem, decisions, events=False)):
             raise infeasible(self.problem, deadline=self.deadline)
-        return self.replays.row(decisions)
+        return decisions
 
-    def _allow(self, share: float) -> None:
-        self.search.work_left = int(share * self.time_limit_s * REPLAYED_BLOCKS_PER_SECOND)
+    def _allow(self, search: Search, share: float) -> None:
+        search.work_left = int(share * self.time_limit_s * REPLAYED_BLOCKS_PER_SECOND)
 
-    def _solve_program(self, program: Program, share: float) -> float:
-        """Improve what a program decides; returns the bound that it proves, in seconds."""
-        hint = self.replays.decisions(self.best)
+    def _solve_program(self, search: Search, ahead: int, share: float) -> None:
+        """Improve what a program decides, and learn from what it proves."""
+        if self._is_done:
+            return
+        program = Program(self.problem)
+        program.minimize_step(ahead=ahead)
         limit_s = share * self.time_limit_s
-        answer = program.solve(limit_s=limit_s, deadline=self.deadline, hint=hint, in_seconds=True)
+        answer = program.solve(limit_s=limit_s, deadline=self.deadline, hint=self.best, in_seconds=True)
+        if ahead > 1:
+            self.bound_s = max(self.bound_s, answer.bound)
         if answer.decisions is not None:
-            self._allow(PROGRAMS_SHARE)
-            self._keep(self.search.improve(self.replays.row(answer.decisions)))
-        return answer.bound
+            self._allow(search, PROGRAMS_SHARE)
+            self._keep(search, search.improve(search.replays.row(answer.decisions)))
 
-    def _keep(self, row: Rows) -> None:
-        score = float(self.search.score(row[None])[0])
+    def _keep(self, search: Search, row: Rows) -> None:
+        score = float(search.score(row[None])[0])
         if score < self.best_score:
-            self.best, self.best_score = row, score
-            self.best_s = float(self.replays.seconds(row[None])[0])
+            self.best, self.best_score = search.replays.decisions(row), score
+            self.best_s = float(search.replays.seconds(row[None])[0])

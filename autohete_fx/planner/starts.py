@@ -11,28 +11,38 @@ from itertools import combinations
 
 import numpy as np
 
-from autohete_fx.ir import BlockDecision
-from autohete_fx.planner.choices import fetches_ahead
+from autohete_fx.ir import BlockDecision, Optimizer, Problem
+from autohete_fx.planner.choices import choices, copies
 from autohete_fx.planner.improve import Search
 from autohete_fx.planner.replays import Replays, Rows, Seconds
 
 _SIZES = 24
 """How many sizes of the chosen set are tried where there are more blocks than that."""
-_DISTANCES = (1, 2, 4)
+_DISTANCES = (1, 3)
 _REPLAYED = 2048
 _CHUNK = 1024
+
+
+def simple_choices(problem: Problem) -> list[list[BlockDecision]]:
+    """Of every block the choices that treat all of it alike, as other systems do: what patterns are made of."""
+    return [[choice for choice in choices(problem, block) if _is_simple(choice)] for block in range(len(problem.costs))]
+
+
+def _is_simple(choice: BlockDecision) -> bool:
+    whole = choice.num_offloaded is None and choice.num_moved_states is None
+    return whole and not choice.keeps_fetched and choice.optimizer is not Optimizer.STREAMED
 
 
 def starts(replays: Replays, search: Search, count: int) -> list[Rows]:
     """At most ``count`` assignments within the budgets, best first, each of another pair of decisions; maybe none."""
     kinds = sorted({setting for settings in replays.settings for setting in settings}, key=_order)
-    kinds = [kind for kind in kinds if kind.prefetch_distance in _DISTANCES or not fetches_ahead(kind)]
+    kinds = [kind for kind in kinds if kind.prefetch_distance in _DISTANCES or not copies(kind)]
     blocks = range(replays.num_blocks)
     # A block that may not have a setting gets its own first one, which moves nothing.
     index = np.array([[replays.index[block].get(kind, 0) for block in blocks] for kind in kinds])
     chosen = _chosen_sets(replays.num_blocks)
     found, pairs = [np.zeros((1, replays.num_blocks), dtype=np.int64)], [np.zeros(1, dtype=np.int64)]
-    plain = [_order(kind)[:3] for kind in kinds]
+    plain = [_order(kind)[:-1] for kind in kinds]
     numbers: dict[object, int] = {}
     for one, other in combinations(range(len(kinds)), 2):
         rows = np.where(chosen, index[one], index[other])
@@ -48,8 +58,10 @@ def starts(replays: Replays, search: Search, count: int) -> list[Rows]:
     return [rows[best[i]] for i in sorted(first)[:count]]
 
 
-def _order(setting: BlockDecision) -> tuple[str, str, str, int]:
-    return setting.activations.value, setting.params.value, setting.optimizer.value, setting.prefetch_distance
+def _order(setting: BlockDecision) -> tuple[str, int, str, bool, str, int]:
+    offloaded = -1 if setting.num_offloaded is None else setting.num_offloaded
+    places = setting.params.value, setting.keeps_fetched, setting.optimizer.value
+    return setting.activations.value, offloaded, *places, setting.prefetch_distance
 
 
 def _chosen_sets(num_blocks: int) -> np.ndarray:
@@ -68,4 +80,8 @@ def _busiest_s(replays: Replays, rows: Rows) -> Seconds:
         return np.maximum.reduce([table[blocks, rows].sum(axis=1) for table in tables])
 
     passes_s = busiest(replays.forward) + busiest(replays.backward)
-    return replays.micro_batches * passes_s + busiest(replays.optimizer)
+    updates_s = np.maximum(
+        replays.device_update[blocks, rows].sum(axis=1) + busiest(replays.update),
+        replays.host_update[blocks, rows].sum(axis=1),
+    )
+    return replays.micro_batches * passes_s + updates_s
