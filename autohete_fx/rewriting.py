@@ -5,6 +5,7 @@ gets, with every copy an explicit node. The user's own passes run at the points 
 """
 
 import copy
+import dataclasses
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,28 +85,22 @@ def rewrite_training(
         pipeline: the passes; those of other stages are left out.
     """
     forward_owners = owners_by_placeholder(split.forward, inputs, owners)
-    context = PassContext(
-        stage=Stage.FORWARD, plan=plan, session=session, owners=forward_owners, num_outputs=split.num_outputs
-    )
-    offloaded = passes.select_offloaded(split.forward, context)
     gradients = _gradient_owners(split.backward, inputs, owners)
     forward = PassContext(
-        stage=Stage.FORWARD,
-        plan=plan,
-        session=session,
-        owners=forward_owners,
-        offloaded=offloaded,
-        num_outputs=split.num_outputs,
+        stage=Stage.FORWARD, plan=plan, session=session, owners=forward_owners, num_outputs=split.num_outputs
     )
     backward = PassContext(
         stage=Stage.BACKWARD,
         plan=plan,
         session=session,
         owners={**owners_by_placeholder(split.backward, inputs, owners), **_saved_views(split, forward_owners)},
-        offloaded=offloaded,
         gradients=tuple(owner for owner, _ in gradients),
         gradient_strides=tuple(strides for _, strides in gradients),
     )
+    offloaded = passes.select_offloaded(split.forward, forward)
+    kept = passes.select_kept(split.backward, backward)
+    forward = dataclasses.replace(forward, offloaded=offloaded, kept=kept)
+    backward = dataclasses.replace(backward, offloaded=offloaded, kept=kept)
     passes.run(pipeline, split.forward, forward, given=("blocks",), verify_graph=verify)
     passes.run(pipeline, split.backward, backward, given=("blocks",), verify_graph=verify)
     return forward, backward

@@ -44,6 +44,7 @@ class PassContext:
         owners: block index that owns the parameter behind a placeholder, by placeholder name. In a backward graph
             placeholders that are saved *views* of parameters stand here too.
         offloaded: names of saved activations that leave in forward and return in backward (`select_offloaded`).
+        kept: names of saved parameters, and of saved views of them, whose fetched copies are saved instead (`select_kept`).
         gradients: in a backward graph, the owning block of the parameter whose gradient each output is, or None for
             outputs that are no parameter's gradient; empty elsewhere.
         gradient_strides: strides of those parameters, likewise.
@@ -56,6 +57,7 @@ class PassContext:
     block_of: Mapping[str, int] = field(default_factory=dict)
     owners: Mapping[str, int] = field(default_factory=dict)
     offloaded: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
     gradients: tuple[int | None, ...] = ()
     gradient_strides: tuple[tuple[int, ...] | None, ...] = ()
     num_outputs: int = 0

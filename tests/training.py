@@ -27,6 +27,7 @@ PLANS: dict[str, tuple[BlockDecision, ...]] = {
     "recompute": (BlockDecision(activations=Activations.RECOMPUTE),) * 5,
     "offload": (BlockDecision(activations=Activations.OFFLOAD),) * 5,
     "host-params": (BlockDecision(params=Params.HOST, prefetch_distance=2),) * 5,
+    "kept": (BlockDecision(params=Params.HOST, keeps_fetched=True),) * 5,
     "host-optimizer": (BlockDecision(optimizer=Optimizer.HOST),) * 5,
     "mixed": (
         BlockDecision(params=Params.HOST),

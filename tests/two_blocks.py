@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autohete_fx import BlockDecision, Plan, annotations
 from autohete_fx.passes import PassContext, Stage
+from autohete_fx.passes.base import output_args, output_node
 from autohete_fx.runtime import kernels  # noqa: F401  (registers the ops' kernels)
 from autohete_fx.runtime.session import Session
 
@@ -69,6 +70,16 @@ def forward() -> fx.GraphModule:
     b = _Builder()
     first, gelu, second = _forward_nodes(b, *b.inputs("x", "w0", "w1"))
     return b.module(second, first, gelu)
+
+
+def forward_that_saves_a_weight(name: str = "w1") -> fx.GraphModule:
+    """Likewise, with the weight of block 1, or its transpose ``w1_t``, saved as well."""
+    gm = forward()
+    output = output_node(gm)
+    second, *saved = output_args(gm)
+    output.args = ((second, next(node for node in gm.graph.nodes if node.name == name), *saved),)
+    gm.recompile()
+    return gm
 
 
 def backward() -> fx.GraphModule:

@@ -9,9 +9,19 @@ from torch import fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, PassError, ops, passes
 from autohete_fx.passes import PassContext, PassFunction, Stage
 from autohete_fx.passes.base import output_args, output_node
-from tests.two_blocks import SIDE, assert_same_results, aten, backward, code, context, forward
+from tests.two_blocks import (
+    SIDE,
+    assert_same_results,
+    aten,
+    backward,
+    code,
+    context,
+    forward,
+    forward_that_saves_a_weight,
+)
 
 HOST = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimizer=Optimizer.HOST)
+KEPT = BlockDecision(params=Params.HOST, keeps_fetched=True)
 CASES: dict[str, tuple[PassFunction, Stage, Callable[[], fx.GraphModule]]] = {
     "offload_activations": (passes.offload_activations, Stage.FORWARD, forward),
     "reload_activations": (passes.reload_activations, Stage.BACKWARD, backward),
@@ -94,6 +104,69 @@ x_t = aten.permute.default(x, [1, 0])
 grad_w0 = aten.mm.default(x_t, grad_first)
 return (None, grad_w0, grad_w1)""",
     )
+
+
+def with_kept_weights(stage: Stage, graph: Callable[[], fx.GraphModule], kept: frozenset[str]) -> fx.GraphModule:
+    given = context(stage, KEPT, kept=kept)
+    return passes.run(passes.only(passes.prefetch_parameters), graph(), given, given=("blocks",))
+
+
+def test_a_kept_copy_is_saved_in_the_place_of_its_parameter():
+    gm = with_kept_weights(Stage.FORWARD, forward_that_saves_a_weight, frozenset({"w1"}))
+    assert_expected_inline(
+        code(gm),
+        """\
+def forward(self, x, w0, w1):
+prefetch_w0 = autohete.prefetch.default(w0, 'two blocks', 1, 0)
+wait_w0 = autohete.wait.default(prefetch_w0, w0, 'two blocks')
+prefetch_w1 = autohete.prefetch.default(w1, 'two blocks', 1, 0)
+wait_w1 = autohete.wait.default(prefetch_w1, w1, 'two blocks')
+first = aten.mm.default(x, wait_w0)
+gelu = aten.gelu.default(first)
+w1_t_1 = aten.permute.default(wait_w1, [1, 0])
+second = aten.mm.default(gelu, w1_t_1)
+return (second, wait_w1, first, gelu)""",
+    )
+    assert_same_results(gm, forward_that_saves_a_weight())
+
+
+def test_a_saved_view_is_taken_of_the_kept_copy():
+    gm = with_kept_weights(Stage.FORWARD, lambda: forward_that_saves_a_weight("w1_t"), frozenset({"w1_t"}))
+    assert code(gm).splitlines()[-1] == "return (second, w1_t_1, first, gelu)"
+    assert "w1_t_1 = aten.permute.default(wait_w1, [1, 0])" in code(gm)
+    assert_same_results(gm, forward_that_saves_a_weight("w1_t"))
+
+
+def test_what_is_not_kept_is_saved_as_the_parameter_itself():
+    gm = with_kept_weights(Stage.FORWARD, forward_that_saves_a_weight, frozenset())
+    assert code(gm).splitlines()[-1] == "return (second, w1, first, gelu)"
+
+
+def test_backward_reads_a_kept_copy_as_it_arrives():
+    assert code(with_kept_weights(Stage.BACKWARD, backward, frozenset({"w1"}))) == code(backward())
+
+
+def test_an_inference_graph_keeps_nothing():
+    once = code(with_kept_weights(Stage.INFERENCE, forward, frozenset()))
+    given = context(Stage.INFERENCE, BlockDecision(params=Params.HOST))
+    assert once == code(passes.run(passes.only(passes.prefetch_parameters), forward(), given, given=("blocks",)))
+
+
+def test_what_is_kept_follows_the_plan_and_what_backward_reads():
+    fetched = BlockDecision(params=Params.HOST)
+    assert passes.select_kept(backward(), context(Stage.BACKWARD, KEPT)) == {"w1"}
+    assert not passes.select_kept(backward(), context(Stage.BACKWARD, KEPT, fetched))
+    unread = backward()
+    product = next(node for node in unread.graph.nodes if node.name == "grad_gelu")
+    product.replace_input_with(product.args[1], product.args[0])
+    assert not passes.select_kept(unread, context(Stage.BACKWARD, KEPT))
+
+
+@pytest.mark.parametrize(("owner", "kept"), [(0, False), (1, True)], ids=["an earlier block's", "its own"])
+def test_a_shared_parameter_is_kept_only_by_an_owner_that_reads_it_last(owner: int, kept: bool):
+    """Block 1 reads it in backward. A copy of block 0's would stay for a backward that does not want it."""
+    given = context(Stage.BACKWARD, KEPT, owners={"w1": owner})
+    assert passes.select_kept(backward(), given) == ({"w1"} if kept else set())
 
 
 def test_offload_gradients():
