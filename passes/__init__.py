@@ -16,7 +16,6 @@ from autohete_fx.passes.base import (
     PassContext,
     PassFunction,
     Stage,
-    output_args,
     run,
     select_offloaded,
     validate,
@@ -30,6 +29,7 @@ from autohete_fx.passes.prefetch_parameters import prefetch_parameters, select_k
 from autohete_fx.passes.reload_activations import reload_activations
 from autohete_fx.passes.sort_regions import sort_regions
 from autohete_fx.passes.tag_recompute import tag_recompute
+from autohete_fx.saved import output_args
 
 _FORWARD, _BACKWARD, _INFERENCE = Stage.FORWARD, Stage.BACKWARD, Stage.INFERENCE
 

@@ -8,8 +8,8 @@ from torch import fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, annotations, ops
 from autohete_fx.errors import PassError
 from autohete_fx.passes import PIPELINE, Pass, PassContext, Stage, run, validate, verify
-from autohete_fx.passes.base import output_args
 from autohete_fx.passes.sort_regions import reorder
+from autohete_fx.saved import output_args
 from tests.two_blocks import backward, context, forward, forward_that_saves_a_weight
 
 HOST = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimizer=Optimizer.HOST)
@@ -32,7 +32,7 @@ def output_names(gm: fx.GraphModule) -> list[str | None]:
 
 
 def test_a_plan_that_keeps_everything_changes_nothing():
-    given = context(Stage.FORWARD, BlockDecision(), offloaded=frozenset())
+    given = context(Stage.FORWARD, BlockDecision(), offloaded={})
     assert run(PIPELINE, forward(), given, given=("blocks",)).code == forward().code
 
 

@@ -8,7 +8,8 @@ from torch import fx
 
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, PassError, ops, passes
 from autohete_fx.passes import PassContext, PassFunction, Stage
-from autohete_fx.passes.base import output_args, output_node
+from autohete_fx.passes.base import output_node
+from autohete_fx.saved import output_args
 from tests.two_blocks import (
     SIDE,
     assert_same_results,
@@ -21,6 +22,7 @@ from tests.two_blocks import (
 )
 
 HOST = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimizer=Optimizer.HOST)
+OFFLOAD = BlockDecision(activations=Activations.OFFLOAD)
 KEPT = BlockDecision(params=Params.HOST, keeps_fetched=True)
 CASES: dict[str, tuple[PassFunction, Stage, Callable[[], fx.GraphModule]]] = {
     "offload_activations": (passes.offload_activations, Stage.FORWARD, forward),
@@ -197,14 +199,14 @@ def test_results_are_those_of_the_graph_as_it_was(case: str):
 @pytest.mark.parametrize("case", CASES)
 def test_a_plan_that_asks_for_nothing_leaves_the_graph(case: str):
     """Nothing is offloaded then; the compiler names no activations where no block's are."""
-    gm = rewritten(case, BlockDecision(), offloaded=frozenset())
+    gm = rewritten(case, BlockDecision(), offloaded={})
     assert code(gm) == code(CASES[case][2]())
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_only_the_blocks_that_the_plan_names_are_copied(case: str):
     function, stage, graph = CASES[case]
-    one = context(stage, BlockDecision(), HOST, offloaded=frozenset({"gelu"}))
+    one = context(stage, BlockDecision(), HOST, offloaded={"gelu": 0})
     gm = passes.run(passes.only(function), graph(), one, given=("blocks",))
     copies = [node for node in gm.graph.nodes if node.target in ops.ISSUING_OPS]
     assert len(copies) == 1
@@ -235,11 +237,33 @@ def test_a_copy_that_nothing_waits_for_is_refused(case: str):
 
 
 def test_what_is_offloaded_follows_the_plan():
-    offload = BlockDecision(activations=Activations.OFFLOAD)
-    assert passes.select_offloaded(forward(), context(Stage.FORWARD, offload)) == {"first", "gelu"}
-    assert not passes.select_offloaded(forward(), context(Stage.FORWARD, BlockDecision(), offload))
-    assert not passes.select_offloaded(forward(), context(Stage.FORWARD, offload), smallest_bytes=SIDE * SIDE * 4 + 1)
-    assert passes.select_offloaded(forward(), context(Stage.FORWARD, offload, num_outputs=2)) == {"gelu"}
+    assert passes.select_offloaded(forward(), context(Stage.FORWARD, OFFLOAD)) == {"first": 0, "gelu": 0}
+    assert not passes.select_offloaded(forward(), context(Stage.FORWARD, BlockDecision(), OFFLOAD))
+    assert passes.select_offloaded(forward(), context(Stage.FORWARD, OFFLOAD, num_outputs=2)) == {"gelu": 0}
+
+
+@pytest.mark.parametrize(("count", "chosen"), [(1, {"gelu"}), (2, {"first", "gelu"}), (3, {"first", "gelu"})])
+def test_of_what_can_leave_the_first_ones_do(count: int, chosen: set[str]):
+    """The candidates are in the profiler's order, which need not be this graph's."""
+    some = context(Stage.FORWARD, BlockDecision(activations=Activations.OFFLOAD, num_offloaded=count))
+    assert passes.select_offloaded(forward(), some, ("gelu", "first")).keys() == chosen
+
+
+def test_what_the_profiler_did_not_count_stays_and_what_is_not_saved_is_not_replaced():
+    some = context(Stage.FORWARD, BlockDecision(activations=Activations.OFFLOAD, num_offloaded=1))
+    assert passes.select_offloaded(forward(), some, ("first",)) == {"first": 0}
+    recomputed = forward()
+    outputs = output_args(recomputed)
+    output_node(recomputed).args = ((outputs[0], outputs[2]),)
+    assert not passes.select_offloaded(recomputed, some, ("first", "gelu"))
+
+
+def test_a_partial_offload_copies_one_of_two():
+    some = BlockDecision(activations=Activations.OFFLOAD, num_offloaded=1)
+    chosen = passes.select_offloaded(forward(), context(Stage.FORWARD, some))
+    gm = rewritten("offload_activations", some, offloaded=chosen)
+    assert code(gm).splitlines()[-1] == "return (second, wait_first, gelu)"
+    assert_same_results(gm, forward())
 
 
 def with_a_transposed_gradient() -> fx.GraphModule:
