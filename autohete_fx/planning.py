@@ -156,15 +156,11 @@ def fitted_plan(plan: Plan, graph: BlockGraph, problem: Problem) -> Plan:
 
 def _refuse_unsupported(label: str, decision: BlockDecision) -> None:
     """What the planner can model and the runtime cannot do yet."""
-    unsupported = {
-        f"optimizer {decision.optimizer.value!r}": decision.optimizer in (Optimizer.STREAMED, Optimizer.DISK),
-        "num_offloaded": decision.num_offloaded is not None,
-    }
-    for what, is_set in unsupported.items():
-        if is_set:
-            raise PlanError(
-                f"the plan decides {what} for block {label!r}, which training does not support yet; decide it otherwise"
-            )
+    if decision.optimizer in (Optimizer.STREAMED, Optimizer.DISK):
+        raise PlanError(
+            f"the plan decides optimizer {decision.optimizer.value!r} for block {label!r}, which training does not support"
+            " yet; decide it otherwise"
+        )
 
 
 def solved_plan(problem: Problem, graph: BlockGraph, options: Options) -> Plan:
