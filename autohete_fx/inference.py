@@ -15,9 +15,9 @@ from autohete_fx.captured import CapturedGraph
 from autohete_fx.compilation import Compilation, GraphText
 from autohete_fx.ir import BlockDecision, BlockGraph, Plan, Problem
 from autohete_fx.passes import PIPELINE, PassContext, Stage
-from autohete_fx.passes.base import output_args
 from autohete_fx.profiler import Partition, profile_analytic
 from autohete_fx.report.graph_text import graph_text, list_transfers
+from autohete_fx.saved import output_args
 
 
 def rewrite_inference(captured: CapturedGraph, gm: fx.GraphModule) -> tuple[Compilation, PassContext]:

@@ -158,8 +158,6 @@ def _refuse_unsupported(label: str, decision: BlockDecision) -> None:
     """What the planner can model and the runtime cannot do yet."""
     unsupported = {
         f"optimizer {decision.optimizer.value!r}": decision.optimizer in (Optimizer.STREAMED, Optimizer.DISK),
-        "keeps_fetched": decision.keeps_fetched,
-        "num_offloaded": decision.num_offloaded is not None,
         "num_moved_states": decision.num_moved_states is not None,
     }
     for what, is_set in unsupported.items():
@@ -197,9 +195,10 @@ def device_gradient_bytes(problem: Problem, plan: Plan) -> int:
 
 
 def held_bytes(problem: Problem, plan: Plan) -> int:
-    """Activations on the device between forward and backward."""
+    """Activations, and copies of parameters that stay, on the device between forward and backward."""
     total = 0
     for cost, decision in zip(problem.costs, plan.decisions, strict=True):
+        total += cost.param_bytes if decision.keeps_fetched else 0
         if decision.activations is Activations.RECOMPUTE:
             total += cost.boundary_bytes
         elif decision.activations is Activations.OFFLOAD:

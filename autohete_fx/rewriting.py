@@ -5,6 +5,7 @@ gets, with every copy an explicit node. The user's own passes run at the points 
 """
 
 import copy
+import dataclasses
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from autohete_fx.errors import AutoHeteError, PassError
 from autohete_fx.ir import Activations, BlockDecision, Plan
 from autohete_fx.options import UserPass
 from autohete_fx.passes import PIPELINE, Pass, PassContext, Stage
-from autohete_fx.passes.base import output_args, storage_root
+from autohete_fx.saved import output_args, storage_root
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,6 +75,7 @@ def rewrite_training(
     owners: Mapping[str, int],
     verify: bool = True,
     pipeline: Sequence[Pass] = PIPELINE,
+    offloadable: Sequence[str] | None = None,
 ) -> tuple[PassContext, PassContext]:
     """Insert copies in both graphs. Returns the contexts of forward and backward, which the last pass needs again.
 
@@ -82,30 +84,25 @@ def rewrite_training(
         session: digest of the runtime session that the copies will run in.
         owners: block by parameter name.
         pipeline: the passes; those of other stages are left out.
+        offloadable: what the profiler counted as such, largest first (`saved.offloadable`); None: what ``split`` saves.
     """
     forward_owners = owners_by_placeholder(split.forward, inputs, owners)
-    context = PassContext(
-        stage=Stage.FORWARD, plan=plan, session=session, owners=forward_owners, num_outputs=split.num_outputs
-    )
-    offloaded = passes.select_offloaded(split.forward, context)
     gradients = _gradient_owners(split.backward, inputs, owners)
     forward = PassContext(
-        stage=Stage.FORWARD,
-        plan=plan,
-        session=session,
-        owners=forward_owners,
-        offloaded=offloaded,
-        num_outputs=split.num_outputs,
+        stage=Stage.FORWARD, plan=plan, session=session, owners=forward_owners, num_outputs=split.num_outputs
     )
     backward = PassContext(
         stage=Stage.BACKWARD,
         plan=plan,
         session=session,
         owners={**owners_by_placeholder(split.backward, inputs, owners), **_saved_views(split, forward_owners)},
-        offloaded=offloaded,
         gradients=tuple(owner for owner, _ in gradients),
         gradient_strides=tuple(strides for _, strides in gradients),
     )
+    offloaded = passes.select_offloaded(split.forward, forward, offloadable)
+    kept = passes.select_kept(split.backward, backward)
+    forward = dataclasses.replace(forward, offloaded=offloaded, kept=kept)
+    backward = dataclasses.replace(backward, offloaded=offloaded, kept=kept)
     passes.run(pipeline, split.forward, forward, given=("blocks",), verify_graph=verify)
     passes.run(pipeline, split.backward, backward, given=("blocks",), verify_graph=verify)
     return forward, backward

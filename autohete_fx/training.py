@@ -24,6 +24,7 @@ from autohete_fx.passes import PassContext, Stage
 from autohete_fx.planner.infeasible import too_small
 from autohete_fx.profiler import Partition, profile_analytic, profile_measured, trace_step
 from autohete_fx.report.graph_text import graph_text, list_transfers
+from autohete_fx.saved import offloadable
 from autohete_fx.sizes import format_bytes
 
 _MAX_CORRECTIONS = 8
@@ -79,6 +80,7 @@ class TrainingPlanner:
         self.given = given
         self.withheld_bytes = withheld_bytes
         self.seconds: dict[str, float] = {}
+        self.offloadable: tuple[str, ...] = ()
         with self._timed("grouping"):
             self.blocks: BlockGraph = group_blocks(self.joint, parameter_fqns(self.joint, captured.inputs))
 
@@ -88,6 +90,7 @@ class TrainingPlanner:
         split = self._split(self.joint, rewriting.keep_everything(planning.labels_of(self.blocks.blocks)))
         with self._timed("profiling"):
             profile = self._profile(split, may_measure)
+        self.offloadable = tuple(node.name for node in offloadable(split.forward, split.num_outputs))
         before = (graph_text(split.forward), graph_text(split.backward))
         problem = self.captured.problem(self.blocks, profile, training=True)
         plan, split, contexts = self._planned(problem, split, original)
@@ -183,6 +186,7 @@ class TrainingPlanner:
             self.captured.inputs,
             planning.owners_of(self.blocks, self.captured.params),
             self.options.verify,
+            offloadable=self.offloadable,
         )
 
     def _traced_peak(self, problem: Problem, plan: Plan, split: rewriting.Partitioned) -> int:

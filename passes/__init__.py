@@ -16,7 +16,6 @@ from autohete_fx.passes.base import (
     PassContext,
     PassFunction,
     Stage,
-    output_args,
     run,
     select_offloaded,
     validate,
@@ -26,10 +25,11 @@ from autohete_fx.passes.lower_lanes import lower_lanes
 from autohete_fx.passes.offload_activations import offload_activations
 from autohete_fx.passes.offload_gradients import offload_gradients
 from autohete_fx.passes.pin_positions import pin_positions
-from autohete_fx.passes.prefetch_parameters import prefetch_parameters
+from autohete_fx.passes.prefetch_parameters import prefetch_parameters, select_kept
 from autohete_fx.passes.reload_activations import reload_activations
 from autohete_fx.passes.sort_regions import sort_regions
 from autohete_fx.passes.tag_recompute import tag_recompute
+from autohete_fx.saved import output_args
 
 _FORWARD, _BACKWARD, _INFERENCE = Stage.FORWARD, Stage.BACKWARD, Stage.INFERENCE
 
@@ -101,6 +101,7 @@ __all__ = [
     "prefetch_parameters",
     "reload_activations",
     "run",
+    "select_kept",
     "select_offloaded",
     "sort_regions",
     "tag_recompute",

@@ -7,7 +7,7 @@ returns it; it reads the plan and never a cost. What it needs and what it leaves
 
 import enum
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from torch._guards import detect_fake_mode
 from autohete_fx import annotations, ops
 from autohete_fx.errors import PassError
 from autohete_fx.ir import Activations, BlockDecision, Lane, Plan
+from autohete_fx.saved import offloadable, saved_views
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,9 @@ class PassContext:
         block_of: block index by node name; read by `annotate_blocks` only.
         owners: block index that owns the parameter behind a placeholder, by placeholder name. In a backward graph
             placeholders that are saved *views* of parameters stand here too.
-        offloaded: names of saved activations that leave in forward and return in backward (`select_offloaded`).
+        offloaded: saved activations that leave in forward and return in backward, by name, and the block whose decision
+            sends each (`select_offloaded`).
+        kept: names of saved parameters, and of saved views of them, whose fetched copies are saved instead (`select_kept`).
         gradients: in a backward graph, the owning block of the parameter whose gradient each output is, or None for
             outputs that are no parameter's gradient; empty elsewhere.
         gradient_strides: strides of those parameters, likewise.
@@ -55,7 +58,8 @@ class PassContext:
     session: str = ""
     block_of: Mapping[str, int] = field(default_factory=dict)
     owners: Mapping[str, int] = field(default_factory=dict)
-    offloaded: frozenset[str] = frozenset()
+    offloaded: Mapping[str, int] = field(default_factory=dict)
+    kept: frozenset[str] = frozenset()
     gradients: tuple[int | None, ...] = ()
     gradient_strides: tuple[tuple[int, ...] | None, ...] = ()
     num_outputs: int = 0
@@ -168,26 +172,6 @@ def output_node(gm: fx.GraphModule) -> fx.Node:
     return next(node for node in reversed(gm.graph.nodes) if node.op == "output")
 
 
-def output_args(gm: fx.GraphModule) -> list[fx.Node | None]:
-    """The flat outputs."""
-    return list(output_node(gm).args[0])  # type: ignore[arg-type]  # AOTAutograd's graphs return one flat tuple
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether the node's result aliases its first argument without writing to it."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    returns = node.target._schema.returns
-    return len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-
-
-def storage_root(node: fx.Node) -> fx.Node:
-    """The node whose storage this node's result lives in."""
-    while is_view(node):
-        node = node.args[0]  # type: ignore[assignment]  # a view's first argument is the tensor that it views
-    return node
-
-
 def num_bytes(node: fx.Node) -> int:
     """Bytes of the node's result."""
     value = node.meta["val"]
@@ -233,28 +217,26 @@ def insert_copy(
 
 
 def select_offloaded(
-    forward: fx.GraphModule, context: PassContext, smallest_bytes: int = ops.SMALLEST_COPY_BYTES
-) -> frozenset[str]:
-    """Names of the saved activations that offloading blocks send to the host.
+    forward: fx.GraphModule, context: PassContext, candidates: Sequence[str] | None = None
+) -> dict[str, int]:
+    """The saved activations that offloading blocks send to the host, by name, and the block that sends each.
 
-    Left on the device: tensors below ``smallest_bytes``, views of inputs, tensors that the user gets too, and tensors
-    that share storage with another saved tensor.
+    Args:
+        candidates: names of the nodes whose storages may leave, the largest first: `saved.offloadable` of the graph that
+            was profiled. None: of ``forward``. That graph may save other tensors than this one, where a neighbouring block
+            recomputes; what the profiler did not count stays.
     """
-    outputs = output_args(forward)
-    kept_storages = {storage_root(n) for n in outputs[: context.num_outputs] if isinstance(n, fx.Node)}
-    saved = [n for n in outputs[context.num_outputs :] if isinstance(n, fx.Node)]
-    roots = [storage_root(n) for n in saved]
-    chosen = set()
-    for node, root in zip(saved, roots, strict=True):
-        block = annotations.block_of(node)
-        if (
-            root.op != "placeholder"
-            and root not in kept_storages
-            and roots.count(root) == 1
-            and block is not None
-            and isinstance(node.meta.get("val"), torch.Tensor)
-            and context.decision(block).activations is Activations.OFFLOAD
-            and num_bytes(node) >= smallest_bytes
-        ):
-            chosen.add(node.name)
-    return frozenset(chosen)
+    views = {root.name: saved for root, saved in saved_views(forward, context.num_outputs).items()}
+    blocks = {node.name: annotations.block_of(node) for node in forward.graph.nodes}
+    if candidates is None:
+        candidates = [root.name for root in offloadable(forward, context.num_outputs)]
+    by_block: dict[int, list[str]] = {}
+    for name in candidates:
+        if (block := blocks.get(name)) is not None and context.decision(block).activations is Activations.OFFLOAD:
+            by_block.setdefault(block, []).append(name)
+    return {
+        view.name: block
+        for block, names in by_block.items()
+        for name in names[: context.decision(block).num_offloaded]
+        for view in views.get(name, ())
+    }

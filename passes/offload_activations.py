@@ -11,8 +11,9 @@ Emitted IR, where the graph returned ``gelu`` as a tensor saved for backward::
 
 from torch import fx
 
-from autohete_fx import annotations, ops
-from autohete_fx.passes.base import PassContext, insert_copy, output_args, output_node
+from autohete_fx import ops
+from autohete_fx.passes.base import PassContext, insert_copy, output_node
+from autohete_fx.saved import output_args
 
 
 def offload_activations(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
@@ -22,8 +23,7 @@ def offload_activations(gm: fx.GraphModule, context: PassContext) -> fx.GraphMod
         node = outputs[position]
         if node is None or node.name not in context.offloaded:
             continue
-        block = annotations.block_of(node)
-        assert block is not None
+        block = context.offloaded[node.name]
         outputs[position] = insert_copy(
             gm, ops.offload, node, context, what="activation", block=block, issue_slot=block + 1, wait_slot=block + 2
         )

@@ -18,7 +18,8 @@ from torch._guards import detect_fake_mode
 
 from autohete_fx import annotations, ops
 from autohete_fx.ir import Optimizer
-from autohete_fx.passes.base import PassContext, insert_copy, output_args, output_node
+from autohete_fx.passes.base import PassContext, insert_copy, output_node
+from autohete_fx.saved import output_args
 
 
 def offload_gradients(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:

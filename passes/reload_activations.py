@@ -19,8 +19,7 @@ def reload_activations(gm: fx.GraphModule, context: PassContext) -> fx.GraphModu
         users = list(node.users)
         if not users:
             continue
-        block = annotations.block_of(node)
-        assert block is not None
+        block = context.offloaded[node.name]
         first_use = min((context.region(b) for u in users if (b := annotations.block_of(u)) is not None), default=0)
         distance = context.decision(block).prefetch_distance
         copy = insert_copy(

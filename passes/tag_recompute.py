@@ -15,7 +15,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from autohete_fx import annotations
 from autohete_fx.ir import Activations
-from autohete_fx.passes.base import PassContext, is_view
+from autohete_fx.passes.base import PassContext
+from autohete_fx.saved import is_view
 
 
 def tag_recompute(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:

@@ -14,7 +14,7 @@ import torch
 
 import autohete_fx
 from tests import training
-from tests.training import PLANS, Model, Sizes, assert_equal, batch, make, ours, plain, plan
+from tests.training import MIXED, PLANS, Model, Sizes, assert_equal, batch, make, ours, plain, plan
 
 
 def slow(value: object) -> Any:
@@ -45,8 +45,9 @@ class MainJob:
         assert bool(kinds) == (name not in ("keep", "recompute"))
 
     @pytest.mark.slow
-    def test_a_hand_made_plan_with_inductor(self):
-        given = ours(make(self.device), "inductor", {"plan": plan("mixed")})
+    @pytest.mark.parametrize("name", MIXED)
+    def test_a_hand_made_plan_with_inductor(self, name: str):
+        given = ours(make(self.device), "inductor", {"plan": plan(name)})
         assert_equal(given, plain(make(self.device), "inductor"), bitwise=False)
 
     @pytest.mark.parametrize(
@@ -57,8 +58,9 @@ class MainJob:
             pytest.param({"between": training.evaluate}, id="evaluation between steps", marks=pytest.mark.slow),
         ],
     )
-    def test_loops_are_bitwise_exact(self, how: dict[str, Any]):
-        options = {"plan": plan("mixed"), "micro_batches": how.get("micro_batches", 1)}
+    @pytest.mark.parametrize("name", ["mixed", slow("mixed in part")])
+    def test_loops_are_bitwise_exact(self, how: dict[str, Any], name: str):
+        options = {"plan": plan(name), "micro_batches": how.get("micro_batches", 1)}
         given = ours(make(self.device), "eager", options, **how)
         assert_equal(given, plain(make(self.device), "eager", **how), bitwise=True)
 
@@ -69,15 +71,16 @@ class MainJob:
             pytest.param(lambda device: make(device, tied=True), id="tied"),
         ],
     )
-    def test_frozen_and_tied_parameters_are_bitwise_exact(self, made: Callable[[str], Model]):
-        given = ours(made(self.device), "eager", {"plan": plan("mixed")})
+    @pytest.mark.parametrize("name", ["mixed", slow("mixed in part")])
+    def test_frozen_and_tied_parameters_are_bitwise_exact(self, made: Callable[[str], Model], name: str):
+        given = ours(made(self.device), "eager", {"plan": plan(name)})
         assert_equal(given, plain(made(self.device), "eager"), bitwise=True)
 
     @pytest.mark.slow
     def test_bf16_parameters_train_on_fp32_masters(self):
         """Host and device placement of bf16 parameters agree, and both follow a hand-written fp32 master."""
         losses, masters = self.train_on_hand_written_masters()
-        for name in ("keep", "mixed"):
+        for name in ("keep", *MIXED):
             model = make(self.device).bfloat16()
             seen = ours(model, "eager", {"plan": plan(name)})
             assert [t.item() for t in seen if t.dim() == 0] == pytest.approx(losses, rel=2e-2)

@@ -6,6 +6,7 @@ steps on the CPU.
 """
 
 import copy
+import dataclasses
 import functools
 import gc
 from collections.abc import Callable
@@ -22,11 +23,13 @@ from autohete_fx.runtime.meter import device_live_bytes
 
 LABELS = ("prologue", "layers.0", "layers.1", "layers.2", "epilogue")
 HOST = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimizer=Optimizer.HOST)
+KEPT = BlockDecision(params=Params.HOST, keeps_fetched=True)
 PLANS: dict[str, tuple[BlockDecision, ...]] = {
     "keep": (BlockDecision(),) * 5,
     "recompute": (BlockDecision(activations=Activations.RECOMPUTE),) * 5,
     "offload": (BlockDecision(activations=Activations.OFFLOAD),) * 5,
     "host-params": (BlockDecision(params=Params.HOST, prefetch_distance=2),) * 5,
+    "kept": (KEPT,) * 5,
     "host-optimizer": (BlockDecision(optimizer=Optimizer.HOST),) * 5,
     "mixed": (
         BlockDecision(params=Params.HOST),
@@ -35,7 +38,15 @@ PLANS: dict[str, tuple[BlockDecision, ...]] = {
         BlockDecision(activations=Activations.OFFLOAD, optimizer=Optimizer.HOST, prefetch_distance=2),
         BlockDecision(activations=Activations.RECOMPUTE, optimizer=Optimizer.HOST),
     ),
+    "mixed in part": (
+        KEPT,
+        dataclasses.replace(HOST, keeps_fetched=True, num_offloaded=3),
+        dataclasses.replace(KEPT, activations=Activations.RECOMPUTE, optimizer=Optimizer.HOST, prefetch_distance=2),
+        BlockDecision(activations=Activations.OFFLOAD, optimizer=Optimizer.HOST, num_offloaded=1, prefetch_distance=2),
+        dataclasses.replace(KEPT, activations=Activations.OFFLOAD, num_offloaded=1),
+    ),
 }
+MIXED = ("mixed", "mixed in part")
 STEPS = 5
 
 

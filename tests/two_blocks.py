@@ -12,8 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autohete_fx import BlockDecision, Plan, annotations
 from autohete_fx.passes import PassContext, Stage
+from autohete_fx.passes.base import output_node
 from autohete_fx.runtime import kernels  # noqa: F401  (registers the ops' kernels)
 from autohete_fx.runtime.session import Session
+from autohete_fx.saved import output_args
 
 SIDE = 128  # matrices of 64 KiB, the smallest that is worth a copy
 SESSION = "two blocks"
@@ -71,6 +73,16 @@ def forward() -> fx.GraphModule:
     return b.module(second, first, gelu)
 
 
+def forward_that_saves_a_weight(name: str = "w1") -> fx.GraphModule:
+    """Likewise, with the weight of block 1, or its transpose ``w1_t``, saved as well."""
+    gm = forward()
+    output = output_node(gm)
+    second, *saved = output_args(gm)
+    output.args = ((second, next(node for node in gm.graph.nodes if node.name == name), *saved),)
+    gm.recompile()
+    return gm
+
+
 def backward() -> fx.GraphModule:
     """``(x, w1, first, gelu, tangent) -> (no gradient of x, grad_w0, grad_w1)``."""
     b = _Builder()
@@ -94,7 +106,7 @@ def context(stage: Stage, *decisions: BlockDecision, **changes: Any) -> PassCont
     """The context that the compiler would make for these graphs; one decision is for both blocks."""
     both = decisions * 2 if len(decisions) == 1 else decisions
     known: dict[str, Any] = {
-        "offloaded": frozenset({"first", "gelu"}),
+        "offloaded": {"first": 0, "gelu": 0},
         "owners": {"w0": 0, "w1": 1},
         "gradients": (None, 0, 1) if stage is Stage.BACKWARD else (),
         "gradient_strides": (None, (SIDE, 1), (SIDE, 1)) if stage is Stage.BACKWARD else (),

@@ -65,8 +65,8 @@ class BlockDecision:
         prefetch_distance: how many blocks ahead of its use a copy to the device is issued, at least 1: parameters in
             forward and backward, offloaded activations in backward, streamed optimizer states. Irrelevant where nothing
             of the block is copied to the device.
-        keeps_fetched: parameters on the host stay on the device from the block's forward to its backward, which saves
-            the second fetch.
+        keeps_fetched: parameters on the host that the block's backward reads stay on the device from its forward to its
+            backward, which saves the second fetch.
         num_moved_states: of the block's trainable parameters, how many have their optimizer states where ``optimizer`` says,
             smallest first; those of the others are on the device. None: all of them.
         num_offloaded: of the block's tensors that can leave, how many do, largest first; None: all of them.

@@ -15,11 +15,9 @@ from autohete_fx.profiler.flops import seconds_of
 from autohete_fx.profiler.kernels import Kernel, KernelGraph
 from autohete_fx.profiler.liveness import MemoryTrace, trace_step
 from autohete_fx.profiler.lowering import lower
-from autohete_fx.profiler.node_kinds import Kind, extent_bytes, holds_tensor, kind_of, num_elements, packet_name
+from autohete_fx.profiler.node_kinds import Kind, extent_bytes, holds_tensor, kind_of, packet_name
 from autohete_fx.profiler.partition import ParamInfo, Partition
-
-MIN_OFFLOAD_BYTES = 64 * 1024
-"""Saved tensors smaller than this stay on the device: their copies would cost more than they free."""
+from autohete_fx.saved import offloadable
 
 _NOT_REDRAWN = ("prims.inductor_seeds", "aten.randint", "aten.rand", "aten.randn", "aten.bernoulli", "aten.randperm")
 
@@ -43,8 +41,8 @@ class SavedTensor:
         num_bytes: device bytes.
         by_default: the partition saves it; else it is saved only where the block that reads it is recomputed.
         reader: index of the first other block that reads it in forward, None where there is none.
-        pinned: it can neither be drawn again nor leave: random state, or the caller holds it.
-        dense: it fills its memory, without gaps.
+        pinned: it cannot be made again: random state, or the caller holds it.
+        offloadable: it can leave for host memory after forward (`saved.offloadable`).
     """
 
     name: str
@@ -53,12 +51,7 @@ class SavedTensor:
     by_default: bool
     reader: int | None
     pinned: bool
-    dense: bool
-
-    @property
-    def offloadable(self) -> bool:
-        """It can leave for host memory after forward."""
-        return self.by_default and self.dense and not self.pinned and self.num_bytes >= MIN_OFFLOAD_BYTES
+    offloadable: bool
 
     def stays(self, block: int) -> bool:
         """It lives from forward to backward because ``block`` is recomputed, or although it is.
@@ -97,6 +90,7 @@ def saved_tensors(partition: Partition) -> tuple[SavedTensor, ...]:
     owner_of = {
         name: graph.storages[indexes[0]].name for name, indexes in graph.storage_of.items() if len(indexes) == 1
     }
+    can_leave = {owner_of.get(root.name) for root in offloadable(partition.forward, partition.num_outputs)}
     crossing = _crossing_values(partition, nodes, placed, owner_of)
     found: list[SavedTensor] = []
     for name in dict.fromkeys([*by_default, *crossing]):
@@ -105,8 +99,6 @@ def saved_tensors(partition: Partition) -> tuple[SavedTensor, ...]:
         num_bytes = by_default.get(name, read_bytes)
         if not num_bytes:
             continue
-        elements = num_elements(node.meta["val"])
-        item_bytes = node.meta["val"].element_size() if isinstance(node.meta["val"], torch.Tensor) else 0
         found.append(
             SavedTensor(
                 name=name,
@@ -115,7 +107,7 @@ def saved_tensors(partition: Partition) -> tuple[SavedTensor, ...]:
                 by_default=name in by_default,
                 reader=reader,
                 pinned=name in held or packet_name(node) in _NOT_REDRAWN,
-                dense=not item_bytes or num_bytes - elements * item_bytes < 512,
+                offloadable=name in can_leave,
             )
         )
     position = {name: place for place, name in enumerate(nodes)}

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autohete_fx.saved import hint
+
 CUDA_ALIGNMENT_BYTES = 512
 """The CUDA caching allocator hands out multiples of this."""
 
@@ -223,14 +225,6 @@ def holds_tensor(node: fx.Node) -> bool:
     if isinstance(value, (tuple, list)):
         return any(isinstance(item, torch.Tensor) for item in value)
     return isinstance(value, torch.Tensor)
-
-
-def hint(size: int | torch.SymInt) -> int:
-    """A size as a plain number, through its hint where it is symbolic; 1 where it has none."""
-    if isinstance(size, torch.SymInt):
-        symbol: Any = size.node
-        return int(symbol.hint) if symbol.has_hint() and symbol.hint is not None else 1
-    return int(size)
 
 
 def num_elements(value: Any) -> int:

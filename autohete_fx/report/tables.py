@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from autohete_fx.ir import Activations, BlockCost, BlockDecision, Optimizer, Params, Plan, Transfer
@@ -47,8 +47,8 @@ def plan_table(plan: Plan, costs: Sequence[BlockCost] | None = None) -> str:
         decision = plan.decisions[indices[0]]
         row = [
             _span_label([plan.labels[i] for i in indices]),
-            decision.activations.value,
-            decision.params.value,
+            _activations(decision, costs[indices[0]] if costs else None),
+            f"{decision.params.value}, kept" if decision.keeps_fetched else decision.params.value,
             decision.optimizer.value,
             str(decision.prefetch_distance) if _uses_host(decision) else "-",
         ]
@@ -119,9 +119,9 @@ def _alike(plan: Plan, costs: Sequence[BlockCost] | None) -> Iterator[list[int]]
     def key(i: int) -> tuple[object, ...]:
         decision, cost = plan.decisions[i], costs[i] if costs else None
         shown = (cost.saved_bytes, cost.param_bytes, cost.optimizer_bytes) if cost else ()
-        distance = decision.prefetch_distance if _uses_host(decision) else None
-        numberless = _LAST_NUMBER.sub("*", plan.labels[i])
-        return numberless, decision.activations, decision.params, decision.optimizer, distance, shown
+        if not _uses_host(decision):
+            decision = replace(decision, prefetch_distance=1)  # of no meaning then, and not shown
+        return _LAST_NUMBER.sub("*", plan.labels[i]), decision, shown
 
     for _, run in groupby(range(len(plan.decisions)), key):
         yield list(run)
@@ -135,6 +135,14 @@ def _span_label(labels: Sequence[str]) -> str:
     if first is None or last is None or labels[0] == labels[-1]:
         return f"{labels[0]} ({len(labels)})"
     return f"{labels[0][: first.end()]}-{last.group()}{labels[0][first.end() :]} ({len(labels)})"
+
+
+def _activations(decision: BlockDecision, cost: BlockCost | None) -> str:
+    """``offload 2 of 5`` where some tensors stay; without costs nobody knows of how many."""
+    if decision.num_offloaded is None:
+        return decision.activations.value
+    of = f" of {len(cost.offloadable)}" if cost else " largest"
+    return f"{decision.activations.value} {decision.num_offloaded}{of}"
 
 
 def _uses_host(decision: BlockDecision) -> bool:

@@ -8,9 +8,9 @@ from torch import fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, annotations, ops
 from autohete_fx.errors import PassError
 from autohete_fx.passes import PIPELINE, Pass, PassContext, Stage, run, validate, verify
-from autohete_fx.passes.base import output_args
 from autohete_fx.passes.sort_regions import reorder
-from tests.two_blocks import backward, context, forward
+from autohete_fx.saved import output_args
+from tests.two_blocks import backward, context, forward, forward_that_saves_a_weight
 
 HOST = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimizer=Optimizer.HOST)
 
@@ -32,7 +32,7 @@ def output_names(gm: fx.GraphModule) -> list[str | None]:
 
 
 def test_a_plan_that_keeps_everything_changes_nothing():
-    given = context(Stage.FORWARD, BlockDecision(), offloaded=frozenset())
+    given = context(Stage.FORWARD, BlockDecision(), offloaded={})
     assert run(PIPELINE, forward(), given, given=("blocks",)).code == forward().code
 
 
@@ -42,6 +42,15 @@ def test_taking_the_inserted_nodes_out_gives_the_original_graph(stage: Stage, gr
     strip_inserted(gm)
     assert sorted(c.replace("w1_t_1", "w1_t") for c in calls(gm)) == sorted(calls(graph()))
     assert output_names(gm) == output_names(graph())
+
+
+def test_taking_the_inserted_nodes_out_saves_the_parameter_itself_again():
+    kept = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, keeps_fetched=True)
+    given = context(Stage.FORWARD, kept, kept=frozenset({"w1"}))
+    gm = run(PIPELINE, forward_that_saves_a_weight(), given, given=("blocks",))
+    assert output_names(gm)[1] == "wait_w1"
+    strip_inserted(gm)
+    assert output_names(gm) == output_names(forward_that_saves_a_weight())
 
 
 def test_the_pipeline_is_valid_at_every_stage():

@@ -3,6 +3,7 @@
 ``EXPECTTEST_ACCEPT=1 pytest tests/unit/test_report.py`` writes the snapshots again.
 """
 
+import dataclasses
 import io
 import itertools
 import re
@@ -84,6 +85,18 @@ predicted peak  3.00 GiB on the device, 1.00 GiB on the host
 lanes busy      compute 450 ms (90%), h2d 100 ms (20%)
 status          optimal, no plan beats 480 ms (gap 4.0%), solved in 1.25 s""",
     )
+
+
+def test_a_plan_shows_what_is_kept_and_how_much_leaves():
+    kept = BlockDecision(params=Params.HOST, keeps_fetched=True, activations=Activations.OFFLOAD, num_offloaded=1)
+    plan = Plan(labels=("layers.0", "layers.1", "layers.2"), decisions=(kept, kept, HOST))
+    rows = [" ".join(line.split()) for line in plan_table(plan).splitlines()]
+    assert "layers.0-1 (2) offload 1 largest host, kept device 1" in rows
+    assert "layers.2 offload host host 2" in rows
+    several = dataclasses.replace(cost(1), offloadable=(5 * MIB, 3 * MIB))
+    table = plan_table(plan, [several] * 3)
+    assert "offload 1 of 2  host, kept" in table
+    assert "30.0 MiB in all, 18.0 MiB of it off the device" in table  # 5 + 5 + (5 + 3)
 
 
 def test_costs_add_bytes_and_split_rows_that_cost_differently():

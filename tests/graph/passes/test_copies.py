@@ -8,10 +8,22 @@ from torch import fx
 
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, PassError, ops, passes
 from autohete_fx.passes import PassContext, PassFunction, Stage
-from autohete_fx.passes.base import output_args, output_node
-from tests.two_blocks import SIDE, assert_same_results, aten, backward, code, context, forward
+from autohete_fx.passes.base import output_node
+from autohete_fx.saved import output_args
+from tests.two_blocks import (
+    SIDE,
+    assert_same_results,
+    aten,
+    backward,
+    code,
+    context,
+    forward,
+    forward_that_saves_a_weight,
+)
 
 HOST = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimizer=Optimizer.HOST)
+OFFLOAD = BlockDecision(activations=Activations.OFFLOAD)
+KEPT = BlockDecision(params=Params.HOST, keeps_fetched=True)
 CASES: dict[str, tuple[PassFunction, Stage, Callable[[], fx.GraphModule]]] = {
     "offload_activations": (passes.offload_activations, Stage.FORWARD, forward),
     "reload_activations": (passes.reload_activations, Stage.BACKWARD, backward),
@@ -96,6 +108,69 @@ return (None, grad_w0, grad_w1)""",
     )
 
 
+def with_kept_weights(stage: Stage, graph: Callable[[], fx.GraphModule], kept: frozenset[str]) -> fx.GraphModule:
+    given = context(stage, KEPT, kept=kept)
+    return passes.run(passes.only(passes.prefetch_parameters), graph(), given, given=("blocks",))
+
+
+def test_a_kept_copy_is_saved_in_the_place_of_its_parameter():
+    gm = with_kept_weights(Stage.FORWARD, forward_that_saves_a_weight, frozenset({"w1"}))
+    assert_expected_inline(
+        code(gm),
+        """\
+def forward(self, x, w0, w1):
+prefetch_w0 = autohete.prefetch.default(w0, 'two blocks', 1, 0)
+wait_w0 = autohete.wait.default(prefetch_w0, w0, 'two blocks')
+prefetch_w1 = autohete.prefetch.default(w1, 'two blocks', 1, 0)
+wait_w1 = autohete.wait.default(prefetch_w1, w1, 'two blocks')
+first = aten.mm.default(x, wait_w0)
+gelu = aten.gelu.default(first)
+w1_t_1 = aten.permute.default(wait_w1, [1, 0])
+second = aten.mm.default(gelu, w1_t_1)
+return (second, wait_w1, first, gelu)""",
+    )
+    assert_same_results(gm, forward_that_saves_a_weight())
+
+
+def test_a_saved_view_is_taken_of_the_kept_copy():
+    gm = with_kept_weights(Stage.FORWARD, lambda: forward_that_saves_a_weight("w1_t"), frozenset({"w1_t"}))
+    assert code(gm).splitlines()[-1] == "return (second, w1_t_1, first, gelu)"
+    assert "w1_t_1 = aten.permute.default(wait_w1, [1, 0])" in code(gm)
+    assert_same_results(gm, forward_that_saves_a_weight("w1_t"))
+
+
+def test_what_is_not_kept_is_saved_as_the_parameter_itself():
+    gm = with_kept_weights(Stage.FORWARD, forward_that_saves_a_weight, frozenset())
+    assert code(gm).splitlines()[-1] == "return (second, w1, first, gelu)"
+
+
+def test_backward_reads_a_kept_copy_as_it_arrives():
+    assert code(with_kept_weights(Stage.BACKWARD, backward, frozenset({"w1"}))) == code(backward())
+
+
+def test_an_inference_graph_keeps_nothing():
+    once = code(with_kept_weights(Stage.INFERENCE, forward, frozenset()))
+    given = context(Stage.INFERENCE, BlockDecision(params=Params.HOST))
+    assert once == code(passes.run(passes.only(passes.prefetch_parameters), forward(), given, given=("blocks",)))
+
+
+def test_what_is_kept_follows_the_plan_and_what_backward_reads():
+    fetched = BlockDecision(params=Params.HOST)
+    assert passes.select_kept(backward(), context(Stage.BACKWARD, KEPT)) == {"w1"}
+    assert not passes.select_kept(backward(), context(Stage.BACKWARD, KEPT, fetched))
+    unread = backward()
+    product = next(node for node in unread.graph.nodes if node.name == "grad_gelu")
+    product.replace_input_with(product.args[1], product.args[0])
+    assert not passes.select_kept(unread, context(Stage.BACKWARD, KEPT))
+
+
+@pytest.mark.parametrize(("owner", "kept"), [(0, False), (1, True)], ids=["an earlier block's", "its own"])
+def test_a_shared_parameter_is_kept_only_by_an_owner_that_reads_it_last(owner: int, kept: bool):
+    """Block 1 reads it in backward. A copy of block 0's would stay for a backward that does not want it."""
+    given = context(Stage.BACKWARD, KEPT, owners={"w1": owner})
+    assert passes.select_kept(backward(), given) == ({"w1"} if kept else set())
+
+
 def test_offload_gradients():
     assert_expected_inline(
         code(rewritten("offload_gradients")),
@@ -124,14 +199,14 @@ def test_results_are_those_of_the_graph_as_it_was(case: str):
 @pytest.mark.parametrize("case", CASES)
 def test_a_plan_that_asks_for_nothing_leaves_the_graph(case: str):
     """Nothing is offloaded then; the compiler names no activations where no block's are."""
-    gm = rewritten(case, BlockDecision(), offloaded=frozenset())
+    gm = rewritten(case, BlockDecision(), offloaded={})
     assert code(gm) == code(CASES[case][2]())
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_only_the_blocks_that_the_plan_names_are_copied(case: str):
     function, stage, graph = CASES[case]
-    one = context(stage, BlockDecision(), HOST, offloaded=frozenset({"gelu"}))
+    one = context(stage, BlockDecision(), HOST, offloaded={"gelu": 0})
     gm = passes.run(passes.only(function), graph(), one, given=("blocks",))
     copies = [node for node in gm.graph.nodes if node.target in ops.ISSUING_OPS]
     assert len(copies) == 1
@@ -162,11 +237,33 @@ def test_a_copy_that_nothing_waits_for_is_refused(case: str):
 
 
 def test_what_is_offloaded_follows_the_plan():
-    offload = BlockDecision(activations=Activations.OFFLOAD)
-    assert passes.select_offloaded(forward(), context(Stage.FORWARD, offload)) == {"first", "gelu"}
-    assert not passes.select_offloaded(forward(), context(Stage.FORWARD, BlockDecision(), offload))
-    assert not passes.select_offloaded(forward(), context(Stage.FORWARD, offload), smallest_bytes=SIDE * SIDE * 4 + 1)
-    assert passes.select_offloaded(forward(), context(Stage.FORWARD, offload, num_outputs=2)) == {"gelu"}
+    assert passes.select_offloaded(forward(), context(Stage.FORWARD, OFFLOAD)) == {"first": 0, "gelu": 0}
+    assert not passes.select_offloaded(forward(), context(Stage.FORWARD, BlockDecision(), OFFLOAD))
+    assert passes.select_offloaded(forward(), context(Stage.FORWARD, OFFLOAD, num_outputs=2)) == {"gelu": 0}
+
+
+@pytest.mark.parametrize(("count", "chosen"), [(1, {"gelu"}), (2, {"first", "gelu"}), (3, {"first", "gelu"})])
+def test_of_what_can_leave_the_first_ones_do(count: int, chosen: set[str]):
+    """The candidates are in the profiler's order, which need not be this graph's."""
+    some = context(Stage.FORWARD, BlockDecision(activations=Activations.OFFLOAD, num_offloaded=count))
+    assert passes.select_offloaded(forward(), some, ("gelu", "first")).keys() == chosen
+
+
+def test_what_the_profiler_did_not_count_stays_and_what_is_not_saved_is_not_replaced():
+    some = context(Stage.FORWARD, BlockDecision(activations=Activations.OFFLOAD, num_offloaded=1))
+    assert passes.select_offloaded(forward(), some, ("first",)) == {"first": 0}
+    recomputed = forward()
+    outputs = output_args(recomputed)
+    output_node(recomputed).args = ((outputs[0], outputs[2]),)
+    assert not passes.select_offloaded(recomputed, some, ("first", "gelu"))
+
+
+def test_a_partial_offload_copies_one_of_two():
+    some = BlockDecision(activations=Activations.OFFLOAD, num_offloaded=1)
+    chosen = passes.select_offloaded(forward(), context(Stage.FORWARD, some))
+    gm = rewritten("offload_activations", some, offloaded=chosen)
+    assert code(gm).splitlines()[-1] == "return (second, wait_first, gelu)"
+    assert_same_results(gm, forward())
 
 
 def with_a_transposed_gradient() -> fx.GraphModule:

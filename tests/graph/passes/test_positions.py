@@ -22,7 +22,7 @@ COPIES = (
 
 def rewritten(stage: Stage, *functions: PassFunction, decision: BlockDecision = HOST) -> fx.GraphModule:
     """The graph with every copy that the plan wants, and these passes behind."""
-    given = context(stage, decision, **({} if decision is HOST else {"offloaded": frozenset()}))
+    given = context(stage, decision, **({} if decision is HOST else {"offloaded": {}}))
     gm = passes.run(passes.only(*COPIES, *functions), GRAPHS[stage](), given, given=("blocks",))
     if passes.pin_positions in functions:
         only_pin = [p for p in passes.PIPELINE if p.function is passes.pin_positions]

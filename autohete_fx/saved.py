@@ -1,0 +1,90 @@
+"""What a forward graph saves for backward, by the memory that holds it, and which of it can leave for host memory.
+
+In: a partitioned forward graph with fake ``meta["val"]``. Out: nodes of it. The profiler counts what can leave and the
+passes move it: the rule stands here, below both, so that they mean the same tensors.
+"""
+
+import math
+import operator
+
+import torch
+from torch import fx
+
+from autohete_fx.ops import SMALLEST_COPY_BYTES, is_dense
+
+
+def output_args(gm: fx.GraphModule) -> list[fx.Node | None]:
+    """The flat outputs."""
+    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    return list(output.args[0])  # type: ignore[arg-type]  # AOTAutograd's graphs return one flat tuple
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node's result aliases its first argument without writing to it; of a split, so does each part."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return is_view(node.all_input_nodes[0])
+    if node.target is torch.ops.aten._unsafe_view.default:  # its schema does not say so
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+
+
+def storage_root(node: fx.Node) -> fx.Node:
+    """The node whose storage this node's result lives in."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]  # a view's first argument is the tensor that it views
+    return node
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """A size as a plain number, through its hint and without a guard where it is symbolic; 1 where it has none."""
+    if isinstance(size, torch.SymInt):
+        symbol = size.node
+        return int(symbol.hint) if symbol.has_hint() and symbol.hint is not None else 1
+    return int(size)
+
+
+def saved_views(forward: fx.GraphModule, num_outputs: int) -> dict[fx.Node, list[fx.Node]]:
+    """The saved outputs, those behind the first ``num_outputs``, by the node whose storage they live in."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in output_args(forward)[num_outputs:]:
+        if isinstance(node, fx.Node):
+            found.setdefault(storage_root(node), []).append(node)
+    return found
+
+
+def offloadable(
+    forward: fx.GraphModule, num_outputs: int, smallest_bytes: int = SMALLEST_COPY_BYTES
+) -> tuple[fx.Node, ...]:
+    """The saved storages that can leave for host memory, by the nodes that own them: largest first, ties in graph order.
+
+    A storage leaves by a copy of each saved view of it; its device memory is free when all of them are on the host. Left
+    on the device: what belongs to inputs, what the user gets too, what has gaps, views below ``smallest_bytes``, and
+    storages whose views overlap, because their copies would be larger than what they free.
+    """
+    held = {storage_root(node) for node in output_args(forward)[:num_outputs] if isinstance(node, fx.Node)}
+    found = [
+        root
+        for root, views in saved_views(forward, num_outputs).items()
+        if root.op == "call_function" and root not in held and _can_leave(root, views, smallest_bytes)
+    ]
+    position = {node: place for place, node in enumerate(forward.graph.nodes)}
+    return tuple(sorted(found, key=lambda root: (-_num_bytes(root.meta["val"]), position[root])))
+
+
+def _can_leave(root: fx.Node, views: list[fx.Node], smallest_bytes: int) -> bool:
+    value = root.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not all(isinstance(view.meta.get("val"), torch.Tensor) for view in views):
+        return False
+    if not is_dense([hint(size) for size in value.shape], [hint(step) for step in value.stride()]):
+        return False
+    copied = [_num_bytes(view.meta["val"]) for view in views]
+    return min(copied) >= smallest_bytes and sum(copied) <= _num_bytes(value)
+
+
+def _num_bytes(value: torch.Tensor) -> int:
+    return math.prod(hint(size) for size in value.shape) * value.element_size()

@@ -1,0 +1,179 @@
+"""Kept fetches and partial offload: what they leave on the device, what they copy, and that neither changes a result."""
+
+import dataclasses
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autohete_fx
+from autohete_fx import Activations, BlockDecision, Optimizer, Plan, PlanError, planning
+from autohete_fx.ir import Problem
+from autohete_fx.runtime.meter import device_live_bytes
+from tests import training
+from tests.training import KEPT, LABELS, Model, Sizes, assert_equal, batch, make, ours, plain
+
+SIZES = Sizes(width=128)  # every matrix is worth a copy
+FETCHED = dataclasses.replace(KEPT, keeps_fetched=False)
+LAYER_BYTES = sum(p.nbytes for p in make("cpu", SIZES).layers[0].parameters() if p.dim() == 2)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    gc.collect()
+
+
+def layers(*decisions: BlockDecision) -> Plan:
+    """Three decisions for the layers, or one for all three; everything else stays as it is."""
+    inner = decisions * 3 if len(decisions) == 1 else decisions
+    return Plan(labels=LABELS, decisions=(BlockDecision(), *inner, BlockDecision()))
+
+
+def compiled(plan: Plan, inner: str = "eager", model: Model | None = None) -> Model:
+    model = model or make("cpu", SIZES)
+    model.compile(backend="autohete", options={"plan": plan, "inner_backend": inner, "profile": "analytic"})
+    return model
+
+
+def held_between_passes(plan: Plan) -> int:
+    """Device bytes that live from a forward to its backward, once everything is compiled and placed."""
+    model = compiled(plan)
+    for step in range(2):
+        before = device_live_bytes("cpu")
+        loss = model(batch("cpu", step, sizes=SIZES))
+        held = device_live_bytes("cpu") - before
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        del loss
+    torch._dynamo.reset()
+    return held
+
+
+def copies(op: str, graph: str) -> list[int]:
+    return [t.num_bytes for t in training.training_compilation().transfers if (t.op, t.graph) == (op, graph)]
+
+
+def test_a_kept_copy_is_there_between_the_passes_and_is_fetched_once():
+    fetched, fetches = held_between_passes(layers(FETCHED)), len(copies("prefetch", "backward"))
+    assert fetches == 3 * 4
+    kept = held_between_passes(layers(FETCHED, KEPT, FETCHED))
+    assert kept - fetched == LAYER_BYTES
+    assert len(copies("prefetch", "backward")) == fetches - 4
+    assert len(copies("prefetch", "forward")) == fetches
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_peak_of_kept_copies_is_the_predicted_one(inner: str):
+    training.warm_up("cpu")
+    foreign_bytes, peaks = device_live_bytes("cpu"), []
+    plan = Plan(labels=LABELS, decisions=(KEPT, *(dataclasses.replace(KEPT, optimizer=Optimizer.HOST),) * 3, KEPT))
+    ours(make("cpu", SIZES), inner, {"plan": plan}, sizes=SIZES, peaks=peaks)
+    assert training.training_compilation().plan.peak_bytes == pytest.approx(max(peaks) - foreign_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_two_forwards_before_a_backward_have_a_copy_each(inner: str):
+    def gradients(model: Model) -> list[Tensor]:
+        losses = [model(batch("cpu", step)) for step in range(2)]
+        for loss in losses:
+            loss.backward()
+        return [training.copied(p.grad) for p in model.parameters() if p.grad is not None]
+
+    given = gradients(compiled(layers(KEPT), inner, training.make("cpu").eval()))
+    torch._dynamo.reset()
+    expected = training.make("cpu").eval()
+    expected.compile(backend="aot_eager" if inner == "eager" else "inductor")
+    assert_equal(given, gradients(expected), bitwise=inner == "eager")
+
+
+def with_a_shared_weight() -> Model:
+    model = make("cpu", SIZES)
+    model.layers[2].up.weight = model.layers[0].up.weight
+    return model
+
+
+def test_a_shared_parameter_is_kept_by_its_owner_alone():
+    """Its owner is the first to read it, and the last in backward."""
+    plan = layers(KEPT)
+    given = ours(with_a_shared_weight(), "eager", {"plan": plan}, sizes=SIZES)
+    assert (len(copies("prefetch", "forward")), copies("prefetch", "backward")) == (3 * 4, [])
+    assert_equal(given, plain(with_a_shared_weight(), "eager", sizes=SIZES), bitwise=True)
+    torch._dynamo.reset()
+    model = with_a_shared_weight()
+    ours(model, "eager", {"plan": layers(FETCHED, KEPT, KEPT)}, sizes=SIZES)
+    assert copies("prefetch", "backward").count(model.layers[0].up.weight.nbytes) >= 2
+
+
+class InHalves(nn.Linear):
+    """A linear layer that reads its weight in two parts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([F.linear(x, part) for part in self.weight.chunk(2)], -1)
+
+
+def with_a_split_weight() -> Model:
+    model = make("cpu", SIZES)
+    for layer in model.layers:
+        layer.up = InHalves(SIZES.width, 4 * SIZES.width, bias=False)
+    return model
+
+
+@pytest.mark.parametrize("decision", [FETCHED, KEPT], ids=["fetched", "kept"])
+def test_a_weight_that_is_read_in_parts_is_fetched_whole(decision: BlockDecision):
+    given = ours(with_a_split_weight(), "eager", {"plan": layers(decision)}, sizes=SIZES)
+    size = with_a_split_weight().layers[0].up.weight.nbytes
+    assert copies("prefetch", "forward").count(size) == 2 * 3  # down is as large
+    assert_equal(given, plain(with_a_split_weight(), "eager", sizes=SIZES), bitwise=True)
+
+
+@pytest.fixture
+def problems(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+    """What the plans that are given from now on are fitted to."""
+    seen: list[Problem] = []
+    fitted_plan = planning.fitted_plan
+
+    def look(plan: Plan, graph: Any, problem: Problem) -> Plan:
+        seen.append(problem)
+        return fitted_plan(plan, graph, problem)
+
+    monkeypatch.setattr(planning, "fitted_plan", look)
+    return seen
+
+
+def reloaded_bytes(compilation: autohete_fx.Compilation, block: int) -> int:
+    return sum(t.num_bytes for t in compilation.transfers if t.op == "reload" and t.block == block)
+
+
+@pytest.mark.parametrize("count", [1, 3, None])
+def test_what_leaves_is_what_the_profiler_counts_and_its_memory_is_free(count: int | None, problems: list[Problem]):
+    everything = held_between_passes(layers(BlockDecision()))
+    some = BlockDecision(activations=Activations.OFFLOAD, num_offloaded=count)
+    held = held_between_passes(layers(BlockDecision(), some, BlockDecision()))
+    cost = problems[-1].costs[2]
+    assert len(cost.offloadable) > 3
+    assert everything - held == cost.offloaded_bytes(count) == reloaded_bytes(training.training_compilation(), 2)
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_neighbours_that_recompute_change_nothing_of_what_leaves(inner: str, problems: list[Problem]):
+    """They have more saved for them, which the profiler counts as theirs."""
+    recompute = BlockDecision(activations=Activations.RECOMPUTE)
+    for some in (BlockDecision(activations=Activations.OFFLOAD, num_offloaded=n) for n in (None, 2)):
+        options = {"plan": layers(recompute, some, recompute), "inner_backend": inner, "profile": "analytic"}
+        found = autohete_fx.explain(make("cpu", SIZES), batch("cpu", 0, sizes=SIZES), options=options)
+        assert reloaded_bytes(found[0], 2) == problems[-1].costs[2].offloaded_bytes(some.num_offloaded)
+
+
+@pytest.mark.parametrize("optimizer", [Optimizer.STREAMED, Optimizer.DISK])
+def test_what_training_cannot_do_yet_is_refused(optimizer: Optimizer):
+    model = compiled(layers(BlockDecision(optimizer=optimizer)))
+    with pytest.raises(PlanError, match=rf"optimizer '{optimizer.value}' for block 'layers.0', .* not support yet"):
+        model(batch("cpu", 0))
