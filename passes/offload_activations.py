@@ -4,8 +4,8 @@ Emitted IR, where the graph returned ``gelu`` as a tensor saved for backward::
 
     gelu = ...                                              # block b
     offload_gelu = autohete.offload(gelu, session, ...)     # issued before block b+1
-    ...                                                     # block b+1
-    wait_gelu = autohete.wait(offload_gelu, gelu, session)  # after block b+1: gelu's device memory is free
+    ...                                                     # prefetch_distance blocks
+    wait_gelu = autohete.wait(offload_gelu, gelu, session)  # after them: gelu's device memory is free
     return [..., wait_gelu, ...]
 """
 
@@ -25,7 +25,14 @@ def offload_activations(gm: fx.GraphModule, context: PassContext) -> fx.GraphMod
             continue
         block = context.offloaded[node.name]
         outputs[position] = insert_copy(
-            gm, ops.offload, node, context, what="activation", block=block, issue_slot=block + 1, wait_slot=block + 2
+            gm,
+            ops.offload,
+            node,
+            context,
+            what="activation",
+            block=block,
+            issue_slot=block + 1,
+            wait_slot=block + 1 + context.decision(block).prefetch_distance,
         )
     output_node(gm).args = (tuple(outputs),)
     return gm

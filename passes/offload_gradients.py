@@ -4,7 +4,7 @@ Emitted IR, where the graph returned ``mm_7`` as the gradient of a weight::
 
     mm_7 = ...                                              # block b
     offload_mm_7 = autohete.offload(mm_7, session, ...)     # issued before block b-1
-    ...                                                     # block b-1
+    ...                                                     # prefetch_distance blocks
     wait_mm_7 = autohete.wait(offload_mm_7, mm_7, session)  # its device memory is free; the home becomes `.grad`
     return [..., wait_mm_7, ...]
 
@@ -40,7 +40,7 @@ def offload_gradients(gm: fx.GraphModule, context: PassContext) -> fx.GraphModul
             what="gradient",
             block=owner,
             issue_slot=produced + 1,
-            wait_slot=produced + 2,
+            wait_slot=produced + 1 + context.decision(owner).prefetch_distance,
         )
     output_node(gm).args = (tuple(outputs),)
     return gm

@@ -63,8 +63,9 @@ class BlockDecision:
     Attributes:
         activations, params, optimizer: see the enums.
         prefetch_distance: how many blocks ahead of its use a copy to the device is issued, at least 1: parameters in
-            forward and backward, offloaded activations in backward, streamed optimizer states. Irrelevant where nothing
-            of the block is copied to the device.
+            forward and backward, offloaded activations in backward, streamed optimizer states; and how many blocks after
+            it a copy to the host is waited for: activations, gradients, states. Irrelevant where nothing of the block is
+            copied.
         keeps_fetched: parameters on the host that the block's backward reads stay on the device from its forward to its
             backward, which saves the second fetch.
         num_moved_states: of the block's trainable parameters, how many have their optimizer states where ``optimizer`` says,
