@@ -26,6 +26,8 @@ def choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
     activations, params, optimizer = [Activations.KEEP], [Params.DEVICE], [Optimizer.DEVICE]
     if problem.training and problem.allow_recompute and cost.boundary_bytes < cost.saved_bytes:
         activations.append(Activations.RECOMPUTE)
+    if problem.training and problem.allow_recompute and cost.selective is not None:
+        activations.append(Activations.SELECTIVE)
     if problem.training and problem.allow_offload_activations and cost.offloadable:
         activations.append(Activations.OFFLOAD)
     if problem.allow_host_params and cost.param_bytes:
@@ -92,12 +94,11 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
     trained = cost.num_params > 0
     upload_s = up_s(cost.param_bytes) if trained and on_host and decision.params is Params.DEVICE else 0.0
     host_update_s = cost.num_params / machine.host_update_params_per_s + share * upload_s
-    recompute_s = cost.recompute_s if decision.activations is Activations.RECOMPUTE else 0.0
     return Durations(
         forward_work=cost.forward_s + share * (fetch_s + offload_s),
         forward_up=fetch_s,
         forward_down=offload_s,
-        backward_work=cost.backward_s + recompute_s + share * (backward_up_s + gradients_s),
+        backward_work=cost.backward_s + cost.again_s(decision.activations) + share * (backward_up_s + gradients_s),
         backward_up=backward_up_s,
         backward_down=gradients_s,
         device_update=device_update_s(problem, block, decision) if trained and not on_host else 0.0,
@@ -124,10 +125,8 @@ def device_bytes(problem: Problem, block: int, decision: BlockDecision) -> Bytes
         forward[(block < at) & (at <= reader)] += cost.boundary_bytes
         return forward
     # What the block's activations hold after its forward, while they leave, in between, and once they are due back.
-    held = around = cost.saved_bytes
-    if decision.activations is Activations.RECOMPUTE:
-        held = around = cost.boundary_bytes
-    elif decision.activations is Activations.OFFLOAD:
+    held = around = cost.held_bytes(decision.activations)
+    if decision.activations is Activations.OFFLOAD:
         held -= cost.offloaded_bytes(decision.num_offloaded)
     staying = cost.grad_bytes if decision.optimizer is Optimizer.DEVICE else 0
     sent = cost.grad_bytes - staying

@@ -284,8 +284,8 @@ class _Replay:
     def _settle_activations(self, block: int) -> None:
         """At the end of a block's forward: issue its offload, and end the previous block's."""
         activations = self.decisions[block].activations
-        if activations is Activations.RECOMPUTE:
-            self.memory.hold("activations", block, self.costs[block].boundary_bytes)
+        if self.decisions[block].recomputes:
+            self.memory.hold("activations", block, self.costs[block].held_bytes(activations))
         elif activations is Activations.OFFLOAD:
             self._issue(Lane.D2H, "offload", block, self._offloaded_bytes(block))
         self._end_offload(block - 1)
@@ -318,8 +318,8 @@ class _Replay:
         self.memory.observe(block, BACKWARD)
         self._wait("fetch", block)
         self._wait("reload", block)
-        if decision.activations is Activations.RECOMPUTE:
-            self._work(Lane.COMPUTE, "recompute", block, cost.recompute_s)
+        if decision.recomputes:
+            self._work(Lane.COMPUTE, "recompute", block, cost.again_s(decision.activations))
         fetched, reloaded = self._moved_bytes(block)
         sent = cost.grad_bytes if host_gradients else 0
         lost_s = self._lost_s((Lane.H2D, fetched), (Lane.H2D, reloaded), (Lane.D2H, sent))
