@@ -134,7 +134,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     plans: dict[str, Plan] = {}
     budgets = [keep_bytes - (keep_bytes - full_bytes) * point // (POINTS + 1) for point in range(1, POINTS + 1)]
     for index, budget_bytes in enumerate(budgets):
-        name = f"ours {budget_bytes / 2**20:.1f} MiB"
+        name = f"ours {index + 1}"
         try:
             run_ours(name, memory_budget=budget_bytes)
         except autohete_fx.InfeasiblePlanError as error:
@@ -205,7 +205,7 @@ def print_curves(row: Mapping[str, Any]) -> None:
             best = point[where]
             found = "no setting fits" if best is None else f"{spread(best)}   {best['best']}"
             print(f"  {point['ours'] if where == 'at our peak' else '':<24}{where:<20}{found}")
-        print(f"  {'':<24}{point['plan']}")
+        print(f"  {'':<24}budget {point['budget bytes'] / 2**20:.1f} MiB: {point['plan']}")
     print(flush=True)
 
 
