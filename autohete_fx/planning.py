@@ -199,12 +199,9 @@ def held_bytes(problem: Problem, plan: Plan) -> int:
     total = 0
     for cost, decision in zip(problem.costs, plan.decisions, strict=True):
         total += cost.param_bytes if decision.keeps_fetched else 0
-        if decision.activations is Activations.RECOMPUTE:
-            total += cost.boundary_bytes
-        elif decision.activations is Activations.OFFLOAD:
-            total += cost.saved_bytes - cost.offloaded_bytes(decision.num_offloaded)
-        else:
-            total += cost.saved_bytes
+        total += cost.held_bytes(decision.activations)
+        if decision.activations is Activations.OFFLOAD:
+            total -= cost.offloaded_bytes(decision.num_offloaded)
     return total
 
 

@@ -19,7 +19,7 @@ from autohete_fx import passes
 from autohete_fx.annotations import inserted
 from autohete_fx.capture.inputs import GraphInput, parameter_fqns
 from autohete_fx.errors import AutoHeteError, PassError
-from autohete_fx.ir import Activations, BlockDecision, Plan
+from autohete_fx.ir import BlockDecision, Plan
 from autohete_fx.options import UserPass
 from autohete_fx.passes import PIPELINE, Pass, PassContext, Stage
 from autohete_fx.saved import output_args, storage_root
@@ -144,7 +144,7 @@ def _gradient_owners(
 
 def changes_code(plan: Plan) -> bool:
     """Whether the plan needs any tag, so that the default partition does not serve."""
-    return any(decision.activations is Activations.RECOMPUTE for decision in plan.decisions)
+    return any(decision.recomputes for decision in plan.decisions)
 
 
 def has_copies(gm: fx.GraphModule) -> bool:

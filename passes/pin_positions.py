@@ -21,7 +21,6 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.utils._ordered_set import OrderedSet
 
 from autohete_fx import annotations
-from autohete_fx.ir import Activations
 from autohete_fx.passes.base import PassContext, Stage
 from autohete_fx.passes.sort_regions import region_keys, reorder
 
@@ -34,9 +33,7 @@ def pin_positions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     """Add control dependencies for inserted nodes and recomputed regions; no-op for graphs that have neither."""
     graph = gm.graph
     inserted = [n for n in graph.nodes if annotations.inserted(n) is not None]
-    recomputes = context.stage is Stage.BACKWARD and any(
-        d.activations is Activations.RECOMPUTE for d in context.plan.decisions
-    )
+    recomputes = context.stage is Stage.BACKWARD and any(d.recomputes for d in context.plan.decisions)
     if not inserted and not recomputes:
         return gm
     keys = region_keys(graph, context)

@@ -18,15 +18,12 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 
 from autohete_fx import annotations
-from autohete_fx.ir import Activations
 from autohete_fx.passes.base import PassContext, Stage
 
 
 def sort_regions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     """Reorder nodes by region; a graph without inserted nodes or recomputation is left as it is."""
-    recomputes = context.stage is Stage.BACKWARD and any(
-        d.activations is Activations.RECOMPUTE for d in context.plan.decisions
-    )
+    recomputes = context.stage is Stage.BACKWARD and any(d.recomputes for d in context.plan.decisions)
     if recomputes or any(annotations.inserted(node) for node in gm.graph.nodes):
         reorder(gm.graph, region_keys(gm.graph, context), {})
     return gm

@@ -1,9 +1,11 @@
 """Tag the forward nodes of recomputed blocks, so that the partitioner computes them again in backward.
 
 The emitted IR is the same code with ``node.meta["recompute"]`` set: MUST_RECOMPUTE inside a block, MUST_SAVE on what
-other blocks read, because that is where recomputation starts. Where that is one result of several, such as a norm's, the
-node that makes them is kept with all its results: the partitioner heeds no tag on a single one. Random seeds stay untagged:
-the partitioner saves them, so that dropout draws the same mask again.
+other blocks read, because that is where recomputation starts. In a selectively recomputed block it also starts from what
+was expensive, which is MUST_SAVE; the partitioner saves as much of that as backward needs. There MUST_RECOMPUTE stands
+only on what backward needs, because the partitioner saves the arguments of everything with that tag. Where what is kept
+is one result of several, such as a norm's, the node that makes them is kept with all its results: the partitioner heeds
+no tag on a single one. Random seeds stay untagged: the partitioner saves them, so that dropout draws the same mask again.
 """
 
 import operator
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from autohete_fx import annotations
 from autohete_fx.ir import Activations
 from autohete_fx.passes.base import PassContext
+from autohete_fx.recomputation import is_kept
 from autohete_fx.saved import is_view
 
 
@@ -32,10 +35,14 @@ def tag_recompute(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     for node, block in forward.items():
         if _is_read_by_recomputed(node, block, context, forward):
             kept |= _results_made_with(node)
+        if context.decision(block).activations is Activations.SELECTIVE and is_kept(node):
+            kept |= _results_made_with(node)
+    needed = _needed_in_backward(from_backward, forward, kept)
     for node, block in forward.items():
+        activations = context.decision(block).activations
         if node in kept:
             _tag(node, CheckpointPolicy.MUST_SAVE, block)
-        elif context.decision(block).activations is Activations.RECOMPUTE:
+        elif activations is Activations.RECOMPUTE or (activations is Activations.SELECTIVE and node in needed):
             _tag(node, CheckpointPolicy.MUST_RECOMPUTE, block)
     return gm
 
@@ -51,7 +58,21 @@ def _is_read_by_recomputed(node: fx.Node, block: int, context: PassContext, forw
     if is_view(node) or not isinstance(node.meta.get("val"), torch.Tensor):
         return False
     others = {forward[user] for user in _users_through_views(node) if user in forward} - {block}
-    return any(context.decision(b).activations is Activations.RECOMPUTE for b in (others | {block} if others else ()))
+    return any(context.decision(b).recomputes for b in (others | {block} if others else ()))
+
+
+def _needed_in_backward(
+    from_backward: set[fx.Node], forward: Mapping[fx.Node, int], kept: set[fx.Node]
+) -> set[fx.Node]:
+    """Forward nodes that have to run again, each in its own block, if only ``kept`` values are saved."""
+    pending = [source for node in from_backward for source in node.all_input_nodes]
+    needed: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if node in forward and node not in kept and node not in needed:
+            needed.add(node)
+            pending.extend(source for source in node.all_input_nodes if forward.get(source) == forward[node])
+    return needed
 
 
 def _results_made_with(node: fx.Node) -> set[fx.Node]:
@@ -79,6 +100,6 @@ def _depends_on_tangents(gm: fx.GraphModule) -> set[fx.Node]:
         if node.op == "placeholder":
             if "tangents" in str(node.target):
                 found.add(node)
-        elif any(argument in found for argument in node.all_input_nodes):
+        elif node.op != "output" and any(argument in found for argument in node.all_input_nodes):
             found.add(node)
     return found

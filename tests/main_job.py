@@ -42,7 +42,7 @@ class MainJob:
         assert_equal(given, plain(make(self.device), "eager"), bitwise=True)
         wanted = {"offload": {"offload", "reload"}, "host-params": {"prefetch"}, "host-optimizer": {"offload"}}
         assert kinds >= wanted.get(name, set())
-        assert bool(kinds) == (name not in ("keep", "recompute"))
+        assert bool(kinds) == (name not in ("keep", "recompute", "selective"))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", MIXED)

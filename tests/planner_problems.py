@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from autohete_fx.ir import BlockCost, BlockDecision, Edge, Machine, Overlap, Problem, Schedule
+from autohete_fx.ir import BlockCost, BlockDecision, Edge, Machine, Overlap, Problem, Schedule, SelectiveCost
 from autohete_fx.planner.simulate import simulate
 
 MACHINE = Machine(
@@ -65,12 +65,19 @@ def _costs(draw: st.DrawFn) -> BlockCost:
     param = draw(st.integers(0, 200))
     trained = draw(st.sampled_from([True, True, True, False]))
     sizes = _tensors(param // 4 if trained else 0, draw(st.sampled_from([1, 1, 2])))[::-1]
+    boundary = int(saved * draw(st.floats(0.0, 0.6)))
+    recompute_s = forward_s * draw(st.floats(0.5, 1.1))
+    selective = SelectiveCost(
+        saved_bytes=boundary + (saved - boundary) * draw(st.integers(1, 9)) // 10,
+        recompute_s=recompute_s * draw(st.floats(0.0, 0.5)),
+    )
     return BlockCost(
         forward_s=forward_s,
         backward_s=forward_s * draw(st.floats(1.5, 2.5)),
-        recompute_s=forward_s * draw(st.floats(0.5, 1.1)),
+        recompute_s=recompute_s,
         saved_bytes=saved,
-        boundary_bytes=int(saved * draw(st.floats(0.0, 0.6))),
+        boundary_bytes=boundary,
+        selective=draw(st.sampled_from([selective, None])),
         offloadable=_tensors(int(saved * draw(st.floats(0.0, 0.95))), draw(st.sampled_from([1, 1, 1, 3]))),
         forward_workspace_bytes=draw(st.integers(0, 60)),
         backward_workspace_bytes=draw(st.integers(0, 90)),

@@ -27,6 +27,7 @@ KEPT = BlockDecision(params=Params.HOST, keeps_fetched=True)
 PLANS: dict[str, tuple[BlockDecision, ...]] = {
     "keep": (BlockDecision(),) * 5,
     "recompute": (BlockDecision(activations=Activations.RECOMPUTE),) * 5,
+    "selective": (BlockDecision(activations=Activations.SELECTIVE),) * 5,
     "offload": (BlockDecision(activations=Activations.OFFLOAD),) * 5,
     "host-params": (BlockDecision(params=Params.HOST, prefetch_distance=2),) * 5,
     "kept": (KEPT,) * 5,
@@ -36,7 +37,7 @@ PLANS: dict[str, tuple[BlockDecision, ...]] = {
         HOST,
         BlockDecision(activations=Activations.RECOMPUTE, params=Params.HOST, optimizer=Optimizer.HOST),
         BlockDecision(activations=Activations.OFFLOAD, optimizer=Optimizer.HOST, prefetch_distance=2),
-        BlockDecision(activations=Activations.RECOMPUTE, optimizer=Optimizer.HOST),
+        BlockDecision(activations=Activations.SELECTIVE, optimizer=Optimizer.HOST),
     ),
     "mixed in part": (
         KEPT,

@@ -5,7 +5,7 @@ name. Units are in the names: ``_s`` seconds, ``_bytes``, ``_bytes_per_s``.
 """
 
 from autohete_fx.ir.block import Block, BlockGraph, BlockKind, Edge
-from autohete_fx.ir.cost import BlockCost, Profile
+from autohete_fx.ir.cost import BlockCost, Profile, SelectiveCost
 from autohete_fx.ir.decision import Activations, BlockDecision, Optimizer, Overlap, Params, Schedule
 from autohete_fx.ir.lane import Lane
 from autohete_fx.ir.machine import Machine
@@ -32,5 +32,6 @@ __all__ = [
     "Problem",
     "Profile",
     "Schedule",
+    "SelectiveCost",
     "Transfer",
 ]

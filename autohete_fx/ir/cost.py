@@ -2,6 +2,21 @@
 
 from dataclasses import dataclass
 
+from autohete_fx.ir.decision import Activations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectiveCost:
+    """What a block costs when only what is cheap to compute is computed again in its backward.
+
+    Attributes:
+        saved_bytes: device bytes that live from forward to backward; at least the block's ``boundary_bytes``.
+        recompute_s: extra seconds in backward.
+    """
+
+    saved_bytes: int
+    recompute_s: float
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:
@@ -25,6 +40,7 @@ class BlockCost:
         num_params: trainable parameters, in elements.
         trained: the elements of each trainable parameter, smallest first, ``num_params`` in all; empty where it is not
             known how they divide.
+        selective: of selective recomputation; None where that would free nothing.
     """
 
     forward_s: float
@@ -40,6 +56,21 @@ class BlockCost:
     optimizer_bytes: int
     num_params: int
     trained: tuple[int, ...] = ()
+    selective: SelectiveCost | None = None
+
+    def held_bytes(self, activations: Activations) -> int:
+        """Device bytes that live from forward to backward, before anything leaves for host memory."""
+        if activations is Activations.RECOMPUTE:
+            return self.boundary_bytes
+        if activations is Activations.SELECTIVE and self.selective is not None:
+            return self.selective.saved_bytes
+        return self.saved_bytes
+
+    def again_s(self, activations: Activations) -> float:
+        """Extra seconds in backward for what is computed again."""
+        if activations is Activations.SELECTIVE:
+            return self.selective.recompute_s if self.selective is not None else 0.0
+        return self.recompute_s if activations is Activations.RECOMPUTE else 0.0
 
     def moved_params(self, count: int | None) -> int:
         """Elements of the ``count`` smallest trainable parameters; of all of them where None."""

@@ -12,6 +12,8 @@ class Activations(enum.Enum):
     KEEP = "keep"
     RECOMPUTE = "recompute"
     OFFLOAD = "offload"
+    SELECTIVE = "selective"
+    """What matrix products, attention and other expensive kernels made is kept; the rest is computed again."""
 
 
 class Params(enum.Enum):
@@ -80,6 +82,11 @@ class BlockDecision:
     keeps_fetched: bool = False
     num_moved_states: int | None = None
     num_offloaded: int | None = None
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether anything of the block's forward runs again in backward."""
+        return self.activations in (Activations.RECOMPUTE, Activations.SELECTIVE)
 
     def __post_init__(self) -> None:
         if self.prefetch_distance < 1:

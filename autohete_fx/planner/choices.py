@@ -28,6 +28,8 @@ def choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
     optimizer: list[tuple[Optimizer, int | None]] = [(Optimizer.DEVICE, None)]
     if problem.training and problem.allow_recompute and cost.boundary_bytes < cost.saved_bytes:
         activations.append((Activations.RECOMPUTE, None))
+    if problem.training and problem.allow_recompute and cost.selective is not None:
+        activations.append((Activations.SELECTIVE, None))
     if problem.training and problem.allow_offload_activations and cost.offloadable:
         activations.extend((Activations.OFFLOAD, count) for count in (None, *_parts(problem, block)))
     if problem.allow_host_params and cost.param_bytes:
@@ -143,12 +145,11 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
     upload_s = up_s(cost.moved_part(cost.param_bytes, count)) if uploads else 0.0
     states = cost.moved_part(cost.optimizer_bytes, count) if streamed else 0
     host_update_s = moved / machine.host_update_params_per_s + share * upload_s
-    recompute_s = cost.recompute_s if decision.activations is Activations.RECOMPUTE else 0.0
     return Durations(
         forward_work=cost.forward_s + share * (fetch_s + down_s(offloaded)),
         forward_up=fetch_s,
         forward_down=down_s(offloaded),
-        backward_work=cost.backward_s + recompute_s + share * (backward_up_s + gradients_s),
+        backward_work=cost.backward_s + cost.again_s(decision.activations) + share * (backward_up_s + gradients_s),
         backward_up=backward_up_s,
         backward_down=gradients_s,
         update_work=device_update_s(problem, block, decision, moved) if streamed else 0.0,
@@ -192,10 +193,8 @@ class _Use:
         self.staying = cost.grad_bytes if streamed else cost.grad_bytes - moved_gradients
         self.accumulated = self.staying if problem.micro_batches > 1 else 0
         # What the block's activations hold after its forward, while they leave, in between, and once they are due back.
-        self.held = self.around = cost.saved_bytes
-        if decision.activations is Activations.RECOMPUTE:
-            self.held = self.around = cost.boundary_bytes
-        elif decision.activations is Activations.OFFLOAD:
+        self.held = self.around = cost.held_bytes(decision.activations)
+        if decision.activations is Activations.OFFLOAD:
             self.held -= cost.offloaded_bytes(decision.num_offloaded)
 
     def passes(self) -> list[Bytes]:

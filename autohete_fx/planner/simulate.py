@@ -355,8 +355,8 @@ class _Replay:
         if not self.problem.training:
             self._release_read_values(block)
             return
-        if decision.activations is Activations.RECOMPUTE:
-            self.memory.hold("activations", block, cost.boundary_bytes)
+        if decision.recomputes:
+            self.memory.hold("activations", block, cost.held_bytes(decision.activations))
         elif decision.activations is Activations.OFFLOAD:
             self._issue(Lane.D2H, "offload", block, offloaded)
         if updated_at is not None:
@@ -393,8 +393,8 @@ class _Replay:
         self.memory.observe(block, BACKWARD)
         self._wait("fetch", block)
         self._wait("reload", block)
-        if decision.activations is Activations.RECOMPUTE:
-            self._work(Lane.COMPUTE, "recompute", block, cost.recompute_s)
+        if decision.recomputes:
+            self._work(Lane.COMPUTE, "recompute", block, cost.again_s(decision.activations))
         fetched, reloaded = self._moved_bytes(block)
         copies = ((Lane.H2D, 0 if decision.keeps_fetched else fetched), (Lane.H2D, reloaded))
         lost_s = self._lost_s(*copies, (Lane.D2H, to_host))

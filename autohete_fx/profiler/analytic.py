@@ -4,19 +4,20 @@ Enters a `Partition` and a `Machine`; leaves a `Profile`. Nothing runs on the de
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from autohete_fx.ir import BlockCost, Machine, Profile
+from autohete_fx.ir import BlockCost, Machine, Profile, SelectiveCost
 from autohete_fx.profiler.flops import seconds_of
 from autohete_fx.profiler.kernels import Kernel, KernelGraph
 from autohete_fx.profiler.liveness import MemoryTrace, trace_step
 from autohete_fx.profiler.lowering import lower
 from autohete_fx.profiler.node_kinds import Kind, extent_bytes, holds_tensor, kind_of, packet_name
 from autohete_fx.profiler.partition import ParamInfo, Partition
+from autohete_fx.recomputation import is_kept
 from autohete_fx.saved import offloadable
 
 _NOT_REDRAWN = ("prims.inductor_seeds", "aten.randint", "aten.rand", "aten.randn", "aten.bernoulli", "aten.randperm")
@@ -24,11 +25,12 @@ _NOT_REDRAWN = ("prims.inductor_seeds", "aten.randint", "aten.rand", "aten.randn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTimes:
-    """Seconds of one block."""
+    """Seconds of one block; ``selective_s``: what is cheap to compute, once more."""
 
     forward_s: float
     backward_s: float
     recompute_s: float
+    selective_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,10 @@ class SavedTensor:
         if self.by_default:
             return self.block == block and (self.reader is not None or self.pinned)
         return self.reader == block
+
+    def owner_in(self, names: Container[str]) -> bool:
+        """Whether the node that makes it is one of ``names``; ``name`` says which of several results it is."""
+        return self.name.partition("[")[0] in names
 
 
 def _root(node: fx.Node) -> fx.Node:
@@ -141,10 +147,17 @@ def _share(kernel: Kernel, placed: Mapping[str, int], among: set[str] | None = N
     return shares
 
 
-def _recomputed(partition: Partition, saved: tuple[SavedTensor, ...], placed: Mapping[str, int]) -> set[str]:
-    """Forward nodes that run again where their block is recomputed: what its own saved tensors are made from."""
+def _recomputed(
+    partition: Partition, saved: tuple[SavedTensor, ...], placed: Mapping[str, int], *, selective: bool = False
+) -> set[str]:
+    """Forward nodes that run again where their block is recomputed: what its own saved tensors are made from.
+
+    ``selective``: as far as it is cheap to compute.
+    """
     nodes = {node.name: node for node in partition.forward.graph.nodes}
     kept = {t.name.partition("[")[0] for t in saved if t.reader is not None or t.pinned}
+    if selective:
+        kept |= {node.name for node in nodes.values() if is_kept(node)}
     pending = [t.name.partition("[")[0] for t in saved if t.by_default]
     again: set[str] = set()
     while pending:
@@ -156,12 +169,37 @@ def _recomputed(partition: Partition, saved: tuple[SavedTensor, ...], placed: Ma
     return again
 
 
+def _selectively_saved(partition: Partition, saved: tuple[SavedTensor, ...]) -> dict[int, int]:
+    """Bytes by block that live from forward to backward where the block is recomputed selectively."""
+    placed = partition.placements(partition.forward)
+    again = _recomputed(partition, saved, placed, selective=True)
+    graph = lower(partition.forward, device_type=partition.device_type, inner_backend=partition.inner_backend)
+    stays = {tensor.name for tensor in saved}
+    total = dict.fromkeys(range(len(partition.blocks.blocks)), 0)
+    for tensor in saved:
+        for block in total:
+            if tensor.stays(block) or (tensor.block == block and tensor.by_default and not tensor.owner_in(again)):
+                total[block] += tensor.num_bytes
+    for node in partition.forward.graph.nodes:
+        for source in node.all_input_nodes if node.name in again else ():
+            if placed.get(source.name) != placed[node.name] or source.name in again or not holds_tensor(source):
+                continue
+            for index in graph.storage_of.get(source.name, ()):
+                storage = graph.storages[index]
+                if storage.name not in stays and not storage.is_input:
+                    stays.add(storage.name)
+                    total[placed[source.name]] += storage.num_bytes
+    return total
+
+
 def analytic_times(partition: Partition, machine: Machine) -> tuple[BlockTimes, ...]:
     """Roofline seconds of every block, a kernel that spans blocks shared by its nodes."""
     count = len(partition.blocks.blocks)
-    forward, backward, again = [0.0] * count, [0.0] * count, [0.0] * count
+    forward, backward, again, cheap = [0.0] * count, [0.0] * count, [0.0] * count, [0.0] * count
     placed = partition.placements(partition.forward)
-    recomputed = _recomputed(partition, saved_tensors(partition), placed) if partition.training else set()
+    saved = saved_tensors(partition) if partition.training else ()
+    recomputed = _recomputed(partition, saved, placed)
+    selectively = _recomputed(partition, saved, placed, selective=True)
 
     def kernels_of(graph_module: fx.GraphModule) -> tuple[KernelGraph, dict[str, fx.Node]]:
         graph = lower(graph_module, device_type=partition.device_type, inner_backend=partition.inner_backend)
@@ -174,6 +212,8 @@ def analytic_times(partition: Partition, machine: Machine) -> tuple[BlockTimes, 
             forward[block] += share * seconds
         for block, share in _share(kernel, placed, recomputed).items():
             again[block] += share * seconds
+        for block, share in _share(kernel, placed, selectively).items():
+            cheap[block] += share * seconds
     if partition.backward is not None:
         placed = partition.placements(partition.backward)
         graph, nodes = kernels_of(partition.backward)
@@ -182,7 +222,8 @@ def analytic_times(partition: Partition, machine: Machine) -> tuple[BlockTimes, 
             for block, share in _share(kernel, placed).items():
                 backward[block] += share * seconds
     return tuple(
-        BlockTimes(forward_s=f, backward_s=b, recompute_s=r) for f, b, r in zip(forward, backward, again, strict=True)
+        BlockTimes(forward_s=f, backward_s=b, recompute_s=r, selective_s=s)
+        for f, b, r, s in zip(forward, backward, again, cheap, strict=True)
     )
 
 
@@ -286,15 +327,17 @@ def costs_from_times(partition: Partition, times: tuple[BlockTimes, ...]) -> tup
     backward_workspaces = (
         _backward_workspaces(partition, trace.backward, saved, owned) if trace.backward else [0] * len(owned)
     )
+    selectively_saved = _selectively_saved(partition, saved)
     costs = []
     for block, (seconds, params) in enumerate(zip(times, owned, strict=True)):
         mine = [tensor for tensor in saved if tensor.block == block and tensor.by_default]
+        saved_bytes, selective = sum(t.num_bytes for t in mine), selectively_saved[block]
         costs.append(
             BlockCost(
                 forward_s=seconds.forward_s,
                 backward_s=seconds.backward_s,
                 recompute_s=seconds.recompute_s,
-                saved_bytes=sum(t.num_bytes for t in mine),
+                saved_bytes=saved_bytes,
                 boundary_bytes=sum(t.num_bytes for t in saved if t.stays(block)),
                 offloadable=tuple(sorted((t.num_bytes for t in mine if t.offloadable), reverse=True)),
                 forward_workspace_bytes=forward_workspaces[block],
@@ -303,6 +346,9 @@ def costs_from_times(partition: Partition, times: tuple[BlockTimes, ...]) -> tup
                 grad_bytes=params.grad_bytes,
                 optimizer_bytes=params.optimizer_bytes,
                 num_params=params.num_params,
+                selective=SelectiveCost(saved_bytes=selective, recompute_s=seconds.selective_s)
+                if selective < saved_bytes
+                else None,
             )
         )
     return tuple(costs)

@@ -256,11 +256,12 @@ def measure_blocks(
         for block in members if timing is not None else ():
             assert timing is not None
             estimate = estimates[block]
-            share = estimate.recompute_s / estimate.forward_s if estimate.forward_s else 0.0
+            scale = timing.forward_s / estimate.forward_s if estimate.forward_s else 0.0
             found[block] = BlockTimes(
                 forward_s=timing.forward_s,
                 backward_s=timing.backward_s,
-                recompute_s=min(1.0, share) * timing.forward_s,
+                recompute_s=min(timing.forward_s, scale * estimate.recompute_s),
+                selective_s=min(timing.forward_s, scale * estimate.selective_s),
             )
     return found
 
@@ -277,6 +278,7 @@ def _scaled(estimates: Sequence[BlockTimes], found: dict[int, BlockTimes]) -> tu
                 forward_s=ratio * times.forward_s,
                 backward_s=ratio * times.backward_s,
                 recompute_s=ratio * times.recompute_s,
+                selective_s=ratio * times.selective_s,
             ),
         )
         for block, times in enumerate(estimates)

@@ -175,11 +175,9 @@ def _byte_totals(plan: Plan, costs: Sequence[BlockCost]) -> Iterator[str]:
 
 
 def _freed_activation_bytes(cost: BlockCost, decision: BlockDecision) -> int:
-    return {
-        Activations.KEEP: 0,
-        Activations.RECOMPUTE: cost.saved_bytes - cost.boundary_bytes,
-        Activations.OFFLOAD: cost.offloaded_bytes(decision.num_offloaded),
-    }[decision.activations]
+    if decision.activations is Activations.OFFLOAD:
+        return cost.offloaded_bytes(decision.num_offloaded)
+    return cost.saved_bytes - cost.held_bytes(decision.activations)
 
 
 def _predictions(plan: Plan) -> Iterator[str]:

@@ -13,14 +13,15 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from results import environment, print_figures, save
+from torch import Tensor
 from torch._functorch import config as functorch_config
+from trained import Loss, Trained
 
 import autohete_fx
 from autohete_fx.options import parse_size, resolve_bytes
@@ -30,7 +31,6 @@ from gpt import GPT, GPTConfig
 
 SETTINGS = (0.9, 0.7, 0.5, 0.3, 0.1, 0.0)
 """Of PyTorch's activation_memory_budget."""
-_WARM_UP = 3
 
 
 def main() -> None:
@@ -60,45 +60,28 @@ def main() -> None:
     save(arguments.json, rows)
 
 
-class Trained:
-    """A model in training.
+def trained(arguments: argparse.Namespace, *, ours: bool, **how: Any) -> Trained:
+    """A GPT in training, with our optimizer or PyTorch's."""
+    config = GPTConfig(layers=arguments.layers, width=arguments.width, heads=arguments.width // 32)
 
-    Attributes:
-        peak_bytes: peak device memory of two steps, without what was allocated before the model was made.
-    """
+    def make() -> tuple[GPT, Any, Loss]:
+        model = GPT(config)
+        parameters = model.parameters()
+        optimizer = autohete_fx.AdamW(parameters) if ours else torch.optim.AdamW(parameters, fused=True)
 
-    def __init__(self, arguments: argparse.Namespace, *, ours: bool, **how: Any) -> None:
-        with autohete_fx.MemoryMeter("cpu") as meter:
-            others = meter.start_bytes
-        torch.manual_seed(0)
-        config = GPTConfig(layers=arguments.layers, width=arguments.width, heads=arguments.width // 32)
-        self.model = GPT(config)
-        parameters = self.model.parameters()
-        self.optimizer: Any = autohete_fx.AdamW(parameters) if ours else torch.optim.AdamW(parameters, fused=True)
-        self.model.compile(**how)
-        self.tokens = torch.randint(256, (arguments.batch, config.context))
-        for _ in range(_WARM_UP):
-            self.step()
-        with autohete_fx.MemoryMeter("cpu") as meter:
-            self.step()
-            self.step()
-        self.peak_bytes = meter.peak_bytes - others
+        def loss_of(tokens: Tensor) -> Tensor:
+            return model(tokens, tokens)
 
-    def step(self) -> float:
-        """One training step; returns its seconds."""
-        begin = time.perf_counter()
-        self.model(self.tokens, self.tokens).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return time.perf_counter() - begin
+        return model, optimizer, loss_of
+
+    return Trained(make, torch.randint(256, (arguments.batch, config.context)), **how)
 
 
 def measure(arguments: argparse.Namespace, budget: str) -> dict[str, object]:
     """Peaks, the paired ratio of step times, and the best of PyTorch's settings, for one budget."""
-    torch._dynamo.config.recompile_limit = 64  # each model is a compilation of the same function
-    plain = Trained(arguments, ours=False)
+    plain = trained(arguments, ours=False)
     budget_bytes = resolve_bytes(parse_size(budget), plain.peak_bytes)
-    ours = Trained(arguments, ours=True, backend="autohete", options={"memory_budget": budget_bytes})
+    ours = trained(arguments, ours=True, backend="autohete", options={"memory_budget": budget_bytes})
     plan = next(c for c in reversed(autohete_fx.compilations()) if c.training).plan
     ratios, plain_s = paired(ours.step, plain.step, arguments.steps)
     figures: dict[str, object] = {
@@ -128,7 +111,7 @@ def sweep(arguments: argparse.Namespace, plain: Trained, limit_bytes: int) -> di
     least, best = 0, None
     for setting in SETTINGS:
         with functorch_config.patch(activation_memory_budget=setting):
-            theirs = Trained(arguments, ours=False)
+            theirs = trained(arguments, ours=False)
         least = min(least or theirs.peak_bytes, theirs.peak_bytes)
         if theirs.peak_bytes <= limit_bytes:
             ratio = statistics.median(paired(theirs.step, plain.step, arguments.steps)[0])

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from autohete_fx.errors import InfeasiblePlanError, PlanError
-from autohete_fx.ir import Activations, BlockDecision, Lane, Optimizer, Params, Plan
+from autohete_fx.ir import Activations, BlockDecision, Lane, Optimizer, Params, Plan, SelectiveCost
 from autohete_fx.planner.baselines import BASELINES
 from autohete_fx.planner.simulate import CPU_COPY_SHARE, simulate
 from autohete_fx.planner.solve import OPTIMAL_GAP, fits, solve
@@ -14,6 +14,7 @@ from tests.planner_problems import MACHINE, cost, problem
 
 KEEP = BlockDecision()
 RECOMPUTE = BlockDecision(activations=Activations.RECOMPUTE)
+SELECTIVE = BlockDecision(activations=Activations.SELECTIVE)
 
 
 def test_keep_everything_takes_the_sum_of_its_blocks():
@@ -29,6 +30,26 @@ def test_recompute_adds_its_seconds_and_leaves_the_boundary():
     assert replayed.step_s == pytest.approx(2 * 3 + 1 + 0.1)
     # in the backward of block 0: its recomputed activations, the gradients of both
     assert replayed.peak_bytes == 120 + 100 + 40 + 7
+
+
+def test_selective_recomputation_adds_its_seconds_and_leaves_what_it_holds():
+    some = cost(selective=SelectiveCost(saved_bytes=60, recompute_s=0.25))
+    replayed = simulate(problem([some, some]), [SELECTIVE, KEEP])
+    assert replayed.step_s == pytest.approx(2 * 3 + 0.25 + 0.1)
+    # in the backward of block 1: what block 0 holds, the gradient of block 1
+    assert replayed.peak_bytes == 120 + 60 + 100 + 20 + 7
+
+
+@pytest.mark.parametrize("needed", [SELECTIVE, RECOMPUTE])
+def test_recomputation_is_selective_where_that_frees_enough(needed: BlockDecision):
+    some = cost(selective=SelectiveCost(saved_bytes=60, recompute_s=0.25))
+    allowed = {"allow_offload_activations": False, "allow_host_params": False, "allow_host_optimizer": False}
+    given = problem([some] * 3, **allowed)
+    budget_bytes = simulate(given, [needed, KEEP, KEEP]).peak_bytes
+    plan = solve(dataclasses.replace(given, device_budget_bytes=budget_bytes))
+    assert plan.peak_bytes <= budget_bytes
+    assert plan.decisions.count(needed) == 1 and plan.decisions.count(KEEP) == 2
+    assert plan.step_s == pytest.approx(simulate(given, [needed, KEEP, KEEP]).step_s)
 
 
 def test_host_optimizer_moves_states_and_its_step():

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,18 @@ from torch import fx, nn
 
 from autohete_fx import annotations
 from autohete_fx.compilation import LaneEvent
-from autohete_fx.ir import Activations, BlockCost, BlockDecision, Lane, LaneTime, Optimizer, Params, Plan, Transfer
+from autohete_fx.ir import (
+    Activations,
+    BlockCost,
+    BlockDecision,
+    Lane,
+    LaneTime,
+    Optimizer,
+    Params,
+    Plan,
+    SelectiveCost,
+    Transfer,
+)
 from autohete_fx.options import parse_size
 from autohete_fx.passes import PIPELINE, PassContext, Stage, run
 from autohete_fx.report import (
@@ -109,6 +121,14 @@ def test_costs_add_bytes_and_split_rows_that_cost_differently():
     assert totals["activations"].endswith("70.0 MiB in all, 43.0 MiB of it off the device")
     assert totals["parameters"].endswith("28.0 MiB in all, 8.00 MiB of it off the device")
     assert totals["optimizer"].endswith("56.0 MiB in all, 16.0 MiB of it off the device")
+
+
+def test_selective_recomputation_frees_what_it_does_not_hold():
+    costs = [replace(cost(1), selective=SelectiveCost(saved_bytes=6 * MIB, recompute_s=0.01)), cost(1)]
+    plan = Plan(labels=("a", "b"), decisions=(BlockDecision(activations=Activations.SELECTIVE), BlockDecision()))
+    table = plan_table(plan, costs)
+    assert table.splitlines()[2].split()[:2] == ["a", "selective"]
+    assert "20.0 MiB in all, 4.00 MiB of it off the device" in table
 
 
 def test_a_plan_made_by_hand_predicts_nothing():

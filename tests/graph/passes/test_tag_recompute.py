@@ -13,6 +13,7 @@ from autohete_fx.passes import Stage
 from tests.two_blocks import code, context, joint
 
 RECOMPUTE = BlockDecision(activations=Activations.RECOMPUTE)
+SELECTIVE = BlockDecision(activations=Activations.SELECTIVE)
 
 
 def tagged(*decisions: BlockDecision) -> fx.GraphModule:
@@ -95,4 +96,60 @@ native_layer_norm_default MUST_SAVE 0
 getitem MUST_SAVE 0
 getitem_1 MUST_SAVE 0
 mm_default_1 MUST_RECOMPUTE 1""",
+    )
+
+
+def test_selective_recomputation_keeps_what_was_expensive_and_tags_what_backward_needs():
+    """The products are kept, the gelu between them is computed again; ``w1_t`` serves a product, which is kept."""
+    gm = joint()
+    for node in gm.graph.nodes:
+        if annotations.block_of(node) is not None:
+            annotations.set_block(node, 0)
+    gm = passes.tag_recompute(gm, context(Stage.JOINT, SELECTIVE))
+    assert_expected_inline(
+        tags(gm),
+        """\
+first MUST_SAVE 0
+gelu MUST_RECOMPUTE 0
+second MUST_SAVE 0
+x_t MUST_RECOMPUTE 0""",
+    )
+
+
+def test_selective_recomputation_starts_from_other_blocks_values_too():
+    """Block 1 has nothing to compute again but reads the gelu of block 0, which is kept for it."""
+    assert_expected_inline(
+        tags(tagged(SELECTIVE)),
+        """\
+first MUST_SAVE 0
+gelu MUST_SAVE 0
+second MUST_SAVE 1
+x_t MUST_RECOMPUTE 0""",
+    )
+
+
+def test_selective_recomputation_keeps_small_results():
+    """A mask that is a quarter of what it is made from, or a norm's statistics, are not worth another pass over it."""
+    graph = fx.Graph()
+    x, tangent = graph.placeholder("x"), graph.placeholder("tangents_1")
+    noise = graph.call_function(torch.ops.aten.cos.default, (x,))
+    mask = graph.call_function(torch.ops.aten.gt.Scalar, (noise, 0.5))
+    scaled = graph.call_function(torch.ops.aten.mul.Tensor, (x, 2.0))
+    statistics = graph.call_function(torch.ops.aten.var_mean.correction, (scaled, [1]))
+    variance = graph.call_function(operator.getitem, (statistics, 0))
+    gradient = graph.call_function(torch.ops.aten.where.self, (mask, tangent, variance))
+    large, row = torch.empty(8, 8, device="meta"), torch.empty(8, 1, device="meta")
+    values = {mask: large > 0, statistics: (row, row), variance: row}
+    for node in graph.nodes:
+        node.meta["val"] = values.get(node, large)
+        if node.op == "call_function":
+            annotations.set_block(node, 0)
+    graph.output((scaled, gradient))
+    gm = passes.tag_recompute(fx.GraphModule({}, graph), context(Stage.JOINT, SELECTIVE))
+    assert_expected_inline(
+        tags(gm),
+        """\
+gt_scalar MUST_SAVE 0
+var_mean_correction MUST_SAVE 0
+getitem MUST_SAVE 0""",
     )
