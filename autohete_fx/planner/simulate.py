@@ -17,7 +17,7 @@ lanes h2d and d2h and *waits* for them. A copy starts when it is issued and its 
 
 A fetch for b is due at the start of the forward of ``max(0, b - prefetch_distance)``, and for backward, with reloads,
 at the start of the backward of ``min(last, b + prefetch_distance)``. On a CPU device everything runs on the same cores:
-host updates start after the device updates, and the work of a block takes ``CPU_COPY_SHARE`` of the seconds of its
+host updates start after the device updates, and the work of a block takes ``Machine.copy_share`` of the seconds of its
 copies longer, whether they are hidden or not.
 
 Memory. Buffers appear when they are issued or computed and go at the waits above, so the use of memory depends on the
@@ -33,9 +33,6 @@ from autohete_fx.ir import Activations, BlockDecision, Lane, LaneTime, Machine, 
 FORWARD = "forward"
 BACKWARD = "backward"
 OPTIMIZER_STEP = "optimizer step"
-
-CPU_COPY_SHARE = 0.25
-"""Of the seconds of a copy on a CPU device, what computation loses to it: a copying thread holds one core of a few."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,7 +352,7 @@ class _Replay:
 
 def copy_share(machine: Machine) -> float:
     """Of the seconds of a copy, the share by which it lengthens the computation of its block."""
-    return CPU_COPY_SHARE if machine.device_type == "cpu" else 0.0
+    return machine.copy_share
 
 
 def device_update_s(problem: Problem, block: int, decision: BlockDecision) -> float:
