@@ -240,7 +240,7 @@ def test_a_value_that_no_kernel_stores_is_timed_with_every_block_that_reads_it()
     assert piece is not None
     read = [node.name for node in piece.graph.nodes if node.op == "placeholder"]
     assert set(read) == {"positions_1", "mm", "weight_1"}
-    assert [arg.name for arg in next(reversed(piece.graph.nodes)).args[0]] == ["mm_1"]  # it is not a result here
+    assert [arg.name for arg in next(iter(reversed(piece.graph.nodes))).args[0]] == ["mm_1"]  # it is not a result here
     values = {"positions_1": positions, "mm": (x * positions.cos()) @ weight, "weight_1": weight}
     found = piece(*(values[name] for name in read))[0]
     torch.testing.assert_close(found, two_blocks(positions, x, weight))
