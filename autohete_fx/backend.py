@@ -7,6 +7,7 @@ compilation is done. A process that finds the compiled code in a cache runs none
 `Compilation` and places the parameters.
 """
 
+import dataclasses
 import functools
 import logging
 import time
@@ -17,12 +18,17 @@ from torch._dynamo.exc import ShortenTraceback
 
 from autohete_fx import compilation as compilation_module
 from autohete_fx.capture.inputs import graph_inputs
+from autohete_fx.compilation import Compilation
 from autohete_fx.compiler import GraphCompiler
 from autohete_fx.errors import AutoHeteError
 from autohete_fx.model import Model, find_model
 from autohete_fx.options import Options
+from autohete_fx.runtime.steps import StepClock
 
 log = logging.getLogger(__name__)
+
+_STEPS_TO_LOG = 20
+"""After so many steps, prediction and measurement are logged side by side, once a graph."""
 
 
 def autohete(
@@ -52,9 +58,11 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[object], chosen: Optio
     compiler = GraphCompiler(gm=gm, inputs=inputs, options=chosen, model=model)
     compiled = compiler.compile(example_inputs)
     result = compiler.finish(time.perf_counter() - begin)
+    if result.training:
+        result = dataclasses.replace(result, clock=StepClock(model.session.device, chosen.micro_batches))
     compilation_module.record(result)
     log.info("%s", result)
-    return _owning(compiled, model)
+    return _owning(compiled, model, result)
 
 
 def surfacing(error: AutoHeteError) -> AutoHeteError:
@@ -69,11 +77,13 @@ def surfacing(error: AutoHeteError) -> AutoHeteError:
     return copy
 
 
-def _owning(compiled: Callable[..., object], model: Model) -> Callable[..., object]:
-    """The compiled function, which keeps the model's runtime alive and cleans up behind an exception."""
+def _owning(compiled: Callable[..., object], model: Model, compilation: Compilation) -> Callable[..., object]:
+    """The compiled function, which keeps the model's runtime alive, times its steps, and cleans up behind an exception."""
 
     @functools.wraps(compiled, updated=())
     def run(*args: object) -> object:
+        if compilation.clock is not None and compilation.clock.begin_pass() == _STEPS_TO_LOG:
+            log.info("after %d steps\n%s", _STEPS_TO_LOG, compilation.comparison_table())
         try:
             return compiled(*args)
         except BaseException as error:

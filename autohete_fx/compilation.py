@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from autohete_fx.ir import Lane, Plan, Transfer
 from autohete_fx.report import tables, timeline
+from autohete_fx.runtime.steps import StepClock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,7 @@ class Compilation:
         profile_source: where costs came from.
         compile_s: seconds by stage: grouping, profiling, solving, rewriting.
         cached: whether this process found it in the cache.
+        clock: what times its training steps in this process; not part of the stored compilation.
     """
 
     plan: Plan
@@ -84,6 +86,7 @@ class Compilation:
     profile_source: str = ""
     compile_s: Mapping[str, float] = field(default_factory=dict)
     cached: bool = False
+    clock: StepClock | None = field(default=None, compare=False, repr=False)
 
     @property
     def predicted_step_s(self) -> float:
@@ -94,6 +97,25 @@ class Compilation:
     def predicted_peak_bytes(self) -> int:
         """Predicted peak device memory of a step."""
         return self.plan.peak_bytes
+
+    @property
+    def measured_step_s(self) -> float | None:
+        """Median seconds of the steps trained so far, from one forward pass to the next; None before the third."""
+        return None if self.clock is None else self.clock.step_s
+
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """Peak device memory of this process since it was last reset; None where nobody counts it, as on a CPU device
+        in a process that never opened an `autohete_fx.MemoryMeter`."""
+        return None if self.clock is None else self.clock.peak_bytes
+
+    def comparison_table(self) -> str:
+        """What was predicted and what was measured so far, side by side."""
+        rows = [
+            tables.ComparisonRow(name="measured", step_s=self.measured_step_s, peak_bytes=self.measured_peak_bytes),
+            tables.ComparisonRow(name="predicted", step_s=self.predicted_step_s, peak_bytes=self.predicted_peak_bytes),
+        ]
+        return tables.comparison_table(rows, baseline="measured")
 
     def plan_table(self) -> str:
         """The decisions as a table."""
@@ -117,11 +139,14 @@ class Compilation:
     def __str__(self) -> str:
         kind = "training" if self.training else "inference"
         parts = [f"autohete {kind} graph", self.plan_table(), *(f"note: {note}" for note in self.notes)]
+        if self.measured_step_s is not None:
+            parts.append(self.comparison_table())
         return "\n".join(parts)
 
     def to_json(self) -> str:
         """As JSON text; `from_json` gives it back."""
-        raw = dataclasses.asdict(self)
+        raw = dataclasses.asdict(dataclasses.replace(self, clock=None))
+        del raw["clock"]
         raw["plan"] = self.plan.to_json()
         return json.dumps(raw, default=lambda value: value.value)
 

@@ -3,9 +3,12 @@
 In: a device and the options. Out: bytes and an `ir.Machine`.
 """
 
+from collections.abc import Callable
+
 import torch
 
-from autohete_fx.ir import Machine
+from autohete_fx import ops
+from autohete_fx.ir import Lane, Machine
 from autohete_fx.options import Options, resolve_bytes
 from autohete_fx.profiler.machine import device_capacity_bytes, host_capacity_bytes, load_or_measure_machine
 from autohete_fx.runtime.session import Session
@@ -41,7 +44,12 @@ def machine_of(device: torch.device, session: Session, offload_dir: str | None =
         # As the lanes copy: of the host's side, so that the driver knows which memory it is.
         return session.tier.host_view(session.tier.empty_strided((num_bytes,), (1,), torch.uint8))
 
-    return load_or_measure_machine(device, make_host_tensor=host_tensor, offload_dir=offload_dir)
+    def issue_copy(lane: Lane, src: torch.Tensor) -> Callable[[], torch.Tensor]:
+        dst = session.tier.empty_like(src) if lane is Lane.D2H else ops.empty_copy_of(src)
+        handle = session.issue(lane, 0, dst, src)
+        return lambda: session.wait(handle, src)
+
+    return load_or_measure_machine(device, make_host_tensor=host_tensor, issue_copy=issue_copy, offload_dir=offload_dir)
 
 
 def is_symbolic(tensor: torch.Tensor) -> bool:

@@ -19,6 +19,8 @@ class Machine:
         disk_bytes_per_s: sequential disk transfers; 0 where unused.
         device_update_params_per_s, host_update_params_per_s: AdamW updates, in parameters.
         latency_s: fixed cost of one transfer.
+        copy_share: of a second of copying, the seconds by which it lengthens computation meanwhile. 0 where copies have an
+            engine of their own; 1 where the processors that compute do the copying.
     """
 
     device_name: str
@@ -34,6 +36,7 @@ class Machine:
     device_update_params_per_s: float
     host_update_params_per_s: float
     latency_s: float
+    copy_share: float = 0.0
 
     def flops_per_s(self, dtype: str) -> float:
         """Matmul rate for a dtype; the slowest known one where it was not measured."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autohete_fx.ir import Activations, BlockCost, BlockDecision, Optimizer, Overlap, Params, Problem
-from autohete_fx.planner.simulate import copy_share, device_update_s, disk_s, moved_params, overlap_of, updates_on_host
+from autohete_fx.planner.simulate import device_update_s, disk_s, moved_params, overlap_of, updates_on_host
 
 Bytes = NDArray[np.int64]
 
@@ -125,7 +125,6 @@ class Durations:
 def durations(problem: Problem, block: int, decision: BlockDecision) -> Durations:
     """What a block's work takes."""
     cost, machine = problem.costs[block], problem.machine
-    share = copy_share(machine)
 
     def up_s(num_bytes: int) -> float:
         return machine.latency_s + num_bytes / machine.h2d_bytes_per_s if num_bytes else 0.0
@@ -135,7 +134,9 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
 
     fetch_s = up_s(cost.param_bytes) if decision.params is Params.HOST else 0.0
     if not problem.training:
-        return Durations(forward_work=cost.forward_s + share * fetch_s, forward_up=fetch_s, forward_down=0.0)
+        return Durations(
+            forward_work=cost.forward_s + machine.copy_share * fetch_s, forward_up=fetch_s, forward_down=0.0
+        )
     on_host, streamed = updates_on_host(decision), decision.optimizer is Optimizer.STREAMED
     offloaded = cost.offloaded_bytes(decision.num_offloaded) if decision.activations is Activations.OFFLOAD else 0
     backward_up_s = up_s(offloaded) + (0.0 if decision.keeps_fetched else fetch_s)
@@ -144,12 +145,14 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
     uploads = cost.num_params > 0 and on_host and decision.params is Params.DEVICE
     upload_s = up_s(cost.moved_part(cost.param_bytes, count)) if uploads else 0.0
     states = cost.moved_part(cost.optimizer_bytes, count) if streamed else 0
-    host_update_s = moved / machine.host_update_params_per_s + share * upload_s
+    host_update_s = moved / machine.host_update_params_per_s + machine.copy_share * upload_s
     return Durations(
-        forward_work=cost.forward_s + share * (fetch_s + down_s(offloaded)),
+        forward_work=cost.forward_s + machine.copy_share * (fetch_s + down_s(offloaded)),
         forward_up=fetch_s,
         forward_down=down_s(offloaded),
-        backward_work=cost.backward_s + cost.again_s(decision.activations) + share * (backward_up_s + gradients_s),
+        backward_work=cost.backward_s
+        + cost.again_s(decision.activations)
+        + machine.copy_share * (backward_up_s + gradients_s),
         backward_up=backward_up_s,
         backward_down=gradients_s,
         update_work=device_update_s(problem, block, decision, moved) if streamed else 0.0,

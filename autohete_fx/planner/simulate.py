@@ -36,7 +36,7 @@ on disk takes what the slower of updating and of reading and writing takes. Unde
 the end of the forward that waited for updates, and every step repeats the one before from there on: the replay begins and
 ends at that point.
 
-On a CPU device updates on the host start after those on the device, and the work of a block takes ``CPU_COPY_SHARE`` of the
+On a CPU device updates on the host start after those on the device, and the work of a block takes ``Machine.copy_share`` of the
 seconds of its copies longer, whether they are hidden or not.
 
 Memory. Buffers appear when they are issued or computed and go at the waits above, so the use of memory depends on the
@@ -55,7 +55,6 @@ from autohete_fx.ir import (
     BlockDecision,
     Lane,
     LaneTime,
-    Machine,
     Optimizer,
     Overlap,
     Params,
@@ -66,9 +65,6 @@ from autohete_fx.planner.device_memory import Contributor, DeviceMemory
 FORWARD = "forward"
 BACKWARD = "backward"
 OPTIMIZER_STEP = "optimizer step"
-
-CPU_COPY_SHARE = 0.25
-"""Of the seconds of a copy on a CPU device, what computation loses to it: a copying thread holds one core of a few."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,11 +154,6 @@ def updates_on_host(decision: BlockDecision) -> bool:
     return decision.optimizer in (Optimizer.HOST, Optimizer.DISK)
 
 
-def copy_share(machine: Machine) -> float:
-    """Of the seconds of a copy, the share by which it lengthens the computation of its block."""
-    return CPU_COPY_SHARE if machine.device_type == "cpu" else 0.0
-
-
 def device_update_s(problem: Problem, block: int, decision: BlockDecision, num_params: int) -> float:
     """Seconds to update so many of a block's parameters on the device; homes on the host are read and written there."""
     cost, machine = problem.costs[block], problem.machine
@@ -191,7 +182,6 @@ class _Replay:
         self.problem, self.decisions, self.costs = problem, decisions, problem.costs
         self.machine = problem.machine
         self.overlap = overlap_of(problem)
-        self.copy_share = copy_share(problem.machine)
         self.num_blocks = len(problem.costs)
         self.keep_events = keep_events
         self.events: list[Event] = []
@@ -300,7 +290,7 @@ class _Replay:
 
     def _lost_s(self, *copies: tuple[Lane, int]) -> float:
         """Seconds that a block's copies take from computation, given as lanes and bytes."""
-        return self.copy_share * sum(self._copy_s(*copy) for copy in copies)
+        return self.machine.copy_share * sum(self._copy_s(*copy) for copy in copies)
 
     def _issue(self, lane: Lane, label: str, block: int, num_bytes: int, ready_at: float = 0.0) -> None:
         """Queue a copy on a lane, of something that is there ``ready_at``."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from autohete_fx.ir import Machine
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 """Raised when what files contain changes meaning: older files then count as absent."""
 
 

@@ -6,7 +6,7 @@ best of a few repeats after a warm-up: others on the machine only ever slow one 
 
 A measurement may fall into a step that has a budget to keep. On CUDA it takes some 250 MiB, of what activations take
 later; for a CPU device, where a budget may be smaller than that, every tensor timed here lies in mapped host
-memory; a 16-bit product may take 3 MiB of scratch.
+memory; a 16-bit product may take 3 MiB of scratch, and a copy to the device 1 MiB.
 """
 
 import functools
@@ -16,24 +16,30 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from autohete_fx.ir import Machine
+from autohete_fx.ir import Lane, Machine
 from autohete_fx.profiler.cache import load_machine, store_machine
 
 _REPEATS = 4
 _COPY_BYTES = 24 * 2**20
+_TRANSFER_BYTES = 2**20
+"""On a CPU device: what a training step moves at a time, so that the rates contain what every transfer costs besides."""
 # On a GPU more than its caches hold, and enough to hide what a launch costs.
 _STREAM_BYTES = {"cpu": 24 * 2**20, "cuda": 128 * 2**20}
-_UPDATE_PARAMS = {"cpu": 3 * 2**19, "cuda": 2**24}
+# Parameters, gradients and moments together more than a cache holds.
+_UPDATE_PARAMS = {"cpu": 2**22, "cuda": 2**24}
 _PRODUCT_SIZE = {"cpu": 768, "cuda": 4096}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 MakeHostTensor = Callable[[int], torch.Tensor]
+
+IssueCopy = Callable[[Lane, torch.Tensor], Callable[[], torch.Tensor]]
+"""Starts a copy of a tensor on a lane, as training does, and returns what waits for it and gives the copy."""
 
 
 def device_capacity_bytes(device: torch.device) -> int:
@@ -129,6 +135,52 @@ def _copy_rates(device: torch.device, on_device: torch.Tensor, on_host: torch.Te
     return up, down, _seconds(device, lambda: few.copy_(many, non_blocking=True))
 
 
+class _Transfers:
+    """Copies of 1 MiB each, issued and waited for as training does."""
+
+    def __init__(self, issue: IssueCopy, sources: Sequence[torch.Tensor]) -> None:
+        self.issue = issue
+        self.sources = sources
+
+    def seconds(self, device: torch.device, lane: Lane) -> float:
+        """Of copying all, one after another."""
+
+        def run() -> None:
+            for source in self.sources:
+                self.issue(lane, source)()
+
+        return _seconds(device, run)
+
+    def share_lost(self, device: torch.device, alone_s: float, compute: Callable[[], object]) -> float:
+        """Seconds by which computation takes longer while copies run, for each second that these take alone."""
+        compute_s = _seconds(device, compute)
+        count = 1 + int(4 * alone_s / compute_s)  # outlasts the copies, slowed down as they may be
+
+        def run() -> None:
+            waiting = [self.issue(Lane.D2H, source) for source in self.sources]
+            for _ in range(count):
+                compute()
+            for wait in waiting:
+                wait()
+
+        return min(2.0, max(0.0, (_seconds(device, run) - count * compute_s) / alone_s))
+
+
+def _copy_figures(device: torch.device, make: "MakeTensor", issue: IssueCopy) -> dict[str, float]:
+    """Rates of a CPU device's copies, and what computation loses to them."""
+    count = _COPY_BYTES // _TRANSFER_BYTES
+    pieces = make(_COPY_BYTES, torch.uint8).fill_(1).chunk(count)
+    transfers = _Transfers(issue, pieces)
+    down_s, up_s = (transfers.seconds(device, lane) for lane in (Lane.D2H, Lane.H2D))
+    side = _PRODUCT_SIZE["cpu"]
+    left, right, product = (make(side**2, torch.float32).fill_(0.5).view(side, side) for _ in range(3))
+    return {
+        "h2d_bytes_per_s": _COPY_BYTES / up_s,
+        "d2h_bytes_per_s": _COPY_BYTES / down_s,
+        "copy_share": transfers.share_lost(device, down_s, lambda: torch.mm(left, right, out=product)),
+    }
+
+
 def _update_rate(device: torch.device, make: MakeTensor) -> float:
     """Parameters per second of a fused fp32 AdamW step."""
     count = _UPDATE_PARAMS.get(device.type, _UPDATE_PARAMS["cpu"])
@@ -161,7 +213,11 @@ def _plain_host_tensor(device: torch.device, num_bytes: int) -> torch.Tensor:
 
 
 def measure_machine(
-    device: torch.device, *, make_host_tensor: MakeHostTensor | None = None, offload_dir: str | None = None
+    device: torch.device,
+    *,
+    make_host_tensor: MakeHostTensor | None = None,
+    issue_copy: IssueCopy | None = None,
+    offload_dir: str | None = None,
 ) -> Machine:
     """Time the machine.
 
@@ -169,6 +225,7 @@ def measure_machine(
         device: the compute device.
         make_host_tensor: bytes to a 1-d uint8 tensor in the host tier. Without it, pinned memory for CUDA, and for
             a CPU a mapped file in ``offload_dir``.
+        issue_copy: CPU only: how training copies. Without it, plain copies are timed, as if nothing ran beside them.
         offload_dir: directory of host memory for a CPU device; the temporary directory where None.
     """
     # the caller may be in the middle of tracing: nothing here may be traced or recorded for backward
@@ -193,6 +250,9 @@ def measure_machine(
         up, down, latency = _copy_rates(
             device, make(_COPY_BYTES, torch.uint8).fill_(1), make_on_host(_COPY_BYTES, torch.uint8)
         )
+        copies = {"h2d_bytes_per_s": up, "d2h_bytes_per_s": down}
+        if device.type == "cpu" and issue_copy is not None:
+            copies = _copy_figures(device, make, issue_copy)
         host_rate = _update_rate(torch.device("cpu"), make_on_host)
         return Machine(
             device_name=device_name(device.type, device.index),
@@ -202,12 +262,11 @@ def measure_machine(
             disk_bytes=0,
             device_flops_per_s=_product_rates(device, make),
             device_bytes_per_s=_device_bandwidth(device, make),
-            h2d_bytes_per_s=up,
-            d2h_bytes_per_s=down,
             disk_bytes_per_s=0.0,
             device_update_params_per_s=host_rate if device.type == "cpu" else _update_rate(device, make),
             host_update_params_per_s=host_rate,
             latency_s=latency,
+            **copies,
         )
 
 
@@ -226,13 +285,19 @@ def machine_key(device: torch.device, offload_dir: str | None = None) -> str:
 
 
 def load_or_measure_machine(
-    device: torch.device, *, make_host_tensor: MakeHostTensor | None = None, offload_dir: str | None = None
+    device: torch.device,
+    *,
+    make_host_tensor: MakeHostTensor | None = None,
+    issue_copy: IssueCopy | None = None,
+    offload_dir: str | None = None,
 ) -> Machine:
     """The machine's figures from the cache, timed where it has none. Capacities are always today's."""
     key = machine_key(device, offload_dir)
     machine = load_machine(key)
     if machine is None:
-        machine = measure_machine(device, make_host_tensor=make_host_tensor, offload_dir=offload_dir)
+        machine = measure_machine(
+            device, make_host_tensor=make_host_tensor, issue_copy=issue_copy, offload_dir=offload_dir
+        )
         store_machine(key, machine)
     # The free bytes of a disk change by the minute; rounded down, so that equal problems stay equal.
     free = host_capacity_bytes(device, offload_dir)

@@ -129,6 +129,11 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
 _OLDER = "_autohete_older"
 
 
+def is_running() -> bool:
+    """Whether allocations are being counted; the other functions start that."""
+    return _counter.cache_info().currsize > 0
+
+
 def live_bytes() -> int:
     """Bytes of all CPU tensor storages, homes excluded."""
     return _counter().autohete_live()

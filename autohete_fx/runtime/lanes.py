@@ -5,8 +5,12 @@ it alone knows what is in flight and keeps it referenced.
 
 * On a CUDA device a lane is a stream. A copy is issued at once, behind everything that the current stream has been
   given so far, and waiting makes the current stream wait, not the CPU. Priorities order nothing that has been issued.
-* On a CPU device a lane is a thread with a priority queue: smaller first, equal ones in the order of submission. Copies
-  run without the GIL and on that one thread: an OpenMP team of the copy's own would fight the compute.
+* On a CPU device with a core to spare a lane is a thread with a priority queue: smaller first, equal ones in the order
+  of submission. Copies run without the GIL and on that one thread: an OpenMP team of the copy's own would fight the
+  compute.
+* On a CPU device whose cores all compute there is nothing to overlap with. A thread would take a core from a team that
+  waits for its slowest member, and cost the step more than the copy itself: copies run where they are submitted, with
+  all threads.
 """
 
 import ctypes
@@ -30,6 +34,9 @@ _SERIAL_ELEMENTS = 32767
 """PyTorch parallelises element-wise work from 32768 elements on."""
 
 COPY_LANES = (Lane.H2D, Lane.D2H)
+
+Copy = Callable[[torch.Tensor, torch.Tensor], None]
+"""Copies a destination's worth from a source: ``copy(dst, src)``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,18 +81,22 @@ class Lanes:
     Args:
         device: the compute device.
         copy: CPU only: what copies ``(dst, src)``; to delay or fail copies on purpose.
+        in_background: CPU only: whether copies run on threads of the lanes; by default where `has_spare_core`, and where
+            a ``copy`` is given, which may block.
     """
 
     def __init__(
-        self, device: torch.device | str, copy: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+        self, device: torch.device | str, copy: Copy | None = None, *, in_background: bool | None = None
     ) -> None:
         self.device = torch.device(device)
+        if in_background is None:
+            in_background = copy is not None or has_spare_core()
         self._pid = os.getpid()
         self._records: deque[TransferRecord] = deque(maxlen=_RECORDS)
         self._lanes: dict[Lane, _ThreadLane | _StreamLane] = {}
         for lane in COPY_LANES:
             if self.device.type == "cpu":
-                worker = _ThreadLane(lane, copy or copy_on_this_thread, self._records)
+                worker = _ThreadLane(lane, copy or cpu_copy(in_background), self._records, in_background)
                 # The thread knows the lane only, so this object can be collected while the thread waits for work.
                 weakref.finalize(self, worker.close)
                 self._lanes[lane] = worker
@@ -134,8 +145,8 @@ class _ThreadTicket(Ticket):
         self._error: BaseException | None = None
         self._raised = False
 
-    def run(self, copy: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        """Copy, on the lane's thread."""
+    def run(self, copy: Copy) -> None:
+        """Copy, on this thread."""
         assert self._tensors is not None
         try:
             with torch.no_grad():
@@ -158,14 +169,13 @@ class _ThreadTicket(Ticket):
 
 
 class _ThreadLane:
-    """A lane of a CPU device: one thread, one priority queue."""
+    """A lane of a CPU device: one thread and one priority queue, or the thread that submits."""
 
-    def __init__(
-        self, lane: Lane, copy: Callable[[torch.Tensor, torch.Tensor], None], records: deque[TransferRecord]
-    ) -> None:
+    def __init__(self, lane: Lane, copy: Copy, records: deque[TransferRecord], in_background: bool) -> None:
         self._lane = lane
         self._copy = copy
         self._records = records
+        self._in_background = in_background
         # Its lock is reentrant: close() may be called by a garbage collection inside a locked region.
         self._changed = threading.Condition()
         self._queue: list[tuple[int, int, _ThreadTicket]] = []
@@ -180,13 +190,19 @@ class _ThreadLane:
         with self._changed:
             if self._closed:
                 raise RuntimeError(f"the {self._lane.value} lane is closed")
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=f"autohete-{self._lane.value}", daemon=True)
-                self._thread.start()
-            heapq.heappush(self._queue, (priority, self._submitted, ticket))
+            if self._in_background:
+                self._start()
+                heapq.heappush(self._queue, (priority, self._submitted, ticket))
             self._submitted += 1
             self._changed.notify_all()
+        if not self._in_background:
+            self._run(ticket)
         return ticket
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=f"autohete-{self._lane.value}", daemon=True)
+            self._thread.start()
 
     def drain(self) -> None:
         with self._changed:
@@ -212,27 +228,30 @@ class _ThreadLane:
                 if not self._queue:
                     return
                 _, _, ticket = heapq.heappop(self._queue)
-            begin_s = time.perf_counter()
-            ticket.run(self._copy)
-            end_s = time.perf_counter()
-            with self._changed:
-                if ticket.unraised_error() is None:
-                    self._records.append(
-                        TransferRecord(
-                            lane=ticket.lane,
-                            priority=ticket.priority,
-                            num_bytes=ticket.num_bytes,
-                            begin_s=begin_s,
-                            end_s=end_s,
-                        )
-                    )
-                else:
-                    self._failed = [failed for failed in self._failed if failed.unraised_error() is not None]
-                    self._failed.append(ticket)
-                self._completed += 1
-                self._changed.notify_all()
-            ticket.finish()
+            self._run(ticket)
             del ticket  # or its tensors would live until the next copy
+
+    def _run(self, ticket: _ThreadTicket) -> None:
+        begin_s = time.perf_counter()
+        ticket.run(self._copy)
+        end_s = time.perf_counter()
+        with self._changed:
+            if ticket.unraised_error() is None:
+                self._records.append(
+                    TransferRecord(
+                        lane=ticket.lane,
+                        priority=ticket.priority,
+                        num_bytes=ticket.num_bytes,
+                        begin_s=begin_s,
+                        end_s=end_s,
+                    )
+                )
+            else:
+                self._failed = [failed for failed in self._failed if failed.unraised_error() is not None]
+                self._failed.append(ticket)
+            self._completed += 1
+            self._changed.notify_all()
+        ticket.finish()
 
 
 class _StreamTicket(Ticket):
@@ -321,6 +340,22 @@ class _StreamLane:
             origin.synchronize()
             self._origin = (origin, time.perf_counter())
         return self._stream
+
+
+def has_spare_core() -> bool:
+    """Whether this process may use more cores than PyTorch computes with, so that copies can run beside compute."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores > torch.get_num_threads()
+
+
+def cpu_copy(in_background: bool) -> Copy:
+    """How the lanes of a CPU device copy."""
+    return copy_on_this_thread if in_background else copy_with_all_threads
+
+
+def copy_with_all_threads(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """Copy between CPU tensors of equal size as PyTorch does, with every thread that computes."""
+    dst.copy_(src)
 
 
 def copy_on_this_thread(dst: torch.Tensor, src: torch.Tensor) -> None:

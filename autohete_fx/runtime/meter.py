@@ -75,6 +75,15 @@ def device_live_bytes(device: torch.device | str) -> int:
     return cpu_counter.live_bytes() if device.type == "cpu" else torch.cuda.memory_allocated(device)
 
 
+def metered_peak_bytes(device: torch.device | str) -> int | None:
+    """Peak device bytes since a meter, or the user, last started the peak over. It starts no counting: for a CPU device
+    it is None until a `MemoryMeter` has been opened in this process."""
+    device = torch.device(device)
+    if device.type == "cpu" and not cpu_counter.is_running():
+        return None
+    return _device_peak_bytes(device)
+
+
 def rss_anon_bytes() -> int:
     """Anonymous memory of this process that is in RAM, as the kernel counts it. Homes are not in it."""
     with open("/proc/self/status") as lines:

@@ -259,3 +259,16 @@ def test_code_that_would_break_the_budget_is_compiled_again(monkeypatch: pytest.
         del model, optimizer
         torch._dynamo.reset()
         gc.collect()
+
+
+def test_what_was_predicted_is_logged_beside_what_was_measured_once(caplog: pytest.LogCaptureFixture):
+    model = make()
+    model.compile(backend="autohete", options={**EAGER, "micro_batches": 2})
+    with caplog.at_level("INFO", logger="autohete_fx.backend"):
+        for _ in range(25):
+            train(model)
+    (compilation,) = [c for c in autohete_fx.compilations() if c.clock is not None][-1:]
+    assert compilation.measured_step_s is not None and compilation.measured_step_s > 0
+    logged = [record.getMessage() for record in caplog.records if record.getMessage().startswith("after")]
+    (text,) = logged
+    assert text.startswith("after 20 steps\n") and "measured" in text and "predicted" in text

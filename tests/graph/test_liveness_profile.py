@@ -13,7 +13,7 @@ from autohete_fx.ir import Block, BlockGraph, BlockKind, Machine
 from autohete_fx.profiler import ParamInfo, Partition, profile_analytic, profile_measured
 from autohete_fx.profiler.analytic import saved_tensors
 from autohete_fx.profiler.flops import flops_of
-from autohete_fx.profiler.measured import extract_block
+from autohete_fx.profiler.measured import extract_block, values_not_stored
 
 MACHINE = Machine(
     device_name="one that is easy to reckon with",
@@ -221,3 +221,26 @@ def test_flops_of_attention_on_a_cpu_are_those_of_its_products() -> None:
     gm = make_fx(lambda q: run(q, q, q)[0], tracing_mode="fake")(query)
     node = next(n for n in gm.graph.nodes if "flash" in str(n.target))
     assert flops_of(node) == 2 * (2 * 2 * 4 * 32 * 32 * 16)
+
+
+def test_a_value_that_no_kernel_stores_is_timed_with_every_block_that_reads_it() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def two_blocks(positions: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        cosines = positions.cos()
+        return ((x * cosines) @ weight * cosines) @ weight
+
+    positions, x, weight = torch.randn(3, WIDTH, WIDTH)
+    gm = make_fx(two_blocks, tracing_mode="fake")(positions, x, weight)
+    not_stored = values_not_stored(gm, "cpu", "inductor")
+    assert not_stored == {"cos"}  # products want their operands in memory
+    assert not values_not_stored(gm, "cpu", "eager")
+    placed = {"cos": 0, "mul": 0, "mm": 0, "mul_1": 1, "mm_1": 1}
+    piece = extract_block(gm, placed, 1, not_stored=not_stored)
+    assert piece is not None
+    read = [node.name for node in piece.graph.nodes if node.op == "placeholder"]
+    assert set(read) == {"positions_1", "mm", "weight_1"}
+    assert [arg.name for arg in next(iter(reversed(piece.graph.nodes))).args[0]] == ["mm_1"]  # it is not a result here
+    values = {"positions_1": positions, "mm": (x * positions.cos()) @ weight, "weight_1": weight}
+    found = piece(*(values[name] for name in read))[0]
+    torch.testing.assert_close(found, two_blocks(positions, x, weight))

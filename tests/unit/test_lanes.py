@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autohete_fx.ir import Lane
-from autohete_fx.runtime.lanes import COPY_LANES, Lanes, Ticket, copy_on_this_thread
+from autohete_fx.runtime.lanes import COPY_LANES, Lanes, Ticket, copy_on_this_thread, has_spare_core
 
 
 class Gate:
@@ -231,3 +231,38 @@ def test_a_stream_holds_a_copys_tensors_until_it_was_waited_for_or_ended(monkeyp
     assert source() is None and unread() is not None
     monkeypatch.setattr(DeviceClock, "passed", True)
     assert len(lanes.records()) == 2 and unread() is None
+
+
+@pytest.mark.parametrize("lane", COPY_LANES)
+def test_without_a_spare_core_a_copy_is_complete_when_it_was_submitted(lane: Lane):
+    lanes = Lanes("cpu", in_background=False)
+    dst, src = torch.zeros(64, 48), torch.randn(48, 64).t()
+    before = threading.active_count()
+    ticket = lanes.submit(lane, 1, dst, src)
+    assert torch.equal(dst, src) and threading.active_count() == before
+    ticket.wait()
+    lanes.drain()
+    assert [(record.lane, record.num_bytes) for record in lanes.records()] == [(lane, dst.nbytes)]
+    lanes.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        lanes.submit(lane, 1, dst, src)
+
+
+def test_without_a_spare_core_a_failure_still_reaches_who_waits():
+    def fail(dst: torch.Tensor, src: torch.Tensor) -> None:
+        raise OSError("the disk is gone")
+
+    lanes = Lanes("cpu", copy=fail, in_background=False)
+    ticket = lanes.submit(Lane.D2H, 0, *pair(1))
+    with pytest.raises(OSError, match="the disk is gone"):
+        ticket.wait()
+    lanes.drain()  # it was raised already
+    assert not lanes.records()
+
+
+def test_copies_run_in_the_background_where_cores_are_spare(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert has_spare_core()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert not has_spare_core()

@@ -8,7 +8,7 @@ import pytest
 from autohete_fx.errors import InfeasiblePlanError, PlanError
 from autohete_fx.ir import Activations, BlockDecision, Lane, Optimizer, Params, Plan, SelectiveCost
 from autohete_fx.planner.baselines import BASELINES
-from autohete_fx.planner.simulate import CPU_COPY_SHARE, simulate
+from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import OPTIMAL_GAP, fits, solve
 from tests.planner_problems import MACHINE, cost, problem
 
@@ -63,12 +63,12 @@ def test_host_optimizer_moves_states_and_its_step():
 
 
 def test_a_copy_on_a_cpu_device_costs_a_share_of_its_seconds():
-    on_cpu = dataclasses.replace(MACHINE, device_type="cpu")
+    on_cpu = dataclasses.replace(MACHINE, device_type="cpu", copy_share=0.25)
     replayed = simulate(
         problem([cost()], machine=on_cpu), [BlockDecision(params=Params.HOST, optimizer=Optimizer.HOST)]
     )
     # two fetches and the gradients, 20/100 each, are in nobody's shadow here and slow their block down besides
-    assert replayed.step_s == pytest.approx(1 + 2 + 3 * 0.2 * (1 + CPU_COPY_SHARE) + 0.5)
+    assert replayed.step_s == pytest.approx(1 + 2 + 3 * 0.2 * (1 + on_cpu.copy_share) + 0.5)
 
 
 def test_no_budget_needs_no_search_and_moves_nothing():

@@ -1,11 +1,13 @@
 """Machine figures: plausible, complete, cached by what they depend on."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from autohete_fx.ir import Lane
 from autohete_fx.profiler import machine as machine_module
 from autohete_fx.profiler.machine import (
     device_capacity_bytes,
@@ -39,6 +41,20 @@ def test_every_rate_of_a_cpu_is_measured(tmp_path: Path) -> None:
     assert 0 < found.latency_s < 0.1
     assert found.device_bytes == device_capacity_bytes(CPU) > 2**28
     assert list(tmp_path.glob("tmp*")) == []
+    assert found.copy_share == 0.0  # nobody said how training copies
+
+
+def test_copies_are_timed_as_training_issues_them(tmp_path: Path) -> None:
+    issued: list[tuple[Lane, int]] = []
+
+    def issue(lane: Lane, src: torch.Tensor) -> Callable[[], torch.Tensor]:
+        issued.append((lane, src.nbytes))
+        return src.clone
+
+    found = measure_machine(CPU, issue_copy=issue, offload_dir=str(tmp_path))
+    assert {*issued} == {(Lane.D2H, 2**20), (Lane.H2D, 2**20)}
+    assert found.h2d_bytes_per_s > 1e6 and found.d2h_bytes_per_s > 1e6
+    assert 0.0 <= found.copy_share <= 2.0
 
 
 def test_measuring_draws_no_random_numbers(tmp_path: Path) -> None:
