@@ -23,6 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show.set_defaults(run=_show)
     doctor = commands.add_parser("doctor", help="measure this machine and print what the planner will assume of it")
     doctor.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
+    doctor.add_argument(
+        "--save", metavar="FILE", help="also write a machine file, which `autohete plan --machine` reads"
+    )
     doctor.set_defaults(run=_doctor)
     parsed = parser.parse_args(arguments)
     try:
@@ -64,7 +67,17 @@ def _doctor(parsed: argparse.Namespace) -> str:
     if parsed.device == "cuda" and not has_cuda:
         raise OptionError("--device cuda was given, but PyTorch finds no CUDA device; leave it out to measure the CPU")
     device = parsed.device or ("cuda" if has_cuda else "cpu")
-    return f"torch {torch.__version__}\n{machine_text(measure_machine(torch.device(device)))}"
+    machine = measure_machine(torch.device(device))
+    if parsed.save:
+        _save(machine, parsed.save)
+    return f"torch {torch.__version__}\n{machine_text(machine)}"
+
+
+def _save(value: Machine | Plan, path: str) -> None:
+    try:
+        value.save(path)
+    except OSError as error:
+        raise OptionError(f"cannot write {path!r}: {error.strerror}; give --save a file that can be written") from error
 
 
 if __name__ == "__main__":

@@ -41,6 +41,10 @@ class InfeasiblePlanError(AutoHeteError):
         self.held_up_by = held_up_by
 
 
+class MachineError(AutoHeteError):
+    """A machine file cannot be read."""
+
+
 class CaptureError(AutoHeteError):
     """The traced graph has a form that the backend cannot honour exactly."""
 
