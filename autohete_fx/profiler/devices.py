@@ -75,6 +75,19 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """Dense peaks of products in TFLOP/s, without sparsity; 16-bit ones with fp32 accumulation.
+
+    Where there are no tensor cores for a type, the fp32 peak.
+    """
+
+    fp32: float
+    tf32: float
+    fp16: float
+    bf16: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
     """One accelerator as its data sheet states it.
 
@@ -84,8 +97,7 @@ class DeviceSpec:
         title: its full name.
         memory_gib: capacity in GiB.
         memory_gb_per_s: bandwidth in 10^9 bytes a second.
-        fp32, tf32, fp16, bf16: dense peaks in TFLOP/s, without sparsity; 16-bit ones with fp32 accumulation. Where there
-            are no tensor cores for a type, the fp32 peak.
+        peaks: of matrix products.
         matmul_share: of the peak, what products sustain.
         link: to the host.
         host: assumed around it.
@@ -97,10 +109,7 @@ class DeviceSpec:
     title: str
     memory_gib: float
     memory_gb_per_s: float
-    fp32: float
-    tf32: float
-    fp16: float
-    bf16: float
+    peaks: Peaks
     matmul_share: float
     link: Link
     host: Host
@@ -108,8 +117,9 @@ class DeviceSpec:
 
     def peak_flops_per_s(self, dtype: str, *, tf32: bool = False) -> float:
         """The stated dense peak for a dtype's name."""
-        peaks = {"float32": self.tf32 if tf32 else self.fp32, "float16": self.fp16, "bfloat16": self.bf16}
-        return peaks[dtype] * 1e12
+        peaks = self.peaks
+        by_dtype = {"float32": peaks.tf32 if tf32 else peaks.fp32, "float16": peaks.fp16, "bfloat16": peaks.bf16}
+        return by_dtype[dtype] * 1e12
 
 
 def _pcie(generation: int, gb_per_s: float) -> Link:
@@ -128,9 +138,9 @@ _GRACE = Host(name="Grace, LPDDR5X", memory_gib=480, dram_gb_per_s=500.0)
 _DDR4_DESKTOP = Host(name="desktop, 2 channels DDR4-3200", memory_gib=128, dram_gb_per_s=51.2)
 _DDR5_DESKTOP = Host(name="desktop, 2 channels DDR5-5600", memory_gib=192, dram_gb_per_s=89.6)
 
-_A100 = {"fp32": 19.5, "tf32": 156.0, "fp16": 312.0, "bf16": 312.0, "matmul_share": 0.78}
-_H100 = {"fp32": 66.9, "tf32": 494.7, "fp16": 989.4, "bf16": 989.4}
-_V100 = {"fp32": 15.7, "tf32": 15.7, "fp16": 125.0, "bf16": 15.7, "matmul_share": 0.8}
+_V100 = Peaks(fp32=15.7, tf32=15.7, fp16=125.0, bf16=15.7)
+_A100 = Peaks(fp32=19.5, tf32=156.0, fp16=312.0, bf16=312.0)
+_H100 = Peaks(fp32=66.9, tf32=494.7, fp16=989.4, bf16=989.4)
 
 DEVICES: tuple[DeviceSpec, ...] = (
     DeviceSpec(
@@ -138,7 +148,8 @@ DEVICES: tuple[DeviceSpec, ...] = (
         title="Tesla V100 SXM2 16GB",
         memory_gib=16,
         memory_gb_per_s=900,
-        **_V100,
+        peaks=_V100,
+        matmul_share=0.8,
         link=_PCIE_3,
         host=_SKYLAKE,
         source="NVIDIA V100 data sheet: 125 TFLOPS tensor, 15.7 single, 900 GB/s, PCIe 32 GB/s both ways",
@@ -149,7 +160,8 @@ DEVICES: tuple[DeviceSpec, ...] = (
         title="Tesla V100 SXM2 32GB",
         memory_gib=32,
         memory_gb_per_s=900,
-        **_V100,
+        peaks=_V100,
+        matmul_share=0.8,
         link=_PCIE_3,
         host=_SKYLAKE,
         source="NVIDIA V100 data sheet: 125 TFLOPS tensor, 15.7 single, 900 GB/s, PCIe 32 GB/s both ways",
@@ -159,7 +171,8 @@ DEVICES: tuple[DeviceSpec, ...] = (
         title="A100 SXM4 40GB",
         memory_gib=40,
         memory_gb_per_s=1555,
-        **_A100,
+        peaks=_A100,
+        matmul_share=0.78,
         link=_PCIE_4,
         host=_MILAN,
         source="NVIDIA A100 data sheet: 312 TFLOPS bf16, 156 TF32, 19.5 fp32, 1555 GB/s, PCIe Gen4 64 GB/s both ways",
@@ -170,7 +183,8 @@ DEVICES: tuple[DeviceSpec, ...] = (
         title="A100 SXM4 80GB",
         memory_gib=80,
         memory_gb_per_s=2039,
-        **_A100,
+        peaks=_A100,
+        matmul_share=0.78,
         link=_PCIE_4,
         host=_MILAN,
         source="NVIDIA A100 data sheet: 312 TFLOPS bf16, 156 TF32, 19.5 fp32, 2039 GB/s, PCIe Gen4 64 GB/s both ways",
@@ -181,7 +195,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         title="H100 SXM5 80GB",
         memory_gib=80,
         memory_gb_per_s=3350,
-        **_H100,
+        peaks=_H100,
         matmul_share=0.72,
         link=_PCIE_5,
         host=_SAPPHIRE,
@@ -192,10 +206,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         title="H100 PCIe 80GB",
         memory_gib=80,
         memory_gb_per_s=2000,
-        fp32=51.2,
-        tf32=378.0,
-        fp16=756.0,
-        bf16=756.0,
+        peaks=Peaks(fp32=51.2, tf32=378.0, fp16=756.0, bf16=756.0),
         matmul_share=0.6,
         link=_PCIE_5,
         host=_SAPPHIRE,
@@ -207,7 +218,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         title="H200 SXM5 141GB",
         memory_gib=140.4,
         memory_gb_per_s=4800,
-        **_H100,
+        peaks=_H100,
         matmul_share=0.72,
         link=_PCIE_5,
         host=_SAPPHIRE,
@@ -219,7 +230,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         title="GH200 Grace Hopper 96GB",
         memory_gib=95.6,
         memory_gb_per_s=4000,
-        **_H100,
+        peaks=_H100,
         matmul_share=0.75,
         link=_C2C,
         host=_GRACE,
@@ -231,10 +242,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         title="L40S 48GB",
         memory_gib=45,
         memory_gb_per_s=864,
-        fp32=91.6,
-        tf32=183.0,
-        fp16=362.05,
-        bf16=362.05,
+        peaks=Peaks(fp32=91.6, tf32=183.0, fp16=362.05, bf16=362.05),
         matmul_share=0.6,
         link=_PCIE_4,
         host=_SAPPHIRE,
@@ -246,10 +254,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         title="GeForce RTX 3090 24GB",
         memory_gib=24,
         memory_gb_per_s=936,
-        fp32=35.6,
-        tf32=35.6,
-        fp16=71.0,
-        bf16=71.0,
+        peaks=Peaks(fp32=35.6, tf32=35.6, fp16=71.0, bf16=71.0),
         matmul_share=0.85,
         link=_PCIE_4,
         host=_DDR4_DESKTOP,
@@ -261,10 +266,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         title="GeForce RTX 4090 24GB",
         memory_gib=24,
         memory_gb_per_s=1008,
-        fp32=82.6,
-        tf32=82.6,
-        fp16=165.2,
-        bf16=165.2,
+        peaks=Peaks(fp32=82.6, tf32=82.6, fp16=165.2, bf16=165.2),
         matmul_share=0.85,
         link=_PCIE_4,
         host=_DDR5_DESKTOP,
@@ -276,10 +278,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         title="GeForce RTX 5090 32GB",
         memory_gib=32,
         memory_gb_per_s=1792,
-        fp32=104.8,
-        tf32=104.8,
-        fp16=209.5,
-        bf16=209.5,
+        peaks=Peaks(fp32=104.8, tf32=104.8, fp16=209.5, bf16=209.5),
         matmul_share=0.85,
         link=_PCIE_5,
         host=_DDR5_DESKTOP,
@@ -291,10 +290,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         title="Instinct MI300X 192GB",
         memory_gib=192,
         memory_gb_per_s=5300,
-        fp32=163.4,
-        tf32=653.7,
-        fp16=1307.4,
-        bf16=1307.4,
+        peaks=Peaks(fp32=163.4, tf32=653.7, fp16=1307.4, bf16=1307.4),
         matmul_share=0.46,
         link=_PCIE_5,
         host=_GENOA,
