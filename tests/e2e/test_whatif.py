@@ -97,6 +97,7 @@ def test_a_few_layers_tell_the_cost_of_all(tmp_path: Path):
         assert figures == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_plan_is_printed_and_saved_without_memory_for_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Two layers of a 65B model, 3.4 GB in bf16: this process allocates next to nothing."""
     wide = config(tmp_path, hidden_size=8192, intermediate_size=22016, num_attention_heads=64)
