@@ -14,15 +14,15 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
 from autohete_fx import planning, versions
-from autohete_fx.capture.inputs import GraphInput, parameter_fqns
+from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.ir import BlockGraph, Problem, Profile
 from autohete_fx.model import Model, graph_digest, sources_digest
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.pass_identity import pass_identity
 from autohete_fx.profiler import ParamInfo
-from autohete_fx.resources import device_budget_bytes, host_budget_bytes, is_symbolic, machine_of
-from autohete_fx.runtime.placement import is_movable, placement_of
+from autohete_fx.resources import device_budget_bytes, host_budget_bytes, machine_of
+from autohete_fx.runtime.placement import placement_of
 from autohete_fx.runtime.tiers import is_home
 
 
@@ -77,26 +77,16 @@ class CapturedGraph:
 
     def param_infos(self, gm: fx.GraphModule) -> dict[str, ParamInfo]:
         """What the profiler must know of the parameters that can move, by placeholder of ``gm``."""
-        infos = {}
-        for placeholder, fqn in parameter_fqns(gm, self.inputs).items():
-            param = self.params[fqn]
-            if not is_movable(param):
-                continue
-            infos[placeholder] = ParamInfo(
-                fqn=fqn,
-                num_bytes=param.numel() * param.element_size(),
-                num_elements=param.numel(),
-                requires_grad=param.requires_grad,
-                state_bytes=planning.state_bytes(param),
-            )
-        return infos
+        return planning.param_infos(gm, self.inputs, self.params)
 
     def problem(self, blocks: BlockGraph, profile: Profile, *, training: bool) -> Problem:
         """What the planner solves."""
         limits = planning.Limits(
             device_budget_bytes=self.budget_bytes,
             host_budget_bytes=host_budget_bytes(self.device, self.options),
-            fixed_bytes=self._input_bytes() + self.small_bytes(training) + self.model.taken_by_others(self.names),
+            fixed_bytes=planning.input_bytes(self.inputs)
+            + self.small_bytes(training)
+            + self.model.taken_by_others(self.names),
         )
         return planning.make_problem(
             blocks,
@@ -111,27 +101,15 @@ class CapturedGraph:
 
     def small_bytes(self, training: bool) -> int:
         """Parameters that stay on the device whatever is decided, with their optimizer states and accumulated gradients."""
-        small = [param for param in self.params.values() if not is_movable(param)]
-        total = sum(param.nbytes for param in small)
-        if training:
-            total += sum(planning.state_bytes(param) for param in small)
-            if self.options.micro_batches > 1:
-                total += sum(param.nbytes for param in small if param.requires_grad)
-        return total
+        return planning.small_bytes(self.params.values(), training=training, micro_batches=self.options.micro_batches)
 
     def free_bytes(self) -> int | None:
         """What the budget leaves beside the inputs and the parameters that are on the device now."""
         if self.budget_bytes is None:
             return None
         taken = sum(param.nbytes for param in self.params.values() if not is_home(param))
-        return max(0, self.budget_bytes - self._input_bytes() - taken - self.model.taken_by_others(self.names))
-
-    def _input_bytes(self) -> int:
-        """Inputs and buffers: on the device, whatever is decided."""
-        return sum(
-            item.tensor.numel() * item.tensor.element_size()
-            for item in self.inputs
-            if item.tensor is not None and not item.is_parameter and not is_symbolic(item.tensor)
+        return max(
+            0, self.budget_bytes - planning.input_bytes(self.inputs) - taken - self.model.taken_by_others(self.names)
         )
 
 

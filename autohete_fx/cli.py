@@ -1,17 +1,40 @@
-"""The ``autohete`` command: what a plan decides, and what this machine can do. Thin: it parses, calls and prints."""
+"""The ``autohete`` command: what a plan decides, what this machine can do, and what another one could.
+
+Thin: it parses, calls and prints.
+"""
 
 import argparse
+import dataclasses
 import sys
+import time
 from collections.abc import Sequence
 
 import torch
 
+from autohete_fx.architectures import ARCHITECTURES
+from autohete_fx.blueprint import read_model
 from autohete_fx.errors import AutoHeteError, OptionError
-from autohete_fx.ir import Machine, Plan
+from autohete_fx.ir import Machine, Overlap, Plan, Schedule
+from autohete_fx.options import Options, Share, Size, parse_size, resolve_bytes
+from autohete_fx.profiler.devices import DEVICES, RESERVE_SHARE, find_device, machine_of_spec
 from autohete_fx.profiler.machine import measure_machine
 from autohete_fx.report import format_bytes, format_count, format_seconds, plan_table
+from autohete_fx.report.plots import require_matplotlib
+from autohete_fx.whatif import predict, sweep_budgets, trace_model, with_more
+from autohete_fx.whatif_report import (
+    Setting,
+    draw_sweep,
+    prediction_json,
+    prediction_text,
+    sweep_json,
+    sweep_text,
+)
 
 __all__ = ["main"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
+_HOST_SHARE = Share(0.9)
+"""Of the host's memory, what homes may take unless told otherwise."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show.set_defaults(run=_show)
     doctor = commands.add_parser("doctor", help="measure this machine and print what the planner will assume of it")
     doctor.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
+    doctor.add_argument(
+        "--save", metavar="FILE", help="also write a machine file, which `autohete plan --machine` reads"
+    )
     doctor.set_defaults(run=_doctor)
+    _add_plan(commands)
     parsed = parser.parse_args(arguments)
     try:
         print(parsed.run(parsed))
@@ -31,6 +58,66 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"autohete: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="plan a training step for a GPU that need not be here, and predict its time and memory",
+        description="Trace a model without its weights, price it for a device, and solve for the fastest plan within a"
+        " memory budget. Nothing is downloaded, no GPU is needed.",
+        epilog=f"models: {', '.join(ARCHITECTURES)}. devices: {', '.join(spec.name for spec in DEVICES)}.",
+    )
+    plan.add_argument(
+        "model", metavar="MODEL", help="a name, a JSON file of a transformers config, or file.py:factory (see below)"
+    )
+    plan.add_argument("--batch", type=_positive, default=8, help="sequences per micro-batch (default: 8)")
+    plan.add_argument("--seq", type=_positive, default=1024, help="tokens per sequence (default: 1024)")
+    where = plan.add_mutually_exclusive_group(required=True)
+    where.add_argument("--device", metavar="NAME", help="a device that ships, such as a100-40g, h100, 4090")
+    where.add_argument("--machine", metavar="FILE", help="a machine that `autohete doctor --save` measured")
+    plan.add_argument(
+        "--budget",
+        metavar="SIZE",
+        help=f"peak device memory: 24GiB, 60%%, ... (default: the capacity less {100 * RESERVE_SHARE:.0f}%%, for what CUDA"
+        " and the allocator take)",
+    )
+    plan.add_argument("--host-budget", metavar="SIZE", help="host memory for what is offloaded (default: 90%% of it)")
+    plan.add_argument(
+        "--dtype",
+        choices=tuple(_DTYPES),
+        help="of parameters and products; AdamW holds fp32 masters of 16-bit ones (default: bf16; a factory's as it is)",
+    )
+    plan.add_argument(
+        "--micro-batches", type=_positive, default=1, help="forward and backward passes per step (default: 1)"
+    )
+    plan.add_argument(
+        "--overlap",
+        choices=[overlap.value for overlap in Overlap],
+        default=Schedule().overlap.value,
+        help="what updates on the host overlap: nothing, the next forward, or the backward too (default: %(default)s)",
+    )
+    plan.add_argument("--clip", action="store_true", help="gradients are clipped by their global norm")
+    plan.add_argument("--sweep", choices=("budget",), help="solve for a range of budgets instead of one")
+    plan.add_argument("--points", type=_positive, default=10, help="budgets of a sweep (default: 10)")
+    plan.add_argument("--plot", metavar="FILE.png", help="draw the sweep (needs matplotlib)")
+    plan.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    plan.add_argument("--save", metavar="PLAN.json", help="write the plan, for the option 'plan' of the backend")
+    plan.add_argument(
+        "--time-limit",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="of the solve (default: 10 s); half of it where it is compared with others",
+    )
+    plan.set_defaults(run=_plan)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
 
 
 def machine_text(machine: Machine) -> str:
@@ -64,7 +151,81 @@ def _doctor(parsed: argparse.Namespace) -> str:
     if parsed.device == "cuda" and not has_cuda:
         raise OptionError("--device cuda was given, but PyTorch finds no CUDA device; leave it out to measure the CPU")
     device = parsed.device or ("cuda" if has_cuda else "cpu")
-    return f"torch {torch.__version__}\n{machine_text(measure_machine(torch.device(device)))}"
+    machine = measure_machine(torch.device(device))
+    if parsed.save:
+        _save(machine, parsed.save)
+    return f"torch {torch.__version__}\n{machine_text(machine)}"
+
+
+def _save(value: Machine | Plan, path: str) -> None:
+    try:
+        value.save(path)
+    except OSError as error:
+        raise OptionError(f"cannot write {path!r}: {error.strerror}; give --save a file that can be written") from error
+
+
+def _plan(parsed: argparse.Namespace) -> str:
+    if parsed.plot and not parsed.sweep:
+        raise OptionError("--plot draws a sweep; give --sweep budget too")
+    if parsed.save and parsed.sweep:
+        raise OptionError("--save writes one plan, and a sweep makes several; leave one of the two out")
+    if parsed.plot:
+        require_matplotlib()
+    machine, source, peak_flops_per_s, peak_name = _machine_for(parsed)
+    device_budget_bytes, host_budget_bytes = _budgets(parsed, machine)
+    dtype = _DTYPES[parsed.dtype] if parsed.dtype else None
+    blueprint = read_model(parsed.model, batch=parsed.batch, seq=parsed.seq, dtype=dtype)
+    began = time.perf_counter()
+    step = trace_model(blueprint, machine, Options(micro_batches=parsed.micro_batches))
+    setting = Setting(
+        model=parsed.model,
+        batch=parsed.batch,
+        seq=parsed.seq,
+        dtype=parsed.dtype or ("bf16" if blueprint.num_layers else "its own dtype"),
+        source=source,
+        peak_flops_per_s=peak_flops_per_s,
+        peak_name=peak_name,
+        traced_layers=step.traced_layers,
+        trace_s=time.perf_counter() - began,
+    )
+    problem = dataclasses.replace(
+        step.problem,
+        device_budget_bytes=device_budget_bytes,
+        host_budget_bytes=host_budget_bytes,
+        schedule=Schedule(overlap=Overlap(parsed.overlap)),
+        clips_gradients=parsed.clip,
+    )
+    tokens, limit_s = parsed.batch * parsed.seq, parsed.time_limit
+    if parsed.sweep:
+        sweep = sweep_budgets(step, problem, tokens=tokens, num_points=parsed.points, time_limit_s=limit_s)
+        if parsed.plot:
+            draw_sweep(setting, sweep, parsed.plot)
+        return sweep_json(setting, sweep) if parsed.json else sweep_text(setting, sweep)
+    given = predict(step, problem, "as given", tokens=tokens, time_limit_s=limit_s)
+    more = with_more(step, given, time_limit_s=limit_s / 2)
+    if parsed.save:
+        _save(given.plan, parsed.save)
+    return (prediction_json if parsed.json else prediction_text)(setting, given, more)
+
+
+def _machine_for(parsed: argparse.Namespace) -> tuple[Machine, str, float, str]:
+    """The machine, where its figures come from, and the rate that utilization refers to, with its name."""
+    dtype = str(_DTYPES[parsed.dtype or "bf16"]).removeprefix("torch.")
+    if parsed.machine:
+        machine = Machine.load(parsed.machine)
+        rate = machine.flops_per_s(dtype)
+        return machine, f"measured ({parsed.machine})", rate, f"the measured {rate / 1e12:.3g} TFLOP/s"
+    spec, tf32 = find_device(parsed.device), parsed.dtype == "tf32"
+    peak = spec.peak_flops_per_s(dtype, tf32=tf32)
+    source = f"from its data sheet ({spec.link.name}; host assumed: {spec.host.name})"
+    return machine_of_spec(spec, tf32=tf32), source, peak, f"the data sheet's {peak / 1e12:.4g} TFLOP/s (MFU)"
+
+
+def _budgets(parsed: argparse.Namespace, machine: Machine) -> tuple[int, int]:
+    """Bytes that a plan may take on the device and on the host."""
+    device: Size = parse_size(parsed.budget) if parsed.budget else Share(1 - RESERVE_SHARE)
+    host: Size = parse_size(parsed.host_budget) if parsed.host_budget else _HOST_SHARE
+    return resolve_bytes(device, machine.device_bytes), resolve_bytes(host, machine.host_bytes)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.captured import CapturedGraph
 from autohete_fx.compilation import Compilation
 from autohete_fx.errors import AutoHeteError, PassError
-from autohete_fx.inductor_hooks import LastPass, Partitioner, refuse_other_partitioner
+from autohete_fx.inductor_hooks import LastPass, Partitioner, refuse_other_partitioner, run_without_code
 from autohete_fx.inference import rewrite_inference
 from autohete_fx.model import Model
 from autohete_fx.options import Options
@@ -104,17 +104,12 @@ class GraphCompiler:
     def look(self, example_inputs: Sequence[Any]) -> Compilation:
         """Plan and rewrite only: what `compile` would do, without generating code."""
 
-        def run_as_is(gm: fx.GraphModule, example_inputs: Sequence[Any], **keywords: Any) -> Any:
-            if keywords.get("is_inference"):
-                self._rewrite_inference(gm)
-            return versions.run_as_is(gm, example_inputs)
-
-        with functorch_config.patch(enable_autograd_cache=False):
-            if self.captured.options.inner_backend == "eager":
+        if self.captured.options.inner_backend == "eager":
+            with functorch_config.patch(enable_autograd_cache=False):
                 self.compile(example_inputs)
-            else:
-                patches = {"custom_partitioner_fn": Partitioner(self.partition, self.key)}
-                compile_fx(self.captured.gm, example_inputs, inner_compile=run_as_is, config_patches=patches)
+        else:
+            partitioner = Partitioner(self.partition, self.key)
+            run_without_code(self.captured.gm, example_inputs, partitioner, self._rewrite_inference)
         assert self.compilation is not None
         return self.compilation
 

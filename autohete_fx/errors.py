@@ -3,6 +3,9 @@
 Every message says what was given, what was expected and what to do.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class AutoHeteError(Exception):
     """Base of every error that autohete_fx raises on purpose."""
@@ -41,6 +44,10 @@ class InfeasiblePlanError(AutoHeteError):
         self.held_up_by = held_up_by
 
 
+class MachineError(AutoHeteError):
+    """A machine file cannot be read."""
+
+
 class CaptureError(AutoHeteError):
     """The traced graph has a form that the backend cannot honour exactly."""
 
@@ -55,3 +62,12 @@ class HostMemoryError(AutoHeteError):
 
 class OptimizerStateError(AutoHeteError, ValueError):
     """An optimizer state dict or hyperparameter cannot be used."""
+
+
+def unknown_word(what: str, given: object, valid: Iterable[str]) -> str:
+    """The message for a word that is not one of ``valid``; names the nearest."""
+    words = list(valid)
+    lower = {word.lower(): word for word in words}
+    nearest = difflib.get_close_matches(str(given).lower(), lower, n=1, cutoff=0.5)
+    suggestion = f"did you mean {lower[nearest[0]]!r}? " if nearest else ""
+    return f"unknown {what} {given!r}; {suggestion}expected one of {', '.join(words)}"

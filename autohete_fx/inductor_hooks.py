@@ -4,9 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
+from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
+from autohete_fx import versions
 from autohete_fx.errors import OptionError
 
 
@@ -64,3 +67,22 @@ class LastPass(_SharedByCopies, CustomGraphPass):
         for user_pass in self._user_passes:
             user_pass(graph)
         self._pin(graph)
+
+
+def run_without_code(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    partitioner: Partitioner,
+    inference_pass: Callable[[fx.GraphModule], object] | None = None,
+) -> Callable[..., object]:
+    """Inductor's pipeline up to where code would be generated: its joint passes, our partitioner, graphs that run as they are."""
+
+    def run_as_is(graph: fx.GraphModule, inputs: Sequence[Any], **keywords: Any) -> Any:
+        if keywords.get("is_inference") and inference_pass is not None:
+            inference_pass(graph)
+        return versions.run_as_is(graph, inputs)
+
+    patches = {"custom_partitioner_fn": partitioner}
+    with functorch_config.patch(enable_autograd_cache=False):
+        compiled: Any = compile_fx(gm, list(example_inputs), inner_compile=run_as_is, config_patches=patches)
+    return compiled

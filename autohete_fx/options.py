@@ -8,7 +8,6 @@ Sizes stay symbolic where they are a share of a device (``"60%"``): ``resolve_by
 total is known.
 """
 
-import difflib
 import inspect
 import math
 import os
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from autohete_fx.errors import OptionError
+from autohete_fx.errors import OptionError, unknown_word
 from autohete_fx.ir import Plan
 from autohete_fx.pass_identity import pass_identity
 
@@ -116,7 +115,7 @@ class Options:
             raise OptionError(f"options is {_shown(given)}; expected a mapping such as {{'memory_budget': '20GiB'}}")
         for name in given:
             if name not in _PARSERS:
-                raise OptionError(_unknown("option", name, _PARSERS))
+                raise OptionError(unknown_word("option", name, _PARSERS))
         return Options(**{name: _PARSERS[name](name, value) for name, value in given.items()})
 
     def digest_fields(self) -> tuple[tuple[str, str], ...]:
@@ -151,7 +150,7 @@ def parse_size(text: str) -> Size:
         return Share(number / 100)
     if unit not in _BYTES_OF_UNIT:
         raise OptionError(
-            _unknown("unit of size", match["unit"], ("B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"))
+            unknown_word("unit of size", match["unit"], ("B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"))
         )
     num_bytes = int(number * _BYTES_OF_UNIT[unit])
     if num_bytes < 1:
@@ -218,7 +217,7 @@ def _parse_passes(name: str, value: object) -> UserPasses:
     chosen: dict[str, tuple[UserPass, ...]] = {}
     for point, passes in value.items():
         if point not in points:
-            raise OptionError(_unknown(f"point in option {name!r}:", point, points))
+            raise OptionError(unknown_word(f"point in option {name!r}:", point, points))
         sequence = passes if isinstance(passes, Sequence) and not isinstance(passes, str) else (passes,)
         chosen[point] = tuple(_checked_pass(name, point, user_pass) for user_pass in sequence)
     return UserPasses(**chosen)
@@ -250,14 +249,14 @@ def _parse_allow(name: str, value: object) -> frozenset[str]:
     decisions = list(value)
     for decision in decisions:
         if decision not in ALLOWED_DECISIONS:
-            raise OptionError(_unknown(f"decision in option {name!r}:", decision, ALLOWED_DECISIONS))
+            raise OptionError(unknown_word(f"decision in option {name!r}:", decision, ALLOWED_DECISIONS))
     return frozenset(decisions)
 
 
 def _parse_choice(*choices: str) -> Callable[[str, object], str]:
     def parse(name: str, value: object) -> str:
         if not isinstance(value, str) or value not in choices:
-            raise OptionError(_unknown(f"value of option {name!r}:", value, choices))
+            raise OptionError(unknown_word(f"value of option {name!r}:", value, choices))
         return value
 
     return parse
@@ -297,15 +296,6 @@ _PARSERS: dict[str, Callable[[str, object], Any]] = {  # Any: each parser return
     "solver_time_limit_s": _parse_seconds,
     "verify": _parse_bool,
 }
-
-
-def _unknown(what: str, given: object, valid: Iterable[str]) -> str:
-    """The message for a word that is not one of ``valid``; names the nearest."""
-    words = list(valid)
-    lower = {word.lower(): word for word in words}
-    nearest = difflib.get_close_matches(str(given).lower(), lower, n=1, cutoff=0.5)
-    suggestion = f"did you mean {lower[nearest[0]]!r}? " if nearest else ""
-    return f"unknown {what} {given!r}; {suggestion}expected one of {', '.join(words)}"
 
 
 def _shown(value: object) -> str:

@@ -7,11 +7,13 @@ difference taken off.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
+from autohete_fx.capture.inputs import GraphInput, parameter_fqns
 from autohete_fx.compilation import LaneEvent
 from autohete_fx.errors import PlanError
 from autohete_fx.ir import (
@@ -30,6 +32,8 @@ from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import solve
+from autohete_fx.profiler import ParamInfo
+from autohete_fx.resources import is_symbolic
 from autohete_fx.runtime.placement import is_movable, placement_of
 
 
@@ -65,6 +69,45 @@ def state_bytes(param: torch.nn.Parameter) -> int:
         return 0
     owner = optimizer_of(param)
     return owner.state_bytes_of(param) if owner is not None else 2 * param.numel() * param.element_size()
+
+
+def param_infos(
+    gm: fx.GraphModule, inputs: Sequence[GraphInput], params: Mapping[str, torch.nn.Parameter]
+) -> dict[str, ParamInfo]:
+    """What the profiler must know of the parameters that can move, by placeholder of ``gm``."""
+    infos = {}
+    for placeholder, fqn in parameter_fqns(gm, inputs).items():
+        param = params[fqn]
+        if not is_movable(param):
+            continue
+        infos[placeholder] = ParamInfo(
+            fqn=fqn,
+            num_bytes=param.numel() * param.element_size(),
+            num_elements=param.numel(),
+            requires_grad=param.requires_grad,
+            state_bytes=state_bytes(param),
+        )
+    return infos
+
+
+def input_bytes(inputs: Sequence[GraphInput]) -> int:
+    """Inputs and buffers: on the device, whatever is decided."""
+    return sum(
+        item.tensor.numel() * item.tensor.element_size()
+        for item in inputs
+        if item.tensor is not None and not item.is_parameter and not is_symbolic(item.tensor)
+    )
+
+
+def small_bytes(params: Iterable[torch.nn.Parameter], *, training: bool, micro_batches: int) -> int:
+    """Parameters that stay on the device whatever is decided, with their optimizer states and accumulated gradients."""
+    small = [param for param in params if not is_movable(param)]
+    total = sum(param.nbytes for param in small)
+    if training:
+        total += sum(state_bytes(param) for param in small)
+        if micro_batches > 1:
+            total += sum(param.nbytes for param in small if param.requires_grad)
+    return total
 
 
 def host_optimizer_allowed(params: Sequence[torch.nn.Parameter]) -> bool:

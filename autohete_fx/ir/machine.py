@@ -1,8 +1,16 @@
-"""The machine, as the planner sees it."""
+"""The machine, as the planner sees it: measured, or told by a data sheet; saved as a versioned JSON file."""
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from autohete_fx.errors import MachineError
+from autohete_fx.ir.saved import SavedAs, checked, refuse_unknown
+
+MACHINE_SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,3 +55,72 @@ class Machine:
     def digest(self) -> str:
         """Stable across processes."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """The machine as JSON text; ``from_json`` gives back an equal one."""
+        return json.dumps({"schema_version": MACHINE_SCHEMA_VERSION, **asdict(self)}, indent=1) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write ``to_json()`` to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @staticmethod
+    def from_json(text: str) -> "Machine":
+        """Read a machine. Raises MachineError where the text is none, or one of another schema version."""
+        return _FILES.parse(text, _machine_of)
+
+    @staticmethod
+    def load(path: str | Path) -> "Machine":
+        """Read a machine file. Raises MachineError, which names the file, where there is none or it is damaged."""
+        return _FILES.load(path, Machine.from_json)
+
+
+_FILES = SavedAs(
+    kind="machine",
+    writer="Machine.save",
+    again="measure the machine again with `autohete doctor --save`",
+    schema_version=MACHINE_SCHEMA_VERSION,
+    error=MachineError,
+)
+_SIZES = ("device_bytes", "host_bytes", "disk_bytes")
+_RATES = (
+    "device_bytes_per_s",
+    "h2d_bytes_per_s",
+    "d2h_bytes_per_s",
+    "device_update_params_per_s",
+    "host_update_params_per_s",
+)
+_MAY_BE_ZERO = ("disk_bytes_per_s", "latency_s", "copy_share")
+
+
+def _machine_of(raw: dict[str, Any]) -> Machine:
+    """The machine that a JSON object spells. Raises KeyError for what it lacks, TypeError or ValueError for what is wrong."""
+    refuse_unknown(raw, Machine, "schema_version")
+    device_type = checked(raw, "device_type", str)
+    if device_type not in ("cuda", "cpu"):
+        raise ValueError(f"device_type is {device_type!r}; expected 'cuda' or 'cpu'")
+    products = checked(raw, "device_flops_per_s", list)
+    if not products or not all(isinstance(pair, list) and len(pair) == 2 for pair in products):
+        raise ValueError(f"device_flops_per_s is {products!r}; expected pairs of a dtype and its rate")
+    return Machine(
+        device_name=checked(raw, "device_name", str),
+        device_type=device_type,
+        device_flops_per_s=tuple((str(dtype), _rate({str(dtype): rate}, str(dtype))) for dtype, rate in products),
+        **{name: _at_least_0(raw, name, int) for name in _SIZES},
+        **{name: _rate(raw, name) for name in _RATES},
+        **{name: _at_least_0(raw, name, int, float) for name in _MAY_BE_ZERO},
+    )
+
+
+def _rate(raw: dict[str, Any], name: str) -> float:
+    value = checked(raw, name, int, float)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r}; expected more than 0")
+    return value
+
+
+def _at_least_0(raw: dict[str, Any], name: str, *kinds: type) -> Any:
+    value = checked(raw, name, *kinds)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value!r}; expected at least 0")
+    return value

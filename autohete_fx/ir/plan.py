@@ -2,13 +2,14 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from autohete_fx.errors import PlanError
 from autohete_fx.ir.decision import Activations, BlockDecision, Optimizer, Overlap, Params, Schedule
 from autohete_fx.ir.lane import Lane
+from autohete_fx.ir.saved import SavedAs, checked, refuse_unknown
 
 SCHEMA_VERSION = 2
 
@@ -82,93 +83,54 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> "Plan":
         """Read a plan. Raises PlanError where the text is no plan, or one of another schema version."""
-        try:
-            raw = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"this is not a plan file: {error}; expected the JSON that Plan.save writes") from error
-        if not isinstance(raw, dict) or "schema_version" not in raw:
-            raise PlanError(
-                "this is not a plan file: it has no schema_version; expected the JSON that Plan.save writes"
-            )
-        if raw["schema_version"] != SCHEMA_VERSION:
-            raise PlanError(
-                f"the plan has schema version {raw['schema_version']}, this autohete_fx reads {SCHEMA_VERSION}; make the plan again"
-            )
-        try:
-            return _plan_of(raw)
-        except (KeyError, TypeError, ValueError) as error:
-            what = f"it lacks {error}" if isinstance(error, KeyError) else error
-            raise PlanError(f"the plan file is damaged: {what}; make the plan again") from error
+        return _FILES.parse(text, _plan_of)
 
     @staticmethod
     def load(path: str | Path) -> "Plan":
         """Read a plan file. Raises PlanError, which names the file, where there is none or it is damaged."""
-        try:
-            return Plan.from_json(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise PlanError(
-                f"cannot read the plan file {str(path)!r}: {error.strerror}; expected a file that Plan.save wrote"
-            ) from error
-        except UnicodeDecodeError as error:
-            raise PlanError(
-                f"{str(path)!r} is not a plan file: it is not text; expected what Plan.save writes"
-            ) from error
-        except PlanError as error:
-            raise PlanError(f"{str(path)!r}: {error}") from error
+        return _FILES.load(path, Plan.from_json)
 
 
+_FILES = SavedAs(
+    kind="plan", writer="Plan.save", again="make the plan again", schema_version=SCHEMA_VERSION, error=PlanError
+)
 _NUMBERS = ("step_s", "peak_bytes", "host_bytes", "disk_bytes", "lower_bound_s", "gap", "solve_s")
 
 
 def _plan_of(raw: dict[str, Any]) -> Plan:
     """The plan that a JSON object spells. Raises KeyError for what it lacks, TypeError or ValueError for what is wrong."""
-    _refuse_unknown(raw, Plan)
-    schedule = _checked(raw, "schedule", dict)
-    _refuse_unknown(schedule, Schedule)
+    refuse_unknown(raw, Plan)
+    schedule = checked(raw, "schedule", dict)
+    refuse_unknown(schedule, Schedule)
     return Plan(
-        labels=tuple(_checked(raw, "labels", list)),
-        block_digests=tuple(_checked(raw, "block_digests", list)),
-        decisions=tuple(_decision_of(index, d) for index, d in enumerate(_checked(raw, "decisions", list))),
+        labels=tuple(checked(raw, "labels", list)),
+        block_digests=tuple(checked(raw, "block_digests", list)),
+        decisions=tuple(_decision_of(index, d) for index, d in enumerate(checked(raw, "decisions", list))),
         schedule=Schedule(
-            overlap=Overlap(_checked(schedule, "overlap", str)), priority=_checked(schedule, "priority", bool)
+            overlap=Overlap(checked(schedule, "overlap", str)), priority=checked(schedule, "priority", bool)
         ),
         busy_s=tuple(
-            LaneTime(lane=Lane(_checked(t, "lane", str)), busy_s=_checked(t, "busy_s", int, float))
-            for t in _checked(raw, "busy_s", list)
+            LaneTime(lane=Lane(checked(t, "lane", str)), busy_s=checked(t, "busy_s", int, float))
+            for t in checked(raw, "busy_s", list)
         ),
-        status=_checked(raw, "status", str),
-        problem_digest=_checked(raw, "problem_digest", str),
-        **{name: _checked(raw, name, int, float) for name in _NUMBERS},
+        status=checked(raw, "status", str),
+        problem_digest=checked(raw, "problem_digest", str),
+        **{name: checked(raw, name, int, float) for name in _NUMBERS},
     )
 
 
 def _decision_of(index: int, raw: dict[str, Any]) -> BlockDecision:
     try:
         decision = BlockDecision(
-            activations=Activations(_checked(raw, "activations", str)),
-            params=Params(_checked(raw, "params", str)),
-            optimizer=Optimizer(_checked(raw, "optimizer", str)),
-            prefetch_distance=_checked(raw, "prefetch_distance", int),
-            keeps_fetched=_checked(raw, "keeps_fetched", bool),
-            num_moved_states=_checked(raw, "num_moved_states", int, type(None)),
-            num_offloaded=_checked(raw, "num_offloaded", int, type(None)),
+            activations=Activations(checked(raw, "activations", str)),
+            params=Params(checked(raw, "params", str)),
+            optimizer=Optimizer(checked(raw, "optimizer", str)),
+            prefetch_distance=checked(raw, "prefetch_distance", int),
+            keeps_fetched=checked(raw, "keeps_fetched", bool),
+            num_moved_states=checked(raw, "num_moved_states", int, type(None)),
+            num_offloaded=checked(raw, "num_offloaded", int, type(None)),
         )
-        _refuse_unknown(raw, BlockDecision)
+        refuse_unknown(raw, BlockDecision)
         return decision
     except (TypeError, ValueError, PlanError) as error:
         raise ValueError(f"in decision {index}, {error}") from error
-
-
-def _refuse_unknown(raw: dict[str, Any], of: type) -> None:
-    unknown = sorted(set(raw) - {field.name for field in fields(of)})
-    if unknown:
-        raise ValueError(f"it has the unknown entries {unknown}")
-
-
-def _checked(raw: Any, name: str, *kinds: type) -> Any:
-    if not isinstance(raw, dict):
-        raise TypeError(f"{raw!r} stands where an object with {name!r} was expected")
-    value = raw[name]
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise TypeError(f"{name} is {value!r}; expected {' or '.join(kind.__name__ for kind in kinds)}")
-    return value

@@ -11,9 +11,9 @@ import os
 import re
 import sys
 import tempfile
-from dataclasses import asdict, fields
 from pathlib import Path
 
+from autohete_fx.errors import MachineError
 from autohete_fx.ir import Machine
 
 CACHE_VERSION = 2
@@ -78,7 +78,7 @@ def load_text(kind: str, key: str) -> str | None:
 
 def store_machine(key: str, machine: Machine) -> None:
     """Keep a machine's figures."""
-    store_text("machine", key, json.dumps(asdict(machine)))
+    store_text("machine", key, machine.to_json())
 
 
 def load_machine(key: str) -> Machine | None:
@@ -87,10 +87,6 @@ def load_machine(key: str) -> Machine | None:
     if text is None:
         return None
     try:
-        raw = json.loads(text)
-        rates = tuple((str(name), float(rate)) for name, rate in raw.pop("device_flops_per_s"))
-        if {*raw, "device_flops_per_s"} != {field.name for field in fields(Machine)}:
-            return None
-        return Machine(device_flops_per_s=rates, **raw)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return Machine.from_json(text)
+    except MachineError:  # of another version of this package: measured again
         return None

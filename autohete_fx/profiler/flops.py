@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from autohete_fx.ir import Machine
 from autohete_fx.profiler.kernels import Kernel, KernelGraph
 from autohete_fx.profiler.node_kinds import hint, unwrapped_call
+from autohete_fx.profiler.partition import Partition
 
 _WIDEST_ELEMENT_BYTES = 8
 
@@ -50,6 +51,18 @@ def flops_of(node: fx.Node) -> int:
     # the registered formulas take shapes in place of tensors, and the result as ``out_shape``
     formula = getattr(flop_registry[packet], "__wrapped__", flop_registry[packet])
     return int(formula(*_plain(args), **{**_plain(node.kwargs), "out_shape": _plain(node.meta["val"])}))
+
+
+def block_flops(partition: Partition) -> tuple[int, ...]:
+    """FLOPs of every block's products in forward and backward, in block order."""
+    totals = [0] * len(partition.blocks.blocks)
+    for graph_module in (partition.forward, partition.backward):
+        if graph_module is not None:
+            placed = partition.placements(graph_module)
+            for node in graph_module.graph.nodes:
+                if node.name in placed:
+                    totals[placed[node.name]] += flops_of(node)
+    return tuple(totals)
 
 
 def dtype_of(node: fx.Node) -> str:

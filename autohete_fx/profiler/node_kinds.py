@@ -372,6 +372,8 @@ def workspace_bytes(node: fx.Node) -> int:
         return 0
     query, key = args[1:3] if "backward" in name else args[0:2]
     assert isinstance(query, fx.Node) and isinstance(key, fx.Node)
+    if query.meta["val"].device.type != "cpu":
+        return 0  # it stands for another device's kernel
     return attention_scratch_bytes(name, query.meta["val"], key.meta["val"])
 
 

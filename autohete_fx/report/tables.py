@@ -8,7 +8,7 @@ from itertools import groupby
 from autohete_fx.ir import Activations, BlockCost, BlockDecision, Optimizer, Params, Plan, Transfer
 from autohete_fx.sizes import format_bytes, format_seconds
 
-__all__ = ["ComparisonRow", "comparison_table", "plan_table", "transfers_table"]
+__all__ = ["ComparisonRow", "aligned", "comparison_table", "plan_table", "transfers_table"]
 
 _LAST_NUMBER = re.compile(r"\d+(?!.*\d)")
 _LONGEST_NAME = 28
@@ -56,7 +56,7 @@ def plan_table(plan: Plan, costs: Sequence[BlockCost] | None = None) -> str:
             cost = costs[indices[0]]
             row += [format_bytes(n) for n in (cost.saved_bytes, cost.param_bytes, cost.optimizer_bytes)]
         rows.append(row)
-    table = _aligned(header, rows, right_from=4)
+    table = aligned(header, rows, right_from=4)
     return "\n".join([table, *(_byte_totals(plan, costs) if costs else ()), *_predictions(plan)])
 
 
@@ -82,7 +82,7 @@ def comparison_table(rows: Sequence[ComparisonRow], baseline: str | None = None)
             if base:
                 cells.append(f"{value / base_value:.2f}x" if value is not None and base_value else "-")
         body.append(cells)
-    return _aligned(header, body, right_from=1)
+    return aligned(header, body, right_from=1)
 
 
 def transfers_table(transfers: Sequence[Transfer]) -> str:
@@ -103,7 +103,7 @@ def transfers_table(transfers: Sequence[Transfer]) -> str:
         ]
         for transfer in transfers
     ]
-    table = _aligned(header, rows, right_from=2, right_until=6)
+    table = aligned(header, rows, right_from=2, right_until=6)
     by_lane = sorted({transfer.lane for transfer in transfers}, key=lambda lane: lane.index)
     totals = [
         f"{lane.value} {format_bytes(sum(t.num_bytes for t in transfers if t.lane is lane))}"
@@ -203,7 +203,7 @@ def _shortened(name: str) -> str:
     return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 10]}..{name[-8:]}"
 
 
-def _aligned(
+def aligned(
     header: Sequence[str], rows: Sequence[Sequence[str]], right_from: int, right_until: int | None = None
 ) -> str:
     """Columns two spaces apart under a rule; those from ``right_from`` to before ``right_until`` aligned right."""

@@ -65,7 +65,9 @@ def test_the_command_ends_without_a_traceback(tmp_path: Path):
     assert done.stderr.count("\n") == 1
 
 
-def test_doctor_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_doctor_prints_what_was_measured_and_saves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     machine = Machine(
         device_name="Abacus",
         device_type="cpu",
@@ -88,7 +90,8 @@ def test_doctor_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch, capsys
         return machine
 
     monkeypatch.setattr(cli, "measure_machine", measured)
-    assert cli.main(["doctor", "--device", "cpu"]) == 0
+    assert cli.main(["doctor", "--device", "cpu", "--save", str(tmp_path / "machine.json")]) == 0
+    assert Machine.load(tmp_path / "machine.json") == machine
     out = capsys.readouterr().out
     rows = {tuple(line.split("  ")[1:2]): line.split()[-2:] for line in out.splitlines() if line.startswith("  ")}
     assert asked == ["cpu"] and "Abacus (cpu)" in out
@@ -99,6 +102,8 @@ def test_doctor_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch, capsys
     assert rows["AdamW on the host",] == ["M", "parameters/s"] and "500 M" in out
     assert rows["latency of a transfer",] == ["2.00", "us"]
     assert "disk" not in out  # there is none below a CPU device's
+    assert cli.main(["doctor", "--save", str(tmp_path)]) == 2
+    assert "Is a directory; give --save a file" in capsys.readouterr().err
 
 
 def test_doctor_needs_the_device_that_it_is_asked_for(

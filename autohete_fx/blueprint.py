@@ -1,0 +1,236 @@
+"""Blueprints: models that are built without memory for their weights, to be traced.
+
+Enter what a user names, which is a built-in architecture, a JSON file of a transformers configuration, or
+``file.py:factory``; leaves a `Blueprint`, which builds the module and one batch out of fake tensors. A configuration can be
+built with fewer layers than it has, because layers that are built alike need not all be traced.
+"""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autohete_fx.architectures import find_architecture
+from autohete_fx.errors import OptionError
+
+_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sketch:
+    """A module of fake tensors, the function of a batch that gives its loss, and one batch."""
+
+    module: nn.Module
+    loss: Callable[..., Tensor]
+    inputs: tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blueprint:
+    """How to build a model.
+
+    Attributes:
+        name: as the user gave it.
+        num_layers: how many layers it has; None where it is known only as a whole.
+        period: every so many layers are of the same types again.
+        build: the sketch with that many layers (all of them where None), under a fake mode.
+    """
+
+    name: str
+    num_layers: int | None
+    period: int
+    build: Callable[[FakeTensorMode, int | None], Sketch]
+
+
+def read_model(text: str, *, batch: int, seq: int, dtype: torch.dtype | None) -> Blueprint:
+    """The blueprint that a user means.
+
+    Args:
+        text: a name of `architectures`, the path of a JSON file, or ``file.py:factory``.
+        batch, seq: of the token ids that it is trained on; a factory that returns inputs has its own.
+        dtype: of its parameters; None: bfloat16 for a configuration, a factory's module as it is.
+
+    Raises:
+        OptionError: there is no such model, or it cannot be built.
+    """
+    path, _, factory = text.rpartition(":")
+    if path.endswith(".py") or text.endswith(".py"):
+        return _from_factory(text, path, factory, batch, seq, dtype)
+    if text.endswith(".json"):
+        return _from_config(text, _read_entries(Path(text)), batch, seq, dtype)
+    return _from_config(text, find_architecture(text), batch, seq, dtype)
+
+
+def _read_entries(path: Path) -> Mapping[str, object]:
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionError(f"cannot read the configuration {str(path)!r}: {error.strerror}") from error
+    except ValueError as error:
+        raise OptionError(f"{str(path)!r} is not JSON: {error}; expected a transformers config.json") from error
+    if not isinstance(entries, dict) or not isinstance(entries.get("model_type"), str):
+        raise OptionError(f"{str(path)!r} has no model_type; expected a transformers config.json")
+    return entries
+
+
+def _from_config(
+    name: str, entries: Mapping[str, object], batch: int, seq: int, dtype: torch.dtype | None
+) -> Blueprint:
+    config = _config_of(name, entries)
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and seq > positions:
+        raise OptionError(
+            f"--seq {seq} is longer than the {positions} positions of {name!r}; give a shorter one, or a JSON"
+            " configuration with more positions"
+        )
+    types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+
+    def build(mode: FakeTensorMode, num_layers: int | None) -> Sketch:
+        config = _config_of(name, entries)
+        if num_layers is not None:
+            config.num_hidden_layers = num_layers
+            if getattr(config, "layer_types", None):
+                config.layer_types = config.layer_types[:num_layers]
+        with mode:
+            module = _causal_model(name, config, dtype or torch.bfloat16)
+            tokens = torch.zeros(batch, seq, dtype=torch.int64)
+        return Sketch(module=module, loss=_loss_of_labels(module), inputs=(tokens,))
+
+    return Blueprint(name=name, num_layers=config.num_hidden_layers, period=_period(types), build=build)
+
+
+def _loss_of_labels(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    def loss(tokens: Tensor) -> Tensor:
+        return module(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+    return loss
+
+
+def _period(types: list[object]) -> int:
+    """The shortest distance at which layer types repeat."""
+    return next(p for p in range(1, len(types) + 1) if all(a == b for a, b in zip(types, types[p:], strict=False)))
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise OptionError(
+            "a model given by name or as a JSON configuration is built by transformers, which is not installed; install it"
+            " with `pip install transformers`, or give file.py:factory"
+        ) from error
+    return transformers
+
+
+def _config_of(name: str, entries: Mapping[str, object]) -> Any:
+    """The configuration, as training without a cache and without dropout in attention wants it.
+
+    A CPU, on which models are traced, has no fused attention with dropout; a GPU has, at the same cost as without.
+    """
+    options = {key: value for key, value in entries.items() if key != "model_type"}
+    try:
+        config = _transformers().AutoConfig.for_model(entries["model_type"], **options)
+    except (ValueError, TypeError) as error:
+        raise OptionError(f"{name!r} is no configuration that transformers knows: {_first_line(error)}") from error
+    for dropout in _ATTENTION_DROPOUTS:
+        if hasattr(config, dropout):
+            setattr(config, dropout, 0.0)
+    config.use_cache = False
+    return config
+
+
+def _causal_model(name: str, config: Any, dtype: torch.dtype) -> nn.Module:
+    try:
+        module = _transformers().AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except ValueError as error:
+        raise OptionError(f"{name!r} is no causal language model: {_first_line(error)}") from error
+    module.loss_type = "ForCausalLM"  # what it would fall back to, with a warning that breaks the graph
+    return module.train()
+
+
+def _from_factory(text: str, path: str, factory: str, batch: int, seq: int, dtype: torch.dtype | None) -> Blueprint:
+    if not path or not factory.isidentifier():
+        raise OptionError(f"{text!r} names no function; expected file.py:factory")
+
+    def build(mode: FakeTensorMode, num_layers: int | None) -> Sketch:
+        assert num_layers is None, "a factory's layers cannot be counted"
+        with mode:
+            made = _call_factory(text, path, factory)
+            module, *rest = made if isinstance(made, tuple) else (made,)
+            if not isinstance(module, nn.Module):
+                raise OptionError(
+                    f"{text} returned {type(module).__name__}; expected a torch.nn.Module, or a tuple of one and its inputs"
+                )
+            module.train()
+            if dtype is not None:
+                _cast(module, dtype)
+            inputs = rest[0] if rest else (torch.zeros(batch, seq, dtype=torch.int64),)
+            inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+            return Sketch(module=module, loss=_loss_of_outputs(text, module, inputs), inputs=inputs)
+
+    return Blueprint(name=text, num_layers=None, period=1, build=build)
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """``module.to(dtype)``, which refuses parameters without data; tied ones stay tied."""
+    cast: dict[Tensor, nn.Parameter] = {}
+    for part in module.modules():
+        for name, param in part.named_parameters(recurse=False):
+            if param.is_floating_point():
+                if param not in cast:
+                    cast[param] = nn.Parameter(param.detach().to(dtype), requires_grad=param.requires_grad)
+                setattr(part, name, cast[param])
+        for name, buffer in part.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(part, name, buffer.to(dtype))
+
+
+def _call_factory(text: str, path: str, factory: str) -> object:
+    spec = importlib.util.spec_from_file_location(f"autohete_fx_factory_{Path(path).stem}", path)
+    assert spec is not None and spec.loader is not None, "the path ends with .py"
+    source = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # Dynamo looks globals up by module
+    try:
+        spec.loader.exec_module(source)
+        return getattr(source, factory)()
+    except Exception as error:
+        raise OptionError(
+            f"{text} could not be built: {type(error).__name__}: {_first_line(error)}. It is called without arguments, on the"
+            " CPU, with tensors that have no data"
+        ) from error
+
+
+def _loss_of_outputs(text: str, module: nn.Module, inputs: tuple[Any, ...]) -> Callable[..., Tensor]:
+    """How a step makes a loss of what the module returns, found by calling it once without data."""
+    try:
+        outputs = module(*inputs)
+    except Exception as error:
+        raise OptionError(
+            f"the module of {text} cannot be called with {', '.join(_shown(i) for i in inputs)}: {_first_line(error)};"
+            " let the factory return (module, inputs)"
+        ) from error
+    if isinstance(getattr(outputs, "loss", None), Tensor):
+        return lambda *args: module(*args).loss
+    if isinstance(outputs, Tensor) and outputs.dim() == 0:
+        return lambda *args: module(*args)
+    tokens = inputs[0]
+    if isinstance(outputs, Tensor) and isinstance(tokens, Tensor) and outputs.shape[:-1] == tokens.shape:
+        return lambda *args: nn.functional.cross_entropy(module(*args).flatten(0, -2).float(), args[0].flatten())
+    raise OptionError(
+        f"the module of {text} returns {_shown(outputs)}; expected a scalar loss, an object with a loss, or logits of one row"
+        " a token of its first input"
+    )
+
+
+def _shown(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,86 @@
+"""Values saved as JSON files with a schema version: reading one back, and refusing what is none.
+
+Enter text or a path and how to build the value; leaves the value, or an error that says what is wrong with which file and
+what to do. The text of every file is one object with the entry ``schema_version``.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from autohete_fx.errors import AutoHeteError
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedAs:
+    """What files of one kind are called, and what is said of a wrong one.
+
+    Attributes:
+        kind: such as ``plan``.
+        writer: what writes them, such as ``Plan.save``.
+        again: what to do where one cannot be used, such as ``make the plan again``.
+        schema_version: the only one that is read.
+        error: raised for everything that is wrong.
+    """
+
+    kind: str
+    writer: str
+    again: str
+    schema_version: int
+    error: type[AutoHeteError]
+
+    def parse(self, text: str, build: Callable[[dict[str, Any]], Value]) -> Value:
+        """``build`` of the object that the text spells; it raises KeyError, TypeError or ValueError for a wrong one."""
+        expected = f"expected the JSON that {self.writer} writes"
+        try:
+            raw = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise self.error(f"this is not a {self.kind} file: {error}; {expected}") from error
+        if not isinstance(raw, dict) or "schema_version" not in raw:
+            raise self.error(f"this is not a {self.kind} file: it has no schema_version; {expected}")
+        if raw["schema_version"] != self.schema_version:
+            raise self.error(
+                f"the {self.kind} has schema version {raw['schema_version']}, this autohete_fx reads"
+                f" {self.schema_version}; {self.again}"
+            )
+        try:
+            return build(raw)
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"it lacks {error}" if isinstance(error, KeyError) else error
+            raise self.error(f"the {self.kind} file is damaged: {what}; {self.again}") from error
+
+    def load(self, path: str | Path, from_json: Callable[[str], Value]) -> Value:
+        """``from_json`` of a file's text; every error names the file."""
+        try:
+            return from_json(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise self.error(
+                f"cannot read the {self.kind} file {str(path)!r}: {error.strerror}; expected a file that {self.writer} wrote"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise self.error(
+                f"{str(path)!r} is not a {self.kind} file: it is not text; expected what {self.writer} writes"
+            ) from error
+        except self.error as error:
+            raise self.error(f"{str(path)!r}: {error}") from error
+
+
+def refuse_unknown(raw: dict[str, Any], of: type, *also: str) -> None:
+    """Raise ValueError for entries that are neither fields of the dataclass ``of`` nor named in ``also``."""
+    unknown = sorted(set(raw) - {field.name for field in fields(of)} - set(also))
+    if unknown:
+        raise ValueError(f"it has the unknown entries {unknown}")
+
+
+def checked(raw: Any, name: str, *kinds: type) -> Any:
+    """An object's entry. Raises KeyError where it is missing, TypeError where it is of no such kind."""
+    if not isinstance(raw, dict):
+        raise TypeError(f"{raw!r} stands where an object with {name!r} was expected")
+    value = raw[name]
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise TypeError(f"{name} is {value!r}; expected {' or '.join(kind.__name__ for kind in kinds)}")
+    return value

@@ -1,0 +1,30 @@
+"""Graphs traced on one device as if they had been traced on another.
+
+Fake CUDA tensors cannot run autograd where there is no driver, so a step for a GPU that is not there is traced on a CPU.
+Every value of its graphs is then said to be on the GPU, because kinds of devices differ in what counts: rounding of
+allocations, which expressions the compiler stores, which kernels it fuses. What stays of the CPU: attention is the CPU's
+fused operator, which saves and computes what CUDA's does (its output and one number a row), and decompositions that PyTorch
+chooses by device.
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def retarget(graph_module: fx.GraphModule, device: torch.device) -> None:
+    """Say in every node's ``meta["val"]`` that it is on ``device``, in place. Sizes must be numbers."""
+    for node in graph_module.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = _on(node.meta["val"], device)
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_on(item, device) for item in value)
+    if not isinstance(value, FakeTensor):
+        return value
+    like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return FakeTensor(value.fake_mode, like, device)

@@ -1,0 +1,270 @@
+"""Plan for a machine that one does not have: no GPU, no weights, no training script.
+
+In: a `Blueprint`, a `Machine` and limits. Out: predictions of training steps, each a `Problem` with the `Plan` that solves it.
+The model is traced as the backend traces it (Dynamo, AOTAutograd's joint graph, Inductor's joint passes, grouping, the
+default partition) from fake tensors on a CPU; the graphs are then read as graphs of the machine's device, and the analytic
+profiler prices them with its rates. Nothing is rewritten and no trace of rewritten graphs checks the plan: its peak is that
+of the planner's model, which training then holds to the budget.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch._dynamo.exc import Unsupported
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autohete_fx import planning, rewriting
+from autohete_fx.backend import surfacing
+from autohete_fx.blueprint import Blueprint, Sketch
+from autohete_fx.capture.grouping import block_index, group_blocks
+from autohete_fx.capture.inputs import GraphInput, graph_inputs, parameter_fqns
+from autohete_fx.depth import TracedStep, deepened, shallow_layers
+from autohete_fx.errors import AutoHeteError, CaptureError
+from autohete_fx.inductor_hooks import Partitioner, run_without_code
+from autohete_fx.ir import Machine, Plan, Problem
+from autohete_fx.optim import AdamW
+from autohete_fx.options import Options
+from autohete_fx.passes import PassContext, Stage
+from autohete_fx.planner.baselines import BASELINES, evaluate
+from autohete_fx.planner.infeasible import least_peak
+from autohete_fx.planner.solve import fits, solve
+from autohete_fx.profiler import Partition, profile_analytic
+from autohete_fx.profiler.flops import block_flops
+from autohete_fx.profiler.retarget import retarget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One solved problem.
+
+    Attributes:
+        name: what distinguishes it, such as ``2x host link``.
+        problem, plan: see there.
+        tokens: of one optimizer step, all its micro-batches.
+        flops: of one optimizer step, without recomputation.
+    """
+
+    name: str
+    problem: Problem
+    plan: Plan
+    tokens: int
+    flops: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Predicted training throughput."""
+        return self.tokens / self.plan.step_s
+
+    def utilization(self, peak_flops_per_s: float) -> float:
+        """Model FLOPs utilization: the share of a peak rate that the step's own products make up."""
+        return self.flops / self.plan.step_s / peak_flops_per_s
+
+
+# -- from a model to a problem ---------------------------------------------------------------------------------------
+
+
+def trace_model(blueprint: Blueprint, machine: Machine, options: Options) -> TracedStep:
+    """What one training step of the model costs on the machine, all of its layers included.
+
+    Raises:
+        CaptureError: the model does not compile to one graph.
+    """
+    if blueprint.num_layers is not None:
+        fewest = shallow_layers(blueprint.num_layers, blueprint.period)
+        if fewest is not None:
+            shallow = _trace(blueprint, fewest, machine, options)
+            deeper = _trace(blueprint, fewest + blueprint.period, machine, options)
+            whole = deepened(shallow, deeper, num_layers=blueprint.num_layers, period=blueprint.period)
+            if whole is not None:
+                return whole
+    return _trace(blueprint, None, machine, options)
+
+
+def _trace(blueprint: Blueprint, num_layers: int | None, machine: Machine, options: Options) -> TracedStep:
+    mode = FakeTensorMode()
+    sketch = blueprint.build(mode, num_layers)
+    with mode:
+        return _traced_step(blueprint.name, sketch, machine, options)
+
+
+def _traced_step(name: str, sketch: Sketch, machine: Machine, options: Options) -> TracedStep:
+    """Compile one step as the backend would, up to where code would be generated."""
+    optimizer = AdamW(sketch.module.parameters())  # says what its states take, and that they can live on the host
+    found: list[TracedStep] = []
+
+    def look(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., object]:
+        inputs = graph_inputs(gm, example_inputs)
+
+        def partition(
+            joint: fx.GraphModule, joint_inputs: Sequence[object], **keywords: object
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            try:
+                step, split = _profiled(joint, joint_inputs, keywords, inputs, machine, options)
+            except AutoHeteError as error:
+                raise surfacing(error) from error.__cause__
+            found.append(step)
+            return split.forward, split.backward
+
+        return run_without_code(gm, example_inputs, Partitioner(partition, "what-if"))
+
+    torch._dynamo.reset()
+    try:
+        torch.compile(sketch.loss, backend=look, fullgraph=True, dynamic=False)(*sketch.inputs)
+    except Unsupported as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CaptureError(
+            f"{name} does not compile to one graph: {reason}; plan it where it runs, with autohete_fx.explain"
+        ) from error
+    finally:
+        torch._dynamo.reset()
+    del optimizer
+    if len(found) != 1:
+        raise CaptureError(f"{name} has nothing to train: no parameter requires a gradient")
+    return found[0]
+
+
+def _profiled(
+    joint: fx.GraphModule,
+    joint_inputs: Sequence[object],
+    keywords: dict[str, object],
+    inputs: Sequence[GraphInput],
+    machine: Machine,
+    options: Options,
+) -> tuple[TracedStep, rewriting.Partitioned]:
+    """Group, partition and price a joint graph, as for training with an analytic profile."""
+    params = {item.name: item.tensor for item in inputs if isinstance(item.tensor, torch.nn.Parameter)}
+    blocks = group_blocks(joint, parameter_fqns(joint, inputs))
+    neutral = rewriting.keep_everything(planning.labels_of(blocks.blocks))
+    context = PassContext(stage=Stage.JOINT, plan=neutral, block_of=block_index(blocks))
+    split = rewriting.partition(joint, joint_inputs, context, keywords)
+    graphs = [rewriting.copy_graph(graph) for graph in (split.forward, split.backward)]
+    if machine.device_type != "cpu":
+        for graph in graphs:
+            retarget(graph, torch.device(machine.device_type, 0))
+    partition = Partition(
+        forward=graphs[0],
+        backward=graphs[1],
+        num_outputs=split.num_outputs,
+        blocks=blocks,
+        block_of=block_index(blocks),
+        params=planning.param_infos(graphs[0], inputs, params),
+    )
+    limits = planning.Limits(
+        device_budget_bytes=None,
+        host_budget_bytes=None,
+        fixed_bytes=planning.input_bytes(inputs)
+        + planning.small_bytes(params.values(), training=True, micro_batches=options.micro_batches),
+    )
+    problem = planning.make_problem(
+        blocks,
+        profile_analytic(partition, machine).costs,
+        machine,
+        options,
+        limits,
+        params,
+        training=True,
+        keep_placement=False,
+    )
+    kinds = tuple(block.kind for block in blocks.blocks)
+    layers = sum(kind is kind.LAYER for kind in kinds)
+    return TracedStep(problem=problem, kinds=kinds, flops=block_flops(partition), traced_layers=layers), split
+
+
+# -- from a problem to answers ---------------------------------------------------------------------------------------
+
+
+def predict(step: TracedStep, problem: Problem, name: str, *, tokens: int, time_limit_s: float) -> Prediction:
+    """Solve one problem of a traced step; ``tokens`` of one micro-batch. Raises InfeasiblePlanError."""
+    return _prediction(step, problem, name, tokens, solve(problem, time_limit_s=time_limit_s))
+
+
+def _prediction(step: TracedStep, problem: Problem, name: str, tokens: int, plan: Plan) -> Prediction:
+    times = problem.micro_batches
+    return Prediction(name=name, problem=problem, plan=plan, tokens=times * tokens, flops=times * sum(step.flops))
+
+
+def with_more(step: TracedStep, given: Prediction, *, time_limit_s: float) -> list[Prediction]:
+    """What more of each resource would buy: a quarter more device memory, twice the host link, twice the CPU's updates."""
+    problem, machine = given.problem, given.problem.machine
+    budget = problem.device_budget_bytes
+    link = dataclasses.replace(
+        machine, h2d_bytes_per_s=2 * machine.h2d_bytes_per_s, d2h_bytes_per_s=2 * machine.d2h_bytes_per_s
+    )
+    updates = dataclasses.replace(machine, host_update_params_per_s=2 * machine.host_update_params_per_s)
+    variants = {
+        "2x host link": dataclasses.replace(problem, machine=link),
+        "2x CPU update rate": dataclasses.replace(problem, machine=updates),
+    }
+    if budget is not None:
+        more = dataclasses.replace(problem, device_budget_bytes=budget + budget // 4)
+        variants = {"+25% device memory": more, **variants}
+    tokens = given.tokens // problem.micro_batches
+    return [
+        _prediction(step, variant, name, tokens, _no_worse(variant, given.plan, time_limit_s))
+        for name, variant in variants.items()
+    ]
+
+
+def _no_worse(problem: Problem, known: Plan, time_limit_s: float) -> Plan:
+    """The solver's plan, or a known plan that fits too where the search, which is not exhaustive, found none as fast."""
+    found = solve(problem, time_limit_s=time_limit_s)
+    replayed = evaluate(problem, known.decisions, found.status)
+    if replayed.step_s >= found.step_s or not fits(problem, replayed):
+        return found
+    gap = (replayed.step_s - found.lower_bound_s) / replayed.step_s
+    return dataclasses.replace(replayed, lower_bound_s=found.lower_bound_s, gap=gap, solve_s=found.solve_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """Step time over the device budget.
+
+    Attributes:
+        points: by rising budget, from the smallest that any plan keeps.
+        baselines: strategies of other systems, whatever memory they take, within the host budget.
+        capacity_bytes: of the device.
+    """
+
+    points: tuple[Prediction, ...]
+    baselines: tuple[Prediction, ...]
+    capacity_bytes: int
+
+
+def sweep_budgets(step: TracedStep, problem: Problem, *, tokens: int, num_points: int, time_limit_s: float) -> Sweep:
+    """Solve for budgets from the smallest feasible to the least that needs no decision, or the device's capacity.
+
+    Raises InfeasiblePlanError where nothing fits the device, or the host budget.
+    """
+    replayed = [_prediction(step, problem, name, tokens, baseline(problem)) for name, baseline in BASELINES.items()]
+    within_host = (
+        problem if problem.host_budget_bytes is None else dataclasses.replace(problem, device_budget_bytes=None)
+    )
+    capacity = problem.machine.device_bytes
+    smallest = _smallest_budget(problem, time_limit_s)
+    largest = min(capacity, max(p.plan.peak_bytes for p in replayed if p.name == "keep-all"))
+    points: list[Prediction] = []
+    for place in range(num_points):
+        budget = smallest + max(0, largest - smallest) * place // max(1, num_points - 1)
+        here = dataclasses.replace(problem, device_budget_bytes=budget)
+        known = points[-1].plan if points else None
+        plan = solve(here, time_limit_s=time_limit_s) if known is None else _no_worse(here, known, time_limit_s)
+        points.append(_prediction(step, here, "planned", tokens, plan))
+        if budget >= largest:
+            break
+    baselines = tuple(p for p in replayed if fits(within_host, p.plan))
+    return Sweep(points=tuple(points), baselines=baselines, capacity_bytes=capacity)
+
+
+def _smallest_budget(problem: Problem, time_limit_s: float) -> int:
+    """The least peak that any plan has within the host budget."""
+    whole_device = dataclasses.replace(problem, device_budget_bytes=problem.machine.device_bytes)
+    decisions = least_peak(whole_device, deadline=time.monotonic() + time_limit_s)
+    least = None if decisions is None else evaluate(whole_device, decisions, "least peak")
+    if least is None or not fits(whole_device, least):
+        solve(whole_device, time_limit_s=time_limit_s)  # raises, and says what holds it up
+        raise AssertionError("the search fits what the program of least peak does not")
+    return least.peak_bytes

@@ -1,0 +1,91 @@
+"""Deep models from shallow ones: what a trace of all layers gives, or nothing."""
+
+import dataclasses
+
+import pytest
+
+from autohete_fx.depth import TracedStep, deepened, shallow_layers
+from autohete_fx.ir import BlockCost, BlockKind, Edge, Problem
+from autohete_fx.profiler.devices import find_device, machine_of_spec
+
+MACHINE = machine_of_spec(find_device("a100"))
+
+
+def cost(num: int, seconds: float = 1e-3, tensors: int = 2) -> BlockCost:
+    return BlockCost(
+        forward_s=seconds,
+        backward_s=2 * seconds,
+        recompute_s=seconds,
+        saved_bytes=1000 + num,
+        boundary_bytes=100,
+        offloadable=(400, 300)[:tensors],
+        forward_workspace_bytes=10 * num,
+        backward_workspace_bytes=20,
+        param_bytes=500,
+        grad_bytes=500,
+        optimizer_bytes=3000,
+        num_params=250,
+    )
+
+
+def model(num_layers: int, period: int = 1) -> TracedStep:
+    """What a trace of that many layers gives: types alternate, workspace falls with position, fixed bytes grow."""
+    layers = range(num_layers)
+    costs = (cost(num_layers), *(cost(num_layers - i, 1e-3 * (1 + i % period)) for i in layers), cost(7))
+    last = num_layers
+    edges = [Edge(producer=0, consumer=1, num_bytes=70)]
+    edges += [Edge(producer=0, consumer=i + 1, num_bytes=8) for i in layers if i > 0]
+    edges += [Edge(producer=i, consumer=i + 1, num_bytes=64) for i in range(1, last + 1)]
+    return TracedStep(
+        problem=Problem(
+            labels=("prologue", *(f"m.h.{i}" for i in layers), "epilogue"),
+            costs=costs,
+            edges=tuple(sorted(edges, key=lambda edge: (edge.producer, edge.consumer))),
+            machine=MACHINE,
+            fixed_bytes=900 + 11 * num_layers,
+        ),
+        kinds=(BlockKind.PROLOGUE, *(BlockKind.LAYER for _ in layers), BlockKind.EPILOGUE),
+        flops=(0, *(10 + i % period for i in layers), 3),
+        traced_layers=num_layers,
+    )
+
+
+@pytest.mark.parametrize(("period", "num_layers"), [(1, 14), (1, 80), (2, 19), (3, 32)])
+def test_two_shallow_traces_give_the_deep_one(period: int, num_layers: int):
+    fewest = shallow_layers(num_layers, period)
+    assert fewest is not None and 2 * fewest + period < num_layers and (num_layers - fewest) % period == 0
+    found = deepened(model(fewest, period), model(fewest + period, period), num_layers=num_layers, period=period)
+    assert found is not None
+    deep = dataclasses.replace(model(num_layers, period), traced_layers=fewest + period)
+    assert found == deep
+
+
+def test_few_layers_are_traced_whole():
+    assert shallow_layers(11, 1) is None and shallow_layers(12, 1) == 5
+    assert shallow_layers(26, 6) is None
+
+
+def changed(step: TracedStep, block: int, new: BlockCost) -> TracedStep:
+    costs = list(step.problem.costs)
+    costs[block] = new
+    return dataclasses.replace(step, problem=dataclasses.replace(step.problem, costs=tuple(costs)))
+
+
+@pytest.mark.parametrize(
+    "irregular",
+    [
+        changed(model(6), 4, cost(4, 2e-3)),  # a layer between takes longer than its like
+        changed(model(6), 4, cost(2, tensors=1)),  # and one saves other tensors
+        dataclasses.replace(model(6), flops=(0, 10, 10, 10, 10, 11, 10, 3)),
+        dataclasses.replace(model(6), kinds=(BlockKind.PROLOGUE, *[BlockKind.LAYER] * 5, BlockKind.BRIDGE, BlockKind.EPILOGUE)),
+        dataclasses.replace(
+            model(6),
+            problem=dataclasses.replace(
+                model(6).problem, edges=(*model(6).problem.edges, Edge(producer=1, consumer=6, num_bytes=64))
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_irregular_models_are_not_extrapolated(irregular: TracedStep):
+    assert deepened(model(5), model(6), num_layers=20, period=1) is not None
+    assert deepened(model(5), irregular, num_layers=20, period=1) is None

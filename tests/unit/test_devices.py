@@ -1,0 +1,62 @@
+"""Devices that ship: found by name, complete, and ordered as the data sheets order them."""
+
+import pytest
+
+from autohete_fx.errors import OptionError
+from autohete_fx.ir import Machine
+from autohete_fx.profiler.devices import DEVICES, UPDATE_BYTES, DeviceSpec, find_device, machine_of_spec
+
+
+def machine(name: str) -> Machine:
+    return machine_of_spec(find_device(name))
+
+
+def test_the_devices_that_users_ask_for_are_there():
+    asked = "v100 v100-16g v100-32g a100-40g a100-80g h100 h100-80g h200 l40s rtx-3090 rtx-4090-24g 5090 gh200 mi300x"
+    assert {find_device(name).name for name in asked.split()} <= {spec.name for spec in DEVICES}
+    assert find_device(" RTX_4090 ") is find_device("4090")
+    with pytest.raises(OptionError, match=r"unknown device 'h10'; did you mean 'h100-80g'.*doctor --save"):
+        find_device("h10")
+
+
+def test_no_name_means_two_devices():
+    names = [name for spec in DEVICES for name in (spec.name, *spec.aliases)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("spec", DEVICES, ids=lambda spec: spec.name)
+def test_a_machine_stays_below_its_data_sheet(spec: DeviceSpec):
+    found = machine_of_spec(spec)
+    assert found.device_bytes <= spec.memory_gib * 2**30 < found.host_bytes
+    for dtype, rate in found.device_flops_per_s:
+        assert 0.4 * spec.peak_flops_per_s(dtype) < rate < 0.9 * spec.peak_flops_per_s(dtype)
+    assert found.device_bytes_per_s < spec.memory_gb_per_s * 1e9
+    assert max(found.h2d_bytes_per_s, found.d2h_bytes_per_s) < spec.link.gb_per_s * 1e9
+    assert found.host_update_params_per_s * UPDATE_BYTES < 0.8 * spec.host.dram_gb_per_s * 1e9
+    assert found.host_update_params_per_s < found.device_update_params_per_s
+    assert spec.source.startswith(("NVIDIA", "AMD"))
+    assert Machine.from_json(found.to_json()) == found
+
+
+def test_faster_devices_are_faster():
+    for slower, faster in (
+        ("v100", "a100"),
+        ("a100", "h100"),
+        ("h100-pcie", "h100"),
+        ("3090", "4090"),
+        ("4090", "5090"),
+    ):
+        for rates in ("bfloat16", "float16", "float32") if slower != "3090" else ("bfloat16",):
+            assert machine(slower).flops_per_s(rates) < machine(faster).flops_per_s(rates)
+    for slower, faster in (("v100", "a100"), ("a100", "h100"), ("h100", "gh200")):
+        assert machine(slower).h2d_bytes_per_s < machine(faster).h2d_bytes_per_s
+
+
+def test_fp32_is_without_tensor_cores_unless_tf32_is_asked_for():
+    plain, tf32 = machine("a100-40g"), machine_of_spec(find_device("a100-40g"), tf32=True)
+    assert tf32.flops_per_s("float32") == pytest.approx(8 * plain.flops_per_s("float32"))
+    assert tf32.flops_per_s("bfloat16") == plain.flops_per_s("bfloat16")
+
+
+def test_a_v100_has_no_tensor_cores_for_bf16():
+    assert machine("v100").flops_per_s("bfloat16") == machine("v100").flops_per_s("float32")

@@ -1,0 +1,95 @@
+"""Machine files: what is saved comes back, and what is no machine is refused with what is wrong and what to do."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autohete_fx.errors import MachineError
+from autohete_fx.ir import Machine
+
+sizes, rates = st.integers(0, 2**60), st.floats(1e-3, 1e18)
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> Machine:
+    return Machine(
+        device_name=draw(st.text(max_size=9)),
+        device_type=draw(st.sampled_from(("cuda", "cpu"))),
+        device_bytes=draw(sizes),
+        host_bytes=draw(sizes),
+        disk_bytes=draw(sizes),
+        device_flops_per_s=tuple(draw(st.lists(st.tuples(st.text(max_size=9), rates), min_size=1, max_size=3))),
+        device_bytes_per_s=draw(rates),
+        h2d_bytes_per_s=draw(rates),
+        d2h_bytes_per_s=draw(rates),
+        disk_bytes_per_s=draw(st.floats(0, 1e18)),
+        device_update_params_per_s=draw(rates),
+        host_update_params_per_s=draw(rates),
+        latency_s=draw(st.floats(0, 1)),
+    )
+
+
+@given(machines())
+def test_every_machine_comes_back_as_it_was(machine: Machine):
+    again = Machine.from_json(machine.to_json())
+    assert again == machine and again.digest == machine.digest
+
+
+EXAMPLE = Machine(
+    device_name="an accelerator",
+    device_type="cuda",
+    device_bytes=2**35,
+    host_bytes=2**38,
+    disk_bytes=0,
+    device_flops_per_s=(("float32", 1e13), ("bfloat16", 1e14)),
+    device_bytes_per_s=1e12,
+    h2d_bytes_per_s=2e10,
+    d2h_bytes_per_s=2e10,
+    disk_bytes_per_s=0.0,
+    device_update_params_per_s=3e10,
+    host_update_params_per_s=2e9,
+    latency_s=1e-5,
+)
+
+
+def changed(change: Callable[[dict[str, Any]], object]) -> str:
+    raw = json.loads(EXAMPLE.to_json())
+    change(raw)
+    return json.dumps(raw)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not a machine file: .*expected the JSON that Machine.save writes"),
+        ("{}", "not a machine file: it has no schema_version"),
+        (changed(lambda raw: raw.update(schema_version=0)), "schema version 0, this autohete_fx reads 1; measure"),
+        (changed(lambda raw: raw.pop("h2d_bytes_per_s")), "it lacks 'h2d_bytes_per_s'; measure the machine again"),
+        (changed(lambda raw: raw.update(tensor_cores=4)), r"unknown entries \['tensor_cores'\]"),
+        (changed(lambda raw: raw.update(device_type="abacus")), "device_type is 'abacus'; expected 'cuda' or 'cpu'"),
+        (changed(lambda raw: raw.update(device_bytes="40GiB")), "device_bytes is '40GiB'; expected int"),
+        (changed(lambda raw: raw.update(host_bytes=-1)), "host_bytes is -1; expected at least 0"),
+        (changed(lambda raw: raw.update(h2d_bytes_per_s=0)), "h2d_bytes_per_s is 0; expected more than 0"),
+        (changed(lambda raw: raw.update(latency_s=float("nan"))), "latency_s is nan; expected at least 0"),
+        (changed(lambda raw: raw.update(device_flops_per_s=[])), "expected pairs of a dtype and its rate"),
+        (changed(lambda raw: raw.update(device_flops_per_s=[["float32", -1]])), "float32 is -1; expected more than 0"),
+    ],
+)
+def test_what_is_no_machine_is_refused_by_file_and_fault(text: str, message: str, tmp_path: Path):
+    file = tmp_path / "machine.json"
+    file.write_text(text)
+    with pytest.raises(MachineError, match=message) as caught:
+        Machine.load(file)
+    assert str(file) in str(caught.value)
+
+
+def test_a_saved_file_is_read_and_an_absent_one_is_named(tmp_path: Path):
+    EXAMPLE.save(tmp_path / "machine.json")
+    assert Machine.load(tmp_path / "machine.json") == EXAMPLE
+    with pytest.raises(MachineError, match=r"cannot read the machine file .*absent\.json': No such file"):
+        Machine.load(str(tmp_path / "absent.json"))
