@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from autohete_fx.ir import BlockCost, BlockKind, Edge, Problem
+from autohete_fx.ir import BlockCost, BlockKind, Edge, Problem, SelectiveCost
 
 _HEAD, _TAIL = 2, 1
 """Layers at the beginning and at the end that may cost otherwise than those between."""
@@ -92,19 +92,36 @@ def _more(values: tuple[Any, ...], begin: int, period: int, times: int = 1) -> t
 
 
 def _figures(step: TracedStep) -> list[_Figures]:
-    """One row of numbers a block: its FLOPs, its costs, and the tensors that can leave."""
-    return [
-        (flops, *(getattr(cost, name) for name in _COST_NAMES), *cost.offloadable)
-        for flops, cost in zip(step.flops, step.problem.costs, strict=True)
-    ]
+    """One row of numbers a block: its FLOPs, its costs, how many of each kind of tensor it lists, and those."""
+    return [(flops, *_row_of(cost)) for flops, cost in zip(step.flops, step.problem.costs, strict=True)]
 
 
-_COST_NAMES = tuple(field.name for field in dataclasses.fields(BlockCost) if field.name != "offloadable")
+_LISTED = ("offloadable", "trained", "selective")
+_COST_NAMES = tuple(field.name for field in dataclasses.fields(BlockCost) if field.name not in _LISTED)
+
+
+def _row_of(cost: BlockCost) -> _Figures:
+    selective = () if cost.selective is None else dataclasses.astuple(cost.selective)
+    lists = (cost.offloadable, cost.trained, selective)
+    figures = (getattr(cost, name) for name in _COST_NAMES)
+    return (*figures, *map(len, lists), *(n for each in lists for n in each))
 
 
 def _cost_of(row: _Figures) -> BlockCost:
-    costs: dict[str, Any] = dict(zip(_COST_NAMES, row[1:], strict=False))
-    return BlockCost(**costs, offloadable=tuple(int(n) for n in row[1 + len(_COST_NAMES) :]))
+    """The cost that a block's row spells, its FLOPs before it."""
+    first = 1 + len(_COST_NAMES)
+    costs: dict[str, Any] = dict(zip(_COST_NAMES, row[1:first], strict=True))
+    end, lists = first + len(_LISTED), []
+    for length in row[first:end]:
+        lists.append(row[end : end + int(length)])
+        end += int(length)
+    offloadable, trained, selective = lists
+    return BlockCost(
+        **costs,
+        offloadable=tuple(int(n) for n in offloadable),
+        trained=tuple(int(n) for n in trained),
+        selective=SelectiveCost(saved_bytes=int(selective[0]), recompute_s=selective[1]) if selective else None,
+    )
 
 
 def _extrapolated(
