@@ -1,12 +1,32 @@
-"""Strategies of other systems as plans: decided by rule, replayed by the simulator, of the same type as a solved plan."""
+"""Strategies of other systems as plans: decided by rule, replayed by the simulator, of the same type as a solved plan.
 
-from collections.abc import Callable, Mapping
+Each has few free numbers. Those are set to what is fastest within the budgets, as a careful user of that system would; where
+nothing keeps them, to what has the least peak, and the plan says by its ``peak_bytes`` that it does not fit. A strategy
+brings its own schedule, whatever the problem's is; on a CPU device updates never overlap.
+"""
 
-from autohete_fx.ir import Activations, BlockDecision, Optimizer, Params, Plan, Problem
-from autohete_fx.planner.simulate import simulate
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from autohete_fx.ir import Activations, BlockDecision, Optimizer, Overlap, Params, Plan, Problem, Schedule
+from autohete_fx.planner.improve import Search
+from autohete_fx.planner.replays import Replays
+from autohete_fx.planner.simulate import Simulation, simulate
+
+Decisions = tuple[BlockDecision, ...]
+
+_MOST_VALUES = 24
+"""How many values of one of AutoHete's three integers are tried; for more blocks, evenly spread."""
+_CHUNK = 1024
+_SYNCHRONOUS = Schedule(overlap=Overlap.NONE)
+_ON_ARRIVAL = Schedule(overlap=Overlap.BACKWARD, priority=False)
+_BY_PRIORITY = Schedule(overlap=Overlap.BACKWARD)
 
 
-def evaluate(problem: Problem, decisions: tuple[BlockDecision, ...], status: str) -> Plan:
+def evaluate(problem: Problem, decisions: Decisions, status: str) -> Plan:
     """A plan of given decisions with the simulator's predictions; nothing is proven of it."""
     replayed = simulate(problem, decisions, events=False)
     return Plan(
@@ -23,8 +43,14 @@ def evaluate(problem: Problem, decisions: tuple[BlockDecision, ...], status: str
     )
 
 
-def _same(problem: Problem, decision: BlockDecision, status: str) -> Plan:
-    return evaluate(problem, (decision,) * len(problem.costs), status)
+def fits(problem: Problem, replayed: Simulation | Plan) -> bool:
+    """Whether a replay keeps all budgets of a problem."""
+    device, host = problem.device_budget_bytes, problem.host_budget_bytes
+    return (
+        (device is None or replayed.peak_bytes <= device)
+        and (host is None or replayed.host_bytes <= host)
+        and replayed.disk_bytes <= problem.machine.disk_bytes
+    )
 
 
 def keep_all(problem: Problem) -> Plan:
@@ -38,22 +64,127 @@ def full_recompute(problem: Problem) -> Plan:
 
 
 def zero_offload(problem: Problem) -> Plan:
-    """ZeRO-Offload: all optimizer states and updates on the host, parameters on the device."""
-    return _same(problem, BlockDecision(optimizer=Optimizer.HOST), "zero-offload")
+    """ZeRO-Offload: all optimizer states and updates on the host, inside the step; parameters on the device."""
+    return _best(
+        problem,
+        _with_and_without_recompute([(BlockDecision(optimizer=Optimizer.HOST),) * _count(problem)]),
+        "zero-offload",
+    )
+
+
+def twin_flow(problem: Problem) -> Plan:
+    """ZeRO-Offload++: as ZeRO-Offload, for as many of the last blocks as must be."""
+    rows = (_split(problem, BlockDecision(), BlockDecision(optimizer=Optimizer.HOST), n) for n in _sizes(problem))
+    return _best(problem, _with_and_without_recompute(rows), "twin-flow")
 
 
 def offload_everything(problem: Problem) -> Plan:
-    """FSDP2's CPU offload: parameters, gradients and optimizer on the host, blocks recomputed."""
-    decision = BlockDecision(
-        activations=Activations.RECOMPUTE, params=Params.HOST, optimizer=Optimizer.HOST, prefetch_distance=1
+    """FSDP2's CPU offload: parameters, gradients and optimizer on the host, updates after backward."""
+    decision = BlockDecision(params=Params.HOST, optimizer=Optimizer.HOST)
+    rows = ((replace(decision, prefetch_distance=distance),) * _count(problem) for distance in (1, 2))
+    return _best(problem, _with_and_without_recompute(rows), "offload-everything")
+
+
+def chunks_on_demand(problem: Problem) -> Plan:
+    """Like PatrickStar: parameters come when they are needed; states stay on the device for as many blocks as fit."""
+    host = BlockDecision(params=Params.HOST, optimizer=Optimizer.HOST)
+    rows = (_split(problem, replace(host, optimizer=Optimizer.DEVICE), host, n) for n in _sizes(problem))
+    return _best(problem, _with_and_without_recompute(rows), "chunks-on-demand")
+
+
+def working_window(problem: Problem) -> Plan:
+    """Like StrongHold: the first layers stay, the others pass through a window; the host updates as gradients arrive."""
+    host = BlockDecision(optimizer=Optimizer.HOST)
+    rows = (
+        _split(problem, host, replace(host, params=Params.HOST, prefetch_distance=distance), n)
+        for n in _sizes(problem)
+        for distance in (1, 2, 4)
     )
-    return _same(problem, decision, "offload-everything")
+    overlapping = replace(problem, schedule=_ON_ARRIVAL)
+    return _best(problem, _with_and_without_recompute(rows), "working-window", overlapping)
+
+
+def three_integers(problem: Problem) -> Plan:
+    """AutoHete's own program: the first blocks recompute, the first fetch their parameters, the last update on the host."""
+    return _three_integers(problem, _BY_PRIORITY, "three-integers")
+
+
+def three_integers_on_arrival(problem: Problem) -> Plan:
+    """AutoHete's program without its priority schedule: updates in the order in which gradients arrive."""
+    return _three_integers(problem, _ON_ARRIVAL, "three-integers-on-arrival")
+
+
+def _three_integers(problem: Problem, schedule: Schedule, status: str) -> Plan:
+    overlapping = replace(problem, schedule=schedule)
+    count = _count(problem)
+    if not count:
+        return evaluate(overlapping, (), status)
+    kinds = [
+        BlockDecision(activations=activations, params=params, optimizer=optimizer)
+        for activations in (Activations.KEEP, Activations.RECOMPUTE)
+        for params in (Params.DEVICE, Params.HOST)
+        for optimizer in (Optimizer.DEVICE, Optimizer.HOST)
+    ]
+    replays = Replays(overlapping, [kinds] * count)
+    sizes = np.array(list(_sizes(problem)))
+    recomputed, fetched, updated = (grid.reshape(-1, 1) for grid in np.meshgrid(sizes, sizes, sizes, indexing="ij"))
+    at = np.arange(count)
+    kind = 4 * (at < recomputed) + 2 * (at < fetched) + (at >= count - updated)
+    search = Search(replays, deadline=math.inf)
+    found: list[Plan] = []
+    # The safe prefetch: as far ahead as memory allows, for all blocks alike.
+    for distance in range(1, replays.farthest + 1):
+        settings = np.array([replays.row([replace(k, prefetch_distance=distance)] * count) for k in kinds])
+        rows = settings[kind, at]
+        rows = np.concatenate([part[search.fitting(part)] for part in np.array_split(rows, 1 + len(rows) // _CHUNK)])
+        if len(rows):
+            best = rows[int(np.argmin(replays.seconds(rows)))]
+            found.append(evaluate(overlapping, replays.decisions(best), status))
+    least = (kinds[-1],) * count
+    return min(found, key=lambda plan: plan.step_s) if found else evaluate(overlapping, least, status)
+
+
+def _same(problem: Problem, decision: BlockDecision, status: str) -> Plan:
+    return evaluate(replace(problem, schedule=_SYNCHRONOUS), (decision,) * _count(problem), status)
+
+
+def _count(problem: Problem) -> int:
+    return len(problem.costs)
+
+
+def _sizes(problem: Problem) -> Iterable[int]:
+    """How many blocks a strategy may take: all numbers, or for many blocks some that are evenly spread."""
+    count = _count(problem)
+    return (int(n) for n in np.unique(np.linspace(0, count, min(count, _MOST_VALUES) + 1).round()))
+
+
+def _split(problem: Problem, first: BlockDecision, last: BlockDecision, num_last: int) -> Decisions:
+    return (first,) * (_count(problem) - num_last) + (last,) * num_last
+
+
+def _with_and_without_recompute(rows: Iterable[Decisions]) -> Iterable[Decisions]:
+    for row in rows:
+        yield row
+        yield tuple(replace(decision, activations=Activations.RECOMPUTE) for decision in row)
+
+
+def _best(problem: Problem, rows: Iterable[Decisions], status: str, scheduled: Problem | None = None) -> Plan:
+    """The fastest that keeps the budgets, or the one of least peak; synchronous unless ``scheduled``."""
+    replayed = scheduled or replace(problem, schedule=_SYNCHRONOUS)
+    plans = [evaluate(replayed, row, status) for row in rows]
+    fitting = [plan for plan in plans if fits(problem, plan)]
+    return min(fitting, key=lambda plan: plan.step_s) if fitting else min(plans, key=lambda plan: plan.peak_bytes)
 
 
 BASELINES: Mapping[str, Callable[[Problem], Plan]] = {
     "keep-all": keep_all,
     "full-recompute": full_recompute,
     "zero-offload": zero_offload,
+    "twin-flow": twin_flow,
     "offload-everything": offload_everything,
+    "chunks-on-demand": chunks_on_demand,
+    "working-window": working_window,
+    "three-integers": three_integers,
+    "three-integers-on-arrival": three_integers_on_arrival,
 }
 """By name."""

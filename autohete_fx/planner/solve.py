@@ -22,7 +22,7 @@ from dataclasses import replace
 import numpy as np
 
 from autohete_fx.ir import BlockDecision, Overlap, Plan, Problem
-from autohete_fx.planner.baselines import evaluate
+from autohete_fx.planner.baselines import evaluate, fits
 from autohete_fx.planner.choices import MAX_PREFETCH_DISTANCE, choices, copies
 from autohete_fx.planner.formulation import RELATIVE_GAP, Program
 from autohete_fx.planner.improve import Search
@@ -30,7 +30,7 @@ from autohete_fx.planner.infeasible import infeasible, least_peak
 from autohete_fx.planner.relaxation import Relaxed, relax
 from autohete_fx.planner.replays import Replays, Rows
 from autohete_fx.planner.rounding import rounded, supported_choices
-from autohete_fx.planner.simulate import Simulation, overlap_of, simulate
+from autohete_fx.planner.simulate import overlap_of, simulate
 from autohete_fx.planner.starts import simple_choices, starts
 
 OPTIMAL_GAP = 0.005
@@ -71,16 +71,6 @@ def solve(problem: Problem, *, time_limit_s: float = 10.0) -> Plan:
     gap = (plan.step_s - bound_s) / plan.step_s if plan.step_s else 0.0
     status = "optimal" if gap <= OPTIMAL_GAP else "feasible"
     return replace(plan, lower_bound_s=bound_s, gap=gap, status=status, solve_s=time.monotonic() - began)
-
-
-def fits(problem: Problem, replayed: Simulation | Plan) -> bool:
-    """Whether a replay keeps both budgets."""
-    device, host = problem.device_budget_bytes, problem.host_budget_bytes
-    return (
-        (device is None or replayed.peak_bytes <= device)
-        and (host is None or replayed.host_bytes <= host)
-        and replayed.disk_bytes <= problem.machine.disk_bytes
-    )
 
 
 def work_bound_s(problem: Problem) -> float:

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.ir import BlockDecision, Optimizer, Params, Plan, Problem
+from autohete_fx.planner.baselines import fits
 from autohete_fx.planner.simulate import simulate
-from autohete_fx.planner.solve import fits, solve
+from autohete_fx.planner.solve import solve
 from tests.planner_problems import cost, limited, problem, problems
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
