@@ -40,7 +40,7 @@ def main() -> None:
     """Run every pair in a process of its own, print the table and how far off it is, and write JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--budgets", nargs="+", default=["100%", "70%", "45%"], help="shares of plain's peak, or sizes")
+    parser.add_argument("--budgets", nargs="+", default=["100%", "75%", "60%"], help="shares of plain's peak, or sizes")
     parser.add_argument("--steps", type=int, default=10, help="in each of the four whiles")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", choices=MODELS, help=argparse.SUPPRESS)
