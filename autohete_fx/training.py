@@ -150,7 +150,7 @@ class TrainingPlanner:
         assert self.captured.budget_bytes is not None
         raise too_small(
             self.captured.budget_bytes,
-            int(peak / (1 - _RESERVE)) + 1,
+            int(peak / (1 - _RESERVE)) + 1 + self.withheld_bytes,
             refused.held_up_by if refused else f"The plan needs {format_bytes(peak)}",
             smallest_host_bytes=refused.smallest_host_budget_bytes if refused else None,
         )
