@@ -236,14 +236,14 @@ def test_a_batch_dies_with_its_step():
 
 @pytest.mark.slow
 def test_code_that_would_break_the_budget_is_compiled_again(monkeypatch: pytest.MonkeyPatch, fresh_caches: Path):
-    """A plan that is too hopeful by a tenth costs a compilation, never the budget; the next process knows better."""
+    """A plan that is too hopeful by a tenth costs compilations, never the budget; the next process knows better."""
     autohete_fx.explain(make(), torch.randn(256, 128))  # times the machine, which takes scratch of its own
     partitions = []
     once = GraphCompiler.partition
     monkeypatch.setattr(training, "_RESERVE", -0.1)
     monkeypatch.setattr(GraphCompiler, "partition", lambda *a, **k: partitions.append(1) or once(*a, **k))
     budget = 3 * 2**19
-    for expected in (2, 0):
+    for is_known in (False, True):
         with autohete_fx.MemoryMeter("cpu") as meter:
             foreign = meter.start_bytes
         model = make()
@@ -255,7 +255,7 @@ def test_code_that_would_break_the_budget_is_compiled_again(monkeypatch: pytest.
                 optimizer.step()
                 optimizer.zero_grad()
         assert meter.peak_bytes - foreign <= budget
-        assert len(partitions) == expected
+        assert not partitions if is_known else 2 <= len(partitions) <= 4
         partitions.clear()
         del model, optimizer
         torch._dynamo.reset()

@@ -56,7 +56,7 @@ def test_replays_of_arrays_are_those_of_the_simulator(free: Problem):
         assert tuple(replays.use_elsewhere(row)) == (replayed.host_bytes, replayed.disk_bytes)
 
 
-@settings(max_examples=25, **QUIET)
+@settings(max_examples=10, **QUIET)
 @given(problems(most_blocks=3))
 def test_up_to_three_blocks(limited: Problem):
     everything = itertools.product(*(at_all_distances(limited, block) for block in range(len(limited.costs))))
@@ -80,7 +80,7 @@ def test_four_and_five_blocks(limited: Problem):
 
 
 @pytest.mark.slow
-@settings(max_examples=40, **QUIET)
+@settings(max_examples=20, **QUIET)
 @given(problems(least_blocks=6, most_blocks=7))
 def test_six_and_seven_blocks(limited: Problem):
     check(limited)
