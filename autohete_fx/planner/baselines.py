@@ -14,7 +14,8 @@ import numpy as np
 from autohete_fx.ir import Activations, BlockDecision, Optimizer, Overlap, Params, Plan, Problem, Schedule
 from autohete_fx.planner.improve import Search
 from autohete_fx.planner.replays import Replays
-from autohete_fx.planner.simulate import Simulation, simulate
+from autohete_fx.planner.simulate import simulate
+from autohete_fx.planner.simulation import Simulation
 
 Decisions = tuple[BlockDecision, ...]
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autohete_fx.ir import Activations, BlockCost, BlockDecision, Optimizer, Overlap, Params, Problem
-from autohete_fx.planner.simulate import device_update_s, disk_s, moved_params, overlap_of, updates_on_host
+from autohete_fx.planner.figures import device_update_s, disk_s, moved_params, overlap_of, updates_on_host
 
 Bytes = NDArray[np.int64]
 
@@ -31,7 +31,7 @@ def choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
     if problem.training and problem.allow_recompute and cost.selective is not None:
         activations.append((Activations.SELECTIVE, None))
     if problem.training and problem.allow_offload_activations and cost.offloadable:
-        activations.extend((Activations.OFFLOAD, count) for count in (None, *_parts(problem, block)))
+        activations.extend((Activations.OFFLOAD, count) for count in (None, *_offloaded_counts(problem, block)))
     if problem.allow_host_params and cost.param_bytes:
         params.append((Params.HOST, False))
         if problem.training and problem.allow_keeping_fetched:
@@ -58,7 +58,7 @@ def choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
     )
 
 
-def _parts(problem: Problem, block: int) -> tuple[int, ...]:
+def _offloaded_counts(problem: Problem, block: int) -> tuple[int, ...]:
     """How many tensors to offload where not all leave: about half of the bytes, and what hides behind a usual forward."""
     cost, machine = problem.costs[block], problem.machine
     usual_s = sum(each.forward_s for each in problem.costs) / len(problem.costs)
@@ -75,11 +75,16 @@ def _moved_counts(cost: BlockCost) -> tuple[int, ...]:
     if not counts:
         return ()
     return tuple(
-        sorted({min(counts, key=lambda n, p=part: abs(cost.moved_params(n) - p * cost.num_params)) for part in _PARTS})
+        sorted(
+            {
+                min(counts, key=lambda n, p=part: abs(cost.moved_params(n) - p * cost.num_params))
+                for part in _MOVED_SHARES
+            }
+        )
     )
 
 
-_PARTS = (1 / 8, 1 / 3, 2 / 3)
+_MOVED_SHARES = (1 / 8, 1 / 3, 2 / 3)
 
 
 def copies(decision: BlockDecision) -> bool:
@@ -120,6 +125,27 @@ class Durations:
         """All copies of a step with so many passes forward and backward."""
         in_passes = self.forward_up + self.forward_down + self.backward_up + self.backward_down
         return passes * in_passes + self.update_up + self.update_down
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassKind:
+    """What a pass does: whether it takes blocks in reverse, and which durations it takes on compute, up and down."""
+
+    reverse: bool
+    work: tuple[str, ...]
+    up: tuple[str, ...]
+    down: tuple[str, ...]
+
+
+FORWARD_PASS = PassKind(reverse=False, work=("forward_work",), up=("forward_up",), down=("forward_down",))
+BACKWARD_PASS = PassKind(reverse=True, work=("backward_work",), up=("backward_up",), down=("backward_down",))
+UPDATES_PASS = PassKind(reverse=False, work=("update_work",), up=("update_up",), down=("update_down",))
+FORWARD_AND_UPDATES_PASS = PassKind(
+    reverse=False,
+    work=("forward_work", "update_work"),
+    up=("forward_up", "update_up"),
+    down=("forward_down", "update_down"),
+)
 
 
 def durations(problem: Problem, block: int, decision: BlockDecision) -> Durations:

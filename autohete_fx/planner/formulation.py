@@ -92,8 +92,19 @@ from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 
 from autohete_fx.ir import BlockDecision, Overlap, Problem
-from autohete_fx.planner.choices import COPY_WEIGHT, Durations, choices, device_bytes, durations
-from autohete_fx.planner.simulate import disk_bytes, host_bytes, overlap_of, updates_on_host
+from autohete_fx.planner.choices import (
+    BACKWARD_PASS,
+    COPY_WEIGHT,
+    FORWARD_AND_UPDATES_PASS,
+    FORWARD_PASS,
+    UPDATES_PASS,
+    Durations,
+    PassKind,
+    choices,
+    device_bytes,
+    durations,
+)
+from autohete_fx.planner.figures import disk_bytes, host_bytes, overlap_of, updates_on_host
 
 TICKS = 2**20
 RELATIVE_GAP = 1e-3
@@ -118,27 +129,6 @@ class Answer:
 
 
 Linear = Any  # sums of variables: cp_model's stubs do not type them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassKind:
-    """What a pass does: whether it takes blocks in reverse, and which durations it takes on compute, up and down."""
-
-    reverse: bool
-    work: tuple[str, ...]
-    up: tuple[str, ...]
-    down: tuple[str, ...]
-
-
-_FORWARD = PassKind(reverse=False, work=("forward_work",), up=("forward_up",), down=("forward_down",))
-_BACKWARD = PassKind(reverse=True, work=("backward_work",), up=("backward_up",), down=("backward_down",))
-_UPDATES = PassKind(reverse=False, work=("update_work",), up=("update_up",), down=("update_down",))
-_FORWARD_AND_UPDATES = PassKind(
-    reverse=False,
-    work=("forward_work", "update_work"),
-    up=("forward_up", "update_up"),
-    down=("forward_down", "update_down"),
-)
 
 
 class Program:
@@ -322,13 +312,13 @@ class Program:
         problem = self.problem
         overlaps = problem.training and self.overlap is not Overlap.NONE
         later = problem.micro_batches - (1 if overlaps else 0)
-        forward = self._add_pass(_FORWARD, ahead)[0] if later or not problem.training else 0
+        forward = self._add_pass(FORWARD_PASS, ahead)[0] if later or not problem.training else 0
         if not problem.training:
             return forward
-        backward, landed = self._add_pass(_BACKWARD, ahead)
+        backward, landed = self._add_pass(BACKWARD_PASS, ahead)
         device_end, updated = self._add_updates(backward, landed)
         ready = updated if problem.schedule.priority else None
-        kind = _FORWARD_AND_UPDATES if overlaps else _UPDATES
+        kind = FORWARD_AND_UPDATES_PASS if overlaps else UPDATES_PASS
         end = self._time("T")
         self.model.add(end >= self._add_pass(kind, ahead, begin=device_end, updated=ready)[0])
         # The last that the lane does: in its order without priority, block 0.

@@ -1,7 +1,7 @@
 """The linear relaxation of an integer program: in comes a `Program`, out comes a bound on its objective.
 
-A tenth of a second does for a hundred blocks, identical or not, where branching needs minutes: for many blocks this is the
-bound, for few CP-SAT improves on it. OR-Tools' GLOP solves it, in floating point: bytes and times are counted in shares of
+Seconds do for a hundred blocks, identical or not, where branching needs minutes: for many blocks this is the bound, for few
+CP-SAT improves on it. OR-Tools' GLOP solves it, in floating point: bytes and times are counted in shares of
 what all blocks hold and compute (GLOP does not end on badly scaled rows), and the result is lowered by its tolerance.
 """
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from autohete_fx.ir import BlockDecision, Overlap, Problem
 from autohete_fx.planner.choices import MAX_PREFETCH_DISTANCE, choices, copies, device_bytes, durations
-from autohete_fx.planner.simulate import disk_bytes, host_bytes, overlap_of, updates_on_host
+from autohete_fx.planner.figures import disk_bytes, host_bytes, overlap_of, updates_on_host
 
 Rows = NDArray[np.int64]
 Seconds = NDArray[np.float64]

@@ -45,13 +45,10 @@ the first: autograd adds them to ``.grad`` only after the whole compiled backwar
 their update.
 """
 
-import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from autohete_fx.ir import (
     Activations,
-    BlockCost,
     BlockDecision,
     Lane,
     LaneTime,
@@ -60,57 +57,22 @@ from autohete_fx.ir import (
     Params,
     Problem,
 )
-from autohete_fx.planner.device_memory import Contributor, DeviceMemory
+from autohete_fx.planner.device_memory import DeviceMemory
+from autohete_fx.planner.figures import (
+    device_update_s,
+    disk_bytes,
+    disk_s,
+    host_bytes,
+    moved_params,
+    overlap_of,
+    updates_on_host,
+)
+from autohete_fx.planner.simulation import Event, Simulation
+from autohete_fx.planner.update_lane import serve
 
 FORWARD = "forward"
 BACKWARD = "backward"
 OPTIMIZER_STEP = "optimizer step"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """A lane at work on a block, in seconds since the step began.
-
-    ``label`` is ``forward``, ``recompute``, ``backward``, ``fetch``, ``offload``, ``reload``, ``gradients``, ``update``,
-    ``upload``, ``states`` or ``disk``.
-    """
-
-    lane: Lane
-    label: str
-    block: int
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Simulation:
-    """What a replay found.
-
-    Attributes:
-        step_s: seconds of one optimizer step, all its micro-batches included.
-        forward_s, backward_s: seconds of a forward that waits for no update, and of the last backward.
-        optimizer_s: what the updates add to these.
-        peak_bytes: most device memory in use at once.
-        peak_block, peak_phase: where the peak is first reached: block index, and ``forward``, ``backward`` or
-            ``optimizer step``.
-        host_bytes, disk_bytes: host memory for homes, and what is on disk.
-        busy_s: seconds of work per lane.
-        events: every piece of work, by start time; empty where they were not asked for.
-        contributors: what the peak consists of, largest first; empty where events were not asked for.
-    """
-
-    step_s: float
-    forward_s: float
-    backward_s: float
-    optimizer_s: float
-    peak_bytes: int
-    peak_block: int
-    peak_phase: str
-    host_bytes: int
-    disk_bytes: int
-    busy_s: tuple[LaneTime, ...]
-    events: tuple[Event, ...]
-    contributors: tuple[Contributor, ...]
 
 
 def simulate(problem: Problem, decisions: Sequence[BlockDecision], *, events: bool = True) -> Simulation:
@@ -121,58 +83,6 @@ def simulate(problem: Problem, decisions: Sequence[BlockDecision], *, events: bo
     assert len(decisions) == len(problem.costs), "one decision a block"
     assert all(decision.prefetch_distance >= 1 for decision in decisions), "a copy is issued at least one block ahead"
     return _Replay(problem, decisions, events).run()
-
-
-def overlap_of(problem: Problem) -> Overlap:
-    """What updates on the host really overlap with."""
-    return Overlap.NONE if problem.machine.device_type == "cpu" else problem.schedule.overlap
-
-
-def host_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
-    """Host memory for the homes of one block: parameters, optimizer states, gradients, offloaded activations."""
-    cost = problem.costs[block]
-    total = cost.param_bytes if decision.params is Params.HOST else 0
-    moved = decision.num_moved_states
-    if decision.optimizer in (Optimizer.HOST, Optimizer.STREAMED):
-        total += cost.moved_part(cost.optimizer_bytes, moved)
-    if problem.training and updates_on_host(decision):
-        total += cost.moved_part(cost.grad_bytes, moved) * (2 if problem.micro_batches > 1 else 1)
-    if problem.training and decision.activations is Activations.OFFLOAD:
-        total += cost.offloaded_bytes(decision.num_offloaded)
-    return total
-
-
-def disk_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
-    """What one block has on disk: optimizer states."""
-    if decision.optimizer is not Optimizer.DISK:
-        return 0
-    return problem.costs[block].moved_part(problem.costs[block].optimizer_bytes, decision.num_moved_states)
-
-
-def updates_on_host(decision: BlockDecision) -> bool:
-    """Whether the block's optimizer step, or a part of it, runs on the host."""
-    return decision.optimizer in (Optimizer.HOST, Optimizer.DISK)
-
-
-def device_update_s(problem: Problem, block: int, decision: BlockDecision, num_params: int) -> float:
-    """Seconds to update so many of a block's parameters on the device; homes on the host are read and written there."""
-    cost, machine = problem.costs[block], problem.machine
-    seconds = num_params / machine.device_update_params_per_s
-    if decision.params is Params.HOST and num_params:
-        num_bytes = cost.param_bytes * num_params / cost.num_params
-        seconds += num_bytes / machine.h2d_bytes_per_s + num_bytes / machine.d2h_bytes_per_s
-    return seconds
-
-
-def moved_params(cost: BlockCost, decision: BlockDecision) -> int:
-    """Trainable parameters of a block whose states are not on the device, in elements."""
-    return 0 if decision.optimizer is Optimizer.DEVICE else cost.moved_params(decision.num_moved_states)
-
-
-def disk_s(problem: Problem, block: int, decision: BlockDecision) -> float:
-    """Seconds to read and write a block's states on disk."""
-    num_bytes = 2 * disk_bytes(problem, block, decision)
-    return num_bytes / problem.machine.disk_bytes_per_s if num_bytes else 0.0
 
 
 class _Replay:
@@ -423,32 +333,13 @@ class _Replay:
 
     def _update_on_host(self, ready_at: Mapping[int, float]) -> dict[int, float]:
         """Run the update lane; returns when each block is updated."""
-        priority = self.problem.schedule.priority
-        coming = sorted(ready_at, key=lambda block: (ready_at[block], -block))
-        left_s = {block: self._host_update_s(block) for block in coming}
-        rank = {block: block if priority else place for place, block in enumerate(coming)}
-        coming.reverse()
-        here: list[tuple[int, int]] = []
-        clock, updated_at = 0.0, {}
-        while coming or here:
-            if not here:
-                clock = max(clock, ready_at[coming[-1]])
-            while coming and ready_at[coming[-1]] <= clock:
-                block = coming.pop()
-                heapq.heappush(here, (rank[block], block))
-            block = here[0][1]
-            end = clock + left_s[block]
-            if coming and ready_at[coming[-1]] < end and priority:
-                end = ready_at[coming[-1]]
-                left_s[block] -= end - clock
-            else:
-                heapq.heappop(here)
-                updated_at[block] = end
-            self._note(Lane.UPDATE, "update", block, clock, end)
+        took_s = {block: self._host_update_s(block) for block in ready_at}
+        updated_at: dict[int, float] = {}
+        for block, begin, end in serve(ready_at, took_s, priority=self.problem.schedule.priority):
+            self._note(Lane.UPDATE, "update", block, begin, end)
             if self.decisions[block].optimizer is Optimizer.DISK:
-                self._note(Lane.DISK, "disk", block, clock, end)
-            clock = end
-        self.free_at[Lane.UPDATE] = max(self.free_at[Lane.UPDATE], clock)
+                self._note(Lane.DISK, "disk", block, begin, end)
+            updated_at[block] = self.free_at[Lane.UPDATE] = end
         return updated_at
 
     def _host_update_s(self, block: int) -> float:

@@ -24,13 +24,14 @@ import numpy as np
 from autohete_fx.ir import BlockDecision, Overlap, Plan, Problem
 from autohete_fx.planner.baselines import evaluate, fits
 from autohete_fx.planner.choices import MAX_PREFETCH_DISTANCE, choices, copies
+from autohete_fx.planner.figures import overlap_of
 from autohete_fx.planner.formulation import RELATIVE_GAP, Program
 from autohete_fx.planner.improve import Search
 from autohete_fx.planner.infeasible import infeasible, least_peak
 from autohete_fx.planner.relaxation import Relaxed, relax
 from autohete_fx.planner.replays import Replays, Rows
 from autohete_fx.planner.rounding import rounded, supported_choices
-from autohete_fx.planner.simulate import overlap_of, simulate
+from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.starts import simple_choices, starts
 
 OPTIMAL_GAP = 0.005
@@ -39,16 +40,16 @@ BOUND_SHARE, DECIDE_SHARE = 0.15, 0.1
 """Of the time limit, what work is counted out for, for each integer program."""
 STARTS_SHARE, ROUNDING_SHARE, PROGRAMS_SHARE, ESCAPE_SHARE = 0.1, 0.3, 0.05, 0.15
 """Likewise for local search from patterns, from the rounded relaxation, from each program's decisions, and at the end. All
-shares together leave a slow or busy machine half as much again, so that the clock, which would make plans depend on the
-load, seldom ends the search."""
+shares together stay below the limit, so that the clock, which would make plans depend on the load, ends the search only on a
+machine that is slow or busy for the number of blocks."""
 RELAXATION_SHARE = 0.3
 """Of the time limit, by the clock, for the relaxation, which takes a tenth of this for few blocks."""
 REPLAYED_BLOCKS_PER_SECOND = 1_500_000
 """Of local search on a usual core."""
 PROGRAM_BLOCKS = 8
-"""For more blocks the integer programs are not tried: in seconds they get no further than their relaxation."""
+"""For more blocks the integer programs are not tried: in the time there is they get little further than their relaxation."""
 MOST_SEGMENTS = 48
-"""Blocks that the relaxation tells apart; more are taken together, which costs the bound a quarter of a percent."""
+"""Blocks that the relaxation tells apart; more are taken together, which costs the bound a third of a percent."""
 MOST_CHOICES = 80_000
 """Where blocks times all their choices are more, the search is among those that the relaxation uses."""
 _STARTS, _IMPROVED_STARTS, _ROUNDINGS = 4, 2, 4

@@ -58,10 +58,11 @@ def starts(replays: Replays, search: Search, count: int) -> list[Rows]:
     return [rows[best[i]] for i in sorted(first)[:count]]
 
 
-def _order(setting: BlockDecision) -> tuple[str, int, str, bool, str, int]:
-    offloaded = -1 if setting.num_offloaded is None else setting.num_offloaded
+def _order(setting: BlockDecision) -> tuple[str, int, str, bool, str, int, int]:
+    """All that a setting decides, its distance last: an order that is the same in every process."""
+    offloaded, moved = (-1 if n is None else n for n in (setting.num_offloaded, setting.num_moved_states))
     places = setting.params.value, setting.keeps_fetched, setting.optimizer.value
-    return setting.activations.value, offloaded, *places, setting.prefetch_distance
+    return setting.activations.value, offloaded, *places, moved, setting.prefetch_distance
 
 
 def _chosen_sets(num_blocks: int) -> np.ndarray:

@@ -18,8 +18,9 @@ from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.ir import BlockDecision, Overlap, Plan, Problem
 from autohete_fx.planner.baselines import fits
 from autohete_fx.planner.choices import MAX_PREFETCH_DISTANCE, choices, copies, device_bytes, durations
+from autohete_fx.planner.figures import host_bytes, overlap_of
 from autohete_fx.planner.replays import Replays
-from autohete_fx.planner.simulate import host_bytes, overlap_of, simulate
+from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import OPTIMAL_GAP, solve
 from tests.planner_problems import problems
 

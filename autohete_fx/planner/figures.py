@@ -1,0 +1,58 @@
+"""What a decision takes that does not depend on when: bytes on the host and on disk, seconds of updates.
+
+The simulator and what it judges share these, because there is nothing to replay in them.
+"""
+
+from autohete_fx.ir import Activations, BlockCost, BlockDecision, Optimizer, Overlap, Params, Problem
+
+
+def overlap_of(problem: Problem) -> Overlap:
+    """What updates on the host really overlap with."""
+    return Overlap.NONE if problem.machine.device_type == "cpu" else problem.schedule.overlap
+
+
+def host_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
+    """Host memory for the homes of one block: parameters, optimizer states, gradients, offloaded activations."""
+    cost = problem.costs[block]
+    total = cost.param_bytes if decision.params is Params.HOST else 0
+    moved = decision.num_moved_states
+    if decision.optimizer in (Optimizer.HOST, Optimizer.STREAMED):
+        total += cost.moved_part(cost.optimizer_bytes, moved)
+    if problem.training and updates_on_host(decision):
+        total += cost.moved_part(cost.grad_bytes, moved) * (2 if problem.micro_batches > 1 else 1)
+    if problem.training and decision.activations is Activations.OFFLOAD:
+        total += cost.offloaded_bytes(decision.num_offloaded)
+    return total
+
+
+def disk_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
+    """What one block has on disk: optimizer states."""
+    if decision.optimizer is not Optimizer.DISK:
+        return 0
+    return problem.costs[block].moved_part(problem.costs[block].optimizer_bytes, decision.num_moved_states)
+
+
+def updates_on_host(decision: BlockDecision) -> bool:
+    """Whether the block's optimizer step, or a part of it, runs on the host."""
+    return decision.optimizer in (Optimizer.HOST, Optimizer.DISK)
+
+
+def device_update_s(problem: Problem, block: int, decision: BlockDecision, num_params: int) -> float:
+    """Seconds to update so many of a block's parameters on the device; homes on the host are read and written there."""
+    cost, machine = problem.costs[block], problem.machine
+    seconds = num_params / machine.device_update_params_per_s
+    if decision.params is Params.HOST and num_params:
+        num_bytes = cost.param_bytes * num_params / cost.num_params
+        seconds += num_bytes / machine.h2d_bytes_per_s + num_bytes / machine.d2h_bytes_per_s
+    return seconds
+
+
+def moved_params(cost: BlockCost, decision: BlockDecision) -> int:
+    """Trainable parameters of a block whose states are not on the device, in elements."""
+    return 0 if decision.optimizer is Optimizer.DEVICE else cost.moved_params(decision.num_moved_states)
+
+
+def disk_s(problem: Problem, block: int, decision: BlockDecision) -> float:
+    """Seconds to read and write a block's states on disk."""
+    num_bytes = 2 * disk_bytes(problem, block, decision)
+    return num_bytes / problem.machine.disk_bytes_per_s if num_bytes else 0.0

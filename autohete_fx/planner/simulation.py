@@ -1,0 +1,52 @@
+"""What a replay finds: the values that `simulate` returns."""
+
+from dataclasses import dataclass
+
+from autohete_fx.ir import Lane, LaneTime
+from autohete_fx.planner.device_memory import Contributor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """A lane at work on a block, in seconds since the step began.
+
+    ``label`` is ``forward``, ``recompute``, ``backward``, ``fetch``, ``offload``, ``reload``, ``gradients``, ``update``,
+    ``upload``, ``states`` or ``disk``.
+    """
+
+    lane: Lane
+    label: str
+    block: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """What a replay found.
+
+    Attributes:
+        step_s: seconds of one optimizer step, all its micro-batches included.
+        forward_s, backward_s: seconds of a forward that waits for no update, and of the last backward.
+        optimizer_s: what the updates add to these.
+        peak_bytes: most device memory in use at once.
+        peak_block, peak_phase: where the peak is first reached: block index, and ``forward``, ``backward`` or
+            ``optimizer step``.
+        host_bytes, disk_bytes: host memory for homes, and what is on disk.
+        busy_s: seconds of work per lane.
+        events: every piece of work, by start time; empty where they were not asked for.
+        contributors: what the peak consists of, largest first; empty where events were not asked for.
+    """
+
+    step_s: float
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    peak_bytes: int
+    peak_block: int
+    peak_phase: str
+    host_bytes: int
+    disk_bytes: int
+    busy_s: tuple[LaneTime, ...]
+    events: tuple[Event, ...]
+    contributors: tuple[Contributor, ...]
