@@ -36,7 +36,7 @@ def is_view(node: fx.Node) -> bool:
 def storage_root(node: fx.Node) -> fx.Node:
     """The node whose storage this node's result lives in."""
     while is_view(node):
-        node = node.args[0]  # type: ignore[assignment]  # a view's first argument is the tensor that it views
+        node = node.all_input_nodes[0]
     return node
 
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,9 +70,9 @@ def test_costs_are_those_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(planning, "solved_plan", keep)
     (tmp_path / "models.py").write_text(FACTORY)
-    namespace: dict[str, object] = {}
+    namespace: dict[str, Any] = {}
     exec(FACTORY, namespace)
-    model, ids = namespace["make"]()  # type: ignore[operator]
+    model, ids = namespace["make"]()
     optimizer = autohete_fx.AdamW(model.parameters())
     autohete_fx.explain(model, ids, options={"profile": "analytic"})
     del optimizer

@@ -1,5 +1,8 @@
 """Which saved tensors can leave for host memory: the rule that the profiler counts by and the passes move by."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, fx
@@ -11,14 +14,14 @@ ROWS, WIDTH = 64, 1024
 SAVED = ROWS * WIDTH * 4
 
 
-def names(function: object, *, num_outputs: int = 1, smallest_bytes: int = SAVED) -> list[str]:
+def names(function: Callable[..., Any], *, num_outputs: int = 1, smallest_bytes: int = SAVED) -> list[str]:
     """What can leave of what the function returns behind its first results; it gets a tensor of ROWS x WIDTH."""
     gm = traced(function)
     return [root.name for root in offloadable(gm, num_outputs, smallest_bytes)]
 
 
-def traced(function: object) -> fx.GraphModule:
-    return make_fx(function, tracing_mode="fake")(torch.empty(ROWS, WIDTH))  # type: ignore[arg-type]
+def traced(function: Callable[..., Any]) -> fx.GraphModule:
+    return make_fx(function, tracing_mode="fake")(torch.empty(ROWS, WIDTH))
 
 
 def test_the_largest_comes_first_and_equals_in_graph_order():
