@@ -17,12 +17,14 @@ from torch import fx
 from torch._dynamo.exc import ShortenTraceback
 
 from autohete_fx import compilation as compilation_module
-from autohete_fx.capture.inputs import graph_inputs
+from autohete_fx.capture.inputs import GraphInput, graph_inputs
 from autohete_fx.compilation import Compilation
 from autohete_fx.compiler import GraphCompiler
 from autohete_fx.errors import AutoHeteError
+from autohete_fx.ir import Optimizer, Overlap, Schedule
 from autohete_fx.model import Model, find_model
 from autohete_fx.options import Options
+from autohete_fx.runtime import calls
 from autohete_fx.runtime.steps import StepClock
 
 log = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ def autohete(
 
 
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[object], chosen: Options) -> Callable[..., object]:
+    calls.note_compiled_graph()
     inputs = graph_inputs(gm, example_inputs)
     model = find_model(gm, inputs, chosen)
     begin = time.perf_counter()
@@ -62,7 +65,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[object], chosen: Optio
         result = dataclasses.replace(result, clock=StepClock(model.session.device, chosen.micro_batches))
     compilation_module.record(result)
     log.info("%s", result)
-    return _owning(compiled, model, result)
+    return _owning(compiled, model, result, _awaited_parameters(inputs, result))
 
 
 def surfacing(error: AutoHeteError) -> AutoHeteError:
@@ -77,13 +80,34 @@ def surfacing(error: AutoHeteError) -> AutoHeteError:
     return copy
 
 
-def _owning(compiled: Callable[..., object], model: Model, compilation: Compilation) -> Callable[..., object]:
-    """The compiled function, which keeps the model's runtime alive, times its steps, and cleans up behind an exception."""
+def _awaited_parameters(inputs: Sequence[GraphInput], compilation: Compilation) -> frozenset[int]:
+    """Identities of the parameters whose updates the graph's nodes wait for."""
+    plan = compilation.plan
+    if plan.schedule.overlap is Overlap.NONE:
+        return frozenset()
+    return frozenset(
+        id(item.tensor)
+        for item in inputs
+        if item.name in compilation.owners and plan.decisions[compilation.owners[item.name]].optimizer is Optimizer.HOST
+    )
+
+
+def _owning(
+    compiled: Callable[..., object], model: Model, compilation: Compilation, awaited: frozenset[int]
+) -> Callable[..., object]:
+    """The compiled function, which keeps the model's runtime alive, times its steps, and cleans up behind an exception.
+
+    Updates that its nodes do not wait for are waited for before it begins.
+    """
 
     @functools.wraps(compiled, updated=())
     def run(*args: object) -> object:
         if compilation.clock is not None and compilation.clock.begin_pass() == _STEPS_TO_LOG:
             log.info("after %d steps\n%s", _STEPS_TO_LOG, compilation.comparison_table())
+        updates = model.session.updates
+        updates.wait_all(but=awaited)
+        if compilation.training:
+            updates.schedule = compilation.plan.schedule if calls.is_within_call() else Schedule()
         try:
             return compiled(*args)
         except BaseException as error:

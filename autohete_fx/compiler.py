@@ -136,10 +136,16 @@ class GraphCompiler:
         return result
 
     def _place(self, result: Compilation) -> None:
+        session = self.captured.model.session
         for name, block in result.owners.items():
             decision = result.plan.decisions[block]
-            tier = self.captured.model.session.tier
-            placement = Placement(params=decision.params, optimizer=decision.optimizer, tier=tier, block=block)
+            placement = Placement(
+                params=decision.params,
+                optimizer=decision.optimizer,
+                tier=session.tier,
+                block=block,
+                updates=session.updates,
+            )
             place_param(self.captured.params[name], placement)
 
     # -- the budget -----------------------------------------------------------------------------------------------

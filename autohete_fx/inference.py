@@ -64,4 +64,6 @@ def _plan(captured: CapturedGraph, problem: Problem, blocks: BlockGraph) -> Plan
         return planning.solved_plan(dataclasses.replace(problem, fixed_decisions=()), blocks, captured.options)
     count = len(blocks.blocks)
     decisions = tuple(d or BlockDecision() for d in problem.fixed_decisions) or (BlockDecision(),) * count
-    return planning.fitted_plan(Plan(labels=problem.labels, decisions=decisions), blocks, problem)
+    return planning.fitted_plan(
+        Plan(labels=problem.labels, decisions=decisions, schedule=problem.schedule), blocks, problem
+    )

@@ -8,6 +8,10 @@ it and returns the copied tensor::
     handle = autohete.prefetch(src, session, lane, priority)    # host -> device, parameters
     result = autohete.wait(handle, src, session)
 
+A parameter on the device whose update ran on the host is waited for by a node of its own, a view of it::
+
+    updated = autohete.wait_update(param, session)
+
 * ``result`` has the size, dtype and device of ``src``; its strides too where ``src`` is dense, else it is
   contiguous (`copied_strides`). Host tensors present themselves on the compute device.
 * Nothing aliases: the buffer that a copy fills is unknown to the compiler until ``wait`` returns it, so the
@@ -36,16 +40,18 @@ for _name in ("offload", "reload", "prefetch"):
         f"{_name}(Tensor src, str session, int lane, int priority, Tensor? after=None) -> Tensor", tags=_TAGS
     )
 library.define("wait(Tensor handle, Tensor src, str session, Tensor? after=None) -> Tensor", tags=_TAGS)
+library.define("wait_update(Tensor(a) param, str session, Tensor? after=None) -> Tensor(a)", tags=_TAGS)
 
 offload = torch.ops.autohete.offload.default
 reload = torch.ops.autohete.reload.default
 prefetch = torch.ops.autohete.prefetch.default
 wait = torch.ops.autohete.wait.default
+wait_update = torch.ops.autohete.wait_update.default
 
 ISSUING_OPS = (offload, reload, prefetch)
 """The ops that issue a copy."""
 
-ALL_OPS = (*ISSUING_OPS, wait)
+ALL_OPS = (*ISSUING_OPS, wait, wait_update)
 """Everything that a pass may insert."""
 
 SMALLEST_COPY_BYTES = 1 << 16
@@ -96,3 +102,8 @@ def _fake_wait(
     handle: torch.Tensor, src: torch.Tensor, session: str, after: torch.Tensor | None = None
 ) -> torch.Tensor:
     return empty_copy_of(src)
+
+
+@torch.library.register_fake(f"{_NAMESPACE}::wait_update", lib=library)
+def _fake_wait_update(param: torch.Tensor, session: str, after: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.ops.aten.alias(param)

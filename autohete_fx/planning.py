@@ -24,9 +24,11 @@ from autohete_fx.ir import (
     BlockGraph,
     Machine,
     Optimizer,
+    Overlap,
     Params,
     Plan,
     Problem,
+    Schedule,
 )
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
@@ -116,6 +118,12 @@ def host_optimizer_allowed(params: Sequence[torch.nn.Parameter]) -> bool:
     return bool(trainable) and all(optimizer_of(p) is not None for p in trainable)
 
 
+def schedule_of(params: Sequence[torch.nn.Parameter], machine: Machine) -> Schedule:
+    """When updates on the host run: as the optimizers say. Where host and device are the same cores, inside the step."""
+    overlaps = {owner.overlap for p in params if p.requires_grad and (owner := optimizer_of(p)) is not None}
+    return Schedule(overlap=overlaps.pop() if len(overlaps) == 1 and machine.device_type != "cpu" else Overlap.NONE)
+
+
 def notes_on_optimizer(params: Sequence[torch.nn.Parameter]) -> tuple[str, ...]:
     """What the user should know about how optimizer states were counted."""
     trainable = [p for p in params if p.requires_grad]
@@ -153,6 +161,7 @@ def make_problem(
         allow_host_params="host_params" in options.allow,
         allow_host_optimizer="host_optimizer" in options.allow and host_optimizer_allowed(list(params.values())),
         micro_batches=options.micro_batches,
+        schedule=schedule_of(list(params.values()), machine),
         training=training,
         fixed_decisions=fixed if any(d is not None for d in fixed) else (),
     )
@@ -185,6 +194,7 @@ def fitted_plan(plan: Plan, graph: BlockGraph, problem: Problem) -> Plan:
         )
     for label, decision in zip(labels, plan.decisions, strict=True):
         _refuse_unsupported(label, decision)
+    problem = dataclasses.replace(problem, schedule=plan.schedule)
     result = simulate(problem, plan.decisions)
     return dataclasses.replace(
         plan,
@@ -218,7 +228,7 @@ def solved_plan(problem: Problem, graph: BlockGraph, options: Options) -> Plan:
 
 def lane_events(problem: Problem, plan: Plan) -> tuple[LaneEvent, ...]:
     """The predicted timeline of a step."""
-    events = simulate(problem, plan.decisions).events
+    events = simulate(dataclasses.replace(problem, schedule=plan.schedule), plan.decisions).events
     return tuple(LaneEvent(lane=e.lane, label=e.label, block=e.block, start_s=e.start_s, end_s=e.end_s) for e in events)
 
 

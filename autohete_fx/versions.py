@@ -1,6 +1,8 @@
 """Everything that differs between the supported versions of PyTorch, 2.11 to 2.13."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import fx
@@ -44,3 +46,54 @@ def aot_eager(
         fw_compiler=run_as_is, bw_compiler=run_as_is, inference_compiler=infer, partition_fn=partition_fn
     )
     return backend(gm, list(example_inputs))
+
+
+def num_graph_breaks() -> int:
+    """How often Dynamo broke a graph, or gave up on a frame, in this process."""
+    from torch._dynamo.utils import counters
+
+    frames = counters["frames"]
+    return sum(counters["graph_break"].values()) + frames["total"] - frames["ok"]
+
+
+def on_compilations(callback: Callable[[], None]) -> None:
+    """Call back whenever Dynamo begins to compile, until its next reset; asking again adds nothing."""
+    from torch._dynamo.callback import callback_handler
+
+    registered = (getattr(begin, "autohete_callback", None) for begin in callback_handler.start_callbacks)
+    if all(other is not callback for other in registered):
+        begin = functools.partial(_call_back, callback)
+        begin.autohete_callback = callback  # type: ignore[attr-defined]
+        callback_handler.register_start_callback(begin)
+
+
+def _call_back(callback: Callable[[], None], args: Any) -> None:
+    from torch._dynamo.callback import CallbackTrigger
+
+    if args.callback_trigger is CallbackTrigger.DYNAMO:
+        callback()
+
+
+def on_calls_of_compiled_functions(
+    context_of: Callable[[object], Callable[[], contextlib.AbstractContextManager[None]]],
+) -> None:
+    """Run every call of a function that is compiled from now on in a context: ``context_of(backend)`` makes such contexts.
+
+    The context is entered before guards are evaluated. Dynamo asks a backend for it, by the attribute ``backend_ctx_ctor``,
+    but the object that it asks is its own wrapper, which has that attribute only if the backend is a plain function. Here
+    the wrapper's class gets it; what a backend brings itself is entered inside.
+    """
+    from torch._dynamo.repro.after_dynamo import WrapBackendDebug
+
+    def both_of(wrapper: Any) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        ours = context_of(wrapper._torchdynamo_orig_backend)
+        theirs = vars(wrapper).get("backend_ctx_ctor", contextlib.nullcontext)
+
+        @contextlib.contextmanager
+        def both() -> Iterator[None]:
+            with ours(), theirs():
+                yield
+
+        return ours if theirs is contextlib.nullcontext else both
+
+    WrapBackendDebug.backend_ctx_ctor = property(both_of)  # type: ignore[attr-defined]

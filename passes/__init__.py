@@ -11,6 +11,7 @@ if __name__ != "autohete_fx.passes":
 from autohete_fx.errors import PassError
 from autohete_fx.passes.annotate_blocks import annotate_blocks
 from autohete_fx.passes.assign_lanes import assign_lanes
+from autohete_fx.passes.await_updates import await_updates
 from autohete_fx.passes.base import (
     Pass,
     PassContext,
@@ -49,6 +50,7 @@ PIPELINE: tuple[Pass, ...] = (
         requires=_facts("blocks"),
         conflicts=_facts("lanes"),
     ),
+    Pass(function=await_updates, stages=(_FORWARD, _INFERENCE), requires=_facts("blocks"), conflicts=_facts("lanes")),
     Pass(function=offload_gradients, stages=(_BACKWARD,), requires=_facts("blocks"), conflicts=_facts("lanes")),
     Pass(function=assign_lanes, stages=(_FORWARD, _BACKWARD, _INFERENCE), provides=_facts("lanes")),
     Pass(
@@ -92,6 +94,7 @@ __all__ = [
     "Stage",
     "annotate_blocks",
     "assign_lanes",
+    "await_updates",
     "lower_lanes",
     "offload_activations",
     "offload_gradients",

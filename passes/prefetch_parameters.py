@@ -45,18 +45,20 @@ def select_kept(backward: fx.GraphModule, context: PassContext) -> frozenset[str
         owner = context.owners.get(node.name) if node.op == "placeholder" else None
         if owner is None or not context.decision(owner).keeps_fetched:
             continue
-        regions = [_region_of(user, owner, context) for _, user in _uses(node) if user.op != "output"]
+        regions = [region_of(user, owner, context) for _, user in readers_of(node) if user.op != "output"]
         if regions and max(regions) == context.region(owner):
             kept.add(node.name)
     return frozenset(kept)
 
 
 def _fetch_per_region(gm: fx.GraphModule, param: fx.Node, owner: int, context: PassContext) -> None:
-    chains = sorted(_uses(param), key=lambda chain: chain[1].op == "output")  # views stand before who reads them first
+    chains = sorted(
+        readers_of(param), key=lambda chain: chain[1].op == "output"
+    )  # views stand before who reads them first
     by_region: dict[int, list[tuple[tuple[fx.Node, ...], fx.Node]]] = {}
     for views, user in chains:
         if user.op != "output" or (views[-1] if views else param).name in context.kept:
-            by_region.setdefault(_region_of(user, owner, context), []).append((views, user))
+            by_region.setdefault(region_of(user, owner, context), []).append((views, user))
     distance = context.decision(owner).prefetch_distance
     for region, uses in sorted(by_region.items()):
         copy = insert_copy(
@@ -84,7 +86,7 @@ def _fetch_per_region(gm: fx.GraphModule, param: fx.Node, owner: int, context: P
                 gm.graph.erase_node(view)
 
 
-def _region_of(user: fx.Node, owner: int, context: PassContext) -> int:
+def region_of(user: fx.Node, owner: int, context: PassContext) -> int:
     """Where a reader of a parameter stands; one without a block, such as the output, counts as its owner's."""
     block = annotations.block_of(user)
     return context.region(owner if block is None else block)
@@ -105,12 +107,12 @@ def _clone(gm: fx.GraphModule, view: fx.Node, clones: dict[fx.Node, fx.Node], us
         return gm.graph.node_copy(view, lambda node: clones.get(node, node))
 
 
-def _uses(node: fx.Node, views: tuple[fx.Node, ...] = ()) -> list[tuple[tuple[fx.Node, ...], fx.Node]]:
+def readers_of(node: fx.Node, views: tuple[fx.Node, ...] = ()) -> list[tuple[tuple[fx.Node, ...], fx.Node]]:
     """Each reader of a value with the chain of views that leads to it. Copies that we inserted do not count."""
     found: list[tuple[tuple[fx.Node, ...], fx.Node]] = []
     for user in list(node.users):
         if is_view(user) and annotations.inserted(user) is None:
-            found.extend(_uses(user, (*views, user)))
+            found.extend(readers_of(user, (*views, user)))
         elif annotations.inserted(user) is None:
             found.append((views, user))
     return found

@@ -11,6 +11,7 @@ from torch._inductor import inductor_prims  # noqa: F401  (registers prims.induc
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autohete_fx import BlockDecision, Plan, annotations
+from autohete_fx.ir import Schedule
 from autohete_fx.passes import PassContext, Stage
 from autohete_fx.passes.base import output_node
 from autohete_fx.runtime import kernels  # noqa: F401  (registers the ops' kernels)
@@ -102,7 +103,7 @@ def joint() -> fx.GraphModule:
     return b.module(second, *_backward_nodes(b, x, w1, first, gelu, tangent))
 
 
-def context(stage: Stage, *decisions: BlockDecision, **changes: Any) -> PassContext:
+def context(stage: Stage, *decisions: BlockDecision, schedule: Schedule | None = None, **changes: Any) -> PassContext:
     """The context that the compiler would make for these graphs; one decision is for both blocks."""
     both = decisions * 2 if len(decisions) == 1 else decisions
     known: dict[str, Any] = {
@@ -112,7 +113,7 @@ def context(stage: Stage, *decisions: BlockDecision, **changes: Any) -> PassCont
         "gradient_strides": (None, (SIDE, 1), (SIDE, 1)) if stage is Stage.BACKWARD else (),
         "num_outputs": 1 if stage is Stage.FORWARD else 0,
     }
-    plan = Plan(labels=("a", "b"), decisions=both)
+    plan = Plan(labels=("a", "b"), decisions=both, schedule=schedule or Schedule())
     return PassContext(stage=stage, plan=plan, session=SESSION, **{**known, **changes})
 
 

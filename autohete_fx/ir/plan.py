@@ -69,7 +69,8 @@ class Plan:
     @property
     def digest(self) -> str:
         """Of what it decides, not of what it predicts; stable across processes."""
-        decided = [self.schema_version, self.labels, self.block_digests, [asdict(d) for d in self.decisions]]
+        decisions, schedule = [asdict(d) for d in self.decisions], asdict(self.schedule)
+        decided = [self.schema_version, self.labels, self.block_digests, decisions, schedule]
         return hashlib.sha256(json.dumps(decided, sort_keys=True, default=lambda e: e.value).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:

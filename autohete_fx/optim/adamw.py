@@ -13,11 +13,15 @@ import torch
 from torch import Tensor
 
 from autohete_fx.errors import OptimizerStateError
+from autohete_fx.ir import Overlap
 from autohete_fx.optim.kernels import reconcile_master
 from autohete_fx.optim.loading import read_groups, read_states
 from autohete_fx.optim.owners import register_owner
 from autohete_fx.optim.state import MASTER, check_grad, check_param, complete, flat, place_of, settle, state_bytes
 from autohete_fx.optim.updates import Update, apply
+from autohete_fx.runtime.calls import is_within_call
+from autohete_fx.runtime.placement import placement_of
+from autohete_fx.runtime.updates import Updates
 
 _IMPLEMENTATION: dict[str, Any] = {
     "amsgrad": False,
@@ -55,6 +59,12 @@ class AdamW(torch.optim.Optimizer):
     ``step()`` needs no device memory beyond the states, which the first step creates; a parameter or gradient of an
     unusual layout or dtype costs one temporary copy of that tensor at a time.
 
+    With ``overlap="step"`` updates on the host start at ``step()``, in the order in which the next forward needs them, and
+    may still run when it returns. Whatever is done to the gradients before ``step()`` counts, as always. Whoever then reads
+    or writes a parameter, a gradient or a state, in compiled or in eager code, gets the updated value and waits for it if
+    need be; ``synchronize()`` exists and nobody has to call it. Steps do not overlap with what follows where the backend
+    sees no use in it (a CPU device), in a model whose graph breaks, and inside a compiled function.
+
     Args:
         params: parameters, named parameters, or groups, as for ``torch.optim.AdamW``.
         lr: learning rate; a one-element tensor is allowed.
@@ -64,6 +74,7 @@ class AdamW(torch.optim.Optimizer):
         amsgrad: must be False.
         maximize: ascend instead.
         foreach, fused: accepted for compatibility; they choose an implementation, and there is only this one.
+        overlap: ``"step"``, or None: updates on the host are done when ``step()`` returns.
         capturable, differentiable: must be False.
 
     Raises:
@@ -85,8 +96,10 @@ class AdamW(torch.optim.Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        overlap: str | None = "step",
     ) -> None:
         del foreach, fused
+        self.overlap = _overlap_named(overlap)
         asked = {"amsgrad": amsgrad, "capturable": capturable, "differentiable": differentiable}
         hyperparameters = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         _check_hyperparameters({**hyperparameters, **asked})
@@ -111,6 +124,7 @@ class AdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.__dict__.setdefault("overlap", Overlap.STEP)
         for group in self.param_groups:
             for param in group["params"]:
                 register_owner(param, self)
@@ -137,8 +151,21 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        apply(self._updates())
+        apply(self._updates(), may_overlap=self.overlap is not Overlap.NONE and not is_within_call())
+        for updates in self._models():
+            updates.guard()
         return loss
+
+    @_untraced
+    def synchronize(self) -> None:
+        """Return when every update is done. Raises OptimizerStateError for one that failed."""
+        for updates in self._models():
+            updates.wait_all()
+
+    def _models(self) -> set[Updates]:
+        """What is under way, for each model that has parameters here."""
+        placements = (placement_of(p) for group in self.param_groups for p in group["params"])
+        return {p.updates for p in placements if p is not None and p.updates is not None}
 
     def _updates(self) -> list[Update]:
         with_grad = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
@@ -148,6 +175,8 @@ class AdamW(torch.optim.Optimizer):
         updates = []
         for param, group in with_grad:
             state, place = self.state[param], place_of(param)
+            if place.updates is not None:
+                place.updates.wait_for(param)
             settle(param, state, place)
             complete(param, state, place)
             updates.append(Update(param, param.grad, state, group, place))
@@ -166,6 +195,7 @@ class AdamW(torch.optim.Optimizer):
         ``torch.save`` makes a snapshot. A state on the host reads as an ordinary tensor. Masters agree with their
         parameters, edits included. Takes no step and creates no state.
         """
+        self.synchronize()
         for param, state in self.state.items():
             if isinstance(param, Tensor) and MASTER in state:
                 settle(param, state, place_of(param))
@@ -191,6 +221,8 @@ class AdamW(torch.optim.Optimizer):
             replaced = pre_hook(self, loaded)
             if replaced is not None:
                 loaded = replaced
+        for updates in self._models():
+            updates.forget_failures()
         groups = read_groups(loaded, self.param_groups, _IMPLEMENTATION)
         states = read_states(loaded, self.param_groups, self.state)
         self.state.clear()
@@ -198,6 +230,12 @@ class AdamW(torch.optim.Optimizer):
         self.param_groups[:] = groups
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+
+def _overlap_named(overlap: str | None) -> Overlap:
+    if overlap not in (None, "step"):
+        raise OptimizerStateError(f"overlap is {overlap!r}; expected 'step' or None")
+    return Overlap.NONE if overlap is None else Overlap(overlap)
 
 
 def _as_floats(betas: tuple[float | Tensor, float | Tensor]) -> tuple[float, float]:

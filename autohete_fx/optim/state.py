@@ -19,6 +19,7 @@ from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Optimizer
 from autohete_fx.runtime.placement import placement_of
 from autohete_fx.runtime.tiers import HostTier, contiguous_stride, is_dense, is_home
+from autohete_fx.runtime.updates import Updates
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
@@ -85,11 +86,13 @@ class Place:
     """Where a parameter's states belong: homes of ``tier``, or memory of ``device`` where there is no tier.
 
     ``block`` is the index of the parameter's block, smaller where the next forward needs it sooner; -1 where unknown.
+    ``updates`` is where updates of host states run behind the caller's back; None where they never do.
     """
 
     device: torch.device
     tier: HostTier | None = None
     block: int = -1
+    updates: Updates | None = None
 
     def empty(self, param: Tensor, dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor here, laid out as the states of ``param``. Raises HostMemoryError."""
@@ -112,7 +115,7 @@ def place_of(param: Tensor) -> Place:
     if placement is None:
         return Place(param.device)
     on_host = placement.optimizer is Optimizer.HOST and placement.tier.device == param.device
-    return Place(param.device, placement.tier if on_host else None, placement.block)
+    return Place(param.device, placement.tier if on_host else None, placement.block, placement.updates)
 
 
 def settle(param: Tensor, state: State, place: Place) -> None:

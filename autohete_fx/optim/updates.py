@@ -1,32 +1,35 @@
-"""One step over many parameters: which tensors go to which kernel, and in which order.
+"""One step over many parameters: which tensors go to which kernel, in which order, and who does it.
 
 In: one ``Update`` a parameter, with its states in place. Out: parameters, moments, masters and step counters updated in
-place. Two ways:
+place, now or when they are needed.
 
-* ``apply_in_place``: everything that one processor can address goes to the kernels as it is. That is all device
-  states, and on a CPU device host states too: a home there is a memory-mapped file that the CPU reads and writes like
-  any memory. No device temporaries, except for a parameter or gradient of an unusual layout or dtype: one copy of
-  that one tensor at a time.
-* ``apply_on_host``: host states of an accelerator are updated by the CPU on host views. Gradients and parameters that
-  do not live in homes are copied through homes, a window at a time; downloads of a window run while the one before is
-  computed. No device memory at all; host memory for staging is bounded by two windows. The parameter is read from the
-  device at every step, never from a copy of the last one, so any edit of it is honoured.
+* Device states, and on a CPU device host states too, go to the kernels as they are: one processor can address everything.
+  No device temporaries, except for a parameter or gradient of an unusual layout or dtype: one copy of that one tensor
+  at a time.
+* Host states of an accelerator are updated by the CPU on host views, as work of the update lane (`_HostUpdate`).
+  Gradients and parameters that do not live in homes are copied through homes; what the next update needs comes while
+  one is computed. No device memory at all; host memory for staging is bounded by what two updates need. The parameter
+  is read from the device at every step, never from a copy of the last one, so any edit of it is honoured.
+* Where the schedule lets updates overlap, those of host states are work of the update lane on every device, and the step
+  returns before they are done (`autohete_fx.runtime.updates` has who waits). The block that the next forward needs
+  first comes first.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autohete_fx.ir import Lane, Overlap
 from autohete_fx.optim.kernels import coefficients, prepare_mixed, update_full_precision, update_mixed
 from autohete_fx.optim.state import MASTER, MOMENTS, STEP, Place, State, flat, layout_of, needs_master
+from autohete_fx.runtime.lanes import Lanes
+from autohete_fx.runtime.ticket import Ticket
 from autohete_fx.runtime.tiers import HostTier, host_view
-
-_WINDOW_BYTES = 64 * 2**20
-"""Bytes of parameters and gradients that are staged at a time; a window may exceed it by one parameter."""
+from autohete_fx.runtime.updates import Updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +43,60 @@ class Update:
     place: Place
 
 
-def apply(updates: Sequence[Update]) -> None:
-    """Do all updates. Blocks that the next forward needs first come first among those on the host."""
+def apply(updates: Sequence[Update], *, may_overlap: bool) -> None:
+    """Do all updates, or start those that may overlap with what follows.
+
+    Raises:
+        HostMemoryError: no room for staging; no parameter has changed.
+    """
     for u in updates:
         if needs_master(u.param):
             processor = u.param.device if u.place.tier is None else torch.device("cpu")
             prepare_mixed(u.param.dtype, u.grad.dtype, processor)
-    in_place = [u for u in updates if u.place.tier is None or _addressable(u.param)]
-    on_host = [u for u in updates if u.place.tier is not None and not _addressable(u.param)]
-    windows = list(_windows(sorted(on_host, key=lambda u: u.place.block)))
-    _reserve(windows)
-    apply_in_place(in_place)
-    apply_on_host(windows)
+    here = [u for u in updates if u.place.tier is None]
+    by_model: defaultdict[Updates | None, list[Update]] = defaultdict(list)
+    for u in updates:
+        if u.place.tier is not None:
+            by_model[u.place.updates].append(u)
+    started = []
+    for model, mine in by_model.items():
+        lanes = model.lanes if model is not None else Lanes(mine[0].param.device)
+        overlaps = may_overlap and model is not None and model.schedule.overlap is not Overlap.NONE
+        if lanes.is_host and not (overlaps and lanes.in_background):
+            here += mine
+        else:
+            _reserve(mine, lanes)
+            started.append((lanes, mine, model if overlaps else None))
+    apply_in_place(here)
+    for lanes, mine, model in started:
+        _start(lanes, mine, model)
     # No kernel tells autograd, which must refuse a backward through a parameter that it saved before the step.
     torch.autograd.graph.increment_version([u.param for u in updates])
 
 
-def _addressable(t: Tensor) -> bool:
-    """Whether the CPU can work on the tensor as it is."""
-    return t.device.type == "cpu"
+def _start(lanes: Lanes, updates: Sequence[Update], model: Updates | None) -> None:
+    """Give updates to the lanes; ``model`` learns which are under way, without one they are waited for."""
+    moment, coefs = lanes.now(), _Coefficients()
+    groups = {id(u.group): _as_it_is(u.group) for u in updates}
+    has_priority = model is None or model.schedule.priority
+    # Gradients come from the last block to the first.
+    ordered = sorted(updates, key=lambda u: u.place.block, reverse=not has_priority)
+    tickets = []
+    for u in ordered:
+        frozen = Update(u.param, u.grad, dict(u.state), groups[id(u.group)], u.place)
+        work = _HostUpdate(frozen, lanes, moment, coefs)
+        updated, uploaded = work.submit(u.place.block if has_priority else 0)
+        tickets.append(uploaded)
+        if model is not None:
+            model.add(uploaded, u.param, (u.grad, *u.state.values()), made_by=updated)
+    if model is None:
+        for ticket in tickets:
+            ticket.synchronize()
+
+
+def _as_it_is(group: dict[str, Any]) -> dict[str, Any]:
+    """The group's hyperparameters now: a scheduler may change them before the update runs."""
+    return {**group, "lr": float(group["lr"])}
 
 
 def apply_in_place(updates: Iterable[Update]) -> None:
@@ -76,46 +114,67 @@ def apply_in_place(updates: Iterable[Update]) -> None:
         _apply_full(batch)
 
 
-def apply_on_host(windows: Iterable[Sequence[Update]]) -> None:
-    """Update on the CPU, through host views, in the order given."""
-    coefs = _Coefficients()
-    staged: list[_Staged] = []
-    for window in windows:
-        ahead = [_Staged(u) for u in window]
-        arrived = _record(window[0].param.device)
-        _finish(staged, coefs)
-        _synchronize(arrived)
-        staged = ahead
-    _finish(staged, coefs)
+class _HostUpdate:
+    """One update as work of the lanes: bring what is on the device, update on the CPU, send the parameter back."""
 
-
-class _Staged:
-    """One update whose gradient and parameter are in, or on their way to, memory that the CPU can address."""
-
-    def __init__(self, update: Update) -> None:
+    def __init__(self, update: Update, lanes: Lanes, moment: Ticket, coefs: "_Coefficients") -> None:
+        self.update = update
+        self.lanes = lanes
+        self.moment = moment
+        self.coefs = coefs
         tier = update.place.tier
         assert tier is not None
-        self.update = update
-        self.uploads = not _at_home(update.param, update.param, tier)
-        self.param = _download(update.param.detach(), update.param, tier)
-        self.grad = _download(update.grad.detach(), update.param, tier)
+        self.tier = tier
+        self.uploads = not (lanes.is_host or _at_home(update.param, update.param, tier))
+        self.arrivals: list[Ticket] = []
+        self.param: Tensor | None = None
+        self.grad: Tensor | None = None
 
-    def finish(self, coefs: "_Coefficients") -> None:
+    def submit(self, priority: int) -> tuple[Ticket, Ticket]:
+        """Tickets of the update and of the updated parameter."""
+        param = self.update.param
+        updated = self.lanes.update(
+            priority, self.run, prepare=self.prepare, num_bytes=param.nbytes, after=(self.moment,)
+        )
+        if not self.uploads:
+            return updated, updated
+        uploaded = self.lanes.submit(Lane.H2D, priority, param.detach(), self.result, after=(updated, self.moment))
+        return updated, uploaded
+
+    def prepare(self) -> None:
+        """Start what must arrive before the update can run."""
+        self.param = self._arriving(self.update.param)
+        self.grad = self._arriving(self.update.grad)
+
+    def _arriving(self, t: Tensor) -> Tensor:
+        """A CPU tensor with the values of ``t``, once the arrivals are there, laid out as the parameter's states."""
+        if self.lanes.is_host:
+            return t
+        if _at_home(t, self.update.param, self.tier):
+            return host_view(t)
+        home = self.tier.empty_strided(t.shape, layout_of(self.update.param), t.dtype)
+        ticket = self.lanes.submit(Lane.D2H, self.update.place.block, home, t.detach(), after=(self.moment,))
+        self.arrivals.append(ticket)
+        return host_view(home)
+
+    def run(self) -> None:
+        """Update, when everything has arrived."""
+        self.moment.synchronize()
+        for ticket in self.arrivals:
+            ticket.synchronize()
         u = self.update
-        state = {name: t if name == STEP else host_view(t) for name, t in u.state.items()}
+        assert self.param is not None and self.grad is not None
+        state = u.state if self.lanes.is_host else {n: t if n == STEP else host_view(t) for n, t in u.state.items()}
         if needs_master(u.param):
-            _apply_mixed(u, self.param, self.grad, state, coefs)
+            _apply_mixed(u, self.param, self.grad, state, self.coefs)
         else:
             _apply_full([Update(self.param, self.grad, state, u.group, u.place)])
-        if self.uploads:
-            u.param.detach().copy_(self.param, non_blocking=True)
+        self.grad = None
 
-
-def _download(t: Tensor, param: Tensor, tier: HostTier) -> Tensor:
-    """A CPU tensor with the values of ``t``, now or when the stream gets there, laid out as the parameter's states."""
-    if _at_home(t, param, tier):
-        return host_view(t)
-    return host_view(tier.empty_strided(t.shape, layout_of(param), t.dtype)).copy_(t, non_blocking=True)
+    def result(self) -> Tensor:
+        """The updated parameter on the host, to be uploaded."""
+        assert self.param is not None
+        return self.param
 
 
 def _at_home(t: Tensor, param: Tensor, tier: HostTier) -> bool:
@@ -123,47 +182,17 @@ def _at_home(t: Tensor, param: Tensor, tier: HostTier) -> bool:
     return tier.owns(t) and t.stride() == layout_of(param)
 
 
-def _finish(staged: Iterable[_Staged], coefs: "_Coefficients") -> None:
-    for s in staged:
-        s.finish(coefs)
-
-
-def _windows(updates: Iterable[Update]) -> Iterator[list[Update]]:
-    window: list[Update] = []
-    used = 0
-    for u in updates:
-        window.append(u)
-        used += u.param.nbytes + u.grad.nbytes
-        if used >= _WINDOW_BYTES:
-            yield window
-            window, used = [], 0
-    if window:
-        yield window
-
-
-def _reserve(windows: Sequence[Sequence[Update]]) -> None:
+def _reserve(updates: Sequence[Update], lanes: Lanes) -> None:
     """Take the host memory that staging will need while a refusal still finds every parameter unchanged."""
+    if lanes.is_host:
+        return
     needs: defaultdict[HostTier, list[int]] = defaultdict(list)
-    for window in windows:
-        for tier in {u.place.tier for u in window if u.place.tier is not None}:
-            mine = [u for u in window if u.place.tier is tier]
-            tensors = [(t, u.param) for u in mine for t in (u.param, u.grad)]
-            needs[tier].append(sum(t.nbytes for t, param in tensors if not _at_home(t, param, tier)))
+    for u in updates:
+        tier = u.place.tier
+        assert tier is not None
+        needs[tier].append(sum(t.nbytes for t in (u.param, u.grad) if not _at_home(t, u.param, tier)))
     for tier, sizes in needs.items():
-        tier.reserve(tier.in_use_bytes + max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)))
-
-
-def _record(device: torch.device) -> torch.Event | None:
-    if device.type == "cpu":
-        return None
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
-    return event
-
-
-def _synchronize(event: torch.Event | None) -> None:
-    if event is not None:
-        event.synchronize()
+        tier.reserve(tier.in_use_bytes + sum(sorted(sizes)[-3:]))  # one comes, one is updated, one goes back
 
 
 class _Coefficients:

@@ -25,9 +25,15 @@ def _wait(handle: torch.Tensor, src: torch.Tensor, session: str, after: torch.Te
     return session_by_digest(session).wait(handle, src)
 
 
+def _wait_update(param: torch.Tensor, session: str, after: torch.Tensor | None = None) -> torch.Tensor:
+    session_by_digest(session).updates.wait_for(param)
+    return torch.ops.aten.alias(param)
+
+
 _DISPATCH_KEY = "CompositeExplicitAutograd"  # one kernel for all devices: the session knows the device
 
 ops.library.impl("offload", _to_host, _DISPATCH_KEY)
 ops.library.impl("reload", _to_device, _DISPATCH_KEY)
 ops.library.impl("prefetch", _to_device, _DISPATCH_KEY)
 ops.library.impl("wait", _wait, _DISPATCH_KEY)
+ops.library.impl("wait_update", _wait_update, _DISPATCH_KEY)

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autohete_fx.ir import Optimizer, Params
 from autohete_fx.ops import SMALLEST_COPY_BYTES
 from autohete_fx.runtime.tiers import HostTier, is_home
+from autohete_fx.runtime.updates import Updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +30,14 @@ class Placement:
         optimizer: where its optimizer states live and its update runs.
         tier: gives the homes, and names the device.
         block: index of the block that owns the parameter; smaller is needed sooner in forward.
+        updates: where its updates on the host run behind the caller's back; None: they never do.
     """
 
     params: Params
     optimizer: Optimizer
     tier: HostTier
     block: int
+    updates: Updates | None = None
 
 
 _placements = WeakIdKeyDictionary()

@@ -2,8 +2,8 @@
 
 A session is found in two ways: by the digest that ops carry (`session_by_digest`), so that code cached by another
 process works in this one, and by the parameters that it places (`autohete_fx.runtime.placement`). It owns the host
-tier, the copy lanes and the copies in flight. All graphs of one model (graph breaks, recompilations, inference) share
-one session; two models never do.
+tier, the lanes, the copies in flight and the optimizer updates under way. All graphs of one model (graph breaks,
+recompilations, inference) share one session; two models never do.
 """
 
 import itertools
@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from autohete_fx.ir import Lane
-from autohete_fx.runtime.lanes import Lanes, Ticket
+from autohete_fx.runtime.lanes import Lanes
+from autohete_fx.runtime.ticket import Ticket
 from autohete_fx.runtime.tiers import HostTier, open_tier
+from autohete_fx.runtime.updates import Updates
 
 
 @dataclass(slots=True)
@@ -46,6 +48,7 @@ class Session:
         self._host_budget_bytes = host_budget_bytes
         self._tier: HostTier | None = None
         self._lanes: Lanes | None = None
+        self._updates: Updates | None = None
         self._in_flight: dict[int, _InFlight] = {}
         self._handles = itertools.count()
         self._lock = threading.Lock()
@@ -61,11 +64,20 @@ class Session:
 
     @property
     def lanes(self) -> Lanes:
-        """The copy lanes, started at the first use."""
+        """The lanes, started at the first use."""
         with self._lock:
             if self._lanes is None:
                 self._lanes = Lanes(self.device)
             return self._lanes
+
+    @property
+    def updates(self) -> Updates:
+        """The optimizer's updates that run on the lanes."""
+        lanes = self.lanes
+        with self._lock:
+            if self._updates is None:
+                self._updates = Updates(lanes)
+            return self._updates
 
     @property
     def host_bytes(self) -> int:
@@ -73,9 +85,12 @@ class Session:
         return 0 if self._tier is None else self._tier.in_use_bytes
 
     def issue(self, lane: Lane, priority: int, dst: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
-        """Start a copy. Returns its handle, a one-element int64 tensor on the CPU."""
+        """Start a copy, of a parameter whose update is under way when that is done. Returns its handle, a one-element
+        int64 tensor on the CPU."""
         handle = next(self._handles)
-        ticket = self.lanes.submit(lane, priority, dst, src)
+        update = self.updates.ticket_of(src) if lane is Lane.H2D else None
+        after = None if update is None else (update, self.lanes.now())
+        ticket = self.lanes.submit(lane, priority, dst, src, after)
         self._in_flight[handle] = _InFlight(src.data_ptr(), dst, ticket)
         return torch.tensor([handle], device="cpu")  # whatever torch.set_default_device says
 
@@ -84,7 +99,11 @@ class Session:
         copy = self._in_flight.pop(int(handle))
         # A compiler that hands the two nodes different copies of `src` could reuse the first one while it is read.
         assert copy.source_address == src.data_ptr(), "wait must get the tensor that was copied"
-        copy.ticket.wait()
+        try:
+            copy.ticket.wait()
+        except Exception:
+            self.updates.wait_for(src)  # where it is the update that failed, this says so
+            raise
         return copy.result
 
     def abandon(self) -> list[Exception]:

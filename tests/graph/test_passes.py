@@ -7,6 +7,7 @@ from torch import fx
 
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, annotations, ops
 from autohete_fx.errors import PassError
+from autohete_fx.ir import Overlap, Schedule
 from autohete_fx.passes import PIPELINE, Pass, PassContext, Stage, run, validate, verify
 from autohete_fx.passes.sort_regions import reorder
 from autohete_fx.saved import output_args
@@ -18,8 +19,8 @@ HOST = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimi
 def strip_inserted(gm: fx.GraphModule) -> None:
     """Promise 4: every wait gives way to its source, and nothing else was changed."""
     for node in list(gm.graph.nodes):
-        if node.target is ops.wait:
-            node.replace_all_uses_with(node.args[1])
+        if node.target in (ops.wait, ops.wait_update):
+            node.replace_all_uses_with(node.args[1 if node.target is ops.wait else 0])
     gm.graph.eliminate_dead_code()
 
 
@@ -42,6 +43,15 @@ def test_taking_the_inserted_nodes_out_gives_the_original_graph(stage: Stage, gr
     strip_inserted(gm)
     assert sorted(c.replace("w1_t_1", "w1_t") for c in calls(gm)) == sorted(calls(graph()))
     assert output_names(gm) == output_names(graph())
+
+
+def test_taking_waits_for_updates_out_gives_the_original_graph():
+    given = context(Stage.FORWARD, BlockDecision(optimizer=Optimizer.HOST), schedule=Schedule(overlap=Overlap.STEP))
+    gm = run(PIPELINE, forward_that_saves_a_weight("w1_t"), given, given=("blocks",))
+    assert [str(n.target) for n in gm.graph.nodes].count("autohete.wait_update.default") == 2
+    strip_inserted(gm)
+    assert sorted(calls(gm)) == sorted(calls(forward_that_saves_a_weight("w1_t")))
+    assert output_names(gm) == output_names(forward_that_saves_a_weight("w1_t"))
 
 
 def test_taking_the_inserted_nodes_out_saves_the_parameter_itself_again():

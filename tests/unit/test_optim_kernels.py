@@ -1,5 +1,6 @@
 """The two kernels: how exact the mixed pass is, what it takes for an edit, and what it costs in memory."""
 
+import functools
 import gc
 import threading
 import warnings
@@ -16,6 +17,7 @@ from torch.nn import Parameter
 from autohete_fx.errors import HostMemoryError
 from autohete_fx.ir import Optimizer, Params
 from autohete_fx.optim import AdamW, kernels, updates
+from autohete_fx.runtime.lanes import Lanes
 from autohete_fx.runtime.meter import MemoryMeter
 from autohete_fx.runtime.placement import Placement, place_param
 from autohete_fx.runtime.tiers import HostTier, open_tier
@@ -235,9 +237,8 @@ def test_the_gil_is_released() -> None:
 
 @pytest.fixture
 def cpu_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on an accelerator: the CPU reaches only homes, and several windows are staged."""
-    monkeypatch.setattr(updates, "_addressable", lambda _: False)
-    monkeypatch.setattr(updates, "_WINDOW_BYTES", 3000)
+    """As on an accelerator: the CPU reaches only homes, and lanes run beside the caller."""
+    monkeypatch.setattr(updates, "Lanes", functools.partial(Lanes, in_background=True, is_host=False))
 
 
 @pytest.mark.usefixtures("cpu_apart")

@@ -1,0 +1,136 @@
+"""Calls of compiled functions, as seen from the fence.
+
+Dynamo decides by guards which compiled code serves a call, and the stack of PyTorch's modes is among what it guards: with
+the fence on the stack it would compile everything once more. Therefore every call of a compiled function, whatever its
+backend, lowers the fences of its thread first and raises those that are still needed when it returns.
+
+Inside, nothing guards pending memory but the nodes that our passes inserted. That is enough where the call runs one graph
+of ours and nothing else, which is how transformers compile. Any other call waits for all updates before it begins:
+
+* a function that was compiled by another backend;
+* a function whose compilation broke its graph, because what lies between graphs is eager code;
+* one that is being compiled, because who knows what it will turn out to be.
+"""
+
+import contextlib
+import logging
+import threading
+import weakref
+from types import TracebackType
+
+from autohete_fx import versions
+from autohete_fx.runtime.fence import Fence, lower_fences, raise_fences
+
+log = logging.getLogger(__name__)
+
+
+class CompiledFunctions:
+    """What is known of the functions that equal backends compile: they share what Dynamo has cached.
+
+    Attributes:
+        is_whole: whether each of their calls runs one graph of ours and nothing else; None before the first compilation.
+    """
+
+    def __init__(self) -> None:
+        self.is_whole: bool | None = None
+
+    def call(self) -> "_Call":
+        """The context of one call."""
+        return _Call(self)
+
+
+_known: list[tuple[weakref.ref[object], CompiledFunctions]] = []
+
+
+def functions_of(backend: object) -> CompiledFunctions:
+    """The functions of a backend, as Dynamo compares backends."""
+    _known[:] = [(reference, functions) for reference, functions in _known if reference() is not None]
+    for reference, functions in _known:
+        other = reference()
+        if other is backend or (type(other) is type(backend) and other == backend):
+            return functions
+    functions = CompiledFunctions()
+    with contextlib.suppress(TypeError):  # what cannot be referenced weakly shares with nobody
+        _known.append((weakref.ref(backend), functions))
+    return functions
+
+
+class _Call:
+    """One call, as a context."""
+
+    def __init__(self, functions: CompiledFunctions) -> None:
+        self.functions = functions
+        self.fences: list[Fence] = []
+        self.num_compilations = 0
+        self.num_graphs_compiled = 0
+
+    def __enter__(self) -> None:
+        versions.on_compilations(_begin_compilation)  # whatever is registered, torch._dynamo.reset() forgets
+        self.num_breaks = versions.num_graph_breaks()
+        self.fences = lower_fences()
+        if not self.functions.is_whole:
+            try:
+                self.settle()
+            except BaseException:  # nobody will call __exit__
+                raise_fences(self.fences)
+                raise
+        _thread.calls.append(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _thread.calls.remove(self)
+        if self.num_compilations and error is None:
+            self._judge()
+        live = {id(fence): updates for fence in self.fences if (updates := fence.updates) is not None}
+        for updates in live.values():
+            updates.prune()
+        raise_fences([fence for fence in self.fences if id(fence) in live and live[id(fence)].is_pending])
+
+    def settle(self) -> None:
+        """Wait for the updates whose fences were lowered."""
+        for fence in self.fences:
+            if fence.updates is not None:
+                fence.updates.wait_all()
+
+    def begin_compilation(self) -> None:
+        self.settle()
+        self.num_compilations += 1
+
+    def _judge(self) -> None:
+        is_ours = self.num_graphs_compiled > 0
+        is_whole = self.num_compilations == self.num_graphs_compiled == 1
+        is_whole = is_whole and versions.num_graph_breaks() == self.num_breaks
+        if is_ours and not is_whole and self.functions.is_whole is not False:
+            log.info(
+                "a compiled function has graph breaks: its calls wait for all updates of the optimizer before they begin,"
+                " instead of overlapping with them"
+            )
+        self.functions.is_whole = is_whole and self.functions.is_whole is not False
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+
+
+_thread = _Thread()
+
+
+def note_compiled_graph() -> None:
+    """Our backend compiles a graph."""
+    for call in _thread.calls[-1:]:
+        call.num_graphs_compiled += 1
+
+
+def is_within_call() -> bool:
+    """Whether this thread runs a compiled function, whose entry was seen."""
+    return bool(_thread.calls)
+
+
+def _begin_compilation() -> None:
+    for call in _thread.calls:
+        call.begin_compilation()
+
+
+versions.on_calls_of_compiled_functions(lambda backend: functions_of(backend).call)

@@ -1,0 +1,122 @@
+"""The fence: a read or write of memory that is still being updated waits for the update.
+
+``optimizer.step()`` may return while the host still updates parameters. Until those updates are done a function mode
+stands on the stack of PyTorch's modes, in the thread that called ``step()``. Every call of PyTorch's Python API passes
+it, whoever makes it: an operator, ``state_dict()``, ``torch.save``, ``deepcopy``, ``.numpy()``. A call that is given a tensor
+over pending memory, be it the parameter, a view of it that was made before, its gradient or its states, waits first.
+Metadata, and setting a gradient to None, wait for nothing.
+
+What compiled code does is not seen here; see `autohete_fx.runtime.calls`. Nor is what never passes PyTorch's Python API:
+a pointer that was asked for before the step, or another thread, which would need to be synchronised with the one that trains
+anyhow.
+
+Below the fence stands only the mode of ``torch.set_default_device``, which insists on being the lowest.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
+
+if TYPE_CHECKING:
+    from autohete_fx.runtime.updates import Updates
+
+_PROPERTIES = (
+    "_backward_hooks _post_accumulate_grad_hooks _version device dtype grad_fn is_cpu is_cuda is_leaf is_meta"
+    " is_nested is_quantized is_sparse itemsize layout name nbytes ndim output_nr retains_grad shape"
+)
+_METHODS = (
+    "dim element_size get_device is_complex is_contiguous is_floating_point ndimension nelement numel register_hook"
+    " register_post_accumulate_grad_hook requires_grad_ retain_grad size storage_offset stride"
+)
+
+
+def _metadata() -> frozenset[object]:
+    found: set[object] = {torch.numel, torch.is_floating_point, torch.is_complex, torch.get_device}
+    for name in (*_PROPERTIES.split(), "grad", "requires_grad"):
+        found.add(getattr(Tensor, name).__get__)
+    for name in ("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"):
+        found |= {getattr(Tensor, name).__set__, getattr(Tensor, name).__delete__}
+    return frozenset(found | {getattr(Tensor, name) for name in _METHODS.split()})
+
+
+_METADATA = _metadata()
+"""What reads and writes no element of the tensors that it is given."""
+
+
+class Fence(TorchFunctionMode):
+    """The mode of one model's pending updates. It does not keep them alive."""
+
+    def __init__(self, updates: "Updates") -> None:
+        super().__init__()
+        self._updates = weakref.ref(updates)
+
+    @property
+    def updates(self) -> "Updates | None":
+        """Whose memory it guards; None once the model is gone."""
+        return self._updates()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        updates = self._updates()
+        if updates is not None and updates.is_pending and func not in _METADATA:
+            for t in _tensors(args):
+                updates.wait_for(t)
+            for t in _tensors((kwargs or {}).values()):
+                updates.wait_for(t)
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
+
+
+def raise_fences(fences: Iterable[Fence]) -> None:
+    """Put fences on this thread's stack, below every mode of the user's."""
+    modes = _pop_all()
+    standing = {id(mode) for mode in modes}
+    at = 1 if modes and _is_default_device(modes[0]) else 0
+    modes[at:at] = [fence for fence in fences if id(fence) not in standing]
+    _push_all(modes)
+
+
+def _is_default_device(mode: object) -> bool:
+    """Whether the mode is that of ``set_default_device``; that of ``with torch.device`` is pushed as any other is."""
+    return isinstance(mode, DeviceContext) and hasattr(mode, "old_device")
+
+
+def lower_fences() -> list[Fence]:
+    """Take every fence off this thread's stack, and return them."""
+    if not _len_torch_function_stack():
+        return []
+    modes = _pop_all()
+    _push_all([mode for mode in modes if not isinstance(mode, Fence)])
+    return [mode for mode in modes if isinstance(mode, Fence)]
+
+
+def _pop_all() -> list[Any]:
+    """The modes, lowest first."""
+    modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
+    modes.reverse()
+    return modes
+
+
+def _push_all(modes: Iterable[Any]) -> None:
+    for mode in modes:
+        _push_mode(mode)

@@ -1,0 +1,182 @@
+"""Lanes of an accelerator: one stream each.
+
+A copy is issued at once, behind everything that the current stream has been given so far, and waiting makes the current
+stream wait, not the CPU. A copy that must follow work of the CPU is issued by the thread that ends that work; until then
+a wait holds the thread that launches, which could not launch what needs the copy anyhow.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from autohete_fx.ir import Lane
+from autohete_fx.runtime.ticket import LaneRecord, Ticket, failure_of, when_all_ready
+from autohete_fx.runtime.tiers import host_view, is_home
+
+Source = torch.Tensor | Callable[[], torch.Tensor]
+"""What is copied, or what gives it when the copy can begin."""
+
+
+class Moment(Ticket):
+    """What a device's current stream has been given so far: a ticket that is ready from the start."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(Lane.COMPUTE, 0, 0)
+        self._device = device
+        self._event: torch.Event | None = None
+        if device.type != "cpu":
+            self._event = torch.Event(device)
+            self._event.record(torch.accelerator.current_stream(device))
+        self.set_ready()
+
+    @property
+    def is_complete(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._event)
+
+    def synchronize(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def order(self, stream: torch.Stream) -> None:
+        if self._event is not None:
+            stream.wait_event(self._event)
+
+
+class StreamTicket(Ticket):
+    """A copy on a stream. It keeps source and destination referenced until it has been waited for."""
+
+    def __init__(self, lane: Lane, priority: int, dst: torch.Tensor, src: Source, device: torch.device) -> None:
+        super().__init__(lane, priority, dst.numel() * dst.element_size())
+        self._device = device
+        self._issued = threading.Event()
+        self.tensors: tuple[torch.Tensor, Source] | None = (dst, src)
+        self.begin = torch.Event(device, enable_timing=True)
+        self.end = torch.Event(device, enable_timing=True)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._issued.is_set() and (self.error is not None or self.end.query())
+
+    def issue(self, stream: torch.Stream) -> None:
+        """Give the copy to the stream."""
+        assert self.tensors is not None
+        dst, source = self.tensors
+        src = source if isinstance(source, torch.Tensor) else source()
+        self.tensors = (dst, src)
+        # The driver should be told that a home is host memory, which its device tensor does not say.
+        to = host_view(dst) if is_home(dst) else dst
+        of = host_view(src) if is_home(src) else src
+        with stream, torch.no_grad():
+            self.begin.record(stream)
+            to.copy_(of, non_blocking=True)
+            self.end.record(stream)
+
+    def finish_issue(self) -> None:
+        """It has been issued, or has failed."""
+        self._issued.set()
+        self.set_ready()
+
+    def wait(self) -> None:
+        self._issued.wait()
+        self.raise_error()
+        torch.accelerator.current_stream(self._device).wait_event(self.end)
+        # From here on the current stream is behind the copy, so memory that is freed on it is safe to use again.
+        self.tensors = None
+
+    def synchronize(self) -> None:
+        self.wait()
+        self.end.synchronize()
+
+    def order(self, stream: torch.Stream) -> None:
+        stream.wait_event(self.end)
+
+
+class StreamLane:
+    """A stream, what is in flight on it, and records of what ended."""
+
+    def __init__(self, lane: Lane, device: torch.device, records: deque[LaneRecord]) -> None:
+        self._lane = lane
+        self._device = device
+        self._records = records
+        self._lock = threading.RLock()
+        self._stream: torch.Stream | None = None
+        self._origin: tuple[torch.Event, float] | None = None
+        # Tickets whose copy may not have ended: a dropped ticket must not free what is being copied. One that was
+        # waited for has let go of its tensors: held until the device gets there, they would count against the budget,
+        # because the CPU issues a whole step ahead.
+        self._in_flight: deque[StreamTicket] = deque()
+        self._closed = False
+
+    def submit(self, priority: int, dst: torch.Tensor, src: Source, after: Sequence[Ticket]) -> StreamTicket:
+        """Copy behind what the tickets stand for."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"the {self._lane.value} lane is closed")
+            self._open()
+            self.collect()
+        ticket = StreamTicket(self._lane, priority, dst, src, self._device)
+        when_all_ready(after, lambda: self._issue(ticket, after))
+        return ticket
+
+    def _issue(self, ticket: StreamTicket, after: Sequence[Ticket]) -> None:
+        ticket.error = failure_of(after)
+        if ticket.error is None:
+            with self._lock:
+                stream = self._open()
+                for other in after:
+                    other.order(stream)
+                try:
+                    ticket.issue(stream)
+                except BaseException as error:  # the one who waits gets it
+                    ticket.error = error
+                else:
+                    self._in_flight.append(ticket)
+        ticket.finish_issue()
+
+    def drain(self) -> None:
+        """Return when every copy that was issued is complete."""
+        with self._lock:
+            if self._stream is not None:
+                self._stream.synchronize()
+            self.collect()
+
+    def close(self) -> None:
+        """Refuse new copies."""
+        with self._lock:
+            self._closed = True
+
+    def join(self, timeout_s: float) -> None:
+        """Nothing to do: there is no thread."""
+
+    def collect(self) -> None:
+        """Let go of the copies that ended, and record them."""
+        with self._lock:
+            while self._in_flight and self._in_flight[0].end.query():
+                ticket = self._in_flight.popleft()
+                assert self._origin is not None
+                origin, origin_s = self._origin
+                self._records.append(
+                    LaneRecord(
+                        lane=ticket.lane,
+                        priority=ticket.priority,
+                        num_bytes=ticket.num_bytes,
+                        begin_s=origin_s + origin.elapsed_time(ticket.begin) / 1e3,
+                        end_s=origin_s + origin.elapsed_time(ticket.end) / 1e3,
+                    )
+                )
+
+    def _open(self) -> torch.Stream:
+        if self._stream is None:
+            self._stream = torch.Stream(self._device)
+            origin = torch.Event(self._device, enable_timing=True)
+            origin.record(self._stream)
+            origin.synchronize()
+            self._origin = (origin, time.perf_counter())
+        return self._stream

@@ -1,0 +1,216 @@
+"""Lanes whose work is done by the CPU: copies of a CPU device, and optimizer updates on every device.
+
+A lane has a priority queue, smaller first and equal ones in the order of submission, and threads that serve it. Work that
+must follow other work stands in the queue only when that is done, so nothing that is ready waits behind it. In the
+foreground there is no thread: work is done where it is submitted.
+"""
+
+import heapq
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from autohete_fx.ir import Lane
+from autohete_fx.runtime.ticket import LaneRecord, Ticket, failure_of, when_all_ready
+
+Pace = Callable[[Ticket], float]
+"""Seconds by which a lane is slower than the host at some work. They pass first, so that whoever does not wait reads what
+was there before."""
+
+
+class ThreadTicket(Ticket):
+    """Work of a `ThreadLane`.
+
+    Args:
+        work: what is to be done; its references are dropped when it is.
+        prepare: done before ``work``, while the lane is still at what is ahead in the queue.
+        holds: what stays referenced until somebody has waited.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        priority: int,
+        num_bytes: int,
+        work: Callable[[], None],
+        *,
+        prepare: Callable[[], None] | None = None,
+        holds: object = None,
+    ) -> None:
+        super().__init__(lane, priority, num_bytes)
+        self._work: Callable[[], None] | None = work
+        self._prepare = prepare
+        self._holds = holds
+        self._complete = threading.Event()
+
+    @property
+    def is_complete(self) -> bool:
+        return self._complete.is_set()
+
+    def wait(self) -> None:
+        self._complete.wait()
+        self._holds = None
+        self.raise_error()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def prepare(self) -> None:
+        """What can be done ahead, once."""
+        prepare, self._prepare = self._prepare, None
+        if prepare is not None and self.error is None:
+            self._guarded(prepare)
+
+    def run(self, pace: Pace | None) -> None:
+        """Do it, on this thread."""
+        self.prepare()
+        if pace is not None:
+            self._guarded(lambda: time.sleep(pace(self)))
+        work, self._work = self._work, None
+        if work is not None and self.error is None:
+            self._guarded(work)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            with torch.no_grad():
+                work()
+        except BaseException as error:  # whatever it is, the one who waits gets it
+            self.error = error
+
+    def finish(self) -> None:
+        """It is complete."""
+        self._complete.set()
+        self.set_ready()
+
+
+class ThreadLane:
+    """A priority queue and the threads that serve it, or the thread that submits.
+
+    Args:
+        lane: for records and the threads' names.
+        records: where records of what ended go.
+        in_background: whether there are threads.
+        num_workers: how many; with more than one, work of a lane may overlap.
+        pace: see `Pace`.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        records: deque[LaneRecord],
+        *,
+        in_background: bool,
+        num_workers: int = 1,
+        pace: Pace | None = None,
+    ) -> None:
+        self._lane = lane
+        self._records = records
+        self._in_background = in_background
+        self._num_workers = num_workers
+        self._pace = pace
+        # Its lock is reentrant: close() may be called by a garbage collection inside a locked region.
+        self._changed = threading.Condition()
+        self._queue: list[tuple[int, int, ThreadTicket]] = []
+        self._submitted = 0
+        self._started = 0
+        self._completed = 0
+        self._failed: list[ThreadTicket] = []
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, ticket: ThreadTicket, after: Sequence[Ticket] = ()) -> ThreadTicket:
+        """Queue the ticket's work behind that of others. It fails without being done where one of them failed."""
+        with self._changed:
+            if self._closed:
+                raise RuntimeError(f"the {self._lane.value} lane is closed")
+            number, self._submitted = self._submitted, self._submitted + 1
+            if self._in_background:
+                self._start()
+        if self._in_background:
+            when_all_ready(after, lambda: self._enqueue(number, ticket, after))
+        else:
+            self._run_behind(ticket, after)
+        return ticket
+
+    def _run_behind(self, ticket: ThreadTicket, after: Sequence[Ticket]) -> None:
+        try:
+            for other in after:
+                other.synchronize()
+        except BaseException as error:
+            ticket.error = error
+        self._run(ticket)
+
+    def _enqueue(self, number: int, ticket: ThreadTicket, after: Sequence[Ticket]) -> None:
+        ticket.error = failure_of(after)
+        with self._changed:
+            heapq.heappush(self._queue, (ticket.priority, number, ticket))
+            self._changed.notify_all()
+
+    def _start(self) -> None:
+        while len(self._threads) < self._num_workers:
+            thread = threading.Thread(target=self._serve, name=f"autohete-{self._lane.value}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def drain(self) -> None:
+        """Return when everything submitted is complete. Raises the first failure that no ticket has raised."""
+        with self._changed:
+            last = self._submitted
+            self._changed.wait_for(lambda: self._completed >= last)
+            errors = [t.error for t in self._failed if t.error is not None and not t.is_error_raised]
+            self._failed.clear()
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        """Refuse new work; the threads end when what was submitted is complete."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def join(self, timeout_s: float) -> None:
+        """Return when the threads have ended, after `close`, or the time is over."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    def collect(self) -> None:
+        """Nothing to do: records are written as work ends."""
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or (self._closed and self._started == self._submitted))
+                if not self._queue:
+                    return
+                _, _, ticket = heapq.heappop(self._queue)
+                upcoming = self._queue[0][-1] if self._queue else None
+                self._started += 1
+                self._changed.notify_all()
+            ticket.prepare()
+            if upcoming is not None:
+                upcoming.prepare()
+            self._run(ticket)
+            del ticket, upcoming  # or what they hold would live until the next work
+
+    def _run(self, ticket: ThreadTicket) -> None:
+        begin_s = time.perf_counter()
+        ticket.run(self._pace)
+        record = LaneRecord(
+            lane=ticket.lane,
+            priority=ticket.priority,
+            num_bytes=ticket.num_bytes,
+            begin_s=begin_s,
+            end_s=time.perf_counter(),
+        )
+        if ticket.error is None:
+            self._records.append(record)
+        ticket.finish()
+        with self._changed:
+            if ticket.error is not None:
+                self._failed = [failed for failed in self._failed if not failed.is_error_raised]
+                self._failed.append(ticket)
+            self._completed += 1
+            self._changed.notify_all()

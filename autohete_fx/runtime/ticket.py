@@ -1,0 +1,108 @@
+"""Tickets: work that was submitted to a lane, to wait for and to build on."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autohete_fx.ir import Lane
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneRecord:
+    """Work that ended: ``begin_s`` and ``end_s`` are readings of ``time.perf_counter``.
+
+    Attributes:
+        lane: who did it.
+        priority: as submitted.
+        num_bytes: bytes that were copied, or of the parameters that were updated.
+    """
+
+    lane: Lane
+    priority: int
+    num_bytes: int
+    begin_s: float
+    end_s: float
+
+
+class Ticket:
+    """Work that was submitted to a lane.
+
+    Attributes:
+        lane, priority, num_bytes: as in `LaneRecord`.
+    """
+
+    def __init__(self, lane: Lane, priority: int, num_bytes: int) -> None:
+        self.lane = lane
+        self.priority = priority
+        self.num_bytes = num_bytes
+        self.error: BaseException | None = None
+        self.is_error_raised = False
+        self._lock = threading.Lock()
+        self._is_ready = False
+        self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to wait for; a failure counts."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Return when (CPU), or make the current stream wait until (CUDA), the work is complete.
+
+        Raises what the work raised, with the worker's traceback. Waiting again is allowed, and raises again.
+        """
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """Return when the work is complete, on the device too. Raises as `wait` does."""
+        raise NotImplementedError
+
+    def order(self, stream: torch.Stream) -> None:
+        """Make a stream go on behind the work, which must be ready."""
+
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        """Call back, here or on a lane's thread, as soon as other work can be ordered behind this: when it is complete, or
+        has been given to the device, or has failed."""
+        with self._lock:
+            if not self._is_ready:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def set_ready(self) -> None:
+        """Call back who asked for it."""
+        with self._lock:
+            self._is_ready = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def raise_error(self) -> None:
+        """Raise what the work raised, if it did."""
+        if self.error is not None:
+            self.is_error_raised = True
+            raise self.error
+
+
+def when_all_ready(tickets: Sequence[Ticket], callback: Callable[[], None]) -> None:
+    """Call back once every ticket is ready, at once if all are."""
+    lock, missing = threading.Lock(), len(tickets) + 1
+
+    def one_is_ready() -> None:
+        nonlocal missing
+        with lock:
+            missing -= 1
+            is_last = not missing
+        if is_last:
+            callback()
+
+    for ticket in tickets:
+        ticket.when_ready(one_is_ready)
+    one_is_ready()
+
+
+def failure_of(tickets: Sequence[Ticket]) -> BaseException | None:
+    """What the first of them that failed raised."""
+    return next((ticket.error for ticket in tickets if ticket.error is not None), None)

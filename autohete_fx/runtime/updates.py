@@ -1,0 +1,135 @@
+"""Updates that run behind the caller's back, and who waits for them.
+
+In: for each update a ticket and the tensors that it reads or writes. Out: a wait for whoever needs those tensors, whichever way
+they are asked for: by a node of compiled code, by the `fence` around eager code, by the next step. Tensors are known by the
+memory that they lie in, so a view of a parameter is the parameter.
+
+An update that fails leaves its parameter undefined: every later use of it raises, until `forget_failures`.
+"""
+
+import contextlib
+import threading
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from autohete_fx.errors import OptimizerStateError
+from autohete_fx.ir import Schedule
+from autohete_fx.runtime.fence import Fence, raise_fences
+from autohete_fx.runtime.lanes import Lanes
+from autohete_fx.runtime.ticket import Ticket
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pending:
+    """An update under way. The tensors stay referenced, so that their addresses name nothing else."""
+
+    ticket: Ticket
+    owner: int  # identity of the parameter
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def is_over(self) -> bool:
+        return self.ticket.is_complete and self.ticket.error is None
+
+    def wait(self) -> None:
+        try:
+            self.ticket.wait()
+        except Exception as error:
+            raise OptimizerStateError(
+                f"the update of a parameter of shape {tuple(self.tensors[0].shape)} failed with {error!r}; it and its"
+                " optimizer states are undefined. Load the last checkpoint: the optimizer's state dict first, then the"
+                " model's"
+            ) from error
+
+
+class Updates:
+    """The pending updates of one model. Thread safe.
+
+    Attributes:
+        lanes: where updates run.
+        schedule: what updates may overlap with, and whether the next forward's order is theirs. Compiled code that waits for
+            what it reads sets it; until then a step returns when its updates are done.
+    """
+
+    def __init__(self, lanes: Lanes) -> None:
+        self.lanes = lanes
+        self.schedule = Schedule()
+        self._fence = Fence(self)
+        self._lock = threading.Lock()
+        self._pending: dict[int, _Pending] = {}
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether any update may be under way."""
+        return bool(self._pending)
+
+    def add(
+        self, ticket: Ticket, param: Tensor, others: Iterable[Tensor] = (), *, made_by: Ticket | None = None
+    ) -> None:
+        """Note an update of ``param``, which is complete with ``ticket``.
+
+        Args:
+            others: what else it reads or writes: the gradient, the states.
+            made_by: the ticket with which the others are complete, where that is another.
+        """
+        with self._lock:
+            for pending in (
+                _Pending(made_by or ticket, id(param), (param, *others)),
+                _Pending(ticket, id(param), (param,)),
+            ):
+                for t in pending.tensors:
+                    if (address := _address(t)) is not None:
+                        self._pending[address] = pending
+
+    def guard(self) -> None:
+        """Raise the fence in this thread, if anything is pending."""
+        self.prune()
+        if self._pending:
+            raise_fences([self._fence])
+
+    def ticket_of(self, t: Tensor) -> Ticket | None:
+        """The update that the memory of ``t`` waits for."""
+        address = _address(t) if self._pending else None
+        pending = None if address is None else self._pending.get(address)
+        return None if pending is None or pending.is_over else pending.ticket
+
+    def wait_for(self, t: Tensor) -> None:
+        """Wait until the memory of ``t`` is up to date: on the CPU, or on the current stream. Raises OptimizerStateError."""
+        if not self._pending or not t.numel():
+            return
+        address = _address(t)
+        if address is None:
+            self.wait_all()
+        elif (pending := self._pending.get(address)) is not None:
+            pending.wait()
+
+    def wait_all(self, but: Collection[int] = ()) -> None:
+        """Wait for every update, except those of parameters whose identities are given. Raises OptimizerStateError."""
+        if self._pending:
+            for pending in list(self._pending.values()):
+                if pending.owner not in but:
+                    pending.wait()
+            self.prune()
+
+    def forget_failures(self) -> None:
+        """Wait for everything, and let parameters whose update failed be used again: they are about to be loaded."""
+        for pending in list(self._pending.values()):
+            with contextlib.suppress(OptimizerStateError):
+                pending.wait()
+        with self._lock:
+            self._pending = {a: p for a, p in self._pending.items() if p.ticket.error is None}
+
+    def prune(self) -> None:
+        """Let go of updates that are over."""
+        with self._lock:
+            self._pending = {a: p for a, p in self._pending.items() if not p.is_over}
+
+
+def _address(t: Tensor) -> int | None:
+    """Of the memory that the tensor is a view of; None for a tensor of another kind, which may stand for any memory."""
+    try:
+        return t.untyped_storage().data_ptr() or None
+    except (RuntimeError, NotImplementedError):
+        return None

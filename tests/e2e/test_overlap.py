@@ -1,0 +1,472 @@
+"""Updates that overlap the next forward: exact whatever the timing, and read by nobody before they are done."""
+
+import copy
+import dataclasses
+import functools
+import gc
+import io
+import logging
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._device import DeviceContext
+
+import autohete_fx
+from autohete_fx import BlockDecision, Optimizer, OptimizerStateError, Params, Plan
+from autohete_fx.ir import Lane, Overlap, Schedule
+from autohete_fx.runtime.lanes import Lanes
+from autohete_fx.runtime.placement import placement_of
+from autohete_fx.runtime.ticket import Ticket
+from autohete_fx.runtime.updates import Updates
+from tests import training
+from tests.main_job import slow
+from tests.training import PLANS, assert_equal, make, ours, plain
+
+STEP = Schedule(overlap=Overlap.STEP)
+OPTIMIZER_ON_HOST = BlockDecision(optimizer=Optimizer.HOST)
+ALL_ON_HOST = BlockDecision(params=Params.HOST, optimizer=Optimizer.HOST)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    gc.collect()
+
+
+def overlapping(name: str, **schedule: Any) -> Plan:
+    return dataclasses.replace(training.plan(name), schedule=Schedule(overlap=Overlap.STEP, **schedule))
+
+
+def use_lanes(monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
+    """Sessions made from here on have threads, and the given lanes."""
+    monkeypatch.setattr("autohete_fx.runtime.session.Lanes", functools.partial(Lanes, in_background=True, **how))
+
+
+# -- exactness ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_host", [True, slow(False)], ids=["one memory", "two memories"])
+@pytest.mark.parametrize("num_workers", [1, slow(4)])
+@pytest.mark.parametrize("name", [n if n in ("host-optimizer", "mixed") else slow(n) for n in PLANS])
+@pytest.mark.parametrize("how", [{"clip": True}, slow({"micro_batches": 2, "between": training.evaluate})])
+def test_training_is_bitwise_exact_under_random_delays(
+    name: str, num_workers: int, is_host: bool, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    chance = random.Random(0)
+    use_lanes(monkeypatch, num_update_workers=num_workers, is_host=is_host, pace=lambda ticket: chance.uniform(0, 0.02))
+    options = {"plan": overlapping(name), "micro_batches": how.get("micro_batches", 1)}
+    given = ours(make("cpu"), "eager", options, **how)
+    assert_equal(given, plain(make("cpu"), "eager", **how), bitwise=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_host", [True, False], ids=["one memory", "two memories"])
+def test_training_with_inductor(is_host: bool, monkeypatch: pytest.MonkeyPatch):
+    chance = random.Random(0)
+    use_lanes(monkeypatch, is_host=is_host, pace=lambda ticket: chance.uniform(0, 0.02))
+    given = ours(make("cpu"), "inductor", {"plan": overlapping("mixed")}, clip=True)
+    assert_equal(given, plain(make("cpu"), "inductor", clip=True), bitwise=False)
+
+
+def test_a_bf16_model_trains_as_without_overlap(monkeypatch: pytest.MonkeyPatch):
+    expected = ours(make("cpu").bfloat16(), "eager", {"plan": training.plan("mixed")})
+    chance = random.Random(0)
+    use_lanes(monkeypatch, pace=lambda ticket: chance.uniform(0, 0.02), is_host=False)
+    assert_equal(ours(make("cpu").bfloat16(), "eager", {"plan": overlapping("mixed")}), expected, bitwise=True)
+
+
+# -- who waits ----------------------------------------------------------------------------------------------------------
+
+
+class Gate:
+    """A pace that holds the update lane until it is opened."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.opened.set()
+
+    def __call__(self, ticket: Ticket) -> float:
+        if ticket.lane is Lane.UPDATE:
+            assert self.opened.wait(60)
+        return 0.0
+
+    def open_soon(self) -> threading.Timer:
+        timer = threading.Timer(0.05, self.opened.set)
+        timer.start()
+        return timer
+
+
+class Stack(nn.Module):
+    """Four layers that all are blocks; one of them may break the graph."""
+
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4))
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+            x = x + self.layers[0][0].weight.mean()
+        return x.square().mean()
+
+
+@functools.cache
+def labels() -> tuple[str, ...]:
+    """Of a stack's blocks."""
+    found = autohete_fx.explain(Stack(), torch.ones(8, 128), options={"inner_backend": "eager", "profile": "analytic"})
+    torch._dynamo.reset()
+    return found[0].plan.labels
+
+
+class Training:
+    """A stack that has taken a step whose updates the gate still holds, and its twin, which has none under way."""
+
+    def __init__(
+        self, gate: Gate, decision: BlockDecision = OPTIMIZER_ON_HOST, *, breaks: bool = False, warm_steps: int = 2
+    ) -> None:
+        self.gate = gate
+        self.model, self.twin = Stack(breaks), Stack(breaks)
+        self.optimizer = autohete_fx.AdamW(self.model.parameters(), lr=1e-2)
+        self.reference = torch.optim.AdamW(self.twin.parameters(), lr=1e-2, fused=True)
+        self.twin.compile(backend="aot_eager")
+        options: dict[str, Any] = {"inner_backend": "eager", "profile": "analytic"}
+        if not breaks:
+            options["plan"] = Plan(labels=labels(), decisions=(decision,) * len(labels()), schedule=STEP)
+        self.model.compile(backend="autohete", options=options)
+        for _ in range(warm_steps):
+            self.step()
+        self.optimizer.synchronize()
+        gate.opened.clear()
+        self.step()
+
+    def step(self) -> None:
+        # The twin first: a call of what another backend compiled waits for all updates.
+        for model, optimizer in ((self.twin, self.reference), (self.model, self.optimizer)):
+            loss = model(torch.ones(8, 128))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    @property
+    def updates(self) -> Updates:
+        placement = placement_of(self.model.layers[0][0].weight)
+        assert placement is not None and placement.updates is not None
+        return placement.updates
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor]:
+        return self.model.layers[2][0].weight, self.twin.layers[2][0].weight
+
+    def assert_waits(self, read: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> None:
+        """What ``read`` gives while the updates are held is what it gives without any."""
+        assert self.updates.is_pending
+        timer = self.gate.open_soon()
+        found, expected = read(self.model, self.optimizer), read(self.twin, self.reference)
+        assert self.gate.opened.is_set(), "it did not wait"
+        timer.join()
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate()
+    use_lanes(monkeypatch, pace=gate)
+    yield gate
+    gate.opened.set()
+
+
+def weight_of(model: nn.Module) -> Tensor:
+    return model.layers[2][0].weight  # type: ignore[index, return-value]
+
+
+def saved(value: object) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer)
+
+
+def averaged(model: nn.Module) -> list[Tensor]:
+    averages = [torch.zeros_like(p) for p in model.parameters()]
+    torch._foreach_lerp_(averages, list(model.parameters()), 0.5)
+    return averages
+
+
+def eagerly(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return Stack.forward(model, torch.ones(4, 128))  # type: ignore[arg-type]
+
+
+READS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "operator": lambda model, optimizer: weight_of(model) * 2,
+    "method": lambda model, optimizer: weight_of(model).norm(),
+    "item": lambda model, optimizer: weight_of(model)[0, 0].item(),
+    "tolist": lambda model, optimizer: weight_of(model).tolist(),
+    "numpy": lambda model, optimizer: weight_of(model).numpy(force=True).copy(),
+    "data": lambda model, optimizer: weight_of(model).data.clone(),
+    "data_ptr": lambda model, optimizer: torch.tensor(weight_of(model).data_ptr() != 0),
+    "view": lambda model, optimizer: weight_of(model).view(-1)[:3],
+    "deepcopy": lambda model, optimizer: copy.deepcopy(weight_of(model)),
+    "print": lambda model, optimizer: torch.tensor(list(str(weight_of(model)).encode())),
+    "state_dict": lambda model, optimizer: model.state_dict(),
+    "save": lambda model, optimizer: saved(model.state_dict()),
+    "save a parameter": lambda model, optimizer: saved(weight_of(model)),
+    "optimizer state": lambda model, optimizer: optimizer.state[weight_of(model)]["exp_avg"] * 1,
+    "optimizer state_dict": lambda model, optimizer: copy.deepcopy(optimizer.state_dict()["state"]),
+    "average": lambda model, optimizer: averaged(model),
+    "vector": lambda model, optimizer: nn.utils.parameters_to_vector(model.parameters()),
+    "operator of a library": lambda model, optimizer: torch.ops.aten.mul.Tensor(weight_of(model), 2),
+    "eager forward": lambda model, optimizer: eagerly(model),
+    "to": lambda model, optimizer: weight_of(model).to(torch.float64),
+    "out": lambda model, optimizer: torch.mul(
+        torch.ones(128, 128), weight_of(model).detach(), out=torch.empty(128, 128)
+    ),
+    "keyword": lambda model, optimizer: torch.mul(input=torch.ones(128, 128), other=weight_of(model)),
+}
+
+
+@pytest.mark.parametrize("decision", [OPTIMIZER_ON_HOST, slow(ALL_ON_HOST)], ids=["device", "host"])
+@pytest.mark.parametrize("name", READS)
+def test_a_read_waits_for_the_update(name: str, decision: BlockDecision, gate: Gate):
+    Training(gate, decision).assert_waits(READS[name])
+
+
+def test_views_made_before_the_step_wait_too(gate: Gate):
+    state = Training(gate, warm_steps=1)
+    gate.opened.set()
+    state.optimizer.synchronize()
+    views = [weight.detach()[1:, ::2] for weight in state.weights]
+    gate.opened.clear()
+    state.step()
+    views_of = dict(zip((id(state.model), id(state.twin)), views, strict=True))
+    state.assert_waits(lambda model, optimizer: views_of[id(model)].sum())
+
+
+def test_a_write_between_steps_counts(gate: Gate):
+    def write(model: nn.Module, optimizer: object) -> None:
+        with torch.no_grad():
+            weight_of(model).mul_(2)
+
+    state = Training(gate)
+    state.assert_waits(write)
+    state.step()
+    assert torch.equal(*state.weights)
+
+
+def test_metadata_and_dropping_gradients_wait_for_nothing(gate: Gate):
+    state = Training(gate)
+    weight, _ = state.weights
+    assert weight.shape == (128, 128) and weight.requires_grad and weight.is_leaf and weight.numel() == 128**2
+    assert list(state.model.parameters()) and weight.grad is None
+    state.optimizer.zero_grad()
+    state.model.zero_grad()
+    assert not gate.opened.is_set() and state.updates.is_pending
+
+
+def test_zeroing_gradients_in_place_waits(gate: Gate):
+    state = Training(gate)
+    gate.opened.set()
+    state.twin(torch.ones(8, 128)).backward()
+    state.reference.step()
+    state.model(torch.ones(8, 128)).backward()
+    gate.opened.clear()
+    state.optimizer.step()
+    timer = gate.open_soon()
+    state.optimizer.zero_grad(set_to_none=False)
+    assert gate.opened.is_set()
+    timer.join()
+    assert torch.equal(*state.weights)
+
+
+def test_a_rate_that_changes_behind_the_step_is_the_next_steps(gate: Gate):
+    state = Training(gate)
+    for group in (*state.optimizer.param_groups, *state.reference.param_groups):
+        group["lr"] = 1e-4
+    gate.opened.set()
+    state.step()
+    assert torch.equal(*state.weights)
+
+
+def test_the_compiled_forward_waits_block_by_block(gate: Gate, monkeypatch: pytest.MonkeyPatch):
+    """While the gate holds the updates, forward gets as far as the first block and no further."""
+    state = Training(gate)
+    waited = threading.Event()
+    wait_for = Updates.wait_for
+
+    def note(updates: Updates, t: Tensor) -> None:
+        waited.set()
+        wait_for(updates, t)
+
+    monkeypatch.setattr(Updates, "wait_for", note)
+    timer = gate.open_soon()
+    before = len(autohete_fx.compilations())
+    state.step()
+    assert waited.is_set() and gate.opened.is_set()
+    timer.join()
+    assert len(autohete_fx.compilations()) == before, "the fence must not be seen by guards"
+    assert torch.equal(*state.weights)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "autohete"])
+def test_another_compiled_function_waits(backend: str, gate: Gate):
+    state = Training(gate)
+
+    def read(model: nn.Module, optimizer: object) -> Tensor:
+        with torch.no_grad():
+            return torch.compile(lambda w: w * 2, backend=backend)(weight_of(model))
+
+    state.assert_waits(read)
+
+
+def test_a_function_that_was_compiled_before_waits(gate: Gate):
+    doubled = torch.compile(lambda w: w * 2, backend="aot_eager")
+    doubled(torch.ones(128, 128, requires_grad=True))
+    Training(gate).assert_waits(lambda model, optimizer: doubled(weight_of(model)))
+
+
+def test_an_evaluation_graph_waits(gate: Gate):
+    def evaluate(model: nn.Module, optimizer: object) -> Tensor:
+        with torch.no_grad():
+            return model(torch.ones(8, 128))
+
+    state = Training(gate)
+    gate.opened.set()
+    for model in (state.twin, state.model):
+        evaluate(model, None)  # compiles
+    state.optimizer.synchronize()
+    gate.opened.clear()
+    state.step()
+    timer = gate.open_soon()
+    found = evaluate(state.model, None)
+    assert gate.opened.is_set()
+    timer.join()
+    assert torch.equal(found, evaluate(state.twin, None))
+
+
+def test_a_model_with_graph_breaks_is_exact_and_does_not_overlap_its_forward(
+    gate: Gate, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("autohete_fx.ir.problem.Schedule", lambda: STEP)
+    with caplog.at_level(logging.INFO, logger="autohete_fx"):
+        gate.opened.set()
+        state = Training(gate, breaks=True)
+    assert "graph breaks" in caplog.text
+    gate.opened.set()
+    state.step()
+    for ours_param, plain_param in zip(state.model.parameters(), state.twin.parameters(), strict=True):
+        torch.testing.assert_close(ours_param, plain_param, rtol=1e-5, atol=1e-6)
+
+
+def test_a_compiled_training_step_is_exact(gate: Gate):
+    """``step()`` inside a compiled function: what follows it in there is not guarded, so nothing overlaps."""
+    gate.opened.set()
+    results = []
+    for backend in ("autohete", "aot_eager"):
+        model = Stack()
+        optimizer: torch.optim.Optimizer = (
+            autohete_fx.AdamW(model.parameters(), lr=1e-2)
+            if backend == "autohete"
+            else torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        )
+
+        def train_step(x: Tensor, model: Stack = model, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach() + sum(p.sum() for p in model.parameters()).detach()
+
+        compiled = torch.compile(train_step, backend=backend)
+        results.append([compiled(torch.full((8, 128), float(step))) for step in range(4)])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+def test_modes_of_the_user_stand_above_the_fence(gate: Gate):
+    with torch.device("cpu"):
+        state = Training(gate)
+    state.assert_waits(READS["operator"])
+    gate.opened.clear()
+    state.step()
+    torch.set_default_device("cpu")
+    try:
+        state.assert_waits(READS["operator"])
+    finally:
+        torch.set_default_device(None)
+    with DeviceContext(torch.device("cpu")):
+        gate.opened.clear()
+        state.step()
+    state.assert_waits(READS["method"])
+
+
+def test_synchronize_waits_and_no_overlap_is_asked_for_with_none(gate: Gate):
+    state = Training(gate)
+    timer = gate.open_soon()
+    state.optimizer.synchronize()
+    assert gate.opened.is_set() and not state.updates.is_pending
+    timer.join()
+    state.optimizer.overlap = Overlap.NONE
+    gate.opened.clear()
+    timer = gate.open_soon()
+    state.step()
+    assert gate.opened.is_set() or not state.updates.is_pending
+    timer.join()
+    with pytest.raises(OptimizerStateError, match="expected 'step' or None"):
+        autohete_fx.AdamW(state.model.parameters(), overlap="sometimes")
+
+
+def test_updates_are_done_in_the_order_in_which_forward_needs_them(gate: Gate):
+    state = Training(gate)
+    gate.opened.set()
+    state.optimizer.synchronize()
+    latest = [r.priority for r in state.updates.lanes.records() if r.lane is Lane.UPDATE][-4:]
+    assert latest == sorted(latest) and len(set(latest)) == 4
+
+
+# -- failure ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decision", [OPTIMIZER_ON_HOST, ALL_ON_HOST], ids=["device", "host"])
+def test_a_failed_update_is_told_by_whoever_needs_it_and_loading_recovers(
+    decision: BlockDecision, gate: Gate, monkeypatch: pytest.MonkeyPatch
+):
+    state = Training(gate, decision)
+    gate.opened.set()
+    state.optimizer.synchronize()
+    checkpoint = copy.deepcopy((state.model.state_dict(), state.optimizer.state_dict()))
+
+    def fail(*args: object) -> None:
+        raise OSError("the host is out of luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("autohete_fx.optim.updates._HostUpdate.run", fail)
+        gate.opened.clear()
+        state.step()
+        timer = gate.open_soon()
+        for use in (
+            lambda: state.model(torch.ones(8, 128)),
+            lambda: weight_of(state.model) * 2,
+            lambda: state.model.state_dict(),
+            lambda: state.optimizer.state_dict(),
+            lambda: state.optimizer.synchronize(),
+        ):
+            with pytest.raises(OptimizerStateError, match=r"out of luck.*Load the last checkpoint"):
+                use()
+        timer.join()
+    state.optimizer.load_state_dict(checkpoint[1])
+    state.model.load_state_dict(checkpoint[0])
+    for name, value in state.model.state_dict().items():
+        assert torch.equal(value, checkpoint[0][name])
+    state.model(torch.ones(8, 128)).backward()
+    state.optimizer.step()
+    state.optimizer.synchronize()
