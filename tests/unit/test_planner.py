@@ -6,7 +6,18 @@ import itertools
 import pytest
 
 from autohete_fx.errors import InfeasiblePlanError, PlanError
-from autohete_fx.ir import Activations, BlockDecision, Lane, Optimizer, Overlap, Params, Plan, Schedule, SelectiveCost
+from autohete_fx.ir import (
+    SCHEMA_VERSION,
+    Activations,
+    BlockDecision,
+    Lane,
+    Optimizer,
+    Overlap,
+    Params,
+    Plan,
+    Schedule,
+    SelectiveCost,
+)
 from autohete_fx.planner.baselines import BASELINES, fits
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import OPTIMAL_GAP, solve
@@ -196,7 +207,7 @@ def test_plan_files_round_trip_and_refuse_what_they_do_not_know(tmp_path):
     assert Plan.load(tmp_path / "plan.json") == plan
     text = plan.to_json()
     with pytest.raises(PlanError, match="schema version 999"):
-        Plan.from_json(text.replace('"schema_version": 2', '"schema_version": 999'))
+        Plan.from_json(text.replace(f'"schema_version": {SCHEMA_VERSION}', '"schema_version": 999'))
     with pytest.raises(PlanError, match="not a plan file"):
         Plan.from_json("{")
     with pytest.raises(PlanError, match="damaged"):
