@@ -34,7 +34,7 @@ from autohete_fx.planner.simulation import Simulation
 _MORE_BYTES = 2**30
 _MORE_SHARE = 8
 """More device memory is tried: this many bytes, or of a small budget this part."""
-_MOST_CHOICES = 40_000
+_MOST_CHOICES = 80_000
 """Where blocks times all their choices are more, fewer choices are tried."""
 
 
@@ -116,19 +116,21 @@ class _Changes:
         assert self.problem.device_budget_bytes is not None
         budget = self.problem.device_budget_bytes + more_bytes
         roomy = replace(self.problem, device_budget_bytes=budget)
-        better = np.flatnonzero(self._is_better(np.arange(len(self.scores))))
+        better = np.flatnonzero(self._is_better(np.arange(len(self.scores))) & (self.peaks <= budget))
         gains = self.own_score - self.scores[better]
         lacking = np.maximum(self.peaks[better] - self.problem.device_budget_bytes, 1)
         found = [self.row]
         for ranks in (gains / lacking, gains):
             row, use, elsewhere, changed = self.row, self.use, self.elsewhere, set()
             for change in better[np.argsort(-ranks, kind="stable")]:
-                block, to = int(self.blocks[change]), int(self.to[change])
+                block = int(self.blocks[change])
+                if block in changed:
+                    continue
                 then = use + self._device_change(change), elsewhere + self._elsewhere_change(change)
-                if block in changed or not _fit(roomy, *then):
+                if not _fit(roomy, *then):
                     continue
                 row = row.copy()
-                row[block] = to
+                row[block] = self.to[change]
                 use, elsewhere = then
                 changed.add(block)
                 found.append(row)

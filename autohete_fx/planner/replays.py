@@ -42,7 +42,8 @@ class Replays:
         self.micro_batches = problem.micro_batches if problem.training else 1
         self.farthest = max(1, min(MAX_PREFETCH_DISTANCE, n - 1))
         allowed = options or [choices(problem, block) for block in range(n)]
-        self.settings = [self._settings(of_block) for of_block in allowed]
+        at_distances = {option: self._settings(option) for option in set().union(*allowed)}
+        self.settings = [[s for option in of_block for s in at_distances[option]] for of_block in allowed]
         self.index = [{setting: i for i, setting in enumerate(settings)} for settings in self.settings]
         width = max(len(settings) for settings in self.settings)
         padded = [[*settings, *[settings[0]] * (width - len(settings))] for settings in self.settings]
@@ -65,8 +66,8 @@ class Replays:
         figures = np.repeat(rows, [len(self._distances(option)) for option in options], axis=0)
         return np.concatenate([figures, np.repeat(figures[:1], width - len(figures), axis=0)])
 
-    def _settings(self, options: Sequence[BlockDecision]) -> list[BlockDecision]:
-        return [replace(option, prefetch_distance=d) for option in options for d in self._distances(option)]
+    def _settings(self, option: BlockDecision) -> list[BlockDecision]:
+        return [replace(option, prefetch_distance=distance) for distance in self._distances(option)]
 
     def _distances(self, option: BlockDecision) -> range:
         return range(1, self.farthest + 1 if copies(option) else 2)
