@@ -23,14 +23,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from autohete_fx.ir.decision import BlockDecision
 from autohete_fx.ir.labels import label_pattern, run_label
 from autohete_fx.ir.lane import Lane
-from autohete_fx.ir.reasons import Alternative, Memory, MemoryUse, Reasons
+from autohete_fx.ir.reasons import NO_TIME, Alternative, Memory, MemoryUse, Reasons
 from autohete_fx.sizes import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from autohete_fx.ir.plan import Plan
 
-_NO_TIME = 1e-6
-"""A smaller share of the step is not worth a word."""
 _BUSY = 0.01
 """Compute that waits for a smaller share of the step is what binds."""
 
@@ -93,7 +91,7 @@ def _memory(plan: "Plan", reasons: Reasons, use: MemoryUse) -> str:
         saved = 1 - reasons.more_step_s / plan.step_s
         with_more = f"; with {format_bytes(reasons.more_bytes)} more the step would take"
         more = f"{with_more} at most {format_seconds(reasons.more_step_s)} ({saved:.1%} less)"
-        if saved <= _NO_TIME:
+        if saved <= NO_TIME:
             more = f"{with_more} as long, if one block after the other is changed"
     return f"{use.memory.value} {'binds' if binds else 'does not bind'}: {left}{more}"
 
@@ -123,7 +121,7 @@ def _sentences(plan: "Plan", block: int) -> Iterator[_Sentence]:
 
 def _alternative(plan: "Plan", chosen: BlockDecision, other: Alternative) -> _Sentence:
     what = ", ".join(_differing(other.decision, chosen))
-    more_s, copies_s, least_s = other.step_s - plan.step_s, other.more_copies_s, _NO_TIME * plan.step_s
+    more_s, copies_s, least_s = other.step_s - plan.step_s, other.more_copies_s, NO_TIME * plan.step_s
     copies: _Sentence = ()
     if abs(copies_s) > least_s and (abs(more_s) <= least_s or more_s < 0 < copies_s):
         more_or_less = " more of copies" if copies_s > 0 else " less of copies"

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from autohete_fx.ir.decision import BlockDecision
 from autohete_fx.ir.lane import Lane, LaneTime
 
+NO_TIME = 1e-6
+"""Steps that differ by a smaller share are as fast."""
+
 
 class Memory(enum.Enum):
     """What has a capacity that a plan must keep."""
@@ -65,7 +68,8 @@ class BlockReasons:
     Attributes:
         num_others: how many other choices were looked at.
         next_best: the best of those that fit; None where none does.
-        barred: the best of those that would be better than what was chosen but do not fit; None where there is none.
+        barred: the fastest of those that would be better than what was chosen but do not fit, and of several as fast the one
+            that lacks the fewest bytes; None where there is none.
     """
 
     num_others: int

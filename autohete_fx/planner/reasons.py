@@ -1,9 +1,9 @@
 """Why a plan decides as it does: in come a problem and decisions that keep its budgets, out come `Reasons`.
 
 Every other choice of every block is tried, at every prefetch distance, with all other blocks as they are; what it would take
-is replayed and ranked as the search ranks (`improve`), by its score: seconds, and a little for copies. The best that fits and
-the best that would be taken if it fitted are recorded. Where blocks times choices are very many, only choices that differ in
-one of activations, parameters and optimizer are tried.
+is replayed and ranked as the search ranks (`improve`), by its score: seconds, and a little for copies. The best that fits is
+recorded, and the fastest of those that would be taken if they fitted. Where blocks times choices are very many, only choices
+that differ in one of activations, parameters and optimizer are tried.
 """
 
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ from autohete_fx.ir import (
     Problem,
     Reasons,
 )
+from autohete_fx.ir.reasons import NO_TIME
 from autohete_fx.planner.choices import COPY_WEIGHT, choices
 from autohete_fx.planner.figures import overlap_of
 from autohete_fx.planner.improve import LEAST_GAIN
@@ -95,20 +96,26 @@ class _Changes:
         self.elsewhere = replays.use_elsewhere(self.row)
         peaks = np.array([(self.use + of - of[i]).max(axis=1) for of, i in zip(replays.use, self.row, strict=True)])
         self.peaks = peaks[self.blocks, self.to]
-        self.fitting = replays.fit(self.peaks, self.elsewhere[:, None] + self._elsewhere_change(np.arange(len(others))))
-        # Of scores that differ by rounding only, the first choice comes first.
-        self.order = np.argsort(np.round(self.scores / (LEAST_GAIN * self.own_score)), kind="stable")
+        self.used_elsewhere = self.elsewhere[:, None] + self._elsewhere_change(np.arange(len(others)))
+        self.fitting = replays.fit(self.peaks, self.used_elsewhere)
+        # Of what differs by rounding only, the first choice comes first.
+        self.best_first = np.argsort(np.round(self.scores / (LEAST_GAIN * self.own_score)), kind="stable")
+        self.fastest_first = np.lexsort((self._lacking(), np.round(self.step_s / (NO_TIME * self.own_score))))
 
     def reasons(self, block: int) -> BlockReasons:
         """Of one block."""
-        own = self.order[self.blocks[self.order] == block]
-        fitting, barred = own[self.fitting[own]], own[~self.fitting[own] & self._is_better(own)]
         settings = self.replays.settings[block]
+        here = self.blocks == block
+        barred = here & ~self.fitting & self._is_better()
         return BlockReasons(
-            num_others=len({_choice(settings[i]) for i in self.to[own]}),
-            next_best=self._alternative(int(fitting[0])) if len(fitting) else None,
-            barred=self._alternative(int(barred[0])) if len(barred) else None,
+            num_others=len({_choice(settings[i]) for i in self.to[here]}),
+            next_best=self._first(self.best_first, here & self.fitting),
+            barred=self._first(self.fastest_first, barred),
         )
+
+    def _first(self, order: Rows, among: NDArray[np.bool_]) -> Alternative | None:
+        found = order[among[order]]
+        return self._alternative(int(found[0])) if len(found) else None
 
     def step_with_more(self, more_bytes: int) -> float:
         """Seconds that a step takes at most with so much more device memory: changes that are better are made one after
@@ -116,7 +123,7 @@ class _Changes:
         assert self.problem.device_budget_bytes is not None
         budget = self.problem.device_budget_bytes + more_bytes
         roomy = replace(self.problem, device_budget_bytes=budget)
-        better = np.flatnonzero(self._is_better(np.arange(len(self.scores))) & (self.peaks <= budget))
+        better = np.flatnonzero(self._is_better() & (self.peaks <= budget))
         gains = self.own_score - self.scores[better]
         lacking = np.maximum(self.peaks[better] - self.problem.device_budget_bytes, 1)
         found = [self.row]
@@ -140,20 +147,11 @@ class _Changes:
     def _alternative(self, change: int) -> Alternative:
         block, to = self.blocks[change], self.to[change]
         use, elsewhere = self.use + self._device_change(change), self.elsewhere + self._elsewhere_change(change)
-        at, phase = _place(self.problem, int(np.argmax(use)))
-        limits = (self.problem.host_budget_bytes, self.problem.machine.disk_bytes)
+        moments = (_peak_moment(self.problem, use), (None, ""), (None, ""))
+        used = zip(Memory, (use.max(), *elsewhere), _limits(self.problem), moments, strict=True)
         uses = [
-            MemoryUse(
-                memory=Memory.DEVICE,
-                used_bytes=int(use.max()),
-                limit_bytes=self.problem.device_budget_bytes,
-                block=at,
-                phase=phase,
-            ),
-            *(
-                MemoryUse(memory=memory, used_bytes=int(used), limit_bytes=limit)
-                for memory, used, limit in zip((Memory.HOST, Memory.DISK), elsewhere, limits, strict=True)
-            ),
+            MemoryUse(memory=memory, used_bytes=int(num_bytes), limit_bytes=limit, block=block, phase=phase)
+            for memory, num_bytes, limit, (block, phase) in used
         ]
         return Alternative(
             decision=self.replays.settings[block][to],
@@ -162,8 +160,15 @@ class _Changes:
             exceeded=tuple(use for use in uses if use.lacking_bytes),
         )
 
-    def _is_better(self, changes: Rows) -> NDArray[np.bool_]:
-        return self.scores[changes] < self.own_score * (1 - LEAST_GAIN)
+    def _is_better(self) -> NDArray[np.bool_]:
+        return self.scores < self.own_score * (1 - LEAST_GAIN)
+
+    def _lacking(self) -> NDArray[np.int64]:
+        """Bytes above the limits, over all of them, after each change."""
+        lacking = np.zeros_like(self.peaks)
+        for used, limit in zip((self.peaks, *self.used_elsewhere), _limits(self.problem), strict=True):
+            lacking += np.maximum(used - limit, 0) if limit is not None else 0
+        return lacking
 
     def _score(self, rows: Rows) -> Seconds:
         return self.replays.seconds(rows) + COPY_WEIGHT * self.replays.copied_seconds(rows)
@@ -201,12 +206,17 @@ def _choice(decision: BlockDecision) -> tuple[tuple[object, ...], ...]:
 
 
 def _fit(problem: Problem, use: NDArray[np.int64], elsewhere: NDArray[np.int64]) -> bool:
-    limits = (problem.device_budget_bytes, problem.host_budget_bytes, problem.machine.disk_bytes)
-    return all(limit is None or used <= limit for used, limit in zip((use.max(), *elsewhere), limits, strict=True))
+    used = zip((use.max(), *elsewhere), _limits(problem), strict=True)
+    return all(limit is None or num_bytes <= limit for num_bytes, limit in used)
 
 
-def _place(problem: Problem, span: int) -> tuple[int, str]:
-    """The block and the phase of a span of `choices.device_bytes`."""
+def _limits(problem: Problem) -> tuple[int | None, int | None, int]:
+    """Of the device, the host and the disk."""
+    return problem.device_budget_bytes, problem.host_budget_bytes, problem.machine.disk_bytes
+
+
+def _peak_moment(problem: Problem, use: NDArray[np.int64]) -> tuple[int, str]:
+    """The block and the phase in which the spans of `choices.device_bytes` are first as full as they get."""
     phases = [FORWARD]
     if problem.training:
         phases.append(BACKWARD)
@@ -214,7 +224,11 @@ def _place(problem: Problem, span: int) -> tuple[int, str]:
             phases.append(FORWARD)
         if overlap_of(problem) is Overlap.NONE:
             phases.append(OPTIMIZER_STEP)
-    turn, block = divmod(span, len(problem.costs))
+    spans = np.arange(len(use)).reshape(-1, len(problem.costs))
+    if problem.training:
+        spans[1] = spans[1, ::-1]
+    in_order = spans.ravel()
+    turn, block = divmod(int(in_order[np.argmax(use[in_order])]), len(problem.costs))
     return block, phases[turn]
 
 

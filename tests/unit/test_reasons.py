@@ -82,23 +82,34 @@ def test_what_is_said_of_a_block_is_what_replays_find(limited: Problem):
         replays = others(limited, plan, block)
         assert found.num_others == len({dataclasses.replace(d, prefetch_distance=1) for d in replays})
         fitting = [score(replayed) for replayed in replays.values() if fits(limited, replayed)]
-        unfitting = [score(replayed) for replayed in replays.values() if not fits(limited, replayed)]
-        better = [each for each in unfitting if each < score(own) * (1 - 1e-8)]
+        unfitting = [replayed for replayed in replays.values() if not fits(limited, replayed)]
+        better = [each for each in unfitting if score(each) < score(own) * (1 - 1e-8)]
         assert (found.next_best is None) == (not fitting)
         if found.next_best is not None:
-            check(found.next_best, replays, own, best=min(fitting))
+            check(found.next_best, replays, own)
+            assert score(replays[found.next_best.decision]) <= min(fitting) * (1 + 1e-8)
             assert not found.next_best.exceeded
         assert found.barred is not None or not better
         if found.barred is not None:
-            check(found.barred, replays, own, best=min(unfitting))
-            check_exceeded(limited, found.barred, replays[found.barred.decision])
+            check(found.barred, replays, own)
+            barred = replays[found.barred.decision]
+            check_exceeded(limited, found.barred, barred)
+            assert score(barred) < score(own)
+            assert all(barred.step_s <= each.step_s + 2e-6 * own.step_s for each in better)
+            as_fast = [each for each in better if each.step_s == pytest.approx(barred.step_s, rel=1e-9)]
+            assert all(lacking_bytes(limited, barred) <= lacking_bytes(limited, each) for each in as_fast)
 
 
-def check(said: Alternative, replays: dict[BlockDecision, Simulation], own: Simulation, best: float) -> None:
+def lacking_bytes(limited: Problem, replayed: Simulation) -> int:
+    device, host = limited.device_budget_bytes, limited.host_budget_bytes
+    lacking = 0 if device is None else max(0, replayed.peak_bytes - device)
+    return lacking + (0 if host is None else max(0, replayed.host_bytes - host))
+
+
+def check(said: Alternative, replays: dict[BlockDecision, Simulation], own: Simulation) -> None:
     replayed = replays[said.decision]
     assert said.step_s == pytest.approx(replayed.step_s, rel=1e-9)
     assert said.more_copies_s == pytest.approx(copied_s(replayed) - copied_s(own), rel=1e-9, abs=1e-9)
-    assert score(replayed) <= best * (1 + 1e-8)
 
 
 def check_exceeded(limited: Problem, said: Alternative, replayed: Simulation) -> None:
