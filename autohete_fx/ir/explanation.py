@@ -29,7 +29,7 @@ from autohete_fx.sizes import format_bytes, format_seconds
 if TYPE_CHECKING:
     from autohete_fx.ir.plan import Plan
 
-_BUSY = 0.01
+_WAITING = 0.1
 """Compute that waits for a smaller share of the step is what binds."""
 
 
@@ -68,16 +68,17 @@ def explanation(plan: "Plan") -> str:
 
 
 def _lanes(plan: "Plan", reasons: Reasons) -> str:
-    lane, step = reasons.busiest_meanwhile, format_seconds(plan.step_s)
-    works = {time.lane: time.busy_s for time in plan.busy_s}.get(Lane.COMPUTE, 0.0)
-    if lane is None or reasons.waits_s <= _BUSY * plan.step_s:
-        return f"the compute lane binds: it works {format_seconds(works)} of the {step} step"
-    meanwhile = sorted(reasons.meanwhile, key=lambda time: -time.busy_s)
-    return (
-        f"the {lane.value} lane binds: compute waits {format_seconds(reasons.waits_s)} of the {step} step"
-        f" ({reasons.waits_s / plan.step_s:.0%}); meanwhile"
-        f" {', '.join(f'{time.lane.value} works {format_seconds(time.busy_s)}' for time in meanwhile)}"
-    )
+    step, working = format_seconds(plan.step_s), {time.lane: time.busy_s for time in plan.busy_s}
+    longest_first = sorted(reasons.meanwhile, key=lambda time: -time.busy_s)
+    meanwhile = ", ".join(f"{time.lane.value} works {format_seconds(time.busy_s)}" for time in longest_first)
+    if longest_first and reasons.waits_s > _WAITING * plan.step_s:
+        return (
+            f"the {longest_first[0].lane.value} lane binds: compute waits {format_seconds(reasons.waits_s)} of the {step} step"
+            f" ({reasons.waits_s / plan.step_s:.0%}); meanwhile {meanwhile}"
+        )
+    works = f"the compute lane binds: it works {format_seconds(working.get(Lane.COMPUTE, 0.0))} of the {step} step"
+    waits = f"; while it waits {meanwhile}" if meanwhile and reasons.waits_s > NO_TIME * plan.step_s else ""
+    return f"{works}{waits}"
 
 
 def _memory(plan: "Plan", reasons: Reasons, use: MemoryUse) -> str:

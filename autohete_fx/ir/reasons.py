@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass
 
 from autohete_fx.ir.decision import BlockDecision
-from autohete_fx.ir.lane import Lane, LaneTime
+from autohete_fx.ir.lane import LaneTime
 
 NO_TIME = 1e-6
 """Steps that differ by a smaller share are as fast."""
@@ -102,9 +102,3 @@ class Reasons:
         """Whether some block would be decided otherwise, and better, with more of it."""
         uses = (use for block in self.blocks if block.barred is not None for use in block.barred.exceeded)
         return any(use.memory is memory for use in uses)
-
-    @property
-    def busiest_meanwhile(self) -> Lane | None:
-        """The lane that works most while compute waits; None where none works then."""
-        most = max(self.meanwhile, key=lambda time: time.busy_s, default=None)
-        return most.lane if most is not None and most.busy_s > 0 else None

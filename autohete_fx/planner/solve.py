@@ -45,6 +45,8 @@ shares together stay below the limit, so that the clock, which would make plans 
 machine that is slow or busy for the number of blocks."""
 RELAXATION_SHARE = 0.3
 """Of the time limit, by the clock, for the relaxation, which takes a tenth of this for few blocks."""
+REASONS_SHARE = 0.04
+"""Likewise for saying why, at the end."""
 REPLAYED_BLOCKS_PER_SECOND = 1_500_000
 """Of local search on a usual core."""
 PROGRAM_BLOCKS = 8
@@ -66,7 +68,7 @@ def solve(problem: Problem, *, time_limit_s: float = 10.0) -> Plan:
     Raises InfeasiblePlanError where no plan keeps the budgets.
     """
     began = time.monotonic()
-    decisions, bound_s = _solved(problem, time_limit_s, began + time_limit_s)
+    decisions, bound_s = _solved(problem, time_limit_s, began + (1 - REASONS_SHARE) * time_limit_s)
     plan = evaluate(problem, decisions, "feasible")
     assert fits(problem, plan), "the search's memory and the replay's disagree"
     bound_s = min(bound_s, plan.step_s)
