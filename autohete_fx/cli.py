@@ -35,6 +35,7 @@ __all__ = ["main"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 _HOST_SHARE = Share(0.9)
 """Of the host's memory, what homes may take unless told otherwise."""
+_EXPLAIN = "also say why: what binds, and for each block what else could have been chosen and what that would cost"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     show = commands.add_parser("show", help="print a saved plan as a table")
     show.add_argument("plan", metavar="PLAN.json", help="a file that Plan.save wrote")
+    show.add_argument("--explain", action="store_true", help=_EXPLAIN)
     show.set_defaults(run=_show)
     doctor = commands.add_parser("doctor", help="measure this machine and print what the planner will assume of it")
     doctor.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
@@ -101,6 +103,7 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     plan.add_argument("--sweep", choices=("budget",), help="solve for a range of budgets instead of one")
     plan.add_argument("--points", type=_positive, default=10, help="budgets of a sweep (default: 10)")
     plan.add_argument("--plot", metavar="FILE.png", help="draw the sweep (needs matplotlib)")
+    plan.add_argument("--explain", action="store_true", help=_EXPLAIN)
     plan.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     plan.add_argument("--save", metavar="PLAN.json", help="write the plan, for the option 'plan' of the backend")
     plan.add_argument(
@@ -143,7 +146,8 @@ def machine_text(machine: Machine) -> str:
 
 
 def _show(parsed: argparse.Namespace) -> str:
-    return plan_table(Plan.load(parsed.plan))
+    plan = Plan.load(parsed.plan)
+    return f"{plan_table(plan)}\n\n{plan.explain()}" if parsed.explain else plan_table(plan)
 
 
 def _doctor(parsed: argparse.Namespace) -> str:
@@ -169,6 +173,8 @@ def _plan(parsed: argparse.Namespace) -> str:
         raise OptionError("--plot draws a sweep; give --sweep budget too")
     if parsed.save and parsed.sweep:
         raise OptionError("--save writes one plan, and a sweep makes several; leave one of the two out")
+    if parsed.explain and parsed.sweep:
+        raise OptionError("--explain explains one plan, and a sweep makes several; leave one of the two out")
     if parsed.plot:
         require_matplotlib()
     machine, source, peak_flops_per_s, peak_name = _machine_for(parsed)
@@ -205,7 +211,9 @@ def _plan(parsed: argparse.Namespace) -> str:
     more = with_more(step, given, time_limit_s=limit_s / 2)
     if parsed.save:
         _save(given.plan, parsed.save)
-    return (prediction_json if parsed.json else prediction_text)(setting, given, more)
+    if parsed.json:
+        return prediction_json(setting, given, more)
+    return prediction_text(setting, given, more, explain=parsed.explain)
 
 
 def _machine_for(parsed: argparse.Namespace) -> tuple[Machine, str, float, str]:

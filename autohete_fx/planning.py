@@ -176,7 +176,10 @@ def _placed_decision(block: Block, params: Mapping[str, torch.nn.Parameter]) -> 
 
 
 def fitted_plan(plan: Plan, graph: BlockGraph, problem: Problem) -> Plan:
-    """A given plan with this graph's predictions. Raises PlanError where it was made for another graph."""
+    """A given plan with this graph's predictions, and its reasons where it was solved for just this problem.
+
+    Raises PlanError where it was made for another graph.
+    """
     labels = labels_of(graph.blocks)
     digests = tuple(block.digest for block in graph.blocks)
     if plan.labels != labels:
@@ -203,6 +206,7 @@ def fitted_plan(plan: Plan, graph: BlockGraph, problem: Problem) -> Plan:
         peak_bytes=result.peak_bytes,
         host_bytes=result.host_bytes,
         busy_s=result.busy_s,
+        reasons=plan.reasons if plan.problem_digest == problem.digest else None,
         problem_digest=problem.digest,
     )
 

@@ -38,8 +38,8 @@ class Setting:
     trace_s: float
 
 
-def prediction_text(setting: Setting, given: Prediction, more: Sequence[Prediction]) -> str:
-    """The plan, what it predicts, what each lane does, and what more would buy."""
+def prediction_text(setting: Setting, given: Prediction, more: Sequence[Prediction], *, explain: bool = False) -> str:
+    """The plan, what it predicts, what each lane does, what more would buy, and where asked for why the plan is as it is."""
     plan = given.plan
     lines = [
         *_heading(setting, given),
@@ -53,6 +53,8 @@ def prediction_text(setting: Setting, given: Prediction, more: Sequence[Predicti
     if more:
         rows = [_row(given.name, given), *(_row(prediction.name, prediction) for prediction in more)]
         lines += ["", "what more would buy", comparison_table(rows, baseline=given.name)]
+    if explain:
+        lines += ["", "why", plan.explain()]
     return "\n".join(lines)
 
 

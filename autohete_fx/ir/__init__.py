@@ -7,30 +7,36 @@ name. Units are in the names: ``_s`` seconds, ``_bytes``, ``_bytes_per_s``.
 from autohete_fx.ir.block import Block, BlockGraph, BlockKind, Edge
 from autohete_fx.ir.cost import BlockCost, Profile, SelectiveCost
 from autohete_fx.ir.decision import Activations, BlockDecision, Optimizer, Overlap, Params, Schedule
-from autohete_fx.ir.lane import Lane
+from autohete_fx.ir.lane import Lane, LaneTime
 from autohete_fx.ir.machine import Machine
-from autohete_fx.ir.plan import SCHEMA_VERSION, LaneTime, Plan
+from autohete_fx.ir.plan import SCHEMA_VERSION, Plan
 from autohete_fx.ir.problem import Problem
+from autohete_fx.ir.reasons import Alternative, BlockReasons, Memory, MemoryUse, Reasons
 from autohete_fx.ir.transfer import Transfer
 
 __all__ = [
     "SCHEMA_VERSION",
     "Activations",
+    "Alternative",
     "Block",
     "BlockCost",
     "BlockDecision",
     "BlockGraph",
     "BlockKind",
+    "BlockReasons",
     "Edge",
     "Lane",
     "LaneTime",
     "Machine",
+    "Memory",
+    "MemoryUse",
     "Optimizer",
     "Overlap",
     "Params",
     "Plan",
     "Problem",
     "Profile",
+    "Reasons",
     "Schedule",
     "SelectiveCost",
     "Transfer",

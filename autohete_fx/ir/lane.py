@@ -1,6 +1,7 @@
 """Lanes: the in-order executors that a schedule fills."""
 
 import enum
+from dataclasses import dataclass
 
 
 class Lane(enum.Enum):
@@ -21,3 +22,11 @@ class Lane(enum.Enum):
     def from_index(index: int) -> "Lane":
         """The lane whose ``index`` is given."""
         return list(Lane)[index]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneTime:
+    """Seconds per step that a lane is predicted to work."""
+
+    lane: Lane
+    busy_s: float

@@ -4,22 +4,15 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from autohete_fx.errors import PlanError
-from autohete_fx.ir.decision import Activations, BlockDecision, Optimizer, Overlap, Params, Schedule
-from autohete_fx.ir.lane import Lane
-from autohete_fx.ir.saved import SavedAs, checked, refuse_unknown
+from autohete_fx.ir.decision import BlockDecision, Schedule
+from autohete_fx.ir.explanation import explanation
+from autohete_fx.ir.lane import LaneTime
+from autohete_fx.ir.reasons import Reasons
+from autohete_fx.ir.saved import SavedAs, spelled
 
-SCHEMA_VERSION = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaneTime:
-    """Seconds per step that a lane is predicted to work."""
-
-    lane: Lane
-    busy_s: float
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +35,7 @@ class Plan:
             by hand.
         problem_digest: of the problem that it solves; empty for a plan made by hand.
         solve_s: seconds that the solver took.
+        reasons: why it decides so, for `explain`; None where nobody recorded any.
     """
 
     labels: tuple[str, ...]
@@ -58,12 +52,17 @@ class Plan:
     status: str = "given"
     problem_digest: str = ""
     solve_s: float = 0.0
+    reasons: Reasons | None = None
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
         if len(self.labels) != len(self.decisions):
             raise PlanError(
                 f"a plan needs one decision a block: {len(self.labels)} labels, {len(self.decisions)} decisions"
+            )
+        if self.reasons is not None and len(self.reasons.blocks) != len(self.decisions):
+            raise PlanError(
+                f"reasons need one entry a block: {len(self.reasons.blocks)} entries, {len(self.decisions)} decisions"
             )
 
     @property
@@ -72,6 +71,11 @@ class Plan:
         decisions, schedule = [asdict(d) for d in self.decisions], asdict(self.schedule)
         decided = [self.schema_version, self.labels, self.block_digests, decisions, schedule]
         return hashlib.sha256(json.dumps(decided, sort_keys=True, default=lambda e: e.value).encode()).hexdigest()[:16]
+
+    def explain(self) -> str:
+        """Why it decides so, in words: what binds, and for every block what was chosen, what the next best choice would
+        have cost, and which better one memory forbids. Of a plan that was not solved: that no reasons are known."""
+        return explanation(self)
 
     def to_json(self) -> str:
         """The plan as JSON text; ``from_json`` gives back an equal plan."""
@@ -84,7 +88,7 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> "Plan":
         """Read a plan. Raises PlanError where the text is no plan, or one of another schema version."""
-        return _FILES.parse(text, _plan_of)
+        return _FILES.parse(text, lambda raw: spelled(Plan, raw))
 
     @staticmethod
     def load(path: str | Path) -> "Plan":
@@ -95,43 +99,3 @@ class Plan:
 _FILES = SavedAs(
     kind="plan", writer="Plan.save", again="make the plan again", schema_version=SCHEMA_VERSION, error=PlanError
 )
-_NUMBERS = ("step_s", "peak_bytes", "host_bytes", "disk_bytes", "lower_bound_s", "gap", "solve_s")
-
-
-def _plan_of(raw: dict[str, Any]) -> Plan:
-    """The plan that a JSON object spells. Raises KeyError for what it lacks, TypeError or ValueError for what is wrong."""
-    refuse_unknown(raw, Plan)
-    schedule = checked(raw, "schedule", dict)
-    refuse_unknown(schedule, Schedule)
-    return Plan(
-        labels=tuple(checked(raw, "labels", list)),
-        block_digests=tuple(checked(raw, "block_digests", list)),
-        decisions=tuple(_decision_of(index, d) for index, d in enumerate(checked(raw, "decisions", list))),
-        schedule=Schedule(
-            overlap=Overlap(checked(schedule, "overlap", str)), priority=checked(schedule, "priority", bool)
-        ),
-        busy_s=tuple(
-            LaneTime(lane=Lane(checked(t, "lane", str)), busy_s=checked(t, "busy_s", int, float))
-            for t in checked(raw, "busy_s", list)
-        ),
-        status=checked(raw, "status", str),
-        problem_digest=checked(raw, "problem_digest", str),
-        **{name: checked(raw, name, int, float) for name in _NUMBERS},
-    )
-
-
-def _decision_of(index: int, raw: dict[str, Any]) -> BlockDecision:
-    try:
-        decision = BlockDecision(
-            activations=Activations(checked(raw, "activations", str)),
-            params=Params(checked(raw, "params", str)),
-            optimizer=Optimizer(checked(raw, "optimizer", str)),
-            prefetch_distance=checked(raw, "prefetch_distance", int),
-            keeps_fetched=checked(raw, "keeps_fetched", bool),
-            num_moved_states=checked(raw, "num_moved_states", int, type(None)),
-            num_offloaded=checked(raw, "num_offloaded", int, type(None)),
-        )
-        refuse_unknown(raw, BlockDecision)
-        return decision
-    except (TypeError, ValueError, PlanError) as error:
-        raise ValueError(f"in decision {index}, {error}") from error

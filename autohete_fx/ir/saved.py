@@ -4,11 +4,13 @@ Enter text or a path and how to build the value; leaves the value, or an error t
 what to do. The text of every file is one object with the entry ``schema_version``.
 """
 
+import enum
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin
 
 from autohete_fx.errors import AutoHeteError
 
@@ -84,3 +86,56 @@ def checked(raw: Any, name: str, *kinds: type) -> Any:
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise TypeError(f"{name} is {value!r}; expected {' or '.join(kind.__name__ for kind in kinds)}")
     return value
+
+
+def spelled(of: type[Value], raw: Any) -> Value:
+    """The dataclass ``of`` that an object spells: one entry a field, and every entry as the field is annotated.
+
+    Annotations are numbers, strings, booleans, enums of strings, dataclasses, tuples of any length of these, and what may be
+    None besides. Raises KeyError for what is missing, TypeError or ValueError for what is wrong.
+    """
+    assert is_dataclass(of)
+    values = {
+        field.name: _value(field.name, checked(raw, field.name, *_kinds(field.type)), field.type)
+        for field in fields(of)
+    }
+    refuse_unknown(raw, of)
+    try:
+        return of(**values)
+    except AutoHeteError as error:
+        raise ValueError(str(error)) from error
+
+
+def _kinds(annotation: Any) -> tuple[type, ...]:
+    """What JSON spells a value of this annotation with."""
+    if isinstance(annotation, UnionType):
+        return tuple(kind for part in get_args(annotation) for kind in _kinds(part))
+    if get_origin(annotation) is tuple:
+        return (list,)
+    if is_dataclass(annotation):
+        return (dict,)
+    if issubclass(annotation, enum.Enum):
+        return (str,)
+    return (int, float) if annotation is float else (annotation,)
+
+
+def _value(name: str, raw: Any, annotation: Any) -> Any:
+    if isinstance(annotation, UnionType):
+        (annotation,) = (part for part in get_args(annotation) if part is not NoneType)
+        return None if raw is None else _value(name, raw, annotation)
+    if get_origin(annotation) is tuple:
+        (each, _) = get_args(annotation)
+        return tuple(_element(name, index, part, each) for index, part in enumerate(raw))
+    if is_dataclass(annotation):
+        assert isinstance(annotation, type)
+        return spelled(annotation, raw)
+    return annotation(raw) if issubclass(annotation, enum.Enum) else raw
+
+
+def _element(name: str, index: int, raw: Any, annotation: Any) -> Any:
+    try:
+        if not is_dataclass(annotation):
+            checked({name: raw}, name, *_kinds(annotation))
+        return _value(name, raw, annotation)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"in {name}[{index}], {error}") from error

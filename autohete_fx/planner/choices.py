@@ -229,7 +229,8 @@ class _Use:
     def passes(self) -> list[Bytes]:
         overlaps = overlap_of(self.problem) is not Overlap.NONE
         forward, backward = self._forward(), self._backward()
-        first = forward + self._updates() if overlaps else forward
+        streams = self.decision.optimizer is Optimizer.STREAMED
+        first = forward + self._updates() if overlaps and streams else forward
         found = [first, backward]
         if self.problem.micro_batches > 1:
             found.append(forward + self.accumulated)

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from autohete_fx.planner.choices import COPY_WEIGHT
 from autohete_fx.planner.replays import Replays, Rows, Seconds
 
-_LEAST_GAIN = 1e-9
+LEAST_GAIN = 1e-9
+"""A smaller share of a score is none."""
 _MOST_PAIRS = 1 << 15
 _LEADERS = 32
 _KICKS = 64
@@ -62,7 +63,7 @@ class Search:
         while not self.over:
             for changed in (self._change_one, self._change_two):
                 row, score = changed(best, best_score)
-                if score < best_score * (1 - _LEAST_GAIN):
+                if score < best_score * (1 - LEAST_GAIN):
                     best, best_score = row, score
                     break
             else:
@@ -87,7 +88,7 @@ class Search:
                 continue
             row = self.improve(self._best(rows, self.score(rows))[0])
             score = float(self.score(row[None])[0])
-            if score < best_score * (1 - _LEAST_GAIN):
+            if score < best_score * (1 - LEAST_GAIN):
                 best, best_score = row, score
         return best
 
@@ -121,7 +122,7 @@ class Search:
         rows[np.arange(len(blocks)), blocks] = to
         scores = self.score(rows)
         order = np.argsort(scores, kind="stable")
-        helping = [i for i in order if scores[i] < score * (1 - _LEAST_GAIN)]
+        helping = [i for i in order if scores[i] < score * (1 - LEAST_GAIN)]
         _, first = np.unique(blocks[helping], return_index=True)
         leaders = [helping[i] for i in sorted(first)[:_LEADERS]]
         if len(leaders) < 2:

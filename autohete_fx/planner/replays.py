@@ -7,18 +7,20 @@ lane, but for all rows together and without events; memory is a sum of `choices.
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, replace
+from dataclasses import fields, replace
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autohete_fx.ir import BlockDecision, Overlap, Problem
-from autohete_fx.planner.choices import MAX_PREFETCH_DISTANCE, choices, copies, device_bytes, durations
+from autohete_fx.planner.choices import MAX_PREFETCH_DISTANCE, Durations, choices, copies, device_bytes, durations
 from autohete_fx.planner.figures import disk_bytes, host_bytes, overlap_of, updates_on_host
 
 Rows = NDArray[np.int64]
 Seconds = NDArray[np.float64]
 
+_durations = attrgetter(*(field.name for field in fields(Durations)))
 _CHUNK = 4096
 """Rows that are replayed together: as many as stay in a cache."""
 
@@ -40,28 +42,35 @@ class Replays:
         self.micro_batches = problem.micro_batches if problem.training else 1
         self.farthest = max(1, min(MAX_PREFETCH_DISTANCE, n - 1))
         allowed = options or [choices(problem, block) for block in range(n)]
-        self.settings = [self._settings(of_block) for of_block in allowed]
+        at_distances = {option: self._settings(option) for option in set().union(*allowed)}
+        self.settings = [[s for option in of_block for s in at_distances[option]] for of_block in allowed]
         self.index = [{setting: i for i, setting in enumerate(settings)} for settings in self.settings]
         width = max(len(settings) for settings in self.settings)
         padded = [[*settings, *[settings[0]] * (width - len(settings))] for settings in self.settings]
         self.use = np.array([[device_bytes(problem, b, s) for s in settings] for b, settings in enumerate(padded)])
-        self.elsewhere = np.array(
-            [
-                [[used(problem, b, s) for s in of_block] for b, of_block in enumerate(padded)]
-                for used in (host_bytes, disk_bytes)
-            ]
-        )
         self.distance = np.array([[s.prefetch_distance for s in settings] for settings in padded])
-        each = [[durations(problem, b, s) for s in settings] for b, settings in enumerate(padded)]
-        tables = np.array([[astuple(d) for d in row] for row in each]).transpose(2, 0, 1)
+        tables = np.array([self._figures(b, of_block, width) for b, of_block in enumerate(allowed)]).transpose(2, 0, 1)
         self.forward, self.backward, self.update = tables[:3], tables[3:6], tables[6:9]
-        self.device_update, self.host_update = tables[9:]
-        self.on_host = np.array([[updates_on_host(s) for s in settings] for settings in padded])
-        self.copies_s = np.array([[d.copies(self.micro_batches) for d in row] for row in each])
+        self.device_update, self.host_update, self.copies_s = tables[9:12]
+        self.elsewhere = tables[12:14].astype(np.int64)
+        self.on_host = tables[14] > 0
 
-    def _settings(self, options: Sequence[BlockDecision]) -> list[BlockDecision]:
-        distances = range(1, self.farthest + 1)
-        return [replace(o, prefetch_distance=d) for o in options for d in (distances if copies(o) else (1,))]
+    def _figures(self, block: int, options: Sequence[BlockDecision], width: int) -> NDArray[np.float64]:
+        """What each setting takes, which its distance does not change: durations, all its copies, bytes on the host and on
+        disk, and whether it updates on the host."""
+        rows = []
+        for option in options:
+            took = durations(self.problem, block, option)
+            elsewhere = host_bytes(self.problem, block, option), disk_bytes(self.problem, block, option)
+            rows.append((*_durations(took), took.copies(self.micro_batches), *elsewhere, updates_on_host(option)))
+        figures = np.repeat(rows, [len(self._distances(option)) for option in options], axis=0)
+        return np.concatenate([figures, np.repeat(figures[:1], width - len(figures), axis=0)])
+
+    def _settings(self, option: BlockDecision) -> list[BlockDecision]:
+        return [replace(option, prefetch_distance=distance) for distance in self._distances(option)]
+
+    def _distances(self, option: BlockDecision) -> range:
+        return range(1, self.farthest + 1 if copies(option) else 2)
 
     def row(self, decisions: Sequence[BlockDecision]) -> Rows:
         """Indices of decisions; a distance that means nothing is left out, one that is too far is shortened."""

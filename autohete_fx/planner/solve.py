@@ -9,9 +9,9 @@
     nothing fits                                                                -> InfeasiblePlanError (`infeasible`)
 
 The search ends early where the best plan has reached the bound. Whatever found it, a plan is replayed by `simulate`, which
-knows nothing of the above, before it is returned. A plan that moves nothing, where it fits, gives way only to one that is
-faster by more than OPTIMAL_GAP. On a CUDA device there can be one without any budget: host and device can share the
-updates, so keeping everything is not a lower bound on time, and is not said to be.
+knows nothing of the above, before it is returned, with its `reasons`. A plan that moves nothing, where it fits, gives way
+only to one that is faster by more than OPTIMAL_GAP. On a CUDA device there can be one without any budget: host and device can
+share the updates, so keeping everything is not a lower bound on time, and is not said to be.
 """
 
 import math
@@ -28,6 +28,7 @@ from autohete_fx.planner.figures import overlap_of
 from autohete_fx.planner.formulation import RELATIVE_GAP, Program
 from autohete_fx.planner.improve import Search
 from autohete_fx.planner.infeasible import infeasible, least_peak
+from autohete_fx.planner.reasons import reasons_of
 from autohete_fx.planner.relaxation import Relaxed, relax
 from autohete_fx.planner.replays import Replays, Rows
 from autohete_fx.planner.rounding import rounded, supported_choices
@@ -44,6 +45,8 @@ shares together stay below the limit, so that the clock, which would make plans 
 machine that is slow or busy for the number of blocks."""
 RELAXATION_SHARE = 0.3
 """Of the time limit, by the clock, for the relaxation, which takes a tenth of this for few blocks."""
+REASONS_SHARE = 0.04
+"""Likewise for saying why, at the end."""
 REPLAYED_BLOCKS_PER_SECOND = 1_500_000
 """Of local search on a usual core."""
 PROGRAM_BLOCKS = 8
@@ -65,13 +68,15 @@ def solve(problem: Problem, *, time_limit_s: float = 10.0) -> Plan:
     Raises InfeasiblePlanError where no plan keeps the budgets.
     """
     began = time.monotonic()
-    decisions, bound_s = _solved(problem, time_limit_s, began + time_limit_s)
+    decisions, bound_s = _solved(problem, time_limit_s, began + (1 - REASONS_SHARE) * time_limit_s)
     plan = evaluate(problem, decisions, "feasible")
     assert fits(problem, plan), "the search's memory and the replay's disagree"
     bound_s = min(bound_s, plan.step_s)
     gap = (plan.step_s - bound_s) / plan.step_s if plan.step_s else 0.0
     status = "optimal" if gap <= OPTIMAL_GAP else "feasible"
-    return replace(plan, lower_bound_s=bound_s, gap=gap, status=status, solve_s=time.monotonic() - began)
+    reasons = reasons_of(problem, decisions)
+    solve_s = time.monotonic() - began
+    return replace(plan, lower_bound_s=bound_s, gap=gap, status=status, reasons=reasons, solve_s=solve_s)
 
 
 def work_bound_s(problem: Problem) -> float:

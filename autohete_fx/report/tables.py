@@ -1,16 +1,15 @@
 """Tables: a plan, its transfers, and a comparison of runs, as text of aligned columns."""
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from autohete_fx.ir import Activations, BlockCost, BlockDecision, Optimizer, Params, Plan, Transfer
+from autohete_fx.ir.labels import label_pattern, run_label
 from autohete_fx.sizes import format_bytes, format_seconds
 
 __all__ = ["ComparisonRow", "aligned", "comparison_table", "plan_table", "transfers_table"]
 
-_LAST_NUMBER = re.compile(r"\d+(?!.*\d)")
 _LONGEST_NAME = 28
 
 
@@ -46,7 +45,7 @@ def plan_table(plan: Plan, costs: Sequence[BlockCost] | None = None) -> str:
     for indices in _alike(plan, costs):
         decision = plan.decisions[indices[0]]
         row = [
-            _span_label([plan.labels[i] for i in indices]),
+            run_label([plan.labels[i] for i in indices]),
             _activations(decision, costs[indices[0]] if costs else None),
             f"{decision.params.value}, kept" if decision.keeps_fetched else decision.params.value,
             decision.optimizer.value,
@@ -121,20 +120,10 @@ def _alike(plan: Plan, costs: Sequence[BlockCost] | None) -> Iterator[list[int]]
         shown = (cost.saved_bytes, cost.param_bytes, cost.optimizer_bytes) if cost else ()
         if not _uses_host(decision):
             decision = replace(decision, prefetch_distance=1)  # of no meaning then, and not shown
-        return _LAST_NUMBER.sub("*", plan.labels[i]), decision, shown
+        return label_pattern(plan.labels[i]), decision, shown
 
     for _, run in groupby(range(len(plan.decisions)), key):
         yield list(run)
-
-
-def _span_label(labels: Sequence[str]) -> str:
-    """``model.layers.0-11 (12)`` for a run; consecutive equal labels keep their name."""
-    if len(labels) == 1:
-        return labels[0]
-    first, last = _LAST_NUMBER.search(labels[0]), _LAST_NUMBER.search(labels[-1])
-    if first is None or last is None or labels[0] == labels[-1]:
-        return f"{labels[0]} ({len(labels)})"
-    return f"{labels[0][: first.end()]}-{last.group()}{labels[0][first.end() :]} ({len(labels)})"
 
 
 def _activations(decision: BlockDecision, cost: BlockCost | None) -> str:

@@ -6,6 +6,7 @@ Every figure of this table is *simulated*, from a traced model and a device's da
 (arXiv 2503.01890, one A100-40GB, sequence 1024, batch 8), which its authors measured. Ours differ where the simulator is
 kinder to a strategy than its implementation is: it replays ZeRO-Offload, PatrickStar and StrongHold without the costs of
 their implementations, at the best setting of their free numbers, with our copies overlapped as well as ours are.
+Checkpointing in segments of sqrt(n) blocks is not in it; `autohete_fx.planner.baselines` says why.
 """
 
 import argparse

@@ -107,7 +107,7 @@ def test_a_plan_is_printed_and_saved_without_memory_for_weights(tmp_path: Path, 
     wide = config(tmp_path, hidden_size=8192, intermediate_size=22016, num_attention_heads=64)
     file = tmp_path / "plan.json"
     with MemoryMeter(torch.device("cpu")) as meter:
-        assert plan(wide, "--device", "rtx-4090", "--budget", "8GiB", "--save", str(file)) == 0
+        assert plan(wide, "--device", "rtx-4090", "--budget", "8GiB", "--save", str(file), "--explain") == 0
     assert meter.peak_bytes - meter.start_bytes < 2**20
     out = capsys.readouterr().out
     assert "on GeForce RTX 4090 24GB, from its data sheet (PCIe 4.0 x16" in out
@@ -117,6 +117,7 @@ def test_a_plan_is_printed_and_saved_without_memory_for_weights(tmp_path: Path, 
         assert f"\n{lane} " in out
     saved = Plan.load(file)
     assert saved.labels == ("prologue", "model.layers.0", "model.layers.1", "epilogue")
+    assert out.endswith(f"\nwhy\n{saved.explain()}\n") and "next best: " in saved.explain()
     assert 0 < saved.peak_bytes <= 8 * 2**30 and saved.host_bytes > 2**30
 
 
@@ -177,6 +178,7 @@ def test_what_cannot_be_planned_is_one_line_with_status_2(
         ([model, *a100, "--budget", "lots"], "'lots' is not a size"),
         ([model, *a100, "--plot", "x.png"], "give --sweep budget too"),
         ([model, *a100, "--sweep", "budget", "--save", "x.json"], "leave one of the two out"),
+        ([model, *a100, "--sweep", "budget", "--explain"], "--explain explains one plan"),
         ([model, *a100, "--save", str(tmp_path)], "cannot write"),
         ([f"{tmp_path}/models.py:breaks", *a100], "does not compile to one graph"),
         ([f"{tmp_path}/models.py:frozen", *a100], "nothing to train"),

@@ -22,6 +22,8 @@ def test_show_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert cli.main(["show", str(tmp_path / "plan.json")]) == 0
     shown = capsys.readouterr()
     assert shown.out == plan_table(PLAN) + "\n" and shown.err == ""
+    assert cli.main(["show", "--explain", str(tmp_path / "plan.json")]) == 0
+    assert capsys.readouterr().out == f"{plan_table(PLAN)}\n\n{PLAN.explain()}\n"
 
 
 def write(folder: Path, name: str, text: str) -> str:

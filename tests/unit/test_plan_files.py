@@ -10,7 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autohete_fx.errors import PlanError
-from autohete_fx.ir import SCHEMA_VERSION, Activations, BlockDecision, Lane, LaneTime, Optimizer, Params, Plan
+from autohete_fx.ir import (
+    SCHEMA_VERSION,
+    Activations,
+    Alternative,
+    BlockDecision,
+    BlockReasons,
+    Lane,
+    LaneTime,
+    MemoryUse,
+    Optimizer,
+    Params,
+    Plan,
+    Reasons,
+)
 from autohete_fx.options import Options
 
 decisions = st.builds(
@@ -21,6 +34,10 @@ decisions = st.builds(
     prefetch_distance=st.integers(1, 9),
 )
 numbers = st.floats(0, allow_infinity=False)
+uses = st.lists(st.builds(MemoryUse), max_size=3).map(tuple)
+alternatives = st.none() | st.builds(
+    Alternative, decision=decisions, step_s=numbers, more_copies_s=numbers, exceeded=uses
+)
 
 
 @st.composite
@@ -39,6 +56,19 @@ def plans(draw: st.DrawFn) -> Plan:
         status=draw(st.text(max_size=9)),
         problem_digest=draw(st.text(max_size=9)),
         solve_s=draw(numbers),
+        reasons=draw(st.none() | reasons(len(decided))),
+    )
+
+
+def reasons(num_blocks: int) -> st.SearchStrategy[Reasons]:
+    block = st.builds(BlockReasons, num_others=st.integers(0, 99), next_best=alternatives, barred=alternatives)
+    return st.builds(
+        Reasons,
+        blocks=st.lists(block, min_size=num_blocks, max_size=num_blocks).map(tuple),
+        memory=uses,
+        waits_s=numbers,
+        meanwhile=st.lists(st.builds(LaneTime, lane=st.sampled_from(Lane), busy_s=numbers), max_size=4).map(tuple),
+        more_step_s=numbers,
     )
 
 
@@ -49,7 +79,20 @@ def test_every_plan_comes_back_as_it_was(plan: Plan):
 
 
 def example() -> Plan:
-    return Plan(labels=("préface", "b"), decisions=(BlockDecision(), BlockDecision(params=Params.HOST)), peak_bytes=5)
+    other = Alternative(decision=BlockDecision(), step_s=4.0, more_copies_s=-1.0)
+    return Plan(
+        labels=("préface", "b"),
+        decisions=(BlockDecision(), BlockDecision(params=Params.HOST)),
+        peak_bytes=5,
+        reasons=Reasons(
+            blocks=(BlockReasons(num_others=0), BlockReasons(num_others=1, next_best=other)),
+            memory=(),
+            waits_s=0.0,
+            meanwhile=(),
+            more_bytes=0,
+            more_step_s=3.0,
+        ),
+    )
 
 
 def test_a_saved_file_is_read_by_load_and_by_the_option(tmp_path: Path):
@@ -88,12 +131,25 @@ def changed(change: Callable[[dict[str, Any]], object]) -> str:
         (changed(lambda raw: raw.update(step_s="fast")), "step_s is 'fast'; expected int or float"),
         (changed(lambda raw: raw.update(busy_s=[3])), "3 stands where an object with 'lane' was expected"),
         (changed(lambda raw: raw["decisions"].pop()), "2 labels, 1 decisions"),
-        (changed(lambda raw: raw["decisions"][1].update(params="moon")), "in decision 1, 'moon' is not a valid Params"),
+        (
+            changed(lambda raw: raw["decisions"][1].update(params="moon")),
+            r"in decisions\[1\], 'moon' is not a valid Params",
+        ),
         (
             changed(lambda raw: raw["decisions"][0].update(prefetch_distance=0)),
-            "decision 0, .*is 0; expected at least 1",
+            r"decisions\[0\], .*is 0; expected at least 1",
         ),
         (changed(lambda raw: raw["decisions"][0].pop("optimizer")), "lacks 'optimizer'"),
+        (changed(lambda raw: raw.pop("reasons")), "lacks 'reasons'"),
+        (changed(lambda raw: raw["reasons"]["blocks"].pop()), "reasons need one entry a block: 1 entries, 2 decisions"),
+        (
+            changed(lambda raw: raw["reasons"]["blocks"][1]["next_best"].update(mood="good")),
+            r"in blocks\[1\], it has the unknown entries \['mood'\]",
+        ),
+        (
+            changed(lambda raw: raw["reasons"]["blocks"][1].update(barred="yes")),
+            r"in blocks\[1\], barred is 'yes'; expected dict or NoneType",
+        ),
     ],
 )
 def test_what_is_no_plan_is_refused_by_file_and_fault(text: str, message: str, tmp_path: Path):

@@ -6,7 +6,18 @@ import itertools
 import pytest
 
 from autohete_fx.errors import InfeasiblePlanError, PlanError
-from autohete_fx.ir import Activations, BlockDecision, Lane, Optimizer, Overlap, Params, Plan, Schedule, SelectiveCost
+from autohete_fx.ir import (
+    SCHEMA_VERSION,
+    Activations,
+    BlockDecision,
+    Lane,
+    Optimizer,
+    Overlap,
+    Params,
+    Plan,
+    Schedule,
+    SelectiveCost,
+)
 from autohete_fx.planner.baselines import BASELINES, fits
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import OPTIMAL_GAP, solve
@@ -173,6 +184,35 @@ def test_baselines_are_replayed_and_never_beat_the_plan(name: str, share: float)
         assert name in ("keep-all", "full-recompute")
 
 
+@pytest.mark.parametrize(("length", "is_smaller"), [(9, False), (10, None), (12, True)])
+def test_segments_of_sqrt_blocks_take_less_memory_than_single_ones_from_the_square_of_saved_by_boundary_on(
+    length: int, is_smaller: bool | None
+):
+    """Why sqrt(n) checkpointing is no baseline. A segment is spelled in costs: its last block computes all of it again,
+    whose activations are there until their own backward, and its boundary alone was kept."""
+    saved, boundary = 100, 10
+    frozen = {"param_bytes": 0, "grad_bytes": 0, "optimizer_bytes": 0, "num_params": 0}
+    blocks = [cost(saved_bytes=saved, boundary_bytes=boundary, **frozen)] * length**2
+    segment = [
+        cost(
+            saved_bytes=saved,
+            boundary_bytes=boundary if last else 0,
+            recompute_s=length * 1.0 if last else 0.0,
+            backward_workspace_bytes=7 + before * saved,
+            **frozen,
+        )
+        for before in range(length)
+        for last in (before == length - 1,)
+    ]
+    whole, parts = (problem(costs, allow_offload_activations=False) for costs in (blocks, segment * length))
+    single, joint = BASELINES["full-recompute"](whole), BASELINES["full-recompute"](parts)
+    assert single.step_s == pytest.approx(joint.step_s)
+    if is_smaller is None:
+        assert joint.peak_bytes == single.peak_bytes
+    else:
+        assert (joint.peak_bytes < single.peak_bytes) == is_smaller
+
+
 def test_the_first_block_is_updated_first_or_what_came_first_is():
     """Updates of 4 s each: by priority the next forward waits for one of them, as they arrive for all three."""
     hosted = [BlockDecision(optimizer=Optimizer.HOST)] * 3
@@ -196,7 +236,7 @@ def test_plan_files_round_trip_and_refuse_what_they_do_not_know(tmp_path):
     assert Plan.load(tmp_path / "plan.json") == plan
     text = plan.to_json()
     with pytest.raises(PlanError, match="schema version 999"):
-        Plan.from_json(text.replace('"schema_version": 2', '"schema_version": 999'))
+        Plan.from_json(text.replace(f'"schema_version": {SCHEMA_VERSION}', '"schema_version": 999'))
     with pytest.raises(PlanError, match="not a plan file"):
         Plan.from_json("{")
     with pytest.raises(PlanError, match="damaged"):

@@ -1,0 +1,21 @@
+"""Names of runs of blocks: consecutive layers, whose labels differ in their last number only, are named together."""
+
+import re
+from collections.abc import Sequence
+
+_LAST_NUMBER = re.compile(r"\d+(?!.*\d)")
+
+
+def label_pattern(label: str) -> str:
+    """The label with its last number left out: equal for layers of one stack."""
+    return _LAST_NUMBER.sub("*", label)
+
+
+def run_label(labels: Sequence[str]) -> str:
+    """``model.layers.0-11 (12)`` for a run of one pattern; consecutive equal labels keep their name."""
+    if len(labels) == 1:
+        return labels[0]
+    first, last = _LAST_NUMBER.search(labels[0]), _LAST_NUMBER.search(labels[-1])
+    if first is None or last is None or labels[0] == labels[-1]:
+        return f"{labels[0]} ({len(labels)})"
+    return f"{labels[0][: first.end()]}-{last.group()}{labels[0][first.end() :]} ({len(labels)})"
