@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import logging
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import fx
@@ -21,10 +22,11 @@ from autohete_fx.capture.inputs import GraphInput, graph_inputs
 from autohete_fx.compilation import Compilation
 from autohete_fx.compiler import GraphCompiler
 from autohete_fx.errors import AutoHeteError
-from autohete_fx.ir import Optimizer, Overlap, Schedule
+from autohete_fx.ir import LaneRecord, Optimizer, Overlap, Schedule
 from autohete_fx.model import Model, find_model
 from autohete_fx.options import Options
 from autohete_fx.runtime import calls
+from autohete_fx.runtime.session import Session
 from autohete_fx.runtime.steps import StepClock
 
 log = logging.getLogger(__name__)
@@ -62,10 +64,22 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[object], chosen: Optio
     compiled = compiler.compile(example_inputs)
     result = compiler.finish(time.perf_counter() - begin)
     if result.training:
-        result = dataclasses.replace(result, clock=StepClock(model.session.device, chosen.micro_batches))
+        clock = StepClock(model.session.device, chosen.micro_batches, _records_of(model.session))
+        result = dataclasses.replace(result, clock=clock)
     compilation_module.record(result)
     log.info("%s", result)
     return _owning(compiled, model, result, _awaited_parameters(inputs, result))
+
+
+def _records_of(session: Session) -> Callable[[], tuple[LaneRecord, ...]]:
+    """What the session's lanes did; reports outlive models and must not keep them."""
+    reference = weakref.ref(session)
+
+    def records() -> tuple[LaneRecord, ...]:
+        found = reference()
+        return () if found is None else found.lanes.records()
+
+    return records
 
 
 def surfacing(error: AutoHeteError) -> AutoHeteError:

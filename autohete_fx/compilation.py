@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from autohete_fx.ir import Lane, Plan, Transfer
 from autohete_fx.report import tables, timeline
+from autohete_fx.report.trace import Trace
 from autohete_fx.runtime.steps import StepClock
 
 
@@ -116,6 +117,11 @@ class Compilation:
             tables.ComparisonRow(name="predicted", step_s=self.predicted_step_s, peak_bytes=self.predicted_peak_bytes),
         ]
         return tables.comparison_table(rows, baseline="measured")
+
+    def trace(self) -> Trace:
+        """The lanes, as planned for a step and as recorded in this process; empty records for a graph that did not run."""
+        records, steps_s = ((), ()) if self.clock is None else (self.clock.records(), self.clock.steps_s)
+        return Trace(planned=self.events, records=records, steps_s=steps_s)
 
     def plan_table(self) -> str:
         """The decisions as a table."""

@@ -12,6 +12,7 @@ from autohete_fx.ir.machine import Machine
 from autohete_fx.ir.plan import SCHEMA_VERSION, Plan
 from autohete_fx.ir.problem import Problem
 from autohete_fx.ir.reasons import Alternative, BlockReasons, Memory, MemoryUse, Reasons
+from autohete_fx.ir.record import LaneRecord
 from autohete_fx.ir.transfer import Transfer
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "BlockReasons",
     "Edge",
     "Lane",
+    "LaneRecord",
     "LaneTime",
     "Machine",
     "Memory",

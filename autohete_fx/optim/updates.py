@@ -138,7 +138,9 @@ class _HostUpdate:
         )
         if not self.uploads:
             return updated, updated
-        uploaded = self.lanes.submit(Lane.H2D, priority, param.detach(), self.result, after=(updated, self.moment))
+        uploaded = self.lanes.submit(
+            Lane.H2D, priority, param.detach(), self.result, (updated, self.moment), label="upload"
+        )
         return updated, uploaded
 
     def prepare(self) -> None:
@@ -153,7 +155,9 @@ class _HostUpdate:
         if _at_home(t, self.update.param, self.tier):
             return host_view(t)
         home = self.tier.empty_strided(t.shape, layout_of(self.update.param), t.dtype)
-        ticket = self.lanes.submit(Lane.D2H, self.update.place.block, home, t.detach(), after=(self.moment,))
+        ticket = self.lanes.submit(
+            Lane.D2H, self.update.place.block, home, t.detach(), (self.moment,), label="download"
+        )
         self.arrivals.append(ticket)
         return host_view(home)
 

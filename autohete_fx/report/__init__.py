@@ -6,11 +6,13 @@ In: the values of ``ir`` and plain numbers. Out: text. Nothing here imports torc
 from autohete_fx.report.progress import TrainingProgress
 from autohete_fx.report.tables import ComparisonRow, comparison_table, plan_table, transfers_table
 from autohete_fx.report.timeline import LaneEvent, render_timeline
+from autohete_fx.report.trace import Trace
 from autohete_fx.sizes import format_bytes, format_count, format_seconds
 
 __all__ = [
     "ComparisonRow",
     "LaneEvent",
+    "Trace",
     "TrainingProgress",
     "comparison_table",
     "format_bytes",

@@ -7,18 +7,25 @@ from autohete_fx.ir import Lane
 from autohete_fx.runtime.session import session_by_digest
 
 
-def _to_host(
+def _offload(
     src: torch.Tensor, session: str, lane: int, priority: int, after: torch.Tensor | None = None
 ) -> torch.Tensor:
     owner = session_by_digest(session)
-    return owner.issue(Lane.from_index(lane), priority, owner.tier.empty_like(src), src)
+    return owner.issue(Lane.from_index(lane), priority, owner.tier.empty_like(src), src, "offload")
 
 
-def _to_device(
+def _reload(
     src: torch.Tensor, session: str, lane: int, priority: int, after: torch.Tensor | None = None
 ) -> torch.Tensor:
     owner = session_by_digest(session)
-    return owner.issue(Lane.from_index(lane), priority, ops.empty_copy_of(src), src)
+    return owner.issue(Lane.from_index(lane), priority, ops.empty_copy_of(src), src, "reload")
+
+
+def _prefetch(
+    src: torch.Tensor, session: str, lane: int, priority: int, after: torch.Tensor | None = None
+) -> torch.Tensor:
+    owner = session_by_digest(session)
+    return owner.issue(Lane.from_index(lane), priority, ops.empty_copy_of(src), src, "prefetch")
 
 
 def _wait(handle: torch.Tensor, src: torch.Tensor, session: str, after: torch.Tensor | None = None) -> torch.Tensor:
@@ -32,8 +39,8 @@ def _wait_update(param: torch.Tensor, session: str, after: torch.Tensor | None =
 
 _DISPATCH_KEY = "CompositeExplicitAutograd"  # one kernel for all devices: the session knows the device
 
-ops.library.impl("offload", _to_host, _DISPATCH_KEY)
-ops.library.impl("reload", _to_device, _DISPATCH_KEY)
-ops.library.impl("prefetch", _to_device, _DISPATCH_KEY)
+ops.library.impl("offload", _offload, _DISPATCH_KEY)
+ops.library.impl("reload", _reload, _DISPATCH_KEY)
+ops.library.impl("prefetch", _prefetch, _DISPATCH_KEY)
 ops.library.impl("wait", _wait, _DISPATCH_KEY)
 ops.library.impl("wait_update", _wait_update, _DISPATCH_KEY)

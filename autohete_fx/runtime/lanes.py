@@ -13,21 +13,24 @@ one object: it alone knows what is in flight and keeps it referenced.
 """
 
 import atexit
+import dataclasses
 import functools
 import os
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 
-from autohete_fx.ir import Lane
+from autohete_fx.ir import Lane, LaneRecord
 from autohete_fx.runtime.copies import Copy, cpu_copy, has_spare_core
 from autohete_fx.runtime.stream_lane import Moment, Source, StreamLane
 from autohete_fx.runtime.thread_lane import Pace, ThreadLane, ThreadTicket
-from autohete_fx.runtime.ticket import LaneRecord, Ticket
+from autohete_fx.runtime.ticket import Ticket
 
 _RECORDS = 8192
+_NOTABLE_S = 20e-6
 
 COPY_LANES = (Lane.H2D, Lane.D2H)
 
@@ -94,6 +97,8 @@ class Lanes:
         dst: torch.Tensor,
         src: Source,
         after: Sequence[Ticket] | None = None,
+        *,
+        label: str = "copy",
     ) -> Ticket:
         """Copy ``src`` to ``dst`` (equal sizes) on a lane.
 
@@ -104,6 +109,7 @@ class Lanes:
         Args:
             src: the source, or what gives it when the copy can begin.
             after: what the copy must follow; None: the work that the current stream was given so far.
+            label: for the record.
         """
         self._check_process()
         assert lane in self._copies, f"{lane} is no copy lane"
@@ -112,10 +118,10 @@ class Lanes:
         behind = (self.now(),) if after is None else after
         executor = self._copies[lane]
         if isinstance(executor, StreamLane):
-            return executor.submit(priority, dst, src, behind)
+            return executor.submit(label, priority, dst, src, behind)
         copy, num_bytes = self._copy, dst.numel() * dst.element_size()
         work = functools.partial(_copy, copy, dst, src)
-        ticket = ThreadTicket(lane, priority, num_bytes, work, holds=(dst, src))
+        ticket = ThreadTicket(lane, label, priority, num_bytes, work, holds=(dst, src))
         return executor.submit(ticket, behind)
 
     def update(
@@ -135,7 +141,18 @@ class Lanes:
             after: what it must follow. On an accelerator the work begins when those are *ready*, not complete.
         """
         self._check_process()
-        return self._updates.submit(ThreadTicket(Lane.UPDATE, priority, num_bytes, work, prepare=prepare), after)
+        return self._updates.submit(
+            ThreadTicket(Lane.UPDATE, "update", priority, num_bytes, work, prepare=prepare), after
+        )
+
+    def wait(self, ticket: Ticket) -> None:
+        """`Ticket.wait`, and a record of how long it held the program. On an accelerator that is the thread that launches
+        kernels; how long the device itself is held, only its own profiler can tell."""
+        begin_s = time.perf_counter()
+        ticket.wait()
+        if (end_s := time.perf_counter()) - begin_s > _NOTABLE_S:
+            held = dataclasses.replace(ticket.record(begin_s, end_s), lane=Lane.COMPUTE)
+            self._records.append(held)
 
     def now(self) -> Ticket:
         """A ticket for the work that the current stream was given so far."""

@@ -84,13 +84,15 @@ class Session:
         """Bytes of homes in use."""
         return 0 if self._tier is None else self._tier.in_use_bytes
 
-    def issue(self, lane: Lane, priority: int, dst: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+    def issue(
+        self, lane: Lane, priority: int, dst: torch.Tensor, src: torch.Tensor, label: str = "copy"
+    ) -> torch.Tensor:
         """Start a copy, of a parameter whose update is under way when that is done. Returns its handle, a one-element
         int64 tensor on the CPU."""
         handle = next(self._handles)
         update = self.updates.ticket_of(src) if lane is Lane.H2D else None
         after = None if update is None else (update, self.lanes.now())
-        ticket = self.lanes.submit(lane, priority, dst, src, after)
+        ticket = self.lanes.submit(lane, priority, dst, src, after, label=label)
         self._in_flight[handle] = _InFlight(src.data_ptr(), dst, ticket)
         return torch.tensor([handle], device="cpu")  # whatever torch.set_default_device says
 
@@ -100,7 +102,7 @@ class Session:
         # A compiler that hands the two nodes different copies of `src` could reuse the first one while it is read.
         assert copy.source_address == src.data_ptr(), "wait must get the tensor that was copied"
         try:
-            copy.ticket.wait()
+            self.lanes.wait(copy.ticket)
         except Exception:
             self.updates.wait_for(src)  # where it is the update that failed, this says so
             raise

@@ -8,9 +8,11 @@ call costs a reading of the clock.
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
+from autohete_fx.ir import LaneRecord
 from autohete_fx.runtime.meter import metered_peak_bytes
 
 _KEPT_PASSES = 256
@@ -22,10 +24,14 @@ class StepClock:
     Args:
         device: whose peak is meant.
         micro_batches: forward passes of a step.
+        records: gives what the lanes did.
     """
 
-    def __init__(self, device: torch.device, micro_batches: int) -> None:
+    def __init__(
+        self, device: torch.device, micro_batches: int, records: Callable[[], tuple[LaneRecord, ...]] = tuple
+    ) -> None:
         self._device = device
+        self.records = records
         self._micro_batches = micro_batches
         self._passes = 0
         self._began_s: deque[float] = deque(maxlen=_KEPT_PASSES + micro_batches)
@@ -38,6 +44,12 @@ class StepClock:
         if steps:
             self._began_s.append(time.perf_counter())
         return None if passes else steps
+
+    @property
+    def steps_s(self) -> tuple[float, ...]:
+        """Begins of the latest steps, the first one left out."""
+        forgotten = max(0, self._passes - self._micro_batches) - len(self._began_s)
+        return tuple(self._began_s)[-forgotten % self._micro_batches :: self._micro_batches]
 
     @property
     def step_s(self) -> float | None:

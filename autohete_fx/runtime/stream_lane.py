@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from autohete_fx.ir import Lane
-from autohete_fx.runtime.ticket import LaneRecord, Ticket, failure_of, when_all_ready
+from autohete_fx.ir import Lane, LaneRecord
+from autohete_fx.runtime.ticket import Ticket, failure_of, when_all_ready
 from autohete_fx.runtime.tiers import host_view, is_home
 
 Source = torch.Tensor | Callable[[], torch.Tensor]
@@ -24,7 +24,7 @@ class Moment(Ticket):
     """What a device's current stream has been given so far: a ticket that is ready from the start."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(Lane.COMPUTE, 0, 0)
+        super().__init__(Lane.COMPUTE, "moment", 0, 0)
         self._device = device
         self._event: torch.Event | None = None
         if device.type != "cpu":
@@ -52,8 +52,10 @@ class Moment(Ticket):
 class StreamTicket(Ticket):
     """A copy on a stream. It keeps source and destination referenced until it has been waited for."""
 
-    def __init__(self, lane: Lane, priority: int, dst: torch.Tensor, src: Source, device: torch.device) -> None:
-        super().__init__(lane, priority, dst.numel() * dst.element_size())
+    def __init__(
+        self, lane: Lane, label: str, priority: int, dst: torch.Tensor, src: Source, device: torch.device
+    ) -> None:
+        super().__init__(lane, label, priority, dst.numel() * dst.element_size())
         self._device = device
         self._issued = threading.Event()
         self.tensors: tuple[torch.Tensor, Source] | None = (dst, src)
@@ -114,14 +116,16 @@ class StreamLane:
         self._in_flight: deque[StreamTicket] = deque()
         self._closed = False
 
-    def submit(self, priority: int, dst: torch.Tensor, src: Source, after: Sequence[Ticket]) -> StreamTicket:
+    def submit(
+        self, label: str, priority: int, dst: torch.Tensor, src: Source, after: Sequence[Ticket]
+    ) -> StreamTicket:
         """Copy behind what the tickets stand for."""
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"the {self._lane.value} lane is closed")
             self._open()
             self.collect()
-        ticket = StreamTicket(self._lane, priority, dst, src, self._device)
+        ticket = StreamTicket(self._lane, label, priority, dst, src, self._device)
         when_all_ready(after, lambda: self._issue(ticket, after))
         return ticket
 
@@ -162,15 +166,8 @@ class StreamLane:
                 ticket = self._in_flight.popleft()
                 assert self._origin is not None
                 origin, origin_s = self._origin
-                self._records.append(
-                    LaneRecord(
-                        lane=ticket.lane,
-                        priority=ticket.priority,
-                        num_bytes=ticket.num_bytes,
-                        begin_s=origin_s + origin.elapsed_time(ticket.begin) / 1e3,
-                        end_s=origin_s + origin.elapsed_time(ticket.end) / 1e3,
-                    )
-                )
+                begin_s, end_s = (origin.elapsed_time(event) / 1e3 for event in (ticket.begin, ticket.end))
+                self._records.append(ticket.record(origin_s + begin_s, origin_s + end_s))
 
     def _open(self) -> torch.Stream:
         if self._stream is None:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from autohete_fx.ir import Lane
-from autohete_fx.runtime.ticket import LaneRecord, Ticket, failure_of, when_all_ready
+from autohete_fx.ir import Lane, LaneRecord
+from autohete_fx.runtime.ticket import Ticket, failure_of, when_all_ready
 
 Pace = Callable[[Ticket], float]
 """Seconds by which a lane is slower than the host at some work. They pass first, so that whoever does not wait reads what
@@ -33,6 +33,7 @@ class ThreadTicket(Ticket):
     def __init__(
         self,
         lane: Lane,
+        label: str,
         priority: int,
         num_bytes: int,
         work: Callable[[], None],
@@ -40,7 +41,7 @@ class ThreadTicket(Ticket):
         prepare: Callable[[], None] | None = None,
         holds: object = None,
     ) -> None:
-        super().__init__(lane, priority, num_bytes)
+        super().__init__(lane, label, priority, num_bytes)
         self._work: Callable[[], None] | None = work
         self._prepare = prepare
         self._holds = holds
@@ -198,15 +199,8 @@ class ThreadLane:
     def _run(self, ticket: ThreadTicket) -> None:
         begin_s = time.perf_counter()
         ticket.run(self._pace)
-        record = LaneRecord(
-            lane=ticket.lane,
-            priority=ticket.priority,
-            num_bytes=ticket.num_bytes,
-            begin_s=begin_s,
-            end_s=time.perf_counter(),
-        )
         if ticket.error is None:
-            self._records.append(record)
+            self._records.append(ticket.record(begin_s, time.perf_counter()))
         ticket.finish()
         with self._changed:
             if ticket.error is not None:

@@ -2,39 +2,22 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from autohete_fx.ir import Lane
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaneRecord:
-    """Work that ended: ``begin_s`` and ``end_s`` are readings of ``time.perf_counter``.
-
-    Attributes:
-        lane: who did it.
-        priority: as submitted.
-        num_bytes: bytes that were copied, or of the parameters that were updated.
-    """
-
-    lane: Lane
-    priority: int
-    num_bytes: int
-    begin_s: float
-    end_s: float
+from autohete_fx.ir import Lane, LaneRecord
 
 
 class Ticket:
     """Work that was submitted to a lane.
 
     Attributes:
-        lane, priority, num_bytes: as in `LaneRecord`.
+        lane, label, priority, num_bytes: as in `ir.LaneRecord`.
     """
 
-    def __init__(self, lane: Lane, priority: int, num_bytes: int) -> None:
+    def __init__(self, lane: Lane, label: str, priority: int, num_bytes: int) -> None:
         self.lane = lane
+        self.label = label
         self.priority = priority
         self.num_bytes = num_bytes
         self.error: BaseException | None = None
@@ -78,6 +61,17 @@ class Ticket:
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
+
+    def record(self, begin_s: float, end_s: float) -> LaneRecord:
+        """What is recorded of it."""
+        return LaneRecord(
+            lane=self.lane,
+            label=self.label,
+            priority=self.priority,
+            num_bytes=self.num_bytes,
+            begin_s=begin_s,
+            end_s=end_s,
+        )
 
     def raise_error(self) -> None:
         """Raise what the work raised, if it did."""

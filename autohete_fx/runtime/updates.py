@@ -33,9 +33,9 @@ class _Pending:
     def is_over(self) -> bool:
         return self.ticket.is_complete and self.ticket.error is None
 
-    def wait(self) -> None:
+    def wait(self, lanes: Lanes) -> None:
         try:
-            self.ticket.wait()
+            lanes.wait(self.ticket)
         except Exception as error:
             raise OptimizerStateError(
                 f"the update of a parameter of shape {tuple(self.tensors[0].shape)} failed with {error!r}; it and its"
@@ -103,21 +103,21 @@ class Updates:
         if address is None:
             self.wait_all()
         elif (pending := self._pending.get(address)) is not None:
-            pending.wait()
+            pending.wait(self.lanes)
 
     def wait_all(self, but: Collection[int] = ()) -> None:
         """Wait for every update, except those of parameters whose identities are given. Raises OptimizerStateError."""
         if self._pending:
             for pending in list(self._pending.values()):
                 if pending.owner not in but:
-                    pending.wait()
+                    pending.wait(self.lanes)
             self.prune()
 
     def forget_failures(self) -> None:
         """Wait for everything, and let parameters whose update failed be used again: they are about to be loaded."""
         for pending in list(self._pending.values()):
             with contextlib.suppress(OptimizerStateError):
-                pending.wait()
+                pending.wait(self.lanes)
         with self._lock:
             self._pending = {a: p for a, p in self._pending.items() if p.ticket.error is None}
 

@@ -1,9 +1,11 @@
-"""Our plans against other systems' strategies, all replayed by one simulator: GPTs of the paper's sizes and cards.
+"""Our plans against other systems' strategies, all replayed by one simulator, over a grid of models, cards and budgets.
 
-    python examples/benchmarks/strategies.py --models gpt-2b gpt-4b gpt-10b --device a100-40g
+    python examples/benchmarks/strategies.py                                        # the whole grid, about half an hour
+    python examples/benchmarks/strategies.py --part paper --models gpt-2b gpt-10b   # some of it
 
-Every figure of this table is *simulated*, from a traced model and a device's data sheet; beside the ratios stand the paper's
-(arXiv 2503.01890, one A100-40GB, sequence 1024, batch 8), which its authors measured. Ours differ where the simulator is
+The grid: the paper's GPTs on an A100-40GB, 7B and 13B models on cards of 24 GB, 1B to 8B on an H100 of which 12, 24, 40 or 80
+GB may be used; sequences of 1024, batch 8. Every figure is *simulated*, from a traced model and a device's data sheet; beside the
+ratios of the first part stand the paper's (arXiv 2503.01890), which its authors measured. Ours differ where the simulator is
 kinder to a strategy than its implementation is: it replays ZeRO-Offload, PatrickStar and StrongHold without the costs of
 their implementations, at the best setting of their free numbers, with our copies overlapped as well as ours are.
 Checkpointing in segments of sqrt(n) blocks is not in it; `autohete_fx.planner.baselines` says why.
@@ -11,18 +13,37 @@ Checkpointing in segments of sqrt(n) blocks is not in it; `autohete_fx.planner.b
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from results import environment, print_figures, save
 
 from autohete_fx.blueprint import read_model
 from autohete_fx.errors import InfeasiblePlanError
-from autohete_fx.ir import Overlap, Schedule
+from autohete_fx.ir import Overlap, Problem, Schedule
 from autohete_fx.options import Options
 from autohete_fx.planner.baselines import BASELINES, fits
 from autohete_fx.planner.solve import solve
 from autohete_fx.profiler.devices import RESERVE_SHARE, find_device, machine_of_spec
 from autohete_fx.whatif import trace_model
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the grid; ``budgets`` in GB, None for the card less its reserve."""
+
+    devices: tuple[str, ...]
+    models: tuple[str, ...]
+    budgets: tuple[int | None, ...] = (None,)
+
+
+GRID = {
+    "paper": Part(("a100-40g",), ("gpt-2b", "gpt-4b", "gpt-6b", "gpt-8b", "gpt-10b", "gpt-15b", "gpt-22b")),
+    "24gb": Part(("rtx-3090", "rtx-4090"), ("llama-2-7b", "llama-2-13b")),
+    "h100": Part(("h100-80g",), ("llama-3.2-1b", "llama-3.2-3b", "llama-3-8b"), (12, 24, 40, None)),
+}
 
 _PAPER = {
     "zero-offload": "ZeRO-Offload 1.85 mean, 2.08 max",
@@ -35,46 +56,68 @@ _PAPER = {
 def main() -> None:
     """Run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["gpt-2b", "gpt-4b", "gpt-10b", "gpt-22b"])
-    parser.add_argument("--device", default="a100-40g")
-    parser.add_argument("--budgets", nargs="+", type=float, help="GiB; by default the card less its reserve")
+    parser.add_argument("--part", nargs="+", choices=GRID, default=list(GRID))
+    parser.add_argument("--models", nargs="+", help="only these of the part's models")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print_figures(environment())
-    machine = machine_of_spec(find_device(arguments.device))
-    budgets = [int(gib * 2**30) for gib in arguments.budgets or ()]
-    rows = []
-    for model in arguments.models:
-        blueprint = read_model(model, batch=arguments.batch, seq=arguments.seq, dtype=None)
-        traced = trace_model(blueprint, machine, Options())
-        for budget in budgets or [int((1 - RESERVE_SHARE) * machine.device_bytes)]:
-            problem = dataclasses.replace(
-                traced.problem,
-                device_budget_bytes=budget,
-                host_budget_bytes=machine.host_bytes,
-                schedule=Schedule(overlap=Overlap.BACKWARD),
-            )
-            try:
-                ours = solve(problem)
-            except InfeasiblePlanError as error:
-                print(f"{model}, {budget / 2**30:.0f} GiB: {error}\n")
+    rows: list[dict[str, Any]] = []
+    for name in arguments.part:
+        part = GRID[name]
+        for model in [m for m in part.models if arguments.models is None or m in arguments.models]:
+            blueprint = read_model(model, batch=arguments.batch, seq=arguments.seq, dtype=None)
+            for device in part.devices:
+                machine = machine_of_spec(find_device(device))
+                problem = trace_model(blueprint, machine, Options()).problem
+                for budget in part.budgets:
+                    share = int((1 - RESERVE_SHARE) * machine.device_bytes)
+                    rows += compare(name, model, device, problem, share if budget is None else budget * 10**9)
+                    save(arguments.json, rows)
+    _summarise(rows)
+
+
+def compare(part: str, model: str, device: str, problem: Problem, budget_bytes: int) -> list[dict[str, Any]]:
+    """Print and return the step time of every strategy over that of our plan."""
+    problem = dataclasses.replace(
+        problem,
+        device_budget_bytes=budget_bytes,
+        host_budget_bytes=problem.machine.host_bytes,
+        schedule=Schedule(overlap=Overlap.BACKWARD),
+    )
+    where = {"part": part, "model": model, "device": device, "budget_bytes": budget_bytes}
+    title = f"{model}, {device}, {budget_bytes / 1e9:.0f} GB"
+    try:
+        ours = solve(problem)
+    except InfeasiblePlanError as error:
+        print(f"{title}: {error}\n", flush=True)
+        return [{**where, "strategy": "ours", "fits": False}]
+    print(f"{title}: ours {ours.step_s:.3f} s, gap {ours.gap:.2%}")
+    rows = [{**where, "strategy": "ours", "fits": True, "step_s": ours.step_s, "gap": ours.gap}]
+    for name, strategy in BASELINES.items():
+        theirs = strategy(problem)
+        fit, ratio = fits(problem, theirs), theirs.step_s / ours.step_s
+        print(f"  {name:<28}{f'{ratio:.3f}x' if fit else 'does not fit'}")
+        rows.append({**where, "strategy": name, "fits": fit, "time / ours": ratio})
+    print(flush=True)
+    return rows
+
+
+def _summarise(rows: Sequence[dict[str, Any]]) -> None:
+    for part in GRID:
+        for strategy in BASELINES:
+            mine = [row for row in rows if row["part"] == part and row["strategy"] == strategy]
+            ratios = [row["time / ours"] for row in mine if row["fits"]]
+            if not mine:
                 continue
-            print(f"{model}, {budget / 2**30:.0f} GiB: ours {ours.step_s:.3f} s, gap {ours.gap:.2%}")
-            for name, strategy in BASELINES.items():
-                theirs = strategy(problem)
-                fit = fits(problem, theirs)
-                ratio = theirs.step_s / ours.step_s
-                print(f"  {name:<28}{f'{ratio:.2f}x' if fit else 'does not fit':<14}{_PAPER.get(name, '')}")
-                rows.append({"model": model, "budget": budget, "strategy": name, "fits": fit, "time / ours": ratio})
-            print(flush=True)
-    for name, paper in _PAPER.items():
-        ratios = [row["time / ours"] for row in rows if row["strategy"] == name and row["fits"]]
-        if ratios:
-            mean, most = sum(ratios) / len(ratios), max(ratios)
-            print(f"{name:<28}{mean:.2f} mean, {most:.2f} max, simulated; the paper, measured: {paper}")
-    save(arguments.json, rows)
+            paper = f"; the paper, measured: {_PAPER[strategy]}" if part == "paper" and strategy in _PAPER else ""
+            figures = (
+                f"{sum(ratios) / len(ratios):.2f} mean, {min(ratios):.3f} least, {max(ratios):.2f} most"
+                if ratios
+                else "never fits"
+            )
+            print(f"{part:<8}{strategy:<28}fits {len(ratios)} of {len(mine)}: {figures}{paper}")
 
 
 if __name__ == "__main__":

@@ -433,6 +433,19 @@ def test_updates_are_done_in_the_order_in_which_forward_needs_them(gate: Gate):
     assert latest == sorted(latest) and len(set(latest)) == 4
 
 
+def test_the_trace_shows_what_the_lanes_did(gate: Gate):
+    state = Training(gate)
+    gate.opened.set()
+    for _ in range(3):
+        state.step()
+    state.optimizer.synchronize()
+    trace = training.training_compilation().trace()
+    labels = {(r.lane, r.label) for r in trace.records}
+    assert {(Lane.UPDATE, "update"), (Lane.D2H, "offload")} <= labels
+    assert trace.num_steps >= 2 and (trace.busy_s(Lane.UPDATE) or 0) > 0
+    assert "update" in trace.lanes_table() and trace.planned
+
+
 # -- failure ------------------------------------------------------------------------------------------------------------
 
 
