@@ -98,5 +98,9 @@ def when_all_ready(tickets: Sequence[Ticket], callback: Callable[[], None]) -> N
 
 
 def failure_of(tickets: Sequence[Ticket]) -> BaseException | None:
-    """What the first of them that failed raised."""
-    return next((ticket.error for ticket in tickets if ticket.error is not None), None)
+    """What the first of them that failed raised; who asks will raise it."""
+    failed = next((ticket for ticket in tickets if ticket.error is not None), None)
+    if failed is None:
+        return None
+    failed.is_error_raised = True
+    return failed.error
