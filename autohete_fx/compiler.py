@@ -68,7 +68,7 @@ class GraphCompiler:
                     partition_fn=self.partition,
                     inference_pass=self._rewrite_inference,
                 )
-        for _ in range(_MAX_COMPILATIONS):
+        for attempt in range(1, _MAX_COMPILATIONS + 1):
             compiled = self._compile_fx(example_inputs)
             if self.compilation is None and self._stored is None:
                 # The code was cached but its plan is gone (the cache directories are separate): compile afresh.
@@ -78,7 +78,9 @@ class GraphCompiler:
             excess = self._excess_bytes()
             if excess <= 0:
                 return compiled
-            self._withhold(self._withheld_bytes + excess)
+            # At last the plan of least peak, which nothing is asked of but that its code keeps the budget.
+            all_of_it = attempt == _MAX_COMPILATIONS - 1
+            self._withhold(self._budget_bytes if all_of_it else self._withheld_bytes + excess)
             store_text("withheld", self.base_key, str(self._withheld_bytes))
         assert self.compilation is not None
         raise self._over_budget(self.compilation.plan.peak_bytes)
@@ -110,6 +112,7 @@ class GraphCompiler:
         else:
             partitioner = Partitioner(self.partition, self.key)
             run_without_code(self.captured.gm, example_inputs, partitioner, self._rewrite_inference)
+            self._refuse_unjudged()
         assert self.compilation is not None
         return self.compilation
 
@@ -167,19 +170,31 @@ class GraphCompiler:
         peak = dry_run(forward, backward, num_outputs, device_type=self.captured.device.type)
         self._compiled.clear()
         if peak is None:
+            self._refuse_unjudged()
             return 0
         peak = planning.traced_peak_bytes(problem, plan, peak)
         self.compilation = dataclasses.replace(self.compilation, plan=dataclasses.replace(plan, peak_bytes=peak))
         if self.captured.budget_bytes is None or peak <= self.captured.budget_bytes:
             return 0
-        if self._is_given:
+        if self._is_given or self._step.refusal is not None:
             raise self._over_budget(peak)
         return peak - self.captured.budget_bytes
 
-    def _over_budget(self, peak_bytes: int) -> Exception:
+    def _refuse_unjudged(self) -> None:
+        """Without compiled code that can be run on tensors without memory, what the trace says counts."""
+        if self._step is not None and self._step.refusal is not None:
+            raise self._step.refusal
+
+    @property
+    def _budget_bytes(self) -> int:
         assert self.captured.budget_bytes is not None
-        what = f"The compiled code needs {format_bytes(peak_bytes)}"
-        return too_small(self.captured.budget_bytes, peak_bytes, what)
+        return self.captured.budget_bytes
+
+    def _over_budget(self, peak_bytes: int) -> Exception:
+        refusal = None if self._step is None else self._step.refusal
+        why = "" if refusal is None else f". {refusal.held_up_by}"
+        what = f"The compiled code needs {format_bytes(peak_bytes)}{why}"
+        return too_small(self._budget_bytes, peak_bytes, what)
 
     @property
     def _is_given(self) -> bool:
@@ -206,6 +221,7 @@ class GraphCompiler:
             functorch_config.donated_buffer = False
         graphs = self._step.graphs
         if self.captured.options.inner_backend == "eager":  # no compiler will call `pin`
+            self._refuse_unjudged()
             for gm, context in zip((graphs.forward, graphs.backward), self._step.contexts, strict=True):
                 self._run_final(gm, context)
         return graphs.forward, graphs.backward

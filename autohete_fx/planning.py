@@ -198,15 +198,30 @@ def fitted_plan(plan: Plan, graph: BlockGraph, problem: Problem) -> Plan:
     for label, decision in zip(labels, plan.decisions, strict=True):
         _refuse_unsupported(label, decision)
     problem = dataclasses.replace(problem, schedule=plan.schedule)
+    return _replayed(dataclasses.replace(plan, block_digests=digests), problem)
+
+
+def recomputing(plan: Plan, problem: Problem) -> Plan:
+    """The plan with all activations recomputed that it keeps, be it in part."""
+    kept = (Activations.KEEP, Activations.SELECTIVE)
+    decisions = (
+        dataclasses.replace(d, activations=Activations.RECOMPUTE) if d.activations in kept else d
+        for d in plan.decisions
+    )
+    return _replayed(dataclasses.replace(plan, decisions=tuple(decisions), status="feasible", reasons=None), problem)
+
+
+def _replayed(plan: Plan, problem: Problem) -> Plan:
+    """The plan with what is predicted of it for a problem."""
     result = simulate(problem, plan.decisions)
     return dataclasses.replace(
         plan,
-        block_digests=digests,
         step_s=result.step_s,
         peak_bytes=result.peak_bytes,
         host_bytes=result.host_bytes,
         busy_s=result.busy_s,
         reasons=plan.reasons if plan.problem_digest == problem.digest else None,
+        gap=max(0.0, 1 - plan.lower_bound_s / result.step_s) if plan.lower_bound_s else plan.gap,
         problem_digest=problem.digest,
     )
 

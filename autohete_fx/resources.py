@@ -11,6 +11,7 @@ from autohete_fx import ops
 from autohete_fx.ir import Lane, Machine
 from autohete_fx.options import Options, resolve_bytes
 from autohete_fx.profiler.machine import device_capacity_bytes, host_capacity_bytes, load_or_measure_machine
+from autohete_fx.runtime.lanes import has_spare_core
 from autohete_fx.runtime.session import Session
 
 _GRAIN = 64
@@ -49,7 +50,13 @@ def machine_of(device: torch.device, session: Session, offload_dir: str | None =
         handle = session.issue(lane, 0, dst, src)
         return lambda: session.wait(handle, src)
 
-    return load_or_measure_machine(device, make_host_tensor=host_tensor, issue_copy=issue_copy, offload_dir=offload_dir)
+    return load_or_measure_machine(
+        device,
+        make_host_tensor=host_tensor,
+        issue_copy=issue_copy,
+        copies_run_beside=has_spare_core(),
+        offload_dir=offload_dir,
+    )
 
 
 def is_symbolic(tensor: torch.Tensor) -> bool:

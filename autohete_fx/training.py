@@ -31,6 +31,8 @@ _MAX_CORRECTIONS = 8
 _RESERVE = 1 / 64
 """Share of the budget by which a traced peak may be wrong: plans leave it free, so that the code that comes of them
 rarely has to be compiled again. What moves nothing may take it too, because nothing is lost in trying."""
+_WORST_TRACE = 1 / 8
+"""Share by which a trace has been above the truth at most: a budget is refused unheard only where it is farther off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +44,25 @@ class TrainingStep:
         contexts: of forward and backward, which the last pass needs again.
         compilation: what the user can look at.
         problem: what the plan solves.
+        refusal: set where the plan is the one of least peak and its trace is a little above the budget: what to raise where
+            the code that comes of it does not keep the budget, or where nothing can tell.
     """
 
     graphs: rewriting.Partitioned
     contexts: tuple[PassContext, PassContext]
     compilation: Compilation
     problem: Problem
+    refusal: InfeasiblePlanError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rewritten:
+    """A plan, whose peak is the traced one, and the graphs that it was written into."""
+
+    plan: Plan
+    graphs: rewriting.Partitioned
+    contexts: tuple[PassContext, PassContext]
+    refusal: InfeasiblePlanError | None = None
 
 
 class TrainingPlanner:
@@ -93,12 +108,15 @@ class TrainingPlanner:
         self.offloadable = tuple(node.name for node in offloadable(split.forward, split.num_outputs))
         before = (graph_text(split.forward), graph_text(split.backward))
         problem = self.captured.problem(self.blocks, profile, training=True)
-        plan, split, contexts = self._planned(problem, split, original)
+        made = self._planned(problem, split, original)
+        plan, split, contexts = made.plan, made.graphs, made.contexts
         passes = self.options.passes
         split.forward = rewriting.run_user_passes(passes.forward, split.forward, contexts[0])
         split.backward = rewriting.run_user_passes(passes.backward, split.backward, contexts[1])
         compilation = self._report(problem, plan, profile, before, split)
-        return TrainingStep(graphs=split, contexts=contexts, compilation=compilation, problem=problem)
+        return TrainingStep(
+            graphs=split, contexts=contexts, compilation=compilation, problem=problem, refusal=made.refusal
+        )
 
     def _split(self, joint: fx.GraphModule, plan: Plan) -> rewriting.Partitioned:
         context = PassContext(stage=Stage.JOINT, plan=plan, block_of=block_index(self.blocks))
@@ -119,14 +137,15 @@ class TrainingPlanner:
             return profile_measured(partition, machine, max_bytes=self.captured.free_bytes())
         return profile_analytic(partition, machine)
 
-    def _planned(
-        self, problem: Problem, split: rewriting.Partitioned, original: fx.GraphModule
-    ) -> tuple[Plan, rewriting.Partitioned, tuple[PassContext, PassContext]]:
-        """Plan and rewrite until the traced peak of the rewritten graphs keeps the budget."""
+    def _planned(self, problem: Problem, split: rewriting.Partitioned, original: fx.GraphModule) -> _Rewritten:
+        """Plan and rewrite until the traced peak of the rewritten graphs keeps the budget.
+
+        Where no plan does, the one of least traced peak is what is left: it comes with the error that it may end in, or that
+        is raised here where it is far above the budget.
+        """
         usable = allowed = self._usable_bytes(problem, split)
         fresh: rewriting.Partitioned | None = split
         refused: InfeasiblePlanError | None = None
-        peak = 0
         for _ in range(_MAX_CORRECTIONS):
             try:
                 plan = self._plan(dataclasses.replace(problem, device_budget_bytes=allowed))
@@ -136,24 +155,41 @@ class TrainingPlanner:
                 # Corrections may have gone below what is possible: see what the plan of least peak really needs.
                 refused, allowed = error, error.smallest_budget_bytes
                 continue
-            with self._timed("rewriting"):
-                if fresh is None or rewriting.changes_code(plan):
-                    fresh = self._split(rewriting.copy_graph(original), plan)
-                contexts = self._rewrite(fresh, plan)
-                peak = self._traced_peak(problem, plan, fresh)
-            if usable is None or allowed is None or peak <= usable:
-                return dataclasses.replace(plan, peak_bytes=peak), fresh, contexts
+            made = self._made(problem, plan, original, fresh)
+            fresh = None  # consumed by the rewrite
+            if usable is None or allowed is None or made.plan.peak_bytes <= usable:
+                return made
             if refused is not None or self.given is not None:
                 break
-            allowed = min(allowed, plan.peak_bytes) - (peak - usable) - allowed // 1000
-            fresh = None  # consumed by the rewrite
-        assert self.captured.budget_bytes is not None
-        raise too_small(
+            allowed = min(allowed, plan.peak_bytes) - (made.plan.peak_bytes - usable) - allowed // 1000
+        if self.given is None and problem.allow_recompute:
+            # The planner adds up blocks; recomputing all of them may need less than what it takes for the least.
+            everything = self._made(problem, planning.recomputing(made.plan, problem), original, None)
+            made = min(made, everything, key=lambda each: each.plan.peak_bytes)
+        assert self.captured.budget_bytes is not None and usable is not None
+        peak = made.plan.peak_bytes
+        if peak <= usable:
+            return made
+        refusal = too_small(
             self.captured.budget_bytes,
             int(peak / (1 - _RESERVE)) + 1 + self.withheld_bytes,
             refused.held_up_by if refused else f"The plan needs {format_bytes(peak)}",
             smallest_host_bytes=refused.smallest_host_budget_bytes if refused else None,
         )
+        if self.given is not None or peak * (1 - _WORST_TRACE) > self.captured.budget_bytes:
+            raise refusal
+        return dataclasses.replace(made, refusal=refusal)
+
+    def _made(
+        self, problem: Problem, plan: Plan, original: fx.GraphModule, split: rewriting.Partitioned | None
+    ) -> _Rewritten:
+        """The graphs of a plan; ``split``: the partition that changes nothing, where it is still there to be rewritten."""
+        with self._timed("rewriting"):
+            if split is None or rewriting.changes_code(plan):
+                split = self._split(rewriting.copy_graph(original), plan)
+            contexts = self._rewrite(split, plan)
+            peak = self._traced_peak(problem, plan, split)
+        return _Rewritten(plan=dataclasses.replace(plan, peak_bytes=peak), graphs=split, contexts=contexts)
 
     def _usable_bytes(self, problem: Problem, split: rewriting.Partitioned) -> int | None:
         """What a traced peak may be; None for no limit."""

@@ -1,7 +1,8 @@
 """Order a graph by regions, so that inserted nodes stand in their slots and recomputation stands where it is needed.
 
 A region is one block's part of a graph. Within a region: copies and waits of its slot, waits for what it reads, then
-its own nodes in the order that they had. Dependencies always win over this order.
+its own nodes in the order that they had. Dependencies always win over this order: what an earlier region reads stands
+there, whichever block it is of.
 
 ::
 
@@ -13,7 +14,7 @@ its own nodes in the order that they had. Dependencies always win over this orde
 """
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
@@ -46,16 +47,20 @@ def region_keys(graph: fx.Graph, context: PassContext) -> dict[fx.Node, tuple[in
 def reorder(
     graph: fx.Graph, keys: Mapping[fx.Node, tuple[int, int]], extra: Mapping[fx.Node, Iterable[fx.Node]]
 ) -> bool:
-    """Stable topological sort by key under data and ``extra`` dependencies. False, and no change, on a cycle."""
+    """Stable topological sort by key under data and ``extra`` dependencies. False, and no change, on a cycle.
+
+    What a node depends on is sorted by that node's key where it is smaller: else all that is ready in between would come
+    before the node, as if the regions were one.
+    """
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     position = {node: i for i, node in enumerate(nodes)}
     users: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
-    missing: dict[fx.Node, int] = {}
+    needed = {node: {n for n in (*node.all_input_nodes, *extra.get(node, ())) if n in position} for node in nodes}
     for node in nodes:
-        needed = {n for n in (*node.all_input_nodes, *extra.get(node, ())) if n in position}
-        missing[node] = len(needed)
-        for other in needed:
+        for other in needed[node]:
             users[other].append(node)
+    missing = {node: len(needed[node]) for node in nodes}
+    keys = _least_of_users(nodes, keys, needed)
     ready = [(*keys[n], position[n]) for n in nodes if not missing[n]]
     heapq.heapify(ready)
     order = []
@@ -72,3 +77,18 @@ def reorder(
     for node in order:
         output.prepend(node)
     return True
+
+
+def _least_of_users(
+    nodes: Sequence[fx.Node], keys: Mapping[fx.Node, tuple[int, int]], needed: Mapping[fx.Node, Iterable[fx.Node]]
+) -> dict[fx.Node, tuple[int, int]]:
+    """Every node's key, or a smaller one of what depends on it."""
+    found = {node: keys[node] for node in nodes}
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        for source in needed[node]:
+            if found[node] < found[source]:
+                found[source] = found[node]
+                pending.append(source)
+    return found

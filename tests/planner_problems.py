@@ -86,6 +86,8 @@ def _costs(draw: st.DrawFn) -> BlockCost:
         optimizer_bytes=param * draw(st.integers(2, 3)) if trained else 0,
         num_params=sum(sizes),
         trained=sizes,
+        num_param_tensors=max(1, len(sizes)),
+        num_grad_tensors=max(1, len(sizes)),
     )
 
 

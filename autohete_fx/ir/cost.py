@@ -41,6 +41,7 @@ class BlockCost:
         trained: the elements of each trainable parameter, smallest first, ``num_params`` in all; empty where it is not
             known how they divide.
         selective: of selective recomputation; None where that would free nothing.
+        num_param_tensors, num_grad_tensors: in how many copies the parameters move, and their gradients.
     """
 
     forward_s: float
@@ -57,6 +58,8 @@ class BlockCost:
     num_params: int
     trained: tuple[int, ...] = ()
     selective: SelectiveCost | None = None
+    num_param_tensors: int = 1
+    num_grad_tensors: int = 1
 
     def held_bytes(self, activations: Activations) -> int:
         """Device bytes that live from forward to backward, before anything leaves for host memory."""
@@ -83,6 +86,14 @@ class BlockCost:
     def offloaded_bytes(self, count: int | None = None) -> int:
         """Bytes of the ``count`` largest tensors that can leave; of all of them where None."""
         return sum(self.offloadable[:count])
+
+    def offloaded_tensors(self, count: int | None = None) -> int:
+        """In how many copies those leave."""
+        return len(self.offloadable[:count])
+
+    def moved_tensors(self, count: int | None) -> int:
+        """Gradients of the ``count`` smallest trainable parameters; of all of them where None."""
+        return self.num_grad_tensors if count is None else count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ class Machine:
         h2d_bytes_per_s, d2h_bytes_per_s: large copies up and down.
         disk_bytes_per_s: sequential disk transfers; 0 where unused.
         device_update_params_per_s, host_update_params_per_s: AdamW updates, in parameters.
-        latency_s: fixed cost of one transfer.
+        latency_s: fixed cost of one transfer, which moves one tensor.
         copy_share: of a second of copying, the seconds by which it lengthens computation meanwhile. 0 where copies have an
             engine of their own; 1 where the processors that compute do the copying.
     """

@@ -4,13 +4,14 @@ Both the integer program (`formulation`) and the search (`improve`) are made of 
 walks the runtime's program by itself and judges both.
 """
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autohete_fx.ir import Activations, BlockCost, BlockDecision, Optimizer, Overlap, Params, Problem
-from autohete_fx.planner.figures import device_update_s, disk_s, moved_params, overlap_of, updates_on_host
+from autohete_fx.ir import Activations, BlockCost, BlockDecision, Lane, Optimizer, Overlap, Params, Problem
+from autohete_fx.planner.figures import copy_s, device_update_s, disk_s, moved_params, overlap_of, updates_on_host
 
 Bytes = NDArray[np.int64]
 
@@ -152,30 +153,27 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
     """What a block's work takes."""
     cost, machine = problem.costs[block], problem.machine
 
-    def up_s(num_bytes: int) -> float:
-        return machine.latency_s + num_bytes / machine.h2d_bytes_per_s if num_bytes else 0.0
-
-    def down_s(num_bytes: int) -> float:
-        return machine.latency_s + num_bytes / machine.d2h_bytes_per_s if num_bytes else 0.0
-
-    fetch_s = up_s(cost.param_bytes) if decision.params is Params.HOST else 0.0
+    up_s, down_s = (functools.partial(copy_s, machine, lane) for lane in (Lane.H2D, Lane.D2H))
+    fetch_s = up_s(cost.param_bytes, cost.num_param_tensors) if decision.params is Params.HOST else 0.0
     if not problem.training:
         return Durations(
             forward_work=cost.forward_s + machine.copy_share * fetch_s, forward_up=fetch_s, forward_down=0.0
         )
     on_host, streamed = updates_on_host(decision), decision.optimizer is Optimizer.STREAMED
-    offloaded = cost.offloaded_bytes(decision.num_offloaded) if decision.activations is Activations.OFFLOAD else 0
-    backward_up_s = up_s(offloaded) + (0.0 if decision.keeps_fetched else fetch_s)
+    offloads, tensors = decision.activations is Activations.OFFLOAD, cost.offloaded_tensors(decision.num_offloaded)
+    offloaded = cost.offloaded_bytes(decision.num_offloaded) if offloads else 0
+    offload_s = down_s(offloaded, tensors)
+    backward_up_s = up_s(offloaded, tensors) + (0.0 if decision.keeps_fetched else fetch_s)
     count, moved = decision.num_moved_states, moved_params(cost, decision)
-    gradients_s = down_s(cost.moved_part(cost.grad_bytes, count)) if on_host else 0.0
+    gradients_s = down_s(cost.moved_part(cost.grad_bytes, count), cost.moved_tensors(count)) if on_host else 0.0
     uploads = cost.num_params > 0 and on_host and decision.params is Params.DEVICE
     upload_s = up_s(cost.moved_part(cost.param_bytes, count)) if uploads else 0.0
     states = cost.moved_part(cost.optimizer_bytes, count) if streamed else 0
     host_update_s = moved / machine.host_update_params_per_s + machine.copy_share * upload_s
     return Durations(
-        forward_work=cost.forward_s + machine.copy_share * (fetch_s + down_s(offloaded)),
+        forward_work=cost.forward_s + machine.copy_share * (fetch_s + offload_s),
         forward_up=fetch_s,
-        forward_down=down_s(offloaded),
+        forward_down=offload_s,
         backward_work=cost.backward_s
         + cost.again_s(decision.activations)
         + machine.copy_share * (backward_up_s + gradients_s),

@@ -1,9 +1,9 @@
-"""What a decision takes that does not depend on when: bytes on the host and on disk, seconds of updates.
+"""What a decision takes that does not depend on when: bytes on the host and on disk, seconds of updates and copies.
 
 The simulator and what it judges share these, because there is nothing to replay in them.
 """
 
-from autohete_fx.ir import Activations, BlockCost, BlockDecision, Optimizer, Overlap, Params, Problem
+from autohete_fx.ir import Activations, BlockCost, BlockDecision, Lane, Machine, Optimizer, Overlap, Params, Problem
 
 
 def overlap_of(problem: Problem) -> Overlap:
@@ -45,6 +45,14 @@ def device_update_s(problem: Problem, block: int, decision: BlockDecision, num_p
         num_bytes = cost.param_bytes * num_params / cost.num_params
         seconds += num_bytes / machine.h2d_bytes_per_s + num_bytes / machine.d2h_bytes_per_s
     return seconds
+
+
+def copy_s(machine: Machine, lane: Lane, num_bytes: int, num_tensors: int = 1) -> float:
+    """Seconds to copy so many bytes up (``Lane.H2D``) or down, one tensor after another; 0 for none."""
+    if not num_bytes:
+        return 0.0
+    bandwidth = machine.h2d_bytes_per_s if lane is Lane.H2D else machine.d2h_bytes_per_s
+    return num_tensors * machine.latency_s + num_bytes / bandwidth
 
 
 def moved_params(cost: BlockCost, decision: BlockDecision) -> int:

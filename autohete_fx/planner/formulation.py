@@ -23,9 +23,9 @@ short:
     M[s] >= M[s-1] + sum over b of (m[b,s] - m[b,s-1]),  M[s] <= device budget,  with fixed_bytes for M[-1].
 
 Time of one pass (`Program._add_pass`; the forward takes blocks in order, the backward in reverse order; i is the
-position). w[i] is the work on compute, u[i] the copies up that it needs, d[i] the copies down that it makes; a copy costs
-latency_s + bytes / bandwidth. E[i] is when compute is done with i, waits at its end included, U[i] when the up lane is done
-with i, D[i] the down lane; E[-1] and before is when the pass begins. Copies are issued at most a blocks ahead.
+position). w[i] is the work on compute, u[i] the copies up that it needs, d[i] the copies down that it makes, which cost
+tensors * latency_s + bytes / bandwidth. E[i] is when compute is done with i, waits at its end included, U[i] when the up lane is
+done with i, D[i] the down lane; E[-1] and before is when the pass begins. Copies are issued at most a blocks ahead.
 
     E[i] >= E[i-1] + w[i]            blocks run in order
     E[i] >= U[i] + w[i]              a block starts once it has what it needs

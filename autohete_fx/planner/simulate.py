@@ -6,7 +6,7 @@ optimizer's updates; the replay is of a step in steady state, in the middle of m
 
 Time. Lanes work in order. The compute lane runs blocks; at fixed points of its program it *issues* copies to the lanes
 h2d and d2h and *waits* for them. A copy starts when it is issued, what it copies is there, and its lane has done all
-that was issued before; it takes ``latency_s + bytes / bandwidth``. Copies of nothing are not issued.
+that was issued before; it takes ``tensors * latency_s + bytes / bandwidth``. Copies of nothing are not issued.
 
     forward of b      issue the copies up due now; wait for b's; compute; issue b's offload; wait for the copies down due
     backward of b     issue the fetches and reloads due now; wait for b's; recompute; compute; issue b's gradients to
@@ -59,6 +59,7 @@ from autohete_fx.ir import (
 )
 from autohete_fx.planner.device_memory import DeviceMemory
 from autohete_fx.planner.figures import (
+    copy_s,
     device_update_s,
     disk_bytes,
     disk_s,
@@ -192,31 +193,29 @@ class _Replay:
         if self.keep_events and end_s > start_s:
             self.events.append(Event(lane=lane, label=label, block=block, start_s=start_s, end_s=end_s))
 
-    def _copy_s(self, lane: Lane, num_bytes: int) -> float:
-        if not num_bytes:
-            return 0.0
-        bandwidth = self.machine.h2d_bytes_per_s if lane is Lane.H2D else self.machine.d2h_bytes_per_s
-        return self.machine.latency_s + num_bytes / bandwidth
+    def _lost_s(self, *copies: tuple[Lane, int, int]) -> float:
+        """Seconds that a block's copies take from computation, given as lanes, bytes and tensors."""
+        return self.machine.copy_share * sum(copy_s(self.machine, *copy) for copy in copies)
 
-    def _lost_s(self, *copies: tuple[Lane, int]) -> float:
-        """Seconds that a block's copies take from computation, given as lanes and bytes."""
-        return self.machine.copy_share * sum(self._copy_s(*copy) for copy in copies)
-
-    def _issue(self, lane: Lane, label: str, block: int, num_bytes: int, ready_at: float = 0.0) -> None:
-        """Queue a copy on a lane, of something that is there ``ready_at``."""
+    def _issue(
+        self, lane: Lane, label: str, block: int, num_bytes: int, num_tensors: int = 1, ready_at: float = 0.0
+    ) -> None:
+        """Queue copies on a lane, of something that is there ``ready_at``."""
         if num_bytes:
-            ready = max(self._clock, ready_at)
-            self.done_at[label, block] = self._work(lane, label, block, self._copy_s(lane, num_bytes), ready)
+            ready, seconds = max(self._clock, ready_at), copy_s(self.machine, lane, num_bytes, num_tensors)
+            self.done_at[label, block] = self._work(lane, label, block, seconds, ready)
 
     def _wait(self, label: str, block: int) -> None:
         """Hold the compute lane until a copy is complete, if one is under way."""
         self.free_at[Lane.COMPUTE] = max(self._clock, self.done_at.pop((label, block), 0.0))
 
-    def _moved_bytes(self, block: int) -> tuple[int, int]:
-        """A block's fetched parameters and its activations that leave and return."""
-        offloads = self.problem.training and self.decisions[block].activations is Activations.OFFLOAD
-        fetched = self.costs[block].param_bytes if self.decisions[block].params is Params.HOST else 0
-        return fetched, self._offloaded_bytes(block) if offloads else 0
+    def _moved(self, block: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """A block's fetched parameters and its activations that leave and return: bytes and tensors."""
+        cost, decision = self.costs[block], self.decisions[block]
+        offloads = self.problem.training and decision.activations is Activations.OFFLOAD
+        fetched = cost.param_bytes if decision.params is Params.HOST else 0
+        offloaded = self._offloaded_bytes(block) if offloads else 0
+        return (fetched, cost.num_param_tensors), (offloaded, cost.offloaded_tensors(decision.num_offloaded))
 
     def _offloaded_bytes(self, block: int) -> int:
         return self.costs[block].offloaded_bytes(self.decisions[block].num_offloaded)
@@ -231,7 +230,8 @@ class _Replay:
     def _fetch_params(self, block: int, ready_at: float = 0.0) -> None:
         if self.decisions[block].params is Params.HOST:
             self.memory.hold("fetched parameters", block, self.costs[block].param_bytes)
-            self._issue(Lane.H2D, "fetch", block, self.costs[block].param_bytes, ready_at)
+            cost = self.costs[block]
+            self._issue(Lane.H2D, "fetch", block, cost.param_bytes, cost.num_param_tensors, ready_at)
 
     def _forward(self, block: int, updated_at: Mapping[int, float] | None = None) -> None:
         """Forward of a block; ``updated_at``, of the blocks updated on the host, where this is the step's first."""
@@ -246,8 +246,8 @@ class _Replay:
         self._wait("fetch", block)
         if updated_at is not None:
             self._update_with_copies(block)
-        fetched, offloaded = self._moved_bytes(block)
-        lost_s = self._lost_s((Lane.H2D, fetched), (Lane.D2H, offloaded))
+        fetched, offloaded = self._moved(block)
+        lost_s = self._lost_s((Lane.H2D, *fetched), (Lane.D2H, *offloaded))
         self._work(Lane.COMPUTE, "forward", block, cost.forward_s + lost_s)
         self.memory.hold("workspace", block, 0)
         if not (self.problem.training and decision.keeps_fetched):
@@ -258,7 +258,7 @@ class _Replay:
         if decision.recomputes:
             self.memory.hold("activations", block, cost.held_bytes(decision.activations))
         elif decision.activations is Activations.OFFLOAD:
-            self._issue(Lane.D2H, "offload", block, offloaded)
+            self._issue(Lane.D2H, "offload", block, *offloaded)
         if updated_at is not None:
             self._return_states(block)
         for sender in self.after[block]:
@@ -284,7 +284,7 @@ class _Replay:
                 self._fetch_params(due)
             if self.decisions[due].activations is Activations.OFFLOAD:
                 self.memory.hold("activations", due, self.costs[due].saved_bytes)
-                self._issue(Lane.H2D, "reload", due, self._offloaded_bytes(due))
+                self._issue(Lane.H2D, "reload", due, *self._moved(due)[1])
         to_host = self._moved_part(block, cost.grad_bytes) if updates_on_host(decision) else 0
         self.memory.hold("activations", block, cost.saved_bytes)
         self.memory.hold("workspace", block, cost.backward_workspace_bytes)
@@ -295,15 +295,16 @@ class _Replay:
         self._wait("reload", block)
         if decision.recomputes:
             self._work(Lane.COMPUTE, "recompute", block, cost.again_s(decision.activations))
-        fetched, reloaded = self._moved_bytes(block)
-        copies = ((Lane.H2D, 0 if decision.keeps_fetched else fetched), (Lane.H2D, reloaded))
-        lost_s = self._lost_s(*copies, (Lane.D2H, to_host))
+        fetched, reloaded = self._moved(block)
+        copies = ((Lane.H2D, *fetched),) if not decision.keeps_fetched else ()
+        gradients_moved = (to_host, cost.moved_tensors(decision.num_moved_states))
+        lost_s = self._lost_s(*copies, (Lane.H2D, *reloaded), (Lane.D2H, *gradients_moved))
         self._work(Lane.COMPUTE, "backward", block, cost.backward_s + lost_s)
         self.memory.hold("workspace", block, 0)
         self.memory.hold("activations", block, 0)
         self.memory.hold("fetched parameters", block, 0)
         if updates_on_host(decision):
-            self._issue(Lane.D2H, "gradients", block, to_host)
+            self._issue(Lane.D2H, "gradients", block, *gradients_moved)
             self.landed_at[block] = self.done_at.get(("gradients", block), self._clock)
         for sender in reversed(self.before[block]):
             self._wait("gradients", sender)
@@ -346,7 +347,7 @@ class _Replay:
         cost, decision = self.costs[block], self.decisions[block]
         uploaded = self._moved_part(block, cost.param_bytes) if decision.params is Params.DEVICE else 0
         updated = moved_params(cost, decision)
-        seconds = updated / self.machine.host_update_params_per_s + self._lost_s((Lane.H2D, uploaded))
+        seconds = updated / self.machine.host_update_params_per_s + self._lost_s((Lane.H2D, uploaded, 1))
         return max(seconds, disk_s(self.problem, block, decision))
 
     def _update_alone(self, block: int, updated_at: Mapping[int, float]) -> None:
@@ -362,7 +363,7 @@ class _Replay:
     def _issue_update_copies(self, block: int, updated_at: Mapping[int, float]) -> None:
         cost, decision = self.costs[block], self.decisions[block]
         if block in updated_at and decision.params is Params.DEVICE:
-            self._issue(Lane.H2D, "upload", block, self._moved_part(block, cost.param_bytes), updated_at[block])
+            self._issue(Lane.H2D, "upload", block, self._moved_part(block, cost.param_bytes), 1, updated_at[block])
         if decision.optimizer is Optimizer.STREAMED:
             streamed = self._moved_part(block, cost.optimizer_bytes)
             self.memory.hold("streamed optimizer states", block, streamed)

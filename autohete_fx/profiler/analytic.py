@@ -235,6 +235,8 @@ class _Owned:
     grad_bytes: int = 0
     optimizer_bytes: int = 0
     num_params: int = 0
+    num_param_tensors: int = 1
+    num_grad_tensors: int = 1
 
 
 def param_owners(partition: Partition) -> dict[str, int]:
@@ -262,6 +264,8 @@ def _owned(partition: Partition) -> list[_Owned]:
                 grad_bytes=sum(info.num_bytes for info in trained),
                 optimizer_bytes=sum(info.state_bytes for info in trained),
                 num_params=sum(info.num_elements for info in trained),
+                num_param_tensors=max(1, len(infos)),
+                num_grad_tensors=max(1, len(trained)),
             )
         )
     return owned
@@ -346,6 +350,8 @@ def costs_from_times(partition: Partition, times: tuple[BlockTimes, ...]) -> tup
                 grad_bytes=params.grad_bytes,
                 optimizer_bytes=params.optimizer_bytes,
                 num_params=params.num_params,
+                num_param_tensors=params.num_param_tensors,
+                num_grad_tensors=params.num_grad_tensors,
                 selective=SelectiveCost(saved_bytes=selective, recompute_s=seconds.selective_s)
                 if selective < saved_bytes
                 else None,

@@ -28,7 +28,7 @@ from autohete_fx.profiler.cache import load_machine, store_machine
 _REPEATS = 4
 _COPY_BYTES = 24 * 2**20
 _TRANSFER_BYTES = 2**20
-"""On a CPU device: what a training step moves at a time, so that the rates contain what every transfer costs besides."""
+"""On a CPU device: what a training step moves at a time."""
 # On a GPU more than its caches hold, and enough to hide what a launch costs.
 _STREAM_BYTES = {"cpu": 24 * 2**20, "cuda": 128 * 2**20}
 # Parameters, gradients and moments together more than a cache holds.
@@ -136,7 +136,7 @@ def _copy_rates(device: torch.device, on_device: torch.Tensor, on_host: torch.Te
 
 
 class _Transfers:
-    """Copies of 1 MiB each, issued and waited for as training does."""
+    """Copies issued and waited for as training does."""
 
     def __init__(self, issue: IssueCopy, sources: Sequence[torch.Tensor]) -> None:
         self.issue = issue
@@ -166,18 +166,24 @@ class _Transfers:
         return min(2.0, max(0.0, (_seconds(device, run) - count * compute_s) / alone_s))
 
 
-def _copy_figures(device: torch.device, make: "MakeTensor", issue: IssueCopy) -> dict[str, float]:
-    """Rates of a CPU device's copies, and what computation loses to them."""
+def _copy_figures(device: torch.device, make: "MakeTensor", issue: IssueCopy, beside: bool) -> dict[str, float]:
+    """Rates of a CPU device's copies, what each costs whatever its size, and what computation loses to them."""
     count = _COPY_BYTES // _TRANSFER_BYTES
     pieces = make(_COPY_BYTES, torch.uint8).fill_(1).chunk(count)
     transfers = _Transfers(issue, pieces)
-    down_s, up_s = (transfers.seconds(device, lane) for lane in (Lane.D2H, Lane.H2D))
+    tiny = _Transfers(issue, [piece[:64] for piece in pieces])
+    (down_s, tiny_down_s), (up_s, tiny_up_s) = (
+        (transfers.seconds(device, lane), tiny.seconds(device, lane)) for lane in (Lane.D2H, Lane.H2D)
+    )
     side = _PRODUCT_SIZE["cpu"]
     left, right, product = (make(side**2, torch.float32).fill_(0.5).view(side, side) for _ in range(3))
     return {
-        "h2d_bytes_per_s": _COPY_BYTES / up_s,
-        "d2h_bytes_per_s": _COPY_BYTES / down_s,
-        "copy_share": transfers.share_lost(device, down_s, lambda: torch.mm(left, right, out=product)),
+        "h2d_bytes_per_s": _COPY_BYTES / max(up_s - tiny_up_s, up_s / 4),
+        "d2h_bytes_per_s": _COPY_BYTES / max(down_s - tiny_down_s, down_s / 4),
+        "latency_s": (tiny_up_s + tiny_down_s) / (2 * count),
+        "copy_share": 1.0
+        if not beside
+        else transfers.share_lost(device, down_s, lambda: torch.mm(left, right, out=product)),
     }
 
 
@@ -217,6 +223,7 @@ def measure_machine(
     *,
     make_host_tensor: MakeHostTensor | None = None,
     issue_copy: IssueCopy | None = None,
+    copies_run_beside: bool = True,
     offload_dir: str | None = None,
 ) -> Machine:
     """Time the machine.
@@ -226,6 +233,8 @@ def measure_machine(
         make_host_tensor: bytes to a 1-d uint8 tensor in the host tier. Without it, pinned memory for CUDA, and for
             a CPU a mapped file in ``offload_dir``.
         issue_copy: CPU only: how training copies. Without it, plain copies are timed, as if nothing ran beside them.
+        copies_run_beside: CPU only: whether computation goes on while copies so issued run; what it loses to them is
+            timed. Else it stands still for as long as they take.
         offload_dir: directory of host memory for a CPU device; the temporary directory where None.
     """
     # the caller may be in the middle of tracing: nothing here may be traced or recorded for backward
@@ -250,9 +259,9 @@ def measure_machine(
         up, down, latency = _copy_rates(
             device, make(_COPY_BYTES, torch.uint8).fill_(1), make_on_host(_COPY_BYTES, torch.uint8)
         )
-        copies = {"h2d_bytes_per_s": up, "d2h_bytes_per_s": down}
+        copies = {"h2d_bytes_per_s": up, "d2h_bytes_per_s": down, "latency_s": latency}
         if device.type == "cpu" and issue_copy is not None:
-            copies = _copy_figures(device, make, issue_copy)
+            copies = _copy_figures(device, make, issue_copy, copies_run_beside)
         host_rate = _update_rate(torch.device("cpu"), make_on_host)
         return Machine(
             device_name=device_name(device.type, device.index),
@@ -265,7 +274,6 @@ def measure_machine(
             disk_bytes_per_s=0.0,
             device_update_params_per_s=host_rate if device.type == "cpu" else _update_rate(device, make),
             host_update_params_per_s=host_rate,
-            latency_s=latency,
             **copies,
         )
 
@@ -289,6 +297,7 @@ def load_or_measure_machine(
     *,
     make_host_tensor: MakeHostTensor | None = None,
     issue_copy: IssueCopy | None = None,
+    copies_run_beside: bool = True,
     offload_dir: str | None = None,
 ) -> Machine:
     """The machine's figures from the cache, timed where it has none. Capacities are always today's."""
@@ -296,7 +305,11 @@ def load_or_measure_machine(
     machine = load_machine(key)
     if machine is None:
         machine = measure_machine(
-            device, make_host_tensor=make_host_tensor, issue_copy=issue_copy, offload_dir=offload_dir
+            device,
+            make_host_tensor=make_host_tensor,
+            issue_copy=issue_copy,
+            copies_run_beside=copies_run_beside,
+            offload_dir=offload_dir,
         )
         store_machine(key, machine)
     # The free bytes of a disk change by the minute; rounded down, so that equal problems stay equal.

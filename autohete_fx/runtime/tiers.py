@@ -9,6 +9,7 @@ view. It returns to the pool with the last reference, so a gradient that is stil
 """
 
 import abc
+import contextlib
 import ctypes
 from collections.abc import Sequence
 from typing import cast
@@ -51,7 +52,7 @@ class HostTier(abc.ABC):
         """
         lease = self._arena.lease(span(size, stride) * dtype.itemsize)
         # Homes may be asked for in the middle of tracing or of inference, and outlive it as ordinary tensors.
-        with _disable_current_modes(), torch.inference_mode(False):
+        with _without_modes(), torch.inference_mode(False):
             storage = self._storage(lease)
             setattr(storage, _LEASE, lease)
             return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, tuple(size), tuple(stride))
@@ -183,10 +184,16 @@ def host_view(t: torch.Tensor) -> torch.Tensor:
 def lease_view(t: torch.Tensor) -> torch.Tensor:
     """A new CPU storage over a home's lease, with the layout of ``t``."""
     lease = getattr(t.untyped_storage(), _LEASE)
-    with _disable_current_modes(), torch.inference_mode(False):
+    with _without_modes(), torch.inference_mode(False):
         storage = torch.frombuffer(lease, dtype=torch.uint8).untyped_storage()
         setattr(storage, _LEASE, lease)
         return torch.empty(0, dtype=t.dtype, device="cpu").set_(storage, t.storage_offset(), t.shape, t.stride())
+
+
+def _without_modes() -> contextlib.AbstractContextManager[object]:
+    """No modes inside. In training there are none, and to look for them takes longer than all else here."""
+    active = torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()
+    return _disable_current_modes() if active else contextlib.nullcontext()
 
 
 def span(size: Sequence[int], stride: Sequence[int]) -> int:

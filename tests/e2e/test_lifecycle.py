@@ -1,5 +1,6 @@
 """Processes, caches, several graphs and several models: what a compiled model shares, and with whom."""
 
+import dataclasses
 import gc
 import json
 import os
@@ -260,6 +261,44 @@ def test_code_that_would_break_the_budget_is_compiled_again(monkeypatch: pytest.
         del model, optimizer
         torch._dynamo.reset()
         gc.collect()
+
+
+@pytest.mark.slow
+def test_a_budget_is_refused_by_what_was_compiled_and_not_by_a_trace_that_is_too_high(
+    monkeypatch: pytest.MonkeyPatch, fresh_caches: Path
+):
+    """The trace is a twentieth above what it was: plans that keep the budget remain, and the least that is named does."""
+    once = training.trace_step
+
+    def too_high(*args: Any, **how: Any) -> Any:
+        trace = once(*args, **how)
+        high = dataclasses.replace(trace.forward, peak_bytes=trace.peak_bytes + 2**17)
+        return dataclasses.replace(trace, forward=high)
+
+    monkeypatch.setattr(training, "trace_step", too_high)
+    options = {"profile": "analytic", "allow": ["recompute"]}
+
+    def peak_within(budget: int) -> int:
+        torch._dynamo.reset()
+        model = make()
+        model.compile(backend="autohete", options={**options, "memory_budget": budget})
+        torch.optim.SGD(model.parameters())
+        model(torch.randn(256, 128)).backward()
+        return training_plan().peak_bytes
+
+    def training_plan() -> Plan:
+        return next(c.plan for c in reversed(autohete_fx.compilations()) if c.training)
+
+    with pytest.raises(autohete_fx.InfeasiblePlanError) as caught:
+        autohete_fx.explain(make(), torch.randn(256, 128), options={**options, "memory_budget": 1000})
+    traced = caught.value.smallest_budget_bytes
+    assert traced is not None
+    peak = peak_within(traced - 2**16)
+    assert peak <= traced - 2**16
+    with pytest.raises(autohete_fx.InfeasiblePlanError, match="compiled code needs") as caught:
+        peak_within(peak - 2**12)
+    smallest = caught.value.smallest_budget_bytes
+    assert smallest is not None and peak_within(smallest) <= smallest
 
 
 def test_what_was_predicted_is_logged_beside_what_was_measured_once(caplog: pytest.LogCaptureFixture):

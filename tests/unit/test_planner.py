@@ -19,6 +19,7 @@ from autohete_fx.ir import (
     SelectiveCost,
 )
 from autohete_fx.planner.baselines import BASELINES, fits
+from autohete_fx.planner.choices import durations
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import OPTIMAL_GAP, solve
 from tests.planner_problems import MACHINE, cost, problem
@@ -97,6 +98,20 @@ def test_something_moves_without_a_budget_where_it_is_worth_the_copies():
     assert plan.lower_bound_s <= plan.step_s < stay.step_s * (1 - OPTIMAL_GAP)
     nearly_even = problem([cost(num_params=5, forward_s=0.8)] * 4)
     assert solve(nearly_even).decisions == (KEEP,) * 4
+
+
+def test_every_tensor_of_a_block_costs_the_latency_of_a_transfer():
+    machine = dataclasses.replace(MACHINE, latency_s=0.25)
+    moved = BlockDecision(params=Params.HOST, optimizer=Optimizer.HOST, activations=Activations.OFFLOAD)
+
+    def step_s(**tensors: int) -> float:
+        alone = problem([cost(**tensors)], machine=machine)
+        assert durations(alone, 0, moved).forward_up == simulate(alone, [moved]).events[0].end_s
+        return simulate(alone, [moved]).step_s
+
+    # Parameters come twice, gradients go once; nothing of a lone block's copies is hidden.
+    assert step_s(num_param_tensors=4) == pytest.approx(step_s() + 2 * 3 * 0.25)
+    assert step_s(num_grad_tensors=4) == pytest.approx(step_s() + 3 * 0.25)
 
 
 def test_as_fast_plans_copy_as_little_as_they_can():

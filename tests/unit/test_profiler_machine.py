@@ -1,5 +1,6 @@
 """Machine figures: plausible, complete, cached by what they depend on."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -52,9 +53,23 @@ def test_copies_are_timed_as_training_issues_them(tmp_path: Path) -> None:
         return src.clone
 
     found = measure_machine(CPU, issue_copy=issue, offload_dir=str(tmp_path))
-    assert {*issued} == {(Lane.D2H, 2**20), (Lane.H2D, 2**20)}
+    assert {*issued} == {(lane, size) for lane in (Lane.D2H, Lane.H2D) for size in (64, 2**20)}
     assert found.h2d_bytes_per_s > 1e6 and found.d2h_bytes_per_s > 1e6
     assert 0.0 <= found.copy_share <= 2.0
+    inline = measure_machine(CPU, issue_copy=issue, copies_run_beside=False, offload_dir=str(tmp_path))
+    assert inline.copy_share == 1.0
+
+
+def test_what_a_copy_costs_whatever_its_size_is_no_part_of_the_rates(tmp_path: Path) -> None:
+    delay_s = 2e-3
+
+    def issue(lane: Lane, src: torch.Tensor) -> Callable[[], torch.Tensor]:
+        time.sleep(delay_s)
+        return src.clone
+
+    found = measure_machine(CPU, issue_copy=issue, copies_run_beside=False, offload_dir=str(tmp_path))
+    assert found.latency_s >= delay_s
+    assert min(found.h2d_bytes_per_s, found.d2h_bytes_per_s) > 2**20 / delay_s
 
 
 def test_measuring_draws_no_random_numbers(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
 from torch import fx
 
@@ -188,6 +189,33 @@ return (None, wait_grad_w0, wait_grad_w1)""",
 @pytest.mark.parametrize("stage", GRAPHS)
 def test_sort_regions_keeps_the_results(stage: Stage):
     assert_same_results(rewritten(stage, passes.sort_regions), GRAPHS[stage]())
+
+
+def test_what_an_earlier_region_reads_does_not_let_later_regions_in():
+    """Recomputation of block 0 that is ready at once waits for block 1, which reads another value of block 0."""
+    graph = fx.Graph()
+    for name in ("tangent", "saved"):
+        graph.placeholder(name)
+    for name, block, target, arguments in (
+        ("again", 0, aten.gelu.default, ("saved",)),
+        ("shared", 0, aten.neg.default, ("saved",)),
+        ("grad_1", 1, aten.mul.Tensor, ("tangent", "shared")),
+        ("grad_0", 0, aten.mul.Tensor, ("grad_1", "again")),
+    ):
+        named = {node.name: node for node in graph.nodes}
+        made = graph.create_node("call_function", target, tuple(named[a] for a in arguments), name=name)
+        annotations.set_block(made, block)
+    graph.output((made,))
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    values = (torch.randn(4), torch.randn(4))
+    expected = gm(*values)
+    recompute = context(Stage.BACKWARD, BlockDecision(activations=Activations.RECOMPUTE), offloaded={})
+    passes.run(
+        [p for p in passes.PIPELINE if p.function is passes.sort_regions], gm, recompute, given=("blocks", "lowered")
+    )
+    order = [node.name for node in gm.graph.nodes if node.op == "call_function"]
+    assert order == ["shared", "grad_1", "again", "grad_0"]
+    torch.testing.assert_close(gm(*values), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("stage", GRAPHS)
