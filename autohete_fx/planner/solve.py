@@ -14,7 +14,6 @@ only to one that is faster by more than OPTIMAL_GAP. On a CUDA device there can 
 share the updates, so keeping everything is not a lower bound on time, and is not said to be.
 """
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,8 +50,6 @@ REPLAYED_BLOCKS_PER_SECOND = 1_500_000
 """Of local search on a usual core."""
 PROGRAM_BLOCKS = 8
 """For more blocks the integer programs are not tried: in the time there is they get little further than their relaxation."""
-MOST_SEGMENTS = 48
-"""Blocks that the relaxation tells apart; more are taken together, which costs the bound a third of a percent."""
 MOST_CHOICES = 80_000
 """Where blocks times all their choices are more, the search is among those that the relaxation uses."""
 _STARTS, _IMPROVED_STARTS, _ROUNDINGS = 4, 2, 4
@@ -172,8 +169,8 @@ class _Found:
             self._keep(search, search.improve(start))
 
     def _relax(self) -> Relaxed | None:
-        """Bound the step; very many blocks are taken together in segments."""
-        bounding = Program(self.problem, segment=math.ceil(self.num_blocks / MOST_SEGMENTS))
+        """Bound the step."""
+        bounding = Program(self.problem)
         bounding.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
         relaxed = relax(bounding, deadline=min(self.deadline, time.monotonic() + RELAXATION_SHARE * self.time_limit_s))
         if relaxed is not None:
