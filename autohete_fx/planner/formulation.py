@@ -86,7 +86,7 @@ are, and `relaxation` bounds what symmetry does not weaken.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -98,6 +98,7 @@ from autohete_fx.ir import BlockDecision, Overlap, Problem
 from autohete_fx.planner.choices import (
     BACKWARD_PASS,
     COPY_WEIGHT,
+    DURATIONS,
     FORWARD_AND_UPDATES_PASS,
     FORWARD_PASS,
     UPDATES_PASS,
@@ -181,7 +182,7 @@ class Program:
 
     def _ticks_of(self, block: int) -> dict[str, NDArray[np.int64]]:
         """By lane and pass, the ticks of every option of a block, rounded down."""
-        seconds = self._of_block(block, lambda option: astuple(durations(self.problem, block, option)))
+        seconds = self._of_block(block, lambda option: DURATIONS(durations(self.problem, block, option)))
         ticks = np.floor(seconds / self.tick_s).astype(np.int64)
         return dict(zip(Durations.__dataclass_fields__, ticks.T, strict=True))
 

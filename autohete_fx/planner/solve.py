@@ -5,7 +5,7 @@
     the program that bounds (`formulation`), without whole numbers (`relaxation`)            -> the lower bound
     its shares in whole blocks (`rounding`), repaired and improved
     for a few blocks, the programs that bound and decide, and their decisions improved
-    random changes to the best, improved                                                     -> the plan
+    random changes to the best (`anneal`), improved                                          -> the plan
     nothing fits                                                                -> InfeasiblePlanError (`infeasible`)
 
 The search ends early where the best plan has reached the bound. Whatever found it, a plan is replayed by `simulate`, which
@@ -21,6 +21,7 @@ from dataclasses import replace
 import numpy as np
 
 from autohete_fx.ir import BlockDecision, Overlap, Plan, Problem
+from autohete_fx.planner.anneal import anneal
 from autohete_fx.planner.baselines import evaluate, fits
 from autohete_fx.planner.choices import MAX_PREFETCH_DISTANCE, choices, copies
 from autohete_fx.planner.figures import overlap_of
@@ -38,7 +39,7 @@ OPTIMAL_GAP = 0.005
 """A plan whose gap is at most this has status ``optimal``; for less, nothing is moved."""
 BOUND_SHARE, DECIDE_SHARE = 0.15, 0.1
 """Of the time limit, what work is counted out for, for each integer program."""
-STARTS_SHARE, ROUNDING_SHARE, PROGRAMS_SHARE, ESCAPE_SHARE = 0.1, 0.3, 0.05, 0.15
+STARTS_SHARE, ROUNDING_SHARE, PROGRAMS_SHARE, ANNEALING_SHARE, POLISHING_SHARE = 0.1, 0.15, 0.05, 0.25, 0.02
 """Likewise for local search from patterns, from the rounded relaxation, from each program's decisions, and at the end. All
 shares together stay below the limit, so that the clock, which would make plans depend on the load, ends the search only on a
 machine that is slow or busy for the number of blocks."""
@@ -138,8 +139,10 @@ class _Found:
             for ahead, share in ((MAX_PREFETCH_DISTANCE, BOUND_SHARE), (1, DECIDE_SHARE)):
                 self._solve_program(search, ahead, share)
         if not self._is_done:
-            self._allow(search, ESCAPE_SHARE)
-            self._keep(search, search.escape(search.replays.row(self.best)))
+            self._allow(search, ANNEALING_SHARE if self.num_blocks > PROGRAM_BLOCKS else POLISHING_SHARE)
+            self._keep(search, anneal(search, search.replays.row(self.best)))
+            self._allow(search, POLISHING_SHARE)
+            self._keep(search, search.improve(search.replays.row(self.best)))
 
     @property
     def _is_done(self) -> bool:
