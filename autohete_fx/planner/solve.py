@@ -39,12 +39,12 @@ OPTIMAL_GAP = 0.005
 """A plan whose gap is at most this has status ``optimal``; for less, nothing is moved."""
 BOUND_SHARE, DECIDE_SHARE = 0.15, 0.1
 """Of the time limit, what work is counted out for, for each integer program."""
-STARTS_SHARE, ROUNDING_SHARE, PROGRAMS_SHARE, ANNEALING_SHARE, POLISHING_SHARE = 0.1, 0.15, 0.05, 0.25, 0.02
+STARTS_SHARE, ROUNDING_SHARE, PROGRAMS_SHARE, ANNEALING_SHARE, POLISHING_SHARE = 0.1, 0.2, 0.05, 0.2, 0.02
 """Likewise for local search from patterns, from the rounded relaxation, from each program's decisions, and at the end. All
 shares together stay below the limit, so that the clock, which would make plans depend on the load, ends the search only on a
 machine that is slow or busy for the number of blocks."""
-RELAXATION_SHARE = 0.3
-"""Of the time limit, by the clock, for the relaxation, which takes a tenth of this for few blocks."""
+RELAXATION_SHARE = 0.5
+"""Of the time limit, by the clock, for the relaxation, without which nothing is proven; it takes a tenth of this for few blocks."""
 REASONS_SHARE = 0.04
 """Likewise for saying why, at the end."""
 REPLAYED_BLOCKS_PER_SECOND = 1_500_000
