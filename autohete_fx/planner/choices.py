@@ -5,7 +5,8 @@ walks the runtime's program by itself and judges both.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,16 +24,33 @@ least is chosen. The two copying lanes work for two seconds in a second at most:
 
 def choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
     """Every decision that a block may get, at prefetch distance 1; the one that moves nothing comes first."""
+    treated, placed = activation_choices(problem, block), place_choices(problem, block)
+    return tuple(joined(activations, place) for activations in treated for place in placed)
+
+
+def joined(activations: BlockDecision, place: BlockDecision) -> BlockDecision:
+    """What one decision says about activations and another about everything else."""
+    return replace(place, activations=activations.activations, num_offloaded=activations.num_offloaded)
+
+
+def activation_choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
+    """What may happen to a block's activations, as decisions that say no more."""
     cost = problem.costs[block]
     activations: list[tuple[Activations, int | None]] = [(Activations.KEEP, None)]
-    params = [(Params.DEVICE, False)]
-    optimizer: list[tuple[Optimizer, int | None]] = [(Optimizer.DEVICE, None)]
     if problem.training and problem.allow_recompute and cost.boundary_bytes < cost.saved_bytes:
         activations.append((Activations.RECOMPUTE, None))
     if problem.training and problem.allow_recompute and cost.selective is not None:
         activations.append((Activations.SELECTIVE, None))
     if problem.training and problem.allow_offload_activations and cost.offloadable:
         activations.extend((Activations.OFFLOAD, count) for count in (None, *_offloaded_counts(problem, block)))
+    return tuple(BlockDecision(activations=kind, num_offloaded=count) for kind, count in activations)
+
+
+def place_choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
+    """Where a block's parameters and optimizer states may be, as decisions that keep all activations."""
+    cost = problem.costs[block]
+    params = [(Params.DEVICE, False)]
+    optimizer: list[tuple[Optimizer, int | None]] = [(Optimizer.DEVICE, None)]
     if problem.allow_host_params and cost.param_bytes:
         params.append((Params.HOST, False))
         if problem.training and problem.allow_keeping_fetched:
@@ -50,12 +68,9 @@ def choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
         params = [(place, kept) for place, kept in params if place is pinned.params] or [(pinned.params, False)]
         optimizer = [(pinned.optimizer, pinned.num_moved_states)]
     return tuple(
-        BlockDecision(
-            activations=a, num_offloaded=count, params=p, keeps_fetched=kept, optimizer=o, num_moved_states=moved
-        )
-        for a, count in activations
-        for p, kept in params
-        for o, moved in optimizer
+        BlockDecision(params=place, keeps_fetched=kept, optimizer=home, num_moved_states=moved)
+        for place, kept in params
+        for home, moved in optimizer
     )
 
 
@@ -126,6 +141,10 @@ class Durations:
         """All copies of a step with so many passes forward and backward."""
         in_passes = self.forward_up + self.forward_down + self.backward_up + self.backward_down
         return passes * in_passes + self.update_up + self.update_down
+
+
+DURATIONS = attrgetter(*Durations.__dataclass_fields__)
+"""All of them as a tuple; `dataclasses.astuple` copies, which for thousands of decisions is most of the work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,16 +3,19 @@
 Numbers are integers: bytes as they are, seconds in ticks of one 2**20th of the blocks' total work, rounded down. A
 memory constraint is therefore exact, and a bound on the rounded times is a bound on the true ones.
 
-Choice (`Program._add_choices`). For block b = 0..n-1 and each of its options k (`choices.choices` leaves out what is not
-allowed, what is pinned, and what could gain nothing)
+Choice (`Program._add_choices`). For block b = 0..n-1, each treatment k of its activations and each place l of its parameters
+and states (`choices` leaves out what is not allowed, what is pinned, and what could gain nothing)
 
-    x[b,k] in {0,1},   sum over k of x[b,k] = 1.
+    x[b,k], y[b,l] in {0,1},   sum over k of x[b,k] = 1,   sum over l of y[b,l] = 1.
 
-A quantity that depends on the option, written q[b], stands for the sum over k of q(b,k) x[b,k].
+Whatever a block takes, of a lane or of memory, its activations and its places take independently of each other: a quantity
+q of both is q(0,l) + q(k,0) - q(0,0), where 0 keeps activations and is the first place (`Program._of_block`). So every pair
+needs no variable of its own, and a relaxation loses nothing: whatever shares x and y have, there are shares of pairs that
+have them. Written q[b], a quantity stands for the sum over l of q(0,l) y[b,l] and over k of (q(k,0) - q(0,0)) x[b,k].
 
 Memory (`Program._add_device_memory`, `Program._add_memory_elsewhere`). What block b holds on the device while another
-block runs does not depend on other blocks' options. With m(b,k,s) from `choices.device_bytes` for every span s, and with
-h(b,k) and o(b,k) what it holds on the host and on disk
+block runs does not depend on other blocks' options. With m(b,s) from `choices.device_bytes` for every span s, and with
+h(b) and o(b) what it holds on the host and on disk
 
     fixed_bytes + sum over b of m[b,s] <= device budget,   sum of h[b] <= host budget,   sum of o[b] <= size of the disk.
 
@@ -56,7 +59,7 @@ that waits for updates or has that pass before it. For a = 1 the program decides
 of all copies; for the farthest distance it bounds, and does not.
 
 For a = 1 the program is the simulator. At prefetch distance 1 copies are queued in the order in which blocks need them,
-so for fixed x the simulated times are the least solution of the inequalities above: each time is the largest of the
+so for fixed x and y the simulated times are the least solution of the inequalities above: each time is the largest of the
 right sides. Where a block has no copy, its U and D add no wait: U[i] is then the larger of U[i-1], for which i-1 waited
 already, and E[i-2]; and D[i] the larger of D[i-1], for which the wait at the end of i comes first, and the end of work.
 Where it is not updated on the host, R[i] is that of the last block before it that is, for whose copy i-1 waited already,
@@ -73,7 +76,7 @@ is the least U[i]. Copies of what was updated on the host may be overtaken by ot
 
 with v[i] the seconds of such copies only: then blocks are updated in their order, and those updated after c are copied
 after c is updated. All other rows hold in every replay. Memory at distance 1 is at most the memory at any distance, since
-an earlier issue only lengthens the life of a buffer. So the plan's x is feasible here, at an objective no larger than its
+an earlier issue only lengthens the life of a buffer. So the plan's x and y are feasible here, at an objective no larger than its
 simulated time.
 
 Identical blocks are interchangeable in the sums of work but not in memory or in the chain of waits, so no order is
@@ -81,10 +84,10 @@ imposed on them. Their symmetry is met outside: `starts` tries patterns, of whic
 are, and `relaxation` bounds what symmetry does not weaken.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -95,14 +98,17 @@ from autohete_fx.ir import BlockDecision, Overlap, Problem
 from autohete_fx.planner.choices import (
     BACKWARD_PASS,
     COPY_WEIGHT,
+    DURATIONS,
     FORWARD_AND_UPDATES_PASS,
     FORWARD_PASS,
     UPDATES_PASS,
     Durations,
     PassKind,
-    choices,
+    activation_choices,
     device_bytes,
     durations,
+    joined,
+    place_choices,
 )
 from autohete_fx.planner.figures import disk_bytes, host_bytes, overlap_of, updates_on_host
 
@@ -132,13 +138,10 @@ Linear = Any  # sums of variables: cp_model's stubs do not type them
 
 
 class Program:
-    """One integer program over a problem with at least one block; build, set one objective, solve.
+    """One integer program over a problem with at least one block; build, set one objective, solve."""
 
-    ``segment`` is how many blocks are taken together: 1 to decide, more to bound many blocks quickly.
-    """
-
-    def __init__(self, problem: Problem, *, segment: int = 1) -> None:
-        assert problem.costs and segment >= 1
+    def __init__(self, problem: Problem) -> None:
+        assert problem.costs
         self.problem = problem
         self.num_blocks = len(problem.costs)
         self.model = cp_model.CpModel()
@@ -148,10 +151,13 @@ class Program:
         held = (c.saved_bytes + c.param_bytes + c.grad_bytes + c.optimizer_bytes for c in problem.costs)
         self.bytes_unit = sum(held) + problem.fixed_bytes or 1
         self.units: dict[int, int] = {}  # of the variables that are no choices, in which the relaxation counts
-        self.options = [choices(problem, block) for block in range(self.num_blocks)]
-        self.segments = [range(i, min(i + segment, self.num_blocks)) for i in range(0, self.num_blocks, segment)]
+        self.treated = [activation_choices(problem, block) for block in range(self.num_blocks)]
+        self.placed = [place_choices(problem, block) for block in range(self.num_blocks)]
         self.ticks = [self._ticks_of(block) for block in range(self.num_blocks)]
-        self.on_host = [np.array([updates_on_host(option) for option in options]) for options in self.options]
+        self.on_host = [
+            np.array([*[False] * len(treated), *map(updates_on_host, placed)])
+            for treated, placed in zip(self.treated, self.placed, strict=True)
+        ]
         self.overlap = overlap_of(problem)
         self.updates_begin_together = self.overlap is not Overlap.BACKWARD or problem.clips_gradients
         self.chosen: list[list[cp_model.IntVar]] = []
@@ -159,24 +165,32 @@ class Program:
         self._add_memory_elsewhere()
 
     def _add_choices(self) -> None:
-        for block, options in enumerate(self.options):
-            self.chosen.append([self.model.new_bool_var(f"x[{block},{k}]") for k in range(len(options))])
-            self.model.add_exactly_one(self.chosen[block])
+        for block, kinds in enumerate(zip(self.treated, self.placed, strict=True)):
+            variables = [
+                [self.model.new_bool_var(f"{name}[{block},{k}]") for k in range(len(options))]
+                for name, options in zip("xy", kinds, strict=True)
+            ]
+            for of_kind in variables:
+                self.model.add_exactly_one(of_kind)
+            self.chosen.append([variable for of_kind in variables for variable in of_kind])
+
+    def _of_block(self, block: int, quantity: Callable[[BlockDecision], Any]) -> NDArray[Any]:
+        """What every x and every y of a block adds to a quantity."""
+        treated = np.array([quantity(option) for option in self.treated[block]])
+        placed = np.array([quantity(option) for option in self.placed[block]])
+        return np.concatenate([treated - treated[0], placed])
 
     def _ticks_of(self, block: int) -> dict[str, NDArray[np.int64]]:
         """By lane and pass, the ticks of every option of a block, rounded down."""
-        took = [durations(self.problem, block, option) for option in self.options[block]]
-        return {
-            name: np.floor(np.array([getattr(each, name) for each in took]) / self.tick_s).astype(np.int64)
-            for name in Durations.__dataclass_fields__
-        }
+        seconds = self._of_block(block, lambda option: DURATIONS(durations(self.problem, block, option)))
+        ticks = np.floor(seconds / self.tick_s).astype(np.int64)
+        return dict(zip(Durations.__dataclass_fields__, ticks.T, strict=True))
 
     def _add_device_memory(self, limit: Linear) -> None:
-        """Rows for the spans of the last block of each segment in each pass; all spans where blocks stand alone."""
-        use = [np.array([device_bytes(self.problem, b, o) for o in options]) for b, options in enumerate(self.options)]
-        num_passes = use[0].shape[1] // self.num_blocks
-        spans = [k * self.num_blocks + segment[-1] for k in range(num_passes) for segment in self.segments]
-        changes = [np.diff(table[:, spans], axis=1, prepend=0) for table in use]
+        """A row for every span."""
+        use = [self._of_block(b, partial(device_bytes, self.problem, b)) for b in range(self.num_blocks)]
+        spans = range(use[0].shape[1])
+        changes = [np.diff(table, axis=1, prepend=0) for table in use]
         in_use: Linear = self.problem.fixed_bytes
         for place in range(len(spans)):
             in_use_before, in_use = in_use, self._number(f"M[{spans[place]}]", self.bytes_unit)
@@ -185,7 +199,7 @@ class Program:
 
     def _bytes_of(self, used: Callable[[Problem, int, BlockDecision], int]) -> Linear:
         return self._weighted(
-            [np.array([used(self.problem, b, option) for option in options]) for b, options in enumerate(self.options)]
+            [self._of_block(block, partial(used, self.problem, block)) for block in range(self.num_blocks)]
         )
 
     def _weighted(self, by_block: Sequence[NDArray[np.int64]], blocks: Iterable[int] | None = None) -> Linear:
@@ -223,89 +237,68 @@ class Program:
     def _add_pass(
         self, kind: PassKind, ahead: int, *, begin: Linear = 0, updated: Sequence[Linear] | None = None
     ) -> tuple[cp_model.IntVar, list[cp_model.IntVar]]:
-        """Rows of one pass; returns when it ends, and when each segment has landed: its work and copies down are done.
+        """Rows of one pass; returns when it ends, and when each block has landed: its work and copies down are done.
 
-        ``updated``: when the update lane has done each segment and those before it.
+        ``updated``: when the update lane has done each block and those before it.
         """
         add = self.model.add
-        segments = [segment[::-1] for segment in self.segments[::-1]] if kind.reverse else self.segments
-        ends, ups, downs = ([self._time(f"{name}[{i}]") for i in range(len(segments))] for name in ("E", "U", "D"))
+        order = range(self.num_blocks)[::-1] if kind.reverse else range(self.num_blocks)
+        ends, ups, downs = ([self._time(f"{name}[{block}]") for block in order] for name in ("E", "U", "D"))
         copied: Linear = begin
-        away = math.ceil(ahead / len(self.segments[0]))
-        for i, blocks in enumerate(segments):
-            w, u, d = (self._sum(blocks, names) for names in (kind.work, kind.up, kind.down))
-            first, last = blocks[:1], blocks[-1:]
-            first_w, last_w = self._sum(first, kind.work), self._sum(last, kind.work)
+        for i, block in enumerate(order):
+            w, u, d = (self._sum([block], names) for names in (kind.work, kind.up, kind.down))
             before = ends[i - 1] if i else begin
             add(ends[i] >= before + w)
-            add(ends[i] >= ups[i] + last_w)
+            add(ends[i] >= ups[i] + w)
             add(ups[i] >= (ups[i - 1] if i else begin) + u)
-            if i - 1 - away >= 0:
-                add(ups[i] >= ends[i - 1 - away] + u)
+            if i - 1 - ahead >= 0:
+                add(ups[i] >= ends[i - 1 - ahead] + u)
             add(downs[i] >= (downs[i - 1] if i else 0) + d)
-            add(downs[i] >= before + first_w + d)
-            add(downs[i] >= before + w + self._sum(last, kind.down))
-            add(downs[i] >= ups[i] + last_w + self._sum(last, kind.down))
-            if ahead == 1 and i:
-                add(ends[i] >= downs[i - 1] + self._sum(blocks[:-1], kind.down))
-            elif i - away >= 0:
-                add(ends[i] >= downs[i - away])
+            add(downs[i] >= before + w + d)
+            add(downs[i] >= ups[i] + w + d)
+            if i - ahead >= 0:
+                add(ends[i] >= downs[i - ahead])
             if updated is not None and ahead == 1:
-                add(ups[i] >= updated[i] + self._sum(last, kind.up))
+                add(ups[i] >= updated[i] + u)
             elif updated is not None:
-                copied = self._add_copies_of_updated(blocks, kind, updated[i], copied)
-                add(ends[i] >= copied + last_w)
-                if i and len(blocks) > 1:
-                    add(ends[i] >= updated[i - 1] + w)
+                copied = self._add_copies_of_updated(block, kind, updated[i], copied)
+                add(ends[i] >= copied + w)
         add(ends[-1] >= downs[-1])
         return ends[-1], downs[::-1] if kind.reverse else downs
 
-    def _add_copies_of_updated(
-        self, blocks: Sequence[int], kind: PassKind, updated: Linear, previous: Linear
-    ) -> cp_model.IntVar:
+    def _add_copies_of_updated(self, block: int, kind: PassKind, updated: Linear, previous: Linear) -> cp_model.IntVar:
         """The chain Q, for distances above 1."""
-        copied = self._time(f"Q[{blocks[-1]}]")
+        copied, copies = self._time(f"Q[{block}]"), self._sum([block], kind.up, on_host=True)
         self.model.add(copied >= updated)
         if self.updates_begin_together:
-            self.model.add(copied >= updated + self._sum(blocks[-1:], kind.up, on_host=True))
-            self.model.add(copied >= previous + self._sum(blocks, kind.up, on_host=True))
+            self.model.add(copied >= updated + copies)
+            self.model.add(copied >= previous + copies)
         return copied
 
     def _add_updates(
         self, backward_end: Linear, landed: Sequence[Linear]
     ) -> tuple[cp_model.IntVar, list[cp_model.IntVar]]:
-        """Rows of the updates; returns V, and R by segment, which without priority is of no block before the last."""
+        """Rows of the updates; returns V, and R by block, which without priority is of no block before the last."""
         add, everything = self.model.add, range(self.num_blocks)
         device_end = self._time("V")
         add(device_end >= backward_end + self._sum(everything, ("device_update",)))
         start = device_end if self.problem.machine.device_type == "cpu" else backward_end
-        updated = [self._time(f"R[{i}]") for i in range(len(self.segments))]
-        if self.problem.schedule.priority:
-            self._add_updates_by_priority(updated, start, landed)
-        else:
-            for i, blocks in reversed(list(enumerate(self.segments))):
-                host = self._sum(blocks, ("host_update",))
-                if self.updates_begin_together:
-                    add(updated[i] >= start + host)
-                else:
-                    add(updated[i] >= landed[i] + self._sum(blocks[:1], ("host_update",)))
-                if i + 1 < len(self.segments):
-                    add(updated[i] >= updated[i + 1] + host)
+        updated = [self._time(f"R[{block}]") for block in everything]
+        total: Linear = 0
+        for block in everything if self.problem.schedule.priority else reversed(everything):
+            begin = start if self.updates_begin_together else landed[block]
+            host = self._sum([block], ("host_update",))
+            if self.problem.schedule.priority:
+                total_before, total = total, self._time(f"P[{block}]")
+                add(total >= total_before + host)
+                add(updated[block] >= begin + total)
+                if block:
+                    add(updated[block] >= updated[block - 1])
+            else:
+                add(updated[block] >= begin + host)
+                if block + 1 < self.num_blocks:
+                    add(updated[block] >= updated[block + 1] + host)
         return device_end, updated
-
-    def _add_updates_by_priority(self, updated: Sequence[Linear], start: Linear, landed: Sequence[Linear]) -> None:
-        add, total = self.model.add, 0
-        for i, blocks in enumerate(self.segments):
-            before, total = total, self._time(f"P[{i}]")
-            add(total >= before + self._sum(blocks, ("host_update",)))
-            if i:
-                add(updated[i] >= updated[i - 1])
-            if self.updates_begin_together:
-                add(updated[i] >= start + total)
-                continue
-            add(updated[i] >= landed[i] + before + self._sum(blocks[:1], ("host_update",)))
-            if len(blocks) > 1 and i + 1 < len(landed):
-                add(updated[i] >= landed[i + 1] + total)
 
     def _add_step(self, ahead: int) -> Linear:
         """Rows of a whole step; returns its ticks."""
@@ -358,6 +351,14 @@ class Program:
             self._add_device_memory(self.problem.device_budget_bytes)
         self.model.minimize(self._bytes_of(host_bytes))
 
+    def decisions(self, values: Sequence[Sequence[float]]) -> tuple[BlockDecision, ...]:
+        """What the choices' values, of every block 0 or 1, stand for."""
+        found = []
+        for treated, placed, of_block in zip(self.treated, self.placed, values, strict=True):
+            first, second = np.split(np.array(of_block), [len(treated)])
+            found.append(joined(treated[int(np.argmax(first))], placed[int(np.argmax(second))]))
+        return tuple(found)
+
     def solve(
         self, *, limit_s: float, deadline: float, hint: Sequence[BlockDecision] | None = None, in_seconds: bool = False
     ) -> Answer:
@@ -375,17 +376,16 @@ class Program:
         self.model.clear_hints()
         if hint is not None:
             for block, decision in enumerate(hint):
-                wanted = self.options[block].index(replace(decision, prefetch_distance=1))
-                for k, variable in enumerate(self.chosen[block]):
-                    self.model.add_hint(variable, k == wanted)
+                plain = replace(decision, prefetch_distance=1)
+                wanted = [joined(option, plain) == plain for option in self.treated[block]]
+                wanted += [joined(plain, option) == plain for option in self.placed[block]]
+                for variable, is_wanted in zip(self.chosen[block], wanted, strict=True):
+                    self.model.add_hint(variable, is_wanted)
         status = solver.solve(self.model)
         assert status != cp_model.MODEL_INVALID, self.model.validate()
         decisions = None
         if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            decisions = tuple(
-                next(option for option, variable in zip(*pair, strict=True) if solver.boolean_value(variable))
-                for pair in zip(self.options, self.chosen, strict=True)
-            )
+            decisions = self.decisions([[solver.value(x) for x in of_block] for of_block in self.chosen])
         unit = self.tick_s if in_seconds else 1.0
         exhausted = status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
         bound = 0.0 if status == cp_model.INFEASIBLE else solver.best_objective_bound * unit

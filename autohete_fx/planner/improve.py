@@ -21,7 +21,6 @@ LEAST_GAIN = 1e-9
 """A smaller share of a score is none."""
 _MOST_PAIRS = 1 << 15
 _LEADERS = 32
-_KICKS = 64
 _PROMISING = 64
 _CHECKS_PER_REPLAYED_BLOCK = 8
 
@@ -68,28 +67,6 @@ class Search:
                     break
             else:
                 return best
-        return best
-
-    def escape(self, best: Rows) -> Rows:
-        """Change several settings at random, improve, and keep the result where it is better; until the work is used up.
-
-        The random numbers are the same on every run.
-        """
-        random = np.random.default_rng(0)
-        best_score = float(self.score(best[None])[0])
-        counts = np.array([len(settings) for settings in self.replays.settings])
-        while not self.over:
-            kicked = random.integers(0, counts, (_KICKS, len(counts)))
-            changed = random.random(kicked.shape) < random.uniform(2, 5) / len(counts)
-            rows = np.where(changed, kicked, best)
-            self.work_left -= kicked.size  # looking is work, too
-            rows = rows[self.fitting(rows) & (rows != best).any(axis=1)]
-            if not len(rows):
-                continue
-            row = self.improve(self._best(rows, self.score(rows))[0])
-            score = float(self.score(row[None])[0])
-            if score < best_score * (1 - LEAST_GAIN):
-                best, best_score = row, score
         return best
 
     def repair(self, row: Rows) -> Rows | None:

@@ -27,7 +27,7 @@ class Relaxed:
 
     Attributes:
         bound_s: seconds that no solution of the program is below.
-        shares: by block, what share of it each option of `Program.options` has.
+        shares: by block, what share each of `Program.treated` and then each of `Program.placed` has.
     """
 
     bound_s: float

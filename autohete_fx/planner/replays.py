@@ -7,20 +7,18 @@ lane, but for all rows together and without events; memory is a sum of `choices.
 """
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from operator import attrgetter
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autohete_fx.ir import BlockDecision, Overlap, Problem
-from autohete_fx.planner.choices import MAX_PREFETCH_DISTANCE, Durations, choices, copies, device_bytes, durations
+from autohete_fx.planner.choices import DURATIONS, MAX_PREFETCH_DISTANCE, choices, copies, device_bytes, durations
 from autohete_fx.planner.figures import disk_bytes, host_bytes, overlap_of, updates_on_host
 
 Rows = NDArray[np.int64]
 Seconds = NDArray[np.float64]
 
-_durations = attrgetter(*(field.name for field in fields(Durations)))
 _CHUNK = 4096
 """Rows that are replayed together: as many as stay in a cache."""
 
@@ -62,7 +60,7 @@ class Replays:
         for option in options:
             took = durations(self.problem, block, option)
             elsewhere = host_bytes(self.problem, block, option), disk_bytes(self.problem, block, option)
-            rows.append((*_durations(took), took.copies(self.micro_batches), *elsewhere, updates_on_host(option)))
+            rows.append((*DURATIONS(took), took.copies(self.micro_batches), *elsewhere, updates_on_host(option)))
         figures = np.repeat(rows, [len(self._distances(option)) for option in options], axis=0)
         return np.concatenate([figures, np.repeat(figures[:1], width - len(figures), axis=0)])
 

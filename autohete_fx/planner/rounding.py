@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autohete_fx.ir import BlockDecision, Problem
-from autohete_fx.planner.choices import choices
+from autohete_fx.planner.choices import activation_choices, joined, place_choices
 
 Decisions = tuple[BlockDecision, ...]
 
@@ -23,25 +23,43 @@ def rounded(problem: Problem, shares: Sequence[NDArray[np.float64]], distances: 
     """Assignments near ``shares``, from the first block on, from the last one on, and block by block, at each prefetch
     distance. They need not keep the budgets."""
     blocks = range(len(problem.costs))
-    options = [choices(problem, block) for block in blocks]
-    found = [_diffused(options, shares, blocks), _diffused(options, shares, blocks[::-1])]
-    found.append([of_block[int(np.argmax(share))] for of_block, share in zip(options, shares, strict=True)])
-    return [tuple(replace(d, prefetch_distance=distance) for d in row) for row in found for distance in distances]
+    orders = (blocks, blocks[::-1], None)
+    kinds = _by_kind(problem, shares)
+    found = [[_diffused(*kind, order) for kind in kinds] for order in orders]
+    return [
+        tuple(replace(joined(*pair), prefetch_distance=distance) for pair in zip(*row, strict=True))
+        for row in found
+        for distance in distances
+    ]
 
 
 def supported_choices(problem: Problem, shares: Sequence[NDArray[np.float64]]) -> list[list[BlockDecision]]:
     """Of every block the choices that have a share in any block, and the one that moves nothing."""
-    options = [choices(problem, block) for block in range(len(problem.costs))]
-    pairs = [
-        pair for of_block, share in zip(options, shares, strict=True) for pair in zip(of_block, share, strict=True)
-    ]
-    anywhere = {option for option, share in pairs if share > _LEAST_SHARE}
-    return [[option for k, option in enumerate(of_block) if not k or option in anywhere] for of_block in options]
+    supported = []
+    for options, of_kind in _by_kind(problem, shares):
+        pairs = [pair for each in zip(options, of_kind, strict=True) for pair in zip(*each, strict=True)]
+        anywhere = {option for option, share in pairs if share > _LEAST_SHARE}
+        supported.append([[o for k, o in enumerate(of_block) if not k or o in anywhere] for of_block in options])
+    return [[joined(a, p) for a in treated for p in placed] for treated, placed in zip(*supported, strict=True)]
+
+
+_Kind = tuple[list[tuple[BlockDecision, ...]], list[NDArray[np.float64]]]
+
+
+def _by_kind(problem: Problem, shares: Sequence[NDArray[np.float64]]) -> list[_Kind]:
+    """By block the options and their shares, of activations and of places."""
+    blocks = range(len(problem.costs))
+    treated = [activation_choices(problem, block) for block in blocks]
+    placed = [place_choices(problem, block) for block in blocks]
+    parts = [np.split(share, [len(of_block)]) for share, of_block in zip(shares, treated, strict=True)]
+    return [(treated, [part[0] for part in parts]), (placed, [part[1] for part in parts])]
 
 
 def _diffused(
-    options: Sequence[Sequence[BlockDecision]], shares: Sequence[NDArray[np.float64]], order: Iterable[int]
+    options: Sequence[Sequence[BlockDecision]], shares: Sequence[NDArray[np.float64]], order: Iterable[int] | None
 ) -> list[BlockDecision]:
+    if order is None:
+        return [of_block[int(np.argmax(share))] for of_block, share in zip(options, shares, strict=True)]
     behind: dict[BlockDecision, float] = {}
     chosen: dict[int, BlockDecision] = {}
     for block in order:

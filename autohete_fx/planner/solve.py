@@ -5,7 +5,7 @@
     the program that bounds (`formulation`), without whole numbers (`relaxation`)            -> the lower bound
     its shares in whole blocks (`rounding`), repaired and improved
     for a few blocks, the programs that bound and decide, and their decisions improved
-    random changes to the best, improved                                                     -> the plan
+    random changes to the best (`anneal`), improved                                          -> the plan
     nothing fits                                                                -> InfeasiblePlanError (`infeasible`)
 
 The search ends early where the best plan has reached the bound. Whatever found it, a plan is replayed by `simulate`, which
@@ -14,7 +14,6 @@ only to one that is faster by more than OPTIMAL_GAP. On a CUDA device there can 
 share the updates, so keeping everything is not a lower bound on time, and is not said to be.
 """
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from dataclasses import replace
 import numpy as np
 
 from autohete_fx.ir import BlockDecision, Overlap, Plan, Problem
+from autohete_fx.planner.anneal import anneal
 from autohete_fx.planner.baselines import evaluate, fits
 from autohete_fx.planner.choices import MAX_PREFETCH_DISTANCE, choices, copies
 from autohete_fx.planner.figures import overlap_of
@@ -39,20 +39,18 @@ OPTIMAL_GAP = 0.005
 """A plan whose gap is at most this has status ``optimal``; for less, nothing is moved."""
 BOUND_SHARE, DECIDE_SHARE = 0.15, 0.1
 """Of the time limit, what work is counted out for, for each integer program."""
-STARTS_SHARE, ROUNDING_SHARE, PROGRAMS_SHARE, ESCAPE_SHARE = 0.1, 0.3, 0.05, 0.15
+STARTS_SHARE, ROUNDING_SHARE, PROGRAMS_SHARE, ANNEALING_SHARE, POLISHING_SHARE = 0.1, 0.2, 0.05, 0.2, 0.02
 """Likewise for local search from patterns, from the rounded relaxation, from each program's decisions, and at the end. All
 shares together stay below the limit, so that the clock, which would make plans depend on the load, ends the search only on a
 machine that is slow or busy for the number of blocks."""
-RELAXATION_SHARE = 0.3
-"""Of the time limit, by the clock, for the relaxation, which takes a tenth of this for few blocks."""
+RELAXATION_SHARE = 0.5
+"""Of the time limit, by the clock, for the relaxation, without which nothing is proven; it takes a tenth of this for few blocks."""
 REASONS_SHARE = 0.04
 """Likewise for saying why, at the end."""
 REPLAYED_BLOCKS_PER_SECOND = 1_500_000
 """Of local search on a usual core."""
 PROGRAM_BLOCKS = 8
 """For more blocks the integer programs are not tried: in the time there is they get little further than their relaxation."""
-MOST_SEGMENTS = 48
-"""Blocks that the relaxation tells apart; more are taken together, which costs the bound a third of a percent."""
 MOST_CHOICES = 80_000
 """Where blocks times all their choices are more, the search is among those that the relaxation uses."""
 _STARTS, _IMPROVED_STARTS, _ROUNDINGS = 4, 2, 4
@@ -141,8 +139,10 @@ class _Found:
             for ahead, share in ((MAX_PREFETCH_DISTANCE, BOUND_SHARE), (1, DECIDE_SHARE)):
                 self._solve_program(search, ahead, share)
         if not self._is_done:
-            self._allow(search, ESCAPE_SHARE)
-            self._keep(search, search.escape(search.replays.row(self.best)))
+            self._allow(search, ANNEALING_SHARE if self.num_blocks > PROGRAM_BLOCKS else POLISHING_SHARE)
+            self._keep(search, anneal(search, search.replays.row(self.best)))
+            self._allow(search, POLISHING_SHARE)
+            self._keep(search, search.improve(search.replays.row(self.best)))
 
     @property
     def _is_done(self) -> bool:
@@ -172,8 +172,8 @@ class _Found:
             self._keep(search, search.improve(start))
 
     def _relax(self) -> Relaxed | None:
-        """Bound the step; very many blocks are taken together in segments."""
-        bounding = Program(self.problem, segment=math.ceil(self.num_blocks / MOST_SEGMENTS))
+        """Bound the step."""
+        bounding = Program(self.problem)
         bounding.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
         relaxed = relax(bounding, deadline=min(self.deadline, time.monotonic() + RELAXATION_SHARE * self.time_limit_s))
         if relaxed is not None:

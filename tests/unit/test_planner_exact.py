@@ -6,7 +6,7 @@ dropped that break the budget already, or whose time without any prefetch distan
 """
 
 import itertools
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,17 @@ from numpy.typing import NDArray
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.ir import BlockDecision, Overlap, Plan, Problem
 from autohete_fx.planner.baselines import fits
-from autohete_fx.planner.choices import MAX_PREFETCH_DISTANCE, choices, copies, device_bytes, durations
-from autohete_fx.planner.figures import host_bytes, overlap_of
+from autohete_fx.planner.choices import (
+    MAX_PREFETCH_DISTANCE,
+    activation_choices,
+    choices,
+    copies,
+    device_bytes,
+    durations,
+    joined,
+    place_choices,
+)
+from autohete_fx.planner.figures import disk_bytes, host_bytes, overlap_of
 from autohete_fx.planner.replays import Replays
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import OPTIMAL_GAP, solve
@@ -55,6 +64,26 @@ def test_replays_of_arrays_are_those_of_the_simulator(free: Problem):
         assert copied_s == pytest.approx(sum(t.busy_s for t in replayed.busy_s if t.lane.value in ("h2d", "d2h")))
         assert replays.device_use(row).max() == replayed.peak_bytes
         assert tuple(replays.use_elsewhere(row)) == (replayed.host_bytes, replayed.disk_bytes)
+
+
+@settings(max_examples=60, **QUIET)
+@given(problems(most_blocks=4, budgets=False))
+def test_activations_and_places_add_up(free: Problem):
+    """What the integer program relies on, which has no variable for a pair of them."""
+
+    def takes(block: int, decision: BlockDecision) -> NDArray[np.float64]:
+        bytes_elsewhere = host_bytes(free, block, decision), disk_bytes(free, block, decision)
+        return np.array(
+            [*astuple(durations(free, block, decision)), *device_bytes(free, block, decision), *bytes_elsewhere]
+        )
+
+    for block in range(len(free.costs)):
+        kept, *treated = activation_choices(free, block)
+        first, *placed = place_choices(free, block)
+        for activations, place in itertools.product(treated, placed):
+            apart = takes(block, joined(activations, first)) - takes(block, first) + takes(block, place)
+            assert takes(block, joined(activations, place)) == pytest.approx(apart, rel=1e-12, abs=1e-9)
+        assert kept == BlockDecision() and joined(kept, first) == first
 
 
 @settings(max_examples=10, **QUIET)
