@@ -61,6 +61,7 @@ def copies(op: str, graph: str) -> list[int]:
     return [t.num_bytes for t in training.training_compilation().transfers if (t.op, t.graph) == (op, graph)]
 
 
+@pytest.mark.slow
 def test_a_kept_copy_is_there_between_the_passes_and_is_fetched_once():
     fetched, fetches = held_between_passes(layers(FETCHED)), len(copies("prefetch", "backward"))
     assert fetches == 3 * 4
@@ -100,6 +101,7 @@ def with_a_shared_weight() -> Model:
     return model
 
 
+@pytest.mark.slow
 def test_a_shared_parameter_is_kept_by_its_owner_alone():
     """Its owner is the first to read it, and the last in backward."""
     plan = layers(KEPT)
@@ -126,6 +128,7 @@ def with_a_split_weight() -> Model:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decision", [FETCHED, KEPT], ids=["fetched", "kept"])
 def test_a_weight_that_is_read_in_parts_is_fetched_whole(decision: BlockDecision):
     given = ours(with_a_split_weight(), "eager", {"plan": layers(decision)}, sizes=SIZES)
@@ -152,7 +155,7 @@ def reloaded_bytes(compilation: autohete_fx.Compilation, block: int) -> int:
     return sum(t.num_bytes for t in compilation.transfers if t.op == "reload" and t.block == block)
 
 
-@pytest.mark.parametrize("count", [1, 3, None])
+@pytest.mark.parametrize("count", [3, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, None))])
 def test_what_leaves_is_what_the_profiler_counts_and_its_memory_is_free(count: int | None, problems: list[Problem]):
     everything = held_between_passes(layers(BlockDecision()))
     some = BlockDecision(activations=Activations.OFFLOAD, num_offloaded=count)
@@ -162,6 +165,7 @@ def test_what_leaves_is_what_the_profiler_counts_and_its_memory_is_free(count: i
     assert everything - held == cost.offloaded_bytes(count) == reloaded_bytes(training.training_compilation(), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_neighbours_that_recompute_change_nothing_of_what_leaves(inner: str, problems: list[Problem]):
     """They have more saved for them, which the profiler counts as theirs."""

@@ -59,6 +59,7 @@ def make():
 """
 
 
+@pytest.mark.slow
 def test_costs_are_those_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The problem that the backend solves on this machine, for the same model with real weights."""
     solved: list[Problem] = []
@@ -138,6 +139,7 @@ def test_json_says_what_the_text_says_and_more_never_costs(tmp_path: Path, capsy
     assert Plan.from_json(json.dumps(answer["plan"])).step_s == step_s
 
 
+@pytest.mark.slow
 def test_a_sweep_is_a_falling_curve_with_the_baselines_on_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     model, png = config(tmp_path), tmp_path / "curve.png"
     arguments = ["--device", "a100-40g", "--sweep", "budget", "--points", "4"]
@@ -154,6 +156,7 @@ def test_a_sweep_is_a_falling_curve_with_the_baselines_on_it(tmp_path: Path, cap
     assert points[-1]["step_s"] <= by_name["keep-all"]["step_s"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_planned_is_one_line_with_status_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

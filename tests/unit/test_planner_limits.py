@@ -36,6 +36,7 @@ def test_a_plan_keeps_its_budgets_and_its_file_gives_it_back(given_problem: Prob
     assert solve(given_problem, time_limit_s=3.0).decisions == plan.decisions
 
 
+@pytest.mark.slow
 @settings(max_examples=25, **QUIET)
 @given(problems(most_blocks=6, budgets=False), st.lists(st.floats(0.2, 1.1), min_size=2, max_size=3, unique=True))
 def test_a_larger_budget_is_slower_by_no_more_than_the_gap(free: Problem, shares: list[float]):

@@ -126,6 +126,7 @@ def check_exceeded(limited: Problem, said: Alternative, replayed: Simulation) ->
     assert found == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=15, **QUIET)
 @given(problems(most_blocks=6))
 def test_what_is_said_of_the_whole_is_what_replays_find(limited: Problem):
