@@ -56,22 +56,36 @@ def num_graph_breaks() -> int:
     return sum(counters["graph_break"].values()) + frames["total"] - frames["ok"]
 
 
-def on_compilations(callback: Callable[[], None]) -> None:
-    """Call back whenever Dynamo begins to compile, until its next reset; asking again adds nothing."""
-    from torch._dynamo.callback import callback_handler
+def is_stance_default() -> bool:
+    """Whether compiled functions run what their own backend compiled, or compile it: ``torch.compiler.set_stance`` and
+    ``torch._dynamo.config.disable`` say otherwise."""
+    from torch._dynamo import config, eval_frame
 
-    registered = (getattr(begin, "autohete_callback", None) for begin in callback_handler.start_callbacks)
-    if all(other is not callback for other in registered):
-        begin = functools.partial(_call_back, callback)
-        begin.autohete_callback = callback  # type: ignore[attr-defined]
-        callback_handler.register_start_callback(begin)
+    return eval_frame._stance.stance == "default" and eval_frame._stance.backend is None and not config.disable
 
 
-def _call_back(callback: Callable[[], None], args: Any) -> None:
-    from torch._dynamo.callback import CallbackTrigger
+def on_cache_misses(begin: Callable[[], None], compiled: Callable[[], None], given_up: Callable[[], None]) -> None:
+    """Call back around what Dynamo does with a frame for which it has no compiled code.
 
-    if args.callback_trigger is CallbackTrigger.DYNAMO:
-        callback()
+    ``begin`` is called before, then ``compiled`` or, where the frame will run as it is (a limit, a mode, an operation that
+    cannot be traced), ``given_up``. Frames that Dynamo leaves alone by rule, such as PyTorch's own, give up nothing.
+    """
+    from torch._dynamo import trace_rules
+    from torch._dynamo.convert_frame import CatchErrorsWrapper
+
+    convert: Callable[..., Any] = CatchErrorsWrapper.__call__
+
+    @functools.wraps(convert)
+    def call(self: Any, frame: Any, *args: Any) -> Any:
+        begin()
+        result = convert(self, frame, *args)
+        if result.guarded_code is not None:
+            compiled()
+        elif not trace_rules.check(frame.f_code):
+            given_up()
+        return result
+
+    CatchErrorsWrapper.__call__ = call  # type: ignore[method-assign]
 
 
 def on_calls_of_compiled_functions(

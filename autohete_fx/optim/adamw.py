@@ -151,9 +151,13 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        apply(self._updates(), may_overlap=self.overlap is not Overlap.NONE and not is_within_call())
-        for updates in self._models():
-            updates.guard()
+        # What ends a node of a backward pass forgets which modes were entered in it, the fence too.
+        is_guarded = not is_within_call() and torch._C._current_graph_task_id() == -1
+        try:
+            apply(self._updates(), may_overlap=self.overlap is not Overlap.NONE and is_guarded)
+        finally:
+            for updates in self._models():
+                updates.guard()
         return loss
 
     @_untraced

@@ -69,7 +69,11 @@ def apply(updates: Sequence[Update], *, may_overlap: bool) -> None:
             started.append((lanes, mine, model if overlaps else None))
     apply_in_place(here)
     for lanes, mine, model in started:
-        _start(lanes, mine, model)
+        try:
+            _start(lanes, mine, model)
+        except BaseException:  # an interrupt may come between giving an update to the lanes and noting it
+            lanes.drain()
+            raise
     # No kernel tells autograd, which must refuse a backward through a parameter that it saved before the step.
     torch.autograd.graph.increment_version([u.param for u in updates])
 
@@ -88,7 +92,8 @@ def _start(lanes: Lanes, updates: Sequence[Update], model: Updates | None) -> No
         updated, uploaded = work.submit(u.place.block if has_priority else 0)
         tickets.append(uploaded)
         if model is not None:
-            model.add(uploaded, u.param, (u.grad, *u.state.values()), made_by=updated)
+            others = (u.grad, *(t for t in u.state.values() if isinstance(t, Tensor)))
+            model.add(uploaded, u.param, others, made_by=updated)
     if model is None:
         for ticket in tickets:
             ticket.synchronize()

@@ -9,7 +9,10 @@ of ours and nothing else, which is how transformers compile. Any other call wait
 
 * a function that was compiled by another backend;
 * a function whose compilation broke its graph, because what lies between graphs is eager code;
-* one that is being compiled, because who knows what it will turn out to be.
+* one that is being compiled, because who knows what it will turn out to be;
+* a frame that Dynamo finds no code for and runs as it is (its limit of recompilations, a dispatch mode of the user's), and
+  from then on its function, because Dynamo does not say so again;
+* any function where the user told Dynamo to run others, or none (``torch.compiler.set_stance``).
 """
 
 import contextlib
@@ -65,10 +68,9 @@ class _Call:
         self.num_graphs_compiled = 0
 
     def __enter__(self) -> None:
-        versions.on_compilations(_begin_compilation)  # whatever is registered, torch._dynamo.reset() forgets
         self.num_breaks = versions.num_graph_breaks()
         self.fences = lower_fences()
-        if not self.functions.is_whole:
+        if not self.functions.is_whole or not versions.is_stance_default():
             try:
                 self.settle()
             except BaseException:  # nobody will call __exit__
@@ -92,10 +94,6 @@ class _Call:
         for fence in self.fences:
             if fence.updates is not None:
                 fence.updates.wait_all()
-
-    def begin_compilation(self) -> None:
-        self.settle()
-        self.num_compilations += 1
 
     def _judge(self) -> None:
         is_ours = self.num_graphs_compiled > 0
@@ -128,9 +126,20 @@ def is_within_call() -> bool:
     return bool(_thread.calls)
 
 
-def _begin_compilation() -> None:
+def _begin_miss() -> None:
     for call in _thread.calls:
-        call.begin_compilation()
+        call.settle()
 
 
+def _note_compilation() -> None:
+    for call in _thread.calls:
+        call.num_compilations += 1
+
+
+def _note_eager_frame() -> None:
+    for call in _thread.calls:
+        call.functions.is_whole = False
+
+
+versions.on_cache_misses(_begin_miss, _note_compilation, _note_eager_frame)
 versions.on_calls_of_compiled_functions(lambda backend: functions_of(backend).call)

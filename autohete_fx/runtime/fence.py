@@ -3,7 +3,8 @@
 ``optimizer.step()`` may return while the host still updates parameters. Until those updates are done a function mode
 stands on the stack of PyTorch's modes, in the thread that called ``step()``. Every call of PyTorch's Python API passes
 it, whoever makes it: an operator, ``state_dict()``, ``torch.save``, ``deepcopy``, ``.numpy()``. A call that is given a tensor
-over pending memory, be it the parameter, a view of it that was made before, its gradient or its states, waits first.
+over pending memory, be it the parameter, a view of it that was made before, its gradient or its states, waits first; a
+backward pass waits for everything.
 Metadata, and setting a gradient to None, wait for nothing.
 
 What compiled code does is not seen here; see `autohete_fx.runtime.calls`. Nor is what never passes PyTorch's Python API:
@@ -48,6 +49,10 @@ def _metadata() -> frozenset[object]:
 _METADATA = _metadata()
 """What reads and writes no element of the tensors that it is given."""
 
+_BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+"""What reads and writes more than it is given: it adds to gradients, reads what forward saved, and runs hooks and recomputed
+forwards of the user's, all below the fence."""
+
 
 class Fence(TorchFunctionMode):
     """The mode of one model's pending updates. It does not keep them alive."""
@@ -70,9 +75,9 @@ class Fence(TorchFunctionMode):
     ) -> Any:
         updates = self._updates()
         if updates is not None and updates.is_pending and func not in _METADATA:
-            for t in _tensors(args):
-                updates.wait_for(t)
-            for t in _tensors((kwargs or {}).values()):
+            if func in _BACKWARD:
+                updates.wait_all()
+            for t in _tensors((*args, *(kwargs or {}).values())):
                 updates.wait_for(t)
         return func(*args, **(kwargs or {}))
 

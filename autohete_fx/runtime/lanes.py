@@ -174,8 +174,9 @@ class Lanes:
         """Complete what was submitted, then end the lanes. Submitting afterwards is an error."""
         for lane in self._all():
             lane.close()
-        for lane in self._all():
-            lane.drain()
+        # A garbage collection on a lane's own thread may drop the model; that thread cannot wait for itself.
+        if not any(lane.is_current for lane in self._all()):
+            self.drain()
 
     def records(self) -> tuple[LaneRecord, ...]:
         """The latest work that ended, by its end; at most 8192."""

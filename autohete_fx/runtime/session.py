@@ -90,8 +90,8 @@ class Session:
         """Start a copy, of a parameter whose update is under way when that is done. Returns its handle, a one-element
         int64 tensor on the CPU."""
         handle = next(self._handles)
-        update = self.updates.ticket_of(src) if lane is Lane.H2D else None
-        after = None if update is None else (update, self.lanes.now())
+        updates = self.updates.tickets_of(src) if lane is Lane.H2D else []
+        after = (*updates, self.lanes.now()) if updates else None
         ticket = self.lanes.submit(lane, priority, dst, src, after, label=label)
         self._in_flight[handle] = _InFlight(src.data_ptr(), dst, ticket)
         return torch.tensor([handle], device="cpu")  # whatever torch.set_default_device says
@@ -124,9 +124,11 @@ class Session:
         with self._lock:
             if _sessions.get(self.digest) is self:
                 del _sessions[self.digest]
-            if self._lanes is not None:
-                self._lanes.close()
-                self._lanes = None
+            lanes, self._lanes = self._lanes, None
+        if self._updates is not None:
+            self._updates.close()
+        if lanes is not None:
+            lanes.close()
 
 
 _sessions: "weakref.WeakValueDictionary[str, Session]" = weakref.WeakValueDictionary()

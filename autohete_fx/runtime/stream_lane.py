@@ -159,6 +159,11 @@ class StreamLane:
     def join(self, timeout_s: float) -> None:
         """Nothing to do: there is no thread."""
 
+    @property
+    def is_current(self) -> bool:
+        """There is no thread that could ask."""
+        return False
+
     def collect(self) -> None:
         """Let go of the copies that ended, and record them."""
         with self._lock:

@@ -177,6 +177,11 @@ class ThreadLane:
         for thread in self._threads:
             thread.join(timeout_s)
 
+    @property
+    def is_current(self) -> bool:
+        """Whether one of its threads asks."""
+        return threading.current_thread() in self._threads
+
     def collect(self) -> None:
         """Nothing to do: records are written as work ends."""
 

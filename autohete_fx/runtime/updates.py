@@ -8,8 +8,10 @@ An update that fails leaves its parameter undefined: every later use of it raise
 """
 
 import contextlib
+import os
 import threading
-from collections.abc import Collection, Iterable
+import weakref
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -58,7 +60,9 @@ class Updates:
         self.schedule = Schedule()
         self._fence = Fence(self)
         self._lock = threading.Lock()
-        self._pending: dict[int, _Pending] = {}
+        # By address. Tensors may share memory, as the gradients in a bucket do.
+        self._pending: dict[int, tuple[_Pending, ...]] = {}
+        _live.add(self)
 
     @property
     def is_pending(self) -> bool:
@@ -74,14 +78,18 @@ class Updates:
             others: what else it reads or writes: the gradient, the states.
             made_by: the ticket with which the others are complete, where that is another.
         """
+        rest = tuple(others)
+        made, updated = _Pending(made_by or ticket, id(param), (param, *rest)), _Pending(ticket, id(param), (param,))
         with self._lock:
-            for pending in (
-                _Pending(made_by or ticket, id(param), (param, *others)),
-                _Pending(ticket, id(param), (param,)),
-            ):
-                for t in pending.tensors:
-                    if (address := _address(t)) is not None:
-                        self._pending[address] = pending
+            for pending, tensors in ((made, rest), (updated, (param,))):
+                for address in {_address(t) for t in tensors}:
+                    if address is not None:
+                        self._pending[address] = (*self._pending.get(address, ()), pending)
+
+    def close(self) -> None:
+        """The model is gone: steps that its optimizer still takes are over when they return, on lanes of their own."""
+        self.schedule = Schedule()
+        self.lanes = Lanes(self.lanes.device, is_host=self.lanes.is_host)
 
     def guard(self) -> None:
         """Raise the fence in this thread, if anything is pending."""
@@ -89,11 +97,11 @@ class Updates:
         if self._pending:
             raise_fences([self._fence])
 
-    def ticket_of(self, t: Tensor) -> Ticket | None:
-        """The update that the memory of ``t`` waits for."""
+    def tickets_of(self, t: Tensor) -> list[Ticket]:
+        """The updates that the memory of ``t`` waits for."""
         address = _address(t) if self._pending else None
-        pending = None if address is None else self._pending.get(address)
-        return None if pending is None or pending.is_over else pending.ticket
+        found = () if address is None else self._pending.get(address, ())
+        return [pending.ticket for pending in found if not pending.is_over]
 
     def wait_for(self, t: Tensor) -> None:
         """Wait until the memory of ``t`` is up to date: on the CPU, or on the current stream. Raises OptimizerStateError."""
@@ -102,29 +110,50 @@ class Updates:
         address = _address(t)
         if address is None:
             self.wait_all()
-        elif (pending := self._pending.get(address)) is not None:
-            pending.wait(self.lanes)
+        else:
+            for pending in self._pending.get(address, ()):
+                pending.wait(self.lanes)
 
     def wait_all(self, but: Collection[int] = ()) -> None:
         """Wait for every update, except those of parameters whose identities are given. Raises OptimizerStateError."""
         if self._pending:
-            for pending in list(self._pending.values()):
+            for pending in self._all():
                 if pending.owner not in but:
                     pending.wait(self.lanes)
             self.prune()
 
     def forget_failures(self) -> None:
         """Wait for everything, and let parameters whose update failed be used again: they are about to be loaded."""
-        for pending in list(self._pending.values()):
+        for pending in self._all():
             with contextlib.suppress(OptimizerStateError):
                 pending.wait(self.lanes)
-        with self._lock:
-            self._pending = {a: p for a, p in self._pending.items() if p.ticket.error is None}
+        self._keep(lambda pending: pending.ticket.error is None)
 
     def prune(self) -> None:
         """Let go of updates that are over."""
+        self._keep(lambda pending: not pending.is_over)
+
+    def _all(self) -> list[_Pending]:
         with self._lock:
-            self._pending = {a: p for a, p in self._pending.items() if not p.is_over}
+            return [pending for found in self._pending.values() for pending in found]
+
+    def _keep(self, is_kept: Callable[[_Pending], bool]) -> None:
+        with self._lock:
+            kept = ((address, tuple(filter(is_kept, found))) for address, found in self._pending.items())
+            self._pending = {address: found for address, found in kept if found}
+
+
+_live: "weakref.WeakSet[Updates]" = weakref.WeakSet()
+
+
+def _settle_all() -> None:
+    """A child of this process has its memory but none of its lanes: what is under way ends before there is one."""
+    for updates in list(_live):
+        with contextlib.suppress(OptimizerStateError):  # it stays on record, for whoever reads
+            updates.wait_all()
+
+
+os.register_at_fork(before=_settle_all)
 
 
 def _address(t: Tensor) -> int | None:

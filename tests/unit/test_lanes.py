@@ -135,6 +135,18 @@ def test_close_completes_what_was_submitted() -> None:
         lanes.submit(Lane.D2H, 0, *pair(1))
 
 
+def test_a_lanes_own_thread_may_close_it() -> None:
+    """As a garbage collection does that drops the model there: it must not wait for itself."""
+    lanes = Lanes("cpu", in_background=True)
+    closing = lanes.update(0, lanes.close)
+    waiter = threading.Thread(target=closing.wait, daemon=True)
+    waiter.start()
+    waiter.join(10)
+    assert closing.is_complete
+    with pytest.raises(RuntimeError, match="closed"):
+        lanes.update(0, lambda: None)
+
+
 def test_dropping_the_lanes_ends_their_threads_and_completes_tickets() -> None:
     gate = Gate()
     lanes = Lanes("cpu", copy=gate)

@@ -1,0 +1,318 @@
+"""What users do while updates are under way: nothing that they read is stale, and nothing hangs."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from autohete_fx.runtime.updates import Updates
+from tests.held_updates import Gate, Stack, Training, weight_of
+from tests.main_job import slow
+
+X = torch.ones(8, 128)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    gc.collect()
+
+
+def params_agree(state: Training) -> bool:
+    return all(map(torch.equal, state.model.parameters(), state.twin.parameters()))
+
+
+def uncompiled(model: nn.Module) -> Stack:
+    """The same parameters in a module that nobody compiled."""
+    stack = Stack()
+    stack.layers = model.layers
+    return stack
+
+
+@torch.no_grad()
+def compiled(model: nn.Module, rows: int = 8) -> Tensor:
+    return model(torch.ones(rows, 128))
+
+
+def stance(*args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+    return torch.compiler.set_stance(*args, **kwargs)
+
+
+def with_stance(*args: Any, **kwargs: Any) -> Callable[[nn.Module, Any], Any]:
+    def read(model: nn.Module, optimizer: object) -> Tensor:
+        with stance(*args, **kwargs):
+            return compiled(model)
+
+    return read
+
+
+def beyond_the_limit(model: nn.Module, optimizer: object) -> list[Tensor]:
+    with torch._dynamo.config.patch(recompile_limit=1):
+        return [compiled(model, rows) for rows in (7, 6)]
+
+
+def with_dynamo_off(model: nn.Module, optimizer: object) -> Tensor:
+    with torch._dynamo.config.patch(disable=True):
+        return compiled(model)
+
+
+def counting_flops(model: nn.Module, optimizer: object) -> Tensor:
+    with FlopCounterMode(display=False):
+        return compiled(model)
+
+
+def averaged(model: nn.Module, optimizer: object) -> list[Tensor]:
+    average = AveragedModel(uncompiled(model))
+    average.update_parameters(uncompiled(model))
+    return [p.detach() for p in average.parameters()]
+
+
+def in_a_backward_hook(model: nn.Module, optimizer: object) -> Tensor:
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(weight_of(model).detach().clone()))
+    torch.autograd.backward([y])
+    return seen[0]
+
+
+def in_a_child(model: nn.Module, optimizer: object) -> Tensor:
+    """The sum that a forked process reads."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        signal.alarm(20)  # ends a child that hangs
+        try:
+            os.write(writer, weight_of(model).detach().numpy().sum().tobytes())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    found = os.read(reader, 4)
+    os.waitpid(pid, 0)
+    os.close(reader)
+    return torch.tensor(list(found))
+
+
+READS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "force_eager": with_stance("force_eager"),
+    "eager_on_recompile": with_stance("eager_on_recompile"),
+    "force_backend": with_stance("default", force_backend="eager"),
+    "recompile limit": beyond_the_limit,
+    "dynamo off": with_dynamo_off,
+    "dispatch mode": counting_flops,
+    "disable": lambda model, optimizer: torch.compiler.disable(compiled)(model),
+    "export": lambda model, optimizer: torch.export.export(uncompiled(model), (X,)).module()(X).detach(),
+    "functional_call": lambda model, optimizer: torch.func.functional_call(
+        Stack(), dict(model.named_parameters()), (X,)
+    ).detach(),
+    "vmap": lambda model, optimizer: torch.vmap(lambda x: x @ weight_of(model).detach())(torch.ones(3, 2, 128)),
+    "averaged model": averaged,
+    "hook of backward": in_a_backward_hook,
+    "fork": in_a_child,
+}
+FIRST = ("force_eager", "recompile limit", "fork", "hook of backward")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("name", [n if n in FIRST else slow(n) for n in READS])
+def test_a_read_waits(name: str, gate: Gate):
+    Training(gate).assert_waits(READS[name])
+
+
+def held_before_step(gate: Gate) -> Training:
+    """Gradients are there, nothing is under way, and the gate is closed."""
+    state = Training(gate)
+    gate.opened.set()
+    for model in (state.twin, state.model):
+        model(X).backward()
+    state.optimizer.synchronize()
+    gate.opened.clear()
+    return state
+
+
+@pytest.mark.parametrize("backward", [lambda loss: loss.backward(), lambda loss: torch.autograd.backward([loss])])
+def test_backward_does_not_add_to_gradients_that_an_update_still_reads(backward: Callable[[Tensor], None], gate: Gate):
+    state = held_before_step(gate)
+    losses = [weight.sum() for weight in state.weights]  # saves no parameter, so no version check refuses it
+    state.reference.step()
+    losses[1].backward()
+    state.optimizer.step()
+    timer = gate.open_soon()
+    backward(losses[0])
+    timer.join()
+    assert params_agree(state) and torch.equal(*(weight.grad for weight in state.weights))
+
+
+def test_gradients_in_one_bucket_are_each_waited_for(gate: Gate, monkeypatch: pytest.MonkeyPatch):
+    state = held_before_step(gate)
+    params = list(state.model.parameters())
+    bucket = torch.cat([p.grad.reshape(-1) for p in params])
+    for param, grad in zip(params, bucket.split([p.numel() for p in params]), strict=True):
+        param.grad = grad.view_as(param)
+    waited: list[bool] = []
+
+    def pace(ticket: object) -> float:  # the second update is late
+        waited.append(True)
+        return 0.1 if len(waited) == 2 else gate(ticket)  # type: ignore[arg-type]
+
+    lanes = state.updates.lanes
+    monkeypatch.setattr(lanes._updates, "_pace", pace)
+    state.reference.step()
+    state.optimizer.step()
+    timer = gate.open_soon()
+    params[0].grad.zero_()
+    bucket.zero_()
+    timer.join()
+    assert params_agree(state)
+
+
+def test_parameters_that_share_memory_are_each_waited_for(gate: Gate):
+    state = Training(gate)
+    gate.opened.set()
+    for model in (state.model, state.twin):
+        vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+        nn.utils.vector_to_parameters(vector, model.parameters())
+    state.step()
+    gate.opened.clear()
+    state.step()
+    state.assert_waits(lambda model, optimizer: [p.detach().clone() for p in model.parameters()])
+
+
+def test_a_step_within_backward_is_over_when_it_returns(gate: Gate):
+    """The engine forgets the modes that were entered in a node, so the fence would not stand behind it."""
+    state = held_before_step(gate)
+    x = torch.ones(1, requires_grad=True)
+    x.register_post_accumulate_grad_hook(lambda _: state.optimizer.step())
+    gate.opened.set()
+    x.sum().backward()
+    assert not state.updates.is_pending
+    state.reference.step()
+    assert params_agree(state)
+
+
+def test_an_optimizer_outlives_its_compiled_model(gate: Gate):
+    state = held_before_step(gate)
+    gate.opened.set()
+    torch._dynamo.reset()
+    gc.collect()
+    for optimizer in (state.reference, state.optimizer):
+        optimizer.step()
+        optimizer.zero_grad()
+    assert params_agree(state)
+    state.step()
+    assert params_agree(state)
+
+
+def test_an_interrupt_in_step_leaves_nothing_under_way_that_nobody_knows_of(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+):
+    state = held_before_step(gate)
+    add, calls = Updates.add, iter(range(100))
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        add(*args, **kwargs)
+
+    monkeypatch.setattr(Updates, "add", interrupted)
+    timer = gate.open_soon()
+    with pytest.raises(KeyboardInterrupt):
+        state.optimizer.step()
+    assert gate.opened.is_set()
+    timer.join()
+    assert not any(state.updates.tickets_of(p) for p in state.model.parameters())
+
+
+def test_a_state_of_the_users_own_is_no_tensor(gate: Gate):
+    state = Training(gate)
+    gate.opened.set()
+    state.optimizer.synchronize()
+    state.optimizer.state[state.weights[0]]["note"] = "mine"
+    state.step()
+    assert params_agree(state)
+
+
+class Plain(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.slow
+def test_modes_are_entered_and_left_in_any_order(gate: Gate):
+    state = Training(gate)
+
+    def hold() -> None:
+        gate.opened.set()
+        state.optimizer.synchronize()
+        gate.opened.clear()
+        state.step()
+
+    def read() -> None:
+        state.assert_waits(lambda model, optimizer: weight_of(model) * 2)
+
+    read()
+    with Plain():
+        hold()
+        with Plain():
+            pass
+        read()
+        hold()
+    read()
+    hold()
+    with torch.device("cpu"), Plain():
+        read()
+        hold()
+    read()
+    hold()
+    torch.set_default_device("cpu")
+    read()
+    hold()
+    torch.set_default_device("meta")
+    torch.set_default_device("cpu")
+    with torch.device("cpu"):
+        torch.ones(1)
+    read()
+    hold()
+    torch.set_default_device(None)
+    read()
+    with FlopCounterMode(display=False):
+        hold()
+    read()
+    assert not any(isinstance(mode, Plain) for mode in torch.overrides._get_current_function_mode_stack())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["ends", "raises"])
+def test_a_process_ends_cleanly_with_updates_under_way(version: str):
+    code = f"""
+        import time
+        import pytest, torch
+        from tests.held_updates import Gate, Training, use_lanes
+
+        patch = pytest.MonkeyPatch()
+        gate = Gate()
+        use_lanes(patch, pace=lambda ticket: gate(ticket) + 0.05)
+        state = Training(gate)
+        assert state.updates.is_pending
+        gate.open_soon()
+        if {version == "raises"}:
+            raise SystemExit(3)
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == (3 if version == "raises" else 0) and "Traceback" not in ended.stderr, ended.stderr

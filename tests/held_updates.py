@@ -1,0 +1,137 @@
+"""A small model whose optimizer updates are held under way until a test lets them go, and a twin that has none."""
+
+import functools
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autohete_fx
+from autohete_fx import BlockDecision, Optimizer, Params, Plan
+from autohete_fx.ir import Lane, Overlap, Schedule
+from autohete_fx.runtime.lanes import Lanes
+from autohete_fx.runtime.placement import placement_of
+from autohete_fx.runtime.ticket import Ticket
+from autohete_fx.runtime.updates import Updates
+
+STEP = Schedule(overlap=Overlap.STEP)
+OPTIMIZER_ON_HOST = BlockDecision(optimizer=Optimizer.HOST)
+ALL_ON_HOST = BlockDecision(params=Params.HOST, optimizer=Optimizer.HOST)
+
+
+def use_lanes(monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
+    """Sessions made from here on have threads, and the given lanes."""
+    monkeypatch.setattr("autohete_fx.runtime.session.Lanes", functools.partial(Lanes, in_background=True, **how))
+
+
+class Gate:
+    """A pace that holds the update lane until it is opened."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.opened.set()
+
+    def __call__(self, ticket: Ticket) -> float:
+        if ticket.lane is Lane.UPDATE:
+            assert self.opened.wait(60)
+        return 0.0
+
+    def open_soon(self) -> threading.Timer:
+        timer = threading.Timer(0.05, self.opened.set)
+        timer.start()
+        return timer
+
+
+class Stack(nn.Module):
+    """Four layers that all are blocks; one of them may break the graph."""
+
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4))
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+            x = x + self.layers[0][0].weight.mean()
+        return x.square().mean()
+
+
+@functools.cache
+def labels() -> tuple[str, ...]:
+    """Of a stack's blocks."""
+    found = autohete_fx.explain(Stack(), torch.ones(8, 128), options={"inner_backend": "eager", "profile": "analytic"})
+    torch._dynamo.reset()
+    return found[0].plan.labels
+
+
+class Training:
+    """A stack that has taken a step whose updates the gate still holds, and its twin, which has none under way."""
+
+    def __init__(
+        self, gate: Gate, decision: BlockDecision = OPTIMIZER_ON_HOST, *, breaks: bool = False, warm_steps: int = 2
+    ) -> None:
+        self.gate = gate
+        self.model, self.twin = Stack(breaks), Stack(breaks)
+        self.optimizer = autohete_fx.AdamW(self.model.parameters(), lr=1e-2)
+        self.reference = torch.optim.AdamW(self.twin.parameters(), lr=1e-2, fused=True)
+        self.twin.compile(backend="aot_eager")
+        options: dict[str, Any] = {"inner_backend": "eager", "profile": "analytic"}
+        if not breaks:
+            options["plan"] = Plan(labels=labels(), decisions=(decision,) * len(labels()), schedule=STEP)
+        self.model.compile(backend="autohete", options=options)
+        for _ in range(warm_steps):
+            self.step()
+        self.optimizer.synchronize()
+        gate.opened.clear()
+        self.step()
+
+    def step(self) -> None:
+        # The twin first: a call of what another backend compiled waits for all updates.
+        for model, optimizer in ((self.twin, self.reference), (self.model, self.optimizer)):
+            loss = model(torch.ones(8, 128))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    @property
+    def updates(self) -> Updates:
+        placement = placement_of(self.model.layers[0][0].weight)
+        assert placement is not None and placement.updates is not None
+        return placement.updates
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor]:
+        return self.model.layers[2][0].weight, self.twin.layers[2][0].weight
+
+    def assert_waits(self, read: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> None:
+        """What ``read`` gives while the updates are held is what it gives without any."""
+        assert self.updates.is_pending
+        timer = self.gate.open_soon()
+        found, expected = read(self.model, self.optimizer), read(self.twin, self.reference)
+        assert self.gate.opened.is_set(), "it did not wait"
+        timer.join()
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def weight_of(model: nn.Module) -> Tensor:
+    return model.layers[2][0].weight  # type: ignore[index, return-value]
+
+
+def saved(value: object) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer)
+
+
+def eagerly(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return Stack.forward(model, torch.ones(4, 128))  # type: ignore[arg-type]
