@@ -1,0 +1,143 @@
+"""Random plans under random delays with random reads between the steps: bit-identical to training without overlap.
+
+``AUTOHETE_STRESS_EXAMPLES=500 pytest tests/e2e/test_overlap_stress.py`` tries more schedules than a normal run does.
+"""
+
+import copy
+import functools
+import gc
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import autohete_fx
+from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
+from autohete_fx.ir import Overlap, Schedule
+from tests.held_updates import Stack, labels, saved, use_lanes, weight_of
+
+EXAMPLES = int(os.environ.get("AUTOHETE_STRESS_EXAMPLES", "24"))
+STEPS = 4
+
+
+@torch.no_grad()
+def evaluated(model: nn.Module) -> Tensor:
+    return model(torch.ones(3, 128))
+
+
+@torch.no_grad()
+def eager(model: nn.Module) -> Tensor:
+    return Stack.forward(model, torch.ones(3, 128))  # type: ignore[arg-type]
+
+
+READS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "state_dict": lambda model, optimizer: saved(model.state_dict()),
+    "state": lambda model, optimizer: copy.deepcopy(optimizer.state_dict()["state"]),
+    "last first": lambda model, optimizer: [p.detach().clone() for p in reversed(list(model.parameters()))],
+    "norm": lambda model, optimizer: weight_of(model).norm(),
+    "moment": lambda model, optimizer: optimizer.state[weight_of(model)]["exp_avg_sq"].clone(),
+    "evaluation": lambda model, optimizer: evaluated(model),
+    "eager forward": lambda model, optimizer: eager(model),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """How the loop trains."""
+
+    micro_batches: int
+    clips: bool
+    sets_to_none: bool
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, loop: Loop, reads: list[frozenset[str]]) -> list[Any]:
+    """Losses, norms and what is read after each step, by name."""
+    seen: list[Any] = []
+    for step in range(STEPS):
+        for micro_batch in range(loop.micro_batches):
+            x = torch.sin(torch.arange(8 * 128.0) * (1 + step + 0.3 * micro_batch)).view(8, 128)
+            loss = model(x)
+            loss.backward()
+            seen.append(loss.detach())
+        if loop.clips:
+            seen.append(nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (step + 1)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=loop.sets_to_none)
+        seen.append({name: READS[name](model, optimizer) for name in sorted(reads[step])})
+    seen.append([READS[name](model, optimizer) for name in ("state_dict", "state")])
+    return seen
+
+
+@functools.cache
+def reference(loop: Loop) -> list[Any]:
+    """With every read."""
+    torch._dynamo.reset()
+    model = Stack()
+    model.compile(backend="aot_eager")
+    return train(model, torch.optim.AdamW(model.parameters(), fused=True), loop, [frozenset(READS)] * STEPS)
+
+
+@st.composite
+def decisions(draw: st.DrawFn) -> BlockDecision:
+    params = draw(st.sampled_from((Params.DEVICE, Params.HOST)))
+    return BlockDecision(
+        activations=draw(st.sampled_from((Activations.KEEP, Activations.RECOMPUTE, Activations.OFFLOAD))),
+        params=params,
+        optimizer=draw(st.sampled_from((Optimizer.HOST, Optimizer.HOST, Optimizer.DEVICE))),
+        prefetch_distance=draw(st.integers(1, 3)),
+        keeps_fetched=params is Params.HOST and draw(st.booleans()),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_every_schedule_gives_the_same_bits(data: st.DataObject):
+    loop = Loop(data.draw(st.integers(1, 2)), data.draw(st.booleans()), data.draw(st.booleans()))
+    reads = data.draw(
+        st.lists(st.frozensets(st.sampled_from(sorted(READS)), max_size=3), min_size=STEPS, max_size=STEPS)
+    )
+    count = len(labels())
+    plan = Plan(
+        labels=labels(),
+        decisions=tuple(data.draw(st.lists(decisions(), min_size=count, max_size=count))),
+        schedule=Schedule(overlap=Overlap.STEP, priority=data.draw(st.booleans())),
+    )
+    delays = data.draw(st.lists(st.integers(0, 10), min_size=1, max_size=5), label="milliseconds")
+    expected = reference(loop)
+
+    with pytest.MonkeyPatch.context() as patch:
+        chance = random.Random(repr(delays))
+        use_lanes(
+            patch,
+            num_update_workers=data.draw(st.sampled_from((1, 4))),
+            is_host=data.draw(st.booleans()),
+            pace=lambda ticket: chance.choice(delays) * 1e-3,
+        )
+        torch._dynamo.reset()
+        gc.collect()
+        model = Stack()
+        model.compile(
+            backend="autohete",
+            options={
+                "inner_backend": "eager",
+                "profile": "analytic",
+                "plan": plan,
+                "micro_batches": loop.micro_batches,
+            },
+        )
+        found = train(model, autohete_fx.AdamW(model.parameters()), loop, reads)
+    for ours, theirs in zip(found, expected, strict=True):
+        if isinstance(ours, dict):
+            theirs = {name: theirs[name] for name in ours}
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
