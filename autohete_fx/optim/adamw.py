@@ -62,8 +62,9 @@ class AdamW(torch.optim.Optimizer):
     With ``overlap="step"`` updates on the host start at ``step()``, in the order in which the next forward needs them, and
     may still run when it returns. Whatever is done to the gradients before ``step()`` counts, as always. Whoever then reads
     or writes a parameter, a gradient or a state, in compiled or in eager code, gets the updated value and waits for it if
-    need be; ``synchronize()`` exists and nobody has to call it. Steps do not overlap with what follows where the backend
-    sees no use in it (a CPU device), in a model whose graph breaks, and inside a compiled function.
+    need be; nobody has to call ``synchronize()`` but who reads in another thread than the one that calls ``step()``, by
+    TorchScript, or through a NumPy array made before. Steps do not overlap with what follows where the backend sees no use
+    in it (a CPU device), in a model whose graph breaks, inside a compiled function, and inside a backward pass.
 
     Args:
         params: parameters, named parameters, or groups, as for ``torch.optim.AdamW``.

@@ -7,9 +7,13 @@ over pending memory, be it the parameter, a view of it that was made before, its
 backward pass waits for everything.
 Metadata, and setting a gradient to None, wait for nothing.
 
-What compiled code does is not seen here; see `autohete_fx.runtime.calls`. Nor is what never passes PyTorch's Python API:
-a pointer that was asked for before the step, or another thread, which would need to be synchronised with the one that trains
-anyhow.
+What compiled code does is not seen here; see `autohete_fx.runtime.calls`. Nor is what never passes PyTorch's Python API in
+this thread:
+
+* a pointer that was asked for before the step, a NumPy array over a tensor among them;
+* TorchScript, whose interpreter calls operators from C++;
+* another thread. What it is given must have been read here after the step, as ``model.state_dict()`` does, or it must call
+  ``optimizer.synchronize()`` first. A fork needs nothing: it waits for all updates.
 
 Below the fence stands only the mode of ``torch.set_default_device``, which insists on being the lowest.
 """

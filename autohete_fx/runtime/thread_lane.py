@@ -45,6 +45,7 @@ class ThreadTicket(Ticket):
         self._work: Callable[[], None] | None = work
         self._prepare = prepare
         self._holds = holds
+        self._preparing = threading.Lock()
         self._complete = threading.Event()
 
     @property
@@ -60,10 +61,11 @@ class ThreadTicket(Ticket):
         self.wait()
 
     def prepare(self) -> None:
-        """What can be done ahead, once."""
-        prepare, self._prepare = self._prepare, None
-        if prepare is not None and self.error is None:
-            self._guarded(prepare)
+        """What can be done ahead, once. Return when it is done, also where another thread of the lane is at it."""
+        with self._preparing:
+            prepare, self._prepare = self._prepare, None
+            if prepare is not None and self.error is None:
+                self._guarded(prepare)
 
     def run(self, pace: Pace | None) -> None:
         """Do it, on this thread."""
@@ -159,8 +161,8 @@ class ThreadLane:
     def drain(self) -> None:
         """Return when everything submitted is complete. Raises the first failure that no ticket has raised."""
         with self._changed:
-            last = self._submitted
-            self._changed.wait_for(lambda: self._completed >= last)
+            # Not until as many are complete as there are now: those may be others, submitted later and served first.
+            self._changed.wait_for(lambda: self._completed == self._submitted)
             errors = [t.error for t in self._failed if t.error is not None and not t.is_error_raised]
             self._failed.clear()
         if errors:

@@ -59,7 +59,9 @@ class Updates:
         self.lanes = lanes
         self.schedule = Schedule()
         self._fence = Fence(self)
-        self._lock = threading.Lock()
+        # Reentrant: a garbage collection inside a locked region may run code that reads a parameter. Who reads the
+        # dictionary without the lock may see updates that are over, never miss one that this thread has added.
+        self._lock = threading.RLock()
         # By address. Tensors may share memory, as the gradients in a bucket do.
         self._pending: dict[int, tuple[_Pending, ...]] = {}
         _live.add(self)

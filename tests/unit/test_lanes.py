@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -133,6 +134,26 @@ def test_close_completes_what_was_submitted() -> None:
     assert all(torch.equal(dst, src) for dst, src in pairs)
     with pytest.raises(RuntimeError, match="the d2h lane is closed"):
         lanes.submit(Lane.D2H, 0, *pair(1))
+
+
+def test_work_begins_behind_its_preparation_whoever_prepares() -> None:
+    """One thread of the lane prepares what is next in the queue while another takes that from it."""
+    lanes = Lanes("cpu", in_background=True, num_update_workers=2)
+    for _ in range(10):
+        queued, prepared = threading.Event(), threading.Event()
+        blockers = [lanes.update(0, lambda event=queued: event.wait(10)) for _ in range(2)]
+        first = lanes.update(1, lambda: None)
+        found: list[bool] = []
+        second = lanes.update(
+            2,
+            lambda event=prepared, found=found: found.append(event.is_set()),
+            prepare=lambda event=prepared: (time.sleep(0.01), event.set()),
+        )
+        queued.set()
+        for ticket in (*blockers, first, second):
+            ticket.wait()
+        assert found == [True]
+    lanes.close()
 
 
 def test_a_lanes_own_thread_may_close_it() -> None:
