@@ -186,6 +186,15 @@ return (None, wait_grad_w0, wait_grad_w1)""",
     )
 
 
+def test_sort_regions_computes_a_value_where_it_is_read_first():
+    """A value may belong to a later region than its reader; what stands between must not go ahead of the reader for it."""
+    gm = backward()
+    annotations.set_block(next(n for n in gm.graph.nodes if n.name == "grad_t"), 0)
+    pipeline = passes.only(*COPIES, passes.sort_regions)
+    gm = passes.run(pipeline, gm, context(Stage.BACKWARD, HOST), given=("blocks",))
+    assert code(gm) == code(rewritten(Stage.BACKWARD, passes.sort_regions))
+
+
 @pytest.mark.parametrize("stage", GRAPHS)
 def test_sort_regions_keeps_the_results(stage: Stage):
     assert_same_results(rewritten(stage, passes.sort_regions), GRAPHS[stage]())
