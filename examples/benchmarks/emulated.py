@@ -1,0 +1,209 @@
+"""A machine of chosen speeds: real training steps with real tensors, on lanes that take the seconds of a plan's prediction.
+
+In: rates of the lanes and seconds of each block. Out: what the product then plans, predicts and measures. A lane waits for
+``bytes / bandwidth`` or ``parameters / rate`` seconds before it really copies or updates; the device has memory of its own,
+so parameters and gradients travel as they do for an accelerator; compute is a pass that lets each block's part of a graph
+last its seconds. Nobody burns a core while waiting. Real work goes on inside the waits or is so small that it hardly shows.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+
+from autohete_fx import training
+from autohete_fx.ir import BlockCost, Lane, Machine, Profile
+from autohete_fx.passes import PassContext, Stage
+from autohete_fx.passes.sort_regions import region_keys, reorder
+from autohete_fx.profiler import Partition
+from autohete_fx.runtime.lanes import Lanes
+from autohete_fx.runtime.ticket import LaneRecord, Ticket
+
+_INSTANT = 1e15
+_SLACK_S = 2e-3
+
+_library = torch.library.Library("emulated", "DEF")
+_library.define("begin_block(str machine) -> ()")
+_library.define("end_block(str machine, str phase, int block, float seconds) -> ()")
+_begin_block = torch.ops.emulated.begin_block.default
+_end_block = torch.ops.emulated.end_block.default
+for _op in (_begin_block, _end_block):
+    fx.node.has_side_effect(_op)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """Of an emulated machine.
+
+    Attributes:
+        forward_s: of a layer; what lies around the layers takes a quarter, the backward twice as long, recomputation as
+            long.
+        h2d_bytes_per_s, d2h_bytes_per_s, update_params_per_s: of the lanes.
+    """
+
+    forward_s: float
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    update_params_per_s: float
+
+    @property
+    def machine(self) -> Machine:
+        """As the planner sees it: a device with memory of its own."""
+        return Machine(
+            device_name="emulated",
+            device_type="cuda",
+            device_bytes=1 << 40,
+            host_bytes=1 << 40,
+            disk_bytes=0,
+            device_flops_per_s=(("float32", _INSTANT),),
+            device_bytes_per_s=_INSTANT,
+            h2d_bytes_per_s=self.h2d_bytes_per_s,
+            d2h_bytes_per_s=self.d2h_bytes_per_s,
+            disk_bytes_per_s=0.0,
+            device_update_params_per_s=_INSTANT,
+            host_update_params_per_s=self.update_params_per_s,
+            latency_s=0.0,
+        )
+
+    def timed(self, costs: Sequence[BlockCost]) -> tuple[BlockCost, ...]:
+        """Costs with real bytes and these seconds."""
+        last = len(costs) - 1
+        timed = []
+        for block, cost in enumerate(costs):
+            forward_s = self.forward_s / (4 if block in (0, last) else 1)
+            selective = cost.selective and dataclasses.replace(cost.selective, recompute_s=forward_s / 4)
+            timed.append(
+                dataclasses.replace(
+                    cost, forward_s=forward_s, backward_s=2 * forward_s, recompute_s=forward_s, selective=selective
+                )
+            )
+        return tuple(timed)
+
+
+@dataclass(slots=True, eq=False)
+class Emulation:
+    """One emulated machine at work.
+
+    Attributes:
+        speeds: of its lanes.
+        lanes: of the sessions that were opened on it, latest last.
+        computed: what its compute lane did: phase, block, begin and end, as readings of ``time.perf_counter``.
+    """
+
+    speeds: Speeds
+    costs: tuple[BlockCost, ...] = ()
+    lanes: list[Lanes] = field(default_factory=list)
+    computed: list[tuple[str, int, float, float]] = field(default_factory=list)
+    _clocks: dict[Lane, "_Clock"] = field(default_factory=lambda: {lane: _Clock() for lane in Lane})
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator["Emulation"]:
+        """Models that are compiled inside with these `options`, and trained inside, run on this machine."""
+        real_lanes, real_profile = Lanes, training.profile_analytic
+
+        def lanes(device: torch.device) -> Lanes:
+            self.lanes.append(real_lanes(device, in_background=True, is_host=False, pace=self._pace))
+            return self.lanes[-1]
+
+        def profile(partition: Partition, machine: Machine) -> Profile:
+            found = real_profile(partition, machine)
+            self.costs = self.speeds.timed(found.costs)
+            return dataclasses.replace(found, costs=self.costs)
+
+        _running[self.uuid()] = self
+        with (
+            mock.patch("autohete_fx.runtime.session.Lanes", lanes),
+            mock.patch("autohete_fx.training.profile_analytic", profile),
+            mock.patch("autohete_fx.captured.machine_of", lambda device, session: self.speeds.machine),
+        ):
+            yield self
+        del _running[self.uuid()]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For the backend; a plan, or a budget, may be added."""
+        return {"inner_backend": "eager", "profile": "analytic", "passes": {"final": self}}
+
+    def uuid(self) -> str:
+        """By which compiled code finds this machine, and no other code does."""
+        return str(id(self))
+
+    def records(self) -> list[LaneRecord]:
+        """What the lanes did so far."""
+        return [record for lanes in self.lanes for record in lanes.records()]
+
+    def _pace(self, ticket: Ticket) -> float:
+        clock = self._clocks[ticket.lane]
+        clock.begin()
+        return max(0.0, clock.end_after(self.seconds_of(ticket)) - time.perf_counter())
+
+    def seconds_of(self, work: Ticket | LaneRecord) -> float:
+        """What a lane takes for it."""
+        if work.lane is Lane.UPDATE:
+            return work.num_bytes / 4 / self.speeds.update_params_per_s
+        h2d = work.lane is Lane.H2D
+        return work.num_bytes / (self.speeds.h2d_bytes_per_s if h2d else self.speeds.d2h_bytes_per_s)
+
+    def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
+        """Pass at 'final': each block's part of the graph, without its waits for copies, lasts its seconds."""
+        keys = region_keys(gm.graph, context)
+        reorder(gm.graph, keys, {})
+        in_order = [node for node in gm.graph.nodes if node in keys and node.op not in ("placeholder", "output")]
+        for region in range(context.num_blocks):
+            block = context.region(region)
+            own = [node for node in in_order if keys[node] == (region, 2)]
+            if not own:
+                continue
+            with gm.graph.inserting_before(own[0]):
+                gm.graph.call_function(_begin_block, (self.uuid(),))
+            with gm.graph.inserting_after(own[-1]):
+                seconds = self._seconds(block, context)
+                gm.graph.call_function(_end_block, (self.uuid(), context.stage.value, block, seconds))
+
+    def _seconds(self, block: int, context: PassContext) -> float:
+        cost = self.costs[block]
+        if context.stage is not Stage.BACKWARD:
+            return cost.forward_s
+        return cost.backward_s + cost.again_s(context.decision(block).activations)
+
+
+class _Clock:
+    """When a lane is free. Work that comes within `_SLACK_S` counts as having waited for the lane: real copies and updates, the
+    handing over between threads and the issuing of copies, which an accelerator's host does ahead, take no time of their own.
+    """
+
+    def __init__(self) -> None:
+        self.free_at_s = self.began_s = 0.0
+
+    def begin(self) -> None:
+        now = time.perf_counter()
+        self.began_s = self.free_at_s if now - self.free_at_s < _SLACK_S else now
+
+    def end_after(self, seconds: float) -> float:
+        """When work of so many seconds that has begun is due to end."""
+        self.free_at_s = max(self.began_s + seconds, time.perf_counter())
+        return self.free_at_s
+
+
+_running: dict[str, Emulation] = {}
+
+
+def _begin(machine: str) -> None:
+    _running[machine]._clocks[Lane.COMPUTE].begin()
+
+
+def _end(machine: str, phase: str, block: int, seconds: float) -> None:
+    emulation = _running[machine]
+    clock = emulation._clocks[Lane.COMPUTE]
+    time.sleep(max(0.0, clock.end_after(seconds) - time.perf_counter()))
+    emulation.computed.append((phase, block, clock.began_s, time.perf_counter()))
+
+
+_library.impl("begin_block", _begin, "CompositeExplicitAutograd")
+_library.impl("end_block", _end, "CompositeExplicitAutograd")

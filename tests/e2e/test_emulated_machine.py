@@ -1,0 +1,125 @@
+"""Training on an emulated machine (`examples/benchmarks/emulated.py`): every lane works in the simulator's order, and what is
+trained is what eager training gives."""
+
+import gc
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import autohete_fx
+from autohete_fx import Activations, BlockDecision, Compilation, Optimizer, Params, Plan
+from autohete_fx.ir import Lane, Overlap, Schedule
+from autohete_fx.runtime.placement import placement_of
+from autohete_fx.runtime.ticket import LaneRecord, Ticket
+from autohete_fx.runtime.updates import Updates
+from examples.benchmarks.emulated import Emulation, Speeds
+from tests import training
+from tests.training import LABELS, STEPS, Sizes, assert_equal, make, ours, plain
+
+SIZES = Sizes(width=128, batch=4, time=32)
+SPEEDS = Speeds(forward_s=0.004, h2d_bytes_per_s=2e8, d2h_bytes_per_s=2e8, update_params_per_s=4e7)
+STATES = (BlockDecision(optimizer=Optimizer.HOST),) * len(LABELS)
+ALL = (BlockDecision(params=Params.HOST, optimizer=Optimizer.HOST),) * len(LABELS)
+AGAIN = (BlockDecision(optimizer=Optimizer.HOST, activations=Activations.RECOMPUTE),) * len(LABELS)
+PLANS = {"states": STATES, "all": ALL, "recompute": AGAIN, "mixed": (STATES[0], ALL[1], AGAIN[2], ALL[3], STATES[4])}
+BY_PRIORITY = Schedule(overlap=Overlap.STEP)
+AS_THEY_COME = Schedule(overlap=Overlap.STEP, priority=False)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    gc.collect()
+
+
+class Watch:
+    """What the lanes of emulated machines began with, in order, and the block of each update and upload."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.served: list[Ticket] = []
+        self.blocks: dict[Ticket, int] = {}
+        seconds_of, add = Emulation.seconds_of, Updates.add
+
+        def noting_seconds(emulation: Emulation, work: Ticket | LaneRecord) -> float:
+            assert isinstance(work, Ticket)
+            self.served.append(work)
+            return seconds_of(emulation, work)
+
+        def noting_add(
+            updates: Updates, ticket: Ticket, param: Tensor, others: Iterable[Tensor] = (), *, made_by: Ticket
+        ) -> None:
+            placement = placement_of(param)
+            assert placement is not None
+            self.blocks[ticket] = self.blocks[made_by] = placement.block
+            add(updates, ticket, param, others, made_by=made_by)
+
+        monkeypatch.setattr(Emulation, "seconds_of", noting_seconds)
+        monkeypatch.setattr(Updates, "add", noting_add)
+
+    def updates_on(self, lane: Lane) -> list[int]:
+        """Blocks whose updates, or updated parameters, the lane served."""
+        return in_runs(self.blocks[t] for t in self.served if t.lane is lane and t in self.blocks)
+
+    def copies_on(self, lane: Lane) -> list[int]:
+        """Priorities of the other copies that the lane served."""
+        return in_runs(t.priority for t in self.served if t.lane is lane and t not in self.blocks)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    return Watch(monkeypatch)
+
+
+def in_runs(blocks: Iterable[int]) -> list[int]:
+    """Each block once for all its tensors."""
+    return [block for block, _ in itertools.groupby(blocks)]
+
+
+def emulated(
+    decisions: tuple[BlockDecision, ...], schedule: Schedule, **how: Any
+) -> tuple[list[Tensor], Emulation, Compilation]:
+    plan = Plan(labels=LABELS, decisions=decisions, schedule=schedule)
+    with Emulation(SPEEDS).running() as emulation:
+        options = {**emulation.options, "plan": plan}
+        trained = ours(make("cpu", SIZES), "eager", options, sizes=SIZES, **how)
+    return trained, emulation, training.training_compilation()
+
+
+def simulated(compilation: autohete_fx.Compilation, label: str) -> list[int]:
+    """Blocks in the order in which the simulator begins with something of theirs, in one step."""
+    return [event.block for event in compilation.events if event.label == label]
+
+
+@pytest.mark.parametrize("schedule", [BY_PRIORITY, AS_THEY_COME], ids=["priority", "fifo"])
+@pytest.mark.parametrize("name", PLANS)
+def test_compute_and_updates_run_in_the_simulators_order(name: str, schedule: Schedule, watch: Watch):
+    _, emulation, compilation = emulated(PLANS[name], schedule)
+    assert watch.updates_on(Lane.UPDATE) == STEPS * simulated(compilation, "update")
+    step = [(phase, block) for phase in ("forward", "backward") for block in simulated(compilation, phase)]
+    assert [(phase, block) for phase, block, _, _ in emulation.computed] == STEPS * step
+
+
+def test_gradients_leave_and_parameters_return_in_the_simulators_order(watch: Watch):
+    _, _, compilation = emulated(STATES, BY_PRIORITY)
+    assert watch.updates_on(Lane.H2D) == STEPS * simulated(compilation, "upload")
+    gradients = [priority - len(LABELS) for priority in watch.copies_on(Lane.D2H) if priority >= len(LABELS)]
+    assert gradients == STEPS * simulated(compilation, "gradients")
+
+
+def test_an_update_begins_when_its_parameters_have_come_down(watch: Watch):
+    """Parameters on the device are read there, so that edits of them count; the simulator knows of no such copy yet."""
+    emulated(STATES, BY_PRIORITY)
+    downloads = [priority for priority in watch.copies_on(Lane.D2H) if priority < len(LABELS)]
+    assert downloads == watch.updates_on(Lane.UPDATE)
+
+
+@pytest.mark.parametrize("schedule", [Schedule(), BY_PRIORITY, AS_THEY_COME], ids=["none", "priority", "fifo"])
+def test_an_emulated_machine_trains_as_eager_does(schedule: Schedule):
+    trained, _, _ = emulated(PLANS["mixed"], schedule, clip=True)
+    assert_equal(trained, plain(make("cpu", SIZES), "eager", sizes=SIZES, clip=True), bitwise=True)
