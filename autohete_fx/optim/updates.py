@@ -88,8 +88,8 @@ def _start(lanes: Lanes, updates: Sequence[Update], model: Updates | None) -> No
     tickets = []
     for u in ordered:
         frozen = Update(u.param, u.grad, dict(u.state), groups[id(u.group)], u.place)
-        work = _HostUpdate(frozen, lanes, moment, coefs)
-        updated, uploaded = work.submit(u.place.block if has_priority else 0)
+        priority = u.place.block if has_priority else 0
+        updated, uploaded = _HostUpdate(frozen, priority, lanes, moment, coefs).submit()
         tickets.append(uploaded)
         if model is not None:
             others = (u.grad, *(t for t in u.state.values() if isinstance(t, Tensor)))
@@ -122,8 +122,9 @@ def apply_in_place(updates: Iterable[Update]) -> None:
 class _HostUpdate:
     """One update as work of the lanes: bring what is on the device, update on the CPU, send the parameter back."""
 
-    def __init__(self, update: Update, lanes: Lanes, moment: Ticket, coefs: "_Coefficients") -> None:
+    def __init__(self, update: Update, priority: int, lanes: Lanes, moment: Ticket, coefs: "_Coefficients") -> None:
         self.update = update
+        self.priority = priority
         self.lanes = lanes
         self.moment = moment
         self.coefs = coefs
@@ -135,16 +136,16 @@ class _HostUpdate:
         self.param: Tensor | None = None
         self.grad: Tensor | None = None
 
-    def submit(self, priority: int) -> tuple[Ticket, Ticket]:
+    def submit(self) -> tuple[Ticket, Ticket]:
         """Tickets of the update and of the updated parameter."""
         param = self.update.param
         updated = self.lanes.update(
-            priority, self.run, prepare=self.prepare, num_bytes=param.nbytes, after=(self.moment,)
+            self.priority, self.run, prepare=self.prepare, num_bytes=param.nbytes, after=(self.moment,)
         )
         if not self.uploads:
             return updated, updated
         uploaded = self.lanes.submit(
-            Lane.H2D, priority, param.detach(), self.result, (updated, self.moment), label="upload"
+            Lane.H2D, self.priority, param.detach(), self.result, (updated, self.moment), label="upload"
         )
         return updated, uploaded
 
@@ -160,9 +161,7 @@ class _HostUpdate:
         if _at_home(t, self.update.param, self.tier):
             return host_view(t)
         home = self.tier.empty_strided(t.shape, layout_of(self.update.param), t.dtype)
-        ticket = self.lanes.submit(
-            Lane.D2H, self.update.place.block, home, t.detach(), (self.moment,), label="download"
-        )
+        ticket = self.lanes.submit(Lane.D2H, self.priority, home, t.detach(), (self.moment,), label="download")
         self.arrivals.append(ticket)
         return host_view(home)
 

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch.fx.node import has_side_effect
 
 from autohete_fx import training
 from autohete_fx.ir import BlockCost, Lane, Machine, Profile
@@ -34,7 +35,7 @@ _library.define("end_block(str machine, str phase, int block, float seconds) -> 
 _begin_block = torch.ops.emulated.begin_block.default
 _end_block = torch.ops.emulated.end_block.default
 for _op in (_begin_block, _end_block):
-    fx.node.has_side_effect(_op)
+    has_side_effect(_op)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

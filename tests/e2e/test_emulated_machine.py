@@ -112,11 +112,13 @@ def test_gradients_leave_and_parameters_return_in_the_simulators_order(watch: Wa
     assert gradients == STEPS * simulated(compilation, "gradients")
 
 
-def test_an_update_begins_when_its_parameters_have_come_down(watch: Watch):
-    """Parameters on the device are read there, so that edits of them count; the simulator knows of no such copy yet."""
-    emulated(STATES, BY_PRIORITY)
-    downloads = [priority for priority in watch.copies_on(Lane.D2H) if priority < len(LABELS)]
-    assert downloads == watch.updates_on(Lane.UPDATE)
+@pytest.mark.parametrize("schedule", [BY_PRIORITY, AS_THEY_COME], ids=["priority", "fifo"])
+def test_parameters_come_down_in_the_order_of_their_updates(schedule: Schedule, watch: Watch):
+    """Those on the device are read there, so that edits of them count; the simulator knows of no such copy."""
+    emulated(STATES, schedule)
+    updated = [t.num_bytes for t in watch.served if t.lane is Lane.UPDATE]
+    gradient = len(LABELS)  # the least priority of one
+    assert [t.num_bytes for t in watch.served if t.lane is Lane.D2H and t.priority < gradient] == updated
 
 
 @pytest.mark.parametrize("schedule", [Schedule(), BY_PRIORITY, AS_THEY_COME], ids=["none", "priority", "fifo"])
