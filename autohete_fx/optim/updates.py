@@ -67,19 +67,23 @@ def apply(updates: Sequence[Update], *, may_overlap: bool) -> None:
         else:
             _reserve(mine, lanes)
             started.append((lanes, mine, model if overlaps else None))
-    apply_in_place(here)
+    # The host first: it waits for the gradients, and must not wait for the device's updates too.
+    tickets: list[Ticket] = []
     for lanes, mine, model in started:
         try:
-            _start(lanes, mine, model)
+            tickets += _start(lanes, mine, model)
         except BaseException:  # an interrupt may come between giving an update to the lanes and noting it
             lanes.drain()
             raise
+    apply_in_place(here)
+    for ticket in tickets:
+        ticket.synchronize()
     # No kernel tells autograd, which must refuse a backward through a parameter that it saved before the step.
     torch.autograd.graph.increment_version([u.param for u in updates])
 
 
-def _start(lanes: Lanes, updates: Sequence[Update], model: Updates | None) -> None:
-    """Give updates to the lanes; ``model`` learns which are under way, without one they are waited for."""
+def _start(lanes: Lanes, updates: Sequence[Update], model: Updates | None) -> list[Ticket]:
+    """Give updates to the lanes; ``model`` learns which are under way, without one the caller waits for these tickets."""
     moment, coefs = lanes.now(), _Coefficients()
     groups = {id(u.group): _as_it_is(u.group) for u in updates}
     has_priority = model is None or model.schedule.priority
@@ -90,13 +94,12 @@ def _start(lanes: Lanes, updates: Sequence[Update], model: Updates | None) -> No
         frozen = Update(u.param, u.grad, dict(u.state), groups[id(u.group)], u.place)
         priority = u.place.block if has_priority else 0
         updated, uploaded = _HostUpdate(frozen, priority, lanes, moment, coefs).submit()
-        tickets.append(uploaded)
-        if model is not None:
+        if model is None:
+            tickets.append(uploaded)
+        else:
             others = (u.grad, *(t for t in u.state.values() if isinstance(t, Tensor)))
             model.add(uploaded, u.param, others, made_by=updated)
-    if model is None:
-        for ticket in tickets:
-            ticket.synchronize()
+    return tickets
 
 
 def _as_it_is(group: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import gc
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from torch.utils._device import DeviceContext
 import autohete_fx
 from autohete_fx import BlockDecision, OptimizerStateError, Plan
 from autohete_fx.ir import Lane, Overlap, Schedule
+from autohete_fx.optim.updates import Update
 from autohete_fx.runtime.updates import Updates
 from tests import training
 from tests.held_updates import (
@@ -325,6 +326,22 @@ def test_the_trace_shows_what_the_lanes_did(gate: Gate):
     assert {(Lane.UPDATE, "update"), (Lane.D2H, "offload")} <= labels
     assert trace.num_steps >= 2 and (trace.busy_s(Lane.UPDATE) or 0) > 0
     assert "update" in trace.lanes_table() and trace.planned
+
+
+def test_updates_on_the_host_begin_before_those_on_the_device(gate: Gate, monkeypatch: pytest.MonkeyPatch):
+    """They wait for gradients only. Biases are too small to leave the device."""
+    state = Training(gate)
+    gate.opened.set()
+    state.optimizer.synchronize()
+    begun: list[bool] = []
+
+    def note(updates: Iterable[Update]) -> None:
+        begun.append(state.updates.is_pending and len(list(updates)) == 4)
+
+    monkeypatch.setattr("autohete_fx.optim.updates.apply_in_place", note)
+    gate.opened.clear()
+    state.step()
+    assert begun == [True]
 
 
 # -- failure ------------------------------------------------------------------------------------------------------------
