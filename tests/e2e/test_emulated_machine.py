@@ -66,10 +66,6 @@ class Watch:
         """Blocks whose updates, or updated parameters, the lane served."""
         return in_runs(self.blocks[t] for t in self.served if t.lane is lane and t in self.blocks)
 
-    def copies_on(self, lane: Lane) -> list[int]:
-        """Priorities of the other copies that the lane served."""
-        return in_runs(t.priority for t in self.served if t.lane is lane and t not in self.blocks)
-
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
@@ -108,7 +104,7 @@ def test_compute_and_updates_run_in_the_simulators_order(name: str, schedule: Sc
 def test_gradients_leave_and_parameters_return_in_the_simulators_order(watch: Watch):
     _, _, compilation = emulated(STATES, BY_PRIORITY)
     assert watch.updates_on(Lane.H2D) == STEPS * simulated(compilation, "upload")
-    gradients = [priority - len(LABELS) for priority in watch.copies_on(Lane.D2H) if priority >= len(LABELS)]
+    gradients = in_runs(t.priority - len(LABELS) for t in watch.served if t.label == "offload")
     assert gradients == STEPS * simulated(compilation, "gradients")
 
 
@@ -117,8 +113,7 @@ def test_parameters_come_down_in_the_order_of_their_updates(schedule: Schedule, 
     """Those on the device are read there, so that edits of them count; the simulator knows of no such copy."""
     emulated(STATES, schedule)
     updated = [t.num_bytes for t in watch.served if t.lane is Lane.UPDATE]
-    gradient = len(LABELS)  # the least priority of one
-    assert [t.num_bytes for t in watch.served if t.lane is Lane.D2H and t.priority < gradient] == updated
+    assert [t.num_bytes for t in watch.served if t.label == "download"] == updated
 
 
 @pytest.mark.parametrize("schedule", [Schedule(), BY_PRIORITY, AS_THEY_COME], ids=["none", "priority", "fifo"])
