@@ -31,11 +31,7 @@ def sort_regions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
 
 
 def region_keys(graph: fx.Graph, context: PassContext) -> dict[fx.Node, tuple[int, int]]:
-    """Per node (region, rank within it): rank 0 issues and host waits, 1 waits for loads, 2 everything else.
-
-    What an earlier region reads than its own, such as a rotary table's slice that a backward computes again, counts there: if
-    the sort came to it in its own region only, all that stands between, copies and waits too, would go ahead of its readers.
-    """
+    """Per node (region, rank within it): rank 0 issues and host waits, 1 waits for loads, 2 everything else."""
     keys: dict[fx.Node, tuple[int, int]] = {}
     for node in graph.nodes:
         note, block = annotations.inserted(node), annotations.block_of(node)
@@ -45,10 +41,6 @@ def region_keys(graph: fx.Graph, context: PassContext) -> dict[fx.Node, tuple[in
             keys[node] = (context.region(block), 2)
         else:
             keys[node] = (max((keys[n][0] for n in node.all_input_nodes if n.op != "placeholder"), default=0), 2)
-    for node in reversed(graph.nodes):
-        if annotations.inserted(node) is None:
-            readers = (keys[user] for user in node.users if user.op != "output" and annotations.inserted(user) is None)
-            keys[node] = min((keys[node], *readers))
     return keys
 
 
