@@ -17,9 +17,9 @@ from tests import training
 from tests.training import MIXED, PLANS, Model, Sizes, assert_equal, batch, make, ours, plain, plan
 
 
-def slow(value: object) -> Any:
-    """A parameter of a test that is left out where time is short."""
-    return pytest.param(value, marks=pytest.mark.slow)
+def slow(*values: object) -> Any:
+    """Parameters of a test that are left out where time is short."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 class MainJob:

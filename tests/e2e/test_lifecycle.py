@@ -224,6 +224,7 @@ def test_explain_leaves_everything_as_it_was():
         autohete_fx.explain(model, torch.randn(256, 128), options={"plan": other})
 
 
+@pytest.mark.slow
 def test_a_batch_dies_with_its_step():
     model = make()
     model.compile(backend="autohete", options={"profile": "analytic"})

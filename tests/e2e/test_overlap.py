@@ -74,6 +74,7 @@ def test_training_with_inductor(is_host: bool, monkeypatch: pytest.MonkeyPatch):
     assert_equal(given, plain(make("cpu"), "inductor", clip=True), bitwise=False)
 
 
+@pytest.mark.slow
 def test_a_bf16_model_trains_as_without_overlap(monkeypatch: pytest.MonkeyPatch):
     expected = ours(make("cpu").bfloat16(), "eager", {"plan": training.plan("mixed")})
     chance = random.Random(0)
@@ -250,6 +251,7 @@ def test_a_model_with_graph_breaks_is_exact_and_does_not_overlap_its_forward(
         torch.testing.assert_close(ours_param, plain_param, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_compiled_training_step_is_exact(gate: Gate):
     """``step()`` inside a compiled function: what follows it in there is not guarded, so nothing overlaps."""
     gate.opened.set()

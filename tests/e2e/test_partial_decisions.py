@@ -71,6 +71,7 @@ def test_a_kept_copy_is_there_between_the_passes_and_is_fetched_once():
     assert len(copies("prefetch", "forward")) == fetches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_the_peak_of_kept_copies_is_the_predicted_one(inner: str):
     training.warm_up("cpu")
@@ -155,6 +156,7 @@ def reloaded_bytes(compilation: autohete_fx.Compilation, block: int) -> int:
     return sum(t.num_bytes for t in compilation.transfers if t.op == "reload" and t.block == block)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, None))])
 def test_what_leaves_is_what_the_profiler_counts_and_its_memory_is_free(count: int | None, problems: list[Problem]):
     everything = held_between_passes(layers(BlockDecision()))

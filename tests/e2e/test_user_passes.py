@@ -247,6 +247,7 @@ def test_passes_of_the_inductor_configuration_take_effect(name: str):
     assert unchanged == pytest.approx(losses("aot_eager", steps=1))
 
 
+@pytest.mark.slow
 def test_random_numbers_of_the_inductor_configuration_take_effect():
     def loss(backend: str, **how: Any) -> float:
         torch.manual_seed(0)

@@ -122,6 +122,7 @@ def test_a_plan_is_printed_and_saved_without_memory_for_weights(tmp_path: Path, 
     assert 0 < saved.peak_bytes <= 8 * 2**30 and saved.host_bytes > 2**30
 
 
+@pytest.mark.slow
 def test_json_says_what_the_text_says_and_more_never_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     A100.save(tmp_path / "machine.json")
     model = config(tmp_path)

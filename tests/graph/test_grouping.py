@@ -15,6 +15,7 @@ from autohete_fx.capture.dataflow import split_joint
 from autohete_fx.capture.grouping import block_index
 from autohete_fx.ir import BlockKind
 from tests.joint_graphs import Captured, assert_sound, capture_one, layers
+from tests.main_job import slow
 from tests.tiny_models import (
     ACTIVATION_BYTES,
     BATCH,
@@ -47,11 +48,11 @@ def test_kinds_in_execution_order():
     [
         ("", lambda: capture_one(GPT(), ids())),
         ("", lambda: capture_one(GPT(), ids(), in_place=True)),
-        ("", lambda: capture_one(loss_of(GPT()), ids())),
+        slow("", lambda: capture_one(loss_of(GPT()), ids())),
         ("inner.", lambda: capture_one(Wrapped(GPT()), ids())),
-        ("inner.", lambda: capture_one(Wrapped(GPT()), ids(), in_place=True)),
-        ("inner.inner.", lambda: capture_one(Wrapped(Wrapped(GPT())), ids())),
-        ("", lambda: capture_one(GPT(recompute=True), ids())),
+        slow("inner.", lambda: capture_one(Wrapped(GPT()), ids(), in_place=True)),
+        slow("inner.inner.", lambda: capture_one(Wrapped(Wrapped(GPT())), ids())),
+        slow("", lambda: capture_one(GPT(recompute=True), ids())),
     ],
     ids=["module", "in place", "function", "wrapped", "wrapped in place", "wrapped twice", "checkpointed"],
 )
@@ -166,6 +167,7 @@ class Stage(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_stages_are_divided_into_their_layers():
     graph = assert_sound(capture_one(Stages(), ids()))
     expected = [f"stages.{stage}.blocks.{block}" for stage in range(2) for block in range(3)]
@@ -187,6 +189,7 @@ def test_encoder_and_decoder_are_two_stacks_with_a_bridge():
     assert [read_encoder[bridge.index + i] for i in (1, 2, 3)] == [ACTIVATION_BYTES] * 3
 
 
+@pytest.mark.slow
 def test_each_call_of_a_shared_layer_is_a_block_and_the_first_owns_the_parameters():
     blocks = layers(assert_sound(capture_one(Shared(), ids())))
     assert [block.module_fqn for block in blocks] == ["layer"] * 4
@@ -235,6 +238,7 @@ class Mixture(nn.Module):
         return x + sum(share[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
 
 
+@pytest.mark.slow
 def test_experts_are_not_layers():
     model = nn.Sequential(nn.Embedding(VOCAB, WIDTH), *(Mixture() for _ in range(2)), nn.Linear(WIDTH, VOCAB))
     assert names(capture_one(loss_of(model), ids())) == ["1", "2"]
@@ -275,6 +279,7 @@ class Hybrid(nn.Module):
         return x.sum()
 
 
+@pytest.mark.slow
 def test_siblings_of_another_class_are_layers_too():
     graph = assert_sound(capture_one(Hybrid(), ids()))
     assert [block.module_fqn for block in layers(graph)] == [f"layers.{i}" for i in range(4)]

@@ -54,6 +54,7 @@ def test_without_any_trace_of_forward_only_borders_move():
     assert len(difference) < 0.1 * len(joint.order)
 
 
+@pytest.mark.slow
 def test_a_function_over_plain_parameters():
     """A GPT without any module: what functional code traces to."""
     embed = nn.Parameter(torch.randn(VOCAB, WIDTH))
@@ -107,6 +108,7 @@ def test_encoder_and_decoder_without_paths():
     assert first not in decoder
 
 
+@pytest.mark.slow
 def test_calls_of_a_shared_layer_without_paths():
     captured = strip(capture_one(Shared(), ids()), *PATHS)
     assert [len(block.param_fqns) for block in layers(assert_sound(captured))] == [12, 0, 0, 0]

@@ -42,6 +42,7 @@ def captured(request: pytest.FixtureRequest) -> Captured:
     return capture_one(Model(), batch("cpu", 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activations", [Activations.KEEP, Activations.SELECTIVE, Activations.RECOMPUTE])
 def test_held_bytes_are_what_the_partition_saves(captured: Captured, activations: Activations):
     kept = partition(captured, Activations.KEEP)

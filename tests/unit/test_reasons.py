@@ -68,6 +68,7 @@ def changed(plan: Plan, block: int, decision: BlockDecision) -> tuple[BlockDecis
     return *plan.decisions[:block], decision, *plan.decisions[block + 1 :]
 
 
+@pytest.mark.slow
 @settings(max_examples=20, **QUIET)
 @given(problems(most_blocks=5))
 def test_what_is_said_of_a_block_is_what_replays_find(limited: Problem):

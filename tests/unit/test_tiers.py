@@ -313,6 +313,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_left_on_disk_and_homes_are_not_anonymous_memory(tmp_path: Path) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", _CHILD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
