@@ -119,6 +119,7 @@ def _owning(
         if compilation.clock is not None and compilation.clock.begin_pass() == _STEPS_TO_LOG:
             log.info("after %d steps\n%s", _STEPS_TO_LOG, compilation.comparison_table())
         updates = model.session.updates
+        calls.settle_others(updates)
         updates.wait_all(but=awaited)
         if compilation.training:
             updates.schedule = compilation.plan.schedule if calls.is_within_call() else Schedule()

@@ -73,7 +73,9 @@ class CapturedGraph:
     def _placement_text(self, name: str) -> tuple[object, ...]:
         param, placement = self.params[name], placement_of(self.params[name])
         where = ("", "") if placement is None else (placement.params.value, placement.optimizer.value)
-        return (name, *where, planning.state_bytes(param) if optimizer_of(param) is not None else -1)
+        owner = optimizer_of(param)
+        updated = ("", -1) if owner is None else (owner.overlap.value, planning.state_bytes(param))
+        return (name, *where, *updated)
 
     def param_infos(self, gm: fx.GraphModule) -> dict[str, ParamInfo]:
         """What the profiler must know of the parameters that can move, by placeholder of ``gm``."""

@@ -10,6 +10,7 @@
 * pytest-xdist's workers (``-n``) share the cores: each computes on its part of them. One of them runs all CUDA tests.
 """
 
+import gc
 import os
 import shutil
 import sys
@@ -62,16 +63,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _clean_compiler() -> Iterator[None]:
-    """No compiled code, cached graph or random state of an earlier test. Tests without torch do not pay for it."""
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.manual_seed(0)
+def _clean_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No compiled code, cached graph, random state or pending update of an earlier test. Tests without torch do not pay for it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
     for graphs in ("fxgraph", "aotautograd"):
         shutil.rmtree(_INDUCTOR_DIR / graphs, ignore_errors=True)
     yield
+    if request.path.parent.name in ("e2e", "cuda"):
+        import torch._dynamo
+
+        from autohete_fx.runtime.fence import lower_fences
+
+        lower_fences()  # of a model that the traceback of a failed test keeps alive
+        torch._dynamo.reset()
+        gc.collect()
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ class Gate:
 
     def __call__(self, ticket: Ticket) -> float:
         if ticket.lane is Lane.UPDATE:
-            assert self.opened.wait(60)
+            assert self.opened.wait(60), "nobody opened the gate"
         return 0.0
 
     def open_soon(self) -> threading.Timer:
@@ -89,8 +89,13 @@ class Training:
         self.model.compile(backend="autohete", options=options)
         for _ in range(warm_steps):
             self.step()
+        self.hold()
+
+    def hold(self) -> None:
+        """Take a step whose updates the gate holds. Earlier ones end first: a gate that held them too would hold the step."""
+        self.gate.opened.set()
         self.optimizer.synchronize()
-        gate.opened.clear()
+        self.gate.opened.clear()
         self.step()
 
     def step(self) -> None:

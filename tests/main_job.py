@@ -6,7 +6,7 @@ the comparison has the tolerance that plain Inductor has against eager. `MainJob
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,13 +27,6 @@ class MainJob:
 
     device: str
     large: Sizes
-
-    @pytest.fixture(autouse=True)
-    def fresh_dynamo(self) -> Iterator[None]:
-        torch._dynamo.reset()
-        yield
-        torch._dynamo.reset()
-        gc.collect()
 
     @pytest.mark.parametrize("name", [n if n in ("keep", "mixed") else slow(n) for n in PLANS])
     def test_hand_made_plans_are_bitwise_exact(self, name: str):

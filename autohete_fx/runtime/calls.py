@@ -23,6 +23,7 @@ from types import TracebackType
 
 from autohete_fx import versions
 from autohete_fx.runtime.fence import Fence, lower_fences, raise_fences
+from autohete_fx.runtime.updates import Updates
 
 log = logging.getLogger(__name__)
 
@@ -89,10 +90,10 @@ class _Call:
             updates.prune()
         raise_fences([fence for fence in self.fences if id(fence) in live and live[id(fence)].is_pending])
 
-    def settle(self) -> None:
-        """Wait for the updates whose fences were lowered."""
+    def settle(self, but: Updates | None = None) -> None:
+        """Wait for the updates whose fences were lowered, except those of one model."""
         for fence in self.fences:
-            if fence.updates is not None:
+            if fence.updates is not None and fence.updates is not but:
                 fence.updates.wait_all()
 
     def _judge(self) -> None:
@@ -119,6 +120,13 @@ def note_compiled_graph() -> None:
     """Our backend compiles a graph."""
     for call in _thread.calls[-1:]:
         call.num_graphs_compiled += 1
+
+
+def settle_others(updates: Updates) -> None:
+    """Wait for the updates of other models whose fences were lowered: a model's graph waits for its own alone, and Dynamo may
+    serve a call with the graph of another model of the same class."""
+    for call in _thread.calls:
+        call.settle(but=updates)
 
 
 def is_within_call() -> bool:

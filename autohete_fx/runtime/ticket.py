@@ -1,5 +1,6 @@
 """Tickets: work that was submitted to a lane, to wait for and to build on."""
 
+import abc
 import threading
 from collections.abc import Callable, Sequence
 
@@ -8,7 +9,7 @@ import torch
 from autohete_fx.ir import Lane, LaneRecord
 
 
-class Ticket:
+class Ticket(abc.ABC):
     """Work that was submitted to a lane.
 
     Attributes:
@@ -27,22 +28,22 @@ class Ticket:
         self._callbacks: list[Callable[[], None]] = []
 
     @property
+    @abc.abstractmethod
     def is_complete(self) -> bool:
         """Whether nothing is left to wait for; a failure counts."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def wait(self) -> None:
         """Return when (CPU), or make the current stream wait until (CUDA), the work is complete.
 
         Raises what the work raised, with the worker's traceback. Waiting again is allowed, and raises again.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def synchronize(self) -> None:
         """Return when the work is complete, on the device too. Raises as `wait` does."""
-        raise NotImplementedError
 
-    def order(self, stream: torch.Stream) -> None:
+    def order(self, stream: torch.Stream) -> None:  # noqa: B027  (work of the CPU that is ready is done: nothing to order)
         """Make a stream go on behind the work, which must be ready."""
 
     def when_ready(self, callback: Callable[[], None]) -> None:

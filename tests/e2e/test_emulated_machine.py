@@ -1,13 +1,11 @@
 """Training on an emulated machine (`examples/benchmarks/emulated.py`): every lane works in the simulator's order, and what is
 trained is what eager training gives."""
 
-import gc
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 import autohete_fx
@@ -28,14 +26,6 @@ AGAIN = (BlockDecision(optimizer=Optimizer.HOST, activations=Activations.RECOMPU
 PLANS = {"states": STATES, "all": ALL, "recompute": AGAIN, "mixed": (STATES[0], ALL[1], AGAIN[2], ALL[3], STATES[4])}
 BY_PRIORITY = Schedule(overlap=Overlap.STEP)
 AS_THEY_COME = Schedule(overlap=Overlap.STEP, priority=False)
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    gc.collect()
 
 
 class Watch:

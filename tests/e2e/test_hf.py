@@ -1,7 +1,7 @@
 """Real architectures with random weights: three steps at 60% of plain's peak, bitwise equal to ``aot_eager``."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,14 +48,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**BERT)),
     "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5, decoder_start_token_id=0)),
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    gc.collect()
 
 
 def make(name: str) -> Any:

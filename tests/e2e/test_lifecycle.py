@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +81,6 @@ def test_a_second_process_finds_the_code_and_another_plan_does_not(tmp_path: Pat
     assert not first[1] and first[2] == 0 and first[3] > 0
     assert second[1] and second[2] >= 1 and second[3] == first[3]
     assert not other[1] and other[2] == 0 and other[3] == 0
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    gc.collect()
 
 
 class Layers(nn.Module):

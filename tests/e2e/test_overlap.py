@@ -2,11 +2,10 @@
 
 import copy
 import dataclasses
-import gc
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -34,14 +33,6 @@ from tests.held_updates import (
 )
 from tests.main_job import slow
 from tests.training import PLANS, assert_equal, make, ours, plain
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    gc.collect()
 
 
 def overlapping(name: str, **schedule: Any) -> Plan:
@@ -128,10 +119,8 @@ def test_a_read_waits_for_the_update(name: str, decision: BlockDecision, gate: G
 def test_views_made_before_the_step_wait_too(gate: Gate):
     state = Training(gate, warm_steps=1)
     gate.opened.set()
-    state.optimizer.synchronize()
     views = [weight.detach()[1:, ::2] for weight in state.weights]
-    gate.opened.clear()
-    state.step()
+    state.hold()
     views_of = dict(zip((id(state.model), id(state.twin)), views, strict=True))
     state.assert_waits(lambda model, optimizer: views_of[id(model)].sum())
 
@@ -227,9 +216,7 @@ def test_an_evaluation_graph_waits(gate: Gate):
     gate.opened.set()
     for model in (state.twin, state.model):
         evaluate(model, None)  # compiles
-    state.optimizer.synchronize()
-    gate.opened.clear()
-    state.step()
+    state.hold()
     timer = gate.open_soon()
     found = evaluate(state.model, None)
     assert gate.opened.is_set()
@@ -280,16 +267,14 @@ def test_modes_of_the_user_stand_above_the_fence(gate: Gate):
     with torch.device("cpu"):
         state = Training(gate)
     state.assert_waits(READS["operator"])
-    gate.opened.clear()
-    state.step()
+    state.hold()
     torch.set_default_device("cpu")
     try:
         state.assert_waits(READS["operator"])
     finally:
         torch.set_default_device(None)
     with DeviceContext(torch.device("cpu")):
-        gate.opened.clear()
-        state.step()
+        state.hold()
     state.assert_waits(READS["method"])
 
 

@@ -1,8 +1,6 @@
 """Kept fetches and partial offload: what they leave on the device, what they copy, and that neither changes a result."""
 
 import dataclasses
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,14 +18,6 @@ from tests.training import KEPT, LABELS, Model, Sizes, assert_equal, batch, make
 SIZES = Sizes(width=128)  # every matrix is worth a copy
 FETCHED = dataclasses.replace(KEPT, keeps_fetched=False)
 LAYER_BYTES = sum(p.nbytes for p in make("cpu", SIZES).layers[0].parameters() if p.dim() == 2)
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    gc.collect()
 
 
 def layers(*decisions: BlockDecision) -> Plan:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,19 +17,13 @@ from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import autohete_fx
+from autohete_fx import Plan
 from autohete_fx.runtime.updates import Updates
-from tests.held_updates import Gate, Stack, Training, weight_of
+from tests.held_updates import OPTIMIZER_ON_HOST, STEP, Gate, Stack, Training, labels, weight_of
 from tests.main_job import slow
 
 X = torch.ones(8, 128)
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    gc.collect()
 
 
 def params_agree(state: Training) -> bool:
@@ -187,8 +181,7 @@ def test_parameters_that_share_memory_are_each_waited_for(gate: Gate):
         vector = nn.utils.parameters_to_vector(model.parameters()).detach()
         nn.utils.vector_to_parameters(vector, model.parameters())
     state.step()
-    gate.opened.clear()
-    state.step()
+    state.hold()
     state.assert_waits(lambda model, optimizer: [p.detach().clone() for p in model.parameters()])
 
 
@@ -255,42 +248,36 @@ class Plain(TorchFunctionMode):
 def test_modes_are_entered_and_left_in_any_order(gate: Gate):
     state = Training(gate)
 
-    def hold() -> None:
-        gate.opened.set()
-        state.optimizer.synchronize()
-        gate.opened.clear()
-        state.step()
-
     def read() -> None:
         state.assert_waits(lambda model, optimizer: weight_of(model) * 2)
 
     read()
     with Plain():
-        hold()
+        state.hold()
         with Plain():
             pass
         read()
-        hold()
+        state.hold()
     read()
-    hold()
+    state.hold()
     with torch.device("cpu"), Plain():
         read()
-        hold()
+        state.hold()
     read()
-    hold()
+    state.hold()
     torch.set_default_device("cpu")
     read()
-    hold()
+    state.hold()
     torch.set_default_device("meta")
     torch.set_default_device("cpu")
     with torch.device("cpu"):
         torch.ones(1)
     read()
-    hold()
+    state.hold()
     torch.set_default_device(None)
     read()
     with FlopCounterMode(display=False):
-        hold()
+        state.hold()
     read()
     assert not any(isinstance(mode, Plain) for mode in torch.overrides._get_current_function_mode_stack())
 
@@ -316,3 +303,38 @@ def test_a_process_ends_cleanly_with_updates_under_way(version: str):
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
     )
     assert ended.returncode == (3 if version == "raises" else 0) and "Traceback" not in ended.stderr, ended.stderr
+
+
+def test_a_model_whose_call_is_served_by_the_graph_of_another_waits(gate: Gate):
+    """Dynamo shares code between models of one class: the second one's graph for this batch is the first one's."""
+    options = {
+        "inner_backend": "eager",
+        "profile": "analytic",
+        "plan": Plan(labels=labels(), decisions=(OPTIMIZER_ON_HOST,) * len(labels()), schedule=STEP),
+    }
+    first, second, twin = Stack(), Stack(), Stack()
+    optimizers = [autohete_fx.AdamW(model.parameters(), lr=1e-2) for model in (first, second)]
+    reference = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
+    for model in (first, second):
+        model.compile(backend="autohete", options=options, dynamic=False)
+
+    def step(model: Stack, optimizer: torch.optim.Optimizer, batch: int) -> Tensor:
+        loss = model(torch.ones(batch, 128))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step(first, optimizers[0], 8)
+    optimizers[0].synchronize()
+    for batch in (4, 4):  # a graph, and a session, of its own
+        torch.testing.assert_close(step(second, optimizers[1], batch), step(twin, reference, batch))
+    optimizers[1].synchronize()
+    expected = step(twin, reference, 4)  # now: a backward waits for all updates
+    gate.opened.clear()
+    torch.testing.assert_close(step(second, optimizers[1], 4), expected)
+    timer = gate.open_soon()
+    found = second(torch.ones(8, 128))
+    assert gate.opened.is_set(), "it did not wait"
+    timer.join()
+    torch.testing.assert_close(found, twin(torch.ones(8, 128)))
