@@ -18,12 +18,12 @@ from torch import fx
 from torch._dynamo.exc import ShortenTraceback
 
 from autohete_fx import compilation as compilation_module
-from autohete_fx.capture.inputs import GraphInput, graph_inputs
+from autohete_fx.capture.inputs import graph_inputs
 from autohete_fx.compilation import Compilation
 from autohete_fx.compiler import GraphCompiler
 from autohete_fx.errors import AutoHeteError
-from autohete_fx.ir import LaneRecord, Optimizer, Overlap, Schedule
-from autohete_fx.model import Model, find_model
+from autohete_fx.ir import LaneRecord, Schedule
+from autohete_fx.model import GraphParameters, Model, find_model
 from autohete_fx.options import Options
 from autohete_fx.runtime import calls
 from autohete_fx.runtime.session import Session
@@ -68,7 +68,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[object], chosen: Optio
         result = dataclasses.replace(result, clock=clock)
     compilation_module.record(result)
     log.info("%s", result)
-    return _owning(compiled, model, result, _awaited_parameters(inputs, result))
+    return _owning(compiled, model, result, GraphParameters(inputs, result, model))
 
 
 def _records_of(session: Session) -> Callable[[], tuple[LaneRecord, ...]]:
@@ -94,20 +94,8 @@ def surfacing(error: AutoHeteError) -> AutoHeteError:
     return copy
 
 
-def _awaited_parameters(inputs: Sequence[GraphInput], compilation: Compilation) -> frozenset[int]:
-    """Identities of the parameters whose updates the graph's nodes wait for."""
-    plan = compilation.plan
-    if plan.schedule.overlap is Overlap.NONE:
-        return frozenset()
-    return frozenset(
-        id(item.tensor)
-        for item in inputs
-        if item.name in compilation.owners and plan.decisions[compilation.owners[item.name]].optimizer is Optimizer.HOST
-    )
-
-
 def _owning(
-    compiled: Callable[..., object], model: Model, compilation: Compilation, awaited: frozenset[int]
+    compiled: Callable[..., object], model: Model, compilation: Compilation, parameters: GraphParameters
 ) -> Callable[..., object]:
     """The compiled function, which keeps the model's runtime alive, times its steps, and cleans up behind an exception.
 
@@ -120,7 +108,7 @@ def _owning(
             log.info("after %d steps\n%s", _STEPS_TO_LOG, compilation.comparison_table())
         updates = model.session.updates
         calls.settle_others(updates)
-        updates.wait_all(but=awaited)
+        updates.wait_all(but=parameters.arrive(args))
         if compilation.training:
             updates.schedule = compilation.plan.schedule if calls.is_within_call() else Schedule()
         try:

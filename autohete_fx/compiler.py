@@ -24,14 +24,13 @@ from autohete_fx.compilation import Compilation
 from autohete_fx.errors import AutoHeteError, PassError
 from autohete_fx.inductor_hooks import LastPass, Partitioner, refuse_other_partitioner, run_without_code
 from autohete_fx.inference import rewrite_inference
-from autohete_fx.model import Model
+from autohete_fx.model import Model, place
 from autohete_fx.options import Options
 from autohete_fx.passes import PIPELINE, PassContext, Stage
 from autohete_fx.planner.infeasible import too_small
 from autohete_fx.profiler import CompiledCode, dry_run
 from autohete_fx.profiler.cache import load_text, store_text
 from autohete_fx.runtime import kernels  # noqa: F401  (registers the ops' kernels)
-from autohete_fx.runtime.placement import Placement, place_param
 from autohete_fx.sizes import format_bytes
 from autohete_fx.training import TrainingPlanner, TrainingStep
 
@@ -127,7 +126,8 @@ class GraphCompiler:
             store_text("compilation", self.key, result.to_json())
         model = self.captured.model
         if result.training or not model.is_placed:
-            self._place(result)
+            for name, block in result.owners.items():
+                place(self.captured.params[name], block, result.plan, model)
         if result.training:
             model.is_placed = True
             model.store_footprint(self.captured.names, result.footprint)
@@ -137,19 +137,6 @@ class GraphCompiler:
         self._step = self._final_context = None
         del self.captured
         return result
-
-    def _place(self, result: Compilation) -> None:
-        session = self.captured.model.session
-        for name, block in result.owners.items():
-            decision = result.plan.decisions[block]
-            placement = Placement(
-                params=decision.params,
-                optimizer=decision.optimizer,
-                tier=session.tier,
-                block=block,
-                updates=session.updates,
-            )
-            place_param(self.captured.params[name], placement)
 
     # -- the budget -----------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 A graph break makes several graphs of one model, a new shape or ``no_grad`` another; they are told to be one model by
 the parameters that they read, or by the autohete_fx optimizer that holds them.
-Each training graph leaves a note of the device memory that it takes beside the others.
+Each training graph leaves a note of the device memory that it takes beside the others. Their parameters are placed here.
 """
 
 import hashlib
@@ -16,10 +16,12 @@ from torch import fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autohete_fx.capture.inputs import GraphInput
-from autohete_fx.compilation import Footprint
+from autohete_fx.compilation import Compilation, Footprint
+from autohete_fx.ir import Optimizer, Overlap, Plan
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.resources import host_budget_bytes
+from autohete_fx.runtime.placement import Placement, place_param, placement_of
 from autohete_fx.runtime.session import Session, is_live
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -88,6 +90,59 @@ def _fresh_digest(digest: str) -> str:
         twin += 1
         candidate = hashlib.sha256(f"{digest}/{twin}".encode()).hexdigest()[:16]
     return candidate
+
+
+def place(param: torch.nn.Parameter, block: int, plan: Plan, model: Model) -> None:
+    """Put a parameter of the model where the plan has its block's."""
+    session, decision = model.session, plan.decisions[block]
+    _models[param] = weakref.ref(model)
+    placement = Placement(
+        params=decision.params,
+        optimizer=decision.optimizer,
+        tier=session.tier,
+        block=block,
+        updates=session.updates,
+    )
+    place_param(param, placement)
+
+
+class GraphParameters:
+    """The movable parameters that a compiled graph is called with, placed as its plan says.
+
+    Dynamo serves a second model of one class and options with the first one's code, and tells nobody. The parameters of
+    that model join the first one's session, on which the code runs, and are placed when they first come.
+
+    Args:
+        inputs: of the graph.
+        compilation: what was decided for it.
+        model: whose session the code refers to.
+    """
+
+    def __init__(self, inputs: Sequence[GraphInput], compilation: Compilation, model: Model) -> None:
+        self._plan = compilation.plan
+        self._model = model
+        self._blocks = {item.index: compilation.owners[item.name] for item in inputs if item.name in compilation.owners}
+        self._seen: list[weakref.ref[object]] = []
+        self._awaited: frozenset[int] = frozenset()
+
+    def arrive(self, args: Sequence[object]) -> frozenset[int]:
+        """Place those of a call that nobody has placed yet. Returns the identities of those whose updates the graph's nodes
+        wait for."""
+        given = args[0] if len(args) == 1 and isinstance(args[0], list) else args  # one list where the call is boxed
+        params = [given[index] for index in self._blocks]
+        if not (self._seen and all(seen() is param for seen, param in zip(self._seen, params, strict=True))):
+            for param, block in zip(params, self._blocks.values(), strict=True):
+                if isinstance(param, torch.nn.Parameter) and placement_of(param) is None:
+                    place(param, block, self._plan, self._model)
+            self._seen = [weakref.ref(param) for param in params]
+            self._awaited = self._awaited_of(params)
+        return self._awaited
+
+    def _awaited_of(self, params: Sequence[object]) -> frozenset[int]:
+        if self._plan.schedule.overlap is Overlap.NONE:
+            return frozenset()
+        on_host = (self._plan.decisions[block].optimizer is Optimizer.HOST for block in self._blocks.values())
+        return frozenset(id(param) for param, is_awaited in zip(params, on_host, strict=True) if is_awaited)
 
 
 def device_of(inputs: Sequence[GraphInput]) -> torch.device:

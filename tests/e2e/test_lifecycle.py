@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Params, Plan, training
 from autohete_fx.compiler import GraphCompiler
+from autohete_fx.runtime.tiers import is_home
 
 SCRIPT = """
 import json, sys, torch
@@ -157,6 +158,27 @@ def test_two_equal_models_do_not_meet():
         model.compile(backend="autohete", options={**EAGER, "plan": host})
     for model in models:
         assert_bitwise(train(model), expected)
+    assert all(is_home(layer[0].weight) for model in models for layer in model.layers)
+
+
+def test_a_model_that_is_made_again_keeps_the_budget_with_the_code_of_the_first():
+    """As in a notebook whose cell runs twice: Dynamo has code for the class, and asks no backend."""
+    budget, expected = 3 * 2**19, plain()
+    autohete_fx.explain(make(), torch.randn(256, 128))  # times the machine, which takes scratch of its own
+    for is_again in (False, True):
+        with autohete_fx.MemoryMeter("cpu") as meter:
+            others = meter.start_bytes
+        count = len(autohete_fx.compilations())
+        model = make()
+        model.compile(backend="autohete", options={**EAGER, "memory_budget": budget})
+        with autohete_fx.MemoryMeter("cpu") as meter:
+            trained = train(model)
+        assert meter.peak_bytes - others <= budget
+        assert (len(autohete_fx.compilations()) == count) == is_again
+        assert any(is_home(layer[0].weight) for layer in model.layers)
+        assert_bitwise(trained, expected)
+        del model, trained
+        gc.collect()
 
 
 def test_a_new_shape_is_compiled_again_for_the_same_model():
