@@ -49,10 +49,10 @@ class Gate:
 class Stack(nn.Module):
     """Four layers that all are blocks; one of them may break the graph."""
 
-    def __init__(self, breaks: bool = False) -> None:
+    def __init__(self, breaks: bool = False, width: int = 128) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4))
         self.breaks = breaks
 
     def forward(self, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Overlap
+from autohete_fx.optim.host_copy import HostCopies
 from autohete_fx.optim.kernels import reconcile_master
 from autohete_fx.optim.loading import read_groups, read_states
 from autohete_fx.optim.owners import register_owner
@@ -56,8 +57,9 @@ class AdamW(torch.optim.Optimizer):
     fp32 parameters have no second copy, and a 16-bit weight that is no longer the rounding of its master replaces it,
     element by element.
 
-    ``step()`` needs no device memory beyond the states, which the first step creates; a parameter or gradient of an
-    unusual layout or dtype costs one temporary copy of that tensor at a time.
+    ``step()`` needs no device memory beyond the states, which the first step creates, and 8 bytes for each parameter that is
+    updated on the host; a parameter or gradient of an unusual layout or dtype costs one temporary copy of that tensor at a
+    time.
 
     With ``overlap="step"`` updates on the host start at ``step()``, in the order in which the next forward needs them, and
     may still run when it returns. Whatever is done to the gradients before ``step()`` counts, as always. Whoever then reads
@@ -101,6 +103,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         del foreach, fused
         self.overlap = _overlap_named(overlap)
+        self._host_copies = HostCopies()
         asked = {"amsgrad": amsgrad, "capturable": capturable, "differentiable": differentiable}
         hyperparameters = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         _check_hyperparameters({**hyperparameters, **asked})
@@ -126,6 +129,7 @@ class AdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("overlap", Overlap.STEP)
+        self._host_copies = HostCopies()
         for group in self.param_groups:
             for param in group["params"]:
                 register_owner(param, self)
@@ -155,7 +159,7 @@ class AdamW(torch.optim.Optimizer):
         # What ends a node of a backward pass forgets which modes were entered in it, the fence too.
         is_guarded = not is_within_call() and torch._C._current_graph_task_id() == -1
         try:
-            apply(self._updates(), may_overlap=self.overlap is not Overlap.NONE and is_guarded)
+            apply(self._updates(), self._host_copies, may_overlap=self.overlap is not Overlap.NONE and is_guarded)
         finally:
             for updates in self._models():
                 updates.guard()

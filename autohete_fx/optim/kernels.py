@@ -8,8 +8,8 @@
   it by a few units in the last place of fp32, because the bias corrections are folded into other constants.
 
 The mixed pass is traced once for (weight dtype, gradient dtype, device), with a symbolic length and with every
-hyperparameter in a small tensor, and handed to Inductor directly: no Dynamo, so no guard, no recompilation and no
-interference with the user's ``torch._dynamo`` state. On a CPU the C++ wrapper is asked for, which lets go of the GIL.
+hyperparameter in a small tensor, and compiled by Inductor (`inductor`). On a CPU the C++ wrapper is asked for, which lets go
+of the GIL.
 
 **A weight that is no longer a nearest 16-bit value of its master has been edited by the user, and wins**, element by
 element: its master is then read from the weight. Comparing the data is the only complete test: version counters miss
@@ -20,11 +20,13 @@ keep is master bits below the weight's precision, where the edited value is what
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from autohete_fx.optim.inductor import LONGEST, Kernel, compile_kernel
 
 _TILE = 1 << 18
 """Elements of a tile where eager arithmetic needs temporaries; a multiple of every vector length."""
@@ -32,12 +34,7 @@ _TILE = 1 << 18
 _SMALL = 1 << 15
 """Up to this length one thread of a CPU does it all: waking the others takes as long."""
 
-_CALL = 1 << 30
-"""Most elements of one call of a compiled kernel: 32-bit indices suffice."""
-
 _NUM_COEFFICIENTS = 7
-
-_MixedKernel = Callable[[list[Tensor]], Any]
 
 
 def update_full_precision(
@@ -108,11 +105,11 @@ def update_mixed(
     if kernel is None or length < 2:
         return _mixed_in_tiles(weight, grad, master, exp_avg, exp_avg_sq, coefs)
     tensors = (weight, grad, master, exp_avg, exp_avg_sq)
-    if length <= _CALL:
+    if length <= LONGEST:
         kernel([*tensors, coefs])
         return
     # Equal slices, so that none is a single element.
-    pieces = -(-length // _CALL)
+    pieces = -(-length // LONGEST)
     for parts in zip(*(t.chunk(pieces) for t in tensors), strict=True):
         kernel([*parts, coefs])
 
@@ -176,7 +173,7 @@ def _mixed_in_tiles(
 @functools.cache
 def _compiled_mixed(
     weight_dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device, small: bool
-) -> _MixedKernel | None:
+) -> Kernel | None:
     """The mixed pass by Inductor; None, with a warning, where Inductor cannot compile (no C++ compiler, say)."""
     try:
         # PyTorch's own deprecations; where a user made warnings errors, they would read as "cannot compile" here.
@@ -197,41 +194,23 @@ def _compiled_mixed(
         return None
 
 
-def _compile_mixed(dtypes: Sequence[torch.dtype], device: torch.device, small: bool) -> _MixedKernel:
-    # Inductor is a slow import that fp32 training does not need.
-    from torch._dynamo.source import ConstantSource
-    from torch._guards import TracingContext, tracing
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.virtualized import V
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-
-    weight_dtype, grad_dtype = dtypes
-    fake_mode = FakeTensorMode(shape_env=ShapeEnv())
-    weight = fake_mode.from_tensor(
-        torch.empty(_TILE, dtype=weight_dtype, device=device),
-        symbolic_context=StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC]),
-        source=ConstantSource("weight"),
-    )
-    with fake_mode:
-        states = [torch.empty_like(weight, dtype=dtype) for dtype in (grad_dtype, *[torch.float32] * 3)]
-        inputs = [weight, *states, torch.empty(_NUM_COEFFICIENTS, dtype=torch.float32, device=device)]
-        graph = make_fx(_mixed, decomposition_table=select_decomp_table())(*inputs)
-    # The user's own Inductor passes are meant for the user's graphs.
-    patches: dict[str, Any] = {"post_grad_custom_pre_pass": None, "post_grad_custom_post_pass": None}
+def _compile_mixed(dtypes: Sequence[torch.dtype], device: torch.device, small: bool) -> Kernel:
+    settings: dict[str, Any] = {}
     if device.type == "cpu":
         # Contracted multiply-adds are fewer operations, and what the fused kernel of torch does. Threads are asked
         # for at run time, so torch.set_num_threads is honoured without compiling again.
-        patches |= {"cpp.enable_floating_point_contract_flag": "fast"}
-        patches |= {"cpp.threads": 1} if small else {"cpp_wrapper": True, "cpp.dynamic_threads": True}
-    with fake_mode, V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)), config.patch(patches):
-        return compile_fx_inner(graph, inputs)  # pyright: ignore[reportReturnType]
+        settings = {"cpp.enable_floating_point_contract_flag": "fast"}
+        settings |= {"cpp.threads": 1} if small else {"cpp_wrapper": True, "cpp.dynamic_threads": True}
+    return compile_kernel(
+        _mixed,
+        (*dtypes, *[torch.float32] * 3),
+        device,
+        fixed=[(_NUM_COEFFICIENTS, torch.float32)],
+        settings=settings,
+    )
 
 
-def _verify(kernel: _MixedKernel, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+def _verify(kernel: Kernel, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
     """Compare a kernel with the eager operations, edited weights included, before any parameter is trusted to it."""
     weight_dtype, grad_dtype = dtypes
     generator = torch.Generator("cpu").manual_seed(0)

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Optimizer
+from autohete_fx.ops import contiguous_stride, is_dense
 from autohete_fx.runtime.placement import placement_of
-from autohete_fx.runtime.tiers import HostTier, contiguous_stride, is_dense, is_home
+from autohete_fx.runtime.tiers import HostTier, is_home
 from autohete_fx.runtime.updates import Updates
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

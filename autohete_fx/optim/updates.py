@@ -6,10 +6,10 @@ place, now or when they are needed.
 * Device states, and on a CPU device host states too, go to the kernels as they are: one processor can address everything.
   No device temporaries, except for a parameter or gradient of an unusual layout or dtype: one copy of that one tensor
   at a time.
-* Host states of an accelerator are updated by the CPU on host views, as work of the update lane (`_HostUpdate`).
-  Gradients and parameters that do not live in homes are copied through homes; what the next update needs comes while
-  one is computed. No device memory at all; host memory for staging is bounded by what two updates need. The parameter
-  is read from the device at every step, never from a copy of the last one, so any edit of it is honoured.
+* Host states of an accelerator are updated by the CPU on host views, as work of the update lane (`_HostUpdate`). A
+  parameter that lives on the device is updated in the host's copy of it (`host_copy`), which any edit of it reaches first,
+  and goes up. Gradients that do not live in homes are copied through homes; what the next update needs comes while one is
+  computed. No device memory but fingerprints; host memory for staging is bounded by what two updates need.
 * Where the schedule lets updates overlap, those of host states are work of the update lane on every device, and the step
   returns before they are done (`autohete_fx.runtime.updates` has who waits). The block that the next forward needs
   first comes first.
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from autohete_fx.ir import Lane, Overlap
+from autohete_fx.optim.host_copy import Edits, HostCopies, HostCopy
 from autohete_fx.optim.kernels import coefficients, prepare_mixed, update_full_precision, update_mixed
 from autohete_fx.optim.state import MASTER, MOMENTS, STEP, Place, State, flat, layout_of, needs_master
 from autohete_fx.runtime.lanes import Lanes
@@ -43,11 +44,11 @@ class Update:
     place: Place
 
 
-def apply(updates: Sequence[Update], *, may_overlap: bool) -> None:
+def apply(updates: Sequence[Update], host_copies: HostCopies, *, may_overlap: bool) -> None:
     """Do all updates, or start those that may overlap with what follows.
 
     Raises:
-        HostMemoryError: no room for staging; no parameter has changed.
+        HostMemoryError: no room for staging or for the host's copy of a parameter; no parameter has changed.
     """
     for u in updates:
         if needs_master(u.param):
@@ -66,7 +67,9 @@ def apply(updates: Sequence[Update], *, may_overlap: bool) -> None:
             here += mine
         else:
             _reserve(mine, lanes)
-            started.append((lanes, mine, model if overlaps else None))
+            started.append((lanes, _with_copies(mine, lanes, host_copies), model if overlaps else None))
+    for u in here:
+        host_copies.discard(u.param)
     # The host first: it waits for the gradients, and must not wait for the device's updates too.
     tickets: list[Ticket] = []
     for lanes, mine, model in started:
@@ -82,18 +85,36 @@ def apply(updates: Sequence[Update], *, may_overlap: bool) -> None:
     torch.autograd.graph.increment_version([u.param for u in updates])
 
 
-def _start(lanes: Lanes, updates: Sequence[Update], model: Updates | None) -> list[Ticket]:
+def _with_copies(
+    updates: Iterable[Update], lanes: Lanes, host_copies: HostCopies
+) -> list[tuple[Update, HostCopy | None]]:
+    """Each update with the host's copy of its parameter, None where the CPU updates the parameter itself."""
+    found = []
+    for u in updates:
+        tier = u.place.tier
+        assert tier is not None
+        is_there = lanes.is_host or _at_home(u.param, u.param, tier)
+        if is_there:
+            host_copies.discard(u.param)
+        found.append((u, None if is_there else host_copies.of(u.param, u.place)))
+    return found
+
+
+def _start(lanes: Lanes, updates: Sequence[tuple[Update, HostCopy | None]], model: Updates | None) -> list[Ticket]:
     """Give updates to the lanes; ``model`` learns which are under way, without one the caller waits for these tickets."""
+    tier = updates[0][0].place.tier
+    assert tier is not None
+    edits = Edits([(u.param, copy) for u, copy in updates if copy is not None], lanes, tier)
     moment, coefs = lanes.now(), _Coefficients()
-    groups = {id(u.group): _as_it_is(u.group) for u in updates}
+    groups = {id(u.group): _as_it_is(u.group) for u, _ in updates}
     has_priority = model is None or model.schedule.priority
     # Gradients come from the last block to the first.
-    ordered = sorted(updates, key=lambda u: u.place.block, reverse=not has_priority)
+    ordered = sorted(updates, key=lambda each: each[0].place.block, reverse=not has_priority)
     tickets = []
-    for u in ordered:
+    for u, copy in ordered:
         frozen = Update(u.param, u.grad, dict(u.state), groups[id(u.group)], u.place)
         priority = u.place.block if has_priority else 0
-        updated, uploaded = _HostUpdate(frozen, priority, lanes, moment, coefs).submit()
+        updated, uploaded = _HostUpdate(frozen, priority, lanes, moment, coefs, copy, edits).submit()
         if model is None:
             tickets.append(uploaded)
         else:
@@ -125,46 +146,62 @@ def apply_in_place(updates: Iterable[Update]) -> None:
 class _HostUpdate:
     """One update as work of the lanes: bring what is on the device, update on the CPU, send the parameter back."""
 
-    def __init__(self, update: Update, priority: int, lanes: Lanes, moment: Ticket, coefs: "_Coefficients") -> None:
+    def __init__(
+        self,
+        update: Update,
+        priority: int,
+        lanes: Lanes,
+        moment: Ticket,
+        coefs: "_Coefficients",
+        copy: HostCopy | None,
+        edits: Edits,
+    ) -> None:
         self.update = update
         self.priority = priority
         self.lanes = lanes
         self.moment = moment
         self.coefs = coefs
-        tier = update.place.tier
-        assert tier is not None
-        self.tier = tier
-        self.uploads = not (lanes.is_host or _at_home(update.param, update.param, tier))
+        self.copy = copy
+        self.edits = edits
         self.arrivals: list[Ticket] = []
-        self.param: Tensor | None = None
         self.grad: Tensor | None = None
 
     def submit(self) -> tuple[Ticket, Ticket]:
         """Tickets of the update and of the updated parameter."""
-        param = self.update.param
+        param, copy = self.update.param, self.copy
         updated = self.lanes.update(
             self.priority, self.run, prepare=self.prepare, num_bytes=param.nbytes, after=(self.moment,)
         )
-        if not self.uploads:
+        if copy is None:
             return updated, updated
         uploaded = self.lanes.submit(
-            Lane.H2D, self.priority, param.detach(), self.result, (updated, self.moment), label="upload"
+            Lane.H2D,
+            self.priority,
+            param.detach(),
+            copy.home,
+            (updated, self.moment),
+            label="upload",
+            then=lambda: copy.note_sent(param),
         )
         return updated, uploaded
 
     def prepare(self) -> None:
         """Start what must arrive before the update can run."""
-        self.param = self._arriving(self.update.param)
-        self.grad = self._arriving(self.update.grad)
-
-    def _arriving(self, t: Tensor) -> Tensor:
-        """A CPU tensor with the values of ``t``, once the arrivals are there, laid out as the parameter's states."""
+        grad, tier = self.update.grad, self.update.place.tier
+        assert tier is not None
         if self.lanes.is_host:
-            return t
-        if _at_home(t, self.update.param, self.tier):
-            return host_view(t)
-        home = self.tier.empty_strided(t.shape, layout_of(self.update.param), t.dtype)
-        ticket = self.lanes.submit(Lane.D2H, self.priority, home, t.detach(), (self.moment,), label="download")
+            self.grad = grad
+        elif _at_home(grad, self.update.param, tier):
+            self.grad = host_view(grad)
+        else:
+            self.grad = self._download(
+                tier.empty_strided(grad.shape, layout_of(self.update.param), grad.dtype), grad.detach()
+            )
+        if self.copy is not None and self.edits.has(self.copy):
+            self._download(self.copy.home, self.update.param.detach())
+
+    def _download(self, home: Tensor, t: Tensor) -> Tensor:
+        ticket = self.lanes.submit(Lane.D2H, self.priority, home, t, (self.moment,), label="download")
         self.arrivals.append(ticket)
         return host_view(home)
 
@@ -173,19 +210,20 @@ class _HostUpdate:
         self.moment.synchronize()
         for ticket in self.arrivals:
             ticket.synchronize()
-        u = self.update
-        assert self.param is not None and self.grad is not None
+        u, grad = self.update, self.grad
+        assert grad is not None
+        param = u.param
+        if self.copy is not None:
+            self.copy.is_current = False  # until the result has gone up
+            param = host_view(self.copy.home)
+        elif not self.lanes.is_host:
+            param = host_view(param)
         state = u.state if self.lanes.is_host else {n: t if n == STEP else host_view(t) for n, t in u.state.items()}
         if needs_master(u.param):
-            _apply_mixed(u, self.param, self.grad, state, self.coefs)
+            _apply_mixed(u, param, grad, state, self.coefs)
         else:
-            _apply_full([Update(self.param, self.grad, state, u.group, u.place)])
+            _apply_full([Update(param, grad, state, u.group, u.place)])
         self.grad = None
-
-    def result(self) -> Tensor:
-        """The updated parameter on the host, to be uploaded."""
-        assert self.param is not None
-        return self.param
 
 
 def _at_home(t: Tensor, param: Tensor, tier: HostTier) -> bool:
@@ -201,9 +239,9 @@ def _reserve(updates: Sequence[Update], lanes: Lanes) -> None:
     for u in updates:
         tier = u.place.tier
         assert tier is not None
-        needs[tier].append(sum(t.nbytes for t in (u.param, u.grad) if not _at_home(t, u.param, tier)))
+        needs[tier].append(0 if _at_home(u.grad, u.param, tier) else u.grad.nbytes)
     for tier, sizes in needs.items():
-        tier.reserve(tier.in_use_bytes + sum(sorted(sizes)[-3:]))  # one comes, one is updated, one goes back
+        tier.reserve(tier.in_use_bytes + sum(sorted(sizes)[-2:]))  # one comes, one is used
 
 
 class _Coefficients:

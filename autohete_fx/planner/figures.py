@@ -12,7 +12,8 @@ def overlap_of(problem: Problem) -> Overlap:
 
 
 def host_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
-    """Host memory for the homes of one block: parameters, optimizer states, gradients, offloaded activations."""
+    """Host memory for the homes of one block: parameters, optimizer states, gradients, offloaded activations, and the host's
+    copies of parameters that it updates and that live in memory of the device's own."""
     cost = problem.costs[block]
     total = cost.param_bytes if decision.params is Params.HOST else 0
     moved = decision.num_moved_states
@@ -20,6 +21,8 @@ def host_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
         total += cost.moved_part(cost.optimizer_bytes, moved)
     if problem.training and updates_on_host(decision):
         total += cost.moved_part(cost.grad_bytes, moved) * (2 if problem.micro_batches > 1 else 1)
+        if decision.params is Params.DEVICE and problem.machine.device_type != "cpu":
+            total += cost.moved_part(cost.param_bytes, moved)
     if problem.training and decision.activations is Activations.OFFLOAD:
         total += cost.offloaded_bytes(decision.num_offloaded)
     return total

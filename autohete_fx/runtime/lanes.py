@@ -25,7 +25,7 @@ import torch
 
 from autohete_fx.ir import Lane, LaneRecord
 from autohete_fx.runtime.copies import Copy, cpu_copy, has_spare_core
-from autohete_fx.runtime.stream_lane import Moment, Source, StreamLane
+from autohete_fx.runtime.stream_lane import Moment, StreamLane
 from autohete_fx.runtime.thread_lane import Pace, ThreadLane, ThreadTicket
 from autohete_fx.runtime.ticket import Ticket
 
@@ -95,10 +95,11 @@ class Lanes:
         lane: Lane,
         priority: int,
         dst: torch.Tensor,
-        src: Source,
+        src: torch.Tensor,
         after: Sequence[Ticket] | None = None,
         *,
         label: str = "copy",
+        then: Callable[[], None] | None = None,
     ) -> Ticket:
         """Copy ``src`` to ``dst`` (equal sizes) on a lane.
 
@@ -107,20 +108,19 @@ class Lanes:
         others in a device buffer.
 
         Args:
-            src: the source, or what gives it when the copy can begin.
             after: what the copy must follow; None: the work that the current stream was given so far.
             label: for the record.
+            then: what follows the copy on its lane, device work included; it belongs to the ticket.
         """
         self._check_process()
         assert lane in self._copies, f"{lane} is no copy lane"
-        if isinstance(src, torch.Tensor):
-            assert dst.shape == src.shape, f"cannot copy {tuple(src.shape)} to {tuple(dst.shape)}"
+        assert dst.shape == src.shape, f"cannot copy {tuple(src.shape)} to {tuple(dst.shape)}"
         behind = (self.now(),) if after is None else after
         executor = self._copies[lane]
         if isinstance(executor, StreamLane):
-            return executor.submit(label, priority, dst, src, behind)
+            return executor.submit(label, priority, dst, src, behind, then)
         copy, num_bytes = self._copy, dst.numel() * dst.element_size()
-        work = functools.partial(_copy, copy, dst, src)
+        work = functools.partial(_copy, copy, dst, src, then)
         ticket = ThreadTicket(lane, label, priority, num_bytes, work, holds=(dst, src))
         return executor.submit(ticket, behind)
 
@@ -185,8 +185,10 @@ class Lanes:
         return tuple(sorted(self._records, key=lambda record: record.end_s))
 
 
-def _copy(copy: Copy, dst: torch.Tensor, src: Source) -> None:
-    copy(dst, src if isinstance(src, torch.Tensor) else src())
+def _copy(copy: Copy, dst: torch.Tensor, src: torch.Tensor, then: Callable[[], None] | None) -> None:
+    copy(dst, src)
+    if then is not None:
+        then()
 
 
 @atexit.register

@@ -16,9 +16,6 @@ from autohete_fx.ir import Lane, LaneRecord
 from autohete_fx.runtime.ticket import Ticket, failure_of, when_all_ready
 from autohete_fx.runtime.tiers import host_view, is_home
 
-Source = torch.Tensor | Callable[[], torch.Tensor]
-"""What is copied, or what gives it when the copy can begin."""
-
 
 class Moment(Ticket):
     """What a device's current stream has been given so far: a ticket that is ready from the start."""
@@ -53,12 +50,20 @@ class StreamTicket(Ticket):
     """A copy on a stream. It keeps source and destination referenced until it has been waited for."""
 
     def __init__(
-        self, lane: Lane, label: str, priority: int, dst: torch.Tensor, src: Source, device: torch.device
+        self,
+        lane: Lane,
+        label: str,
+        priority: int,
+        dst: torch.Tensor,
+        src: torch.Tensor,
+        device: torch.device,
+        then: Callable[[], None] | None,
     ) -> None:
         super().__init__(lane, label, priority, dst.numel() * dst.element_size())
         self._device = device
         self._issued = threading.Event()
-        self.tensors: tuple[torch.Tensor, Source] | None = (dst, src)
+        self._then = then
+        self.tensors: tuple[torch.Tensor, torch.Tensor] | None = (dst, src)
         self.begin = torch.Event(device, enable_timing=True)
         self.end = torch.Event(device, enable_timing=True)
 
@@ -67,17 +72,18 @@ class StreamTicket(Ticket):
         return self._issued.is_set() and (self.error is not None or self.end.query())
 
     def issue(self, stream: torch.Stream) -> None:
-        """Give the copy to the stream."""
+        """Give the copy, and what follows it, to the stream."""
         assert self.tensors is not None
-        dst, source = self.tensors
-        src = source if isinstance(source, torch.Tensor) else source()
-        self.tensors = (dst, src)
+        dst, src = self.tensors
+        then, self._then = self._then, None
         # The driver should be told that a home is host memory, which its device tensor does not say.
         to = host_view(dst) if is_home(dst) else dst
         of = host_view(src) if is_home(src) else src
         with stream, torch.no_grad():
             self.begin.record(stream)
             to.copy_(of, non_blocking=True)
+            if then is not None:
+                then()
             self.end.record(stream)
 
     def finish_issue(self) -> None:
@@ -93,8 +99,11 @@ class StreamTicket(Ticket):
         self.tensors = None
 
     def synchronize(self) -> None:
-        self.wait()
+        # Not by `wait`: on a lane's thread the current stream may be the one that computes, which must not be held.
+        self._issued.wait()
+        self.raise_error()
         self.end.synchronize()
+        self.tensors = None
 
     def order(self, stream: torch.Stream) -> None:
         stream.wait_event(self.end)
@@ -117,15 +126,21 @@ class StreamLane:
         self._closed = False
 
     def submit(
-        self, label: str, priority: int, dst: torch.Tensor, src: Source, after: Sequence[Ticket]
+        self,
+        label: str,
+        priority: int,
+        dst: torch.Tensor,
+        src: torch.Tensor,
+        after: Sequence[Ticket],
+        then: Callable[[], None] | None = None,
     ) -> StreamTicket:
-        """Copy behind what the tickets stand for."""
+        """Copy behind what the tickets stand for, ``then`` do what follows."""
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"the {self._lane.value} lane is closed")
             self._open()
             self.collect()
-        ticket = StreamTicket(self._lane, label, priority, dst, src, self._device)
+        ticket = StreamTicket(self._lane, label, priority, dst, src, self._device, then)
         when_all_ready(after, lambda: self._issue(ticket, after))
         return ticket
 

@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autohete_fx.errors import HostMemoryError
+from autohete_fx.ops import copied_strides
 from autohete_fx.runtime.arena import Arena
 from autohete_fx.runtime.mapped_files import check_directory, map_file
 from autohete_fx.runtime.pinned import pin
@@ -59,8 +60,7 @@ class HostTier(abc.ABC):
 
     def empty_like(self, t: torch.Tensor) -> torch.Tensor:
         """An uninitialised home with the size and dtype of ``t``, and its strides if it is dense, else contiguous."""
-        stride = t.stride() if is_dense(t.shape, t.stride()) else contiguous_stride(t.shape)
-        return self.empty_strided(t.shape, stride, t.dtype)
+        return self.empty_strided(t.shape, copied_strides(t), t.dtype)
 
     def host_view(self, t: torch.Tensor) -> torch.Tensor:
         """A CPU tensor over the bytes of ``t``, which must be a home of this tier; it keeps the home in use."""
@@ -201,21 +201,3 @@ def span(size: Sequence[int], stride: Sequence[int]) -> int:
     if 0 in size:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-
-
-def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether a layout fills its span without gaps or overlaps, in any order of dimensions."""
-    expected = 1
-    for step, n in sorted((step, n) for n, step in zip(size, stride, strict=True) if n != 1):
-        if step != expected:
-            return False
-        expected *= n
-    return True
-
-
-def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
-    """Strides of the row-major layout."""
-    strides = [1] * len(size)
-    for dim in range(len(size) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * max(size[dim + 1], 1)
-    return tuple(strides)

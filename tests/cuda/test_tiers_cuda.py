@@ -9,10 +9,11 @@ import torch
 
 from autohete_fx.errors import HostMemoryError
 from autohete_fx.ir import Lane
+from autohete_fx.ops import contiguous_stride
 from autohete_fx.runtime.lanes import COPY_LANES, Lanes
 from autohete_fx.runtime.meter import MemoryMeter, device_live_bytes
 from autohete_fx.runtime.pinned import pin
-from autohete_fx.runtime.tiers import HostTier, contiguous_stride, is_home, open_tier
+from autohete_fx.runtime.tiers import HostTier, is_home, open_tier
 
 MIB = 2**20
 

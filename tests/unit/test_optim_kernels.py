@@ -129,7 +129,7 @@ def test_weights_that_are_not_finite_win(dtype: torch.dtype, length: int) -> Non
 def test_long_tensors_go_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, sliced = states(70_001, torch.bfloat16), states(70_001, torch.bfloat16)
     step_mixed(whole, GROUP, 3)
-    monkeypatch.setattr(kernels, "_CALL", 35_000)
+    monkeypatch.setattr(kernels, "LONGEST", 35_000)
     step_mixed(sliced, GROUP, 3)
     for a, b in zip(whole, sliced, strict=True):
         assert torch.equal(a, b)

@@ -69,7 +69,7 @@ def test_host_optimizer_moves_states_and_its_step():
     # forward, backward, gradient down (20/100), update (5/10), parameters up (20/100)
     assert replayed.step_s == pytest.approx(1 + 2 + 0.2 + 0.5 + 0.2)
     assert replayed.peak_bytes == 20 + 100 + 20 + 7
-    assert replayed.host_bytes == 40 + 20
+    assert replayed.host_bytes == 40 + 20 + 20  # states, gradient, and the host's copy of the parameters
     busy = {t.lane: t.busy_s for t in replayed.busy_s}
     assert busy[Lane.UPDATE] == pytest.approx(0.5) and busy[Lane.D2H] == pytest.approx(0.2)
 

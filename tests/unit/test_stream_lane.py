@@ -83,18 +83,32 @@ def test_a_copy_is_issued_behind_the_moment_of_its_submission(log: Log):
     lanes.close()
 
 
+def test_who_must_have_the_bytes_on_the_cpu_holds_no_stream(log: Log):
+    lanes = Lanes("cuda")
+    ticket = lanes.submit(Lane.D2H, 0, torch.zeros(4), torch.ones(4))
+    before = len(log.lines)
+    ticket.synchronize()
+    assert [line.split(" event")[0] for line in log.lines[before:]] == ["cpu waits"]
+    lanes.close()
+
+
 def test_a_copy_behind_an_update_is_issued_when_that_is_done(log: Log):
     lanes = Lanes("cuda")
     update, opened = held_update(lanes)
-    dst, updated = torch.zeros(4), torch.zeros(4)
-    ticket = lanes.submit(Lane.H2D, 0, dst, lambda: updated.fill_(3.0), (update, lanes.now()))
+    dst, seen = torch.zeros(4), []
+    ticket = lanes.submit(
+        Lane.H2D, 0, dst, torch.ones(4), (update, lanes.now()), then=lambda: seen.append((dst.clone(), len(log.lines)))
+    )
     assert copies(log) <= 0 and not ticket.is_complete
     waited = threading.Thread(target=ticket.wait)
     waited.start()
     assert waited.is_alive()
     opened.set()
     waited.join(60)
-    assert copies(log) == 1 and torch.equal(dst, torch.full((4,), 3.0)), "the source is asked for when it can be read"
+    assert copies(log) == 1 and torch.equal(dst, torch.ones(4))
+    ((copied, at),) = seen
+    assert torch.equal(copied, dst), "what follows the copy is given to the stream behind it"
+    assert any(line.startswith("lane records") for line in log.lines[at:]), "and belongs to its ticket"
     lanes.close()
 
 

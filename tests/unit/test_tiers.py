@@ -13,20 +13,12 @@ import pytest
 import torch
 
 from autohete_fx.errors import HostMemoryError
+from autohete_fx.ops import contiguous_stride, is_dense
 from autohete_fx.runtime.arena import ALIGNMENT_BYTES as LINE
 from autohete_fx.runtime.arena import Arena, Chunk
 from autohete_fx.runtime.mapped_files import map_file
 from autohete_fx.runtime.pinned import pin
-from autohete_fx.runtime.tiers import (
-    HostTier,
-    PinnedTier,
-    contiguous_stride,
-    is_dense,
-    is_home,
-    lease_view,
-    open_tier,
-    span,
-)
+from autohete_fx.runtime.tiers import HostTier, PinnedTier, is_home, lease_view, open_tier, span
 
 MIB = 2**20
 

@@ -1,0 +1,61 @@
+"""Small kernels from Inductor, without Dynamo: no guard, no recompilation, no interference with the user's ``torch._dynamo`` state.
+
+In: a function of flat tensors of one length, which writes its results into its arguments. Out: compiled code that takes a list of
+such tensors of any length from 2 to `LONGEST`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LONGEST = 1 << 30
+"""Most elements of one call: 32-bit indices suffice."""
+
+Kernel = Callable[[list[Tensor]], Any]
+
+_USUAL_LENGTH = 1 << 18
+
+
+def compile_kernel(
+    function: Callable[..., tuple[()]],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    *,
+    fixed: Sequence[tuple[int, torch.dtype]] = (),
+    settings: Mapping[str, Any] | None = None,
+) -> Kernel:
+    """Compile for one device.
+
+    Args:
+        function: takes the flat tensors, then the fixed ones.
+        dtypes: of the flat tensors.
+        fixed: lengths and dtypes of further arguments, whose length is always the same.
+        settings: of Inductor's configuration.
+    """
+    # Inductor is a slow import that not every training needs.
+    from torch._dynamo.source import ConstantSource
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv())
+    first = fake_mode.from_tensor(
+        torch.empty(_USUAL_LENGTH, dtype=dtypes[0], device=device),
+        symbolic_context=StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC]),
+        source=ConstantSource("first"),
+    )
+    with fake_mode:
+        others = [torch.empty_like(first, dtype=dtype) for dtype in dtypes[1:]]
+        inputs = [first, *others, *(torch.empty(length, dtype=dtype, device=device) for length, dtype in fixed)]
+        graph = make_fx(function, decomposition_table=select_decomp_table())(*inputs)
+    # The user's own Inductor passes are meant for the user's graphs.
+    patches = {"post_grad_custom_pre_pass": None, "post_grad_custom_post_pass": None, **(settings or {})}
+    with fake_mode, V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)), config.patch(patches):
+        return compile_fx_inner(graph, inputs)  # pyright: ignore[reportReturnType]
