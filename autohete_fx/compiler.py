@@ -126,8 +126,7 @@ class GraphCompiler:
             store_text("compilation", self.key, result.to_json())
         model = self.captured.model
         if result.training or not model.is_placed:
-            for name, block in result.owners.items():
-                place(self.captured.params[name], block, result.plan, model)
+            place(self.captured.params, result, model)
         if result.training:
             model.is_placed = True
             model.store_footprint(self.captured.names, result.footprint)

@@ -17,6 +17,7 @@ from autohete_fx.ir import BlockDecision, BlockGraph, Plan, Problem
 from autohete_fx.passes import PIPELINE, PassContext, Stage
 from autohete_fx.profiler import Partition, profile_analytic
 from autohete_fx.report.graph_text import graph_text, list_transfers
+from autohete_fx.runtime.placement import moved_states
 from autohete_fx.saved import output_args
 
 
@@ -42,6 +43,7 @@ def rewrite_inference(captured: CapturedGraph, gm: fx.GraphModule) -> tuple[Comp
         session=captured.model.session.digest,
         block_of=block_index(blocks),
         owners=rewriting.owners_by_placeholder(gm, captured.inputs, owners),
+        staying=rewriting.staying_states(gm, captured.inputs, moved_states(plan.decisions, owners, captured.params)),
         num_outputs=len(output_args(gm)),
     )
     before = graph_text(gm)

@@ -7,9 +7,10 @@ Each training graph leaves a note of the device memory that it takes beside the 
 
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,11 +18,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compilation import Compilation, Footprint
-from autohete_fx.ir import Optimizer, Overlap, Plan
+from autohete_fx.ir import Optimizer, Overlap
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.resources import host_budget_bytes
-from autohete_fx.runtime.placement import Placement, place_param, placement_of
+from autohete_fx.runtime.placement import Placement, moved_states, place_param, placement_of
 from autohete_fx.runtime.session import Session, is_live
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -92,22 +93,29 @@ def _fresh_digest(digest: str) -> str:
     return candidate
 
 
-def place(param: torch.nn.Parameter, block: int, plan: Plan, model: Model) -> None:
-    """Put a parameter of the model where the plan has its block's."""
-    session, decision = model.session, plan.decisions[block]
-    _models[param] = weakref.ref(model)
-    placement = Placement(
-        params=decision.params,
-        optimizer=decision.optimizer,
-        tier=session.tier,
-        block=block,
-        updates=session.updates,
-    )
-    place_param(param, placement)
+def place(params: Mapping[str, torch.nn.Parameter], compilation: Compilation, model: Model) -> None:
+    """Put parameters of the model where the plan has their blocks'.
+
+    Args:
+        params: by name, at least those that ``compilation`` knows the owners of.
+    """
+    plan, session = compilation.plan, model.session
+    moved = moved_states(plan.decisions, compilation.owners, params)
+    for name, block in compilation.owners.items():
+        decision = plan.decisions[block]
+        _models[params[name]] = weakref.ref(model)
+        placement = Placement(
+            params=decision.params,
+            optimizer=decision.optimizer if name in moved else Optimizer.DEVICE,
+            tier=session.tier,
+            block=block,
+            updates=session.updates,
+        )
+        place_param(params[name], placement)
 
 
 class GraphParameters:
-    """The movable parameters that a compiled graph is called with, placed as its plan says.
+    """The movable parameters that a compiled graph is called with.
 
     Dynamo serves a second model of one class and options with the first one's code, and tells nobody. The parameters of
     that model join the first one's session, on which the code runs, and are placed when they first come.
@@ -119,30 +127,29 @@ class GraphParameters:
     """
 
     def __init__(self, inputs: Sequence[GraphInput], compilation: Compilation, model: Model) -> None:
-        self._plan = compilation.plan
+        self._compilation = compilation
         self._model = model
-        self._blocks = {item.index: compilation.owners[item.name] for item in inputs if item.name in compilation.owners}
-        self._seen: list[weakref.ref[object]] = []
+        self._indices = {item.name: item.index for item in inputs if item.name in compilation.owners}
+        self._seen: list[weakref.ref[torch.nn.Parameter]] = []
         self._awaited: frozenset[int] = frozenset()
 
-    def arrive(self, args: Sequence[object]) -> frozenset[int]:
+    def arrive(self, args: Sequence[Any]) -> frozenset[int]:
         """Place those of a call that nobody has placed yet. Returns the identities of those whose updates the graph's nodes
         wait for."""
         given = args[0] if len(args) == 1 and isinstance(args[0], list) else args  # one list where the call is boxed
-        params = [given[index] for index in self._blocks]
-        if not (self._seen and all(seen() is param for seen, param in zip(self._seen, params, strict=True))):
-            for param, block in zip(params, self._blocks.values(), strict=True):
-                if isinstance(param, torch.nn.Parameter) and placement_of(param) is None:
-                    place(param, block, self._plan, self._model)
-            self._seen = [weakref.ref(param) for param in params]
+        params = {name: given[index] for name, index in self._indices.items()}
+        if not (self._seen and all(seen() is param for seen, param in zip(self._seen, params.values(), strict=True))):
+            if all(placement_of(param) is None for param in params.values()):
+                place(params, self._compilation, self._model)
+            self._seen = [weakref.ref(param) for param in params.values()]
             self._awaited = self._awaited_of(params)
         return self._awaited
 
-    def _awaited_of(self, params: Sequence[object]) -> frozenset[int]:
-        if self._plan.schedule.overlap is Overlap.NONE:
+    def _awaited_of(self, params: Mapping[str, torch.nn.Parameter]) -> frozenset[int]:
+        plan = self._compilation.plan
+        if plan.schedule.overlap is Overlap.NONE:
             return frozenset()
-        on_host = (self._plan.decisions[block].optimizer is Optimizer.HOST for block in self._blocks.values())
-        return frozenset(id(param) for param, is_awaited in zip(params, on_host, strict=True) if is_awaited)
+        return frozenset(id(params[name]) for name in moved_states(plan.decisions, self._compilation.owners, params))
 
 
 def device_of(inputs: Sequence[GraphInput]) -> torch.device:

@@ -160,6 +160,7 @@ def make_problem(
         allow_offload_activations="offload_activations" in options.allow and training,
         allow_host_params="host_params" in options.allow,
         allow_host_optimizer="host_optimizer" in options.allow and host_optimizer_allowed(list(params.values())),
+        allow_moving_some_states=True,
         micro_batches=options.micro_batches,
         schedule=schedule_of(list(params.values()), machine),
         training=training,
@@ -168,11 +169,17 @@ def make_problem(
 
 
 def _placed_decision(block: Block, params: Mapping[str, torch.nn.Parameter]) -> BlockDecision | None:
-    for fqn in block.param_fqns:
-        placement = placement_of(params[fqn])
-        if placement is not None:
-            return BlockDecision(params=placement.params, optimizer=placement.optimizer)
-    return None
+    """What has been decided for a block whose parameters are placed already; None where none is."""
+    placed = [(params[fqn], found) for fqn in block.param_fqns if (found := placement_of(params[fqn])) is not None]
+    if not placed:
+        return None
+    optimizers = [found.optimizer for param, found in placed if param.requires_grad]
+    moved = [optimizer for optimizer in optimizers if optimizer is not Optimizer.DEVICE]
+    return BlockDecision(
+        params=placed[0][1].params,
+        optimizer=moved[0] if moved else Optimizer.DEVICE,
+        num_moved_states=len(moved) if 0 < len(moved) < len(optimizers) else None,
+    )
 
 
 def fitted_plan(plan: Plan, graph: BlockGraph, problem: Problem) -> Plan:
@@ -228,15 +235,11 @@ def _replayed(plan: Plan, problem: Problem) -> Plan:
 
 def _refuse_unsupported(label: str, decision: BlockDecision) -> None:
     """What the planner can model and the runtime cannot do yet."""
-    unsupported = {
-        f"optimizer {decision.optimizer.value!r}": decision.optimizer in (Optimizer.STREAMED, Optimizer.DISK),
-        "num_moved_states": decision.num_moved_states is not None,
-    }
-    for what, is_set in unsupported.items():
-        if is_set:
-            raise PlanError(
-                f"the plan decides {what} for block {label!r}, which training does not support yet; decide it otherwise"
-            )
+    if decision.optimizer in (Optimizer.STREAMED, Optimizer.DISK):
+        raise PlanError(
+            f"the plan decides optimizer {decision.optimizer.value!r} for block {label!r}, which training does not support"
+            " yet; decide it otherwise"
+        )
 
 
 def solved_plan(problem: Problem, graph: BlockGraph, options: Options) -> Plan:
@@ -257,13 +260,19 @@ def resident_bytes(problem: Problem, plan: Plan) -> int:
     params = sum(cost.param_bytes for cost, decision in pairs if decision.params is Params.DEVICE)
     if not problem.training:
         return params
-    return params + sum(cost.optimizer_bytes for cost, decision in pairs if decision.optimizer is Optimizer.DEVICE)
+    return params + sum(_staying(cost, decision, cost.optimizer_bytes) for cost, decision in pairs)
 
 
 def device_gradient_bytes(problem: Problem, plan: Plan) -> int:
     """Gradients that stay on the device until the step."""
     pairs = zip(problem.costs, plan.decisions, strict=True)
-    return sum(cost.grad_bytes for cost, decision in pairs if decision.optimizer is Optimizer.DEVICE)
+    return sum(_staying(cost, decision, cost.grad_bytes) for cost, decision in pairs)
+
+
+def _staying(cost: BlockCost, decision: BlockDecision, num_bytes: int) -> int:
+    """Of bytes that a block's trainable parameters share in, those of parameters whose states are on the device."""
+    moves = decision.optimizer is not Optimizer.DEVICE
+    return num_bytes - (cost.moved_part(num_bytes, decision.num_moved_states) if moves else 0)
 
 
 def held_bytes(problem: Problem, plan: Plan) -> int:

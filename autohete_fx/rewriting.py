@@ -7,7 +7,7 @@ gets, with every copy an explicit node. The user's own passes run at the points 
 import copy
 import dataclasses
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from autohete_fx.errors import AutoHeteError, PassError
 from autohete_fx.ir import BlockDecision, Plan
 from autohete_fx.options import UserPass
 from autohete_fx.passes import PIPELINE, Pass, PassContext, Stage
+from autohete_fx.runtime.placement import moved_states
 from autohete_fx.saved import output_args, storage_root
 
 
@@ -87,9 +88,15 @@ def rewrite_training(
         offloadable: what the profiler counted as such, largest first (`saved.offloadable`); None: what ``split`` saves.
     """
     forward_owners = owners_by_placeholder(split.forward, inputs, owners)
-    gradients = _gradient_owners(split.backward, inputs, owners)
+    moved = moved_states(plan.decisions, owners, {i.name: i.tensor for i in inputs if i.tensor is not None})
+    gradients = _gradient_owners(split.backward, inputs, {name: owners[name] for name in moved})
     forward = PassContext(
-        stage=Stage.FORWARD, plan=plan, session=session, owners=forward_owners, num_outputs=split.num_outputs
+        stage=Stage.FORWARD,
+        plan=plan,
+        session=session,
+        owners=forward_owners,
+        staying=staying_states(split.forward, inputs, moved),
+        num_outputs=split.num_outputs,
     )
     backward = PassContext(
         stage=Stage.BACKWARD,
@@ -113,6 +120,11 @@ def owners_by_placeholder(
 ) -> dict[str, int]:
     """Owning block by name of each parameter's placeholder."""
     return {name: owners[fqn] for name, fqn in parameter_fqns(gm, inputs).items() if fqn in owners}
+
+
+def staying_states(gm: fx.GraphModule, inputs: Sequence[GraphInput], moved: Collection[str]) -> frozenset[str]:
+    """Placeholders of the parameters whose optimizer states stay on the device."""
+    return frozenset(name for name, fqn in parameter_fqns(gm, inputs).items() if fqn not in moved)
 
 
 def _saved_views(split: Partitioned, owners: Mapping[str, int]) -> dict[str, int]:

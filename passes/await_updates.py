@@ -26,7 +26,7 @@ def await_updates(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
         return gm
     for node in [n for n in gm.graph.nodes if n.op == "placeholder"]:
         owner = context.owners.get(node.name)
-        if owner is None:
+        if owner is None or node.name in context.staying:
             continue
         decision = context.decision(owner)
         if decision.optimizer is Optimizer.HOST and decision.params is Params.DEVICE:

@@ -47,8 +47,10 @@ class PassContext:
         offloaded: saved activations that leave in forward and return in backward, by name, and the block whose decision
             sends each (`select_offloaded`).
         kept: names of saved parameters, and of saved views of them, whose fetched copies are saved instead (`select_kept`).
+        staying: placeholders of parameters whose optimizer states stay on the device, although their block's decision moves
+            those of others.
         gradients: in a backward graph, the owning block of the parameter whose gradient each output is, or None for
-            outputs that are no parameter's gradient; empty elsewhere.
+            outputs that are no parameter's gradient, or that of one whose states stay; empty elsewhere.
         gradient_strides: strides of those parameters, likewise.
         num_outputs: in a forward graph, how many outputs are the user's; the others are saved for backward.
     """
@@ -60,6 +62,7 @@ class PassContext:
     owners: Mapping[str, int] = field(default_factory=dict)
     offloaded: Mapping[str, int] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
+    staying: frozenset[str] = frozenset()
     gradients: tuple[int | None, ...] = ()
     gradient_strides: tuple[tuple[int, ...] | None, ...] = ()
     num_outputs: int = 0

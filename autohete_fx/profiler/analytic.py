@@ -235,6 +235,7 @@ class _Owned:
     grad_bytes: int = 0
     optimizer_bytes: int = 0
     num_params: int = 0
+    trained: tuple[int, ...] = ()
     num_param_tensors: int = 1
     num_grad_tensors: int = 1
 
@@ -264,6 +265,7 @@ def _owned(partition: Partition) -> list[_Owned]:
                 grad_bytes=sum(info.num_bytes for info in trained),
                 optimizer_bytes=sum(info.state_bytes for info in trained),
                 num_params=sum(info.num_elements for info in trained),
+                trained=tuple(sorted(info.num_elements for info in trained)),
                 num_param_tensors=max(1, len(infos)),
                 num_grad_tensors=max(1, len(trained)),
             )
@@ -350,6 +352,7 @@ def costs_from_times(partition: Partition, times: tuple[BlockTimes, ...]) -> tup
                 grad_bytes=params.grad_bytes,
                 optimizer_bytes=params.optimizer_bytes,
                 num_params=params.num_params,
+                trained=params.trained,
                 num_param_tensors=params.num_param_tensors,
                 num_grad_tensors=params.num_grad_tensors,
                 selective=SelectiveCost(saved_bytes=selective, recompute_s=seconds.selective_s)

@@ -48,7 +48,7 @@ def plan_table(plan: Plan, costs: Sequence[BlockCost] | None = None) -> str:
             run_label([plan.labels[i] for i in indices]),
             _activations(decision, costs[indices[0]] if costs else None),
             f"{decision.params.value}, kept" if decision.keeps_fetched else decision.params.value,
-            decision.optimizer.value,
+            _optimizer(decision, costs[indices[0]] if costs else None),
             str(decision.prefetch_distance) if _uses_host(decision) else "-",
         ]
         if costs:
@@ -134,6 +134,14 @@ def _activations(decision: BlockDecision, cost: BlockCost | None) -> str:
     return f"{decision.activations.value} {decision.num_offloaded}{of}"
 
 
+def _optimizer(decision: BlockDecision, cost: BlockCost | None) -> str:
+    """``host 2 of 4`` where states of some parameters stay on the device; without costs nobody knows of how many."""
+    if decision.num_moved_states is None:
+        return decision.optimizer.value
+    of = f" of {len(cost.trained)}" if cost else " smallest"
+    return f"{decision.optimizer.value} {decision.num_moved_states}{of}"
+
+
 def _uses_host(decision: BlockDecision) -> bool:
     return decision.activations is Activations.OFFLOAD or decision.params is Params.HOST
 
@@ -153,9 +161,9 @@ def _byte_totals(plan: Plan, costs: Sequence[BlockCost]) -> Iterator[str]:
         "optimizer": (
             [cost.optimizer_bytes for cost in costs],
             [
-                cost.optimizer_bytes
+                cost.moved_part(cost.optimizer_bytes, d.num_moved_states)
                 for cost, d in zip(costs, plan.decisions, strict=True)
-                if d.optimizer is Optimizer.HOST
+                if d.optimizer is not Optimizer.DEVICE
             ],
         ),
     }

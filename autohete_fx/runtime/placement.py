@@ -8,6 +8,7 @@ copy is simply a parameter that nobody placed, in ordinary memory).
 A parameter without a record lives where its data lives, and its optimizer states live beside it.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autohete_fx.ir import Optimizer, Params
+from autohete_fx.ir import BlockDecision, Optimizer, Params
 from autohete_fx.ops import SMALLEST_COPY_BYTES
 from autohete_fx.runtime.tiers import HostTier, is_home
 from autohete_fx.runtime.updates import Updates
@@ -46,6 +47,24 @@ _placements = WeakIdKeyDictionary()
 def is_movable(param: Tensor) -> bool:
     """Whether a parameter follows its block's decisions; a small one stays on the device with all that belongs to it."""
     return param.numel() * param.element_size() >= SMALLEST_COPY_BYTES
+
+
+def moved_states(
+    decisions: Sequence[BlockDecision], owners: Mapping[str, int], params: Mapping[str, Tensor]
+) -> frozenset[str]:
+    """Names of the trainable parameters whose optimizer states leave the device: of each block all or, where its decision says
+    how many, the smallest, and of equally large ones the first by name.
+
+    Args:
+        owners: block by name of each movable parameter.
+    """
+    trained: dict[int, list[str]] = {}
+    for name, block in owners.items():
+        if params[name].requires_grad and decisions[block].optimizer is not Optimizer.DEVICE:
+            trained.setdefault(block, []).append(name)
+    for names in trained.values():
+        names.sort(key=lambda name: (params[name].numel(), name))
+    return frozenset(name for block, names in trained.items() for name in names[: decisions[block].num_moved_states])
 
 
 def placement_of(param: Tensor) -> Placement | None:

@@ -23,7 +23,14 @@ SPEEDS = Speeds(forward_s=0.004, h2d_bytes_per_s=2e8, d2h_bytes_per_s=2e8, updat
 STATES = (BlockDecision(optimizer=Optimizer.HOST),) * len(LABELS)
 ALL = (BlockDecision(params=Params.HOST, optimizer=Optimizer.HOST),) * len(LABELS)
 AGAIN = (BlockDecision(optimizer=Optimizer.HOST, activations=Activations.RECOMPUTE),) * len(LABELS)
-PLANS = {"states": STATES, "all": ALL, "recompute": AGAIN, "mixed": (STATES[0], ALL[1], AGAIN[2], ALL[3], STATES[4])}
+SOME = (BlockDecision(optimizer=Optimizer.HOST, num_moved_states=2),) * len(LABELS)
+PLANS = {
+    "states": STATES,
+    "some": SOME,
+    "all": ALL,
+    "recompute": AGAIN,
+    "mixed": (STATES[0], ALL[1], AGAIN[2], ALL[3], STATES[4]),
+}
 BY_PRIORITY = Schedule(overlap=Overlap.STEP)
 AS_THEY_COME = Schedule(overlap=Overlap.STEP, priority=False)
 
@@ -79,16 +86,16 @@ def emulated(
     return trained, emulation, training.training_compilation()
 
 
-def simulated(compilation: autohete_fx.Compilation, label: str) -> list[int]:
+def simulated(compilation: autohete_fx.Compilation, label: str, lane: Lane | None = None) -> list[int]:
     """Blocks in the order in which the simulator begins with something of theirs, in one step."""
-    return [event.block for event in compilation.events if event.label == label]
+    return [e.block for e in compilation.events if e.label == label and lane in (None, e.lane)]
 
 
 @pytest.mark.parametrize("schedule", [BY_PRIORITY, AS_THEY_COME], ids=["priority", "fifo"])
 @pytest.mark.parametrize("name", PLANS)
 def test_compute_and_updates_run_in_the_simulators_order(name: str, schedule: Schedule, watch: Watch):
     _, emulation, compilation = emulated(PLANS[name], schedule)
-    assert watch.updates_on(Lane.UPDATE) == STEPS * simulated(compilation, "update")
+    assert watch.updates_on(Lane.UPDATE) == STEPS * simulated(compilation, "update", Lane.UPDATE)
     step = [(phase, block) for phase in ("forward", "backward") for block in simulated(compilation, phase)]
     assert [(phase, block) for phase, block, _, _ in emulation.computed] == STEPS * step
 
@@ -107,7 +114,7 @@ def test_parameters_come_down_before_their_first_update_only(watch: Watch):
     assert [t.num_bytes for t in watch.served if t.label == "download"] == updated[: len(updated) // STEPS]
 
 
-@pytest.mark.parametrize("name", ["states", "all"])
+@pytest.mark.parametrize("name", ["states", "some", "all"])
 def test_host_memory_is_what_the_plan_counts(name: str, watch: Watch):
     _, _, compilation = emulated(PLANS[name], BY_PRIORITY)
     predicted = compilation.plan.host_bytes
@@ -116,5 +123,5 @@ def test_host_memory_is_what_the_plan_counts(name: str, watch: Watch):
 
 @pytest.mark.parametrize("schedule", [Schedule(), BY_PRIORITY, AS_THEY_COME], ids=["none", "priority", "fifo"])
 def test_an_emulated_machine_trains_as_eager_does(schedule: Schedule):
-    trained, _, _ = emulated(PLANS["mixed"], schedule, clip=True)
+    trained, _, _ = emulated((*PLANS["mixed"][:-2], *SOME[-2:]), schedule, clip=True)
     assert_equal(trained, plain(make("cpu", SIZES), "eager", sizes=SIZES, clip=True), bitwise=True)

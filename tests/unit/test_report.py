@@ -111,6 +111,16 @@ def test_a_plan_shows_what_is_kept_and_how_much_leaves():
     assert "30.0 MiB in all, 18.0 MiB of it off the device" in table  # 5 + 5 + (5 + 3)
 
 
+def test_a_plan_shows_whose_states_leave():
+    some = BlockDecision(optimizer=Optimizer.HOST, num_moved_states=2)
+    plan = Plan(labels=("layers.0", "layers.1"), decisions=(some, some))
+    assert "host 2 smallest" in plan_table(plan)
+    one = dataclasses.replace(cost(1), num_params=8, trained=(1, 1, 6))
+    table = plan_table(plan, [one] * 2)
+    assert "host 2 of 3" in table
+    assert f"{format_bytes(2 * one.optimizer_bytes)} in all, {format_bytes(one.optimizer_bytes // 2)} of it" in table
+
+
 def test_costs_add_bytes_and_split_rows_that_cost_differently():
     table = plan_table(PLAN, [cost(1), cost(1), cost(1), cost(1), cost(2), cost(1)])
     rows = {line.split()[0]: line.split() for line in table.splitlines() if line}
