@@ -19,6 +19,7 @@ import autohete_fx
 from autohete_fx import Activations, BlockDecision, Params, Plan, training
 from autohete_fx.compiler import GraphCompiler
 from autohete_fx.runtime.tiers import is_home
+from tests.held_updates import use_lanes
 
 SCRIPT = """
 import json, sys, torch
@@ -204,7 +205,8 @@ def test_a_placed_model_trains():
     assert_bitwise(train(model), plain())
 
 
-def test_lanes_end_with_the_model():
+def test_lanes_end_with_the_model(monkeypatch: pytest.MonkeyPatch):
+    use_lanes(monkeypatch)  # without a core to spare there would be no threads
     others = set(threading.enumerate())  # of models that other tests left alive
     model = make()
     host = plan_of(BlockDecision(params=Params.HOST))
