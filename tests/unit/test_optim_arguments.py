@@ -1,0 +1,89 @@
+"""AdamW's arguments and what it is asked for: errors that say what to do, owners, bytes of states."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from autohete_fx.errors import AutoHeteError, OptimizerStateError
+from autohete_fx.optim import AdamW, optimizer_of
+
+
+def test_the_record_of_owners_keeps_nothing_alive() -> None:
+    p = Parameter(torch.ones(3, 3))
+    optimizer = AdamW([p])
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None and optimizer_of(p) is None
+    optimizer, gone = AdamW([p]), weakref.ref(p)
+    assert optimizer_of(p) is optimizer
+    del optimizer, p
+    gc.collect()
+    assert gone() is None
+
+
+def test_state_bytes_before_and_after_the_first_step() -> None:
+    for dtype, per_element in ((torch.float32, 8), (torch.float64, 16), (torch.bfloat16, 12), (torch.float16, 12)):
+        p = Parameter(torch.ones(10, 10, dtype=dtype))
+        optimizer = AdamW([p])
+        assert optimizer.state_bytes_of(p) == 100 * per_element
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        held = sum(t.nbytes for name, t in optimizer.state[p].items() if name != "step")
+        assert held == optimizer.state_bytes_of(p) == 100 * per_element
+    frozen = Parameter(torch.ones(3), requires_grad=False)
+    assert AdamW([frozen]).state_bytes_of(frozen) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"lr": float("nan")}, "lr is nan"),
+        ({"lr": torch.ones(2)}, "expected one element"),
+        ({"eps": -1e-8}, "eps is"),
+        ({"weight_decay": -0.1}, "weight_decay is"),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\] is 1.0"),
+        ({"amsgrad": True}, "amsgrad=True is not supported"),
+        ({"capturable": True}, "capturable=True is not supported"),
+        ({"differentiable": True}, "differentiable=True is not supported"),
+    ],
+)
+def test_bad_hyperparameters(options: dict[str, Any], message: str) -> None:
+    p = Parameter(torch.ones(2))
+    with pytest.raises(OptimizerStateError, match=message):
+        AdamW([p], **options)
+    with pytest.raises(ValueError, match=message):
+        AdamW([{"params": [p], **options}])
+    optimizer = AdamW([Parameter(torch.ones(2))])
+    with pytest.raises(AutoHeteError, match=message):
+        optimizer.add_param_group({"params": [p], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_implementation_choices_are_accepted() -> None:
+    p = Parameter(torch.ones(2))
+    choices: tuple[dict[str, Any], ...] = ({"fused": True}, {"fused": False}, {"foreach": True}, {"foreach": None})
+    for options in choices:
+        optimizer = AdamW([p], **options)
+        assert optimizer.param_groups[0]["fused"] is True and optimizer.param_groups[0]["foreach"] is None
+    with pytest.raises(TypeError, match="decoupled"):
+        AdamW([p], decoupled=True)  # pyright: ignore[reportCallIssue]
+
+
+def test_parameters_and_gradients_it_cannot_use() -> None:
+    optimizer = AdamW([Parameter(torch.ones(2))])
+    with pytest.raises(OptimizerStateError, match="complex64"):
+        optimizer.add_param_group({"params": [Parameter(torch.ones(2, dtype=torch.complex64))]})
+    assert len(optimizer.param_groups) == 1
+    good, embedding = Parameter(torch.ones(2)), torch.nn.Embedding(4, 2, sparse=True)
+    optimizer = AdamW([good, embedding.weight])
+    embedding(torch.tensor([1])).sum().backward()
+    good.grad = torch.ones(2)
+    with pytest.raises(OptimizerStateError, match="sparse"):
+        optimizer.step()
+    assert torch.equal(good, torch.ones(2)) and not optimizer.state, "nothing has changed"
