@@ -96,8 +96,8 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     plan.add_argument(
         "--overlap",
         choices=[overlap.value for overlap in Overlap],
-        default=Schedule().overlap.value,
-        help="what updates on the host overlap: nothing, the next forward, or the backward too (default: %(default)s)",
+        default=Overlap.STEP.value,
+        help="what updates on the host overlap: nothing, the next forward, or the backward too (default: %(default)s, as AdamW)",
     )
     plan.add_argument("--clip", action="store_true", help="gradients are clipped by their global norm")
     plan.add_argument("--sweep", choices=("budget",), help="solve for a range of budgets instead of one")

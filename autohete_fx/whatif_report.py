@@ -70,7 +70,11 @@ def sweep_text(setting: Setting, sweep: Sweep) -> str:
     ]
     if baselines:
         fits = [point.plan.peak_bytes <= sweep.capacity_bytes for point in sweep.baselines]
-        lines += ["", "strategies of other systems, whatever memory they take", comparison_table(baselines)]
+        lines += [
+            "",
+            "strategies of other systems, whatever memory they take; each updates when its system does",
+            comparison_table(baselines),
+        ]
         if not all(fits):
             lines.append(f"those above {format_bytes(sweep.capacity_bytes)} do not fit the device")
     return "\n".join(lines)

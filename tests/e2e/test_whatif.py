@@ -154,7 +154,7 @@ def test_a_sweep_is_a_falling_curve_with_the_baselines_on_it(tmp_path: Path, cap
     by_name = {baseline["name"]: baseline for baseline in answer["baselines"]}
     assert set(by_name) <= set(BASELINES) and "keep-all" in by_name
     assert points[-1]["device_budget_bytes"] == by_name["keep-all"]["peak_bytes"]
-    assert points[-1]["step_s"] <= by_name["keep-all"]["step_s"]
+    assert points[-1]["step_s"] <= by_name["keep-all"]["step_s"] * (1 + 1e-12)  # added up in another order
 
 
 @pytest.mark.slow
