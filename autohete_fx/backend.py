@@ -22,10 +22,11 @@ from autohete_fx.capture.inputs import graph_inputs
 from autohete_fx.compilation import Compilation
 from autohete_fx.compiler import GraphCompiler
 from autohete_fx.errors import AutoHeteError
-from autohete_fx.ir import LaneRecord, Schedule
+from autohete_fx.ir import LaneRecord, Overlap, Schedule
 from autohete_fx.model import GraphParameters, Model, find_model
 from autohete_fx.options import Options
 from autohete_fx.runtime import calls
+from autohete_fx.runtime.fence import tensors_in
 from autohete_fx.runtime.session import Session
 from autohete_fx.runtime.steps import StepClock
 
@@ -107,10 +108,13 @@ def _owning(
         if compilation.clock is not None and compilation.clock.begin_pass() == _STEPS_TO_LOG:
             log.info("after %d steps\n%s", _STEPS_TO_LOG, compilation.comparison_table())
         updates = model.session.updates
+        calls.refuse_early(tensors_in(args), updates)
         calls.settle_others(updates)
         updates.wait_all(but=parameters.arrive(args))
         if compilation.training:
             updates.schedule = compilation.plan.schedule if calls.is_within_call() else Schedule()
+            if updates.schedule.overlap is Overlap.BACKWARD:
+                calls.guard_backward(updates)
         try:
             return compiled(*args)
         except BaseException as error:

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compilation import Compilation, Footprint
 from autohete_fx.ir import Optimizer, Overlap
+from autohete_fx.optim.early import start_update
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.resources import host_budget_bytes
@@ -100,6 +101,7 @@ def place(params: Mapping[str, torch.nn.Parameter], compilation: Compilation, mo
         params: by name, at least those that ``compilation`` knows the owners of.
     """
     plan, session = compilation.plan, model.session
+    session.updates.early.starter = start_update
     moved = moved_states(plan.decisions, compilation.owners, params)
     for name, block in compilation.owners.items():
         decision = plan.decisions[block]

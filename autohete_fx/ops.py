@@ -12,6 +12,12 @@ A parameter on the device whose update ran on the host is waited for by a node o
 
     updated = autohete.wait_update(param, session)
 
+An update that starts in backward stands between a gradient's offload and its wait::
+
+    handle = autohete.offload(grad, session, lane, priority)
+    handle = autohete.start_update(handle, [param], session, input, priority)
+    home = autohete.wait(handle, grad, session)
+
 * ``result`` has the size, dtype and device of ``src``; its strides too where ``src`` is dense, else it is
   contiguous (`copied_strides`). Host tensors present themselves on the compute device.
 * Nothing aliases: the buffer that a copy fills is unknown to the compiler until ``wait`` returns it, so the
@@ -20,6 +26,9 @@ A parameter on the device whose update ran on the host is waited for by a node o
   buffer right behind the issuing node.
 * ``session`` is the digest under which the runtime is registered, the same in every process, so that cached code
   finds the runtime of the process that it runs in. ``lane`` is `ir.Lane.index`; a smaller ``priority`` is sooner.
+* ``start_update`` writes the placeholders over the parameter's memory, if there are any in the graph, so that the compiler
+  keeps whatever reads them before it. ``input`` is the parameter's position among the inputs of the graph that Dynamo
+  captured: one graph may serve several models.
 * ``after`` is never read. The last pass names there what must be computed before the node runs, so that the compiler
   keeps the node where it stands.
 
@@ -29,6 +38,7 @@ The kernels are in `autohete_fx.runtime.kernels`.
 from collections.abc import Sequence
 
 import torch
+from torch import fx
 
 _NAMESPACE = "autohete"
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
@@ -41,22 +51,33 @@ for _name in ("offload", "reload", "prefetch"):
     )
 library.define("wait(Tensor handle, Tensor src, str session, Tensor? after=None) -> Tensor", tags=_TAGS)
 library.define("wait_update(Tensor(a) param, str session, Tensor? after=None) -> Tensor(a)", tags=_TAGS)
+library.define(
+    "start_update(Tensor handle, Tensor(a!)[] params, str session, int input, int priority, Tensor? after=None) -> Tensor",
+    tags=_TAGS,
+)
 
 offload = torch.ops.autohete.offload.default
 reload = torch.ops.autohete.reload.default
 prefetch = torch.ops.autohete.prefetch.default
 wait = torch.ops.autohete.wait.default
 wait_update = torch.ops.autohete.wait_update.default
+start_update = torch.ops.autohete.start_update.default
 
 ISSUING_OPS = (offload, reload, prefetch)
 """The ops that issue a copy."""
 
-ALL_OPS = (*ISSUING_OPS, wait, wait_update)
+ALL_OPS = (*ISSUING_OPS, wait, wait_update, start_update)
 """Everything that a pass may insert."""
 
 SMALLEST_COPY_BYTES = 1 << 16
 """Smaller tensors stay on the device, whatever is decided for their block: a copy of their own would cost more in latency,
 and in nodes to compile, than it frees. A layer's biases and norms are most of its tensors and next to none of its bytes."""
+
+
+def wait_of(issuing: fx.Node) -> fx.Node:
+    """The node that waits for an issued copy."""
+    user = next(iter(issuing.users))
+    return wait_of(user) if user.target is start_update else user
 
 
 def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
@@ -107,3 +128,15 @@ def _fake_wait(
 @torch.library.register_fake(f"{_NAMESPACE}::wait_update", lib=library)
 def _fake_wait_update(param: torch.Tensor, session: str, after: torch.Tensor | None = None) -> torch.Tensor:
     return torch.ops.aten.alias(param)
+
+
+@torch.library.register_fake(f"{_NAMESPACE}::start_update", lib=library)
+def _fake_start_update(
+    handle: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    session: str,
+    input: int,
+    priority: int,
+    after: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return torch.empty((1,), dtype=torch.int64, device="cpu")

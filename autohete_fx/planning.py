@@ -121,7 +121,9 @@ def host_optimizer_allowed(params: Sequence[torch.nn.Parameter]) -> bool:
 def schedule_of(params: Sequence[torch.nn.Parameter], machine: Machine) -> Schedule:
     """When updates on the host run: as the optimizers say. Where host and device are the same cores, inside the step."""
     overlaps = {owner.overlap for p in params if p.requires_grad and (owner := optimizer_of(p)) is not None}
-    return Schedule(overlap=overlaps.pop() if len(overlaps) == 1 and machine.device_type != "cpu" else Overlap.NONE)
+    if not overlaps or Overlap.NONE in overlaps or machine.device_type == "cpu":
+        return Schedule(overlap=Overlap.NONE)
+    return Schedule(overlap=Overlap.BACKWARD if Overlap.BACKWARD in overlaps else Overlap.STEP)
 
 
 def notes_on_optimizer(params: Sequence[torch.nn.Parameter]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from autohete_fx import passes
 from autohete_fx.annotations import inserted
-from autohete_fx.capture.inputs import GraphInput, parameter_fqns
+from autohete_fx.capture.inputs import GraphInput, parameter_fqns, placeholder_inputs
 from autohete_fx.errors import AutoHeteError, PassError
 from autohete_fx.ir import BlockDecision, Plan
 from autohete_fx.options import UserPass
@@ -89,7 +89,7 @@ def rewrite_training(
     """
     forward_owners = owners_by_placeholder(split.forward, inputs, owners)
     moved = moved_states(plan.decisions, owners, {i.name: i.tensor for i in inputs if i.tensor is not None})
-    gradients = _gradient_owners(split.backward, inputs, {name: owners[name] for name in moved})
+    gradients = _parameters_of_gradients(split.backward, inputs, {name: owners[name] for name in moved})
     forward = PassContext(
         stage=Stage.FORWARD,
         plan=plan,
@@ -103,8 +103,13 @@ def rewrite_training(
         plan=plan,
         session=session,
         owners={**owners_by_placeholder(split.backward, inputs, owners), **_saved_views(split, forward_owners)},
-        gradients=tuple(owner for owner, _ in gradients),
-        gradient_strides=tuple(strides for _, strides in gradients),
+        gradients=tuple(None if item is None else owners[item.name] for item in gradients),
+        gradient_strides=tuple(None if item is None else _strides_of(item) for item in gradients),
+        gradient_inputs=tuple(None if item is None else item.index for item in gradients),
+        inputs={
+            **_parameter_inputs(split.backward, inputs),
+            **_saved_views(split, _parameter_inputs(split.forward, inputs)),
+        },
     )
     offloaded = passes.select_offloaded(split.forward, forward, offloadable)
     kept = passes.select_kept(split.backward, backward)
@@ -127,30 +132,39 @@ def staying_states(gm: fx.GraphModule, inputs: Sequence[GraphInput], moved: Coll
     return frozenset(name for name, fqn in parameter_fqns(gm, inputs).items() if fqn not in moved)
 
 
-def _saved_views(split: Partitioned, owners: Mapping[str, int]) -> dict[str, int]:
-    """Saved tensors that are views of parameters: in backward they are placeholders over the parameter's memory."""
+def _parameter_inputs(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> dict[str, int]:
+    """Position among the captured graph's inputs by name of each parameter's placeholder."""
+    return {name: item.index for name, item in placeholder_inputs(gm, inputs).items() if item.is_parameter}
+
+
+def _strides_of(item: GraphInput) -> tuple[int, ...]:
+    assert item.tensor is not None
+    return tuple(item.tensor.stride())
+
+
+def _saved_views(split: Partitioned, known: Mapping[str, int]) -> dict[str, int]:
+    """Saved tensors that are views of parameters: in backward they are placeholders over the parameter's memory. Of each,
+    what is known of the parameter's placeholder in forward."""
     found = {}
     for node in output_args(split.forward)[split.num_outputs :]:
         if isinstance(node, fx.Node) and node.op != "placeholder":
             root = storage_root(node)
-            if root.op == "placeholder" and root.name in owners:
-                found[node.name] = owners[root.name]
+            if root.op == "placeholder" and root.name in known:
+                found[node.name] = known[root.name]
     return found
 
 
-def _gradient_owners(
+def _parameters_of_gradients(
     backward: fx.GraphModule, inputs: Sequence[GraphInput], owners: Mapping[str, int]
-) -> list[tuple[int | None, tuple[int, ...] | None]]:
-    """For each output of backward: the block that owns the parameter that it is the gradient of, and its strides."""
+) -> list[GraphInput | None]:
+    """For each output of backward: the parameter that it is the gradient of, where a block owns that."""
     descriptions = next(n for n in reversed(backward.graph.nodes) if n.op == "output").meta["desc"]
-    found: list[tuple[int | None, tuple[int, ...] | None]] = []
+    found: list[GraphInput | None] = []
     for description in descriptions:
         index = getattr(getattr(description, "grad_of", None), "idx", None)
         item = inputs[index] if isinstance(index, int) and index < len(inputs) else None
-        if item is None or not item.is_parameter or item.tensor is None or item.name not in owners:
-            found.append((None, None))
-        else:
-            found.append((owners[item.name], tuple(item.tensor.stride())))
+        is_owned = item is not None and item.is_parameter and item.tensor is not None and item.name in owners
+        found.append(item if is_owned else None)
     return found
 
 

@@ -29,6 +29,7 @@ from autohete_fx.passes.pin_positions import pin_positions
 from autohete_fx.passes.prefetch_parameters import prefetch_parameters, select_kept
 from autohete_fx.passes.reload_activations import reload_activations
 from autohete_fx.passes.sort_regions import sort_regions
+from autohete_fx.passes.start_updates import start_updates
 from autohete_fx.passes.tag_recompute import tag_recompute
 from autohete_fx.saved import output_args
 
@@ -51,7 +52,19 @@ PIPELINE: tuple[Pass, ...] = (
         conflicts=_facts("lanes"),
     ),
     Pass(function=await_updates, stages=(_FORWARD, _INFERENCE), requires=_facts("blocks"), conflicts=_facts("lanes")),
-    Pass(function=offload_gradients, stages=(_BACKWARD,), requires=_facts("blocks"), conflicts=_facts("lanes")),
+    Pass(
+        function=offload_gradients,
+        stages=(_BACKWARD,),
+        requires=_facts("blocks"),
+        provides=_facts("gradients"),
+        conflicts=_facts("lanes"),
+    ),
+    Pass(
+        function=start_updates,
+        stages=(_BACKWARD,),
+        requires=_facts("blocks", "gradients"),
+        conflicts=_facts("lanes"),
+    ),
     Pass(function=assign_lanes, stages=(_FORWARD, _BACKWARD, _INFERENCE), provides=_facts("lanes")),
     Pass(
         function=lower_lanes,
@@ -107,6 +120,7 @@ __all__ = [
     "select_kept",
     "select_offloaded",
     "sort_regions",
+    "start_updates",
     "tag_recompute",
     "validate",
     "verify",

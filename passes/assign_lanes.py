@@ -20,7 +20,7 @@ def assign_lanes(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
         if node.op != "call_function" or node.target not in ops.ISSUING_OPS:
             continue
         note = annotations.inserted(node)
-        wait_note = annotations.inserted(next(iter(node.users)))
+        wait_note = annotations.inserted(ops.wait_of(node))
         assert note is not None and wait_note is not None
         if node.target is not ops.offload:
             lane, priority = Lane.H2D, wait_note.slot

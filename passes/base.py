@@ -52,6 +52,8 @@ class PassContext:
         gradients: in a backward graph, the owning block of the parameter whose gradient each output is, or None for
             outputs that are no parameter's gradient, or that of one whose states stay; empty elsewhere.
         gradient_strides: strides of those parameters, likewise.
+        gradient_inputs: their positions among the inputs of the captured graph, likewise.
+        inputs: in a backward graph, that position by name of each placeholder that is such a parameter, or a saved view of it.
         num_outputs: in a forward graph, how many outputs are the user's; the others are saved for backward.
     """
 
@@ -65,6 +67,8 @@ class PassContext:
     staying: frozenset[str] = frozenset()
     gradients: tuple[int | None, ...] = ()
     gradient_strides: tuple[tuple[int, ...] | None, ...] = ()
+    gradient_inputs: tuple[int | None, ...] = ()
+    inputs: Mapping[str, int] = field(default_factory=dict)
     num_outputs: int = 0
 
     @property
@@ -155,12 +159,18 @@ def run(
 
 
 def verify(gm: fx.GraphModule) -> None:
-    """Assert that inserted nodes are well formed: every issued copy is annotated, and waited for exactly once, on its source."""
+    """Assert that inserted nodes are well formed: every issued copy is annotated, and waited for exactly once, on its source.
+
+    Only the start of an update may stand between.
+    """
     for node in gm.graph.nodes:
         if node.op != "call_function" or node.target not in ops.ISSUING_OPS:
             continue
         assert annotations.inserted(node) is not None, f"{node.name} carries no annotation"
         waits = list(node.users)
+        if len(waits) == 1 and waits[0].target is ops.start_update:
+            assert annotations.inserted(waits[0]) is not None, f"{waits[0].name} carries no annotation"
+            waits = list(waits[0].users)
         assert len(waits) == 1 and waits[0].target is ops.wait, (
             f"{node.name} must be used by one wait, is used by {waits}"
         )

@@ -22,7 +22,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from autohete_fx import annotations
 from autohete_fx.passes.base import PassContext, Stage
-from autohete_fx.passes.sort_regions import region_keys, reorder
+from autohete_fx.passes.sort_regions import readers_before_starts, region_keys, reorder
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ def pin_positions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     keys = region_keys(graph, context)
     anchors = _anchors_by_region(graph, keys)
     wanted = _dependencies(inserted, keys, anchors)
-    if not reorder(graph, keys, wanted):
+    starts = readers_before_starts(graph)
+    if not reorder(graph, keys, {**wanted, **{n: [*wanted.get(n, ()), *starts[n]] for n in starts}}):
         # A later pass moved work across blocks. The result stays exact; only the overlap is the compiler's choice.
         log.warning("positions of copies could not be pinned: another pass moved work between blocks")
         return gm

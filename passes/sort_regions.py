@@ -15,19 +15,41 @@ there, whichever block it is of.
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import fx
 
-from autohete_fx import annotations
+from autohete_fx import annotations, ops
 from autohete_fx.passes.base import PassContext, Stage
+from autohete_fx.saved import is_view
 
 
 def sort_regions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     """Reorder nodes by region; a graph without inserted nodes or recomputation is left as it is."""
     recomputes = context.stage is Stage.BACKWARD and any(d.recomputes for d in context.plan.decisions)
     if recomputes or any(annotations.inserted(node) for node in gm.graph.nodes):
-        reorder(gm.graph, region_keys(gm.graph, context), {})
+        reorder(gm.graph, region_keys(gm.graph, context), readers_before_starts(gm.graph))
     return gm
+
+
+def readers_before_starts(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each start of an update what must stand before it: whatever reads the parameter's memory."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is ops.start_update:
+            params: Any = node.args[1]
+            found[node] = [reader for param in params for reader in readers_of_memory(param) if reader is not node]
+    return found
+
+
+def readers_of_memory(node: fx.Node) -> list[fx.Node]:
+    """Everything that reads what a node's result lies in, views of it and what reads those."""
+    found = []
+    for user in node.users:
+        found.append(user)
+        if is_view(user):
+            found.extend(readers_of_memory(user))
+    return found
 
 
 def region_keys(graph: fx.Graph, context: PassContext) -> dict[fx.Node, tuple[int, int]]:

@@ -186,9 +186,9 @@ class ReferenceAdamW:
         return self.optimizer.state_dict()
 
 
-def ours(model: Model, inner: str, options: dict[str, Any], **how: Any) -> list[Tensor]:
+def ours(model: Model, inner: str, options: dict[str, Any], overlap: str | None = "step", **how: Any) -> list[Tensor]:
     """What training with the backend gives."""
-    optimizer = autohete_fx.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    optimizer = autohete_fx.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, overlap=overlap)
     model.compile(backend="autohete", options={"inner_backend": inner, "profile": "analytic", **options})
     result = train(model, optimizer, **how)
     torch._dynamo.reset()

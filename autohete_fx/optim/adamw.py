@@ -6,7 +6,7 @@ placement has its states on its device, states move at the first ``step()`` afte
 order of constructing the optimizer and compiling does not matter.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Overlap
+from autohete_fx.optim.early import check_group
 from autohete_fx.optim.host_copy import HostCopies
 from autohete_fx.optim.kernels import reconcile_master
 from autohete_fx.optim.loading import read_groups, read_states
@@ -21,6 +22,7 @@ from autohete_fx.optim.owners import register_owner
 from autohete_fx.optim.state import MASTER, check_grad, check_param, complete, flat, place_of, settle, state_bytes
 from autohete_fx.optim.updates import Update, apply
 from autohete_fx.runtime.calls import is_within_call
+from autohete_fx.runtime.early import Consumed
 from autohete_fx.runtime.placement import placement_of
 from autohete_fx.runtime.updates import Updates
 
@@ -103,7 +105,8 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         del foreach, fused
         self.overlap = _overlap_named(overlap)
-        self._host_copies = HostCopies()
+        self.host_copies = HostCopies()
+        self._forget_groups()
         asked = {"amsgrad": amsgrad, "capturable": capturable, "differentiable": differentiable}
         hyperparameters = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         _check_hyperparameters({**hyperparameters, **asked})
@@ -115,6 +118,7 @@ class AdamW(torch.optim.Optimizer):
         _check_hyperparameters({**self.defaults, **group})
         if "betas" in group:
             group["betas"] = _as_floats(group["betas"])
+        self._forget_groups()
         before = len(self.param_groups)
         super().add_param_group({**group, **_IMPLEMENTATION})
         try:
@@ -129,7 +133,8 @@ class AdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("overlap", Overlap.STEP)
-        self._host_copies = HostCopies()
+        self.host_copies = HostCopies()
+        self._forget_groups()
         for group in self.param_groups:
             for param in group["params"]:
                 register_owner(param, self)
@@ -158,8 +163,13 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         # What ends a node of a backward pass forgets which modes were entered in it, the fence too.
         is_guarded = not is_within_call() and torch._C._current_graph_task_id() == -1
+        started = self._started_in_backward()
         try:
-            apply(self._updates(), self._host_copies, may_overlap=self.overlap is not Overlap.NONE and is_guarded)
+            may_overlap = self.overlap is not Overlap.NONE and is_guarded
+            apply(self._updates(started), self.host_copies, may_overlap=may_overlap)
+            self._groups, self._has_stepped = None, True
+            if started and not is_guarded:
+                self.synchronize()
         finally:
             for updates in self._models():
                 updates.guard()
@@ -176,8 +186,44 @@ class AdamW(torch.optim.Optimizer):
         placements = (placement_of(p) for group in self.param_groups for p in group["params"])
         return {p.updates for p in placements if p is not None and p.updates is not None}
 
-    def _updates(self) -> list[Update]:
-        with_grad = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
+    @property
+    def starts_in_backward(self) -> bool:
+        """Whether updates may start in a backward pass now. The first step creates states and compiles kernels."""
+        return self.overlap is Overlap.BACKWARD and self._has_stepped
+
+    def group_of(self, param: Tensor) -> dict[str, Any] | None:
+        """The group of a parameter; None where it has none."""
+        if self._groups is None:
+            self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        return self._groups.get(id(param))
+
+    def _forget_groups(self) -> None:
+        self._groups: dict[int, dict[str, Any]] | None = None
+        self._has_stepped = False
+
+    def _started_in_backward(self) -> frozenset[int]:
+        """Take over what has started. Returns the identities of its parameters.
+
+        Raises:
+            OptimizerStateError: a gradient or a hyperparameter is no longer what the update was started with.
+        """
+        params = [p for group in self.param_groups for p in group["params"]]
+        found: list[tuple[Updates, list[Consumed]]] = []
+        for updates in self._models():
+            started = updates.early.of(params)
+            for consumed in started:
+                consumed.check()
+                group = self.group_of(consumed.param)
+                assert group is not None
+                check_group(consumed, group)
+            found.append((updates, started))
+        for updates, started in found:
+            updates.early.settle(started)
+        return frozenset(id(consumed.param) for _, started in found for consumed in started)
+
+    def _updates(self, started: Collection[int]) -> list[Update]:
+        all_params = ((p, g) for g in self.param_groups for p in g["params"])
+        with_grad = [(p, g) for p, g in all_params if p.grad is not None and id(p) not in started]
         for param, _ in with_grad:
             check_param(param)
             check_grad(param, param.grad)
@@ -204,6 +250,8 @@ class AdamW(torch.optim.Optimizer):
         ``torch.save`` makes a snapshot. A state on the host reads as an ordinary tensor. Masters agree with their
         parameters, edits included. Takes no step and creates no state.
         """
+        for updates in self._models():
+            updates.early.refuse_unseen("the optimizer's state dict was asked for")
         self.synchronize()
         for param, state in self.state.items():
             if isinstance(param, Tensor) and MASTER in state:
@@ -237,13 +285,14 @@ class AdamW(torch.optim.Optimizer):
         self.state.clear()
         self.state.update(states)
         self.param_groups[:] = groups
+        self._forget_groups()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
 
 def _overlap_named(overlap: str | None) -> Overlap:
-    if overlap not in (None, "step"):
-        raise OptimizerStateError(f"overlap is {overlap!r}; expected 'step' or None")
+    if overlap not in (None, "step", "backward"):
+        raise OptimizerStateError(f"overlap is {overlap!r}; expected 'step', 'backward' or None")
     return Overlap.NONE if overlap is None else Overlap(overlap)
 
 

@@ -128,10 +128,10 @@ def settle(param: Tensor, state: State, place: Place) -> None:
     """
     if not needs_master(param):
         state.pop(MASTER, None)
-    dtype, layout = state_dtype(param), layout_of(param)
+    dtype = state_dtype(param)
     for name in state_names(param):
         t = state.get(name)
-        if t is None or (t.shape == param.shape and t.stride() == layout and t.dtype == dtype and place.holds(t)):
+        if t is None or _is_as_wanted(t, param, place):
             continue
         if t.shape != param.shape:
             raise OptimizerStateError(
@@ -142,6 +142,18 @@ def settle(param: Tensor, state: State, place: Place) -> None:
     step = state.get(STEP)
     if step is not None and step.device != place.step_device(param):
         state[STEP] = step.to(place.step_device(param))
+
+
+def is_settled(param: Tensor, state: State, place: Place) -> bool:
+    """Whether `settle` and `complete` have nothing to do."""
+    step, states = state.get(STEP), [state.get(name) for name in state_names(param)]
+    is_there = step is not None and step.device == place.step_device(param) and needs_master(param) == (MASTER in state)
+    return is_there and all(t is not None and _is_as_wanted(t, param, place) for t in states)
+
+
+def _is_as_wanted(t: Tensor, param: Tensor, place: Place) -> bool:
+    is_alike = t.shape == param.shape and t.stride() == layout_of(param) and t.dtype == state_dtype(param)
+    return is_alike and place.holds(t)
 
 
 def complete(param: Tensor, state: State, place: Place) -> None:

@@ -66,15 +66,15 @@ def apply(updates: Sequence[Update], host_copies: HostCopies, *, may_overlap: bo
         if lanes.is_host and not (overlaps and lanes.in_background):
             here += mine
         else:
-            _reserve(mine, lanes)
-            started.append((lanes, _with_copies(mine, lanes, host_copies), model if overlaps else None))
+            reserve(mine, lanes)
+            started.append((lanes, with_copies(mine, lanes, host_copies), model if overlaps else None))
     for u in here:
         host_copies.discard(u.param)
     # The host first: it waits for the gradients, and must not wait for the device's updates too.
     tickets: list[Ticket] = []
     for lanes, mine, model in started:
         try:
-            tickets += _start(lanes, mine, model)
+            tickets += start(lanes, mine, model)
         except BaseException:  # an interrupt may come between giving an update to the lanes and noting it
             lanes.drain()
             raise
@@ -85,7 +85,7 @@ def apply(updates: Sequence[Update], host_copies: HostCopies, *, may_overlap: bo
     torch.autograd.graph.increment_version([u.param for u in updates])
 
 
-def _with_copies(
+def with_copies(
     updates: Iterable[Update], lanes: Lanes, host_copies: HostCopies
 ) -> list[tuple[Update, HostCopy | None]]:
     """Each update with the host's copy of its parameter, None where the CPU updates the parameter itself."""
@@ -100,21 +100,29 @@ def _with_copies(
     return found
 
 
-def _start(lanes: Lanes, updates: Sequence[tuple[Update, HostCopy | None]], model: Updates | None) -> list[Ticket]:
-    """Give updates to the lanes; ``model`` learns which are under way, without one the caller waits for these tickets."""
+def start(
+    lanes: Lanes,
+    updates: Sequence[tuple[Update, HostCopy | None]],
+    model: Updates | None,
+    *,
+    after: Sequence[Ticket] = (),
+    priority: int | None = None,
+) -> list[Ticket]:
+    """Give updates to the lanes, behind the tickets and what the device was given so far; ``model`` learns which are under
+    way, without one the caller waits for these tickets. Without a priority the schedule's order is that of the blocks."""
     tier = updates[0][0].place.tier
     assert tier is not None
     edits = Edits([(u.param, copy) for u, copy in updates if copy is not None], lanes, tier)
-    moment, coefs = lanes.now(), _Coefficients()
-    groups = {id(u.group): _as_it_is(u.group) for u, _ in updates}
+    behind, coefs = (lanes.now(), *after), _Coefficients()
+    groups = {id(u.group): frozen(u.group) for u, _ in updates}
     has_priority = model is None or model.schedule.priority
     # Gradients come from the last block to the first.
     ordered = sorted(updates, key=lambda each: each[0].place.block, reverse=not has_priority)
     tickets = []
     for u, copy in ordered:
-        frozen = Update(u.param, u.grad, dict(u.state), groups[id(u.group)], u.place)
-        priority = u.place.block if has_priority else 0
-        updated, uploaded = _HostUpdate(frozen, priority, lanes, moment, coefs, copy, edits).submit()
+        as_it_is = Update(u.param, u.grad, dict(u.state), groups[id(u.group)], u.place)
+        rank = priority if priority is not None else u.place.block if has_priority else 0
+        updated, uploaded = _HostUpdate(as_it_is, rank, lanes, behind, coefs, copy, edits).submit()
         if model is None:
             tickets.append(uploaded)
         else:
@@ -123,7 +131,7 @@ def _start(lanes: Lanes, updates: Sequence[tuple[Update, HostCopy | None]], mode
     return tickets
 
 
-def _as_it_is(group: dict[str, Any]) -> dict[str, Any]:
+def frozen(group: dict[str, Any]) -> dict[str, Any]:
     """The group's hyperparameters now: a scheduler may change them before the update runs."""
     return {**group, "lr": float(group["lr"])}
 
@@ -151,7 +159,7 @@ class _HostUpdate:
         update: Update,
         priority: int,
         lanes: Lanes,
-        moment: Ticket,
+        after: Sequence[Ticket],
         coefs: "_Coefficients",
         copy: HostCopy | None,
         edits: Edits,
@@ -159,7 +167,7 @@ class _HostUpdate:
         self.update = update
         self.priority = priority
         self.lanes = lanes
-        self.moment = moment
+        self.after = after
         self.coefs = coefs
         self.copy = copy
         self.edits = edits
@@ -170,7 +178,7 @@ class _HostUpdate:
         """Tickets of the update and of the updated parameter."""
         param, copy = self.update.param, self.copy
         updated = self.lanes.update(
-            self.priority, self.run, prepare=self.prepare, num_bytes=param.nbytes, after=(self.moment,)
+            self.priority, self.run, prepare=self.prepare, num_bytes=param.nbytes, after=self.after
         )
         if copy is None:
             return updated, updated
@@ -179,7 +187,7 @@ class _HostUpdate:
             self.priority,
             param.detach(),
             copy.home,
-            (updated, self.moment),
+            (updated, *self.after),
             label="upload",
             then=lambda: copy.note_sent(param),
         )
@@ -201,14 +209,13 @@ class _HostUpdate:
             self._download(self.copy.home, self.update.param.detach())
 
     def _download(self, home: Tensor, t: Tensor) -> Tensor:
-        ticket = self.lanes.submit(Lane.D2H, self.priority, home, t, (self.moment,), label="download")
+        ticket = self.lanes.submit(Lane.D2H, self.priority, home, t, self.after, label="download")
         self.arrivals.append(ticket)
         return host_view(home)
 
     def run(self) -> None:
         """Update, when everything has arrived."""
-        self.moment.synchronize()
-        for ticket in self.arrivals:
+        for ticket in (*self.after, *self.arrivals):
             ticket.synchronize()
         u, grad = self.update, self.grad
         assert grad is not None
@@ -231,7 +238,7 @@ def _at_home(t: Tensor, param: Tensor, tier: HostTier) -> bool:
     return tier.owns(t) and t.stride() == layout_of(param)
 
 
-def _reserve(updates: Sequence[Update], lanes: Lanes) -> None:
+def reserve(updates: Sequence[Update], lanes: Lanes) -> None:
     """Take the host memory that staging will need while a refusal still finds every parameter unchanged."""
     if lanes.is_host:
         return

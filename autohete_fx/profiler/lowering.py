@@ -258,8 +258,8 @@ class _Lowering:
         self._add(kernel)
 
     def _wait(self, node: fx.Node) -> None:
-        handle, source = node.all_input_nodes[:2]
-        reads = {index: None for arg in (handle, source) for index in self._in_memory(arg)}
+        handle, *others = node.all_input_nodes
+        reads = {index: None for arg in (handle, *others[:1]) for index in self._in_memory(arg)}
         self.stored[node] = self.stored.get(handle, ())
         self._add(Kernel({node.name: None}, reads, {}, False, pinned=True))
 

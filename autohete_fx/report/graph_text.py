@@ -61,7 +61,7 @@ def list_transfers(gm: fx.GraphModule, graph: str) -> tuple[Transfer, ...]:
             previous = node.name if node.op == "call_function" and note is None else previous
             continue
         assert note.lane is not None and note.priority is not None
-        wait = next(iter(node.users))
+        wait = ops.wait_of(node)
         needed = [user for user in gm.graph.nodes if user in wait.users]
         found.append(
             Transfer(

@@ -19,7 +19,10 @@ import contextlib
 import logging
 import threading
 import weakref
+from collections.abc import Iterable
 from types import TracebackType
+
+from torch import Tensor
 
 from autohete_fx import versions
 from autohete_fx.runtime.fence import Fence, lower_fences, raise_fences
@@ -73,6 +76,7 @@ class _Call:
         self.fences = lower_fences()
         if not self.functions.is_whole or not versions.is_stance_default():
             try:
+                self.refuse_early()
                 self.settle()
             except BaseException:  # nobody will call __exit__
                 raise_fences(self.fences)
@@ -88,13 +92,22 @@ class _Call:
         live = {id(fence): updates for fence in self.fences if (updates := fence.updates) is not None}
         for updates in live.values():
             updates.prune()
-        raise_fences([fence for fence in self.fences if id(fence) in live and live[id(fence)].is_pending])
+        raise_fences([fence for fence in self.fences if id(fence) in live and live[id(fence)].needs_fence])
+
+    def updates(self) -> list[Updates]:
+        """Those whose fences were lowered."""
+        return [fence.updates for fence in self.fences if fence.updates is not None]
+
+    def refuse_early(self) -> None:
+        """Raise OptimizerStateError where an update started in a backward that no step followed: what runs now is not seen."""
+        for updates in self.updates():
+            updates.early.refuse_unseen("a compiled function that may use any parameter was called")
 
     def settle(self, but: Updates | None = None) -> None:
         """Wait for the updates whose fences were lowered, except those of one model."""
-        for fence in self.fences:
-            if fence.updates is not None and fence.updates is not but:
-                fence.updates.wait_all()
+        for updates in self.updates():
+            if updates is not but:
+                updates.wait_all()
 
     def _judge(self) -> None:
         is_ours = self.num_graphs_compiled > 0
@@ -122,6 +135,19 @@ def note_compiled_graph() -> None:
         call.num_graphs_compiled += 1
 
 
+def guard_backward(updates: Updates) -> None:
+    """The call runs a forward whose backward may start updates: the fence must see that, where nothing else is called."""
+    if _thread.calls and all(call.functions.is_whole for call in _thread.calls):
+        updates.early.is_expected = True
+        _thread.calls[0].fences.append(updates.fence)
+
+
+def refuse_early(args: Iterable[Tensor], updates: Updates) -> None:
+    """Raise OptimizerStateError where a graph gets a parameter whose update started in a backward that no step followed."""
+    for other in {updates, *(found for call in _thread.calls for found in call.updates())}:
+        other.early.refuse(args)
+
+
 def settle_others(updates: Updates) -> None:
     """Wait for the updates of other models whose fences were lowered: a model's graph waits for its own alone, and Dynamo may
     serve a call with the graph of another model of the same class."""
@@ -136,6 +162,7 @@ def is_within_call() -> bool:
 
 def _begin_miss() -> None:
     for call in _thread.calls:
+        call.refuse_early()
         call.settle()
 
 

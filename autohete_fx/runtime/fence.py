@@ -4,7 +4,8 @@
 stands on the stack of PyTorch's modes, in the thread that called ``step()``. Every call of PyTorch's Python API passes
 it, whoever makes it: an operator, ``state_dict()``, ``torch.save``, ``deepcopy``, ``.numpy()``. A call that is given a tensor
 over pending memory, be it the parameter, a view of it that was made before, its gradient or its states, waits first; a
-backward pass waits for everything.
+backward pass waits for everything. Where updates start in backward the mode stands from forward on: see
+`autohete_fx.runtime.early`.
 Metadata, and setting a gradient to None, wait for nothing.
 
 What compiled code does is not seen here; see `autohete_fx.runtime.calls`. Nor is what never passes PyTorch's Python API in
@@ -77,23 +78,34 @@ class Fence(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        updates = self._updates()
-        if updates is not None and updates.is_pending and func not in _METADATA:
-            if func in _BACKWARD:
-                updates.wait_all()
-            for t in _tensors((*args, *(kwargs or {}).values())):
-                updates.wait_for(t)
-        return func(*args, **(kwargs or {}))
+        updates, kwargs = self._updates(), kwargs or {}
+        if updates is None or func in _METADATA or not updates.needs_fence:
+            return func(*args, **kwargs)
+        if func in _BACKWARD:
+            updates.wait_all()
+            with updates.early.backward(func, args, kwargs):
+                return func(*args, **kwargs)
+        if not (updates.is_pending or updates.early.is_open):
+            return func(*args, **kwargs)
+        tensors = list(tensors_in((*args, *kwargs.values())))
+        if updates.early.is_open:
+            with updates.early.watch(tensors):
+                for t in tensors:
+                    updates.wait_for(t)
+                return func(*args, **kwargs)
+        for t in tensors:
+            updates.wait_for(t)
+        return func(*args, **kwargs)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_in(value)
         elif isinstance(value, dict):
-            yield from _tensors(value.values())
+            yield from tensors_in(value.values())
 
 
 def raise_fences(fences: Iterable[Fence]) -> None:

@@ -1,5 +1,7 @@
 """The kernels of ``torch.ops.autohete.*`` on every device. Importing this module registers them."""
 
+from collections.abc import Sequence
+
 import torch
 
 from autohete_fx import ops
@@ -37,6 +39,18 @@ def _wait_update(param: torch.Tensor, session: str, after: torch.Tensor | None =
     return torch.ops.aten.alias(param)
 
 
+def _start_update(
+    handle: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    session: str,
+    input: int,
+    priority: int,
+    after: torch.Tensor | None = None,
+) -> torch.Tensor:
+    session_by_digest(session).start_update(handle, input, priority)
+    return handle.clone()
+
+
 _DISPATCH_KEY = "CompositeExplicitAutograd"  # one kernel for all devices: the session knows the device
 
 ops.library.impl("offload", _offload, _DISPATCH_KEY)
@@ -44,3 +58,4 @@ ops.library.impl("reload", _reload, _DISPATCH_KEY)
 ops.library.impl("prefetch", _prefetch, _DISPATCH_KEY)
 ops.library.impl("wait", _wait, _DISPATCH_KEY)
 ops.library.impl("wait_update", _wait_update, _DISPATCH_KEY)
+ops.library.impl("start_update", _start_update, _DISPATCH_KEY)

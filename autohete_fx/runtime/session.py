@@ -25,6 +25,7 @@ class _InFlight:
     """One issued copy, until its wait."""
 
     source_address: int
+    source_memory: int
     result: torch.Tensor
     ticket: Ticket
 
@@ -93,7 +94,7 @@ class Session:
         updates = self.updates.tickets_of(src) if lane is Lane.H2D else []
         after = (*updates, self.lanes.now()) if updates else None
         ticket = self.lanes.submit(lane, priority, dst, src, after, label=label)
-        self._in_flight[handle] = _InFlight(src.data_ptr(), dst, ticket)
+        self._in_flight[handle] = _InFlight(src.data_ptr(), src.untyped_storage().data_ptr(), dst, ticket)
         return torch.tensor([handle], device="cpu")  # whatever torch.set_default_device says
 
     def wait(self, handle: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
@@ -107,6 +108,18 @@ class Session:
             self.updates.wait_for(src)  # where it is the update that failed, this says so
             raise
         return copy.result
+
+    def start_update(self, handle: torch.Tensor, input: int, priority: int) -> None:
+        """Start the update of a parameter, by its position among the inputs of the graph, with the gradient that the copy of a
+        handle brings home, or leave it to the step."""
+        early, gradient = self.updates.early, self._in_flight[int(handle)]
+        if early.is_armed:
+            early.start(input, gradient.result, gradient.ticket, self._copies_of, priority)
+
+    def _copies_of(self, param: torch.Tensor) -> list[Ticket]:
+        """What still reads it."""
+        memory = param.untyped_storage().data_ptr()
+        return [copy.ticket for copy in self._in_flight.values() if copy.source_memory == memory]
 
     def abandon(self) -> list[Exception]:
         """Finish and forget copies whose graph ended with an error before it waited for them; returns what failed."""

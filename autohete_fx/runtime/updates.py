@@ -18,6 +18,7 @@ from torch import Tensor
 
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Schedule
+from autohete_fx.runtime.early import Early, address_of
 from autohete_fx.runtime.fence import Fence, raise_fences
 from autohete_fx.runtime.lanes import Lanes
 from autohete_fx.runtime.ticket import Ticket
@@ -53,11 +54,13 @@ class Updates:
         lanes: where updates run.
         schedule: what updates may overlap with, and whether the next forward's order is theirs. Compiled code that waits for
             what it reads sets it; until then a step returns when its updates are done.
+        early: the updates that started in backward, until a step takes them over.
     """
 
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
         self.schedule = Schedule()
+        self.early = Early()
         self._fence = Fence(self)
         # Reentrant: a garbage collection inside a locked region may run code that reads a parameter. Who reads the
         # dictionary without the lock may see updates that are over, never miss one that this thread has added.
@@ -84,7 +87,7 @@ class Updates:
         made, updated = _Pending(made_by or ticket, id(param), (param, *rest)), _Pending(ticket, id(param), (param,))
         with self._lock:
             for pending, tensors in ((made, rest), (updated, (param,))):
-                for address in {_address(t) for t in tensors}:
+                for address in {address_of(t) for t in tensors}:
                     if address is not None:
                         self._pending[address] = (*self._pending.get(address, ()), pending)
 
@@ -93,15 +96,25 @@ class Updates:
         self.schedule = Schedule()
         self.lanes = Lanes(self.lanes.device, is_host=self.lanes.is_host)
 
+    @property
+    def needs_fence(self) -> bool:
+        """Whether the program must be watched: something is pending, or a backward may start something, or has."""
+        return bool(self._pending) or self.early.is_expected or self.early.is_open
+
+    @property
+    def fence(self) -> Fence:
+        """What watches the program."""
+        return self._fence
+
     def guard(self) -> None:
-        """Raise the fence in this thread, if anything is pending."""
+        """Raise the fence in this thread, if it is needed."""
         self.prune()
-        if self._pending:
+        if self.needs_fence:
             raise_fences([self._fence])
 
     def tickets_of(self, t: Tensor) -> list[Ticket]:
         """The updates that the memory of ``t`` waits for."""
-        address = _address(t) if self._pending else None
+        address = address_of(t) if self._pending else None
         found = () if address is None else self._pending.get(address, ())
         return [pending.ticket for pending in found if not pending.is_over]
 
@@ -109,7 +122,7 @@ class Updates:
         """Wait until the memory of ``t`` is up to date: on the CPU, or on the current stream. Raises OptimizerStateError."""
         if not self._pending or not t.numel():
             return
-        address = _address(t)
+        address = address_of(t)
         if address is None:
             self.wait_all()
         else:
@@ -130,6 +143,7 @@ class Updates:
             with contextlib.suppress(OptimizerStateError):
                 pending.wait(self.lanes)
         self._keep(lambda pending: pending.ticket.error is None)
+        self.early.forget()
 
     def prune(self) -> None:
         """Let go of updates that are over."""
@@ -156,11 +170,3 @@ def _settle_all() -> None:
 
 
 os.register_at_fork(before=_settle_all)
-
-
-def _address(t: Tensor) -> int | None:
-    """Of the memory that the tensor is a view of; None for a tensor of another kind, which may stand for any memory."""
-    try:
-        return t.untyped_storage().data_ptr() or None
-    except (RuntimeError, NotImplementedError):
-        return None

@@ -290,7 +290,7 @@ def test_synchronize_waits_and_no_overlap_is_asked_for_with_none(gate: Gate):
     state.step()
     assert gate.opened.is_set() or not state.updates.is_pending
     timer.join()
-    with pytest.raises(OptimizerStateError, match="expected 'step' or None"):
+    with pytest.raises(OptimizerStateError, match="expected 'step', 'backward' or None"):
         autohete_fx.AdamW(state.model.parameters(), overlap="sometimes")
 
 

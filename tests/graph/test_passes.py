@@ -21,6 +21,9 @@ def strip_inserted(gm: fx.GraphModule) -> None:
     for node in list(gm.graph.nodes):
         if node.target in (ops.wait, ops.wait_update):
             node.replace_all_uses_with(node.args[1 if node.target is ops.wait else 0])
+        if node.target is ops.start_update:  # it writes, so that nobody takes it for dead code
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
     gm.graph.eliminate_dead_code()
 
 
@@ -43,6 +46,15 @@ def test_taking_the_inserted_nodes_out_gives_the_original_graph(stage: Stage, gr
     strip_inserted(gm)
     assert sorted(c.replace("w1_t_1", "w1_t") for c in calls(gm)) == sorted(calls(graph()))
     assert output_names(gm) == output_names(graph())
+
+
+def test_taking_starts_of_updates_out_gives_the_original_graph():
+    given = context(Stage.BACKWARD, HOST, schedule=Schedule(overlap=Overlap.BACKWARD))
+    gm = run(PIPELINE, backward(), given, given=("blocks",))
+    assert [n.target for n in gm.graph.nodes].count(ops.start_update) == 2
+    strip_inserted(gm)
+    assert sorted(calls(gm)) == sorted(calls(backward()))
+    assert output_names(gm) == output_names(backward())
 
 
 def test_taking_waits_for_updates_out_gives_the_original_graph():

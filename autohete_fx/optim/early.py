@@ -1,0 +1,49 @@
+"""Start one update while backward runs.
+
+In: a parameter, the home that its gradient is on the way to, and what must be complete before either may be touched. Out: the
+update under way, or None where it is left to ``step()``: the optimizer starts its updates there, or collects gradients of
+several micro-batches, or has not stepped yet since it was made or loaded, so that states are to be created and kernels to
+be compiled first, or host memory is short.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from autohete_fx.errors import HostMemoryError
+from autohete_fx.ir import Overlap
+from autohete_fx.optim.owners import optimizer_of
+from autohete_fx.optim.state import is_settled, place_of
+from autohete_fx.optim.updates import Update, frozen, reserve, start, with_copies
+from autohete_fx.runtime.early import Consumed
+from autohete_fx.runtime.ticket import Ticket
+
+
+def start_update(param: Tensor, home: Tensor, after: Sequence[Ticket], priority: int) -> Consumed | None:
+    """Start the update of ``param`` with the gradient in ``home``, behind the tickets. See `runtime.early.Starter`."""
+    optimizer, place = optimizer_of(param), place_of(param)
+    model, tier = place.updates, place.tier
+    if optimizer is None or not optimizer.starts_in_backward or model is None or tier is None:
+        return None
+    group, state = optimizer.group_of(param), optimizer.state.get(param, {})
+    overlaps = model.schedule.overlap is Overlap.BACKWARD and model.lanes.in_background and tier.owns(home)
+    if group is None or not overlaps or not is_settled(param, state, place):
+        return None
+    update = Update(param, home, state, frozen(group), place)
+    try:
+        reserve([update], model.lanes)
+        with_copy = with_copies([update], model.lanes, optimizer.host_copies)
+    except HostMemoryError:
+        return None
+    version = home._version
+    start(model.lanes, with_copy, model, after=after, priority=priority)
+    states = tuple(t for t in state.values() if isinstance(t, Tensor))
+    return Consumed(param, home, version, states, update.group)
+
+
+def check_group(consumed: Consumed, group: dict[str, object]) -> None:
+    """Raise OptimizerStateError where a hyperparameter is no longer what the update computed with."""
+    now = frozen(group)
+    for name in ("lr", "betas", "eps", "weight_decay", "maximize"):
+        if consumed.hyperparameters[name] != now[name]:
+            raise consumed.error(f"{name} was changed from {consumed.hyperparameters[name]} to {now[name]}")
