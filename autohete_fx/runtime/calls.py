@@ -139,7 +139,9 @@ def guard_backward(updates: Updates) -> None:
     """The call runs a forward whose backward may start updates: the fence must see that, where nothing else is called."""
     if _thread.calls and all(call.functions.is_whole for call in _thread.calls):
         updates.early.is_expected = True
-        _thread.calls[0].fences.append(updates.fence)
+        fences = _thread.calls[0].fences
+        if updates.fence not in fences:
+            fences.append(updates.fence)
 
 
 def refuse_early(args: Iterable[Tensor], updates: Updates) -> None:

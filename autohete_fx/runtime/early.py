@@ -179,14 +179,18 @@ class Early:
             raise consumed.error(what)
 
     @contextlib.contextmanager
-    def watch(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Around a call that gets these tensors: it may read gradients. Raises OptimizerStateError for anything else."""
+    def watch(self, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> Iterator[None]:
+        """Around a call that gets these tensors: it may read gradients. Raises OptimizerStateError for anything else.
+
+        Args:
+            written: of the tensors, those that the call writes, as far as that is known.
+        """
         self.refuse(tensors)
         found = ((t, self._gradients.get(address_of(t) or 0)) for t in tensors)
         read = [(t, t._version, consumed) for t, consumed in found if consumed is not None]
         yield
         for t, version, consumed in read:
-            if t._version != version:
+            if t._version != version or any(t is other for other in written):
                 consumed.complaint = "was written to"
                 consumed.check()
 

@@ -89,7 +89,10 @@ class Fence(TorchFunctionMode):
             return func(*args, **kwargs)
         tensors = list(tensors_in((*args, *kwargs.values())))
         if updates.early.is_open:
-            with updates.early.watch(tensors):
+            # Version counters tell the rest: of views, of ``out=``. Loss scaling tells none.
+            name = getattr(func, "__name__", "")
+            written = list(tensors_in(args[:1])) if name.endswith("_") and not name.endswith("__") else []
+            with updates.early.watch(tensors, written):
                 for t in tensors:
                     updates.wait_for(t)
                 return func(*args, **kwargs)

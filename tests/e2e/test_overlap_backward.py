@@ -1,5 +1,6 @@
 """Updates that start while backward runs: exact where they start, and left to ``step()`` where that would not be."""
 
+import copy
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import autohete_fx
-from autohete_fx import BlockDecision, Plan
+from autohete_fx import BlockDecision, OptimizerStateError, Plan
 from autohete_fx.ir import Lane, Overlap, Schedule
 from autohete_fx.planning import schedule_of
 from autohete_fx.runtime.early import Early
+from autohete_fx.runtime.fence import Fence
 from autohete_fx.runtime.placement import placement_of
 from autohete_fx.runtime.updates import Updates
 from tests import training
@@ -262,3 +264,158 @@ def test_a_step_within_backward_is_over_when_it_returns(gate: Gate, started: lis
 
     act(loop.model, loop.optimizer)
     assert not loop.updates.is_pending and not any(started)
+
+
+# -- what comes too late ------------------------------------------------------------------------------------------------
+
+
+def weight_of(model: Stack) -> nn.Parameter:
+    return model.layers[1][0].weight
+
+
+def gradient_of(model: Stack) -> Tensor:
+    grad = weight_of(model).grad
+    assert grad is not None
+    return grad
+
+
+def unscale(loop: Loop) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(()))  # makes its state
+    scaler.unscale_(loop.optimizer)
+
+
+def replace_gradient(loop: Loop) -> None:
+    weight_of(loop.model).grad = gradient_of(loop.model) * 0.5
+    loop.optimizer.step()
+
+
+def zero_gradients(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    loop.optimizer.step()
+
+
+def swap_data(loop: Loop) -> None:
+    gradient_of(loop.model).data = torch.zeros(128, 128)
+    loop.optimizer.step()
+
+
+def evaluate(loop: Loop) -> None:
+    with torch.no_grad():
+        loop.model(X)
+
+
+def change(**values: Any) -> Callable[[Loop], None]:
+    def act(loop: Loop) -> None:
+        loop.optimizer.param_groups[0].update(values)
+        loop.optimizer.step()
+
+    return act
+
+
+def schedule_rate(loop: Loop) -> None:
+    torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda step: 0.5)
+    loop.optimizer.step()
+
+
+EDITS: dict[str, Callable[[Loop], Any]] = {
+    "clip": lambda loop: nn.utils.clip_grad_norm_(loop.model.parameters(), 1e9),
+    "clip by value": lambda loop: nn.utils.clip_grad_value_(loop.model.parameters(), 1e9),
+    "unscale": unscale,
+    "in place": lambda loop: gradient_of(loop.model).mul_(0.5),
+    "in place, its data": lambda loop: gradient_of(loop.model).data.mul_(0.5),
+    "in place, a view": lambda loop: gradient_of(loop.model).detach()[0].zero_(),
+    "in place, many": lambda loop: torch._foreach_mul_([p.grad for p in loop.model.parameters()], 0.5),
+    "out": lambda loop: torch.mul(torch.ones(128, 128), 2, out=gradient_of(loop.model)),
+    "zeroed": lambda loop: loop.optimizer.zero_grad(set_to_none=False),
+    "dropped": zero_gradients,
+    "replaced": replace_gradient,
+    "other data": swap_data,
+    "rate": change(lr=1e-3),
+    "betas": change(betas=(0.5, 0.9)),
+    "weight decay": change(weight_decay=0.5),
+    "scheduler": schedule_rate,
+    "read": lambda loop: weight_of(loop.model).norm(),
+    "write": lambda loop: weight_of(loop.model).data.mul_(2),
+    "state": lambda loop: loop.optimizer.state[weight_of(loop.model)]["exp_avg"].sum(),
+    "state_dict": lambda loop: loop.optimizer.state_dict(),
+    "model.state_dict": lambda loop: loop.model.state_dict(),
+    "another backward": lambda loop: weight_of(loop.model).sum().backward(),
+    "another forward": lambda loop: loop.model(X),
+    "evaluation": evaluate,
+    "eager forward": lambda loop: Stack.forward(loop.model, X),
+    "compiled by another": lambda loop: torch.compile(lambda: weight_of(loop.model) * 2, backend="aot_eager")(),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_what_comes_too_late_is_an_error_that_says_what_to_do(name: str, gate: Gate):
+    loop = Loop(gate)
+    loop.model(X).backward()
+    with pytest.raises(OptimizerStateError, match=r"between backward\(\) and optimizer.step\(\).*overlap='step'"):
+        EDITS[name](loop)
+    if name not in ("rate", "betas", "weight decay", "scheduler"):
+        return
+    with pytest.raises(OptimizerStateError, match=r"was changed from .* to "):
+        loop.optimizer.step()
+
+
+def test_the_fence_stands_once(gate: Gate):
+    loop = Loop(gate)
+    loop.step()
+    loop.model(X)
+    modes = torch.overrides._get_current_function_mode_stack()
+    assert sum(isinstance(mode, Fence) and mode.updates is loop.updates for mode in modes) == 1
+
+
+def test_gradients_may_be_read_and_parameters_looked_at(gate: Gate):
+    loop = Loop(gate)
+
+    def act(model: Stack, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        model(X).backward()
+        norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+        average = torch.ones(128, 128).lerp_(gradient_of(model), 0.1)
+        total = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        assert weight_of(model).shape == (128, 128) and weight_of(model).requires_grad
+        assert len(list(model.parameters())) == 8 and gradient_of(model).data.sum() == gradient_of(model).sum()
+        optimizer.step()
+        return [*norms, total, average, gradient_of(model).clone()]
+
+    loop.both(act)
+
+
+def test_an_error_does_not_go_away_until_a_checkpoint_is_loaded(gate: Gate):
+    loop = Loop(gate)
+    checkpoint = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
+    loop.model(X).backward()
+    data = gradient_of(loop.model).data
+    with pytest.raises(OptimizerStateError):
+        data.mul_(0.5)
+    for _ in range(2):
+        with pytest.raises(OptimizerStateError, match="was written to"):
+            loop.optimizer.step()
+    with pytest.raises(OptimizerStateError, match="was used"):
+        loop.model(X)
+    loop.optimizer.load_state_dict(checkpoint[1])
+    loop.model.load_state_dict(checkpoint[0])
+    loop.optimizer.zero_grad()
+    loop.both(lambda model, optimizer: None)
+
+
+def test_a_backward_that_fails_in_the_middle_is_noticed(gate: Gate):
+    loop = Loop(gate)
+    x = X.clone().requires_grad_()
+    y = x * 1
+    y.register_hook(lambda grad: 1 / 0)  # behind the model's own backward
+    with pytest.raises(ZeroDivisionError):
+        loop.model(y).backward()
+    with pytest.raises(OptimizerStateError, match="was used"):
+        loop.model(X)
+
+
+def test_who_has_saved_a_parameter_does_not_go_on_with_the_updated_one(gate: Gate):
+    loop = Loop(gate)
+    x = X.clone().requires_grad_()
+    scaled = x * weight_of(loop.model).detach()[:8]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loop.model(scaled).backward()
