@@ -74,7 +74,8 @@ class CapturedGraph:
         param, placement = self.params[name], placement_of(self.params[name])
         where = ("", "") if placement is None else (placement.params.value, placement.optimizer.value)
         owner = optimizer_of(param)
-        updated = ("", -1) if owner is None else (owner.overlap.value, planning.state_bytes(param))
+        clips = owner is not None and owner.max_grad_norm is not None
+        updated = ("", -1) if owner is None else (owner.overlap.value, clips, planning.state_bytes(param))
         return (name, *where, *updated)
 
     def param_infos(self, gm: fx.GraphModule) -> dict[str, ParamInfo]:

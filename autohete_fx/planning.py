@@ -30,7 +30,7 @@ from autohete_fx.ir import (
     Problem,
     Schedule,
 )
-from autohete_fx.optim.owners import optimizer_of
+from autohete_fx.optim import AdamW, optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import solve
@@ -118,9 +118,19 @@ def host_optimizer_allowed(params: Sequence[torch.nn.Parameter]) -> bool:
     return bool(trainable) and all(optimizer_of(p) is not None for p in trainable)
 
 
+def _owners(params: Iterable[torch.nn.Parameter]) -> list[AdamW]:
+    """The optimizer of each trainable parameter that has one of ours."""
+    return [owner for p in params if p.requires_grad and (owner := optimizer_of(p)) is not None]
+
+
+def clips_gradients(params: Iterable[torch.nn.Parameter]) -> bool:
+    """Whether a step needs the norm of all gradients before its first update."""
+    return any(owner.max_grad_norm is not None for owner in _owners(params))
+
+
 def schedule_of(params: Sequence[torch.nn.Parameter], machine: Machine) -> Schedule:
     """When updates on the host run: as the optimizers say. Where host and device are the same cores, inside the step."""
-    overlaps = {owner.overlap for p in params if p.requires_grad and (owner := optimizer_of(p)) is not None}
+    overlaps = {owner.planned_overlap for owner in _owners(params)}
     if not overlaps or Overlap.NONE in overlaps or machine.device_type == "cpu":
         return Schedule(overlap=Overlap.NONE)
     return Schedule(overlap=Overlap.BACKWARD if Overlap.BACKWARD in overlaps else Overlap.STEP)
@@ -165,6 +175,7 @@ def make_problem(
         allow_moving_some_states=True,
         micro_batches=options.micro_batches,
         schedule=schedule_of(list(params.values()), machine),
+        clips_gradients=training and clips_gradients(params.values()),
         training=training,
         fixed_decisions=fixed if any(d is not None for d in fixed) else (),
     )

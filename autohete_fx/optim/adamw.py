@@ -6,7 +6,8 @@ placement has its states on its device, states move at the first ``step()`` afte
 order of constructing the optimizer and compiling does not matter.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Overlap
+from autohete_fx.optim import clipping
 from autohete_fx.optim.early import check_group
 from autohete_fx.optim.host_copy import HostCopies
 from autohete_fx.optim.kernels import reconcile_master
@@ -70,6 +72,18 @@ class AdamW(torch.optim.Optimizer):
     TorchScript, or through a NumPy array made before. Steps do not overlap with what follows where the backend sees no use
     in it (a CPU device), in a model whose graph breaks, inside a compiled function, and inside a backward pass.
 
+    With ``overlap="backward"`` they start as soon as gradients come, from the second step on, where the backward pass of a
+    compiled model gives all of a gradient; what it does not, starts at ``step()``. That is for loops that do nothing to
+    gradients and parameters between ``backward()`` and ``step()``: reading gradients is allowed there, anything else is an
+    OptimizerStateError that says so, raised at once or by ``step()``. So is a change of a hyperparameter, and a second
+    forward or backward pass: collect gradients of several micro-batches within ``accumulate()``. ``max_grad_norm`` clips;
+    its updates need the norm of all gradients and start at ``step()``. Hooks of intermediate tensors, which run within
+    backward, must not read parameters.
+
+    Attributes:
+        grad_norm: the norm of all gradients before the last step clipped them, a tensor without dimensions; None where no
+            step has.
+
     Args:
         params: parameters, named parameters, or groups, as for ``torch.optim.AdamW``.
         lr: learning rate; a one-element tensor is allowed.
@@ -79,7 +93,9 @@ class AdamW(torch.optim.Optimizer):
         amsgrad: must be False.
         maximize: ascend instead.
         foreach, fused: accepted for compatibility; they choose an implementation, and there is only this one.
-        overlap: ``"step"``, or None: updates on the host are done when ``step()`` returns.
+        overlap: ``"step"``, ``"backward"``, or None: updates on the host are done when ``step()`` returns.
+        max_grad_norm: in ``step()``, clip all gradients by their total norm first, as ``torch.nn.utils.clip_grad_norm_``
+            does: bitwise so where gradients are on one processor, else within the rounding of their norms. None: do not.
         capturable, differentiable: must be False.
 
     Raises:
@@ -102,9 +118,13 @@ class AdamW(torch.optim.Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         overlap: str | None = "step",
+        max_grad_norm: float | None = None,
     ) -> None:
         del foreach, fused
         self.overlap = _overlap_named(overlap)
+        self.max_grad_norm = _checked_norm(max_grad_norm)
+        self.grad_norm: Tensor | None = None
+        self._is_accumulating = False
         self.host_copies = HostCopies()
         self._forget_groups()
         asked = {"amsgrad": amsgrad, "capturable": capturable, "differentiable": differentiable}
@@ -132,7 +152,8 @@ class AdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault("overlap", Overlap.STEP)
+        absent = {"overlap": Overlap.STEP, "max_grad_norm": None, "grad_norm": None, "_is_accumulating": False}
+        self.__dict__ |= {name: value for name, value in absent.items() if name not in self.__dict__}
         self.host_copies = HostCopies()
         self._forget_groups()
         for group in self.param_groups:
@@ -166,7 +187,8 @@ class AdamW(torch.optim.Optimizer):
         started = self._started_in_backward()
         try:
             may_overlap = self.overlap is not Overlap.NONE and is_guarded
-            apply(self._updates(started), self.host_copies, may_overlap=may_overlap)
+            updates = self._updates(started)
+            apply(updates, self.host_copies, may_overlap=may_overlap, scale=self._clipping(updates))
             self._groups, self._has_stepped = None, True
             if started and not is_guarded:
                 self.synchronize()
@@ -174,6 +196,19 @@ class AdamW(torch.optim.Optimizer):
             for updates in self._models():
                 updates.guard()
         return loss
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Around the forward and backward passes of all micro-batches of a step but the last: gradients are collected.
+
+        With ``overlap="backward"`` no update starts within it. In the last micro-batch, outside of it, gradients are added
+        to those collected, and their updates start at ``step()``. With any other overlap it does nothing.
+        """
+        before, self._is_accumulating = self._is_accumulating, True
+        try:
+            yield
+        finally:
+            self._is_accumulating = before
 
     @_untraced
     def synchronize(self) -> None:
@@ -189,7 +224,19 @@ class AdamW(torch.optim.Optimizer):
     @property
     def starts_in_backward(self) -> bool:
         """Whether updates may start in a backward pass now. The first step creates states and compiles kernels."""
-        return self.overlap is Overlap.BACKWARD and self._has_stepped
+        return self.planned_overlap is Overlap.BACKWARD and self._has_stepped and not self._is_accumulating
+
+    @property
+    def planned_overlap(self) -> Overlap:
+        """What updates overlap with: nothing can start before the norm of all gradients is known."""
+        clips_late = self.overlap is Overlap.BACKWARD and self.max_grad_norm is not None
+        return Overlap.STEP if clips_late else self.overlap
+
+    def _clipping(self, updates: Iterable[Update]) -> Tensor | None:
+        if self.max_grad_norm is None:
+            return None
+        self.grad_norm = clipping.total_norm([u.grad for u in updates])
+        return clipping.factor(self.grad_norm, self.max_grad_norm)
 
     def group_of(self, param: Tensor) -> dict[str, Any] | None:
         """The group of a parameter; None where it has none."""
@@ -294,6 +341,12 @@ def _overlap_named(overlap: str | None) -> Overlap:
     if overlap not in (None, "step", "backward"):
         raise OptimizerStateError(f"overlap is {overlap!r}; expected 'step', 'backward' or None")
     return Overlap.NONE if overlap is None else Overlap(overlap)
+
+
+def _checked_norm(norm: float | None) -> float | None:
+    if norm is not None and not norm > 0.0:  # NaN too
+        raise OptimizerStateError(f"max_grad_norm is {norm}; expected a number above 0, or None")
+    return None if norm is None else float(norm)
 
 
 def _as_floats(betas: tuple[float | Tensor, float | Tensor]) -> tuple[float, float]:

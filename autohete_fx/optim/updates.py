@@ -15,7 +15,8 @@ place, now or when they are needed.
   first comes first.
 """
 
-from collections import defaultdict
+import dataclasses
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from autohete_fx.ir import Lane, Overlap
+from autohete_fx.optim import clipping
 from autohete_fx.optim.host_copy import Edits, HostCopies, HostCopy
 from autohete_fx.optim.kernels import coefficients, prepare_mixed, update_full_precision, update_mixed
 from autohete_fx.optim.state import MASTER, MOMENTS, STEP, Place, State, flat, layout_of, needs_master
@@ -35,17 +37,27 @@ from autohete_fx.runtime.updates import Updates
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One parameter's part of a step."""
+    """One parameter's part of a step.
+
+    Attributes:
+        scale: what the update lane multiplies the gradient by before it reads it; None: nothing.
+    """
 
     param: Tensor
     grad: Tensor
     state: State
     group: dict[str, Any]
     place: Place
+    scale: Tensor | None = None
 
 
-def apply(updates: Sequence[Update], host_copies: HostCopies, *, may_overlap: bool) -> None:
+def apply(
+    updates: Sequence[Update], host_copies: HostCopies, *, may_overlap: bool, scale: Tensor | None = None
+) -> None:
     """Do all updates, or start those that may overlap with what follows.
+
+    Args:
+        scale: multiply every gradient by it first, in place.
 
     Raises:
         HostMemoryError: no room for staging or for the host's copy of a parameter; no parameter has changed.
@@ -70,6 +82,9 @@ def apply(updates: Sequence[Update], host_copies: HostCopies, *, may_overlap: bo
             started.append((lanes, with_copies(mine, lanes, host_copies), model if overlaps else None))
     for u in here:
         host_copies.discard(u.param)
+    if scale is not None:
+        clipping.scale((u.grad for u in here), scale)
+        started = [(lanes, _scaled(mine, lanes, scale), model) for lanes, mine, model in started]
     # The host first: it waits for the gradients, and must not wait for the device's updates too.
     tickets: list[Ticket] = []
     for lanes, mine, model in started:
@@ -83,6 +98,28 @@ def apply(updates: Sequence[Update], host_copies: HostCopies, *, may_overlap: bo
         ticket.synchronize()
     # No kernel tells autograd, which must refuse a backward through a parameter that it saved before the step.
     torch.autograd.graph.increment_version([u.param for u in updates])
+
+
+def _scaled(
+    updates: Sequence[tuple[Update, HostCopy | None]], lanes: Lanes, scale: Tensor
+) -> list[tuple[Update, HostCopy | None]]:
+    """Let the update lane scale the gradients that it reads where they are, and scale the others here."""
+    memories = Counter(u.grad.data_ptr() for u, _ in updates)
+    there = [memories[u.grad.data_ptr()] == 1 and _is_read_in_place(u, lanes) for u, _ in updates]
+    clipping.scale((u.grad for (u, _), is_there in zip(updates, there, strict=True) if not is_there), scale)
+    on_cpu = scale.cpu() if any(there) else scale
+    if any(there) and on_cpu == 1:  # multiplying would change no bit
+        return list(updates)
+    return [
+        (dataclasses.replace(u, scale=on_cpu) if is_there else u, copy)
+        for (u, copy), is_there in zip(updates, there, strict=True)
+    ]
+
+
+def _is_read_in_place(u: Update, lanes: Lanes) -> bool:
+    """Whether the CPU updates from the gradient itself, not from a copy."""
+    assert u.place.tier is not None
+    return lanes.is_host or _at_home(u.grad, u.param, u.place.tier)
 
 
 def with_copies(
@@ -120,7 +157,7 @@ def start(
     ordered = sorted(updates, key=lambda each: each[0].place.block, reverse=not has_priority)
     tickets = []
     for u, copy in ordered:
-        as_it_is = Update(u.param, u.grad, dict(u.state), groups[id(u.group)], u.place)
+        as_it_is = dataclasses.replace(u, state=dict(u.state), group=groups[id(u.group)])
         rank = priority if priority is not None else u.place.block if has_priority else 0
         updated, uploaded = _HostUpdate(as_it_is, rank, lanes, behind, coefs, copy, edits).submit()
         if model is None:
@@ -219,6 +256,8 @@ class _HostUpdate:
             ticket.synchronize()
         u, grad = self.update, self.grad
         assert grad is not None
+        if u.scale is not None:
+            grad.mul_(u.scale)
         param = u.param
         if self.copy is not None:
             self.copy.is_current = False  # until the result has gone up

@@ -1,5 +1,6 @@
 """Updates that start while backward runs: exact where they start, and left to ``step()`` where that would not be."""
 
+import contextlib
 import copy
 import dataclasses
 import random
@@ -419,3 +420,35 @@ def test_who_has_saved_a_parameter_does_not_go_on_with_the_updated_one(gate: Gat
     scaled = x * weight_of(loop.model).detach()[:8]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loop.model(scaled).backward()
+
+
+# -- micro-batches ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decision", [OPTIMIZER_ON_HOST, ALL_ON_HOST], ids=["device", "host"])
+def test_gradients_of_micro_batches_are_collected(decision: BlockDecision, gate: Gate, started: list[bool]):
+    loop = Loop(gate, decision)
+    started.clear()
+
+    def act(model: Stack, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        losses = []
+        collecting = optimizer.accumulate if isinstance(optimizer, autohete_fx.AdamW) else contextlib.nullcontext
+        with collecting():
+            for scale in (0.5, 2.0):
+                losses.append(model(scale * X))
+                losses[-1].backward()
+        losses.append(model(3 * X))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [loss.detach() for loss in losses]
+
+    loop.both(act)
+    assert started == [False] * 12 + [True] * 4
+
+
+def test_micro_batches_that_nobody_announced_are_an_error(gate: Gate):
+    loop = Loop(gate)
+    loop.model(X).backward()
+    with pytest.raises(OptimizerStateError, match=r"optimizer.accumulate\(\) around all micro-batches but the last"):
+        loop.model(2 * X).backward()

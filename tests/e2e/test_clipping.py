@@ -1,0 +1,130 @@
+"""``AdamW(max_grad_norm=...)``: what ``clip_grad_norm_`` before the step would do, whatever updates overlap with."""
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+import autohete_fx
+from autohete_fx import BlockDecision, OptimizerStateError, Plan
+from autohete_fx.ir import Overlap, Schedule
+from autohete_fx.planning import clips_gradients, schedule_of
+from tests.held_updates import ALL_ON_HOST, OPTIMIZER_ON_HOST, Stack, labels, use_lanes
+from tests.main_job import slow
+from tests.planner_problems import MACHINE
+
+MIXED = (ALL_ON_HOST, OPTIMIZER_ON_HOST, BlockDecision())
+
+
+def inputs(step: int) -> Tensor:
+    return torch.sin(torch.arange(8 * 128.0) * (1 + step)).view(8, 128)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [model.state_dict(), optimizer.state_dict()["state"]]
+
+
+def clipped_by_torch(steps: int, max_norm: float) -> list[Any]:
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    seen: list[Any] = []
+    for step in range(steps):
+        model(inputs(step)).backward()
+        seen.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+        optimizer.step()
+        seen.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        optimizer.zero_grad()
+    return [*seen, state_of(model, optimizer)]
+
+
+@pytest.mark.parametrize("overlap", [slow(None), "step", "backward"])
+@pytest.mark.parametrize("is_host", [slow(True), False], ids=["one memory", "two memories"])
+@pytest.mark.parametrize("max_norm", [1e-3, slow(1e3)], ids=["clips", "does not bite"])
+def test_training_is_bitwise_that_of_clipping_before_the_step(
+    overlap: str | None, is_host: bool, max_norm: float, monkeypatch: pytest.MonkeyPatch
+):
+    chance = random.Random(0)
+    use_lanes(monkeypatch, num_update_workers=4, is_host=is_host, pace=lambda ticket: chance.uniform(0, 0.01))
+    torch._dynamo.reset()
+    names, model = labels(), Stack()
+    decisions = (MIXED * len(names))[: len(names)]
+    schedule = Schedule(overlap=Overlap(overlap) if overlap else Overlap.NONE)
+    plan = Plan(labels=names, decisions=decisions, schedule=schedule)
+    model.compile(backend="autohete", options={"inner_backend": "eager", "profile": "analytic", "plan": plan})
+    optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=max_norm)
+    seen: list[Any] = []
+    for step in range(4):
+        model(inputs(step)).backward()
+        optimizer.step()
+        assert optimizer.grad_norm is not None
+        seen.append(optimizer.grad_norm)
+        seen.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        optimizer.zero_grad()
+    seen.append(state_of(model, optimizer))
+    torch.testing.assert_close(seen, clipped_by_torch(4, max_norm), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("value", [1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (torch.bfloat16, torch.float32, torch.float64)], ids=str)
+def test_norms_of_any_kind_are_those_of_torch(dtypes: tuple[torch.dtype, ...], value: float):
+    """Over two groups; parameters of 16 bits are updated through masters, so of those only the gradients are compared."""
+
+    def made() -> list[Parameter]:
+        generator = torch.Generator().manual_seed(0)
+        params = [Parameter(torch.randn(33, 7, generator=generator).to(dtype)) for dtype in dtypes]
+        for p in params:
+            p.grad = torch.randn(33, 7, generator=generator).to(p.dtype)
+        assert params[1].grad is not None
+        params[1].grad[3, 3] = value
+        return params
+
+    params, reference = made(), made()
+    optimizer = autohete_fx.AdamW([{"params": params[:1]}, {"params": params[1:]}], max_grad_norm=0.5)
+    expected = nn.utils.clip_grad_norm_(reference, 0.5)
+    torch.optim.AdamW(reference, fused=True).step()
+    optimizer.step()
+    torch.testing.assert_close(optimizer.grad_norm, expected, rtol=0, atol=0, equal_nan=True)
+    for ours, theirs in zip(params, reference, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0, equal_nan=True)
+        if ours.dtype is not torch.bfloat16:
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_step_without_gradients_has_no_norm_to_clip_by():
+    optimizer = autohete_fx.AdamW([Parameter(torch.ones(3))], max_grad_norm=1.0)
+    assert optimizer.grad_norm is None
+    optimizer.step()
+    assert optimizer.grad_norm == 0
+
+
+def test_two_parameters_with_one_gradient_are_clipped_as_torch_does():
+    """Which multiplies it twice."""
+    grads = []
+    for clips_itself in (True, False):
+        params = [Parameter(torch.ones(3)) for _ in range(2)]
+        params[0].grad = params[1].grad = torch.ones(3)
+        optimizer = autohete_fx.AdamW(params, max_grad_norm=0.5 if clips_itself else None)
+        if not clips_itself:
+            nn.utils.clip_grad_norm_(params, 0.5)
+        optimizer.step()
+        grads.append(params[0].grad)
+    assert torch.equal(*grads)
+
+
+def test_plans_know_that_updates_wait_for_the_norm():
+    params = list(Stack().parameters())
+    optimizer = autohete_fx.AdamW(params, overlap="backward", max_grad_norm=1.0)
+    assert clips_gradients(params)
+    assert schedule_of(params, dataclasses.replace(MACHINE, device_type="cuda")).overlap is Overlap.STEP
+    optimizer.max_grad_norm = None
+    assert not clips_gradients(params)
+
+
+@pytest.mark.parametrize("norm", [0.0, -1.0, float("nan")])
+def test_a_norm_that_means_nothing_is_refused(norm: float):
+    with pytest.raises(OptimizerStateError, match=r"max_grad_norm is .*; expected a number above 0, or None"):
+        autohete_fx.AdamW([Parameter(torch.ones(3))], max_grad_norm=norm)
