@@ -3,6 +3,7 @@
 ``AUTOHETE_STRESS_EXAMPLES=500 pytest tests/e2e/test_overlap_stress.py`` tries more schedules than a normal run does.
 """
 
+import contextlib
 import copy
 import functools
 import gc
@@ -57,20 +58,30 @@ class Loop:
     sets_to_none: bool
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, loop: Loop, reads: list[frozenset[str]]) -> list[Any]:
-    """Losses, norms and what is read after each step, by name."""
+MAX_NORM = 1e-3
+
+
+def collecting(optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
+    return optimizer.accumulate() if isinstance(optimizer, autohete_fx.AdamW) else contextlib.nullcontext()
+
+
+def train(model: nn.Module, optimizer: Any, loop: Loop, reads: list[frozenset[str]]) -> list[Any]:
+    """Losses, norms and what is read after each step, by name. An optimizer that clips by itself need not be told to."""
     seen: list[Any] = []
+    clips_itself = getattr(optimizer, "max_grad_norm", None) is not None
     for step in range(STEPS):
-        for micro_batch in range(loop.micro_batches):
-            x = torch.sin(torch.arange(8 * 128.0) * (1 + step + 0.3 * micro_batch)).view(8, 128)
-            loss = model(x)
-            loss.backward()
-            seen.append(loss.detach())
-        if loop.clips:
-            seen.append(nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 / (step + 1)
+        for micro_batch in range(loop.micro_batches):
+            x = torch.sin(torch.arange(8 * 128.0) * (1 + step + 0.3 * micro_batch)).view(8, 128)
+            with collecting(optimizer) if micro_batch < loop.micro_batches - 1 else contextlib.nullcontext():
+                loss = model(x)
+                loss.backward()
+            seen.append(loss.detach())
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM) if loop.clips and not clips_itself else None
         optimizer.step()
+        if loop.clips:
+            seen.append(optimizer.grad_norm if clips_itself else norm)
         optimizer.zero_grad(set_to_none=loop.sets_to_none)
         seen.append({name: READS[name](model, optimizer) for name in sorted(reads[step])})
     seen.append([READS[name](model, optimizer) for name in ("state_dict", "state")])
@@ -103,15 +114,20 @@ def decisions(draw: st.DrawFn) -> BlockDecision:
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_every_schedule_gives_the_same_bits(data: st.DataObject):
-    loop = Loop(data.draw(st.integers(1, 2)), data.draw(st.booleans()), data.draw(st.booleans()))
+    overlap = data.draw(st.sampled_from((Overlap.STEP, Overlap.BACKWARD)))
+    likely = 3 if overlap is Overlap.BACKWARD else 1  # what lets updates start in backward
+    micro_batches = data.draw(st.sampled_from((*[1] * likely, 2)))
+    clips = data.draw(st.sampled_from((*[False] * likely, True)))
+    loop = Loop(micro_batches, clips, data.draw(st.sampled_from((*[True] * likely, False))))
     reads = data.draw(
         st.lists(st.frozensets(st.sampled_from(sorted(READS)), max_size=3), min_size=STEPS, max_size=STEPS)
     )
+    clips_itself = loop.clips and (overlap is Overlap.BACKWARD or data.draw(st.booleans()))
     count = len(labels())
     plan = Plan(
         labels=labels(),
         decisions=tuple(data.draw(st.lists(decisions(), min_size=count, max_size=count))),
-        schedule=Schedule(overlap=Overlap.STEP, priority=data.draw(st.booleans())),
+        schedule=Schedule(overlap=overlap, priority=data.draw(st.booleans())),
     )
     delays = data.draw(st.lists(st.integers(0, 10), min_size=1, max_size=5), label="milliseconds")
     expected = reference(loop)
@@ -136,7 +152,9 @@ def test_every_schedule_gives_the_same_bits(data: st.DataObject):
                 "micro_batches": loop.micro_batches,
             },
         )
-        found = train(model, autohete_fx.AdamW(model.parameters()), loop, reads)
+        max_norm = MAX_NORM if clips_itself else None
+        optimizer = autohete_fx.AdamW(model.parameters(), overlap=overlap.value, max_grad_norm=max_norm)
+        found = train(model, optimizer, loop, reads)
     for ours, theirs in zip(found, expected, strict=True):
         if isinstance(ours, dict):
             theirs = {name: theirs[name] for name in ours}
