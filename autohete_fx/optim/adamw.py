@@ -20,7 +20,7 @@ from autohete_fx.optim.early import check_group
 from autohete_fx.optim.host_copy import HostCopies
 from autohete_fx.optim.kernels import reconcile_master
 from autohete_fx.optim.loading import read_groups, read_states
-from autohete_fx.optim.owners import register_owner
+from autohete_fx.optim.owners import optimizer_of, register_owner
 from autohete_fx.optim.state import MASTER, check_grad, check_param, complete, flat, place_of, settle, state_bytes
 from autohete_fx.optim.updates import Update, apply
 from autohete_fx.runtime.calls import is_within_call
@@ -262,6 +262,8 @@ class AdamW(torch.optim.Optimizer):
                 consumed.check()
                 group = self.group_of(consumed.param)
                 assert group is not None
+                if optimizer_of(consumed.param) is not self:
+                    raise consumed.error("an optimizer stepped that is not the latest one of its parameters")
                 check_group(consumed, group)
             found.append((updates, started))
         for updates, started in found:

@@ -102,6 +102,9 @@ class Early:
     @contextlib.contextmanager
     def backward(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
         """Around a backward pass. Raises OptimizerStateError where it comes too early, and where a gradient is not kept."""
+        if not (self.is_expected or self.is_open):
+            yield
+            return
         given = inspect.signature(func).bind(*args, **kwargs).arguments
         leaves = _Leaves(_roots(given))
         for param in leaves.variables:
