@@ -1,9 +1,11 @@
-"""Annealing: in comes an assignment that keeps the budgets, out comes one that keeps them and scores no worse.
+"""Annealing: in come assignments that keep the budgets, out comes one that keeps them and scores no worse.
 
 Local search (`improve`) looks at every change before it makes one: for many blocks that is too many. Here many assignments walk
 side by side, each by a change at random that is taken where it helps, and where it does not with a chance that shrinks as
 work runs out. A change is of what a block does with its activations, of its places or of its prefetch distance alone, in one
-block or in two, which may also exchange what they do. A walk may leave the budgets, at a price; what is returned does not.
+block or in two, which may also exchange what they do; what it changes to is more often than not what some block of some walk
+does, since most choices are in no good plan. Now and then walks *mate*: blocks that follow each other are good together, so a
+walk takes some from another. A walk may leave the budgets, at a price; what is returned does not.
 
 The random numbers are the same on every run.
 """
@@ -12,33 +14,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autohete_fx.ir import BlockDecision
+from autohete_fx.planner.array_passes import Figures
 from autohete_fx.planner.choices import copies
 from autohete_fx.planner.improve import Search
 from autohete_fx.planner.replays import Replays, Rows, Seconds
 
-_WALKS = 256
-_HOTTEST, _COLDEST = 1e-3, 1e-4
-"""What a change may cost and still be taken with a chance of 1/e, as a share of the step, first and last."""
+_WALKS = 64
+_HOTTEST, _COLDEST = 0.12, 1e-4
+"""What a change may cost and still be taken with a chance of 1/e, as a share of the step, first (of a block's part in it) and
+last."""
 _PRICE = 2.0
 """Of memory above a budget, as shares of the step for a share of the budget."""
 _NEAR = 4
 _EXCHANGES, _CHANGES_OF_TWO = 0.2, 0.45
-_ROUNDS = 100
-"""After so many changes the worst quarter of the walks goes on from where the best quarter is."""
+_GIVEN = 0.6
+"""How many changes are to what some block of some walk does."""
+_MATING, _ROUNDS = 4, 100
+"""Every so many rounds walks mate, and the worst quarter of them goes on from where the best quarter is."""
+_ROUND_WORK = 1200
+"""Replayed blocks that take as long as what a round takes for any number of blocks."""
 
 
-def anneal(search: Search, start: Rows) -> Rows:
-    """Walk until the search's work is used up. ``start`` keeps the budgets."""
-    walks = _Walks(search, start)
-    best, best_score = start, float(search.score(start[None])[0])
+def anneal(search: Search, starts: Rows) -> Rows:
+    """Walk from all ``starts`` until the search's work is used up. They keep the budgets; the first is the best."""
+    walks = _Walks(search, starts)
+    best, best_score = starts[0], float(search.score(starts[:1])[0])
     work = max(1, search.work_left)
+    hottest = max(_COLDEST, _HOTTEST / search.replays.num_blocks)
     rounds = 0
     while not search.over:
-        heat = _HOTTEST * (_COLDEST / _HOTTEST) ** (1 - search.work_left / work)
-        row, score = walks.change(heat * best_score)
+        heat = best_score * hottest * (_COLDEST / hottest) ** (1 - search.work_left / work)
+        rounds += 1
+        row, score = walks.change(heat) if rounds % _MATING else walks.mate(heat)
         if score < best_score:
             best, best_score = row, score
-        rounds += 1
         if rounds % _ROUNDS == 0:
             walks.follow_the_best()
     return best
@@ -47,51 +56,102 @@ def anneal(search: Search, start: Rows) -> Rows:
 class _Walks:
     """Assignments side by side, each as the parts of every block's setting, as a row of settings, and as what it takes."""
 
-    def __init__(self, search: Search, start: Rows) -> None:
+    def __init__(self, search: Search, starts: Rows) -> None:
         self.search, self.replays = search, search.replays
         self.random = np.random.default_rng(0)
-        self.settings, self.counts, parts = _parts(search.replays, start)
         self.at = np.arange(_WALKS)
-        self.rows = np.repeat(start[None], _WALKS, axis=0)
-        self.parts = np.repeat(parts[None], _WALKS, axis=0)
-        self.use = np.repeat(search.replays.device_use(start)[None], _WALKS, axis=0)
-        self.scores = search.score(self.rows)
+        self.settings, self.counts, self.all_parts = _parts(search.replays)
+        self.rows = starts[self.at % len(starts)]
+        self.use = self._use_of(self.rows)
+        self._start_from_rows()
+        self.scores = search.score_of(self.rows, self.figures)
         self.price = _PRICE * float(self.scores[0])
 
     def change(self, heat: float) -> tuple[Rows, float]:
         """One change of every walk; returns the best of those that keep the budgets, its score infinite if none does."""
+        rows, blocks, new = self._changes()
+        old, of = self.parts[rows, blocks], self.rows[rows, blocks]
+        to = self.settings[blocks, new[:, 0], new[:, 1], new[:, 2]]
+        freed = self.replays.use[blocks, to] - self.replays.use[blocks, of]
+        use = self.use + freed[:_WALKS]
+        use[rows[_WALKS:]] += freed[_WALKS:]
+        self._set(rows, blocks, new, to)
+        scores, priced = self._scores(self.rows, use, self.figures)
+        taken = self._taken(priced, heat)
+        found = self._best(self.rows, scores, priced)
+        back = np.flatnonzero(~taken[rows])
+        self._set(rows[back], blocks[back], old[back], of[back])
+        self.use, self.scores = np.where(taken[:, None], use, self.use), np.where(taken, priced, self.scores)
+        return found
+
+    def _changes(self) -> tuple[Rows, Rows, Rows]:
+        """Walks, a block of each, and its new parts: of every walk one in order, then of some a second one."""
         random, blocks = self.random, self.replays.num_blocks
         first = random.integers(0, blocks, _WALKS)
         near = (first + random.integers(1, _NEAR + 1, _WALKS) * random.choice([-1, 1], _WALKS)) % blocks
         second = np.where(random.random(_WALKS) < 1 / 2, near, random.integers(0, blocks, _WALKS))
         kind = random.random(_WALKS)
-        exchanges, both = kind < _EXCHANGES, kind < _EXCHANGES + _CHANGES_OF_TWO
-        parts, rows, use = self.parts.copy(), self.rows.copy(), self.use
-        for block, other, changes in ((first, second, np.ones(_WALKS, dtype=bool)), (second, first, both)):
-            new = parts[self.at, block]
-            part = random.integers(0, new.shape[1], _WALKS)
-            changed = new.copy()
-            changed[self.at, part] = (random.random(_WALKS) * self.counts[block, part]).astype(np.int64)
-            theirs = np.minimum(self.parts[self.at, other], self.counts[block] - 1)
-            new = np.where(exchanges[:, None], theirs, np.where(changes[:, None], changed, new))
-            to = self.settings[block, new[:, 0], new[:, 1], new[:, 2]]
-            use = use + self.replays.use[block, to] - self.replays.use[block, rows[self.at, block]]
-            parts[self.at, block], rows[self.at, block] = new, to
-        scores, over = self.search.score(rows), self._over(rows, use)
-        self.search.work_left -= rows.size  # so few rows at once take twice as long each as many
-        priced = scores + self.price * over
-        taken = random.random(_WALKS) < np.exp(np.minimum(0.0, (self.scores - priced) / heat))
-        self.parts[taken], self.rows[taken] = parts[taken], rows[taken]
-        self.use, self.scores = np.where(taken[:, None], use, self.use), np.where(taken, priced, self.scores)
-        best = int(np.argmin(np.where(over > 0, np.inf, scores)))
-        return rows[best], float(scores[best]) if over[best] == 0 else float("inf")
+        exchanges, both = kind < _EXCHANGES, (kind < _EXCHANGES + _CHANGES_OF_TWO) & (first != second)
+        moves = np.append(np.ones(_WALKS, dtype=bool), both)
+        rows, exchanges = np.tile(self.at, 2)[moves], np.tile(exchanges, 2)[moves]
+        changed, other = np.append(first, second)[moves], np.append(second, first)[moves]
+        new, count = self.parts[rows, changed], len(rows)
+        part, each = random.integers(0, new.shape[1], count), np.arange(count)
+        anything = (random.random(count) * self.counts[changed, part]).astype(np.int64)
+        given = self.parts[random.integers(0, _WALKS, count), random.integers(0, blocks, count), part]
+        given = np.minimum(given, self.counts[changed, part] - 1)
+        new[each, part] = np.where(random.random(count) < _GIVEN, given, anything)
+        theirs = np.minimum(self.parts[rows, other], self.counts[changed] - 1)
+        return rows, changed, np.where(exchanges[:, None], theirs, new)
+
+    def mate(self, heat: float) -> tuple[Rows, float]:
+        """Every walk takes the blocks from one to another from some other walk; returns like `change`."""
+        blocks = np.arange(self.replays.num_blocks)
+        begin, end = np.sort(self.random.integers(0, len(blocks) + 1, (2, _WALKS, 1)), axis=0)
+        mates = self.random.integers(0, _WALKS, _WALKS)
+        rows = np.where((blocks >= begin) & (blocks < end), self.rows[mates], self.rows)
+        use = self._use_of(rows)
+        scores, priced = self._scores(rows, use, self.replays.tables.of(rows))
+        taken = self._taken(priced, heat)
+        self.rows, self.use = np.where(taken[:, None], rows, self.rows), np.where(taken[:, None], use, self.use)
+        self.scores = np.where(taken, priced, self.scores)
+        self._start_from_rows()
+        return self._best(rows, scores, priced)
 
     def follow_the_best(self) -> None:
         """The worst quarter of the walks goes on from where the best quarter is."""
         order = np.argsort(self.scores, kind="stable")
         best, worst = order[: _WALKS // 4], order[-(_WALKS // 4) :]
-        for each in (self.parts, self.rows, self.use, self.scores):
+        for each in (self.rows, self.use, self.scores):
             each[worst] = each[best]
+        self._start_from_rows()
+
+    def _start_from_rows(self) -> None:
+        self.parts = self.all_parts[np.arange(self.replays.num_blocks), self.rows]
+        self.figures = self.replays.tables.of(self.rows)
+
+    def _use_of(self, rows: Rows) -> NDArray[np.int64]:
+        use = self.replays.use[np.arange(self.replays.num_blocks), rows].sum(axis=1)
+        return use + self.replays.problem.fixed_bytes
+
+    def _set(self, at: Rows, blocks: Rows, parts: Rows, settings: Rows) -> None:
+        """Give one block of some walks another setting."""
+        self.parts[at, blocks], self.rows[at, blocks] = parts, settings
+        self.replays.tables.change(self.figures, at, blocks, settings)
+
+    def _scores(self, rows: Rows, use: NDArray[np.int64], figures: Figures) -> tuple[Seconds, Seconds]:
+        """Scores, and what they are with the price of what is above the budgets."""
+        self.search.work_left -= rows.size + _ROUND_WORK
+        scores = self.search.score_of(rows, figures)
+        return scores, scores + self.price * self._over(rows, use)
+
+    def _taken(self, priced: Seconds, heat: float) -> NDArray[np.bool_]:
+        return self.random.random(_WALKS) < np.exp(np.minimum(0.0, (self.scores - priced) / heat))
+
+    def _best(self, rows: Rows, scores: Seconds, priced: Seconds) -> tuple[Rows, float]:
+        fitting = np.where(priced > scores, np.inf, scores)
+        best = int(np.argmin(fitting))
+        return rows[best].copy(), float(fitting[best])
 
     def _over(self, rows: Rows, use: NDArray[np.int64]) -> Seconds:
         """Memory above the budgets, of every tier as a share of its budget."""
@@ -103,18 +163,20 @@ class _Walks:
         return over
 
 
-def _parts(replays: Replays, row: Rows) -> tuple[Rows, Rows, Rows]:
+def _parts(replays: Replays) -> tuple[Rows, Rows, Rows]:
     """The parts of settings: what is done with activations, places, distance.
 
     Returns which setting has which parts, by block and parts (the one that moves nothing where none has them), how many there
-    are of each part, by block, and those of ``row``.
+    are of each part, by block, and the parts of every setting, by block and setting.
     """
     found = [_parts_of(settings) for settings in replays.settings]
     counts = np.array([table.shape for table, _ in found])
     settings = np.zeros((len(found), *counts.max(axis=0)), dtype=np.int64)
-    for block, (table, _) in enumerate(found):
+    parts = np.zeros((len(found), max(map(len, replays.settings)), counts.shape[1]), dtype=np.int64)
+    for block, (table, of_block) in enumerate(found):
         settings[block][tuple(slice(count) for count in table.shape)] = table
-    return settings, counts, np.array([of_block[index] for (_, of_block), index in zip(found, row, strict=True)])
+        parts[block, : len(of_block)] = of_block
+    return settings, counts, parts
 
 
 def _parts_of(settings: list[BlockDecision]) -> tuple[Rows, Rows]:

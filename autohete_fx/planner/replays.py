@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autohete_fx.ir import BlockDecision, Overlap, Problem
+from autohete_fx.planner.array_passes import NEVER, Figures, PassTables, run
 from autohete_fx.planner.choices import DURATIONS, MAX_PREFETCH_DISTANCE, choices, copies, device_bytes, durations
 from autohete_fx.planner.figures import disk_bytes, host_bytes, overlap_of, updates_on_host
 
 Rows = NDArray[np.int64]
 Seconds = NDArray[np.float64]
 
-_CHUNK = 4096
+_CHUNK = 512
 """Rows that are replayed together: as many as stay in a cache."""
 
 
@@ -51,7 +52,18 @@ class Replays:
         self.forward, self.backward, self.update = tables[:3], tables[3:6], tables[6:9]
         self.device_update, self.host_update, self.copies_s = tables[9:12]
         self.elsewhere = tables[12:14].astype(np.int64)
-        self.on_host = tables[14] > 0
+        self.tables = self._pass_tables(tables[14] > 0)
+
+    def _pass_tables(self, on_host: NDArray[np.bool_]) -> PassTables:
+        """Of the passes of a step: what waits for updates; the last backward; a forward, where the first is not that."""
+        if not self.problem.training:
+            return PassTables([self.forward], [False], self.distance, (self.device_update, self.host_update), on_host)
+        synchronous = overlap_of(self.problem) is Overlap.NONE
+        passes = [self.update if synchronous else self.forward + self.update, self.backward]
+        if synchronous or self.micro_batches > 1:
+            passes.append(self.forward)
+        updates = self.device_update, self.host_update
+        return PassTables(passes, (False, True, False)[: len(passes)], self.distance, updates, on_host)
 
     def _figures(self, block: int, options: Sequence[BlockDecision], width: int) -> NDArray[np.float64]:
         """What each setting takes, which its distance does not change: durations, all its copies, bytes on the host and on
@@ -103,105 +115,36 @@ class Replays:
 
     def seconds(self, rows: Rows) -> Seconds:
         """Seconds of a step under each row."""
-        chunks = [self._seconds(rows[start : start + _CHUNK]) for start in range(0, len(rows), _CHUNK)]
+        chunks = [
+            self.seconds_of(self.tables.of(rows[start : start + _CHUNK])) for start in range(0, len(rows), _CHUNK)
+        ]
         return np.concatenate(chunks) if chunks else np.zeros(0)
 
     def copied_seconds(self, rows: Rows) -> Seconds:
         """Seconds of copies in a step under each row, hidden ones included."""
         return self.copies_s[np.arange(self.num_blocks), rows].sum(axis=1)
 
-    def _seconds(self, rows: Rows) -> Seconds:
-        blocks = np.arange(self.num_blocks)
-        problem, distance = self.problem, self.distance[blocks, rows].T
-
-        def table(tables: Seconds) -> Seconds:
-            return np.ascontiguousarray(tables[:, blocks, rows].transpose(0, 2, 1))
-
-        forward = table(self.forward)
-        if not problem.training:
-            return _Pass(forward, distance).run().end
-        last = _Pass(table(self.backward)[:, ::-1], distance[::-1]).run()
-        landed = last.landed[::-1]
-        device_end = last.end + self.device_update[blocks, rows].sum(axis=1)
-        overlap = overlap_of(problem)
+    def seconds_of(self, figures: Figures) -> Seconds:
+        """Seconds of a step under each row, given the `PassTables.of` it."""
+        if not self.problem.training:
+            return run(figures).end
+        problem, overlap = self.problem, overlap_of(self.problem)
+        device_s, host_s = figures.updates[0].sum(axis=0), figures.updates[1]
+        # What follows the last backward is timed from its end on, and runs beside it unless it begins before.
         early = overlap is Overlap.BACKWARD and not problem.clips_gradients
-        stepped = device_end if problem.machine.device_type == "cpu" else last.end
-        updated = _updated(
-            landed if early else np.broadcast_to(stepped, landed.shape),
-            self.host_update[blocks, rows].T,
-            priority=problem.schedule.priority,
-        )
-        on_host = self.on_host[blocks, rows].T & (self.host_update[blocks, rows].T > 0)
-        ready = np.where(on_host, updated, 0.0)
-        updates = table(self.update)
+        if early:
+            backward = run(figures.part(slice(1, 2)))
+            gradients_at = backward.landed[::-1] - backward.end
+        else:
+            gradients_at = device_s if problem.machine.device_type == "cpu" else np.zeros_like(device_s)
+        updated = _updated(gradients_at, host_s, priority=problem.schedule.priority)
+        done = run(figures, start=device_s, updated=updated).end
+        end, backward_s, *forward_s = np.split(done, self.tables.count)
         if overlap is Overlap.NONE:
-            alone = _Pass(updates, distance, start=device_end, ready=ready).run().end
-            return (
-                np.maximum(alone, ready.max(axis=0))
-                + self.micro_batches * self._plain(forward, distance)
-                + (self.micro_batches - 1) * last.end
-            )
-        joint = _Pass(forward + updates, distance, start=device_end, ready=ready).run().end
-        later = self.micro_batches - 1
-        return joint + (later * (self._plain(forward, distance) + last.end) if later else 0.0)
-
-    @staticmethod
-    def _plain(forward: Seconds, distance: NDArray[np.int64]) -> Seconds:
-        return _Pass(forward, distance).run().end
-
-
-class _Pass:
-    """One pass over all blocks, for many rows: work, copies up and copies down by position and row.
-
-    Attributes:
-        end: when all is done, by row.
-        landed: when each position's work and copy down are done, by position and row.
-    """
-
-    def __init__(
-        self,
-        lanes: Seconds,
-        distance: NDArray[np.int64],
-        *,
-        start: Seconds | float = 0.0,
-        ready: Seconds | None = None,
-    ) -> None:
-        self.work, self.up, self.down = lanes
-        self.positions, self.rows = self.work.shape
-        at = np.arange(self.positions)[:, None]
-        self.issued, self.awaited = np.maximum(0, at - distance), np.minimum(self.positions - 1, at + distance)
-        self.farthest = int(distance.max())
-        self.start, self.ready = start, ready
-        self.landed = np.zeros((self.positions, self.rows))
-        self.end = np.zeros(self.rows)
-
-    def run(self) -> "_Pass":
-        up, down = self.up, self.down
-        copies, sends = up.max(axis=1) > 0, down.max(axis=1) > 0
-        clock = np.zeros(self.rows) + self.start
-        up_free, down_free = np.zeros((2, self.rows))
-        arrived_at, left_at = np.zeros((2, self.positions, self.rows))
-        for i in range(self.positions):
-            for j in range(i, min(self.positions, i + self.farthest + 1)):
-                if not copies[j]:
-                    continue
-                due = (self.issued[j] == i) & (up[j] > 0)
-                begin = np.maximum(up_free, clock)
-                if self.ready is not None:
-                    begin = np.maximum(begin, self.ready[j])
-                up_free = np.where(due, begin + up[j], up_free)
-                arrived_at[j] = np.where(due, up_free, arrived_at[j])
-            clock = np.maximum(clock, arrived_at[i]) + self.work[i]
-            self.landed[i] = clock
-            if sends[i]:
-                left_at[i] = np.where(down[i] > 0, np.maximum(down_free, clock) + down[i], 0.0)
-                down_free = np.maximum(down_free, left_at[i])
-                self.landed[i] = np.maximum(clock, left_at[i])
-            for j in range(max(0, i - self.farthest), i + 1):
-                if sends[j]:
-                    clock = np.maximum(clock, np.where(self.awaited[j] == i, left_at[j], 0.0))
-        self.end = clock
-        return self
+            last = np.where(host_s > 0, updated, 0.0).max(axis=0)
+            return np.maximum(end, last) + self.micro_batches * (forward_s[0] + backward_s)
+        step = end + backward_s
+        return step + (self.micro_batches - 1) * (forward_s[0] + backward_s) if forward_s else step
 
 
 def _updated(ready: Seconds, host_s: Seconds, *, priority: bool) -> Seconds:
@@ -213,7 +156,8 @@ def _updated(ready: Seconds, host_s: Seconds, *, priority: bool) -> Seconds:
     """
     if priority:
         return np.maximum.accumulate(ready + np.cumsum(host_s, axis=0), axis=0)
-    updated, free = np.zeros_like(host_s), np.zeros(host_s.shape[1])
+    ready = np.broadcast_to(ready, host_s.shape)
+    updated, free = np.zeros_like(host_s), np.full(host_s.shape[1], NEVER)
     for block in reversed(range(len(host_s))):
         free = np.where(host_s[block] > 0, np.maximum(free, ready[block]) + host_s[block], free)
         updated[block] = free

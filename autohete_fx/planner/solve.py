@@ -39,8 +39,9 @@ OPTIMAL_GAP = 0.005
 """A plan whose gap is at most this has status ``optimal``; for less, nothing is moved."""
 BOUND_SHARE, DECIDE_SHARE = 0.15, 0.1
 """Of the time limit, what work is counted out for, for each integer program."""
-STARTS_SHARE, ROUNDING_SHARE, PROGRAMS_SHARE, ANNEALING_SHARE, POLISHING_SHARE = 0.1, 0.2, 0.05, 0.2, 0.02
-"""Likewise for local search from patterns, from the rounded relaxation, from each program's decisions, and at the end. All
+STARTS_SHARE, ROUNDING_SHARE, PROGRAMS_SHARE, ANNEALING_SHARE, POLISHING_SHARE = 0.02, 0.05, 0.05, 0.45, 0.02
+"""Likewise for local search from patterns, from the rounded relaxation, from each program's decisions, for annealing where there
+are no programs, and at the end. All
 shares together stay below the limit, so that the clock, which would make plans depend on the load, ends the search only on a
 machine that is slow or busy for the number of blocks."""
 RELAXATION_SHARE = 0.5
@@ -51,9 +52,9 @@ REPLAYED_BLOCKS_PER_SECOND = 1_500_000
 """Of local search on a usual core."""
 PROGRAM_BLOCKS = 8
 """For more blocks the integer programs are not tried: in the time there is they get little further than their relaxation."""
-MOST_CHOICES = 80_000
+MOST_CHOICES = 100_000
 """Where blocks times all their choices are more, the search is among those that the relaxation uses."""
-_STARTS, _IMPROVED_STARTS, _ROUNDINGS = 4, 2, 4
+_STARTS, _IMPROVED_STARTS, _ROUNDINGS = 12, 2, 2
 
 
 def solve(problem: Problem, *, time_limit_s: float = 10.0) -> Plan:
@@ -120,6 +121,7 @@ class _Found:
         self.problem, self.time_limit_s, self.deadline = problem, time_limit_s, deadline
         self.num_blocks = len(problem.costs)
         self.best: tuple[BlockDecision, ...] = ()
+        self.others: list[tuple[BlockDecision, ...]] = []  # that keep the budgets, too, and differ
         self.best_s = self.best_score = float("inf")
         self.bound_s = 0.0
 
@@ -140,7 +142,8 @@ class _Found:
                 self._solve_program(search, ahead, share)
         if not self._is_done:
             self._allow(search, ANNEALING_SHARE if self.num_blocks > PROGRAM_BLOCKS else POLISHING_SHARE)
-            self._keep(search, anneal(search, search.replays.row(self.best)))
+            walked = [search.replays.row(each) for each in (self.best, *self.others)]
+            self._keep(search, anneal(search, np.array(walked)))
             self._allow(search, POLISHING_SHARE)
             self._keep(search, search.improve(search.replays.row(self.best)))
 
@@ -149,12 +152,11 @@ class _Found:
         return self.best_s - self.bound_s <= RELATIVE_GAP * self.best_s or time.monotonic() > self.deadline
 
     def _search(self, options: Sequence[Sequence[BlockDecision]] | None) -> Search:
-        """A search among ``options``, or all choices, and always those of the best so far."""
+        """A search among ``options``, or all choices, and always those of what was found so far."""
         if options is not None and self.best:
-            known = [
-                [*of_block, replace(d, prefetch_distance=1)] for of_block, d in zip(options, self.best, strict=True)
-            ]
-            options = [list(dict.fromkeys(of_block)) for of_block in known]
+            known = zip(*(self.best, *self.others), strict=True)
+            near = [[replace(d, prefetch_distance=1) for d in of_block] for of_block in known]
+            options = [list(dict.fromkeys([*of_block, *more])) for of_block, more in zip(options, near, strict=True)]
         return Search(Replays(self.problem, options), deadline=self.deadline)
 
     def _look_at_patterns(self) -> None:
@@ -168,6 +170,7 @@ class _Found:
         self._allow(search, STARTS_SHARE)
         for start in begin:
             self._keep(search, start)
+            self.others.append(search.replays.decisions(start))
         for start in begin[:_IMPROVED_STARTS]:
             self._keep(search, search.improve(start))
 
@@ -187,6 +190,7 @@ class _Found:
         fitting = [row for row in (search.repair(search.replays.row(each)) for each in near) if row is not None]
         if not fitting:
             return
+        self.others += map(search.replays.decisions, fitting)
         scores = search.score(np.array(fitting))
         order = [i for n, i in enumerate(np.argsort(scores, kind="stable")) if not n or scores[i] > min(scores)]
         for i in order[:_ROUNDINGS]:
