@@ -7,7 +7,7 @@ block or in two, which may also exchange what they do; what it changes to is mor
 does, since most choices are in no good plan. Now and then walks *mate*: blocks that follow each other are good together, so a
 walk takes some from another. A walk may leave the budgets, at a price; what is returned does not.
 
-The random numbers are the same on every run.
+The random numbers are those of ``seed``, the same on every run.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ from autohete_fx.planner.improve import Search
 from autohete_fx.planner.replays import Replays, Rows, Seconds
 
 _WALKS = 64
-_HOTTEST, _COLDEST = 0.12, 1e-4
+_HOTTEST, _COLDEST = 0.2, 1e-4
 """What a change may cost and still be taken with a chance of 1/e, as a share of the step, first (of a block's part in it) and
 last."""
 _PRICE = 2.0
@@ -35,9 +35,9 @@ _ROUND_WORK = 1200
 """Replayed blocks that take as long as what a round takes for any number of blocks."""
 
 
-def anneal(search: Search, starts: Rows) -> Rows:
+def anneal(search: Search, starts: Rows, *, seed: int = 0) -> Rows:
     """Walk from all ``starts`` until the search's work is used up. They keep the budgets; the first is the best."""
-    walks = _Walks(search, starts)
+    walks = _Walks(search, starts, seed)
     best, best_score = starts[0], float(search.score(starts[:1])[0])
     work = max(1, search.work_left)
     hottest = max(_COLDEST, _HOTTEST / search.replays.num_blocks)
@@ -56,9 +56,9 @@ def anneal(search: Search, starts: Rows) -> Rows:
 class _Walks:
     """Assignments side by side, each as the parts of every block's setting, as a row of settings, and as what it takes."""
 
-    def __init__(self, search: Search, starts: Rows) -> None:
+    def __init__(self, search: Search, starts: Rows, seed: int) -> None:
         self.search, self.replays = search, search.replays
-        self.random = np.random.default_rng(0)
+        self.random = np.random.default_rng(seed)
         self.at = np.arange(_WALKS)
         self.settings, self.counts, self.all_parts = _parts(search.replays)
         self.rows = starts[self.at % len(starts)]

@@ -64,7 +64,7 @@ class PassTables:
         self.count = len(lanes)
         self.blocks = np.arange(len(distance))
         self.positions = [self.blocks[::-1] if backward else self.blocks for backward in reverse]
-        tables = [_table(*each, distance, at) for each, at in zip(lanes, self.positions, strict=True)]
+        tables = [_table(each, distance, at) for each, at in zip(lanes, self.positions, strict=True)]
         updated = on_host & (updates[1] > 0)
         waits = np.where((tables[0][..., 4:] > 0) & updated[..., None], 0.0, NEVER)
         self.tables = [*tables, waits, np.stack(updates, axis=-1)]
@@ -85,8 +85,9 @@ class PassTables:
         figures.waits[:, blocks, rows], figures.updates[:, blocks, rows] = waits, updates
 
 
-def _table(work: Seconds, up: Seconds, down: Seconds, distance: Rows, at: Rows) -> Seconds:
+def _table(lanes: Seconds, distance: Rows, at: Rows) -> Seconds:
     """Of a pass, by block, setting and figure."""
+    work, up, down = lanes
     at, blocks, slots = at[:, None], len(at), min(len(at) - 1, int(distance.max())) + 1
     ahead, behind = np.minimum(distance, at), np.minimum(distance, blocks - 1 - at)
     ends_in = np.where(up > 0, (at - ahead) * slots + ahead, blocks * slots)
@@ -134,7 +135,7 @@ def run(figures: Figures, *, start: Seconds | None = None, updated: Seconds | No
     return Done(clock, np.where(down > 0, left, worked))
 
 
-def _issued(by_slot: Seconds, updated: Seconds | None) -> tuple[Seconds, Seconds]:
+def _issued(by_slot: Sequence[Seconds], updated: Seconds | None) -> tuple[Seconds, Seconds]:
     """Of the copies up that are issued at a position, by position, slot and row: what those up to a slot take, and until when
     they wait for updates, with what those behind take; for both see how `run` adds them up."""
     slots, (positions, rows) = len(by_slot), by_slot[0].shape

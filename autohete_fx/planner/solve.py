@@ -52,6 +52,8 @@ REPLAYED_BLOCKS_PER_SECOND = 1_500_000
 """Of local search on a usual core."""
 PROGRAM_BLOCKS = 8
 """For more blocks the integer programs are not tried: in the time there is they get little further than their relaxation."""
+FEW_BLOCKS, ANNEALING_SHARES = 32, (0.3, 0.3)
+"""For so many blocks at most, tables and the relaxation take little, and annealing gets more: these shares, one after the other."""
 MOST_CHOICES = 100_000
 """Where blocks times all their choices are more, the search is among those that the relaxation uses."""
 _STARTS, _IMPROVED_STARTS, _ROUNDINGS = 12, 2, 2
@@ -141,9 +143,7 @@ class _Found:
             for ahead, share in ((MAX_PREFETCH_DISTANCE, BOUND_SHARE), (1, DECIDE_SHARE)):
                 self._solve_program(search, ahead, share)
         if not self._is_done:
-            self._allow(search, ANNEALING_SHARE if self.num_blocks > PROGRAM_BLOCKS else POLISHING_SHARE)
-            walked = [search.replays.row(each) for each in (self.best, *self.others)]
-            self._keep(search, anneal(search, np.array(walked)))
+            self._anneal(search)
             self._allow(search, POLISHING_SHARE)
             self._keep(search, search.improve(search.replays.row(self.best)))
 
@@ -196,6 +196,16 @@ class _Found:
         for i in order[:_ROUNDINGS]:
             if not self._is_done:
                 self._keep(search, search.improve(fitting[i]))
+
+    def _anneal(self, search: Search) -> None:
+        """Walk from everything that was found, for some numbers of blocks more than once: which valley walks end in is luck."""
+        shares = (POLISHING_SHARE,)
+        if self.num_blocks > PROGRAM_BLOCKS:
+            shares = ANNEALING_SHARES if self.num_blocks <= FEW_BLOCKS else (ANNEALING_SHARE,)
+        for seed, share in enumerate(shares):
+            self._allow(search, share)
+            starts = [search.replays.row(each) for each in (self.best, *self.others)]
+            self._keep(search, anneal(search, np.array(starts), seed=seed))
 
     def _anything(self) -> tuple[BlockDecision, ...]:
         decisions = least_peak(self.problem, deadline=self.deadline)
