@@ -76,9 +76,10 @@ class _Walks:
         use = self.use + freed[:_WALKS]
         use[rows[_WALKS:]] += freed[_WALKS:]
         self._set(rows, blocks, new, to)
-        scores, priced = self._scores(self.rows, use, self.figures)
+        scores, over = self._scores(self.rows, use, self.figures)
+        priced = scores + self.price * over
         taken = self._taken(priced, heat)
-        found = self._best(self.rows, scores, priced)
+        found = self._best(self.rows, scores, over)
         back = np.flatnonzero(~taken[rows])
         self._set(rows[back], blocks[back], old[back], of[back])
         self.use, self.scores = np.where(taken[:, None], use, self.use), np.where(taken, priced, self.scores)
@@ -111,12 +112,13 @@ class _Walks:
         mates = self.random.integers(0, _WALKS, _WALKS)
         rows = np.where((blocks >= begin) & (blocks < end), self.rows[mates], self.rows)
         use = self._use_of(rows)
-        scores, priced = self._scores(rows, use, self.replays.tables.of(rows))
+        scores, over = self._scores(rows, use, self.replays.tables.of(rows))
+        priced = scores + self.price * over
         taken = self._taken(priced, heat)
         self.rows, self.use = np.where(taken[:, None], rows, self.rows), np.where(taken[:, None], use, self.use)
         self.scores = np.where(taken, priced, self.scores)
         self._start_from_rows()
-        return self._best(rows, scores, priced)
+        return self._best(rows, scores, over)
 
     def follow_the_best(self) -> None:
         """The worst quarter of the walks goes on from where the best quarter is."""
@@ -140,16 +142,15 @@ class _Walks:
         self.replays.tables.change(self.figures, at, blocks, settings)
 
     def _scores(self, rows: Rows, use: NDArray[np.int64], figures: Figures) -> tuple[Seconds, Seconds]:
-        """Scores, and what they are with the price of what is above the budgets."""
+        """Scores, and how far above the budgets."""
         self.search.work_left -= rows.size + _ROUND_WORK
-        scores = self.search.score_of(rows, figures)
-        return scores, scores + self.price * self._over(rows, use)
+        return self.search.score_of(rows, figures), self._over(rows, use)
 
     def _taken(self, priced: Seconds, heat: float) -> NDArray[np.bool_]:
         return self.random.random(_WALKS) < np.exp(np.minimum(0.0, (self.scores - priced) / heat))
 
-    def _best(self, rows: Rows, scores: Seconds, priced: Seconds) -> tuple[Rows, float]:
-        fitting = np.where(priced > scores, np.inf, scores)
+    def _best(self, rows: Rows, scores: Seconds, over: Seconds) -> tuple[Rows, float]:
+        fitting = np.where(over > 0, np.inf, scores)
         best = int(np.argmin(fitting))
         return rows[best].copy(), float(fitting[best])
 

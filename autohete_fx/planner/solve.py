@@ -39,7 +39,7 @@ OPTIMAL_GAP = 0.005
 """A plan whose gap is at most this has status ``optimal``; for less, nothing is moved."""
 BOUND_SHARE, DECIDE_SHARE = 0.15, 0.1
 """Of the time limit, what work is counted out for, for each integer program."""
-STARTS_SHARE, ROUNDING_SHARE, PROGRAMS_SHARE, ANNEALING_SHARE, POLISHING_SHARE = 0.02, 0.05, 0.05, 0.45, 0.02
+STARTS_SHARE, ROUNDING_SHARE, PROGRAMS_SHARE, ANNEALING_SHARE, POLISHING_SHARE = 0.02, 0.05, 0.05, 0.35, 0.02
 """Likewise for local search from patterns, from the rounded relaxation, from each program's decisions, for annealing where there
 are no programs, and at the end. All
 shares together stay below the limit, so that the clock, which would make plans depend on the load, ends the search only on a
@@ -52,7 +52,7 @@ REPLAYED_BLOCKS_PER_SECOND = 1_500_000
 """Of local search on a usual core."""
 PROGRAM_BLOCKS = 8
 """For more blocks the integer programs are not tried: in the time there is they get little further than their relaxation."""
-FEW_BLOCKS, ANNEALING_SHARES = 32, (0.3, 0.3)
+FEW_BLOCKS, ANNEALING_SHARES = 32, (0.2, 0.2)
 """For so many blocks at most, tables and the relaxation take little, and annealing gets more: these shares, one after the other."""
 MOST_CHOICES = 100_000
 """Where blocks times all their choices are more, the search is among those that the relaxation uses."""
