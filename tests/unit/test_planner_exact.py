@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.ir import BlockDecision, Overlap, Plan, Problem
+from autohete_fx.planner.anneal import anneal
 from autohete_fx.planner.baselines import fits
 from autohete_fx.planner.choices import (
     MAX_PREFETCH_DISTANCE,
@@ -28,6 +29,7 @@ from autohete_fx.planner.choices import (
     place_choices,
 )
 from autohete_fx.planner.figures import disk_bytes, host_bytes, overlap_of
+from autohete_fx.planner.improve import Search
 from autohete_fx.planner.replays import Replays
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import OPTIMAL_GAP, solve
@@ -64,6 +66,38 @@ def test_replays_of_arrays_are_those_of_the_simulator(free: Problem):
         assert copied_s == pytest.approx(sum(t.busy_s for t in replayed.busy_s if t.lane.value in ("h2d", "d2h")))
         assert replays.device_use(row).max() == replayed.peak_bytes
         assert tuple(replays.use_elsewhere(row)) == (replayed.host_bytes, replayed.disk_bytes)
+
+
+@settings(max_examples=20, **QUIET)
+@given(problems(most_blocks=6, budgets=False))
+def test_changed_settings_are_replayed_as_if_from_the_start(free: Problem):
+    """What annealing relies on, which changes a few blocks at a time."""
+    replays, random = Replays(free), np.random.default_rng(0)
+    before, after = (
+        np.array([[random.integers(len(of_block)) for of_block in replays.settings] for _ in range(4)]) for _ in "ab"
+    )
+    figures = replays.tables.of(before)
+    rows, blocks = np.array([0, 3]), random.integers(0, len(free.costs), 2)
+    before[rows, blocks] = after[rows, blocks]
+    replays.tables.change(figures, rows, blocks, after[rows, blocks])
+    assert np.array_equal(replays.seconds_of(figures), replays.seconds(before))
+
+
+@settings(max_examples=30, **QUIET)
+@given(problems(least_blocks=2, most_blocks=5))
+def test_annealing_keeps_the_budgets_and_scores_no_worse(limited: Problem):
+    search = Search(Replays(limited), deadline=float("inf"))
+    random = np.random.default_rng(0)
+    rows = np.array([[random.integers(len(of_block)) for of_block in search.replays.settings] for _ in range(64)])
+    starts = rows[search.fitting(rows)]
+    if not len(starts):
+        return
+    starts = starts[np.argsort(search.score(starts), kind="stable")]
+    search.work_left = 30_000
+    found = anneal(search, starts)
+    assert search.fitting(found[None])[0] and search.score(found[None])[0] <= search.score(starts[:1])[0]
+    search.work_left = 30_000
+    assert np.array_equal(anneal(search, starts), found)
 
 
 @settings(max_examples=60, **QUIET)
