@@ -1,11 +1,11 @@
 """Solve a problem: in comes a `Problem`, out comes the best `Plan` found, with a proven bound and replayed predictions.
 
     nothing moves, fits, and its time is within OPTIMAL_GAP of the work that every plan does -> that is the plan
-    patterns that fit (`starts`), improved (`improve`)                                       -> a first plan
+    patterns that fit (`starts`), the best improved (`improve`)                              -> a first plan
     the program that bounds (`formulation`), without whole numbers (`relaxation`)            -> the lower bound
-    its shares in whole blocks (`rounding`), repaired and improved
+    its shares in whole blocks (`rounding`), repaired, the best improved
     for a few blocks, the programs that bound and decide, and their decisions improved
-    random changes to the best (`anneal`), improved                                          -> the plan
+    random changes to all of these, and exchanges among them (`anneal`), the best improved   -> the plan
     nothing fits                                                                -> InfeasiblePlanError (`infeasible`)
 
 The search ends early where the best plan has reached the bound. Whatever found it, a plan is replayed by `simulate`, which
@@ -39,14 +39,13 @@ OPTIMAL_GAP = 0.005
 """A plan whose gap is at most this has status ``optimal``; for less, nothing is moved."""
 BOUND_SHARE, DECIDE_SHARE = 0.15, 0.1
 """Of the time limit, what work is counted out for, for each integer program."""
-STARTS_SHARE, ROUNDING_SHARE, PROGRAMS_SHARE, ANNEALING_SHARE, POLISHING_SHARE = 0.02, 0.05, 0.05, 0.35, 0.02
+STARTS_SHARE, ROUNDING_SHARE, PROGRAMS_SHARE, ANNEALING_SHARE, POLISHING_SHARE = 0.02, 0.05, 0.05, 0.3, 0.02
 """Likewise for local search from patterns, from the rounded relaxation, from each program's decisions, for annealing where there
-are no programs, and at the end. All
-shares together stay below the limit, so that the clock, which would make plans depend on the load, ends the search only on a
-machine that is slow or busy for the number of blocks."""
+are no programs, and at the end. All shares together stay well below the limit, so that the clock, which would make plans
+depend on the load, ends the search only on a machine that is slow or busy for the number of blocks."""
 RELAXATION_SHARE = 0.5
 """Of the time limit, by the clock, for the relaxation, without which nothing is proven; it takes a tenth of this for few blocks."""
-REASONS_SHARE = 0.04
+REASONS_SHARE = 0.08
 """Likewise for saying why, at the end."""
 REPLAYED_BLOCKS_PER_SECOND = 1_500_000
 """Of local search on a usual core."""
@@ -203,6 +202,8 @@ class _Found:
         if self.num_blocks > PROGRAM_BLOCKS:
             shares = ANNEALING_SHARES if self.num_blocks <= FEW_BLOCKS else (ANNEALING_SHARE,)
         for seed, share in enumerate(shares):
+            if self._is_done:
+                return
             self._allow(search, share)
             starts = [search.replays.row(each) for each in (self.best, *self.others)]
             self._keep(search, anneal(search, np.array(starts), seed=seed))
