@@ -28,6 +28,9 @@ class ThreadTicket(Ticket):
         work: what is to be done; its references are dropped when it is.
         prepare: done before ``work``, while the lane is still at what is ahead in the queue.
         holds: what stays referenced until somebody has waited.
+
+    Attributes:
+        is_counted, is_taken: for the lane: whether it counts as submitted, and whether the lane will see to its end.
     """
 
     def __init__(
@@ -45,15 +48,21 @@ class ThreadTicket(Ticket):
         self._work: Callable[[], None] | None = work
         self._prepare = prepare
         self._holds = holds
+        self.is_counted = False
+        self.is_taken = False
         self._preparing = threading.Lock()
-        self._complete = threading.Event()
+        self._is_complete = False
+        # Held until then. Unlike an event's, this lock is never left behind by an interrupt that ends a wait.
+        self._working = threading.Lock()
+        self._working.acquire()
 
     @property
     def is_complete(self) -> bool:
-        return self._complete.is_set()
+        return self._is_complete
 
     def wait(self) -> None:
-        self._complete.wait()
+        with self._working:
+            pass
         self._holds = None
         self.raise_error()
 
@@ -85,7 +94,9 @@ class ThreadTicket(Ticket):
 
     def finish(self) -> None:
         """It is complete."""
-        self._complete.set()
+        if not self._is_complete:
+            self._is_complete = True
+            self._working.release()
         self.set_ready()
 
 
@@ -114,8 +125,10 @@ class ThreadLane:
         self._in_background = in_background
         self._num_workers = num_workers
         self._pace = pace
-        # Its lock is reentrant: close() may be called by a garbage collection inside a locked region.
-        self._changed = threading.Condition()
+        # Reentrant: close() may be called by a garbage collection inside a locked region. Entered itself and not through the
+        # condition, whose `__enter__` an interrupt can end with the lock taken.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._queue: list[tuple[int, int, ThreadTicket]] = []
         self._submitted = 0
         self._started = 0
@@ -125,42 +138,62 @@ class ThreadLane:
         self._threads: list[threading.Thread] = []
 
     def submit(self, ticket: ThreadTicket, after: Sequence[Ticket] = ()) -> ThreadTicket:
-        """Queue the ticket's work behind that of others. It fails without being done where one of them failed."""
-        with self._changed:
-            if self._closed:
-                raise RuntimeError(f"the {self._lane.value} lane is closed")
-            number, self._submitted = self._submitted, self._submitted + 1
+        """Queue the ticket's work behind that of others. It fails without being done where one of them failed.
+
+        An interrupt may come anywhere in here. Then the ticket has failed, or its work will be done.
+        """
+        try:
+            with self._lock:
+                if self._closed:
+                    raise RuntimeError(f"the {self._lane.value} lane is closed")
+                if self._in_background:
+                    self._start()
+                number, self._submitted, ticket.is_counted = self._submitted, self._submitted + 1, True
             if self._in_background:
-                self._start()
-        if self._in_background:
-            when_all_ready(after, lambda: self._enqueue(number, ticket, after))
-        else:
-            self._run_behind(ticket, after)
+                when_all_ready(after, lambda: self._enqueue(number, ticket, after))
+            else:
+                self._run_behind(ticket, after)
+        except BaseException as error:
+            self._withdraw(ticket, error)
+            raise
         return ticket
+
+    def _withdraw(self, ticket: ThreadTicket, error: BaseException) -> None:
+        with self._lock:
+            if not ticket.is_counted or ticket.is_taken:
+                return
+            ticket.error, ticket.is_taken = error, True
+            self._started += 1
+            self._completed += 1
+            self._changed.notify_all()
+        ticket.finish()
 
     def _run_behind(self, ticket: ThreadTicket, after: Sequence[Ticket]) -> None:
         try:
             for other in after:
                 other.synchronize()
-        except BaseException as error:
+        except Exception as error:
             ticket.error = error
         self._run(ticket)
 
     def _enqueue(self, number: int, ticket: ThreadTicket, after: Sequence[Ticket]) -> None:
-        ticket.error = failure_of(after)
-        with self._changed:
+        failure = failure_of(after)
+        with self._lock:
+            if ticket.is_taken:
+                return
+            ticket.error, ticket.is_taken = failure, True
             heapq.heappush(self._queue, (ticket.priority, number, ticket))
             self._changed.notify_all()
 
     def _start(self) -> None:
         while len(self._threads) < self._num_workers:
             thread = threading.Thread(target=self._serve, name=f"autohete-{self._lane.value}", daemon=True)
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
 
     def drain(self) -> None:
         """Return when everything submitted is complete. Raises the first failure that no ticket has raised."""
-        with self._changed:
+        with self._lock:
             # Not until as many are complete as there are now: those may be others, submitted later and served first.
             self._changed.wait_for(lambda: self._completed == self._submitted)
             errors = [t.error for t in self._failed if t.error is not None and not t.is_error_raised]
@@ -170,7 +203,7 @@ class ThreadLane:
 
     def close(self) -> None:
         """Refuse new work; the threads end when what was submitted is complete."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
 
@@ -189,7 +222,7 @@ class ThreadLane:
 
     def _serve(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: self._queue or (self._closed and self._started == self._submitted))
                 if not self._queue:
                     return
@@ -209,9 +242,9 @@ class ThreadLane:
         if ticket.error is None:
             self._records.append(ticket.record(begin_s, time.perf_counter()))
         ticket.finish()
-        with self._changed:
+        with self._lock:
             if ticket.error is not None:
                 self._failed = [failed for failed in self._failed if not failed.is_error_raised]
                 self._failed.append(ticket)
-            self._completed += 1
+            self._completed, ticket.is_taken = self._completed + 1, True
             self._changed.notify_all()
