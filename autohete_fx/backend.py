@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 _STEPS_TO_LOG = 20
 """After so many steps, prediction and measurement are logged side by side, once a graph."""
 
+_MODEL = "autohete_fx"
+"""The key under which a node of autograd's graph keeps the model."""
+
 
 def autohete(
     gm: fx.GraphModule,
@@ -100,7 +103,8 @@ def _owning(
 ) -> Callable[..., object]:
     """The compiled function, which keeps the model's runtime alive, times its steps, and cleans up behind an exception.
 
-    Updates that its nodes do not wait for are waited for before it begins.
+    Updates that its nodes do not wait for are waited for before it begins: those of other parameters, and those that an
+    input shares memory with that is none of the ``awaited`` parameters itself, such as a buffer that is a view of a weight.
     """
 
     @functools.wraps(compiled, updated=())
@@ -110,17 +114,26 @@ def _owning(
         updates = model.session.updates
         calls.refuse_early(tensors_in(args), updates)
         calls.settle_others(updates)
-        updates.wait_all(but=parameters.arrive(args))
+        awaited = parameters.arrive(args)
+        updates.wait_all(but=awaited)
+        if updates.is_pending:
+            for t in tensors_in(args):
+                if id(t) not in awaited:
+                    updates.wait_for(t)
         if compilation.training:
             updates.schedule = compilation.plan.schedule if calls.is_within_call() else Schedule()
             if updates.schedule.overlap is Overlap.BACKWARD:
                 calls.guard_backward(updates)
         try:
-            return compiled(*args)
+            outputs = compiled(*args)
         except BaseException as error:
             for failure in model.session.abandon():
                 error.add_note(f"a copy that was under way failed too: {failure!r}")
             raise
+        for t in tensors_in((outputs,)):
+            if t.grad_fn is not None:  # a backward may outlive the compiled model
+                t.grad_fn.metadata[_MODEL] = model
+        return outputs
 
     if getattr(compiled, "_boxed_call", False):
         run._boxed_call = True  # type: ignore[attr-defined]

@@ -102,6 +102,7 @@ class Fence(TorchFunctionMode):
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among values, and in the lists, tuples and dictionaries among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -140,8 +140,13 @@ class Session:
             lanes, self._lanes = self._lanes, None
         if self._updates is not None:
             self._updates.close()
-        if lanes is not None:
-            lanes.close()
+        try:
+            if lanes is not None:
+                lanes.close()
+        finally:
+            # What is over refers to parameters, whose placements refer to it: nobody else would let go.
+            if self._updates is not None:
+                self._updates.prune()
 
 
 _sessions: "weakref.WeakValueDictionary[str, Session]" = weakref.WeakValueDictionary()
