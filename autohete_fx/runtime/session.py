@@ -19,6 +19,9 @@ from autohete_fx.runtime.ticket import Ticket
 from autohete_fx.runtime.tiers import HostTier, open_tier
 from autohete_fx.runtime.updates import Updates
 
+_CLAIM = "_autohete_claim"
+"""The attribute of a handle's storage; see `tiers` for how long PyTorch keeps it."""
+
 
 @dataclass(slots=True)
 class _InFlight:
@@ -28,6 +31,20 @@ class _InFlight:
     source_memory: int
     result: torch.Tensor
     ticket: Ticket
+
+
+class _Claim:
+    """What a handle's storage keeps with it: a handle that nobody waited for takes its copy along.
+
+    A graph that ends with an error in the middle of a backward leaves such handles, and nobody else would know.
+    """
+
+    def __init__(self, copies: dict[int, _InFlight], number: int) -> None:
+        self._copies = copies
+        self._number = number
+
+    def __del__(self) -> None:
+        self._copies.pop(self._number, None)
 
 
 class Session:
@@ -90,12 +107,14 @@ class Session:
     ) -> torch.Tensor:
         """Start a copy, of a parameter whose update is under way when that is done. Returns its handle, a one-element
         int64 tensor on the CPU."""
-        handle = next(self._handles)
+        number = next(self._handles)
         updates = self.updates.tickets_of(src) if lane is Lane.H2D else []
         after = (*updates, self.lanes.now()) if updates else None
         ticket = self.lanes.submit(lane, priority, dst, src, after, label=label)
-        self._in_flight[handle] = _InFlight(src.data_ptr(), src.untyped_storage().data_ptr(), dst, ticket)
-        return torch.tensor([handle], device="cpu")  # whatever torch.set_default_device says
+        self._in_flight[number] = _InFlight(src.data_ptr(), src.untyped_storage().data_ptr(), dst, ticket)
+        handle = torch.tensor([number], device="cpu")  # whatever torch.set_default_device says
+        setattr(handle.untyped_storage(), _CLAIM, _Claim(self._in_flight, number))
+        return handle
 
     def wait(self, handle: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
         """Finish the copy of a handle and return its destination."""
@@ -125,7 +144,7 @@ class Session:
         """Finish and forget copies whose graph ended with an error before it waited for them; returns what failed."""
         copies, self._in_flight = self._in_flight, {}
         failures = []
-        for copy in copies.values():
+        for copy in list(copies.values()):
             try:
                 copy.ticket.wait()
             except Exception as error:
