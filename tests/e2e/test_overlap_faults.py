@@ -1,8 +1,13 @@
 """What goes wrong while updates are under way, and what users may then rely on."""
 
+import contextlib
+import errno
 import gc
+import os
+import shutil
 import threading
-import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import autohete_fx
-from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
+from autohete_fx import Activations, BlockDecision, HostMemoryError, Optimizer, Params, Plan
 from autohete_fx.runtime.placement import placement_of
 from tests.held_updates import OPTIMIZER_ON_HOST, STEP, Gate, Stack, Training, labels, weight_of
 
@@ -48,6 +53,7 @@ def test_a_backward_outlives_its_compiled_model(gate: Gate):
 
 @pytest.mark.parametrize("behind", ["forward", "step"])
 def test_a_model_dropped_in_mid_flight_leaves_nothing(behind: str, gate: Gate):
+    others = set(threading.enumerate())  # of models that other tests left alive
     state = Training(gate, ALL_OFFLOADED)
     tier = placement_of(weight_of(state.model)).tier  # type: ignore[union-attr]
     opening = gate.open_soon()
@@ -57,12 +63,12 @@ def test_a_model_dropped_in_mid_flight_leaves_nothing(behind: str, gate: Gate):
     torch._dynamo.reset()
     gc.collect()
     opening.join()
-    deadline = time.monotonic() + 20
-    while tier.in_use_bytes and time.monotonic() < deadline:
-        time.sleep(0.01)
-        gc.collect()
+    for thread in set(threading.enumerate()) - others:
+        if thread.name.startswith("autohete-"):
+            thread.join(20)
+            assert not thread.is_alive()
+    gc.collect()
     assert tier.in_use_bytes == 0
-    assert not [t for t in threading.enumerate() if t.name.startswith("autohete-") and t.is_alive()]
 
 
 class Aliased(Stack):
@@ -98,3 +104,91 @@ def test_compiled_code_waits_for_a_view_of_a_parameter(given: str, gate: Gate):
             optimizer.zero_grad()
             gate.open_soon()
     assert losses[:4] == losses[4:]
+
+
+# -- host memory that runs out ------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """Of the host tier: it can be full."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.is_full = False
+        allocate: Callable[..., None] = os.posix_fallocate
+
+        def refusing(*args: Any) -> None:
+            if self.is_full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            allocate(*args)
+
+        patch.setattr("os.posix_fallocate", refusing)
+
+
+@pytest.mark.parametrize("work", ["forward", "backward", "step"])
+@pytest.mark.parametrize("fault", ["full", "deleted"])
+def test_host_memory_that_is_refused_is_told_and_loses_nothing(
+    work: str, fault: str, gate: Gate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """In the middle of training, with updates under way: the step can be taken again when there is room."""
+    folder, disk = tmp_path / "homes", Disk(monkeypatch)
+    rows = (
+        X.repeat(32, 1) if work == "forward" else X
+    )  # so many that activations leave the device, or so few that none does
+    folder.mkdir()
+    monkeypatch.setattr("autohete_fx.runtime.tiers._FILE_GROWTH_BYTES", 1)  # every home a file of its own
+    model, twin = compiled(Stack(), offload_dir=str(folder)), Stack()
+    optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-2)
+    reference = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
+    twin.compile(backend="aot_eager")
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            optimizer.zero_grad()
+            loss = model(rows * (1 + step))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    @contextlib.contextmanager
+    def without_room(at: str) -> Iterator[None]:
+        if at != work:
+            yield
+            return
+        tier = placement_of(weight_of(model)).tier  # type: ignore[union-attr]
+        tier.trim()
+        disk.is_full = fault == "full"
+        if fault == "deleted":
+            shutil.rmtree(folder)
+        with pytest.raises(HostMemoryError, match="No space left" if fault == "full" else "No such file"):
+            yield
+        disk.is_full = False
+        folder.mkdir(exist_ok=True)
+
+    if work == "step":
+        loss = model(rows)
+        loss.backward()
+        with without_room("step"):  # the first one makes the states
+            optimizer.step()
+        assert not any(optimizer.state.values())
+    else:
+        train(model, optimizer, range(2))
+        optimizer.zero_grad()
+        model(rows * 3).backward()
+        optimizer.synchronize()
+        gate.opened.clear()
+        optimizer.step()
+        optimizer.zero_grad()
+        gate.open_soon()
+        with without_room("forward"):
+            loss = model(rows * 4)
+        if work == "backward":
+            with without_room("backward"):
+                loss.backward()
+    steps = range(0 if work == "step" else 3, 5)
+    found = train(model, optimizer, steps)
+    if work != "step":
+        train(twin, reference, range(3))
+    assert found == train(twin, reference, steps)
+    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
