@@ -5,6 +5,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import gc
 import os
@@ -22,7 +23,9 @@ from torch import Tensor, nn
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
 from autohete_fx.ir import Overlap, Schedule
+from tests import training
 from tests.held_updates import Stack, labels, saved, use_lanes, weight_of
+from tests.training import assert_equal
 
 EXAMPLES = int(os.environ.get("AUTOHETE_STRESS_EXAMPLES", "24"))
 STEPS = 4
@@ -95,6 +98,30 @@ def reference(loop: Loop) -> list[Any]:
     model = Stack()
     model.compile(backend="aot_eager")
     return train(model, torch.optim.AdamW(model.parameters(), fused=True), loop, [frozenset(READS)] * STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_host", [True, False], ids=["one memory", "two memories"])
+@pytest.mark.parametrize(
+    ("num_workers", "how"),
+    [(1, {"clip": True}), (4, {"micro_batches": 2, "between": training.evaluate})],
+    ids=["1 worker, clipping", "4 workers, accumulation and evaluation"],
+)
+def test_twenty_steps_under_long_delays(
+    num_workers: int, how: dict[str, Any], is_host: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Up to 50 ms, on every lane, for every sixth piece of work: for all of it they would take minutes."""
+    chance = random.Random(num_workers)
+
+    def pace(ticket: object) -> float:
+        return chance.uniform(0, 0.05) if chance.random() < 1 / 6 else 0.0
+
+    use_lanes(monkeypatch, num_update_workers=num_workers, is_host=is_host, pace=pace)
+    monkeypatch.setattr(training, "STEPS", 20)
+    plan = dataclasses.replace(training.plan("mixed"), schedule=Schedule(overlap=Overlap.STEP))
+    options = {"plan": plan, "micro_batches": how.get("micro_batches", 1)}
+    given = training.ours(training.make("cpu"), "eager", options, **how)
+    assert_equal(given, training.plain(training.make("cpu"), "eager", **how), bitwise=True)
 
 
 @st.composite
