@@ -10,6 +10,26 @@ one object: it alone knows what is in flight and keeps it referenced.
   waits for its slowest member, and cost the step more than the copy itself: work is done where it is submitted, with
   all threads.
 * The update lane is a thread that starts an OpenMP team; on a CPU device without a spare core, again, the caller.
+
+What threads share. "The program" is the thread that runs forward, backward and step; workers are the lanes' threads.
+
+* *Queue and counters of a lane*: everybody, under the lane's lock. An interrupt may end a submission anywhere: the ticket's
+  `is_counted` and `is_taken` change in one statement with the counters, so what was counted is done or withdrawn.
+* *What work writes* (a copy's destination; parameter, states, step counter and host copy of an update) *and `Ticket.error`*: one
+  worker, before `finish`. Who reads has waited, which takes the lock that ``finish`` released, or was called back by it.
+  ``is_complete`` turns true behind the error. A parameter has one update under way: a step waits for the one before.
+* *What work reads* (a source, a gradient, an update's hyperparameters): the program, before the submission, whose lock the worker
+  takes to find the work. Later writes by the program wait (`fence`, nodes of compiled code); hyperparameters are a copy.
+* *Callbacks of a ticket*: under its lock; each is called once, without any lock, by who registers late or by ``set_ready``.
+* *Preparation of work*: any worker of its lane, under the ticket's own lock, once.
+* *Coefficients of a step*: workers; two may make the same entry, of equal values.
+* `Updates`, arenas: under their locks. Who reads pending updates without it may see one that is over, and none of its own is
+  missing. Leases end by an append. Copies in flight: each under a number of its own, taken out once.
+* *Records*: workers append; a reader copies all of them at once.
+
+Single operations on dictionaries, lists and deques count as atomic, as with the GIL they are. Modes of PyTorch, the fence among
+them, belong to one thread, so no worker ever waits at the fence. The program waits for updates and copies, updates wait for copies
+down, copies that were begun wait for nobody, and no lock is held in a wait but that of a preparation: there is no cycle.
 """
 
 import atexit
