@@ -13,6 +13,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import fx
 from torch._dynamo.exc import ShortenTraceback
@@ -132,7 +133,8 @@ def _owning(
             raise
         for t in tensors_in((outputs,)):
             if t.grad_fn is not None:  # a backward may outlive the compiled model
-                t.grad_fn.metadata[_MODEL] = model
+                kept: Any = t.grad_fn.metadata  # a dictionary, which PyTorch's stub calls a method
+                kept[_MODEL] = model
         return outputs
 
     if getattr(compiled, "_boxed_call", False):

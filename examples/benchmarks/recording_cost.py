@@ -141,7 +141,9 @@ def update_path_s(training: Trained) -> float:
 
         return run
 
-    waiting = {name: timed(getattr(Updates, name)) for name in ("wait_for", "wait_all", "tickets_of", "prune")}
+    waiting: dict[str, Any] = {
+        name: timed(getattr(Updates, name)) for name in ("wait_for", "wait_all", "tickets_of", "prune")
+    }
     with (
         mock.patch.multiple(Updates, **waiting),
         mock.patch.object(autohete_fx.AdamW, "step", timed(autohete_fx.AdamW.step)),

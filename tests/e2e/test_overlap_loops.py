@@ -4,7 +4,7 @@ import copy
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,7 +33,7 @@ class Side:
         torch._dynamo.reset()
         self.name = name
         self.width = 128 if dtype is torch.float32 else 256  # or weights would be too small to leave the device
-        self.model = Stack(width=self.width).to(dtype)
+        self.model: Any = Stack(width=self.width).to(dtype)
         self.dtype = dtype
         self.num_under_way = 0
         if name == "ours":
@@ -254,11 +254,10 @@ BF16: dict[str, Loop] = {
 
 
 @pytest.fixture(params=[True, slow(False)], ids=["one memory", "two memories"])
-def delayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def delayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lanes that take their time, so that updates are under way at every moment of a loop."""
     chance = random.Random(0)
     use_lanes(monkeypatch, is_host=request.param, pace=lambda ticket: chance.uniform(0.001, 0.01))
-    return
 
 
 def assert_same(loop: Loop, reference: str, dtype: torch.dtype) -> None:
