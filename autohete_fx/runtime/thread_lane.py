@@ -160,12 +160,12 @@ class ThreadLane:
 
     def _withdraw(self, ticket: ThreadTicket, error: BaseException) -> None:
         with self._lock:
+            self._changed.notify_all()  # of what was queued, had the interrupt not come first
             if not ticket.is_counted or ticket.is_taken:
                 return
             ticket.error, ticket.is_taken = error, True
             self._started += 1
             self._completed += 1
-            self._changed.notify_all()
         ticket.finish()
 
     def _run_behind(self, ticket: ThreadTicket, after: Sequence[Ticket]) -> None:
