@@ -47,8 +47,7 @@ def _start_update(
     priority: int,
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    session_by_digest(session).start_update(handle, input, priority)
-    return handle.clone()
+    return session_by_digest(session).start_update(handle, input, priority)
 
 
 _DISPATCH_KEY = "CompositeExplicitAutograd"  # one kernel for all devices: the session knows the device

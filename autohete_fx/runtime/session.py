@@ -19,32 +19,19 @@ from autohete_fx.runtime.ticket import Ticket
 from autohete_fx.runtime.tiers import HostTier, open_tier
 from autohete_fx.runtime.updates import Updates
 
-_CLAIM = "_autohete_claim"
+_COPY = "_autohete_copy"
 """The attribute of a handle's storage; see `tiers` for how long PyTorch keeps it."""
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class _InFlight:
-    """One issued copy, until its wait."""
+    """One issued copy, until its wait. The storage of its handle owns it: a handle that nobody waits for, which a graph leaves
+    that ends with an error in the middle of a backward, takes its copy along."""
 
     source_address: int
     source_memory: int
-    result: torch.Tensor
+    result: torch.Tensor | None
     ticket: Ticket
-
-
-class _Claim:
-    """What a handle's storage keeps with it: a handle that nobody waited for takes its copy along.
-
-    A graph that ends with an error in the middle of a backward leaves such handles, and nobody else would know.
-    """
-
-    def __init__(self, copies: dict[int, _InFlight], number: int) -> None:
-        self._copies = copies
-        self._number = number
-
-    def __del__(self) -> None:
-        self._copies.pop(self._number, None)
 
 
 class Session:
@@ -67,7 +54,8 @@ class Session:
         self._tier: HostTier | None = None
         self._lanes: Lanes | None = None
         self._updates: Updates | None = None
-        self._in_flight: dict[int, _InFlight] = {}
+        # Without a callback: Python would swallow an interrupt that comes in one.
+        self._in_flight: dict[int, weakref.ref[_InFlight]] = {}
         self._handles = itertools.count()
         self._lock = threading.Lock()
         _sessions[digest] = self
@@ -111,14 +99,14 @@ class Session:
         updates = self.updates.tickets_of(src) if lane is Lane.H2D else []
         after = (*updates, self.lanes.now()) if updates else None
         ticket = self.lanes.submit(lane, priority, dst, src, after, label=label)
-        self._in_flight[number] = _InFlight(src.data_ptr(), src.untyped_storage().data_ptr(), dst, ticket)
-        handle = torch.tensor([number], device="cpu")  # whatever torch.set_default_device says
-        setattr(handle.untyped_storage(), _CLAIM, _Claim(self._in_flight, number))
-        return handle
+        copy = _InFlight(src.data_ptr(), src.untyped_storage().data_ptr(), dst, ticket)
+        self._in_flight[number] = weakref.ref(copy)
+        return _handle(number, copy)
 
     def wait(self, handle: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
         """Finish the copy of a handle and return its destination."""
-        copy = self._in_flight.pop(int(handle))
+        copy = self._in_flight.pop(int(handle))()
+        assert copy is not None, "wait must get the handle itself"
         # A compiler that hands the two nodes different copies of `src` could reuse the first one while it is read.
         assert copy.source_address == src.data_ptr(), "wait must get the tensor that was copied"
         try:
@@ -126,25 +114,30 @@ class Session:
         except Exception:
             self.updates.wait_for(src)  # where it is the update that failed, this says so
             raise
-        return copy.result
+        result, copy.result = copy.result, None  # the handle may live longer
+        assert result is not None
+        return result
 
-    def start_update(self, handle: torch.Tensor, input: int, priority: int) -> None:
+    def start_update(self, handle: torch.Tensor, input: int, priority: int) -> torch.Tensor:
         """Start the update of a parameter, by its position among the inputs of the graph, with the gradient that the copy of a
-        handle brings home, or leave it to the step."""
-        early, gradient = self.updates.early, self._in_flight[int(handle)]
+        handle brings home, or leave it to the step. Returns the copy's handle from then on."""
+        early, gradient = self.updates.early, self._in_flight[int(handle)]()
+        assert gradient is not None and gradient.result is not None, "start_update must get the handle itself"
         if early.is_armed:
             early.start(input, gradient.result, gradient.ticket, self._copies_of, priority)
+        return _handle(int(handle), gradient)
 
     def _copies_of(self, param: torch.Tensor) -> list[Ticket]:
         """What still reads it."""
         memory = param.untyped_storage().data_ptr()
-        return [copy.ticket for copy in self._in_flight.values() if copy.source_memory == memory]
+        copies = (reference() for reference in self._in_flight.values())
+        return [copy.ticket for copy in copies if copy is not None and copy.source_memory == memory]
 
     def abandon(self) -> list[Exception]:
         """Finish and forget copies whose graph ended with an error before it waited for them; returns what failed."""
         copies, self._in_flight = self._in_flight, {}
         failures = []
-        for copy in list(copies.values()):
+        for copy in [found for reference in copies.values() if (found := reference()) is not None]:
             try:
                 copy.ticket.wait()
             except Exception as error:
@@ -166,6 +159,12 @@ class Session:
             # What is over refers to parameters, whose placements refer to it: nobody else would let go.
             if self._updates is not None:
                 self._updates.prune()
+
+
+def _handle(number: int, copy: _InFlight) -> torch.Tensor:
+    handle = torch.tensor([number], device="cpu")  # whatever torch.set_default_device says
+    setattr(handle.untyped_storage(), _COPY, copy)
+    return handle
 
 
 _sessions: "weakref.WeakValueDictionary[str, Session]" = weakref.WeakValueDictionary()
