@@ -5,6 +5,7 @@ stream wait, not the CPU. A copy that must follow work of the CPU is issued by t
 a wait holds the thread that launches, which could not launch what needs the copy anyhow.
 """
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -15,6 +16,9 @@ import torch
 from autohete_fx.ir import Lane, LaneRecord
 from autohete_fx.runtime.ticket import Ticket, failure_of, when_all_ready
 from autohete_fx.runtime.tiers import host_view, is_home
+
+_ORIGIN_LASTS_S = 60.0
+"""CUDA tells milliseconds between two events as a float, which an hour after the first can tell no microseconds."""
 
 
 class Moment(Ticket):
@@ -47,7 +51,8 @@ class Moment(Ticket):
 
 
 class StreamTicket(Ticket):
-    """A copy on a stream. It keeps source and destination referenced until it has been waited for."""
+    """A copy on a stream. It keeps source and destination, and what follows the copy, referenced until it has been waited
+    for: memory that is freed before that could be in use again while the stream still writes there."""
 
     def __init__(
         self,
@@ -75,15 +80,16 @@ class StreamTicket(Ticket):
         """Give the copy, and what follows it, to the stream."""
         assert self.tensors is not None
         dst, src = self.tensors
-        then, self._then = self._then, None
-        # The driver should be told that a home is host memory, which its device tensor does not say.
-        to = host_view(dst) if is_home(dst) else dst
-        of = host_view(src) if is_home(src) else src
+        # The driver should be told that a home is host memory, which its device tensor does not say. But from home to home
+        # the device copies: the CPU would at once, whatever the stream is behind.
+        is_between_homes = is_home(dst) and is_home(src)
+        to = host_view(dst) if is_home(dst) and not is_between_homes else dst
+        of = host_view(src) if is_home(src) and not is_between_homes else src
         with stream, torch.no_grad():
             self.begin.record(stream)
             to.copy_(of, non_blocking=True)
-            if then is not None:
-                then()
+            if self._then is not None:
+                self._then()
             self.end.record(stream)
 
     def finish_issue(self) -> None:
@@ -96,17 +102,20 @@ class StreamTicket(Ticket):
         self.raise_error()
         torch.accelerator.current_stream(self._device).wait_event(self.end)
         # From here on the current stream is behind the copy, so memory that is freed on it is safe to use again.
-        self.tensors = None
+        self._let_go()
 
     def synchronize(self) -> None:
         # Not by `wait`: on a lane's thread the current stream may be the one that computes, which must not be held.
         self._issued.wait()
         self.raise_error()
         self.end.synchronize()
-        self.tensors = None
+        self._let_go()
 
     def order(self, stream: torch.Stream) -> None:
         stream.wait_event(self.end)
+
+    def _let_go(self) -> None:
+        self.tensors = self._then = None
 
 
 class StreamLane:
@@ -145,19 +154,28 @@ class StreamLane:
         return ticket
 
     def _issue(self, ticket: StreamTicket, after: Sequence[Ticket]) -> None:
+        """On the thread that ends what the copy follows. Nothing may escape: that thread serves a lane, and would end."""
         ticket.error = failure_of(after)
         if ticket.error is None:
-            with self._lock:
-                stream = self._open()
+            try:
+                self._give(ticket, after)
+            except BaseException as error:  # the one who waits gets it
+                ticket.error = error
+        ticket.finish_issue()
+
+    def _give(self, ticket: StreamTicket, after: Sequence[Ticket]) -> None:
+        with self._lock:
+            stream = self._open()
+            try:
                 for other in after:
                     other.order(stream)
-                try:
-                    ticket.issue(stream)
-                except BaseException as error:  # the one who waits gets it
-                    ticket.error = error
-                else:
-                    self._in_flight.append(ticket)
-        ticket.finish_issue()
+                ticket.issue(stream)
+            except BaseException:
+                # The copy may be under way, and nobody will hold its tensors.
+                with contextlib.suppress(Exception):
+                    stream.synchronize()
+                raise
+            self._in_flight.append(ticket)
 
     def drain(self) -> None:
         """Return when every copy that was issued is complete."""
@@ -186,8 +204,10 @@ class StreamLane:
                 ticket = self._in_flight.popleft()
                 assert self._origin is not None
                 origin, origin_s = self._origin
-                begin_s, end_s = (origin.elapsed_time(event) / 1e3 for event in (ticket.begin, ticket.end))
-                self._records.append(ticket.record(origin_s + begin_s, origin_s + end_s))
+                end_s = origin_s + origin.elapsed_time(ticket.end) / 1e3
+                self._records.append(ticket.record(end_s - ticket.begin.elapsed_time(ticket.end) / 1e3, end_s))
+                if end_s - origin_s > _ORIGIN_LASTS_S:
+                    self._origin = (ticket.end, end_s)
 
     def _open(self) -> torch.Stream:
         if self._stream is None:

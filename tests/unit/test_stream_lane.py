@@ -1,15 +1,23 @@
 """Copies of an accelerator that must follow work of the CPU: issued when it is done, by who did it; streams are fakes."""
 
+import gc
+import itertools
+import struct
 import threading
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from autohete_fx.ir import Lane
+from autohete_fx.ops import contiguous_stride
+from autohete_fx.runtime import stream_lane
 from autohete_fx.runtime.lanes import Lanes
 from autohete_fx.runtime.ticket import Ticket
+from autohete_fx.runtime.tiers import open_tier
 
 
 class Log:
@@ -124,6 +132,81 @@ def test_a_copy_behind_a_failed_update_is_never_issued_and_tells_why(log: Log):
         with pytest.raises(OSError, match="no luck"):
             ticket.wait()
     assert copies(log) <= 0 and ticket.is_complete
+    lanes.close()
+
+
+def test_a_lane_survives_a_device_that_fails_behind_an_update(log: Log, monkeypatch: pytest.MonkeyPatch):
+    """The copy is issued by the thread of the update lane. What fails there must reach the one who waits, and end no thread."""
+    lanes = Lanes("cuda")
+    update, opened = held_update(lanes)
+    ticket = lanes.submit(Lane.H2D, 0, torch.zeros(4), torch.ones(4), (update, lanes.now()))
+
+    def fail(stream: object, event: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Stream, "wait_event", fail)
+        opened.set()
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            ticket.wait()
+    assert log.lines[-1] == "cpu waits lane", "the copy might have been under way"
+    lanes.update(0, lambda: None).wait()
+    lanes.close()
+
+
+@pytest.mark.parametrize("wait", ["wait", "synchronize"])
+def test_what_follows_a_copy_is_held_until_somebody_waited(wait: str, log: Log):
+    """It may own memory that the stream has yet to write."""
+    lanes = Lanes("cuda")
+    ticket = lanes.submit(Lane.H2D, 0, torch.zeros(4), torch.ones(4), then=(owner := torch.zeros(1)).zero_)
+    held = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert held() is not None
+    getattr(ticket, wait)()
+    gc.collect()
+    assert held() is None
+    lanes.close()
+
+
+def test_from_home_to_home_the_device_copies(log: Log, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Host views on both sides would make it a copy of the CPU's, which waits for no stream."""
+    viewed: list[torch.Tensor] = []
+    monkeypatch.setattr(stream_lane, "host_view", lambda t: viewed.append(t) or t)
+    tier = open_tier("cpu", str(tmp_path))
+    here, there = (tier.empty_strided((4,), contiguous_stride((4,)), torch.float32).fill_(n) for n in (1, 2))
+    lanes = Lanes("cuda")
+    lanes.submit(Lane.D2H, 0, here, there).wait()
+    assert not viewed and torch.equal(here, there)
+    lanes.submit(Lane.D2H, 0, here, torch.zeros(4)).wait()
+    assert len(viewed) == 1 and viewed[0] is here
+    lanes.close()
+
+
+def test_records_tell_microseconds_hours_after_the_lane_was_opened(log: Log, monkeypatch: pytest.MonkeyPatch):
+    """CUDA gives elapsed milliseconds in single precision."""
+    ticks = itertools.count()
+
+    def record(event: Any, stream: Any) -> None:  # a copy of 20 microseconds every 50 seconds
+        if stream.name == "lane":
+            count = next(ticks) - 1  # the lane's opening came first
+            event.at_ms = count // 2 * 50e3 + count % 2 * 0.02
+
+    def elapsed_ms(begin: Any, end: Any) -> float:
+        return struct.unpack("f", struct.pack("f", end.at_ms - begin.at_ms))[0]
+
+    monkeypatch.setattr(torch.Event, "record", record)
+    monkeypatch.setattr(torch.Event, "elapsed_time", elapsed_ms)
+    monkeypatch.setattr(torch.Event, "query", lambda event: True)
+    lanes = Lanes("cuda")
+    tickets = [lanes.submit(Lane.H2D, 0, torch.zeros(4), torch.ones(4)) for _ in range(300)]
+    found = lanes.records()
+    assert len(found) == len(tickets)
+    origin_s = found[0].end_s - tickets[0].end.at_ms / 1e3  # type: ignore[attr-defined]
+    for ticket, record_ in zip(tickets, found, strict=True):
+        begin_s, end_s = (origin_s + event.at_ms / 1e3 for event in (ticket.begin, ticket.end))  # type: ignore[attr-defined]
+        assert record_.end_s - record_.begin_s == pytest.approx(end_s - begin_s, abs=3e-6)
+        assert record_.end_s == pytest.approx(end_s, abs=1e-3)
     lanes.close()
 
 
