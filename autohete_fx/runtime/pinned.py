@@ -9,10 +9,13 @@ Nothing of CUDA is touched before the first chunk is made.
 import contextlib
 import mmap
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autohete_fx.errors import HostMemoryError
 from autohete_fx.runtime.arena import Chunk, bytes_text
+
+if TYPE_CHECKING:
+    import torch
 
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
@@ -28,13 +31,19 @@ def cuda_register(address: int, num_bytes: int) -> int:
 def _clear_last_error() -> None:
     """CUDA keeps the error of a refused call, and PyTorch would raise it behind the next kernel, whatever that is."""
     import torch
+    from torch.utils._python_dispatch import _disable_current_modes
 
-    with contextlib.suppress(RuntimeError):  # it raises, and thereby clears, the error that we know of
+    # A kernel that raises, and thereby clears, the error that we know of; tracing would launch none.
+    with _disable_current_modes(), contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 
 
-def cuda_unregister(address: int) -> None:
-    """Undo ``cuda_register`` for the range that starts at ``address``."""
+def cuda_unregister(address: int, device: "torch.device | None" = None) -> None:
+    """Undo ``cuda_register`` for the range that starts at ``address``, when ``device`` is done with all it was given: a
+    model may be dropped while a kernel still reads its homes."""
+    import torch
+
+    torch.cuda.synchronize(device)
     error = int(_cudart().cudaHostUnregister(address))
     assert error == 0, f"cudaHostUnregister returned error {error} for an address that was registered"
 

@@ -11,7 +11,8 @@ view. It returns to the pool with the last reference, so a gradient that is stil
 import abc
 import contextlib
 import ctypes
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
@@ -21,7 +22,7 @@ from autohete_fx.errors import HostMemoryError
 from autohete_fx.ops import copied_strides
 from autohete_fx.runtime.arena import Arena
 from autohete_fx.runtime.mapped_files import check_directory, map_file
-from autohete_fx.runtime.pinned import pin
+from autohete_fx.runtime.pinned import cuda_unregister, pin
 
 _LEASE = "_autohete_lease"
 """The attribute of a home's storage that holds its lease. PyTorch keeps a storage's Python object, attributes included,
@@ -113,13 +114,31 @@ class MappedFileTier(HostTier):
         return torch.frombuffer(lease, dtype=torch.uint8).untyped_storage()
 
 
+class _Events:
+    """An event on each of some streams, as one `arena.Fence`."""
+
+    def __init__(self, device: torch.device, streams: Iterable[torch.Stream]) -> None:
+        self._events: list[torch.Event] = []
+        for stream in dict.fromkeys(streams):
+            self._events.append(torch.Event(device))
+            self._events[-1].record(stream)
+
+    def query(self) -> bool:
+        return all(event.query() for event in self._events)
+
+    def synchronize(self) -> None:
+        for event in self._events:
+            event.synchronize()
+
+
 class PinnedTier(HostTier):
     """Homes of a CUDA device, in pinned RAM that its kernels address directly.
 
     Reuse: a kernel may still be at work on a home when Python lets go of its last reference, so a home is handed out
-    again only after an event, recorded on the current stream of the thread that asks for memory, has passed. That
-    covers work on that stream and copies that it has waited for (a ticket keeps what it copies referenced until then);
-    homes that another stream uses must be kept referenced until that stream is waited for.
+    again only after an event has passed on each stream that ever was current where a home was asked for: the optimizer's
+    thread asks on a stream that knows nothing of the one on which the user trains. That covers work on those streams and
+    copies that they have waited for (a ticket keeps what it copies referenced until then); homes that another stream uses
+    must be kept referenced until that stream is waited for.
 
     Unlike elsewhere in CUDA, the storage of a home is no allocation of PyTorch: ``memory_allocated`` does not count it,
     and ``record_stream`` on it does nothing.
@@ -128,15 +147,21 @@ class PinnedTier(HostTier):
     def __init__(self, device: torch.device, capacity_bytes: int | None = None, arena: Arena | None = None) -> None:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
+        self._streams: set[torch.Stream] = set()
+        chunk = functools.partial(pin, unregister=functools.partial(cuda_unregister, device=device))
         super().__init__(
             device,
-            arena or Arena(pin, growth_bytes=_PINNED_GROWTH_BYTES, capacity_bytes=capacity_bytes, fence=self._fence),
+            arena or Arena(chunk, growth_bytes=_PINNED_GROWTH_BYTES, capacity_bytes=capacity_bytes, fence=self.fence),
         )
 
-    def _fence(self) -> torch.Event:
-        event = torch.Event(self.device)
-        event.record(torch.accelerator.current_stream(self.device))
-        return event
+    def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        if self.device.type != "cpu":
+            self._streams.add(torch.accelerator.current_stream(self.device))
+        return super().empty_strided(size, stride, dtype)
+
+    def fence(self) -> "_Events":
+        """A point that is behind all that was given to the streams so far."""
+        return _Events(self.device, (torch.accelerator.current_stream(self.device), *self._streams))
 
     def _storage(self, lease: "ctypes.Array[ctypes.c_char]") -> torch.UntypedStorage:
         # This storage has no deleter; the lease that the caller hangs on it is what keeps the bytes.

@@ -17,7 +17,7 @@ from autohete_fx.ops import contiguous_stride, is_dense
 from autohete_fx.runtime.arena import ALIGNMENT_BYTES as LINE
 from autohete_fx.runtime.arena import Arena, Chunk
 from autohete_fx.runtime.mapped_files import map_file
-from autohete_fx.runtime.pinned import pin
+from autohete_fx.runtime.pinned import cuda_unregister, pin
 from autohete_fx.runtime.tiers import HostTier, PinnedTier, is_home, lease_view, open_tier, span
 
 MIB = 2**20
@@ -289,6 +289,52 @@ def test_a_range_is_reused_only_behind_its_fence() -> None:
     again = arena.lease(2 * LINE)  # only the fenced range would do without another mapping
     assert fences[0].passed and ctypes.addressof(again) == address and arena.reserved_bytes == 4 * LINE
     del rest
+
+
+def test_a_home_is_reused_behind_every_stream_that_homes_were_asked_for_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update lane's thread asks on its default stream, and the user may train on another."""
+    recorded: list[str] = []
+    events: list[_Fence] = []
+
+    class Event(_Fence):
+        def __init__(self, device: object) -> None:
+            super().__init__()
+            events.append(self)
+
+        def record(self, stream: str) -> None:
+            recorded.append(stream)
+
+    streams = {threading.get_ident(): "the user's"}
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: streams.get(threading.get_ident(), "default"))
+    arena = Arena(lambda n: pin(n, lambda address, size: 0, lambda address: None), growth_bytes=MIB)
+    tier = PinnedTier(torch.device("cuda", 0), arena=arena)
+    monkeypatch.setattr(HostTier, "empty_strided", lambda self, *layout: None)  # which takes a device
+    thread = threading.Thread(target=tier.empty_strided, args=((4,), (1,), torch.float32))
+    thread.start()
+    thread.join()
+    tier.empty_strided((4,), (1,), torch.float32)
+    fence = tier.fence()
+    assert sorted(recorded) == ["default", "the user's"] and not fence.query()
+    events[0].passed = True
+    assert not fence.query()
+    fence.synchronize()
+    assert fence.query()
+
+
+def test_unpinning_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may be dropped while a kernel still reads a home of its."""
+    calls: list[object] = []
+
+    class Runtime:
+        def cudaHostUnregister(self, address: int) -> int:
+            calls.append(address)
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", calls.append)
+    cuda_unregister(4096, torch.device("cuda", 1))
+    assert calls == [torch.device("cuda", 1), 4096]
 
 
 _CHILD = """
