@@ -15,10 +15,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch._dynamo.exc import ShortenTraceback
 
 from autohete_fx import compilation as compilation_module
+from autohete_fx import versions
 from autohete_fx.capture.inputs import graph_inputs
 from autohete_fx.compilation import Compilation
 from autohete_fx.compiler import GraphCompiler
@@ -26,7 +28,7 @@ from autohete_fx.errors import AutoHeteError
 from autohete_fx.ir import LaneRecord, Overlap, Schedule
 from autohete_fx.model import GraphParameters, Model, find_model
 from autohete_fx.options import Options
-from autohete_fx.runtime import calls
+from autohete_fx.runtime import calls, shortage
 from autohete_fx.runtime.fence import tensors_in
 from autohete_fx.runtime.session import Session
 from autohete_fx.runtime.steps import StepClock
@@ -107,6 +109,7 @@ def _owning(
     Updates that its nodes do not wait for are waited for before it begins: those of other parameters, and those that an
     input shares memory with that is none of the ``awaited`` parameters itself, such as a buffer that is a view of a weight.
     """
+    guarded = _cleaning_up(weakref.ref(model.session), compilation)
 
     @functools.wraps(compiled, updated=())
     def run(*args: object) -> object:
@@ -125,12 +128,9 @@ def _owning(
             updates.schedule = compilation.plan.schedule if calls.is_within_call() else Schedule()
             if updates.schedule.overlap is Overlap.BACKWARD:
                 calls.guard_backward(updates)
-        try:
-            outputs = compiled(*args)
-        except BaseException as error:
-            for failure in model.session.abandon():
-                error.add_note(f"a copy that was under way failed too: {failure!r}")
-            raise
+        outputs = guarded(compiled, *args)
+        if compilation.training:
+            versions.around_backward(outputs, guarded)
         for t in tensors_in((outputs,)):
             if t.grad_fn is not None:  # a backward may outlive the compiled model
                 kept: Any = t.grad_fn.metadata  # a dictionary, which PyTorch's stub calls a method
@@ -140,6 +140,31 @@ def _owning(
     if getattr(compiled, "_boxed_call", False):
         run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def _cleaning_up(session: "weakref.ref[Session]", compilation: Compilation) -> Callable[..., object]:
+    """What calls a compiled forward or backward, ends its copies when it raises, and says more where memory ran out."""
+
+    def call(compiled: Callable[..., object], *args: object) -> object:
+        try:
+            return compiled(*args)
+        except BaseException as error:
+            owner = session()
+            if owner is not None:
+                for failure in owner.abandon():
+                    error.add_note(f"a copy that was under way failed too: {failure!r}")
+                if isinstance(error, torch.OutOfMemoryError):
+                    error.add_note(_shortage(error, owner.device, compilation))
+            raise
+
+    return call
+
+
+def _shortage(error: BaseException, device: torch.device, compilation: Compilation) -> str:
+    plan = compilation.plan
+    name = f"plan {plan.digest} of {len(plan.labels)} blocks ({plan.status})"
+    use = shortage.device_use(error, device)
+    return shortage.shortage_text(use, name, plan.peak_bytes, compilation.device_budget_bytes)
 
 
 __all__ = ["autohete"]

@@ -48,6 +48,27 @@ def aot_eager(
     return backend(gm, list(example_inputs))
 
 
+def around_backward(outputs: object, around: Callable[..., object]) -> None:
+    """From now on, run the compiled backward of what a compiled forward returned as ``around(backward, *args)``.
+
+    AOTAutograd makes an autograd function of each forward that it compiles, and looks up on it what runs the backward.
+    """
+    for output in outputs if isinstance(outputs, list | tuple) else (outputs,):
+        function = getattr(getattr(output, "grad_fn", None), "_forward_cls", None)
+        backward = getattr(function, "_backward_impl", None)
+        if function is None or backward is None:
+            continue
+        if not hasattr(backward, "_autohete_is_around"):
+
+            @functools.wraps(backward)
+            def run(*args: object) -> object:
+                return around(backward, *args)
+
+            run._autohete_is_around = True  # type: ignore[attr-defined]
+            function._backward_impl = staticmethod(run)
+        return
+
+
 def num_graph_breaks() -> int:
     """How often Dynamo broke a graph, or gave up on a frame, in this process."""
     from torch._dynamo.utils import counters
