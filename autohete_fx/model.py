@@ -136,12 +136,12 @@ class GraphParameters:
         self._awaited: frozenset[int] = frozenset()
 
     def arrive(self, args: Sequence[Any]) -> frozenset[int]:
-        """Place those of a call that nobody has placed yet. Returns the identities of those whose updates the graph's nodes
+        """Place those of a call that no plan has placed yet. Returns the identities of those whose updates the graph's nodes
         wait for."""
         given = args[0] if len(args) == 1 and isinstance(args[0], list) else args  # one list where the call is boxed
         params = {name: given[index] for name, index in self._indices.items()}
         if not (self._seen and all(seen() is param for seen, param in zip(self._seen, params.values(), strict=True))):
-            if all(placement_of(param) is None for param in params.values()):
+            if not any(map(_is_planned, params.values())):
                 place(params, self._compilation, self._model)
             self._seen = [weakref.ref(param) for param in params.values()]
             self._awaited = self._awaited_of(params)
@@ -152,6 +152,12 @@ class GraphParameters:
         if plan.schedule.overlap is Overlap.NONE:
             return frozenset()
         return frozenset(id(params[name]) for name in moved_states(plan.decisions, self._compilation.owners, params))
+
+
+def _is_planned(param: torch.nn.Parameter) -> bool:
+    """Whether a plan has placed it; ``autohete_fx.place`` puts parameters on the host for none."""
+    placement = placement_of(param)
+    return placement is not None and placement.updates is not None
 
 
 def device_of(inputs: Sequence[GraphInput]) -> torch.device:

@@ -59,11 +59,7 @@ def around_backward(outputs: object, around: Callable[..., object]) -> None:
         if function is None or backward is None:
             continue
         if not hasattr(backward, "_autohete_is_around"):
-
-            @functools.wraps(backward)
-            def run(*args: object) -> object:
-                return around(backward, *args)
-
+            run = functools.wraps(backward)(functools.partial(around, backward))
             run._autohete_is_around = True  # type: ignore[attr-defined]
             function._backward_impl = staticmethod(run)
         return

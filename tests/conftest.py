@@ -30,7 +30,7 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_INDUCTOR_DIR)
 os.environ["AUTOHETE_CACHE_DIR"] = str(_RUN_DIR / "autohete")
 assert "torch" not in sys.modules, "torch was imported before its environment was set"
 
-pytest.register_assert_rewrite("tests.main_job", "tests.training")
+pytest.register_assert_rewrite("tests.main_job", "tests.placed_job", "tests.training")
 
 _ORDER = ("unit", "graph", "e2e", "cuda")
 

@@ -14,8 +14,9 @@ import autohete_fx
 from autohete_fx import BlockDecision, Optimizer, Params, Plan
 from autohete_fx.ir import Lane, Overlap, Schedule
 from autohete_fx.runtime.lanes import Lanes
-from autohete_fx.runtime.placement import placement_of
+from autohete_fx.runtime.placement import Placement, is_movable, place_param, placement_of
 from autohete_fx.runtime.ticket import Ticket
+from autohete_fx.runtime.tiers import open_tier
 from autohete_fx.runtime.updates import Updates
 
 STEP = Schedule(overlap=Overlap.STEP)
@@ -64,6 +65,18 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
+def updated_at_once(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """An optimizer whose updates are over when ``step()`` returns, made by the processor that makes them in homes: PyTorch's own
+    on a CPU device. The kernels of an accelerator round otherwise than the CPU's; there all that is large lies in homes."""
+    params = list(model.parameters())
+    if params[0].device.type == "cpu":
+        return torch.optim.AdamW(params, lr=lr, fused=True)
+    tier = open_tier(params[0].device)
+    for param in filter(is_movable, params):
+        place_param(param, Placement(params=Params.HOST, optimizer=Optimizer.HOST, tier=tier, block=0))
+    return autohete_fx.AdamW(params, lr=lr)
+
+
 @functools.cache
 def labels() -> tuple[str, ...]:
     """Of a stack's blocks."""
@@ -76,12 +89,18 @@ class Training:
     """A stack that has taken a step whose updates the gate still holds, and its twin, which has none under way."""
 
     def __init__(
-        self, gate: Gate, decision: BlockDecision = OPTIMIZER_ON_HOST, *, breaks: bool = False, warm_steps: int = 2
+        self,
+        gate: Gate,
+        decision: BlockDecision = OPTIMIZER_ON_HOST,
+        *,
+        breaks: bool = False,
+        warm_steps: int = 2,
+        device: str = "cpu",
     ) -> None:
         self.gate = gate
-        self.model, self.twin = Stack(breaks), Stack(breaks)
+        self.model, self.twin = Stack(breaks).to(device), Stack(breaks).to(device)
         self.optimizer = autohete_fx.AdamW(self.model.parameters(), lr=1e-2)
-        self.reference = torch.optim.AdamW(self.twin.parameters(), lr=1e-2, fused=True)
+        self.reference = updated_at_once(self.twin, lr=1e-2)
         self.twin.compile(backend="aot_eager")
         options: dict[str, Any] = {"inner_backend": "eager", "profile": "analytic"}
         if not breaks:
@@ -101,7 +120,7 @@ class Training:
     def step(self) -> None:
         # The twin first: a call of what another backend compiled waits for all updates.
         for model, optimizer in ((self.twin, self.reference), (self.model, self.optimizer)):
-            loss = model(torch.ones(8, 128))
+            loss = model(torch.ones(8, 128, device=weight_of(model).device))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -139,4 +158,4 @@ def saved(value: object) -> Any:
 
 def eagerly(model: nn.Module) -> Tensor:
     with torch.no_grad():
-        return Stack.forward(model, torch.ones(4, 128))  # type: ignore[arg-type]
+        return Stack.forward(model, torch.ones(4, 128, device=weight_of(model).device))  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Lane
 from autohete_fx.optim import updates
 from autohete_fx.runtime.placement import placement_of
-from tests.held_updates import OPTIMIZER_ON_HOST, STEP, Stack, labels, use_lanes, weight_of
+from tests.held_updates import OPTIMIZER_ON_HOST, STEP, Stack, labels, updated_at_once, use_lanes, weight_of
 
 NUM_WEIGHTS, WIDTH = 4, 192
 
@@ -26,19 +26,23 @@ def two_memories(monkeypatch: pytest.MonkeyPatch) -> None:
 class Pair:
     """A model whose updates are on the host, and its twin that no plan has placed."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.models = [Stack(width=WIDTH).to(dtype) for _ in range(2)]
+    def __init__(self, dtype: torch.dtype, device: str = "cpu") -> None:
+        self.models = [Stack(width=WIDTH).to(device, dtype) for _ in range(2)]
         self.optimizers = [autohete_fx.AdamW(model.parameters(), lr=1e-2) for model in self.models]
+        if device != "cpu":
+            updated_at_once(
+                self.models[1], lr=1e-2
+            )  # places: the kernels of an accelerator round otherwise than the CPU's
         plan = Plan(labels=labels(), decisions=(OPTIMIZER_ON_HOST,) * len(labels()), schedule=STEP)
         self.models[0].compile(
             backend="autohete", options={"inner_backend": "eager", "profile": "analytic", "plan": plan}
         )
         self.models[1].compile(backend="aot_eager")
-        self.dtype = dtype
+        self.batch = torch.ones(8, WIDTH, dtype=dtype, device=device)
 
     def step(self) -> None:
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
-            model(torch.ones(8, WIDTH, dtype=self.dtype)).backward()
+            model(self.batch).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -113,7 +117,7 @@ def test_a_failed_update_leaves_no_copy_that_is_trusted(monkeypatch: pytest.Monk
 
     with monkeypatch.context() as patch:
         patch.setattr(updates, "_apply_full", fail)
-        pair.models[0](torch.ones(8, WIDTH)).backward()
+        pair.models[0](pair.batch).backward()
         with pytest.raises(OptimizerStateError, match="out of luck"):
             pair.optimizers[0].step()
             pair.optimizers[0].synchronize()

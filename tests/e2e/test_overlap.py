@@ -84,6 +84,10 @@ def averaged(model: nn.Module) -> list[Tensor]:
     return averages
 
 
+def ones(model: nn.Module) -> Tensor:
+    return torch.ones(128, 128, device=weight_of(model).device)
+
+
 READS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "operator": lambda model, optimizer: weight_of(model) * 2,
     "method": lambda model, optimizer: weight_of(model).norm(),
@@ -106,9 +110,9 @@ READS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "eager forward": lambda model, optimizer: eagerly(model),
     "to": lambda model, optimizer: weight_of(model).to(torch.float64),
     "out": lambda model, optimizer: torch.mul(
-        torch.ones(128, 128), weight_of(model).detach(), out=torch.empty(128, 128)
+        ones(model), weight_of(model).detach(), out=torch.empty_like(ones(model))
     ),
-    "keyword": lambda model, optimizer: torch.mul(input=torch.ones(128, 128), other=weight_of(model)),
+    "keyword": lambda model, optimizer: torch.mul(input=ones(model), other=weight_of(model)),
 }
 
 
