@@ -16,9 +16,16 @@ from autohete_fx.runtime.session import Session
 
 _GRAIN = 64
 
+_LEFT_SHARE = 32
+"""Of what a process can take, the caching allocator leaves so much in pieces that fit no tensor."""
+
+_WORKSPACES_BYTES = 96 * 2**20
+"""What cuBLAS keeps for the streams of forward and of backward: 32 MiB each on the largest GPUs, and once for cuBLASLt."""
+
 
 def device_budget_bytes(device: torch.device, options: Options) -> int | None:
-    """The peak device memory allowed: the option, else what is free on CUDA and None on a CPU device."""
+    """The peak device memory allowed: the option, else None on a CPU device and on CUDA what is free, but for what the
+    libraries and the allocator take."""
     total = device_capacity_bytes(device)
     if options.memory_budget is not None:
         return resolve_bytes(options.memory_budget, total)
@@ -29,7 +36,8 @@ def device_budget_bytes(device: torch.device, options: Options) -> int | None:
     allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
     # In steps of 1/64 of the card, so that the next process, which finds a little more or less, plans alike.
     step = total // _GRAIN
-    return min((free + mine) // step * step, allowed)
+    takes = min((free + mine) // step * step, allowed)
+    return max(1, takes - takes // _LEFT_SHARE - _WORKSPACES_BYTES)
 
 
 def host_budget_bytes(device: torch.device, options: Options) -> int | None:

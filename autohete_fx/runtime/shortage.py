@@ -88,5 +88,5 @@ def shortage_text(use: DeviceUse, plan: str, predicted_peak_bytes: int, budget_b
         f"autohete_fx: {plan}, made {within}, predicts a peak of {format_bytes(predicted_peak_bytes)}. When"
         f" {format_bytes(use.requested)} more were refused, this process had {format_bytes(use.allocated)} in live tensors"
         f" and {format_bytes(use.in_pieces)} in pieces that fit none, of {format_bytes(use.capacity)} that it could take;"
-        f" {advice}, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves fewer such pieces"
+        f" {advice}, or set PYTORCH_ALLOC_CONF=expandable_segments:True, which leaves fewer such pieces"
     )

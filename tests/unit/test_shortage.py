@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from autohete_fx import resources
+from autohete_fx.options import Options
 from autohete_fx.runtime.shortage import DeviceUse, budget_that_fits, device_use, requested_bytes, shortage_text
 
 GIB = 2**30
@@ -55,3 +57,18 @@ def test_the_figures_are_the_allocators(monkeypatch: pytest.MonkeyPatch):
     assert found == DeviceUse(requested=3 * GIB // 2, allocated=4 * GIB, reserved=5 * GIB, capacity=7 * GIB)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.05)
     assert device_use(torch.OutOfMemoryError(""), torch.device("cuda", 0)).capacity == 4 * GIB
+
+
+def test_without_a_budget_some_of_the_card_is_left_to_libraries_and_pieces(monkeypatch: pytest.MonkeyPatch):
+    free, total = 70 * GIB, 80 * GIB
+    monkeypatch.setattr(resources, "device_capacity_bytes", lambda device: total)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
+    device = torch.device("cuda", 0)
+    budget = resources.device_budget_bytes(device, Options())
+    assert budget is not None and 65 * GIB < budget < 70 * GIB
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.1)
+    capped = resources.device_budget_bytes(device, Options())
+    assert capped is not None and 7 * GIB < capped < 7.75 * GIB
+    assert resources.device_budget_bytes(device, Options.from_user({"memory_budget": "79GiB"}, None)) == 79 * GIB

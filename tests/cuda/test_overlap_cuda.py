@@ -1,0 +1,70 @@
+"""Updates that overlap the next forward, on a GPU: exact whatever is late, waited for by every read, edits not lost."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from autohete_fx import BlockDecision
+from tests import training
+from tests.e2e.test_host_copy import EDITS, NUM_WEIGHTS
+from tests.e2e.test_host_copy import Pair as CopiedPair
+from tests.e2e.test_overlap import READS, overlapping
+from tests.held_updates import ALL_ON_HOST, OPTIMIZER_ON_HOST, Gate, Training
+from tests.main_job import slow
+from tests.training import PLANS, assert_equal, make, ours, plain
+
+LOOPS: list[Any] = [{"clip": True}, slow({"micro_batches": 2, "between": training.evaluate})]
+
+
+@pytest.mark.parametrize("how", LOOPS, ids=["clipping", "accumulation, evaluation"])
+@pytest.mark.parametrize("name", [n if n in ("host-optimizer", "mixed") else slow(n) for n in PLANS])
+def test_training_is_bitwise_exact_whatever_is_late(name: str, how: dict[str, Any], late: None):
+    options = {"plan": overlapping(name), "micro_batches": how.get("micro_batches", 1)}
+    given = ours(make("cuda"), "eager", options, **how)
+    assert_equal(given, plain(make("cuda"), "eager", **how), bitwise=True)
+
+
+@pytest.mark.parametrize("name", ["offload", "mixed", slow("mixed in part"), slow("kept")])
+def test_buffers_that_inductor_reuses_are_neither_read_nor_written_too_late(name: str, late: None):
+    """Three micro-batches: no gradient is dropped, no reload overwrites an activation that is still of use."""
+    options = {"plan": overlapping(name), "micro_batches": 3}
+    given = ours(make("cuda"), "inductor", options, micro_batches=3)
+    assert_equal(given, plain(make("cuda"), "inductor", micro_batches=3), bitwise=False)
+
+
+@pytest.mark.parametrize("decision", [OPTIMIZER_ON_HOST, ALL_ON_HOST], ids=["device", "host"])
+@pytest.mark.parametrize("name", READS)
+def test_a_read_waits_for_the_update(name: str, decision: BlockDecision, gate: Gate):
+    Training(gate, decision, device="cuda").assert_waits(READS[name])
+
+
+def test_metadata_waits_for_nothing(gate: Gate):
+    state = Training(gate, device="cuda")
+    weight, _ = state.weights
+    assert weight.shape == (128, 128) and weight.is_cuda and weight.grad is None
+    state.optimizer.zero_grad()
+    assert not gate.opened.is_set() and state.updates.is_pending
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_comes_down_and_counts(name: str, dtype: torch.dtype):
+    pair = CopiedPair(dtype, "cuda")
+    for _ in range(3):
+        pair.step()
+    assert pair.downloads() == NUM_WEIGHTS, "before their first updates"
+    for model in pair.models:
+        EDITS[name](model)
+    for _ in range(2):
+        pair.step()
+    assert pair.downloads() == NUM_WEIGHTS + 1
+    pair.assert_equal()
+
+
+def test_a_user_may_train_on_a_stream_of_their_own(late: None):
+    """Lanes, the arena's fences and the update thread all have to follow the stream that computes."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        given = ours(make("cuda"), "eager", {"plan": overlapping("mixed")})
+    torch.cuda.synchronize()
+    assert_equal(given, plain(make("cuda"), "eager"), bitwise=True)
