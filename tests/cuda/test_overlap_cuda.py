@@ -1,15 +1,17 @@
 """Updates that overlap the next forward, on a GPU: exact whatever is late, waited for by every read, edits not lost."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
-from autohete_fx import BlockDecision
+from autohete_fx import BlockDecision, Plan
+from autohete_fx.ir import Overlap, Schedule
 from tests import training
 from tests.e2e.test_host_copy import EDITS, NUM_WEIGHTS
 from tests.e2e.test_host_copy import Pair as CopiedPair
-from tests.e2e.test_overlap import READS, overlapping
+from tests.e2e.test_overlap import READS
 from tests.held_updates import ALL_ON_HOST, OPTIMIZER_ON_HOST, Gate, Training
 from tests.main_job import slow
 from tests.training import PLANS, assert_equal, make, ours, plain
@@ -17,18 +19,28 @@ from tests.training import PLANS, assert_equal, make, ours, plain
 LOOPS: list[Any] = [{"clip": True}, slow({"micro_batches": 2, "between": training.evaluate})]
 
 
+def overlapping(name: str, overlap: str) -> Plan:
+    return dataclasses.replace(training.plan(name), schedule=Schedule(overlap=Overlap(overlap)))
+
+
 @pytest.mark.parametrize("how", LOOPS, ids=["clipping", "accumulation, evaluation"])
 @pytest.mark.parametrize("name", [n if n in ("host-optimizer", "mixed") else slow(n) for n in PLANS])
 def test_training_is_bitwise_exact_whatever_is_late(name: str, how: dict[str, Any], late: None):
-    options = {"plan": overlapping(name), "micro_batches": how.get("micro_batches", 1)}
+    options = {"plan": overlapping(name, "step"), "micro_batches": how.get("micro_batches", 1)}
     given = ours(make("cuda"), "eager", options, **how)
     assert_equal(given, plain(make("cuda"), "eager", **how), bitwise=True)
+
+
+@pytest.mark.parametrize("name", [n if n in ("host-optimizer", "mixed") else slow(n) for n in PLANS])
+def test_updates_that_start_in_backward_are_bitwise_exact_whatever_is_late(name: str, late: None):
+    given = ours(make("cuda"), "eager", {"plan": overlapping(name, "backward")}, overlap="backward")
+    assert_equal(given, plain(make("cuda"), "eager"), bitwise=True)
 
 
 @pytest.mark.parametrize("name", ["offload", "mixed", slow("mixed in part"), slow("kept")])
 def test_buffers_that_inductor_reuses_are_neither_read_nor_written_too_late(name: str, late: None):
     """Three micro-batches: no gradient is dropped, no reload overwrites an activation that is still of use."""
-    options = {"plan": overlapping(name), "micro_batches": 3}
+    options = {"plan": overlapping(name, "step"), "micro_batches": 3}
     given = ours(make("cuda"), "inductor", options, micro_batches=3)
     assert_equal(given, plain(make("cuda"), "inductor", micro_batches=3), bitwise=False)
 
@@ -65,6 +77,6 @@ def test_an_edit_comes_down_and_counts(name: str, dtype: torch.dtype):
 def test_a_user_may_train_on_a_stream_of_their_own(late: None):
     """Lanes, the arena's fences and the update thread all have to follow the stream that computes."""
     with torch.cuda.stream(torch.cuda.Stream()):
-        given = ours(make("cuda"), "eager", {"plan": overlapping("mixed")})
+        given = ours(make("cuda"), "eager", {"plan": overlapping("mixed", "step")})
     torch.cuda.synchronize()
     assert_equal(given, plain(make("cuda"), "eager"), bitwise=True)
