@@ -1,0 +1,153 @@
+"""Tables of `gpu_suite.py`, and the roofline that its runs are held against.
+
+The roofline of a step with P parameters, N tokens and g micro-batches, phi and pi the shares of the parameters whose states
+and which themselves are on the host, c the recomputed share of the forward, A bytes of offloaded activations a micro-batch:
+
+    compute   (6 + 2c) N (P_products + layers x context x width) / F       causal attention counted by half
+    update    28 phi P / B_host
+    d2h       (2 phi P + g A) / B_d2h
+    h2d       (2 max(0, phi - pi) P + 4 g pi P + g A) / B_h2d              half of 4 for what stays until backward
+
+No step is shorter than the longest of the four; what a step reaches is that over its time. F, B_host, B_d2h and B_h2d are
+measured in the same run. Bytes are those of bf16 copies and fp32 states, which is what the numerics need: a system that
+copies fp32 has more to do, and reaches less. What block 0 must wait for in turn is not counted, so shares are a little low.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from systems import OURS
+from systems.base import Case
+
+from autohete_fx.ir import Machine
+from autohete_fx.report import format_bytes, format_seconds
+from autohete_fx.report.tables import aligned
+
+Row = dict[str, Any]
+
+_BYTES_UPDATED, _BYTES_COPIED = 28, 2
+
+
+def roofline(case: Case, trial: Row, machine: Machine, host_bytes_per_s: float) -> dict[str, float]:
+    """Seconds that each lane must work in a step."""
+    config, shares, g = case.config, trial["shares"], trial["micro batches"]
+    products = config.layers * 12 * config.width**2 + config.vocab_size * config.width
+    params = products + config.vocab_size * config.width
+    tokens = case.batch * config.context
+    phi, pi, moved = shares["optimizer"], shares["params"], g * shares["activation_bytes"]
+    attention = config.layers * config.context * config.width
+    fetches = (4 - 2 * shares["fetched_once"]) * g * pi
+    uploads = _BYTES_COPIED * max(0.0, phi - pi)
+    return {
+        "compute": (6 + 2 * shares["recompute"]) * tokens * (products + attention) / machine.flops_per_s("bfloat16"),
+        "update": _BYTES_UPDATED * phi * params / host_bytes_per_s,
+        "d2h": (_BYTES_COPIED * phi * params + moved) / machine.d2h_bytes_per_s,
+        "h2d": ((uploads + fetches) * params + moved) / machine.h2d_bytes_per_s,
+    }
+
+
+def add_roofline(row: Row, case: Case, machine: Machine | None, host_bytes_per_s: float) -> None:
+    """What binds the best trial of a row, and the share of it that is reached; nothing without a machine."""
+    best = row.get("best")
+    if best is None or machine is None:
+        return
+    lanes = roofline(case, best, machine, host_bytes_per_s)
+    row["binds"] = max(lanes, key=lambda lane: lanes[lane])
+    row["roofline s"] = lanes
+    row["roofline share"] = lanes[row["binds"]] / best["step s"]
+
+
+def compare_losses(rows: Sequence[Row]) -> None:
+    """In each row of the same model, batch and clipping, how far losses are from those of the first row that trained."""
+    references: dict[tuple[object, ...], dict[int, float]] = {}
+    for row in rows:
+        losses = row.get("losses", {})
+        if not losses:
+            continue
+        reference = references.setdefault((row["size"], row["batch"], row["clip"]), losses)
+        row["loss difference"] = max(
+            (abs(losses[i] - reference[i]) for i in losses.keys() & reference.keys()), default=None
+        )
+
+
+def setting_of(row: Row) -> str:
+    """Model, cap, batch and clipping in words."""
+    cap = "whole device" if row["cap_gb"] is None else f"{row['cap_gb']:g} GB"
+    return f"{row['size']}, {cap}, batch {row['batch']}, clipping {'on' if row['clip'] else 'off'}"
+
+
+def comparison(rows: Sequence[Row]) -> str:
+    """A table a setting, and how ours compares with the best of the others."""
+    texts = []
+    for setting in dict.fromkeys(map(setting_of, rows)):
+        mine = [row for row in rows if setting_of(row) == setting]
+        header = ["system", "tokens/s", "step", "peak", "recompute", "micro", "binds", "roofline", "loss diff.", ""]
+        texts.append(f"{setting}\n{aligned(header, [_cells(row) for row in mine], right_from=1)}\n{verdict(mine)}")
+    return "\n\n".join(texts)
+
+
+def _cells(row: Row) -> list[str]:
+    best = row.get("best")
+    if best is None:
+        return [row["name"], *["-"] * 8, _short(f"{row['outcome']}: {row.get('reason', '')}")]
+    difference = row.get("loss difference")
+    return [
+        row["name"],
+        f"{best['tokens/s']:,.0f}",
+        format_seconds(best["step s"]),
+        format_bytes(best["peak bytes"]),
+        best["level"],
+        str(best["micro batches"]),
+        row.get("binds", "-"),
+        f"{row['roofline share']:.0%}" if "roofline share" in row else "-",
+        "-" if difference is None else f"{difference:.1e}",
+        _short(row["cut short"]) if row.get("cut short") else "",
+    ]
+
+
+def verdict(rows: Iterable[Row]) -> str:
+    """Our best over the best of the others, in a line."""
+    trained = [row for row in rows if row.get("best")]
+    ours = [row for row in trained if row["system"] in OURS]
+    others = [row for row in trained if row["system"] not in OURS]
+    if not ours or not others:
+        return "nothing to compare" if not ours else "none of the others trained"
+    best, other = (max(each, key=lambda row: row["best"]["tokens/s"]) for each in (ours, others))
+    ratio = best["best"]["tokens/s"] / other["best"]["tokens/s"]
+    return f"{best['name']} over the best of the others, {other['name']}: {ratio:.2f}x"
+
+
+def ablation(rows: Sequence[Row]) -> str:
+    """Step times of one plan under its schedules, as ratios to the first."""
+    trained = [row for row in rows if row.get("best")]
+    if not trained:
+        return "\n".join(f"{row['name']}: {row['outcome']}: {_short(row.get('reason', ''))}" for row in rows)
+    base = trained[0]["best"]["step s"]
+    cells = [
+        [row["name"], format_seconds(row["best"]["step s"]), f"{row['best']['step s'] / base:.3f}"]
+        if row.get("best")
+        else [row["name"], "-", _short(f"{row['outcome']}: {row.get('reason', '')}")]
+        for row in rows
+    ]
+    header = ["", "step", f"over {trained[0]['name']}"]
+    return f"{setting_of(rows[0])}\n{aligned(header, cells, right_from=1)}"
+
+
+def largest(rows: Sequence[Row]) -> str:
+    """The largest model that trained, for each system and cap."""
+    cells = [
+        [
+            row["system"],
+            "whole device" if row["cap_gb"] is None else f"{row['cap_gb']:g} GB",
+            row["largest"] or "none",
+            "" if row["states over cap"] is None else f"{row['states over cap']:.1f}x",
+            ", ".join(f"{probe['size']} {probe['outcome']}" for probe in row["probes"]),
+        ]
+        for row in rows
+    ]
+    return aligned(["system", "cap", "largest", "states over cap", "tried"], cells, right_from=5)
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 90 else f"{line[:89]}…"

@@ -1,0 +1,390 @@
+"""On your own card: how autohete_fx compares with the systems that one would otherwise choose.
+
+    python examples/benchmarks/gpu_suite.py --json gpu.json                      # what matters most, in 9 minutes
+    python examples/benchmarks/gpu_suite.py --json gpu.json --resume --minutes 9 # more of it; what gpu.json has is not run again
+    python examples/benchmarks/gpu_suite.py --parts compare --sizes 3b --caps 12 24 --systems ours fsdp2 --minutes 30
+    python examples/benchmarks/gpu_suite.py --dry                                # tiny models on the CPU
+
+Parts, each of which may be asked for alone with ``--parts``:
+
+* ``machine``: what `autohete doctor` measures, the host's memory bandwidth, and copies both ways at once.
+* ``compare``: tokens a second for each model, cap, batch, with and without clipping. A baseline gets its best of full,
+  selective and no recomputation, and more micro-batches where a level does not fit. Losses are compared step by step.
+* ``ablation``: one plan of ours under each schedule: updates inside ``step()``, overlapped with the next forward, from the
+  backward on; by priority or as gradients arrive; and the plan of AutoHete's three integers.
+* ``largest``: the largest model that trains within each cap, by bisection.
+
+Each case runs in a process of its own, whose device memory ``torch.cuda.set_per_process_memory_fraction`` limits and whose
+time is limited: a failure is a row with a reason, and not fitting is a result. Rows come in the order of their importance and
+stop when ``--minutes`` are over; what was left out is listed. Models are GPTs with random weights on the Python standard
+library's sources.
+
+torch, numpy and ortools must be there; torchao and deepspeed are compared where they are. On a machine without a network,
+carry them: ``pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 --platform
+manylinux_2_27_x86_64 -d wheels ortools==9.15.6755 torchao protobuf absl-py immutabledict`` here, and for DeepSpeed, which has no
+wheel, ``pip wheel --no-deps -w wheels deepspeed`` with hjson, py-cpuinfo, ninja, psutil, pydantic, pydantic-core,
+annotated-types, typing-inspection, msgpack, einops, tqdm; there ``pip install --no-index --no-deps --target site wheels/*.whl``
+and ``PYTHONPATH=site:.``. DeepSpeed builds its CPU Adam on first use, which needs a compiler and ninja on the PATH
+(``site/bin``) and takes a minute.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from gpu_child import DOES_NOT_FIT, into, machine_of, run_case, run_machine
+from gpu_process import Processes
+from gpu_report import ablation, add_roofline, compare_losses, comparison, largest, setting_of
+from results import environment, print_figures, save
+from systems import OURS, SYSTEMS, Case, system_class
+from systems.base import SIZES
+
+from autohete_fx.cli import machine_text
+
+PARTS = ("machine", "compare", "ablation", "largest")
+_PACKAGES = ("torch", "triton", "ortools", "torchao", "deepspeed", "transformers")
+HEADLINES = (
+    ("3b", 24, 8, False),
+    ("1b", None, 8, False),
+    ("3b", 12, 8, True),
+    ("6b", 24, 8, False),
+    ("3b", 24, 32, False),
+)
+"""What is compared first: model, cap, batch, clipping."""
+_SCHEDULES = {
+    "inside step()": (None, True),
+    "next forward, as gradients came": ("step", False),
+    "next forward, by priority": ("step", True),
+    "from backward on, as gradients came": ("backward", False),
+    "from backward on, by priority": ("backward", True),
+}
+_THREE_INTEGERS = "three-integers"
+_STATE_BYTES = 16
+"""A parameter with its gradient, master and moments."""
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Run the parts in order, print their tables, and keep the JSON up to date."""
+    arguments = parse_arguments()
+    if arguments.child:
+        emit = into(arguments.result)
+        if arguments.child == "machine":
+            run_machine(torch.device("cpu" if arguments.dry else "cuda"), emit)
+        else:
+            run_case(Case(**json.loads(arguments.child)), emit)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and so end the process that runs
+    if not arguments.dry and not torch.cuda.is_available():
+        sys.exit("PyTorch finds no CUDA device; --dry runs tiny models on the CPU")
+    print_figures(environment() | versions())
+    with tempfile.TemporaryDirectory() as folder:
+        suite = Suite(arguments, Processes(Path(folder), arguments))
+        try:
+            suite.run()
+        finally:
+            suite.finish()
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="default: all but compile-autocast")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, help="default: 3b, 1b and 6b")
+    parser.add_argument("--caps", nargs="+", type=_cap, help='GB of the device, or "full"; default: 24, 12, 40, full')
+    parser.add_argument("--batches", nargs="+", type=int, help="sequences a step; default: 8 and 32")
+    parser.add_argument("--clip", nargs="+", choices=["off", "on"], help="default: both")
+    parser.add_argument("--minutes", type=float, help="stop after so many; default: 8.5, in dry mode no limit")
+    parser.add_argument("--case-minutes", type=float, default=2.5, help="limit of one process (default: 2.5)")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps at most, after 3 to warm up")
+    parser.add_argument("--dry", action="store_true", help="tiny models on the CPU; caps are MB")
+    parser.add_argument("--no-inductor", action="store_true", help="trace only, which makes a dry run quick")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of --json, and do not run them again")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.resume and arguments.json is None:
+        parser.error("--resume continues a --json file; name it")
+    if arguments.minutes is None:
+        arguments.minutes = 1e6 if arguments.dry else 8.5
+    return arguments
+
+
+def _cap(text: str) -> float | None:
+    return None if text == "full" else float(text)
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that are compared or needed."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return {**found, "CUDA": str(torch.version.cuda)}
+
+
+@dataclass
+class Suite:
+    """The rows so far and what makes more of them."""
+
+    arguments: argparse.Namespace
+    processes: Processes
+    rows: dict[str, list[Row]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    earlier: list[Row] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    began_s: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        if self.arguments.resume and self.arguments.json.exists():
+            kept = json.loads(self.arguments.json.read_text())["rows"]
+            self.earlier = [{**row, "part": part} for part in PARTS for row in kept.get(part, [])]
+
+    def run(self) -> None:
+        """Every part that is asked for; the first setting's ablation as soon as there is its plan."""
+        parts, settings = self.arguments.parts, list(self.settings())
+        if "machine" in parts or "compare" in parts:
+            self.machine()
+        if "compare" in parts:
+            self.compare(settings[:1])
+        if "ablation" in parts:
+            self.ablation(settings[0])
+        if "compare" in parts:
+            self.compare(settings[1 : len(HEADLINES)])
+        if "largest" in parts:
+            self.largest()
+        if "compare" in parts:
+            self.compare(settings[len(HEADLINES) :])
+
+    def settings(self) -> Iterator[tuple[str, float | None, int, bool]]:
+        """Model, cap, batch and clipping by importance: headlines, then the rest of the grid."""
+        asked = self.arguments
+        sizes, caps = asked.sizes or ["3b", "1b", "6b"], asked.caps or [24.0, 12.0, 40.0, None]
+        batches, clips = asked.batches or [8, 32], [word == "on" for word in asked.clip or ["off", "on"]]
+        grid = [(s, c, b, k) for k in clips for b in batches for c in caps for s in sizes]
+        yield from (setting for setting in HEADLINES if setting in grid)
+        yield from (setting for setting in grid if setting not in HEADLINES)
+
+    def systems(self, cap_gb: float | None) -> list[str]:
+        """Those asked for; where the whole device may be taken, first those that leave everything there."""
+        names = self.arguments.systems or [name for name in SYSTEMS if name != "compile-autocast"]
+        if cap_gb is not None:
+            return names
+        return sorted(names, key=lambda name: (name not in OURS, not name.startswith(("compile", "memory"))))
+
+    def case(self, system: str, setting: tuple[str, float | None, int, bool], **more: Any) -> Case:
+        size, cap_gb, batch, clip = setting
+        asked = self.arguments
+        return Case(
+            system=system,
+            size=size,
+            cap_gb=cap_gb,
+            batch=batch,
+            clip=clip,
+            steps=asked.steps,
+            dry=asked.dry,
+            inductor=not asked.no_inductor,
+            folder=str(self.processes.folder),
+            **more,
+        )
+
+    # -- the parts ------------------------------------------------------------------------------------------------
+
+    def machine(self) -> None:
+        row = self._known("machine", "") or self._measured_machine()
+        if row is None:
+            return
+        self._keep("machine", row)
+        if "machine" in row:
+            print(
+                f"{machine_text(machine_of(row))}\n  host memory, bandwidth     {row['host_bytes_per_s'] / 1e9:.4g} GB/s"
+            )
+            if "both_ways_bytes_per_s" in row:
+                print(f"  both ways at once          {row['both_ways_bytes_per_s'] / 1e9:.4g} GB/s")
+        else:
+            print(f"machine: {row['outcome']}: {row['reason']}")
+        print(flush=True)
+
+    def _measured_machine(self) -> Row | None:
+        if self._is_late("machine"):
+            return None
+        found, problem = self.processes.run("machine", self._limit_s())
+        return {"name": "", **(found[0] if found else {"outcome": problem[0], "reason": problem[1]})}
+
+    def compare(self, settings: Sequence[tuple[str, float | None, int, bool]]) -> None:
+        for setting in settings:
+            rows = [
+                row
+                for name in self.systems(setting[1])
+                if (row := self._trained("compare", name, self.case(name, setting)))
+            ]
+            if rows:
+                compare_losses(self.rows["compare"])
+                print(f"{comparison(rows)}\n", flush=True)
+
+    def ablation(self, setting: tuple[str, float | None, int, bool]) -> None:
+        plans = {name: self._plan_of(setting, name) for name in ("planned", _THREE_INTEGERS)}
+        if plans["planned"] is None:  # a run that only was resumed, or without ours, has left none
+            row = self._trained("ablation", "ours", self.case("ours", setting))
+            plans = {name: self._plan_of(setting, name) for name in plans}
+            if row is None or plans["planned"] is None:
+                return
+        rows = []
+        replays = [(name, plans["planned"], *how) for name, how in _SCHEDULES.items()]
+        replays += [
+            (f"three integers, {name}", plans[_THREE_INTEGERS], *_SCHEDULES[name]) for name in list(_SCHEDULES)[2::2]
+        ]
+        for name, plan, overlap, priority in replays:
+            if plan is None:
+                self.left_out.append(f"ablation, {name}: no plan of that kind keeps the budget, or none was left")
+                continue
+            how = {
+                "plan": str(plan),
+                "overlap": overlap,
+                "priority": priority,
+                "micro_batches": int(plan.name.split("-")[3]),
+            }
+            rows.append(self._trained("ablation", name, self.case("ours", setting, **how)))
+        found = [row for row in rows if row is not None]
+        if found:
+            print(f"ablation: {ablation(found)}\n", flush=True)
+
+    def _plan_of(self, setting: tuple[str, float | None, int, bool], kind: str) -> Path | None:
+        size, cap, batch, _ = setting
+        return next(iter(sorted(self.processes.folder.glob(f"{size}-{cap}-{batch}-*-{kind}.json"))), None)
+
+    def largest(self) -> None:
+        names = [n for n in (self.arguments.systems or ("ours", "fsdp2", "zero-3", "compile")) if n != "ours-backward"]
+        for cap in self.arguments.caps or [12.0, 24.0]:
+            for name in names:
+                row = self._known("largest", name, cap_gb=cap) or self._bisected(name, cap)
+                if row is not None:
+                    self._keep("largest", row)
+        if self.rows["largest"]:
+            print(f"{largest(self.rows['largest'])}\n", flush=True)
+
+    def _bisected(self, name: str, cap: float | None) -> Row | None:
+        """The largest size that trains two steps of one sequence; None where there was no time for a single one."""
+        sizes = [size for size in SIZES if self.arguments.sizes is None or size in self.arguments.sizes]
+        low, high, probes = 0, len(sizes), []
+        while low < high and not self._is_late(f"largest, {name}, {cap} GB"):
+            middle = (low + high) // 2
+            level = system_class(name).levels[0]
+            case = self.case(name, (sizes[middle], cap, 1, False), levels=(level,), warm_up=1)
+            found, problem = self.processes.run(replace(case, steps=1), self._limit_s())
+            outcome = found[0]["outcome"] if found else problem[0]
+            reason = "" if found and outcome == "fits" else (found[0].get("reason", "") if found else problem[1])
+            probes.append({"size": sizes[middle], "outcome": outcome, "reason": reason})
+            low, high = (middle + 1, high) if outcome == "fits" else (low, middle)
+            if outcome not in ("fits", DOES_NOT_FIT):
+                break
+        if not probes:
+            return None
+        best = max((p["size"] for p in probes if p["outcome"] == "fits"), key=sizes.index, default=None)
+        over = None
+        if best is not None and cap is not None:
+            config = replace(case, size=best).config
+            count = config.layers * 12 * config.width**2 + 2 * config.vocab_size * config.width
+            over = _STATE_BYTES * count / (case.cap_bytes or 1)
+        return {"system": name, "name": name, "cap_gb": cap, "largest": best, "states over cap": over, "probes": probes}
+
+    # -- rows -----------------------------------------------------------------------------------------------------
+
+    def _trained(self, part: str, name: str, case: Case) -> Row | None:
+        """The row of a case, from an earlier run or trained now; None where time is over."""
+        described = {"size": case.size, "cap_gb": case.cap_gb, "batch": case.batch, "clip": case.clip}
+        row = self._known(part, name, **described)
+        if row is None:
+            if self._is_late(f"{part}, {setting_of(described)}, {name}"):
+                return None
+            print(f"… {setting_of(described)}: {name}", file=sys.stderr, flush=True)
+            row = {"system": case.system, "name": name, **described, **self._best_of(case)}
+        machine = next((each for each in self.rows["machine"] if "machine" in each), None)
+        add_roofline(
+            row, case, machine_of(machine) if machine else None, machine["host_bytes_per_s"] if machine else 1.0
+        )
+        return self._keep(part, row)
+
+    def _best_of(self, case: Case) -> Row:
+        """Levels by rising memory; those that do not fit again with twice the micro-batches, as long as there are."""
+        try:
+            left = list(system_class(case.system).levels)
+        except ImportError as error:
+            return {"outcome": "cannot run", "reason": str(error), "trials": []}
+        trials: list[Row] = []
+        problem = ("failed", "nothing was reported")
+        count = case.micro_batches
+        while left and count <= case.batch and time.monotonic() < self._end_s:
+            found, problem = self.processes.run(replace(case, micro_batches=count, levels=tuple(left)), self._limit_s())
+            for trial in found:
+                if trial["outcome"] == "fits":
+                    trials.append(trial)
+                    left.remove(trial["level"])
+                else:
+                    problem = (trial["outcome"], trial.get("reason", ""))
+            if problem[0] != DOES_NOT_FIT or case.plan:
+                break
+            count *= 2
+        if not trials:
+            return {"outcome": problem[0], "reason": problem[1], "trials": []}
+        best = max(trials, key=lambda trial: trial["tokens/s"])
+        first = [trial for trial in trials if trial["micro batches"] == trials[0]["micro batches"]]
+        losses = {t["first step"] + i: loss for t in first for i, loss in enumerate(t["losses"])}
+        cut = f"{', '.join(left)} left: {problem[0]}: {problem[1]}" if left else ""
+        return {"outcome": "fits", "best": best, "losses": losses, "trials": trials, "cut short": cut}
+
+    def _known(self, part: str, name: str, **described: object) -> Row | None:
+        """A row of the file that is resumed."""
+        wanted = {"part": part, "name": name, **described}
+        for row in self.earlier:
+            if all(row.get(key) == value for key, value in wanted.items()):
+                return {**row, "losses": {int(i): loss for i, loss in row.get("losses", {}).items()}}
+        return None
+
+    def _keep(self, part: str, row: Row) -> Row:
+        self.rows[part].append(row)
+        self._save()
+        return row
+
+    def _save(self) -> None:
+        kept = {part: rows for part, rows in self.rows.items() if rows}
+        save(self.arguments.json, {"versions": versions(), **kept, "left out": self.left_out})
+
+    @property
+    def _end_s(self) -> float:
+        return self.began_s + 60 * self.arguments.minutes
+
+    def _limit_s(self) -> float:
+        return min(60 * self.arguments.case_minutes, self._end_s - time.monotonic())
+
+    def _is_late(self, what: str) -> bool:
+        """Whether time is over; what then is left out is noted."""
+        if time.monotonic() < self._end_s:
+            return False
+        self.left_out.append(what)
+        return True
+
+    def finish(self) -> None:
+        """The last word: what was left out, and how long it took."""
+        self._save()
+        for what in dict.fromkeys(self.left_out):
+            print(f"left out: {what}")
+        print(f"{(time.monotonic() - self.began_s) / 60:.1f} minutes")
+
+
+if __name__ == "__main__":
+    main()

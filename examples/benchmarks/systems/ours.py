@@ -1,0 +1,134 @@
+"""autohete_fx: ``model.compile(backend="autohete")`` and ``autohete_fx.AdamW``, within the cap.
+
+Parameters are bf16 and the optimizer holds fp32 masters. The model is built on the CPU and placed, so that it may be larger
+than the device. What to recompute is for the planner; there is one level. The process leaves its plan in the case's folder,
+and beside it the plan of AutoHete's three integers for the same problem, for the ablation to replay.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch import Tensor, bfloat16
+
+import autohete_fx
+from autohete_fx import planning
+from autohete_fx.errors import OptimizerStateError
+from autohete_fx.ir import Activations, Lane, Optimizer, Overlap, Params, Plan, Problem, Schedule
+from autohete_fx.planner.baselines import BASELINES, fits
+from autohete_fx.planner.solve import solve
+from autohete_fx.runtime.placement import placement_of
+from systems.base import LEARNING_RATE, WEIGHT_DECAY, CannotRun, Case, Shares, System, new_model
+
+BUDGET_SHARE = 0.95
+"""Of the cap: the rest is for what the allocator loses to fragments."""
+
+
+class Ours(System):
+    """With updates that overlap the next forward."""
+
+    levels = ("planned",)
+    overlap: str | None = "step"
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        if case.plan:
+            self.overlap = case.overlap
+        self.model = autohete_fx.place(new_model(case, "cpu", bfloat16), case.device)
+        self.optimizer = _adamw(self.model, self.overlap)
+        self._problems: list[Problem] = []
+        options: dict[str, Any] = {
+            "micro_batches": case.micro_batches,
+            "inner_backend": "inductor" if case.inductor else "eager",
+        }
+        if case.cap_bytes is not None:
+            options["memory_budget"] = int(BUDGET_SHARE * case.cap_bytes)
+        if case.plan:
+            schedule = Schedule(overlap=Overlap(case.overlap or "none"), priority=case.priority)
+            options["plan"] = dataclasses.replace(Plan.load(case.plan), schedule=schedule)
+        self.model.compile(backend="autohete", options=options)
+
+    def set_level(self, level: str) -> None:
+        self.level = level
+
+    def loss_of(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if self._problems:
+            return self.model(tokens, targets)
+        with mock.patch.object(planning, "solve", self._solve):  # only to see the problem
+            return self.model(tokens, targets)
+
+    def _solve(self, problem: Problem, **how: Any) -> Plan:
+        self._problems.append(problem)
+        return solve(problem, **how)
+
+    def _compilation(self) -> autohete_fx.Compilation:
+        return next(c for c in reversed(autohete_fx.compilations()) if c.training)
+
+    def shares(self) -> Shares:
+        compilation = self._compilation()
+        plan = compilation.plan
+        total = sum(p.numel() for p in self.model.parameters())
+        placed = [
+            (param.numel(), placement, plan.decisions[compilation.owners[name]])
+            for name, param in self.model.named_parameters()
+            if name in compilation.owners and (placement := placement_of(param)) is not None
+        ]
+        on_host = sum(n for n, placement, _ in placed if placement.params is Params.HOST)
+        recomputed = sum(n for n, _, decision in placed if decision.activations is Activations.RECOMPUTE)
+        return Shares(
+            optimizer=sum(n for n, placement, _ in placed if placement.optimizer is Optimizer.HOST) / total,
+            params=on_host / total,
+            fetched_once=sum(n for n, _, d in placed if d.params is Params.HOST and d.keeps_fetched) / max(1, on_host),
+            activation_bytes=sum(
+                t.num_bytes for t in compilation.transfers if t.graph == "forward" and t.lane is Lane.D2H
+            ),
+            recompute=recomputed / total,
+        )
+
+    def figures(self) -> dict[str, Any]:
+        compilation = self._compilation()
+        plan = compilation.plan
+        self._leave_plans(plan)
+        return {
+            "predicted step s": plan.step_s,
+            "predicted peak bytes": plan.peak_bytes,
+            "plan gap": plan.gap,
+            "plan": compilation.plan_table(),
+            "lanes": compilation.trace().lanes_table(),
+            "compile s": dict(compilation.compile_s),
+        }
+
+    def _leave_plans(self, plan: Plan) -> None:
+        if not self.case.folder or self.case.plan:
+            return
+        folder = Path(self.case.folder)
+        plan.save(folder / plan_name(self.case))
+        if self._problems:
+            problem = self._problems[-1]
+            simple = BASELINES["three-integers"](problem)
+            if fits(problem, simple):
+                simple.save(folder / plan_name(self.case, "three-integers"))
+
+
+class OursFromBackward(Ours):
+    """With updates that start in backward, which clipping does not allow."""
+
+    overlap = "backward"
+
+    def __init__(self, case: Case) -> None:
+        if case.clip:
+            raise CannotRun("updates that start in backward cannot know the norm that clipping needs")
+        super().__init__(case)
+
+
+def plan_name(case: Case, strategy: str = "planned") -> str:
+    """File name of a plan that a process leaves."""
+    return f"{case.size}-{case.cap_gb}-{case.batch}-{case.micro_batches}-{strategy}.json"
+
+
+def _adamw(model: Any, overlap: str | None) -> autohete_fx.AdamW:
+    try:
+        return autohete_fx.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, overlap=overlap)
+    except OptimizerStateError as error:
+        raise CannotRun(str(error)) from error
