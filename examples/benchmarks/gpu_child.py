@@ -23,6 +23,7 @@ import autohete_fx
 from autohete_fx.errors import HostMemoryError, InfeasiblePlanError
 from autohete_fx.ir import Machine
 from autohete_fx.profiler.machine import load_or_measure_machine
+from autohete_fx.report import format_bytes
 
 FITS, DOES_NOT_FIT, CANNOT_RUN, FAILED = "fits", "does not fit", "cannot run", "failed"
 _LEVEL_S, _FEWEST = 10.0, 3
@@ -87,6 +88,8 @@ class _Run:
                 step_s.append(time.perf_counter() - begin_s)
                 if len(step_s) >= _FEWEST and time.perf_counter() - ready_s > _LEVEL_S:
                     break
+        if self.case.dry and self.case.cap_bytes is not None and meter.peak_bytes > self.case.cap_bytes:
+            raise RuntimeError(f"a CPU has no cap, and this took {format_bytes(meter.peak_bytes)}: as if out of memory")
         tokens, median_s = self.case.batch * self.case.config.context, statistics.median(step_s)
         shares = self.system.shares()
         return {

@@ -103,6 +103,7 @@ def _host_share() -> float:
 
 def _last_words(log: Path) -> str:
     """The end of a log, from its last error on."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    text = log.read_text(errors="replace").replace("[rank0]: ", "")
+    lines = [line for line in text.splitlines() if line.strip()]
     errors = [index for index, line in enumerate(lines) if "Error" in line.split(" ")[0]]
     return "\n".join(lines[errors[-1] :][:6] if errors else lines[-4:]) or "ended without a word"

@@ -74,6 +74,8 @@ _STATE_BYTES = 16
 """A parameter with its gradient, master and moments."""
 
 Row = dict[str, Any]
+Setting = tuple[str, float | None, int, bool]
+"""Model, cap, batch, clipping."""
 
 
 def main() -> None:
@@ -123,6 +125,10 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+def _described(setting: Setting) -> Row:
+    return dict(zip(("size", "cap_gb", "batch", "clip"), setting, strict=True))
+
+
 def _cap(text: str) -> float | None:
     return None if text == "full" else float(text)
 
@@ -170,7 +176,7 @@ class Suite:
         if "compare" in parts:
             self.compare(settings[len(HEADLINES) :])
 
-    def settings(self) -> Iterator[tuple[str, float | None, int, bool]]:
+    def settings(self) -> Iterator[Setting]:
         """Model, cap, batch and clipping by importance: headlines, then the rest of the grid."""
         asked = self.arguments
         sizes, caps = asked.sizes or ["3b", "1b", "6b"], asked.caps or [24.0, 12.0, 40.0, None]
@@ -186,7 +192,7 @@ class Suite:
             return names
         return sorted(names, key=lambda name: (name not in OURS, not name.startswith(("compile", "memory"))))
 
-    def case(self, system: str, setting: tuple[str, float | None, int, bool], **more: Any) -> Case:
+    def case(self, system: str, setting: Setting, **more: Any) -> Case:
         size, cap_gb, batch, clip = setting
         asked = self.arguments
         return Case(
@@ -225,7 +231,7 @@ class Suite:
         found, problem = self.processes.run("machine", self._limit_s())
         return {"name": "", **(found[0] if found else {"outcome": problem[0], "reason": problem[1]})}
 
-    def compare(self, settings: Sequence[tuple[str, float | None, int, bool]]) -> None:
+    def compare(self, settings: Sequence[Setting]) -> None:
         for setting in settings:
             rows = [
                 row
@@ -236,34 +242,32 @@ class Suite:
                 compare_losses(self.rows["compare"])
                 print(f"{comparison(rows)}\n", flush=True)
 
-    def ablation(self, setting: tuple[str, float | None, int, bool]) -> None:
-        plans = {name: self._plan_of(setting, name) for name in ("planned", _THREE_INTEGERS)}
-        if plans["planned"] is None:  # a run that only was resumed, or without ours, has left none
-            row = self._trained("ablation", "ours", self.case("ours", setting))
-            plans = {name: self._plan_of(setting, name) for name in plans}
-            if row is None or plans["planned"] is None:
+    def ablation(self, setting: Setting) -> None:
+        described = _described(setting)
+        if any(self._known("ablation", name, **described) is None for name in _SCHEDULES):
+            if self._plan_of(setting, "planned") is None:  # what was resumed, or runs without ours, left none
+                self._best_of(self.case("ours", setting))
+            if self._plan_of(setting, "planned") is None:
+                self.left_out.append(f"ablation, {setting_of(described)}: ours left no plan")
                 return
-        rows = []
-        replays = [(name, plans["planned"], *how) for name, how in _SCHEDULES.items()]
+        replays = [(name, "planned", *how) for name, how in _SCHEDULES.items()]
         replays += [
-            (f"three integers, {name}", plans[_THREE_INTEGERS], *_SCHEDULES[name]) for name in list(_SCHEDULES)[2::2]
+            (f"{_THREE_INTEGERS}, {name}", _THREE_INTEGERS, *_SCHEDULES[name]) for name in list(_SCHEDULES)[2::2]
         ]
-        for name, plan, overlap, priority in replays:
-            if plan is None:
-                self.left_out.append(f"ablation, {name}: no plan of that kind keeps the budget, or none was left")
+        rows = []
+        for name, kind, overlap, priority in replays:
+            plan = self._plan_of(setting, kind)
+            if plan is None and self._known("ablation", name, **described) is None:
+                self.left_out.append(f"ablation, {name}: no such plan keeps the budget")
                 continue
-            how = {
-                "plan": str(plan),
-                "overlap": overlap,
-                "priority": priority,
-                "micro_batches": int(plan.name.split("-")[3]),
-            }
+            count = int(plan.name.split("-")[3]) if plan else 1
+            how = {"plan": str(plan), "overlap": overlap, "priority": priority, "micro_batches": count}
             rows.append(self._trained("ablation", name, self.case("ours", setting, **how)))
         found = [row for row in rows if row is not None]
         if found:
             print(f"ablation: {ablation(found)}\n", flush=True)
 
-    def _plan_of(self, setting: tuple[str, float | None, int, bool], kind: str) -> Path | None:
+    def _plan_of(self, setting: Setting, kind: str) -> Path | None:
         size, cap, batch, _ = setting
         return next(iter(sorted(self.processes.folder.glob(f"{size}-{cap}-{batch}-*-{kind}.json"))), None)
 
@@ -306,7 +310,7 @@ class Suite:
 
     def _trained(self, part: str, name: str, case: Case) -> Row | None:
         """The row of a case, from an earlier run or trained now; None where time is over."""
-        described = {"size": case.size, "cap_gb": case.cap_gb, "batch": case.batch, "clip": case.clip}
+        described = _described((case.size, case.cap_gb, case.batch, case.clip))
         row = self._known(part, name, **described)
         if row is None:
             if self._is_late(f"{part}, {setting_of(described)}, {name}"):
@@ -321,10 +325,7 @@ class Suite:
 
     def _best_of(self, case: Case) -> Row:
         """Levels by rising memory; those that do not fit again with twice the micro-batches, as long as there are."""
-        try:
-            left = list(system_class(case.system).levels)
-        except ImportError as error:
-            return {"outcome": "cannot run", "reason": str(error), "trials": []}
+        left = list(system_class(case.system).levels)
         trials: list[Row] = []
         problem = ("failed", "nothing was reported")
         count = case.micro_batches

@@ -1,5 +1,7 @@
 """The scripts under examples/ run as README says."""
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -11,9 +13,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.slow
 
 
-def output_of(script: str, *arguments: str) -> str:
+def output_of(script: str, *arguments: str, environment: dict[str, str] | None = None) -> str:
     command = [sys.executable, str(EXAMPLES / script), *arguments]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
 
@@ -51,3 +53,22 @@ def test_the_demo_trains_within_its_budget():
     share = re.search(r"measured peak ([\d.]+)% of it", text)
     assert share is not None and float(share[1]) <= 100
     assert "what the model writes" in text and "predicted" in text
+
+
+def test_the_gpu_suite_runs_dry_and_a_system_that_dies_loses_nothing_else(tmp_path):
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").write_text("import os\nos._exit(7)\n")
+    (tmp_path / "deepspeed.py").write_text("raise ModuleNotFoundError('no such package', name='deepspeed')\n")
+    result = tmp_path / "gpu.json"
+    selection = "--dry --no-inductor --parts compare --sizes 1b --caps full --batches 2 --clip off --steps 3".split()
+    systems = ["--systems", "torchao", "zero-offload", "compile", "ours"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    text = output_of("benchmarks/gpu_suite.py", *selection, *systems, "--json", str(result), environment=environment)
+    rows = {row["system"]: row for row in json.loads(result.read_text())["rows"]["compare"]}
+    outcomes = {name: row["outcome"] for name, row in rows.items()}
+    assert outcomes == {"torchao": "failed", "zero-offload": "cannot run", "compile": "fits", "ours": "fits"}
+    assert all(row["reason"] for row in rows.values() if row["outcome"] != "fits")
+    levels = [(trial["level"], trial["micro batches"]) for trial in rows["compile"]["trials"]]
+    assert levels == [("full", 1), ("selective", 1), ("none", 1)]
+    assert rows["ours"]["loss difference"] < 1e-3 and rows["ours"]["roofline share"] > 0
+    assert "over the best of the others, compile" in text
