@@ -24,7 +24,8 @@ _HOST_RESERVE = 0.04
 """Of host memory: a process is ended before less than this is available, because the system would end any other one."""
 
 Problem = tuple[str, str]
-"""An outcome and its reason; both empty where a process ended well."""
+"""An outcome and its reason."""
+ENDED_WELL: Problem = ("", "")
 
 
 class Processes:
@@ -41,11 +42,10 @@ class Processes:
         self._count = 0
         self._environment = os.environ | {
             "AUTOHETE_CACHE_DIR": str(folder / "autohete"),
-            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-            "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
             "TOKENIZERS_PARALLELISM": "false",
         }
+        self._new_caches()
 
     def run(self, case: Case | str, limit_s: float) -> tuple[list[dict[str, Any]], Problem]:
         """Rows in the order of the levels, whatever became of the process afterwards."""
@@ -60,14 +60,21 @@ class Processes:
                 problem = _waited(process, limit_s)
             finally:
                 _end(process)
-                self._release_locks()
-        rows = [json.loads(line) for line in result.read_text().splitlines()] if result.exists() else []
+        if problem != ENDED_WELL:
+            self._new_caches()
+        lines = result.read_text().splitlines(keepends=True) if result.exists() else []
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may have been cut
         return rows, (FAILED, _last_words(log)) if problem is None else problem
 
-    def _release_locks(self) -> None:
-        """A process that was ended while it built an extension leaves a lock for which all later ones would wait."""
-        for lock in (self.folder / "extensions").rglob("lock"):
-            lock.unlink()
+    def _new_caches(self) -> None:
+        """Of compiled code: a process that is ended while it writes a library, or holds a lock, spoils them for all others."""
+        for name in ("inductor", "triton", "extensions"):
+            (self.folder / f"{name}-{self._count}").mkdir(exist_ok=True)
+        self._environment |= {
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / f"inductor-{self._count}"),
+            "TRITON_CACHE_DIR": str(self.folder / f"triton-{self._count}"),
+            "TORCH_EXTENSIONS_DIR": str(self.folder / f"extensions-{self._count}"),
+        }
 
 
 def _waited(process: "subprocess.Popen[bytes]", limit_s: float) -> Problem | None:
@@ -81,7 +88,7 @@ def _waited(process: "subprocess.Popen[bytes]", limit_s: float) -> Problem | Non
         time.sleep(_POLL_S)
     if process.returncode == -signal.SIGKILL:
         return DOES_NOT_FIT, "the system ended the process, which it does when host memory runs out"
-    return None if process.returncode else ("", "")
+    return None if process.returncode else ENDED_WELL
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -244,11 +244,16 @@ class Suite:
 
     def ablation(self, setting: Setting) -> None:
         described = _described(setting)
-        if any(self._known("ablation", name, **described) is None for name in _SCHEDULES):
-            if self._plan_of(setting, "planned") is None:  # what was resumed, or runs without ours, left none
-                self._best_of(self.case("ours", setting))
+        is_known = all(self._known("ablation", name, **described) for name in _SCHEDULES)
+        if (
+            not is_known and self._plan_of(setting, "planned") is None
+        ):  # what was resumed, or runs without ours, left none
+            if self._is_late(f"ablation, {setting_of(described)}"):
+                return
+            row = self._best_of(self.case("ours", setting))
             if self._plan_of(setting, "planned") is None:
-                self.left_out.append(f"ablation, {setting_of(described)}: ours left no plan")
+                why = f"{row['outcome']}: {row.get('reason', '')}"
+                self.left_out.append(f"ablation, {setting_of(described)}: ours left no plan, {why}")
                 return
         replays = [(name, "planned", *how) for name, how in _SCHEDULES.items()]
         replays += [
