@@ -63,6 +63,7 @@ def _run_levels(case: Case, emit: Emit) -> None:
     for level in case.levels:
         system.set_level(level)
         emit({"outcome": FITS, "level": level, "build s": built_s, **run.measure(level)})
+    system.finish()
 
 
 class _Run:

@@ -204,7 +204,7 @@ class Suite:
             steps=asked.steps,
             dry=asked.dry,
             inductor=not asked.no_inductor,
-            folder=str(self.processes.folder),
+            folder=str(self.processes.folder) if setting == next(self.settings()) else "",  # of the ablation
             **more,
         )
 

@@ -67,7 +67,7 @@ class Case:
         inductor: compile with it; else trace only.
         plan: replay this plan file (ours).
         overlap, priority: schedule of the replayed plan (ours).
-        folder: where the process may leave files for those after it.
+        folder: where the process leaves plans for those after it; empty: nowhere.
     """
 
     system: str
@@ -187,6 +187,10 @@ class System(ABC):
     def figures(self) -> dict[str, Any]:
         """More to report of the steps so far."""
         return {}
+
+    def finish(self) -> None:
+        """Called when all levels were reported."""
+        return
 
     def recompute_share(self) -> float:
         """Of the forward's products; selective recomputation repeats none of them."""

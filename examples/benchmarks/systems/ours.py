@@ -89,7 +89,6 @@ class Ours(System):
     def figures(self) -> dict[str, Any]:
         compilation = self._compilation()
         plan = compilation.plan
-        self._leave_plans(plan)
         return {
             "predicted step s": plan.step_s,
             "predicted peak bytes": plan.peak_bytes,
@@ -99,10 +98,10 @@ class Ours(System):
             "compile s": dict(compilation.compile_s),
         }
 
-    def _leave_plans(self, plan: Plan) -> None:
+    def finish(self) -> None:
         if not self.case.folder or self.case.plan:
             return
-        folder = Path(self.case.folder)
+        folder, plan = Path(self.case.folder), self._compilation().plan
         plan.save(folder / plan_name(self.case))
         if self._problems:
             problem = self._problems[-1]
