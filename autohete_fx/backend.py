@@ -107,7 +107,7 @@ def _owning(
     """The compiled function, which keeps the model's runtime alive, times its steps, and cleans up behind an exception.
 
     Updates that its nodes do not wait for are waited for before it begins: those of other parameters, and those that an
-    input shares memory with that is none of the ``awaited`` parameters itself, such as a buffer that is a view of a weight.
+    input shares memory with that is none of the parameters that its nodes wait for, such as a buffer that is a view of a weight.
     """
     guarded = _cleaning_up(weakref.ref(model.session), compilation)
 

@@ -7,7 +7,7 @@ Each training graph leaves a note of the device memory that it takes beside the 
 
 import hashlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,16 +94,21 @@ def _fresh_digest(digest: str) -> str:
     return candidate
 
 
-def place(params: Mapping[str, torch.nn.Parameter], compilation: Compilation, model: Model) -> None:
+def place(
+    params: Mapping[str, torch.nn.Parameter], compilation: Compilation, model: Model, *, but: Collection[str] = ()
+) -> None:
     """Put parameters of the model where the plan has their blocks'.
 
     Args:
         params: by name, at least those that ``compilation`` knows the owners of.
+        but: names of those that stay where they are.
     """
     plan, session = compilation.plan, model.session
     session.updates.early.starter = start_update
     moved = moved_states(plan.decisions, compilation.owners, params)
     for name, block in compilation.owners.items():
+        if name in but:
+            continue
         decision = plan.decisions[block]
         _models[params[name]] = weakref.ref(model)
         placement = Placement(
@@ -141,8 +146,9 @@ class GraphParameters:
         given = args[0] if len(args) == 1 and isinstance(args[0], list) else args  # one list where the call is boxed
         params = {name: given[index] for name, index in self._indices.items()}
         if not (self._seen and all(seen() is param for seen, param in zip(self._seen, params.values(), strict=True))):
-            if not any(map(_is_planned, params.values())):
-                place(params, self._compilation, self._model)
+            planned = {name for name, param in params.items() if _is_planned(param)}
+            if len(planned) < len(params):
+                place(params, self._compilation, self._model, but=planned)
             self._seen = [weakref.ref(param) for param in params.values()]
             self._awaited = self._awaited_of(params)
         return self._awaited

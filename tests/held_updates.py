@@ -85,6 +85,12 @@ def labels() -> tuple[str, ...]:
     return found[0].plan.labels
 
 
+def updates_of(model: Stack) -> Updates:
+    placement = placement_of(model.layers[0][0].weight)
+    assert placement is not None and placement.updates is not None
+    return placement.updates
+
+
 class Training:
     """A stack that has taken a step whose updates the gate still holds, and its twin, which has none under way."""
 
@@ -127,9 +133,7 @@ class Training:
 
     @property
     def updates(self) -> Updates:
-        placement = placement_of(self.model.layers[0][0].weight)
-        assert placement is not None and placement.updates is not None
-        return placement.updates
+        return updates_of(self.model)
 
     @property
     def weights(self) -> tuple[Tensor, Tensor]:

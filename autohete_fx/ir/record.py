@@ -11,7 +11,7 @@ class LaneRecord:
 
     Attributes:
         lane: who did it. On the compute lane stand the times for which the program was held by a wait.
-        label: ``prefetch``, ``reload``, ``offload``, ``update``, ``upload``, ``download``; or what was waited for.
+        label: ``prefetch``, ``reload``, ``offload``, ``update``, ``upload``, ``download``, ``edits``; or what was waited for.
         priority: as submitted; smaller was sooner.
         num_bytes: bytes that were copied, or of the parameters that were updated.
     """

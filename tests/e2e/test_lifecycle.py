@@ -162,6 +162,16 @@ def test_two_equal_models_do_not_meet():
     assert all(is_home(layer[0].weight) for model in models for layer in model.layers)
 
 
+def test_a_model_that_shares_a_layer_with_another_is_placed_too():
+    models = [make(), make()]
+    models[1].layers[0] = models[0].layers[0]
+    host = plan_of(BlockDecision(params=Params.HOST))
+    for model in models:
+        model.compile(backend="autohete", options={**EAGER, "plan": host})
+        model(torch.randn(256, 128)).backward()
+    assert all(is_home(layer[0].weight) for layer in models[1].layers)
+
+
 def test_a_model_that_is_made_again_keeps_the_budget_with_the_code_of_the_first():
     """As in a notebook whose cell runs twice: Dynamo has code for the class, and asks no backend."""
     budget, expected = 3 * 2**19, plain()
