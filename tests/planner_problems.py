@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
 from autohete_fx.ir import BlockCost, BlockDecision, Edge, Machine, Overlap, Problem, Schedule, SelectiveCost
@@ -24,6 +25,14 @@ MACHINE = Machine(
     host_update_params_per_s=10.0,
     latency_s=0.0,
 )
+
+QUIET: dict[str, Any] = {
+    "phases": [Phase.explicit, Phase.generate],
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "derandomize": True,
+}
+"""Settings of hypothesis: the same examples every time, however long each takes, and no search for smaller ones that fail."""
 
 
 def cost(**changes: float) -> BlockCost:

@@ -1,5 +1,8 @@
 """Live bytes of small graphs, worked out by hand."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import fx
@@ -12,13 +15,13 @@ from autohete_fx.profiler.liveness import MemoryTrace
 ROW = 64 * 1024 * 4  # bytes of one float32 tensor of the size that most tests use
 
 
-def traced(function: object, *inputs: torch.Tensor) -> fx.GraphModule:
-    gm = make_fx(function, tracing_mode="fake")(*inputs)  # type: ignore[arg-type]
+def traced(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:
+    gm = make_fx(function, tracing_mode="fake")(*inputs)
     gm.graph.eliminate_dead_code()
     return gm
 
 
-def trace(function: object, *inputs: torch.Tensor, inner_backend: str = "inductor") -> MemoryTrace:
+def trace(function: Callable[..., Any], *inputs: torch.Tensor, inner_backend: str = "inductor") -> MemoryTrace:
     return trace_memory(traced(function, *inputs), device_type="cpu", inner_backend=inner_backend)
 
 

@@ -1,34 +1,24 @@
 """Profiles of a small partition: each figure against what the graph says, and blocks on their own."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
 from torch import fx, nn
 
-from autohete_fx.ir import Block, BlockGraph, BlockKind, Machine
+from autohete_fx.ir import Block, BlockGraph, BlockKind
 from autohete_fx.profiler import ParamInfo, Partition, profile_analytic, profile_measured
 from autohete_fx.profiler.analytic import saved_tensors
 from autohete_fx.profiler.flops import flops_of
 from autohete_fx.profiler.measured import extract_block, values_not_stored
+from tests import planner_problems
 
-MACHINE = Machine(
-    device_name="one that is easy to reckon with",
-    device_type="cpu",
-    device_bytes=2**40,
-    host_bytes=2**40,
-    disk_bytes=0,
-    device_flops_per_s=(("float32", 1e9),),
-    device_bytes_per_s=1e15,
-    h2d_bytes_per_s=1e9,
-    d2h_bytes_per_s=1e9,
-    disk_bytes_per_s=0.0,
-    device_update_params_per_s=1e9,
-    host_update_params_per_s=1e9,
-    latency_s=0.0,
+MACHINE = replace(
+    planner_problems.MACHINE, device_type="cpu", device_flops_per_s=(("float32", 1e9),), device_bytes_per_s=1e15
 )
 ROWS, WIDTH, LAYERS = 256, 128, 3
 ACTIVATION = ROWS * WIDTH * 4
@@ -187,18 +177,18 @@ def test_measured_seconds_come_from_one_run_a_digest_and_are_kept(partition: Par
     )
     compiled: list[fx.GraphModule] = []
 
-    def compile_graph(gm: fx.GraphModule, inputs: object) -> object:
+    def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[[list[Any]], Any]:
         compiled.append(gm)
         return lambda args: gm(*args)
 
     before = torch.random.get_rng_state()
-    profile = profile_measured(alike, MACHINE, compile_graph=compile_graph)  # type: ignore[arg-type]
+    profile = profile_measured(alike, MACHINE, compile_graph=compile_graph)
     assert torch.equal(before, torch.random.get_rng_state())
     assert len(compiled) == 2
     assert profile.source == "measured"
     assert len({(cost.forward_s, cost.backward_s) for cost in profile.costs}) == 1
     assert all(cost.forward_s > 0 and cost.backward_s > 0 for cost in profile.costs)
-    again = profile_measured(alike, MACHINE, compile_graph=compile_graph)  # type: ignore[arg-type]
+    again = profile_measured(alike, MACHINE, compile_graph=compile_graph)
     assert len(compiled) == 2
     assert again.costs == profile.costs
     bytes_of = [(c.saved_bytes, c.grad_bytes) for c in profile_analytic(partition, MACHINE).costs]
@@ -207,8 +197,9 @@ def test_measured_seconds_come_from_one_run_a_digest_and_are_kept(partition: Par
 
 def test_what_does_not_fit_or_comes_too_late_stays_analytic(partition: Partition) -> None:
     estimates = profile_analytic(partition, MACHINE)
-    for limits in ({"max_bytes": 1000}, {"time_limit_s": -1.0}):
-        found = profile_measured(partition, MACHINE, **limits)  # type: ignore[arg-type]
+    too_little: tuple[dict[str, Any], ...] = ({"max_bytes": 1000}, {"time_limit_s": -1.0})
+    for limits in too_little:
+        found = profile_measured(partition, MACHINE, **limits)
         assert found.source == "analytic"
         assert found.costs == estimates.costs
 

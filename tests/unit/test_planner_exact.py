@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from numpy.typing import NDArray
 
 from autohete_fx.errors import InfeasiblePlanError
@@ -33,14 +33,7 @@ from autohete_fx.planner.improve import Search
 from autohete_fx.planner.replays import Replays
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import OPTIMAL_GAP, solve
-from tests.planner_problems import problems
-
-QUIET = {
-    "phases": [Phase.explicit, Phase.generate],
-    "deadline": None,
-    "suppress_health_check": list(HealthCheck),
-    "derandomize": True,
-}
+from tests.planner_problems import QUIET, problems
 
 
 def at_all_distances(given_problem: Problem, block: int) -> list[BlockDecision]:

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autohete_fx.errors import InfeasiblePlanError
@@ -11,9 +11,7 @@ from autohete_fx.ir import BlockDecision, Optimizer, Params, Plan, Problem
 from autohete_fx.planner.baselines import fits
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import solve
-from tests.planner_problems import cost, limited, problem, problems
-
-QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
+from tests.planner_problems import QUIET, cost, limited, problem, problems
 
 
 @settings(max_examples=15, **QUIET)

@@ -5,24 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from autohete_fx.ir import Machine
 from autohete_fx.profiler import cache
-
-MACHINE = Machine(
-    device_name="a device",
-    device_type="cpu",
-    device_bytes=10,
-    host_bytes=20,
-    disk_bytes=0,
-    device_flops_per_s=(("float32", 1.5e9), ("bfloat16", 2.5e9)),
-    device_bytes_per_s=1.0,
-    h2d_bytes_per_s=2.0,
-    d2h_bytes_per_s=3.0,
-    disk_bytes_per_s=0.0,
-    device_update_params_per_s=4.0,
-    host_update_params_per_s=5.0,
-    latency_s=1e-6,
-)
+from tests.planner_problems import MACHINE
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import dataclasses
 from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import assume, given, settings
 
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.ir import (
@@ -31,14 +31,8 @@ from autohete_fx.planner.reasons import reasons_of
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.simulation import Simulation
 from autohete_fx.planner.solve import solve
-from tests.planner_problems import cost, problem, problems
+from tests.planner_problems import QUIET, cost, problem, problems
 
-QUIET = {
-    "phases": [Phase.explicit, Phase.generate],
-    "deadline": None,
-    "suppress_health_check": list(HealthCheck),
-    "derandomize": True,
-}
 KEEP = BlockDecision()
 RECOMPUTE = BlockDecision(activations=Activations.RECOMPUTE)
 

@@ -199,12 +199,12 @@ def test_records_tell_microseconds_hours_after_the_lane_was_opened(log: Log, mon
     monkeypatch.setattr(torch.Event, "elapsed_time", elapsed_ms)
     monkeypatch.setattr(torch.Event, "query", lambda event: True)
     lanes = Lanes("cuda")
-    tickets = [lanes.submit(Lane.H2D, 0, torch.zeros(4), torch.ones(4)) for _ in range(300)]
+    tickets: list[Any] = [lanes.submit(Lane.H2D, 0, torch.zeros(4), torch.ones(4)) for _ in range(300)]
     found = lanes.records()
     assert len(found) == len(tickets)
-    origin_s = found[0].end_s - tickets[0].end.at_ms / 1e3  # type: ignore[attr-defined]
+    origin_s = found[0].end_s - tickets[0].end.at_ms / 1e3
     for ticket, record_ in zip(tickets, found, strict=True):
-        begin_s, end_s = (origin_s + event.at_ms / 1e3 for event in (ticket.begin, ticket.end))  # type: ignore[attr-defined]
+        begin_s, end_s = (origin_s + event.at_ms / 1e3 for event in (ticket.begin, ticket.end))
         assert record_.end_s - record_.begin_s == pytest.approx(end_s - begin_s, abs=3e-6)
         assert record_.end_s == pytest.approx(end_s, abs=1e-3)
     lanes.close()
