@@ -2,10 +2,10 @@
 
 * oneDNN is pinned to one instruction set before torch is imported, so that bitwise comparisons mean the same on
   every machine.
-* The Inductor cache directory belongs to this process. Compiled C++ kernels, named by their source, are shared by all
-  its tests, for speed. Cached *graphs* are removed before each test: a test meets another test's compilation never, and
-  sees caching as a user does (both caches on). The fixture ``fresh_caches`` gives a test empty directories.
-* ``AUTOHETE_CACHE_DIR`` (machine figures, profiles) is shared by the tests of one process too.
+* The Inductor cache directory belongs to this run. Compiled C++ kernels, named by their source, are shared by all its
+  tests and processes, for speed. Cached *graphs* have the test in their key: a test meets another test's compilation never,
+  and sees caching as a user does (both caches on). The fixture ``fresh_caches`` gives a test empty directories.
+* ``AUTOHETE_CACHE_DIR`` (machine figures, profiles) is shared by all tests too.
 * Tests under ``tests/cuda`` have the marker ``cuda`` and are skipped where there is no CUDA device.
 * pytest-xdist's workers (``-n``) share the cores: each computes on its part of them. One of them runs all CUDA tests.
 """
@@ -17,16 +17,22 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.held_updates import Gate
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if _workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // _workers)))
-_RUN_DIR = Path(tempfile.mkdtemp(prefix="autohete-tests-"))
-_INDUCTOR_DIR = _RUN_DIR / "inductor"
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_INDUCTOR_DIR)
+_IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # of another process, which has made the directories
+_RUN_DIR = (
+    Path(os.environ["AUTOHETE_CACHE_DIR"]).parent if _IS_WORKER else Path(tempfile.mkdtemp(prefix="autohete-tests-"))
+)
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_RUN_DIR / "inductor")
 os.environ["AUTOHETE_CACHE_DIR"] = str(_RUN_DIR / "autohete")
 assert "torch" not in sys.modules, "torch was imported before its environment was set"
 
@@ -36,7 +42,8 @@ _ORDER = ("unit", "graph", "e2e", "cuda")
 
 
 def pytest_unconfigure() -> None:
-    shutil.rmtree(_RUN_DIR, ignore_errors=True)
+    if not _IS_WORKER:
+        shutil.rmtree(_RUN_DIR, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -54,6 +61,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("cuda"))
 
 
+def pytest_collection_finish() -> None:
+    """What imports have made stays: collecting garbage, as many tests do, need not go through it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda"):
         import torch
@@ -65,12 +78,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def _clean_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
     """No compiled code, cached graph, random state or pending update of an earlier test. Tests without torch do not pay for it."""
+    if request.node.get_closest_marker("keeps_compiled"):
+        yield
+        return
+    os.environ["TORCH_COMPILE_CACHE_KEY_TAG"] = request.node.nodeid  # of processes that the test starts
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+        sys.modules["torch.compiler.config"].cache_key_tag = request.node.nodeid
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
-    for graphs in ("fxgraph", "aotautograd"):
-        shutil.rmtree(_INDUCTOR_DIR / graphs, ignore_errors=True)
     yield
     if request.path.parent.name in ("e2e", "cuda"):
         import torch._dynamo
@@ -80,6 +96,17 @@ def _clean_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
         lower_fences()  # of a model that the traceback of a failed test keeps alive
         torch._dynamo.reset()
         gc.collect()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> "Iterator[Gate]":
+    """Holds updates while it is closed, and with them the copies that wait for them."""
+    from tests.held_updates import Gate, use_lanes
+
+    gate = Gate()
+    use_lanes(monkeypatch, pace=gate)
+    yield gate
+    gate.opened.set()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from autohete_fx.ir import Lane, Overlap, Schedule
 from autohete_fx.runtime.lanes import Lanes
 from autohete_fx.runtime.placement import Placement, is_movable, place_param, placement_of
 from autohete_fx.runtime.ticket import Ticket
-from autohete_fx.runtime.tiers import open_tier
+from autohete_fx.runtime.tiers import HostTier, open_tier
 from autohete_fx.runtime.updates import Updates
 
 STEP = Schedule(overlap=Overlap.STEP)
@@ -91,8 +91,15 @@ def updates_of(model: Stack) -> Updates:
     return placement.updates
 
 
+def tier_of(model: nn.Module) -> HostTier:
+    """Where its homes are."""
+    placement = placement_of(weight_of(model))
+    assert placement is not None
+    return placement.tier
+
+
 class Training:
-    """A stack that has taken a step whose updates the gate still holds, and its twin, which has none under way."""
+    """A stack that has taken a step whose updates the gate still holds, and its twin in eager mode, which has none under way."""
 
     def __init__(
         self,
@@ -107,7 +114,6 @@ class Training:
         self.model, self.twin = Stack(breaks).to(device), Stack(breaks).to(device)
         self.optimizer = autohete_fx.AdamW(self.model.parameters(), lr=1e-2)
         self.reference = updated_at_once(self.twin, lr=1e-2)
-        self.twin.compile(backend="aot_eager")
         options: dict[str, Any] = {"inner_backend": "eager", "profile": "analytic"}
         if not breaks:
             options["plan"] = Plan(labels=labels(), decisions=(decision,) * len(labels()), schedule=STEP)
@@ -124,7 +130,6 @@ class Training:
         self.step()
 
     def step(self) -> None:
-        # The twin first: a call of what another backend compiled waits for all updates.
         for model, optimizer in ((self.twin, self.reference), (self.model, self.optimizer)):
             loss = model(torch.ones(8, 128, device=weight_of(model).device))
             loss.backward()
@@ -149,8 +154,8 @@ class Training:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def weight_of(model: nn.Module) -> Tensor:
-    return model.layers[2][0].weight  # type: ignore[index, return-value]
+def weight_of(model: nn.Module) -> nn.Parameter:
+    return model.get_parameter("layers.2.0.weight")
 
 
 def saved(value: object) -> Any:
@@ -160,6 +165,8 @@ def saved(value: object) -> Any:
     return torch.load(buffer)
 
 
-def eagerly(model: nn.Module) -> Tensor:
+def eagerly(model: nn.Module, x: Tensor | None = None) -> Tensor:
+    """What eager code makes of a batch, without gradients."""
+    assert isinstance(model, Stack)
     with torch.no_grad():
-        return Stack.forward(model, torch.ones(4, 128, device=weight_of(model).device))  # type: ignore[arg-type]
+        return Stack.forward(model, torch.ones(4, 128, device=weight_of(model).device) if x is None else x)

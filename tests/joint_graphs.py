@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._functorch.partitioners import default_partition
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -50,12 +50,15 @@ def _copy(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Capture(CustomPartitionerFn):
+    """Keeps the joint graph; what becomes of it matters to nobody, so it is split in the cheapest way."""
+
     def __init__(self, keep: Callable[[fx.GraphModule], None]) -> None:
         self.keep = keep
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.keep(gm)
-        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        kwargs.pop("compiler", None)
+        return default_partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> None:
         return None

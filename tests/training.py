@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -196,11 +197,29 @@ def ours(model: Model, inner: str, options: dict[str, Any], overlap: str | None 
 
 
 def plain(model: Model, inner: str, **how: Any) -> list[Tensor]:
-    """What training without the backend gives, each parameter stepped where the last compilation of ours has it."""
-    model.compile(backend="aot_eager" if inner == "eager" else "inductor")
-    result = train(model, ReferenceAdamW(model, stepped_on_host()), **how)
-    torch._dynamo.reset()
-    return result
+    """What training without the backend gives, each parameter stepped where the last compilation of ours has it. Many tests ask
+    for the same: equal models are trained once, and the one given may come back untrained."""
+    on_host = (
+        frozenset() if device_of(model) == "cpu" else stepped_on_host()
+    )  # on a CPU device both are the same processor
+    key = (inner, STEPS, on_host, tuple(sorted(how.items(), key=lambda item: item[0])), _identity(model))
+    if key not in _trained_plainly:
+        model.compile(backend="aot_eager" if inner == "eager" else "inductor")
+        _trained_plainly[key] = train(model, ReferenceAdamW(model, on_host), **how)
+        torch._dynamo.reset()
+    return _trained_plainly[key]
+
+
+_trained_plainly: dict[Any, list[Tensor]] = {}
+
+
+def _identity(model: Model) -> str:
+    """What tells models apart that do not train alike: structure, mode, which parameters are shared or frozen, values."""
+    told = hashlib.sha256(f"{model!r} {model.training} {device_of(model)}".encode())
+    for name, p in model.named_parameters():
+        told.update(f"{name} {p.dtype} {p.shape} {p.requires_grad}".encode())
+        told.update(copied(p).view(torch.uint8).numpy())
+    return told.hexdigest()
 
 
 def stepped_on_host() -> frozenset[str]:

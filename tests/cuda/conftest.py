@@ -11,7 +11,7 @@ import torch
 
 from autohete_fx.runtime.session import Session
 from autohete_fx.runtime.stream_lane import StreamTicket
-from tests.held_updates import Gate, use_lanes
+from tests.held_updates import use_lanes
 
 CARD_BYTES = 768 * 2**20
 
@@ -26,15 +26,6 @@ def small_card() -> Iterator[int]:
     yield CARD_BYTES
     torch.cuda.set_per_process_memory_fraction(1.0)
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Holds updates; copies are held behind them."""
-    gate = Gate()
-    use_lanes(monkeypatch, pace=gate)
-    yield gate
-    gate.opened.set()
 
 
 @pytest.fixture

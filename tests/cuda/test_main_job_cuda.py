@@ -16,7 +16,7 @@ class TestOnCuda(MainJob):
     device = "cuda"
     # The caching allocator rounds a block up by as much as 1 MiB, and benchmarks Triton's kernels in a buffer of the
     # size of its L2 cache: a budget is a matter of gigabytes here.
-    large = Sizes(width=1024, heads=16, layers=6, batch=40, time=256)
+    large = deep = Sizes(width=1024, heads=16, layers=6, batch=40, time=256)
 
 
 WIDE = Sizes(width=1024, heads=16, layers=20)

@@ -9,7 +9,7 @@ import torch
 from autohete_fx import BlockDecision, Plan
 from autohete_fx.ir import Overlap, Schedule
 from tests import training
-from tests.e2e.test_host_copy import EDITS, NUM_WEIGHTS
+from tests.e2e.test_host_copy import EDITS, assert_comes_down_and_counts
 from tests.e2e.test_host_copy import Pair as CopiedPair
 from tests.e2e.test_overlap import READS
 from tests.held_updates import ALL_ON_HOST, OPTIMIZER_ON_HOST, Gate, Training
@@ -62,16 +62,7 @@ def test_metadata_waits_for_nothing(gate: Gate):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edit_comes_down_and_counts(name: str, dtype: torch.dtype):
-    pair = CopiedPair(dtype, "cuda")
-    for _ in range(3):
-        pair.step()
-    assert pair.downloads() == NUM_WEIGHTS, "before their first updates"
-    for model in pair.models:
-        EDITS[name](model)
-    for _ in range(2):
-        pair.step()
-    assert pair.downloads() == NUM_WEIGHTS + 1
-    pair.assert_equal()
+    assert_comes_down_and_counts(EDITS[name], CopiedPair(dtype, "cuda"))
 
 
 def test_a_user_may_train_on_a_stream_of_their_own(late: None):

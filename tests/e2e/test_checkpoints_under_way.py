@@ -60,6 +60,7 @@ def results(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
 @pytest.mark.filterwarnings("ignore:TypedStorage:UserWarning")
 @pytest.mark.parametrize("how", [through_dcp, through_files])
@@ -77,7 +78,6 @@ def test_a_checkpoint_of_held_updates_resumes_bitwise(how: Any, gate: Gate, tmp_
     timer.join()
     fresh = Stack()
     optimizer = torch.optim.AdamW(fresh.parameters(), lr=1e-2, fused=True)
-    fresh.compile(backend="aot_eager")
     load(fresh, optimizer)
     expected = train(state.twin, state.reference), results(state.twin, state.reference)
     for loaded in ((into.model, into.optimizer), (state.model, state.optimizer), (fresh, optimizer)):

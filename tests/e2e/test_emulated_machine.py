@@ -1,8 +1,10 @@
 """Training on an emulated machine (`examples/benchmarks/emulated.py`): every lane works in the simulator's order, and what is
 trained is what eager training gives."""
 
+import functools
 import itertools
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from autohete_fx.runtime.ticket import LaneRecord, Ticket
 from autohete_fx.runtime.updates import Updates
 from examples.benchmarks.emulated import Emulation, Speeds
 from tests import training
+from tests.main_job import slow
 from tests.training import LABELS, STEPS, Sizes, assert_equal, make, ours, plain
 
 SIZES = Sizes(width=128, batch=4, time=32)
@@ -66,11 +69,6 @@ class Watch:
         return in_runs(self.blocks[t] for t in self.served if t.lane is lane and t in self.blocks)
 
 
-@pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    return Watch(monkeypatch)
-
-
 def in_runs(blocks: Iterable[int]) -> list[int]:
     """Each block once for all its tensors."""
     return [block for block, _ in itertools.groupby(blocks)]
@@ -86,41 +84,75 @@ def emulated(
     return trained, emulation, training.training_compilation()
 
 
+@dataclass(frozen=True)
+class Watched:
+    """What an emulated machine did in a training."""
+
+    compilation: Compilation
+    computed: list[tuple[str, int]]
+    updates: list[int]
+    uploads: list[int]
+    gradients: list[int]
+    updated_bytes: list[int]
+    downloaded_bytes: list[int]
+    most_host_bytes: int
+
+
+@functools.cache
+def watched(name: str, schedule: Schedule) -> Watched:
+    """Trained once for all that is asked of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        watch = Watch(patch)
+        _, emulation, compilation = emulated(PLANS[name], schedule)
+    return Watched(
+        compilation=compilation,
+        computed=[(phase, block) for phase, block, _, _ in emulation.computed],
+        updates=watch.updates_on(Lane.UPDATE),
+        uploads=watch.updates_on(Lane.H2D),
+        gradients=in_runs(t.priority - len(LABELS) for t in watch.served if t.label == "offload"),
+        updated_bytes=[t.num_bytes for t in watch.served if t.lane is Lane.UPDATE],
+        downloaded_bytes=[t.num_bytes for t in watch.served if t.label == "download"],
+        most_host_bytes=watch.most_host_bytes,
+    )
+
+
 def simulated(compilation: autohete_fx.Compilation, label: str, lane: Lane | None = None) -> list[int]:
     """Blocks in the order in which the simulator begins with something of theirs, in one step."""
     return [e.block for e in compilation.events if e.label == label and lane in (None, e.lane)]
 
 
-@pytest.mark.parametrize("schedule", [BY_PRIORITY, AS_THEY_COME], ids=["priority", "fifo"])
-@pytest.mark.parametrize("name", PLANS)
-def test_compute_and_updates_run_in_the_simulators_order(name: str, schedule: Schedule, watch: Watch):
-    _, emulation, compilation = emulated(PLANS[name], schedule)
-    assert watch.updates_on(Lane.UPDATE) == STEPS * simulated(compilation, "update", Lane.UPDATE)
-    step = [(phase, block) for phase in ("forward", "backward") for block in simulated(compilation, phase)]
-    assert [(phase, block) for phase, block, _, _ in emulation.computed] == STEPS * step
+@pytest.mark.parametrize("schedule", [BY_PRIORITY, slow(AS_THEY_COME)], ids=["priority", "fifo"])
+@pytest.mark.parametrize("name", [n if n == "mixed" else slow(n) for n in PLANS])
+def test_compute_and_updates_run_in_the_simulators_order(name: str, schedule: Schedule):
+    found = watched(name, schedule)
+    assert found.updates == STEPS * simulated(found.compilation, "update", Lane.UPDATE)
+    step = [(phase, block) for phase in ("forward", "backward") for block in simulated(found.compilation, phase)]
+    assert found.computed == STEPS * step
 
 
-def test_gradients_leave_and_parameters_return_in_the_simulators_order(watch: Watch):
-    _, _, compilation = emulated(STATES, BY_PRIORITY)
-    assert watch.updates_on(Lane.H2D) == STEPS * simulated(compilation, "upload")
-    gradients = in_runs(t.priority - len(LABELS) for t in watch.served if t.label == "offload")
-    assert gradients == STEPS * simulated(compilation, "gradients")
+@pytest.mark.slow
+def test_gradients_leave_and_parameters_return_in_the_simulators_order():
+    found = watched("states", BY_PRIORITY)
+    assert found.uploads == STEPS * simulated(found.compilation, "upload")
+    assert found.gradients == STEPS * simulated(found.compilation, "gradients")
 
 
-def test_parameters_come_down_before_their_first_update_only(watch: Watch):
+@pytest.mark.slow
+def test_parameters_come_down_before_their_first_update_only():
     """From then on the host has what it sent; the simulator knows of no such copy."""
-    emulated(STATES, BY_PRIORITY)
-    updated = [t.num_bytes for t in watch.served if t.lane is Lane.UPDATE]
-    assert [t.num_bytes for t in watch.served if t.label == "download"] == updated[: len(updated) // STEPS]
+    found = watched("states", BY_PRIORITY)
+    assert found.downloaded_bytes == found.updated_bytes[: len(found.updated_bytes) // STEPS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["states", "some", "all"])
-def test_host_memory_is_what_the_plan_counts(name: str, watch: Watch):
-    _, _, compilation = emulated(PLANS[name], BY_PRIORITY)
-    predicted = compilation.plan.host_bytes
-    assert 0.95 * predicted <= watch.most_host_bytes <= 1.01 * predicted  # homes begin at whole cache lines
+def test_host_memory_is_what_the_plan_counts(name: str):
+    found = watched(name, BY_PRIORITY)
+    predicted = found.compilation.plan.host_bytes
+    assert 0.95 * predicted <= found.most_host_bytes <= 1.01 * predicted  # homes begin at whole cache lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [Schedule(), BY_PRIORITY, AS_THEY_COME], ids=["none", "priority", "fifo"])
 def test_an_emulated_machine_trains_as_eager_does(schedule: Schedule):
     trained, _, _ = emulated((*PLANS["mixed"][:-2], *SOME[-2:]), schedule, clip=True)

@@ -18,6 +18,7 @@ from autohete_fx.runtime import calls
 from autohete_fx.runtime.session import Session, _sessions
 from autohete_fx.runtime.ticket import Ticket
 from tests.held_updates import STEP, Stack, labels, use_lanes
+from tests.main_job import slow
 
 ALL_OFFLOADED = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimizer=Optimizer.HOST)
 
@@ -101,12 +102,11 @@ def interrupt(work: str, model: nn.Module, optimizer: torch.optim.Optimizer, hol
         timer.join()
 
 
-@pytest.mark.parametrize("work", ["forward", "backward", "step"])
+@pytest.mark.parametrize("work", [slow("forward"), slow("backward"), "step"])
 def test_an_interrupt_loses_nothing(work: str, holder: Holder):
     gc.collect()
     twin = Stack()
     reference = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
-    twin.compile(backend="aot_eager")
     train(twin, reference, range(2))
     early = copy.deepcopy((twin.state_dict(), reference.state_dict()))
     if work != "backward":

@@ -2,10 +2,11 @@
 
 import copy
 import dataclasses
+import itertools
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -42,13 +43,25 @@ def overlapping(name: str, **schedule: Any) -> Plan:
 # -- exactness ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_host", [True, slow(False)], ids=["one memory", "two memories"])
-@pytest.mark.parametrize("num_workers", [1, slow(4)])
-@pytest.mark.parametrize("name", [n if n in ("host-optimizer", "mixed") else slow(n) for n in PLANS])
-@pytest.mark.parametrize("how", [{"clip": True}, slow({"micro_batches": 2, "between": training.evaluate})])
-def test_training_is_bitwise_exact_under_random_delays(
-    name: str, num_workers: int, is_host: bool, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-):
+CLIPPING: dict[str, Any] = {"clip": True}
+EVALUATING: dict[str, Any] = {"micro_batches": 2, "between": training.evaluate}
+LANES = {  # every pair of two values
+    "clipping-1-one memory": (CLIPPING, 1, True),
+    "evaluating-1-two memories": (EVALUATING, 1, False),
+    "clipping-4-two memories": (CLIPPING, 4, False),
+    "evaluating-4-one memory": (EVALUATING, 4, True),
+}
+QUICK = ("mixed", "clipping-1-one memory")
+UNDER_DELAYS = [
+    case if case == QUICK else slow(*case)
+    for case in itertools.product(PLANS, LANES)
+    if case[0] not in ("keep", "recompute", "selective") or case[1] == QUICK[1]  # those give lanes nothing to do
+]
+
+
+@pytest.mark.parametrize(("name", "lanes"), UNDER_DELAYS)
+def test_training_is_bitwise_exact_under_random_delays(name: str, lanes: str, monkeypatch: pytest.MonkeyPatch):
+    how, num_workers, is_host = LANES[lanes]
     chance = random.Random(0)
     use_lanes(monkeypatch, num_update_workers=num_workers, is_host=is_host, pace=lambda ticket: chance.uniform(0, 0.02))
     options = {"plan": overlapping(name), "micro_batches": how.get("micro_batches", 1)}
@@ -116,10 +129,26 @@ READS: dict[str, Callable[[nn.Module, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("decision", [OPTIMIZER_ON_HOST, slow(ALL_ON_HOST)], ids=["device", "host"])
+@pytest.fixture(scope="module")
+def held(request: pytest.FixtureRequest) -> Iterator[Training]:
+    """One for all reads of a plan."""
+    torch._dynamo.reset()
+    gate = Gate()
+    with pytest.MonkeyPatch.context() as patch:
+        use_lanes(patch, pace=gate)
+        state = Training(gate, request.param)
+    yield state
+    gate.opened.set()
+    state.optimizer.synchronize()
+
+
+@pytest.mark.keeps_compiled
+@pytest.mark.xdist_group("reads")
+@pytest.mark.parametrize("held", [OPTIMIZER_ON_HOST, slow(ALL_ON_HOST)], ids=["device", "host"], indirect=True)
 @pytest.mark.parametrize("name", READS)
-def test_a_read_waits_for_the_update(name: str, decision: BlockDecision, gate: Gate):
-    Training(gate, decision).assert_waits(READS[name])
+def test_a_read_waits_for_the_update(name: str, held: Training):
+    held.hold()
+    held.assert_waits(READS[name])
 
 
 def test_views_made_before_the_step_wait_too(gate: Gate):
@@ -196,7 +225,7 @@ def test_the_compiled_forward_waits_block_by_block(gate: Gate, monkeypatch: pyte
     assert torch.equal(*state.weights)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "autohete"])
+@pytest.mark.parametrize("backend", ["aot_eager", slow("autohete")])
 def test_another_compiled_function_waits(backend: str, gate: Gate):
     state = Training(gate)
 
@@ -207,6 +236,7 @@ def test_another_compiled_function_waits(backend: str, gate: Gate):
     state.assert_waits(read)
 
 
+@pytest.mark.slow
 def test_a_function_that_was_compiled_before_waits(gate: Gate):
     doubled = torch.compile(lambda w: w * 2, backend="aot_eager")
     doubled(torch.ones(128, 128, requires_grad=True))
@@ -230,6 +260,7 @@ def test_an_evaluation_graph_waits(gate: Gate):
     assert torch.equal(found, evaluate(state.twin, None))
 
 
+@pytest.mark.slow
 def test_a_model_with_graph_breaks_is_exact_and_does_not_overlap_its_forward(
     gate: Gate, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
@@ -269,6 +300,7 @@ def test_a_compiled_training_step_is_exact(gate: Gate):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_modes_of_the_user_stand_above_the_fence(gate: Gate):
     with torch.device("cpu"):
         state = Training(gate)
@@ -284,6 +316,7 @@ def test_modes_of_the_user_stand_above_the_fence(gate: Gate):
     state.assert_waits(READS["method"])
 
 
+@pytest.mark.slow
 def test_synchronize_waits_and_no_overlap_is_asked_for_with_none(gate: Gate):
     state = Training(gate)
     timer = gate.open_soon()
@@ -340,7 +373,7 @@ def test_updates_on_the_host_begin_before_those_on_the_device(gate: Gate, monkey
 # -- failure ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("decision", [OPTIMIZER_ON_HOST, ALL_ON_HOST], ids=["device", "host"])
+@pytest.mark.parametrize("decision", [slow(OPTIMIZER_ON_HOST), ALL_ON_HOST], ids=["device", "host"])
 def test_a_failed_update_is_told_by_whoever_needs_it_and_loading_recovers(
     decision: BlockDecision, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ):

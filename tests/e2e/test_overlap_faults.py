@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, HostMemoryError, Optimizer, Params, Plan
-from autohete_fx.runtime.placement import placement_of
-from tests.held_updates import OPTIMIZER_ON_HOST, STEP, Gate, Stack, Training, labels, weight_of
+from tests.held_updates import OPTIMIZER_ON_HOST, STEP, Gate, Stack, Training, labels, tier_of
+from tests.main_job import slow
 
 ALL_OFFLOADED = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimizer=Optimizer.HOST)
 X = torch.ones(8, 128)
@@ -34,14 +34,11 @@ def compiled(model: nn.Module, decision: BlockDecision = ALL_OFFLOADED, **option
 # -- a model that goes ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_backward_outlives_its_compiled_model(gate: Gate):
     gradients = []
-    for backend in ("autohete", "aot_eager"):
-        model = Stack()
-        if backend == "autohete":
-            compiled(model)
-        else:
-            model.compile(backend=backend)
+    for is_ours in (True, False):
+        model: nn.Module = compiled(Stack()) if is_ours else Stack()
         params, loss = list(model.parameters()), model(X)
         del model
         torch._dynamo.reset()
@@ -51,11 +48,11 @@ def test_a_backward_outlives_its_compiled_model(gate: Gate):
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("behind", ["forward", "step"])
+@pytest.mark.parametrize("behind", [slow("forward"), "step"])
 def test_a_model_dropped_in_mid_flight_leaves_nothing(behind: str, gate: Gate):
     others = set(threading.enumerate())  # of models that other tests left alive
     state = Training(gate, ALL_OFFLOADED)
-    tier = placement_of(weight_of(state.model)).tier  # type: ignore[union-attr]
+    tier = tier_of(state.model)
     opening = gate.open_soon()
     if behind == "forward":
         state.model(X)
@@ -82,7 +79,7 @@ class Aliased(Stack):
         return super().forward(x + (x @ self.get_buffer("head").T).mean())
 
 
-@pytest.mark.parametrize("given", ["buffer", "input"])
+@pytest.mark.parametrize("given", ["buffer", slow("input")])
 def test_compiled_code_waits_for_a_view_of_a_parameter(given: str, gate: Gate):
     losses = []
     for name in ("ours", "twin"):
@@ -93,7 +90,6 @@ def test_compiled_code_waits_for_a_view_of_a_parameter(given: str, gate: Gate):
             compiled(model, OPTIMIZER_ON_HOST)
         else:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-            model.compile(backend="aot_eager")
         gate.opened.set()
         for _ in range(4):
             loss = model(views[0] if given == "input" else X)
@@ -124,8 +120,8 @@ class Disk:
         patch.setattr("os.posix_fallocate", refusing)
 
 
-@pytest.mark.parametrize("work", ["forward", "backward", "step"])
-@pytest.mark.parametrize("fault", ["full", "deleted"])
+@pytest.mark.parametrize("work", ["forward", slow("backward"), slow("step")])
+@pytest.mark.parametrize("fault", ["full", slow("deleted")])
 def test_host_memory_that_is_refused_is_told_and_loses_nothing(
     work: str, fault: str, gate: Gate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
@@ -139,7 +135,6 @@ def test_host_memory_that_is_refused_is_told_and_loses_nothing(
     model, twin = compiled(Stack(), offload_dir=str(folder)), Stack()
     optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-2)
     reference = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
-    twin.compile(backend="aot_eager")
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
         losses = []
@@ -156,7 +151,7 @@ def test_host_memory_that_is_refused_is_told_and_loses_nothing(
         if at != work:
             yield
             return
-        tier = placement_of(weight_of(model)).tier  # type: ignore[union-attr]
+        tier = tier_of(model)
         tier.trim()
         disk.is_full = fault == "full"
         if fault == "deleted":
