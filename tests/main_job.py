@@ -23,12 +23,14 @@ def slow(*values: object) -> Any:
 
 
 class MainJob:
-    """Set ``device``, and ``large``: sizes at which tensors outweigh what an allocator rounds up."""
+    """Set ``device``, and ``large``: sizes at which tensors outweigh what an allocator rounds up. ``deep`` has so many layers
+    that Inductor's code can do with 30% of plain's peak."""
 
     device: str
     large: Sizes
+    deep: Sizes
 
-    @pytest.mark.parametrize("name", [n if n in ("keep", "mixed") else slow(n) for n in PLANS])
+    @pytest.mark.parametrize("name", [n if n == "mixed" else slow(n) for n in PLANS])
     def test_hand_made_plans_are_bitwise_exact(self, name: str):
         given = ours(make(self.device), "eager", {"plan": plan(name)})
         kinds = {t.op for t in training.training_compilation().transfers}
@@ -61,7 +63,7 @@ class MainJob:
         "made",
         [
             pytest.param(lambda device: training.frozen(make(device)), id="frozen", marks=pytest.mark.slow),
-            pytest.param(lambda device: make(device, tied=True), id="tied"),
+            pytest.param(lambda device: make(device, tied=True), id="tied", marks=pytest.mark.slow),
         ],
     )
     @pytest.mark.parametrize("name", ["mixed", slow("mixed in part")])
@@ -102,28 +104,29 @@ class MainJob:
         torch._dynamo.reset()
         return losses, masters
 
-    def trains_exactly_within(self, share: float, inner: str) -> None:
+    def trains_exactly_within(self, share: float, inner: str, sizes: Sizes) -> None:
         """The planner's own plan at a share of plain's peak."""
         training.warm_up(self.device)
-        expected, plain_peak = training.plain_run(self.device, inner, self.large)
+        expected, plain_peak = training.plain_run(self.device, inner, sizes)
         gc.collect()
         budget_bytes = int(plain_peak * share)
-        given, peak = training.budgeted_run(self.device, inner, self.large, budget_bytes)
+        given, peak = training.budgeted_run(self.device, inner, sizes, budget_bytes)
         assert peak <= budget_bytes
         assert training.training_compilation().plan.peak_bytes == pytest.approx(peak, rel=0.1)
         if self.device != "cpu" and (on_host := training.stepped_on_host()):
-            expected, _ = training.plain_run(self.device, inner, self.large, on_host)
+            expected, _ = training.plain_run(self.device, inner, sizes, on_host)
         assert_equal(given, expected, bitwise=inner == "eager")
 
     @pytest.mark.parametrize("share", [slow(0.3), 0.5, slow(0.7), slow(1.0)])
     def test_solved_plans_are_exact_and_keep_the_budget_in_every_step(self, share: float):
-        self.trains_exactly_within(share, "eager")
+        self.trains_exactly_within(share, "eager", self.large)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 1.0])
+    @pytest.mark.parametrize("share", [0.3, 0.7, 1.0])
     def test_solved_plans_with_inductor(self, share: float):
-        self.trains_exactly_within(share, "inductor")
+        self.trains_exactly_within(share, "inductor", self.deep)
 
+    @pytest.mark.slow
     def test_a_placed_model_reads_and_trains_as_any_other(self):
         """Built on the CPU; eager code, and a plan that brings some of it to the device."""
         placed, usual = autohete_fx.place(make("cpu"), self.device), make(self.device)

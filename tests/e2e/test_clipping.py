@@ -41,7 +41,7 @@ def clipped_by_torch(steps: int, max_norm: float) -> list[Any]:
     return [*seen, state_of(model, optimizer)]
 
 
-@pytest.mark.parametrize("overlap", [slow(None), "step", "backward"])
+@pytest.mark.parametrize("overlap", [slow(None), slow("step"), "backward"])
 @pytest.mark.parametrize("is_host", [slow(True), False], ids=["one memory", "two memories"])
 @pytest.mark.parametrize("max_norm", [1e-3, slow(1e3)], ids=["clips", "does not bite"])
 def test_training_is_bitwise_that_of_clipping_before_the_step(

@@ -28,6 +28,7 @@ from autohete_fx.planning import labels_of, owners_of
 from autohete_fx.runtime import kernels  # noqa: F401  (registers the ops' kernels)
 from autohete_fx.runtime.placement import Placement, place_param
 from autohete_fx.runtime.session import Session
+from tests.main_job import slow
 
 WIDTH, TOKENS, STEPS = 64, 256, 3
 
@@ -138,14 +139,14 @@ HOST_OPTIMIZER = BlockDecision(optimizer=Optimizer.HOST)
 @pytest.mark.parametrize(
     ("decision", "chosen", "inserted"),
     [
-        (OFFLOAD, (passes.offload_activations,), {"autohete::offload"}),
-        (OFFLOAD, (passes.reload_activations,), {"autohete::reload"}),
+        slow(OFFLOAD, (passes.offload_activations,), {"autohete::offload"}),
+        slow(OFFLOAD, (passes.reload_activations,), {"autohete::reload"}),
         (OFFLOAD, (passes.offload_activations, passes.reload_activations), {"autohete::offload", "autohete::reload"}),
-        (HOST_PARAMS, (passes.prefetch_parameters,), {"autohete::prefetch"}),
+        slow(HOST_PARAMS, (passes.prefetch_parameters,), {"autohete::prefetch"}),
         (HOST_PARAMS, (passes.prefetch_parameters, passes.lower_lanes), {"autohete::prefetch"}),
-        (HOST_PARAMS, (passes.prefetch_parameters, passes.sort_regions), {"autohete::prefetch"}),
+        slow(HOST_PARAMS, (passes.prefetch_parameters, passes.sort_regions), {"autohete::prefetch"}),
         (HOST_OPTIMIZER, (passes.offload_gradients,), {"autohete::offload"}),
-        (HOST_OPTIMIZER, (passes.annotate_blocks,), set()),
+        slow(HOST_OPTIMIZER, (passes.annotate_blocks,), set()),
     ],
     ids=lambda value: "+".join(f.__name__ for f in value) if isinstance(value, tuple) else "",
 )

@@ -36,7 +36,7 @@ OPT = {
 }
 GPT2 = {"vocab_size": 128, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "use_cache": False}
 BERT = {key: LLAMA[key] for key in list(LLAMA)[:5]} | {"max_position_embeddings": 128}
-T5 = {"vocab_size": 128, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4, "use_cache": False}
+T5 = {"vocab_size": 128, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "use_cache": False}
 
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)),

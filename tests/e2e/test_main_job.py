@@ -9,7 +9,8 @@ from tests.training import Sizes, batch, make
 
 class TestOnCpu(MainJob):
     device = "cpu"
-    large = Sizes(width=192, layers=6)
+    large = Sizes(width=192, layers=4)
+    deep = Sizes(width=192, layers=6)
 
 
 @pytest.mark.slow
@@ -24,6 +25,7 @@ def test_a_silly_budget_says_what_would_do_and_that_works():
     assert found[0].plan.peak_bytes <= smallest
 
 
+@pytest.mark.slow
 def test_the_backend_raises_its_own_errors():
     model = make("cpu")
     model.compile(backend="autohete", options={"memory_budget": 1000, "profile": "analytic"})

@@ -125,6 +125,7 @@ def test_bf16_training_is_the_same_wherever_it_lives(where: tuple[Params, Optimi
     torch.testing.assert_close(results[1][1:], results[0][1:], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_step_inside_compiled_code(dtype: torch.dtype) -> None:
     results = []

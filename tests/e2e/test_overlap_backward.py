@@ -48,7 +48,7 @@ def overlapping(decisions: tuple[BlockDecision, ...], names: tuple[str, ...], **
 # -- exactness ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_host", [True, False], ids=["one memory", "two memories"])
+@pytest.mark.parametrize("is_host", [slow(True), False], ids=["one memory", "two memories"])
 @pytest.mark.parametrize("num_workers", [slow(1), 4])
 @pytest.mark.parametrize("name", [n if n == "mixed" else slow(n) for n in PLANS])
 def test_training_is_bitwise_exact_under_random_delays(
@@ -142,7 +142,7 @@ class Loop:
         torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("decision", [OPTIMIZER_ON_HOST, ALL_ON_HOST], ids=["device", "host"])
+@pytest.mark.parametrize("decision", [OPTIMIZER_ON_HOST, slow(ALL_ON_HOST)], ids=["device", "host"])
 def test_updates_start_before_the_step_and_the_first_block_goes_first(
     decision: BlockDecision, gate: Gate, started: list[bool]
 ):
@@ -160,6 +160,7 @@ def test_updates_start_before_the_step_and_the_first_block_goes_first(
     assert latest[1:] == sorted(latest[1:]), "one has begun when the others come; of these the first block goes first"
 
 
+@pytest.mark.slow
 def test_the_first_step_and_the_first_one_after_loading_start_at_the_step(gate: Gate, started: list[bool]):
     loop = Loop(gate)
     assert started == [True] * 4, "the second step's"
@@ -242,7 +243,7 @@ LEFT = [
 ]
 
 
-@pytest.mark.parametrize("act", LEFT, ids=lambda act: act.__name__)
+@pytest.mark.parametrize("act", [sum_of_two_batches, *map(slow, LEFT[1:])], ids=lambda act: act.__name__)
 def test_what_is_not_all_of_a_gradient_starts_no_update(
     act: Callable[[Stack, torch.optim.Optimizer], Any], gate: Gate, started: list[bool]
 ):
@@ -255,6 +256,7 @@ def test_what_is_not_all_of_a_gradient_starts_no_update(
     assert not any(started[:-4])
 
 
+@pytest.mark.slow
 def test_a_step_within_backward_is_over_when_it_returns(gate: Gate, started: list[bool]):
     loop = Loop(gate)
     started.clear()
@@ -358,7 +360,7 @@ EDITS: dict[str, Callable[[Loop], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("name", [n if n in ("clip", "rate", "read") else slow(n) for n in EDITS])
 def test_what_comes_too_late_is_an_error_that_says_what_to_do(name: str, gate: Gate):
     loop = Loop(gate)
     loop.model(X).backward()
@@ -370,6 +372,7 @@ def test_what_comes_too_late_is_an_error_that_says_what_to_do(name: str, gate: G
         loop.optimizer.step()
 
 
+@pytest.mark.slow
 def test_the_fence_stands_once(gate: Gate):
     loop = Loop(gate)
     loop.step()
@@ -378,6 +381,7 @@ def test_the_fence_stands_once(gate: Gate):
     assert sum(isinstance(mode, Fence) and mode.updates is loop.updates for mode in modes) == 1
 
 
+@pytest.mark.slow
 def test_gradients_may_be_read_and_parameters_looked_at(gate: Gate):
     loop = Loop(gate)
 
@@ -394,6 +398,7 @@ def test_gradients_may_be_read_and_parameters_looked_at(gate: Gate):
     loop.both(act)
 
 
+@pytest.mark.slow
 def test_an_error_does_not_go_away_until_a_checkpoint_is_loaded(gate: Gate):
     loop = Loop(gate)
     checkpoint = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
@@ -412,6 +417,7 @@ def test_an_error_does_not_go_away_until_a_checkpoint_is_loaded(gate: Gate):
     loop.both(lambda model, optimizer: None)
 
 
+@pytest.mark.slow
 def test_a_backward_that_fails_in_the_middle_is_noticed(gate: Gate):
     loop = Loop(gate)
     x = X.clone().requires_grad_()
@@ -423,6 +429,7 @@ def test_a_backward_that_fails_in_the_middle_is_noticed(gate: Gate):
         loop.model(X)
 
 
+@pytest.mark.slow
 def test_who_has_saved_a_parameter_does_not_go_on_with_the_updated_one(gate: Gate):
     loop = Loop(gate)
     x = X.clone().requires_grad_()
@@ -434,7 +441,7 @@ def test_who_has_saved_a_parameter_does_not_go_on_with_the_updated_one(gate: Gat
 # -- micro-batches ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("decision", [OPTIMIZER_ON_HOST, ALL_ON_HOST], ids=["device", "host"])
+@pytest.mark.parametrize("decision", [OPTIMIZER_ON_HOST, slow(ALL_ON_HOST)], ids=["device", "host"])
 def test_gradients_of_micro_batches_are_collected(decision: BlockDecision, gate: Gate, started: list[bool]):
     loop = Loop(gate, decision)
     started.clear()

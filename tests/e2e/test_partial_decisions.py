@@ -1,6 +1,7 @@
 """Kept fetches and partial offload: what they leave on the device, what they copy, and that neither changes a result."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -46,6 +47,11 @@ def held_between_passes(plan: Plan) -> int:
         del loss
     torch._dynamo.reset()
     return held
+
+
+@functools.cache
+def all_kept_between_passes() -> int:
+    return held_between_passes(layers(BlockDecision()))
 
 
 def copies(op: str, graph: str) -> list[int]:
@@ -150,7 +156,7 @@ def reloaded_bytes(compilation: autohete_fx.Compilation, block: int) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [3, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, None))])
 def test_what_leaves_is_what_the_profiler_counts_and_its_memory_is_free(count: int | None, problems: list[Problem]):
-    everything = held_between_passes(layers(BlockDecision()))
+    everything = all_kept_between_passes()
     some = BlockDecision(activations=Activations.OFFLOAD, num_offloaded=count)
     held = held_between_passes(layers(BlockDecision(), some, BlockDecision()))
     cost = problems[-1].costs[2]
@@ -186,6 +192,7 @@ def test_states_of_the_smallest_leave_and_their_gradients_with_them(problems: li
     assert_equal(given, plain(make("cpu", SIZES), "eager", sizes=SIZES), bitwise=True)
 
 
+@pytest.mark.slow
 def test_the_peak_with_states_of_some_is_the_predicted_one():
     training.warm_up("cpu")
     foreign_bytes, peaks = device_live_bytes("cpu"), []
@@ -193,6 +200,7 @@ def test_the_peak_with_states_of_some_is_the_predicted_one():
     assert training.training_compilation().plan.peak_bytes == pytest.approx(max(peaks) - foreign_bytes, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_new_shape_finds_the_states_of_some_where_they_are(problems: list[Problem]):
     model = compiled(layers(SOME_STATES))
     for rows in (2, 4):
@@ -201,7 +209,7 @@ def test_a_new_shape_finds_the_states_of_some_where_they_are(problems: list[Prob
     assert first == () and second == (BlockDecision(), *[SOME_STATES] * 3, BlockDecision())
 
 
-@pytest.mark.parametrize("optimizer", [Optimizer.STREAMED, Optimizer.DISK])
+@pytest.mark.parametrize("optimizer", [pytest.param(Optimizer.STREAMED, marks=pytest.mark.slow), Optimizer.DISK])
 def test_what_training_cannot_do_yet_is_refused(optimizer: Optimizer):
     model = compiled(layers(BlockDecision(optimizer=optimizer)))
     with pytest.raises(PlanError, match=rf"optimizer '{optimizer.value}' for block 'layers.0', .* not support yet"):

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autohete_fx
 from autohete_fx import Plan
+from autohete_fx.runtime.ticket import Ticket
 from autohete_fx.runtime.updates import Updates
 from tests.held_updates import OPTIMIZER_ON_HOST, STEP, Gate, Stack, Training, labels, weight_of
 from tests.main_job import slow
@@ -118,7 +119,7 @@ READS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "hook of backward": in_a_backward_hook,
     "fork": in_a_child,
 }
-FIRST = ("force_eager", "recompile limit", "fork", "hook of backward")
+FIRST = ("force_eager", "fork")
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -151,6 +152,7 @@ def test_backward_does_not_add_to_gradients_that_an_update_still_reads(backward:
     assert params_agree(state) and torch.equal(*(weight.grad for weight in state.weights))
 
 
+@pytest.mark.slow
 def test_gradients_in_one_bucket_are_each_waited_for(gate: Gate, monkeypatch: pytest.MonkeyPatch):
     state = held_before_step(gate)
     params = list(state.model.parameters())
@@ -159,9 +161,9 @@ def test_gradients_in_one_bucket_are_each_waited_for(gate: Gate, monkeypatch: py
         param.grad = grad.view_as(param)
     waited: list[bool] = []
 
-    def pace(ticket: object) -> float:  # the second update is late
+    def pace(ticket: Ticket) -> float:  # the second update is late
         waited.append(True)
-        return 0.1 if len(waited) == 2 else gate(ticket)  # type: ignore[arg-type]
+        return 0.1 if len(waited) == 2 else gate(ticket)
 
     lanes = state.updates.lanes
     monkeypatch.setattr(lanes._updates, "_pace", pace)
@@ -197,6 +199,7 @@ def test_a_step_within_backward_is_over_when_it_returns(gate: Gate):
     assert params_agree(state)
 
 
+@pytest.mark.slow
 def test_an_optimizer_outlives_its_compiled_model(gate: Gate):
     state = held_before_step(gate)
     gate.opened.set()
@@ -230,6 +233,7 @@ def test_an_interrupt_in_step_leaves_nothing_under_way_that_nobody_knows_of(
     assert not any(state.updates.tickets_of(p) for p in state.model.parameters())
 
 
+@pytest.mark.slow
 def test_a_state_of_the_users_own_is_no_tensor(gate: Gate):
     state = Training(gate)
     gate.opened.set()
@@ -305,6 +309,7 @@ def test_a_process_ends_cleanly_with_updates_under_way(version: str):
     assert ended.returncode == (3 if version == "raises" else 0) and "Traceback" not in ended.stderr, ended.stderr
 
 
+@pytest.mark.slow
 def test_a_model_whose_call_is_served_by_the_graph_of_another_waits(gate: Gate):
     """Dynamo shares code between models of one class: the second one's graph for this batch is the first one's."""
     options = {

@@ -92,6 +92,7 @@ def test_a_graph_whose_parameters_have_no_names():
     assert len(layers(graph)) == 3
 
 
+@pytest.mark.slow
 def test_an_inference_graph_without_paths():
     with torch.no_grad():
         captured = strip(capture_one(GPT().eval(), ids()), *PATHS)
@@ -114,6 +115,7 @@ def test_calls_of_a_shared_layer_without_paths():
     assert [len(block.param_fqns) for block in layers(assert_sound(captured))] == [12, 0, 0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strip_paths", [False, True])
 def test_a_deep_mlp_repeats_its_projections(strip_paths: bool):
     hidden = [module for _ in range(6) for module in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]

@@ -54,6 +54,7 @@ def test_wrong_usage_is_explained(arguments: list[str], capsys: pytest.CaptureFi
     assert caught.value.code == 2 and shown.out == "" and "usage: autohete" in shown.err
 
 
+@pytest.mark.slow
 def test_the_command_ends_without_a_traceback(tmp_path: Path):
     """As a user runs it."""
     done = subprocess.run(

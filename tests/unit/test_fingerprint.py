@@ -1,6 +1,7 @@
 """Fingerprints: equal for equal bits, and changed by every edit that a user may think of."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autohete_fx.optim import fingerprint as module
-from autohete_fx.optim.fingerprint import fingerprint, fingerprint_into
+from autohete_fx.optim.fingerprint import _words, fingerprint, fingerprint_into
+from tests.main_job import slow
 
 EDITS: dict[str, Callable[[Tensor], object]] = {
     "negation": lambda t: t.neg_(),
@@ -24,8 +26,27 @@ EDITS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("length", [6, 1000, 4099])
+def taken_as(word: torch.dtype, length: int, dtype: torch.dtype) -> Any:
+    """A tensor that is read as words of this kind. Each kind has a kernel, which takes seconds to compile."""
+    assert word is _words(torch.empty(length, dtype=dtype)).dtype
+    return (length, dtype) if word is torch.int64 else slow(length, dtype)
+
+
+@pytest.mark.parametrize(
+    ("length", "dtype"),
+    [
+        taken_as(torch.int32, 6, torch.bfloat16),
+        taken_as(torch.int64, 1000, torch.bfloat16),
+        taken_as(torch.int16, 4099, torch.bfloat16),
+        taken_as(torch.int64, 6, torch.float32),
+        taken_as(torch.int64, 1000, torch.float32),
+        taken_as(torch.int32, 4099, torch.float32),
+        taken_as(torch.int64, 6, torch.float64),
+        taken_as(torch.int64, 1000, torch.float64),
+        taken_as(torch.int64, 4099, torch.float64),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edit_shows(name: str, length: int, dtype: torch.dtype):
     t = torch.randn(length, dtype=dtype)
@@ -35,6 +56,7 @@ def test_an_edit_shows(name: str, length: int, dtype: torch.dtype):
     assert not torch.equal(before, fingerprint(t))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 300), st.integers(0, 2**16 - 1), st.data())
 def test_every_bit_counts(length: int, seed: int, data: st.DataObject):
@@ -47,6 +69,7 @@ def test_every_bit_counts(length: int, seed: int, data: st.DataObject):
     assert torch.equal(before, fingerprint(t))
 
 
+@pytest.mark.slow
 def test_any_layout_in_memory_order_and_any_offset():
     base = torch.randn(64, 33).bfloat16()
     views = [base.t(), base.view(-1)[1:], base[3:5]]
@@ -69,7 +92,7 @@ def test_a_tensor_too_long_for_one_call_is_taken_in_parts(monkeypatch: pytest.Mo
 
 
 def test_without_a_compiler_it_is_the_same(monkeypatch: pytest.MonkeyPatch):
-    t, compiled = torch.randn(3001), torch.empty(1, dtype=torch.int64)
+    t, compiled = torch.randn(3002), torch.empty(1, dtype=torch.int64)
     fingerprint_into(t, compiled)
     monkeypatch.setattr(module, "_TILE", 256)
     monkeypatch.setattr(module, "_compiled", lambda word, device: None)

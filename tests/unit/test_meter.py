@@ -195,6 +195,7 @@ print("balanced")
 """
 
 
+@pytest.mark.slow
 def test_tensors_older_than_the_counter_are_counted_once_and_released() -> None:
     child = subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True, check=False)
     assert child.returncode == 0 and child.stdout == "balanced\n", child.stderr

@@ -90,6 +90,7 @@ def test_no_budget_needs_no_search_and_moves_nothing():
     assert 5 * 3 < plan.lower_bound_s < plan.step_s and 0 < plan.gap <= OPTIMAL_GAP
 
 
+@pytest.mark.slow
 def test_something_moves_without_a_budget_where_it_is_worth_the_copies():
     """One block's update takes 20 s on the host, that of the others 22 s on the device meanwhile: 2 s in 60 are worth it."""
     slow_updates = problem([cost(num_params=200)] * 12)
@@ -186,7 +187,7 @@ def test_inference_only_moves_parameters():
 
 
 @pytest.mark.parametrize("name", sorted(BASELINES))
-@pytest.mark.parametrize("share", [1.0, 0.6])
+@pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.slow), 0.6])
 def test_baselines_are_replayed_and_never_beat_the_plan(name: str, share: float):
     free = problem([cost()] * 6)
     peak = simulate(free, [KEEP] * 6).peak_bytes
