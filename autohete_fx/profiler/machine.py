@@ -22,6 +22,7 @@ from dataclasses import replace
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from autohete_fx import host_memory
 from autohete_fx.ir import Lane, Machine
 from autohete_fx.profiler.cache import load_machine, store_machine
 
@@ -46,7 +47,7 @@ def device_capacity_bytes(device: torch.device) -> int:
     """Memory of the device; for a CPU the physical RAM, or what a container may use of it."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return min([_physical_bytes(), *_container_limits()])
+    return host_memory.capacity_bytes()
 
 
 def host_capacity_bytes(device: torch.device, offload_dir: str | None = None) -> int:
@@ -54,22 +55,6 @@ def host_capacity_bytes(device: torch.device, offload_dir: str | None = None) ->
     if device.type == "cuda":
         return device_capacity_bytes(torch.device("cpu"))
     return shutil.disk_usage(offload_dir or tempfile.gettempdir()).free
-
-
-def _physical_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _container_limits() -> list[int]:
-    """Memory limits of control groups, both versions; empty where there are none."""
-    limits = []
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        if os.path.exists(path):
-            with open(path) as file:
-                text = file.read().strip()
-            if text.isdigit():
-                limits.append(int(text))
-    return limits
 
 
 @functools.cache

@@ -3,6 +3,11 @@
 In: byte counts. Out: chunks for the arena, page-locked and mapped into the device's address space. Why not PyTorch's
 host allocator: it rounds up to powers of two and pins tensor by tensor. ``cudaHostRegister`` pins what ``mmap`` gave,
 to the page, and unified addressing makes the host's pointer valid in kernels.
+
+Pinning is slow where the kernel has to find page after page while the driver waits: a third of a second a GiB, half a minute of
+what a 6B model keeps on the host. So pages are large where the system has such, and all threads touch them first. The mapping
+is private, since Linux makes large pages of no other, and not in forked children: the kernel would copy for them what is pinned.
+
 Nothing of CUDA is touched before the first chunk is made.
 """
 
@@ -11,6 +16,7 @@ import mmap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from autohete_fx import host_memory
 from autohete_fx.errors import HostMemoryError
 from autohete_fx.runtime.arena import Chunk, bytes_text
 
@@ -59,18 +65,19 @@ def pin(
     where the driver refuses.
     """
     num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    available = _available_bytes()
+    available = host_memory.available_bytes()
     if num_bytes > available:
         raise HostMemoryError(
             f"asked to pin {bytes_text(num_bytes)}, but {bytes_text(available)} of RAM are available; "
             "free memory, or lower the host budget"
         )
     try:
-        mapping = mmap.mmap(-1, num_bytes)
+        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise HostMemoryError(
             f"asked to map {bytes_text(num_bytes)} of RAM: {error.strerror}; lower the host budget"
         ) from error
+    _populate(mapping)
     chunk = Chunk(mapping)
     error = register(chunk.address, num_bytes)
     if error != 0:
@@ -82,16 +89,19 @@ def pin(
     return chunk
 
 
+def _populate(mapping: mmap.mmap) -> None:
+    """Have the kernel find all pages, large ones if it has them, on all threads."""
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without it makes this slower, not wrong
+            mapping.madvise(getattr(mmap, advice))
+    with _disable_current_modes():
+        torch.frombuffer(mapping, dtype=torch.uint8)[:: mmap.PAGESIZE].fill_(0)
+
+
 def _cudart() -> Any:
     import torch
 
     return torch.cuda.cudart()  # initialises CUDA, so only when a chunk is asked for
-
-
-def _available_bytes() -> int:
-    """RAM that can be had without swapping."""
-    with open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise HostMemoryError("/proc/meminfo has no MemAvailable line; a Linux kernel of version 3.14 or later is needed")

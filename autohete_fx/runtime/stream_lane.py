@@ -20,6 +20,21 @@ from autohete_fx.runtime.tiers import host_view, is_home
 _ORIGIN_LASTS_S = 60.0
 """CUDA tells milliseconds between two events as a float, which an hour after the first can tell no microseconds."""
 
+_LONGEST_NAP_S = 200e-6
+
+
+def _sleep_until(event: torch.Event) -> None:
+    """Return when an event has passed, on a thread of the CPU that has nothing else to do.
+
+    ``Event.synchronize`` spins, and keeps asking the driver for what the thread that launches kernels needs of it; to have it sleep
+    takes ``blocking=True``, which ``torch.Event`` ignores on CUDA.
+    """
+    nap_s = _LONGEST_NAP_S / 16
+    while not event.query():
+        time.sleep(nap_s)
+        nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+    event.synchronize()  # raises what the device failed with
+
 
 class Moment(Ticket):
     """What a device's current stream has been given so far: a ticket that is ready from the start."""
@@ -43,7 +58,7 @@ class Moment(Ticket):
 
     def synchronize(self) -> None:
         if self._event is not None:
-            self._event.synchronize()
+            _sleep_until(self._event)
 
     def order(self, stream: torch.Stream) -> None:
         if self._event is not None:
@@ -108,7 +123,7 @@ class StreamTicket(Ticket):
         # Not by `wait`: on a lane's thread the current stream may be the one that computes, which must not be held.
         self._issued.wait()
         self.raise_error()
-        self.end.synchronize()
+        _sleep_until(self.end)
         self._let_go()
 
     def order(self, stream: torch.Stream) -> None:

@@ -34,12 +34,14 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
     class Event:
         def __init__(self, device: object = None, enable_timing: bool = False) -> None:
             self.name = f"event {next(count)}"
+            self.asked = 0
 
         def record(self, stream: Any = None) -> None:
             log.lines.append(f"{stream.name} records {self.name}")
 
         def query(self) -> bool:
-            return False
+            self.asked += 1
+            return self.asked > 3
 
         def synchronize(self) -> None:
             log.lines.append(f"cpu waits {self.name}")
@@ -97,6 +99,8 @@ def test_who_must_have_the_bytes_on_the_cpu_holds_no_stream(log: Log):
     before = len(log.lines)
     ticket.synchronize()
     assert [line.split(" event")[0] for line in log.lines[before:]] == ["cpu waits"]
+    asked: Any = ticket
+    assert asked.end.asked > 3, "where the event has not passed, the CPU would spin"
     lanes.close()
 
 

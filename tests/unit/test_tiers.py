@@ -260,6 +260,35 @@ def test_pinning_registers_each_chunk_once_and_undoes_it() -> None:
         pin(2**60)
 
 
+def test_what_is_pinned_is_there_in_large_pages_if_there_are_any_and_stays_with_this_process() -> None:
+    """The driver finds no page missing, and a fork copies none."""
+    seen: list[dict[str, str]] = []
+
+    def register(address: int, num_bytes: int) -> int:
+        seen.append(mapping_of(address))
+        return 0
+
+    chunk = pin(8 * MIB, register, lambda address: None)
+    assert bytes(chunk.mapping[:: mmap.PAGESIZE]) == bytes(8 * MIB // mmap.PAGESIZE)
+    (found,) = seen
+    # The kernel may have joined the mapping with its neighbours.
+    assert int(found["Rss"].split()[0]) >= 8 * 1024 and "dc" in found["VmFlags"].split()
+    assert "hg" in found["VmFlags"].split() or not Path("/sys/kernel/mm/transparent_hugepage").exists()
+
+
+def mapping_of(address: int) -> dict[str, str]:
+    """What the kernel tells of the mapping that an address is in."""
+    inside, found = False, {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if "-" in name.split()[0]:  # the range that begins a mapping
+            begin, end = (int(text, 16) for text in line.split()[0].split("-"))
+            inside = begin <= address < end
+        elif inside:
+            found[name] = value
+    return found
+
+
 class _Fence:
     def __init__(self) -> None:
         self.passed = False
