@@ -109,7 +109,8 @@ def _owning(
     Updates that its nodes do not wait for are waited for before it begins: those of other parameters, and those that an
     input shares memory with that is none of the parameters that its nodes wait for, such as a buffer that is a view of a weight.
     """
-    guarded = _cleaning_up(weakref.ref(model.session), compilation)
+    explain = functools.partial(_shortage, model.session.device, compilation)
+    guarded = _cleaning_up(weakref.ref(model.session), explain)
 
     @functools.wraps(compiled, updated=())
     def run(*args: object) -> object:
@@ -125,6 +126,7 @@ def _owning(
                 if id(t) not in awaited:
                     updates.wait_for(t)
         if compilation.training:
+            updates.shortage = explain
             updates.schedule = compilation.plan.schedule if calls.is_within_call() else Schedule()
             if updates.schedule.overlap is Overlap.BACKWARD:
                 calls.guard_backward(updates)
@@ -142,7 +144,7 @@ def _owning(
     return run
 
 
-def _cleaning_up(session: "weakref.ref[Session]", compilation: Compilation) -> Callable[..., object]:
+def _cleaning_up(session: "weakref.ref[Session]", explain: Callable[[BaseException], str]) -> Callable[..., object]:
     """What calls a compiled forward or backward, ends its copies when it raises, and says more where memory ran out."""
 
     def call(compiled: Callable[..., object], *args: object) -> object:
@@ -154,13 +156,13 @@ def _cleaning_up(session: "weakref.ref[Session]", compilation: Compilation) -> C
                 for failure in owner.abandon():
                     error.add_note(f"a copy that was under way failed too: {failure!r}")
                 if isinstance(error, torch.OutOfMemoryError):
-                    error.add_note(_shortage(error, owner.device, compilation))
+                    error.add_note(explain(error))
             raise
 
     return call
 
 
-def _shortage(error: BaseException, device: torch.device, compilation: Compilation) -> str:
+def _shortage(device: torch.device, compilation: Compilation, error: BaseException) -> str:
     plan = compilation.plan
     name = f"plan {plan.digest} of {len(plan.labels)} blocks ({plan.status})"
     use = shortage.device_use(error, device)

@@ -192,6 +192,13 @@ class AdamW(torch.optim.Optimizer):
             self._groups, self._has_stepped = None, True
             if started and not is_guarded:
                 self.synchronize()
+        except (
+            torch.OutOfMemoryError
+        ) as error:  # states are made in the first step, when the plan's peak may be reached
+            for model in self._models():
+                if model.shortage is not None:
+                    error.add_note(model.shortage(error))
+            raise
         finally:
             for updates in self._models():
                 updates.guard()

@@ -11,6 +11,7 @@ import bisect
 import ctypes
 import mmap
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -97,6 +98,10 @@ class Arena:
             on bytes that Python has let go of.
 
     Thread safe. All sizes are bytes.
+
+    Attributes:
+        waited_s: seconds for which those who asked for a lease were held until a fence had passed.
+        mapped_s: seconds that it took to make chunks.
     """
 
     def __init__(
@@ -119,6 +124,8 @@ class Arena:
         self._fenced: deque[tuple[Fence, list[tuple[Chunk, int, int]]]] = deque()
         self._in_use_bytes = 0
         self._closed = False
+        self.waited_s = 0.0
+        self.mapped_s = 0.0
 
     @property
     def reserved_bytes(self) -> int:
@@ -223,14 +230,15 @@ class Arena:
 
     def _wait_for(self, size: int) -> tuple[Chunk, int] | None:
         """Rather wait for the device than map more: look again after each fence."""
-        while self._fenced:
+        found = None
+        while self._fenced and found is None:
             fence, ranges = self._fenced.popleft()
+            begin_s = time.perf_counter()
             fence.synchronize()
+            self.waited_s += time.perf_counter() - begin_s
             self._put(ranges)
             found = self._find(size)
-            if found is not None:
-                return found
-        return None
+        return found
 
     def _grow(self, size: int) -> Chunk:
         """A new chunk with room for ``size`` bytes: with some to spare where that is allowed, else exact."""
@@ -257,6 +265,8 @@ class Arena:
                 f"allowed {bytes_text(self._capacity_bytes)} are reserved ({bytes_text(self._in_use_bytes)} in use); "
                 "allow more host memory, or offload less"
             )
+        begin_s = time.perf_counter()
         chunk = self._map_chunk(num_bytes)
+        self.mapped_s += time.perf_counter() - begin_s
         self._chunks.append(chunk)
         return chunk

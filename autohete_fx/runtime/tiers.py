@@ -82,6 +82,16 @@ class HostTier(abc.ABC):
         """Bytes taken from the system: homes in use and homes that wait for reuse."""
         return self._arena.reserved_bytes
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which those who asked for homes were held until the device was done with what these had held before."""
+        return self._arena.waited_s
+
+    @property
+    def mapped_s(self) -> float:
+        """Seconds that it took to take memory from the system, and to pin it."""
+        return self._arena.mapped_s
+
     def reserve(self, num_bytes: int) -> None:
         """Take memory from the system now, so that homes up to that total are handed out without a system call.
 

@@ -55,12 +55,15 @@ class Updates:
         schedule: what updates may overlap with, and whether the next forward's order is theirs. Compiled code that waits for
             what it reads sets it; until then a step returns when its updates are done.
         early: the updates that started in backward, until a step takes them over.
+        shortage: says of an error, where the device's memory ran out, what the model's plan has to do with it; None before the
+            model has trained.
     """
 
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
         self.schedule = Schedule()
         self.early = Early()
+        self.shortage: Callable[[BaseException], str] | None = None
         self._fence = Fence(self)
         # Reentrant: a garbage collection inside a locked region may run code that reads a parameter. Who reads the
         # dictionary without the lock may see updates that are over, never miss one that this thread has added.

@@ -1,11 +1,13 @@
-"""An allocator that refuses memory in a compiled forward or backward: the error says what to do, and nothing stays behind."""
+"""An allocator that refuses memory in a step of training: the error says what to do, and nothing stays behind."""
 
 from typing import Any
 
 import pytest
 import torch
 
+import autohete_fx
 from autohete_fx import BlockDecision, Params, Plan
+from autohete_fx.optim import state
 from autohete_fx.runtime import shortage
 from autohete_fx.runtime.session import Session
 from autohete_fx.sizes import format_bytes
@@ -55,3 +57,23 @@ def test_the_error_names_the_plan_and_the_copies_under_way_are_let_go(
     again.backward()
     assert torch.equal(again, expected)
     assert all(map(torch.equal, [p.grad for p in model.parameters()], gradients))
+
+
+def test_a_step_that_finds_no_room_for_states_says_so_too_and_can_be_taken_again(monkeypatch: pytest.MonkeyPatch):
+    plan = Plan(labels=labels(), decisions=(BlockDecision(),) * len(labels()))
+    model = Stack()
+    model.compile(backend="autohete", options={"inner_backend": "eager", "profile": "analytic", "plan": plan})
+    optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-2)
+    model(X).backward()
+    use = shortage.DeviceUse(requested=2**16, allocated=2**30, reserved=2**30, capacity=2**30)
+    monkeypatch.setattr(shortage, "device_use", lambda error, device: use)
+    before = [p.detach().clone() for p in model.parameters()]
+    with monkeypatch.context() as patch:
+        patch.setattr(state.Place, "empty", refused)
+        with pytest.raises(torch.OutOfMemoryError, match="out of memory") as caught:
+            optimizer.step()
+    (note,) = caught.value.__notes__
+    assert f"plan {training_compilation().plan.digest} of 6 blocks" in note
+    assert all(map(torch.equal, model.parameters(), before))
+    optimizer.step()
+    assert not any(map(torch.equal, model.parameters(), before))

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -298,6 +299,7 @@ class _Fence:
         return self.passed
 
     def synchronize(self) -> None:
+        time.sleep(0.002)
         self.waits += 1
         self.passed = True
 
@@ -314,9 +316,10 @@ def test_a_range_is_reused_only_behind_its_fence() -> None:
     address = ctypes.addressof(first)
     del first
     small = arena.lease(LINE)  # what is free serves it: nobody waits
-    assert len(fences) == 1 and fences[0].waits == 0 and ctypes.addressof(small) != address
+    assert len(fences) == 1 and fences[0].waits == 0 and ctypes.addressof(small) != address and arena.waited_s == 0.0
     again = arena.lease(2 * LINE)  # only the fenced range would do without another mapping
     assert fences[0].passed and ctypes.addressof(again) == address and arena.reserved_bytes == 4 * LINE
+    assert arena.waited_s >= 0.002 and arena.mapped_s > 0.0
     del rest
 
 
