@@ -17,9 +17,11 @@ from autohete_fx.errors import AutoHeteError, OptionError
 from autohete_fx.ir import Machine, Overlap, Plan, Schedule
 from autohete_fx.options import Options, Share, Size, parse_size, resolve_bytes
 from autohete_fx.profiler.devices import DEVICES, RESERVE_SHARE, find_device, machine_of_spec
+from autohete_fx.profiler.link import Link, measure_link
 from autohete_fx.profiler.machine import measure_machine
 from autohete_fx.report import format_bytes, format_count, format_seconds, plan_table
 from autohete_fx.report.plots import require_matplotlib
+from autohete_fx.runtime.tiers import host_view, open_tier
 from autohete_fx.whatif import predict, sweep_budgets, trace_model, with_more
 from autohete_fx.whatif_report import (
     Setting,
@@ -145,6 +147,24 @@ def machine_text(machine: Machine) -> str:
     )
 
 
+def link_text(link: Link | None) -> str:
+    """What a link does beside single copies, one figure a line."""
+    names = ("both ways at once", "kernel reads host memory", "kernel writes host memory")
+    if link is None:
+        return "\n".join(f"  {name:<28}not applicable: a CPU device has one memory with its host" for name in names)
+    rates = (link.both_ways_bytes_per_s, link.kernel_reads_bytes_per_s, link.kernel_writes_bytes_per_s)
+    return "\n".join(f"  {name:<28}{format_bytes(rate)}/s" for name, rate in zip(names, rates, strict=True))
+
+
+def link_of(device: torch.device) -> Link | None:
+    """The link of a device, timed over memory such as homes are made of."""
+    tier = open_tier(device)
+    try:
+        return measure_link(device, lambda count: tier.empty_strided((count,), (1,), torch.uint8), host_view)
+    finally:
+        tier.close()
+
+
 def _show(parsed: argparse.Namespace) -> str:
     plan = Plan.load(parsed.plan)
     return f"{plan_table(plan)}\n\n{plan.explain()}" if parsed.explain else plan_table(plan)
@@ -154,11 +174,11 @@ def _doctor(parsed: argparse.Namespace) -> str:
     has_cuda = torch.cuda.is_available()
     if parsed.device == "cuda" and not has_cuda:
         raise OptionError("--device cuda was given, but PyTorch finds no CUDA device; leave it out to measure the CPU")
-    device = parsed.device or ("cuda" if has_cuda else "cpu")
-    machine = measure_machine(torch.device(device))
+    device = torch.device(parsed.device or ("cuda" if has_cuda else "cpu"))
+    machine, link = measure_machine(device), link_of(device)
     if parsed.save:
         _save(machine, parsed.save)
-    return f"torch {torch.__version__}\n{machine_text(machine)}"
+    return f"torch {torch.__version__}\n{machine_text(machine)}\n{link_text(link)}"
 
 
 def _save(value: Machine | Plan, path: str) -> None:

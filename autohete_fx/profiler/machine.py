@@ -27,13 +27,16 @@ from autohete_fx.ir import Lane, Machine
 from autohete_fx.profiler.cache import load_machine, store_machine
 
 _REPEATS = 4
-_COPY_BYTES = 24 * 2**20
+_COPY_BYTES = {"cpu": 24 * 2**20, "cuda": 128 * 2**20}
 _TRANSFER_BYTES = 2**20
 """On a CPU device: what a training step moves at a time."""
 # On a GPU more than its caches hold, and enough to hide what a launch costs.
 _STREAM_BYTES = {"cpu": 24 * 2**20, "cuda": 128 * 2**20}
-# Parameters, gradients and moments together more than a cache holds.
+# Parameters, gradients and moments together more than a cache holds; beside a GPU that is the cache of a server.
 _UPDATE_PARAMS = {"cpu": 2**22, "cuda": 2**24}
+_SERVER_UPDATE_PARAMS = 2**25
+_PRODUCTS = {"cpu": 1, "cuda": 8}
+"""At a time: one of a GPU takes hardly longer than to launch it and to see that it is done."""
 _PRODUCT_SIZE = {"cpu": 768, "cuda": 4096}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -70,7 +73,7 @@ def device_name(device_type: str, index: int | None) -> str:
     return platform.processor() or platform.machine()
 
 
-def _seconds(device: torch.device, run: Callable[[], object]) -> float:
+def best_seconds(device: torch.device, run: Callable[[], object]) -> float:
     """Best of a few timed runs, after one that warms up."""
     best = float("inf")
     for _ in range(_REPEATS + 1):
@@ -98,26 +101,32 @@ def _product_rates(device: torch.device, make: MakeTensor) -> tuple[tuple[str, f
         # without hardware for it, a 16-bit product on a CPU is slower by orders: time a small one first
         for side in (size // 8, size):
             left, right, product = (make(side**2, dtype).fill_(0.5).view(side, side) for _ in range(3))
-            seconds = _seconds(device, functools.partial(torch.mm, left, right, out=product))
-            rate = 2 * side**3 / seconds
+            run = functools.partial(_repeated, _PRODUCTS.get(device.type, 1), left, right, product)
+            rate = 2 * side**3 * _PRODUCTS.get(device.type, 1) / best_seconds(device, run)
             if side < size and 2 * size**3 / rate > 0.2:
                 break
         rates.append((str(dtype).removeprefix("torch."), rate))
     return tuple(rates)
 
 
+def _repeated(count: int, left: torch.Tensor, right: torch.Tensor, product: torch.Tensor) -> None:
+    for _ in range(count):
+        torch.mm(left, right, out=product)
+
+
 def _device_bandwidth(device: torch.device, make: MakeTensor) -> float:
     num_bytes = _STREAM_BYTES.get(device.type, _STREAM_BYTES["cpu"])
     source, target = (make(num_bytes, torch.uint8).fill_(1) for _ in range(2))
-    return 2 * num_bytes / _seconds(device, lambda: target.copy_(source))
+    return 2 * num_bytes / best_seconds(device, lambda: target.copy_(source))
 
 
 def _copy_rates(device: torch.device, on_device: torch.Tensor, on_host: torch.Tensor) -> tuple[float, float, float]:
     """Bytes per second up and down, and the seconds of a tiny copy."""
-    down = _COPY_BYTES / _seconds(device, lambda: on_host.copy_(on_device, non_blocking=True))
-    up = _COPY_BYTES / _seconds(device, lambda: on_device.copy_(on_host, non_blocking=True))
+    num_bytes = on_device.nbytes
+    down = num_bytes / best_seconds(device, lambda: on_host.copy_(on_device, non_blocking=True))
+    up = num_bytes / best_seconds(device, lambda: on_device.copy_(on_host, non_blocking=True))
     few, many = on_device[:64], on_host[:64]
-    return up, down, _seconds(device, lambda: few.copy_(many, non_blocking=True))
+    return up, down, best_seconds(device, lambda: few.copy_(many, non_blocking=True))
 
 
 class _Transfers:
@@ -134,11 +143,11 @@ class _Transfers:
             for source in self.sources:
                 self.issue(lane, source)()
 
-        return _seconds(device, run)
+        return best_seconds(device, run)
 
     def share_lost(self, device: torch.device, alone_s: float, compute: Callable[[], object]) -> float:
         """Seconds by which computation takes longer while copies run, for each second that these take alone."""
-        compute_s = _seconds(device, compute)
+        compute_s = best_seconds(device, compute)
         count = 1 + int(4 * alone_s / compute_s)  # outlasts the copies, slowed down as they may be
 
         def run() -> None:
@@ -148,13 +157,14 @@ class _Transfers:
             for wait in waiting:
                 wait()
 
-        return min(2.0, max(0.0, (_seconds(device, run) - count * compute_s) / alone_s))
+        return min(2.0, max(0.0, (best_seconds(device, run) - count * compute_s) / alone_s))
 
 
 def _copy_figures(device: torch.device, make: "MakeTensor", issue: IssueCopy, beside: bool) -> dict[str, float]:
     """Rates of a CPU device's copies, what each costs whatever its size, and what computation loses to them."""
-    count = _COPY_BYTES // _TRANSFER_BYTES
-    pieces = make(_COPY_BYTES, torch.uint8).fill_(1).chunk(count)
+    num_bytes = _COPY_BYTES["cpu"]
+    count = num_bytes // _TRANSFER_BYTES
+    pieces = make(num_bytes, torch.uint8).fill_(1).chunk(count)
     transfers = _Transfers(issue, pieces)
     tiny = _Transfers(issue, [piece[:64] for piece in pieces])
     (down_s, tiny_down_s), (up_s, tiny_up_s) = (
@@ -163,8 +173,8 @@ def _copy_figures(device: torch.device, make: "MakeTensor", issue: IssueCopy, be
     side = _PRODUCT_SIZE["cpu"]
     left, right, product = (make(side**2, torch.float32).fill_(0.5).view(side, side) for _ in range(3))
     return {
-        "h2d_bytes_per_s": _COPY_BYTES / max(up_s - tiny_up_s, up_s / 4),
-        "d2h_bytes_per_s": _COPY_BYTES / max(down_s - tiny_down_s, down_s / 4),
+        "h2d_bytes_per_s": num_bytes / max(up_s - tiny_up_s, up_s / 4),
+        "d2h_bytes_per_s": num_bytes / max(down_s - tiny_down_s, down_s / 4),
         "latency_s": (tiny_up_s + tiny_down_s) / (2 * count),
         "copy_share": 1.0
         if not beside
@@ -172,9 +182,8 @@ def _copy_figures(device: torch.device, make: "MakeTensor", issue: IssueCopy, be
     }
 
 
-def _update_rate(device: torch.device, make: MakeTensor) -> float:
-    """Parameters per second of a fused fp32 AdamW step."""
-    count = _UPDATE_PARAMS.get(device.type, _UPDATE_PARAMS["cpu"])
+def _update_rate(device: torch.device, make: MakeTensor, count: int) -> float:
+    """Parameters per second of a fused fp32 AdamW step over ``count`` of them."""
     params, grads, averages, squares = ([make(count, torch.float32).fill_(0.01)] for _ in range(4))
     steps = [torch.ones((), device=device)]
 
@@ -196,7 +205,7 @@ def _update_rate(device: torch.device, make: MakeTensor) -> float:
         )
 
     with torch.no_grad():
-        return count / _seconds(device, step)
+        return count / best_seconds(device, step)
 
 
 def _plain_host_tensor(device: torch.device, num_bytes: int) -> torch.Tensor:
@@ -241,13 +250,15 @@ def measure_machine(
             return torch.empty(numel, dtype=dtype, device=device)
 
         make = make_on_host if device.type == "cpu" else make_on_device
+        num_bytes = _COPY_BYTES.get(device.type, _COPY_BYTES["cpu"])
         up, down, latency = _copy_rates(
-            device, make(_COPY_BYTES, torch.uint8).fill_(1), make_on_host(_COPY_BYTES, torch.uint8)
+            device, make(num_bytes, torch.uint8).fill_(1), make_on_host(num_bytes, torch.uint8)
         )
         copies = {"h2d_bytes_per_s": up, "d2h_bytes_per_s": down, "latency_s": latency}
         if device.type == "cpu" and issue_copy is not None:
             copies = _copy_figures(device, make, issue_copy, copies_run_beside)
-        host_rate = _update_rate(torch.device("cpu"), make_on_host)
+        count = _UPDATE_PARAMS["cpu"] if device.type == "cpu" else _SERVER_UPDATE_PARAMS
+        host_rate = _update_rate(torch.device("cpu"), make_on_host, count)
         return Machine(
             device_name=device_name(device.type, device.index),
             device_type=device.type,
@@ -257,7 +268,9 @@ def measure_machine(
             device_flops_per_s=_product_rates(device, make),
             device_bytes_per_s=_device_bandwidth(device, make),
             disk_bytes_per_s=0.0,
-            device_update_params_per_s=host_rate if device.type == "cpu" else _update_rate(device, make),
+            device_update_params_per_s=host_rate
+            if device.type == "cpu"
+            else _update_rate(device, make, _UPDATE_PARAMS["cuda"]),
             host_update_params_per_s=host_rate,
             **copies,
         )

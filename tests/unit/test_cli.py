@@ -105,6 +105,7 @@ def test_doctor_prints_what_was_measured_and_saves_it(
     assert rows["AdamW on the host",] == ["M", "parameters/s"] and "500 M" in out
     assert rows["latency of a transfer",] == ["2.00", "us"]
     assert "disk" not in out  # there is none below a CPU device's
+    assert "both ways at once           not applicable" in out
     assert cli.main(["doctor", "--save", str(tmp_path)]) == 2
     assert "Is a directory; give --save a file" in capsys.readouterr().err
 
