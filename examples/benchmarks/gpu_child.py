@@ -6,10 +6,12 @@ its error.
 """
 
 import json
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,13 @@ from torch import Tensor
 from train_gpt import Text, load_text
 
 import autohete_fx
+from autohete_fx.cli import link_of
 from autohete_fx.errors import HostMemoryError, InfeasiblePlanError
 from autohete_fx.ir import Machine
 from autohete_fx.profiler.machine import load_or_measure_machine
 from autohete_fx.report import format_bytes
 
-FITS, DOES_NOT_FIT, CANNOT_RUN, FAILED = "fits", "does not fit", "cannot run", "failed"
+FITS, DOES_NOT_FIT, CANNOT_RUN, FAILED, OUT_OF_TIME = "fits", "does not fit", "cannot run", "failed", "out of time"
 _LEVEL_S, _FEWEST = 10.0, 3
 """A level is measured for so long at most, but for so many steps at least."""
 
@@ -91,6 +94,8 @@ class _Run:
                     break
         if self.case.dry and self.case.cap_bytes is not None and meter.peak_bytes > self.case.cap_bytes:
             raise RuntimeError(f"a CPU has no cap, and this took {format_bytes(meter.peak_bytes)}: as if out of memory")
+        if not all(map(math.isfinite, losses)):
+            raise ArithmeticError(f"losses are not finite: {losses}")
         tokens, median_s = self.case.batch * self.case.config.context, statistics.median(step_s)
         shares = self.system.shares()
         return {
@@ -100,7 +105,7 @@ class _Run:
             "tokens/s": tokens / median_s,
             "warm-up s": ready_s - began_s,
             "peak bytes": meter.peak_bytes,
-            **({"reserved bytes": torch.cuda.max_memory_reserved()} if self.case.device.type == "cuda" else {}),
+            **(_of_the_device() if self.case.device.type == "cuda" else {}),
             "first step": first_step,
             "losses": losses,
             "shares": {name: getattr(shares, name) for name in shares.__slots__},
@@ -114,6 +119,15 @@ class _Run:
         return self.system.train(tokens, targets).item()
 
 
+def _of_the_device() -> dict[str, int]:
+    """What PyTorch's allocator took, and what of the device is taken beside it: by CUDA, libraries, kernels and other processes."""
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "reserved bytes": torch.cuda.max_memory_reserved(),
+        "outside bytes": total - free - torch.cuda.memory_reserved(),
+    }
+
+
 def batch_of(case: Case, text: Text, step: int) -> tuple[Tensor, Tensor]:
     """Tokens and targets of one step, (batch, context) each, the same in every process. A token is a pair of bytes."""
     length = case.config.context + 1
@@ -125,36 +139,20 @@ def batch_of(case: Case, text: Text, step: int) -> tuple[Tensor, Tensor]:
 
 
 def run_machine(device: torch.device, emit: Emit) -> None:
-    """The figures that `autohete doctor` finds, which runs after this one find in the cache, and two more."""
-    machine = load_or_measure_machine(device)
-    emit({"machine": json.loads(machine.to_json()), **_host_bandwidth(device), **_both_ways(device)})
+    """The figures that `autohete doctor` finds, which runs after this one find in the cache, and more."""
+    machine, link = load_or_measure_machine(device), link_of(device)
+    emit({"machine": json.loads(machine.to_json()), **_host_bandwidth(device), "link": link and asdict(link)})
 
 
 def _host_bandwidth(device: torch.device) -> dict[str, float]:
-    """Bytes a second of ``c = a + b`` on the host's cores, which reads and writes 12 bytes an element."""
+    """Bytes a second of ``a += b`` on the host's cores, which reads and writes 12 bytes an element.
+
+    In place, as an optimizer works: a third array would be read before it is written, and that is not counted.
+    """
     count = 1 << (28 if device.type == "cuda" else 22)
-    a, b, c = (torch.ones(count) for _ in range(3))
-    best_s = min(_seconds(lambda: torch.add(a, b, out=c)) for _ in range(4))
+    a, b = (torch.ones(count) for _ in range(2))
+    best_s = min(_seconds(lambda: a.add_(b)) for _ in range(4))
     return {"host_bytes_per_s": 12 * count / best_s}
-
-
-def _both_ways(device: torch.device) -> dict[str, float]:
-    """Bytes a second of copies up and down at the same time, summed; nothing where device and host are one."""
-    if device.type != "cuda":
-        return {}
-    count = 1 << 28
-    hosts = [torch.empty(count, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    devices = [torch.empty(count, dtype=torch.uint8, device=device) for _ in range(2)]
-    streams = [torch.cuda.Stream() for _ in range(2)]
-
-    def copy() -> None:
-        with torch.cuda.stream(streams[0]):
-            devices[0].copy_(hosts[0], non_blocking=True)
-        with torch.cuda.stream(streams[1]):
-            hosts[1].copy_(devices[1], non_blocking=True)
-        torch.cuda.synchronize()
-
-    return {"both_ways_bytes_per_s": 2 * count / min(_seconds(copy) for _ in range(4))}
 
 
 def _seconds(run: Callable[[], object]) -> float:

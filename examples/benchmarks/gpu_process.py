@@ -1,7 +1,8 @@
 """The processes of `gpu_suite.py`: one a case, limited in time, and ended before the host runs out of memory.
 
 In: a `Case`. Out: the rows that its process reported, and what ended it where that was not its own will. All processes share
-one folder with PyTorch's and our caches, so that the machine is measured once and equal kernels are compiled once.
+one folder with PyTorch's and our caches, so that the machine is measured once and equal kernels are compiled once; it may be
+one that stays, for the next run.
 """
 
 import argparse
@@ -16,8 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu_child import DOES_NOT_FIT, FAILED
+from gpu_child import DOES_NOT_FIT, FAILED, OUT_OF_TIME
 from systems import Case
+
+from autohete_fx import host_memory
 
 _POLL_S = 0.2
 _HOST_RESERVE = 0.04
@@ -32,20 +35,23 @@ class Processes:
     """Starts them one after another.
 
     Args:
-        folder: for results, plans and caches.
+        folder: for results and plans.
+        caches: for compiled code and the machine's figures.
         arguments: of the command line; the flags that a process needs are passed on.
     """
 
-    def __init__(self, folder: Path, arguments: argparse.Namespace) -> None:
+    def __init__(self, folder: Path, caches: Path, arguments: argparse.Namespace) -> None:
         self.folder = folder
+        self._caches = caches
         self._flags = ["--dry"] if arguments.dry else []
         self._count = 0
         self._environment = os.environ | {
-            "AUTOHETE_CACHE_DIR": str(folder / "autohete"),
-            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+            "AUTOHETE_CACHE_DIR": str(caches / "autohete"),
+            "TORCH_EXTENSIONS_DIR": str(caches / "extensions"),
+            "PYTORCH_ALLOC_CONF": "expandable_segments:True",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        self._new_caches()
+        self._open_caches()
 
     def run(self, case: Case | str, limit_s: float) -> tuple[list[dict[str, Any]], Problem]:
         """Rows in the order of the levels, whatever became of the process afterwards."""
@@ -60,21 +66,31 @@ class Processes:
                 problem = _waited(process, limit_s)
             finally:
                 _end(process)
-        if problem != ENDED_WELL:
-            self._new_caches()
-        lines = result.read_text().splitlines(keepends=True) if result.exists() else []
-        rows = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may have been cut
-        return rows, (FAILED, _last_words(log)) if problem is None else problem
+        if problem in (None, ENDED_WELL):
+            return _rows(result), problem or (FAILED, _last_words(log))
+        self._renew_caches()
+        return _rows(result), problem
 
-    def _new_caches(self) -> None:
-        """Of compiled code: a process that is ended while it writes a library, or holds a lock, spoils them for all others."""
-        for name in ("inductor", "triton", "extensions"):
-            (self.folder / f"{name}-{self._count}").mkdir(exist_ok=True)
-        self._environment |= {
-            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / f"inductor-{self._count}"),
-            "TRITON_CACHE_DIR": str(self.folder / f"triton-{self._count}"),
-            "TORCH_EXTENSIONS_DIR": str(self.folder / f"extensions-{self._count}"),
-        }
+    def _open_caches(self) -> None:
+        """Of kernels; PyTorch makes the folders."""
+        generation = self._caches / "generation"
+        number = generation.read_text() if generation.exists() else "0"
+        for name in ("TORCHINDUCTOR", "TRITON"):
+            self._environment[f"{name}_CACHE_DIR"] = str(self._caches / f"{name.lower()}-{number}")
+
+    def _renew_caches(self) -> None:
+        """A process that is ended while it writes a library, or holds a lock, spoils them for all others."""
+        generation = self._caches / "generation"
+        generation.write_text(str(int(generation.read_text() if generation.exists() else "0") + 1))
+        self._open_caches()
+        for lock in (self._caches / "extensions").glob("**/lock"):  # ninja itself goes on where it was ended
+            lock.unlink()
+
+
+def _rows(result: Path) -> list[dict[str, Any]]:
+    """What a process reported. Of its last line there may be a part."""
+    lines = result.read_text().splitlines(keepends=True) if result.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _waited(process: "subprocess.Popen[bytes]", limit_s: float) -> Problem | None:
@@ -82,7 +98,7 @@ def _waited(process: "subprocess.Popen[bytes]", limit_s: float) -> Problem | Non
     end_s = time.monotonic() + limit_s
     while process.poll() is None:
         if time.monotonic() > end_s:
-            return FAILED, f"not done after {limit_s:.0f} s"
+            return OUT_OF_TIME, f"not done after {limit_s:.0f} s"
         if _host_share() < _HOST_RESERVE:
             return DOES_NOT_FIT, "host memory ran out"
         time.sleep(_POLL_S)
@@ -99,13 +115,8 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _host_share() -> float:
-    """Of host memory, what is available; 1 where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 1.0
-    values = {line.split(":")[0]: int(line.split()[1]) for line in lines if ":" in line}
-    return values["MemAvailable"] / values["MemTotal"]
+    """Of host memory, what is available."""
+    return host_memory.available_bytes() / host_memory.capacity_bytes()
 
 
 def _last_words(log: Path) -> str:

@@ -31,8 +31,8 @@ _BYTES_UPDATED, _BYTES_COPIED = 28, 2
 def roofline(case: Case, trial: Row, machine: Machine, host_bytes_per_s: float) -> dict[str, float]:
     """Seconds that each lane must work in a step."""
     config, shares, g = case.config, trial["shares"], trial["micro batches"]
-    products = config.layers * 12 * config.width**2 + config.vocab_size * config.width
-    params = products + config.vocab_size * config.width
+    params = case.num_params
+    products = params - config.vocab_size * config.width
     tokens = case.batch * config.context
     phi, pi, moved = shares["optimizer"], shares["params"], g * shares["activation_bytes"]
     attention = config.layers * config.context * config.width
@@ -107,14 +107,39 @@ def _cells(row: Row) -> list[str]:
 
 def verdict(rows: Iterable[Row]) -> str:
     """Our best over the best of the others, in a line."""
-    trained = [row for row in rows if row.get("best")]
-    ours = [row for row in trained if row["system"] in OURS]
-    others = [row for row in trained if row["system"] not in OURS]
-    if not ours or not others:
-        return "nothing to compare" if not ours else "none of the others trained"
-    best, other = (max(each, key=lambda row: row["best"]["tokens/s"]) for each in (ours, others))
+    rows = list(rows)
+    best, other = (_best(row for row in rows if (row["system"] in OURS) is is_ours) for is_ours in (True, False))
+    if best is None or other is None:
+        return "nothing to compare" if best is None else "none of the others trained"
     ratio = best["best"]["tokens/s"] / other["best"]["tokens/s"]
     return f"{best['name']} over the best of the others, {other['name']}: {ratio:.2f}x"
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """A line a setting: ours, the best of the others, their ratio, what binds ours and how much of the roofline it reaches."""
+    cells = []
+    for setting in dict.fromkeys(map(setting_of, rows)):
+        mine = [row for row in rows if setting_of(row) == setting]
+        ours, other = (_best(row for row in mine if (row["system"] in OURS) is is_ours) for is_ours in (True, False))
+        ratio = ours["best"]["tokens/s"] / other["best"]["tokens/s"] if ours and other else None
+        cells.append(
+            [
+                setting,
+                f"{ours['best']['tokens/s']:,.0f}" if ours else "-",
+                f"{other['best']['tokens/s']:,.0f} {other['name']}" if other else "-",
+                "-" if ratio is None else f"{ratio:.2f}x",
+                ours.get("binds", "-") if ours else "-",
+                f"{ours['roofline share']:.0%}" if ours and "roofline share" in ours else "-",
+                f"{sum(bool(row.get('best')) for row in mine)} of {len(mine)}",
+            ]
+        )
+    header = ["", "ours, tokens/s", "best of the others", "ratio", "binds ours", "roofline", "trained"]
+    return aligned(header, cells, right_from=1)
+
+
+def _best(rows: Iterable[Row]) -> Row | None:
+    """The fastest that trained; None where none did."""
+    return max((row for row in rows if row.get("best")), key=lambda row: row["best"]["tokens/s"], default=None)
 
 
 def ablation(rows: Sequence[Row]) -> str:

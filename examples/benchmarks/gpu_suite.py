@@ -1,7 +1,8 @@
 """On your own card: how autohete_fx compares with the systems that one would otherwise choose.
 
-    python examples/benchmarks/gpu_suite.py --json gpu.json                      # what matters most, in 9 minutes
-    python examples/benchmarks/gpu_suite.py --json gpu.json --resume --minutes 9 # more of it; what gpu.json has is not run again
+    python examples/benchmarks/gpu_suite.py --json gpu.json --caches .caches     # what matters most, in 9 minutes
+    python examples/benchmarks/gpu_suite.py --json gpu.json --caches .caches --resume      # more of it; nothing is run twice
+    python examples/benchmarks/gpu_suite.py --json gpu.json --resume --again ours          # but for rows of ours
     python examples/benchmarks/gpu_suite.py --parts compare --sizes 3b --caps 12 24 --systems ours fsdp2 --minutes 30
     python examples/benchmarks/gpu_suite.py --dry                                # tiny models on the CPU
 
@@ -16,7 +17,8 @@ Parts, each of which may be asked for alone with ``--parts``:
 
 Each case runs in a process of its own, whose device memory ``torch.cuda.set_per_process_memory_fraction`` limits and whose
 time is limited: a failure is a row with a reason, and not fitting is a result. Rows come in the order of their importance and
-stop when ``--minutes`` are over; what was left out is listed. Models are GPTs with random weights on the Python standard
+stop when ``--minutes`` are over; what was left out is listed. Each part has a share of the minutes, and what it did not get to
+comes at the end if there is time. The file is up to date after each row. Models are GPTs with random weights on the Python standard
 library's sources.
 
 torch, numpy and ortools must be there; torchao and deepspeed are compared where they are. On a machine without a network,
@@ -34,8 +36,8 @@ import json
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,25 +45,18 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from gpu_child import DOES_NOT_FIT, into, machine_of, run_case, run_machine
-from gpu_process import Processes
-from gpu_report import ablation, add_roofline, compare_losses, comparison, largest, setting_of
+from gpu_child import DOES_NOT_FIT, FAILED, FITS, OUT_OF_TIME, into, machine_of, run_case, run_machine
+from gpu_process import Problem, Processes
+from gpu_report import ablation, add_roofline, compare_losses, comparison, largest, setting_of, summary
+from gpu_selection import HEADLINES, PARTS, Clock, Setting, described, settings, systems, what_cannot_fit
 from results import environment, print_figures, save
-from systems import OURS, SYSTEMS, Case, system_class
+from systems import SYSTEMS, Case, system_class
 from systems.base import SIZES
 
-from autohete_fx.cli import machine_text
+from autohete_fx.cli import link_text, machine_text
+from autohete_fx.profiler.link import Link
 
-PARTS = ("machine", "compare", "ablation", "largest")
 _PACKAGES = ("torch", "triton", "ortools", "torchao", "deepspeed", "transformers")
-HEADLINES = (
-    ("3b", 24, 8, False),
-    ("1b", None, 8, False),
-    ("3b", 12, 8, True),
-    ("6b", 24, 8, False),
-    ("3b", 24, 32, False),
-)
-"""What is compared first: model, cap, batch, clipping."""
 _SCHEDULES = {
     "inside step()": (None, True),
     "next forward, as gradients came": ("step", False),
@@ -70,12 +65,10 @@ _SCHEDULES = {
     "from backward on, by priority": ("backward", True),
 }
 _THREE_INTEGERS = "three-integers"
-_STATE_BYTES = 16
-"""A parameter with its gradient, master and moments."""
+_UNTIL = {"machine": 0.1, "first": 0.55, "ablation": 0.75, "headlines": 0.9, "largest": 1.0}
+"""The share of all time until which each may take."""
 
 Row = dict[str, Any]
-Setting = tuple[str, float | None, int, bool]
-"""Model, cap, batch, clipping."""
 
 
 def main() -> None:
@@ -93,11 +86,15 @@ def main() -> None:
         sys.exit("PyTorch finds no CUDA device; --dry runs tiny models on the CPU")
     print_figures(environment() | versions())
     with tempfile.TemporaryDirectory() as folder:
-        suite = Suite(arguments, Processes(Path(folder), arguments))
+        caches = (arguments.caches or Path(folder) / "caches").resolve()
+        caches.mkdir(parents=True, exist_ok=True)
+        suite = Suite(arguments, Processes(Path(folder), caches, arguments))
         try:
             suite.run()
         finally:
             suite.finish()
+    if suite.broken:
+        sys.exit(f"parts that failed, with all else safe: {', '.join(each['part'] for each in suite.broken)}")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -114,6 +111,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dry", action="store_true", help="tiny models on the CPU; caps are MB")
     parser.add_argument("--no-inductor", action="store_true", help="trace only, which makes a dry run quick")
     parser.add_argument("--resume", action="store_true", help="keep the rows of --json, and do not run them again")
+    parser.add_argument(
+        "--again", nargs="+", choices=SYSTEMS, default=[], help="with --resume: do not keep rows of these"
+    )
+    parser.add_argument(
+        "--caches", type=Path, help="keep compiled code and the machine's figures here for the next run"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
@@ -123,10 +126,6 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.minutes is None:
         arguments.minutes = 1e6 if arguments.dry else 8.5
     return arguments
-
-
-def _described(setting: Setting) -> Row:
-    return dict(zip(("size", "cap_gb", "batch", "clip"), setting, strict=True))
 
 
 def _cap(text: str) -> float | None:
@@ -153,44 +152,47 @@ class Suite:
     rows: dict[str, list[Row]] = field(default_factory=lambda: {part: [] for part in PARTS})
     earlier: list[Row] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    began_s: float = field(default_factory=time.monotonic)
+    broken: list[dict[str, str]] = field(default_factory=list)
+    num_kept: int = 0
 
     def __post_init__(self) -> None:
+        self.clock = Clock(self.arguments.minutes, self.arguments.case_minutes)
         if self.arguments.resume and self.arguments.json.exists():
             kept = json.loads(self.arguments.json.read_text())["rows"]
-            self.earlier = [{**row, "part": part} for part in PARTS for row in kept.get(part, [])]
+            rows = [{**row, "part": part} for part in PARTS for row in kept.get(part, [])]
+            self.earlier = [row for row in rows if row.get("system") not in self.arguments.again]
 
     def run(self) -> None:
-        """Every part that is asked for; the first setting's ablation as soon as there is its plan."""
-        parts, settings = self.arguments.parts, list(self.settings())
-        if "machine" in parts or "compare" in parts:
-            self.machine()
-        if "compare" in parts:
-            self.compare(settings[:1])
-        if "ablation" in parts:
-            self.ablation(settings[0])
-        if "compare" in parts:
-            self.compare(settings[1 : len(HEADLINES)])
-        if "largest" in parts:
-            self.largest()
-        if "compare" in parts:
-            self.compare(settings[len(HEADLINES) :])
+        """Every part that is asked for, each within its share of the time; then, with what is left, all that is missing."""
+        chosen, first = self.arguments.parts, list(settings(self.arguments))
+        headlines, rest = first[1 : len(HEADLINES)], first[len(HEADLINES) :]
+        works: list[tuple[str, str, Callable[[], None]]] = [
+            ("machine", "machine", self.machine),
+            ("first", "compare", lambda: self.compare(first[:1])),
+            ("ablation", "ablation", lambda: self.ablation(first[0])),
+            ("headlines", "compare", lambda: self.compare(headlines)),
+            ("largest", "largest", self.largest),
+        ]
+        needed = [*chosen, "machine"] if "compare" in chosen else chosen
+        works = [work for work in works if work[1] in needed]
+        for stage, part, work in works:
+            self.clock.let(_UNTIL[stage])
+            self._guarded(part, work)
+        self.clock.let(1.0)
+        was_left, self.left_out = bool(self.left_out), []
+        for _, part, work in works if was_left else ():
+            self._guarded(part, work)
+        if "compare" in chosen:
+            self._guarded("compare", lambda: self.compare(rest))
 
-    def settings(self) -> Iterator[Setting]:
-        """Model, cap, batch and clipping by importance: headlines, then the rest of the grid."""
-        asked = self.arguments
-        sizes, caps = asked.sizes or ["3b", "1b", "6b"], asked.caps or [24.0, 12.0, 40.0, None]
-        batches, clips = asked.batches or [8, 32], [word == "on" for word in asked.clip or ["off", "on"]]
-        grid = [(s, c, b, k) for k in clips for b in batches for c in caps for s in sizes]
-        yield from (setting for setting in HEADLINES if setting in grid)
-        yield from (setting for setting in grid if setting not in HEADLINES)
-
-    def systems(self, cap_gb: float | None) -> list[str]:
-        """Those asked for; where the whole device may be taken, first those that leave everything there."""
-        names = self.arguments.systems or [name for name in SYSTEMS if name != "compile-autocast"]
-        if cap_gb is not None:
-            return names
-        return sorted(names, key=lambda name: (name not in OURS, not name.startswith(("compile", "memory"))))
+    def _guarded(self, part: str, work: Callable[[], None]) -> None:
+        """An error of ours in one part costs that part alone."""
+        try:
+            work()
+        except Exception:
+            text = traceback.format_exc()
+            self.broken.append({"part": part, "error": text})
+            print(f"{part} failed:\n{text}", file=sys.stderr, flush=True)
 
     def case(self, system: str, setting: Setting, **more: Any) -> Case:
         size, cap_gb, batch, clip = setting
@@ -204,23 +206,24 @@ class Suite:
             steps=asked.steps,
             dry=asked.dry,
             inductor=not asked.no_inductor,
-            folder=str(self.processes.folder) if setting == next(self.settings()) else "",  # of the ablation
+            folder=str(self.processes.folder) if setting == next(settings(asked)) else "",  # of the ablation
             **more,
         )
 
     # -- the parts ------------------------------------------------------------------------------------------------
 
     def machine(self) -> None:
+        if self.rows["machine"]:
+            return
         row = self._known("machine", "") or self._measured_machine()
         if row is None:
             return
         self._keep("machine", row)
         if "machine" in row:
+            host = f"  {'host memory, bandwidth':<28}{row['host_bytes_per_s'] / 1e9:.4g} GB/s"
             print(
-                f"{machine_text(machine_of(row))}\n  host memory, bandwidth     {row['host_bytes_per_s'] / 1e9:.4g} GB/s"
+                f"{machine_text(machine_of(row))}\n{host}\n{link_text(Link(**row['link']) if row.get('link') else None)}"
             )
-            if "both_ways_bytes_per_s" in row:
-                print(f"  both ways at once          {row['both_ways_bytes_per_s'] / 1e9:.4g} GB/s")
         else:
             print(f"machine: {row['outcome']}: {row['reason']}")
         print(flush=True)
@@ -228,48 +231,49 @@ class Suite:
     def _measured_machine(self) -> Row | None:
         if self._is_late("machine"):
             return None
-        found, problem = self.processes.run("machine", self._limit_s())
+        found, problem = self.processes.run("machine", self.clock.limit_s)
         return {"name": "", **(found[0] if found else {"outcome": problem[0], "reason": problem[1]})}
 
-    def compare(self, settings: Sequence[Setting]) -> None:
-        for setting in settings:
+    def compare(self, chosen: Sequence[Setting]) -> None:
+        for setting in chosen:
+            before = self.num_kept
             rows = [
                 row
-                for name in self.systems(setting[1])
+                for name in systems(self.arguments, setting[1])
                 if (row := self._trained("compare", name, self.case(name, setting)))
             ]
-            if rows:
+            if self.num_kept > before:
                 compare_losses(self.rows["compare"])
                 print(f"{comparison(rows)}\n", flush=True)
 
     def ablation(self, setting: Setting) -> None:
-        described = _described(setting)
-        is_known = all(self._known("ablation", name, **described) for name in _SCHEDULES)
+        fields = described(setting)
+        is_known = all(self._known("ablation", name, **fields) for name in _SCHEDULES)
         if (
             not is_known and self._plan_of(setting, "planned") is None
         ):  # what was resumed, or runs without ours, left none
-            if self._is_late(f"ablation, {setting_of(described)}"):
+            if self._is_late(f"ablation, {setting_of(fields)}"):
                 return
             row = self._best_of(self.case("ours", setting))
             if self._plan_of(setting, "planned") is None:
                 why = f"{row['outcome']}: {row.get('reason', '')}"
-                self.left_out.append(f"ablation, {setting_of(described)}: ours left no plan, {why}")
+                self.left_out.append(f"ablation, {setting_of(fields)}: ours left no plan, {why}")
                 return
         replays = [(name, "planned", *how) for name, how in _SCHEDULES.items()]
         replays += [
             (f"{_THREE_INTEGERS}, {name}", _THREE_INTEGERS, *_SCHEDULES[name]) for name in list(_SCHEDULES)[2::2]
         ]
-        rows = []
+        rows, before = [], self.num_kept
         for name, kind, overlap, priority in replays:
             plan = self._plan_of(setting, kind)
-            if plan is None and self._known("ablation", name, **described) is None:
+            if plan is None and self._known("ablation", name, **fields) is None:
                 self.left_out.append(f"ablation, {name}: no such plan keeps the budget")
                 continue
             count = int(plan.name.split("-")[3]) if plan else 1
             how = {"plan": str(plan), "overlap": overlap, "priority": priority, "micro_batches": count}
             rows.append(self._trained("ablation", name, self.case("ours", setting, **how)))
         found = [row for row in rows if row is not None]
-        if found:
+        if self.num_kept > before:
             print(f"ablation: {ablation(found)}\n", flush=True)
 
     def _plan_of(self, setting: Setting, kind: str) -> Path | None:
@@ -277,51 +281,61 @@ class Suite:
         return next(iter(sorted(self.processes.folder.glob(f"{size}-{cap}-{batch}-*-{kind}.json"))), None)
 
     def largest(self) -> None:
-        names = [n for n in (self.arguments.systems or ("ours", "fsdp2", "zero-3", "compile")) if n != "ours-backward"]
+        chosen = [n for n in (self.arguments.systems or ("ours", "fsdp2", "zero-3", "compile")) if n != "ours-backward"]
+        before = self.num_kept
         for cap in self.arguments.caps or [12.0, 24.0]:
-            for name in names:
+            for name in chosen:
                 row = self._known("largest", name, cap_gb=cap) or self._bisected(name, cap)
                 if row is not None:
                     self._keep("largest", row)
-        if self.rows["largest"]:
+        if self.num_kept > before:
             print(f"{largest(self.rows['largest'])}\n", flush=True)
 
     def _bisected(self, name: str, cap: float | None) -> Row | None:
-        """The largest size that trains two steps of one sequence; None where there was no time for a single one."""
+        """The largest size that trains two steps of one sequence; None where there was no time to find it."""
         sizes = [size for size in SIZES if self.arguments.sizes is None or size in self.arguments.sizes]
         low, high, probes = 0, len(sizes), []
-        while low < high and not self._is_late(f"largest, {name}, {cap} GB"):
+        while low < high:
+            if self._is_late(f"largest, {name}, {cap} GB"):
+                return None
             middle = (low + high) // 2
             level = system_class(name).levels[0]
             case = self.case(name, (sizes[middle], cap, 1, False), levels=(level,), warm_up=1)
-            found, problem = self.processes.run(replace(case, steps=1), self._limit_s())
-            outcome = found[0]["outcome"] if found else problem[0]
-            reason = "" if found and outcome == "fits" else (found[0].get("reason", "") if found else problem[1])
+            outcome, reason = self._probed(replace(case, steps=1))
             probes.append({"size": sizes[middle], "outcome": outcome, "reason": reason})
-            low, high = (middle + 1, high) if outcome == "fits" else (low, middle)
-            if outcome not in ("fits", DOES_NOT_FIT):
+            low, high = (middle + 1, high) if outcome == FITS else (low, middle)
+            if outcome not in (FITS, DOES_NOT_FIT):
                 break
-        if not probes:
-            return None
-        best = max((p["size"] for p in probes if p["outcome"] == "fits"), key=sizes.index, default=None)
+        best = max((p["size"] for p in probes if p["outcome"] == FITS), key=sizes.index, default=None)
         over = None
         if best is not None and cap is not None:
-            config = replace(case, size=best).config
-            count = config.layers * 12 * config.width**2 + 2 * config.vocab_size * config.width
-            over = _STATE_BYTES * count / (case.cap_bytes or 1)
+            tried = self.case(name, (best, cap, 1, False))
+            over = tried.state_bytes / (tried.cap_bytes or 1)
         return {"system": name, "name": name, "cap_gb": cap, "largest": best, "states over cap": over, "probes": probes}
+
+    def _probed(self, case: Case) -> Problem:
+        """How a single level came out."""
+        if (problem := what_cannot_fit(case)) is not None:
+            return problem
+        found, problem = self.processes.run(case, self.clock.limit_s)
+        return (found[0]["outcome"], found[0].get("reason", "")) if found else problem
 
     # -- rows -----------------------------------------------------------------------------------------------------
 
     def _trained(self, part: str, name: str, case: Case) -> Row | None:
         """The row of a case, from an earlier run or trained now; None where time is over."""
-        described = _described((case.size, case.cap_gb, case.batch, case.clip))
-        row = self._known(part, name, **described)
+        fields = described((case.size, case.cap_gb, case.batch, case.clip))
+        row = self._known(part, name, **fields)
         if row is None:
-            if self._is_late(f"{part}, {setting_of(described)}, {name}"):
+            what = f"{part}, {setting_of(fields)}, {name}"
+            if self._is_late(what):
                 return None
-            print(f"… {setting_of(described)}: {name}", file=sys.stderr, flush=True)
-            row = {"system": case.system, "name": name, **described, **self._best_of(case)}
+            print(f"… {setting_of(fields)}: {name}", file=sys.stderr, flush=True)
+            row = {"system": case.system, "name": name, **fields, **self._best_of(case)}
+            if row.get("is unfinished"):
+                self.left_out.append(what)
+                if "best" not in row:
+                    return None
         machine = next((each for each in self.rows["machine"] if "machine" in each), None)
         add_roofline(
             row, case, machine_of(machine) if machine else None, machine["host_bytes_per_s"] if machine else 1.0
@@ -330,14 +344,17 @@ class Suite:
 
     def _best_of(self, case: Case) -> Row:
         """Levels by rising memory; those that do not fit again with twice the micro-batches, as long as there are."""
-        left = list(system_class(case.system).levels)
+        left = list(case.levels or system_class(case.system).levels)
         trials: list[Row] = []
-        problem = ("failed", "nothing was reported")
-        count = case.micro_batches
-        while left and count <= case.batch and time.monotonic() < self._end_s:
-            found, problem = self.processes.run(replace(case, micro_batches=count, levels=tuple(left)), self._limit_s())
+        if (problem := what_cannot_fit(case)) is not None:
+            return {"outcome": problem[0], "reason": problem[1], "trials": []}
+        problem, count, is_cut = (FAILED, "nothing was reported"), case.micro_batches, False
+        while left and count <= case.batch and not is_cut:
+            limit_s = self.clock.limit_s
+            found, problem = self.processes.run(replace(case, micro_batches=count, levels=tuple(left)), limit_s)
+            is_cut = problem[0] == OUT_OF_TIME and limit_s < self.clock.case_s
             for trial in found:
-                if trial["outcome"] == "fits":
+                if trial["outcome"] == FITS:
                     trials.append(trial)
                     left.remove(trial["level"])
                 else:
@@ -345,51 +362,53 @@ class Suite:
             if problem[0] != DOES_NOT_FIT or case.plan:
                 break
             count *= 2
+            is_cut = is_cut or (bool(left) and count <= case.batch and self.clock.is_over)
+        unfinished = {"is unfinished": True} if is_cut else {}
         if not trials:
-            return {"outcome": problem[0], "reason": problem[1], "trials": []}
+            return {"outcome": problem[0], "reason": problem[1], "trials": [], **unfinished}
         best = max(trials, key=lambda trial: trial["tokens/s"])
         first = [trial for trial in trials if trial["micro batches"] == trials[0]["micro batches"]]
         losses = {t["first step"] + i: loss for t in first for i, loss in enumerate(t["losses"])}
         cut = f"{', '.join(left)} left: {problem[0]}: {problem[1]}" if left else ""
-        return {"outcome": "fits", "best": best, "losses": losses, "trials": trials, "cut short": cut}
+        return {"outcome": FITS, "best": best, "losses": losses, "trials": trials, "cut short": cut, **unfinished}
 
-    def _known(self, part: str, name: str, **described: object) -> Row | None:
-        """A row of the file that is resumed."""
-        wanted = {"part": part, "name": name, **described}
-        for row in self.earlier:
-            if all(row.get(key) == value for key, value in wanted.items()):
+    def _known(self, part: str, name: str, **fields: object) -> Row | None:
+        """A finished row of this run or of the file that is resumed."""
+        wanted = {"name": name, **fields}
+        for row in (*self.rows[part], *(row for row in self.earlier if row["part"] == part)):
+            if not row.get("is unfinished") and all(row.get(key) == value for key, value in wanted.items()):
                 return {**row, "losses": {int(i): loss for i, loss in row.get("losses", {}).items()}}
         return None
 
     def _keep(self, part: str, row: Row) -> Row:
-        self.rows[part].append(row)
-        self._save()
+        """Note a row, in the place of one of the same that was cut short."""
+        names = ("name", "size", "cap_gb", "batch", "clip")
+        rows = self.rows[part]
+        if row not in rows:
+            rows[:] = [old for old in rows if any(old.get(key) != row.get(key) for key in names)] + [row]
+            self.num_kept += 1
+            self._save()
         return row
 
     def _save(self) -> None:
         kept = {part: rows for part, rows in self.rows.items() if rows}
-        save(self.arguments.json, {"versions": versions(), **kept, "left out": self.left_out})
-
-    @property
-    def _end_s(self) -> float:
-        return self.began_s + 60 * self.arguments.minutes
-
-    def _limit_s(self) -> float:
-        return min(60 * self.arguments.case_minutes, self._end_s - time.monotonic())
+        save(self.arguments.json, {"versions": versions(), **kept, "left out": self.left_out, "broken": self.broken})
 
     def _is_late(self, what: str) -> bool:
         """Whether time is over; what then is left out is noted."""
-        if time.monotonic() < self._end_s:
+        if not self.clock.is_over:
             return False
         self.left_out.append(what)
         return True
 
     def finish(self) -> None:
-        """The last word: what was left out, and how long it took."""
+        """The last words: all comparisons in a table, what was left out, and how long it took."""
         self._save()
+        if self.rows["compare"]:
+            print(f"{summary(self.rows['compare'])}\n")
         for what in dict.fromkeys(self.left_out):
             print(f"left out: {what}")
-        print(f"{(time.monotonic() - self.began_s) / 60:.1f} minutes")
+        print(f"{self.clock.passed_s / 60:.1f} minutes")
 
 
 if __name__ == "__main__":

@@ -33,10 +33,12 @@ def print_figures(figures: Mapping[str, object]) -> None:
 
 
 def save(path: Path | None, rows: object) -> None:
-    """Write ``rows`` with their environment as JSON, if there is a path."""
+    """Write ``rows`` with their environment as JSON, if there is a path. An interrupt leaves the file as it was before, or new."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        unfinished.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+        unfinished.replace(path)
 
 
 def cpu_name() -> str:

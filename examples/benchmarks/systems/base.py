@@ -95,6 +95,17 @@ class Case:
         return None if self.cap_gb is None else int(self.cap_gb * (1e6 if self.dry else 1e9))
 
     @property
+    def state_bytes(self) -> int:
+        """Parameters, their gradients, fp32 masters and moments: 16 bytes a parameter, in either of the ways to be mixed."""
+        return 16 * self.num_params
+
+    @property
+    def num_params(self) -> int:
+        """Of the model's matrices."""
+        config = self.config
+        return config.layers * 12 * config.width**2 + 2 * config.vocab_size * config.width
+
+    @property
     def backend(self) -> str:
         """For ``torch.compile``."""
         return "inductor" if self.inductor else "aot_eager"

@@ -1,0 +1,99 @@
+"""What `gpu_suite.py` runs, in which order, and until when.
+
+In: the command line. Out: settings and systems by importance, and a clock. The time is shared out: a part has until a share of it
+is over, so that one that is slow leaves the others theirs; what it did not get to comes again at the end, as long as there is time.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from gpu_child import DOES_NOT_FIT
+from systems import OURS, SYSTEMS, Case, system_class
+
+from autohete_fx.report import format_bytes
+
+PARTS = ("machine", "compare", "ablation", "largest")
+HEADLINES = (
+    ("3b", 24.0, 8, False),
+    ("1b", None, 8, False),
+    ("3b", 12.0, 8, True),
+    ("6b", 24.0, 8, False),
+    ("3b", 24.0, 32, False),
+)
+"""What is compared first: model, cap, batch, clipping."""
+_FASTEST_FIRST = ("ours", "fsdp2", "torchao", "zero-offload", "zero-3", "ours-backward")
+"""Where the optimizer must leave the device: who is likely to win, so that a comparison that is cut short tells something."""
+_LEAST_S = 20.0
+"""In less a process does not even begin to train."""
+
+Setting = tuple[str, float | None, int, bool]
+"""Model, cap, batch, clipping."""
+
+
+def settings(asked: argparse.Namespace) -> Iterator[Setting]:
+    """Model, cap, batch and clipping by importance: headlines, then the rest of the grid."""
+    sizes, caps = asked.sizes or ["3b", "1b", "6b"], asked.caps or [24.0, 12.0, 40.0, None]
+    batches, clips = asked.batches or [8, 32], [word == "on" for word in asked.clip or ["off", "on"]]
+    grid = [(s, c, b, k) for k in clips for b in batches for c in caps for s in sizes]
+    yield from (setting for setting in HEADLINES if setting in grid)
+    yield from (setting for setting in grid if setting not in HEADLINES)
+
+
+def systems(asked: argparse.Namespace, cap_gb: float | None) -> list[str]:
+    """Those asked for, else all but compile-autocast; ours first, then who is likely to be the best of the others."""
+    if asked.systems:
+        return asked.systems
+    names = [name for name in SYSTEMS if name != "compile-autocast"]
+    if cap_gb is None:
+        return sorted(names, key=lambda name: (name not in OURS, not name.startswith(("compile", "memory"))))
+    return [*_FASTEST_FIRST, *(name for name in names if name not in _FASTEST_FIRST)]
+
+
+def described(setting: Setting) -> dict[str, Any]:
+    """A setting as the fields of a row."""
+    return dict(zip(("size", "cap_gb", "batch", "clip"), setting, strict=True))
+
+
+def what_cannot_fit(case: Case) -> tuple[str, str] | None:
+    """Of a system that leaves nothing on the host: an outcome and its reason, where its states alone exceed the cap."""
+    cap_bytes = case.cap_bytes
+    if cap_bytes is None or system_class(case.system).is_offloading or case.state_bytes <= cap_bytes:
+        return None
+    return DOES_NOT_FIT, f"parameters, gradients and states alone take {format_bytes(case.state_bytes)}; not tried"
+
+
+class Clock:
+    """The time there is, for everything and for one process.
+
+    Args:
+        minutes: for everything.
+        case_minutes: for a process.
+        now_s: tells the time.
+    """
+
+    def __init__(self, minutes: float, case_minutes: float, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._began_s = self._until_s = now_s()
+        self._total_s, self.case_s = 60 * minutes, 60 * case_minutes
+        self.let(1.0)
+
+    def let(self, share: float) -> None:
+        """Until so much of the whole time is over, what follows may take."""
+        self._until_s = self._began_s + share * self._total_s
+
+    @property
+    def passed_s(self) -> float:
+        """Since the beginning."""
+        return self._now_s() - self._began_s
+
+    @property
+    def limit_s(self) -> float:
+        """For a process that begins now."""
+        return min(self.case_s, self._until_s - self._now_s())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a process had better not begin."""
+        return self.limit_s < min(_LEAST_S, self.case_s)

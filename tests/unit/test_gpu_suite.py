@@ -1,0 +1,179 @@
+"""The suite that compares systems on a GPU, with processes that are told how to end: what it runs, keeps, repeats and reports."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Row = dict[str, Any]
+FLAGS = ["--dry", "--sizes", "1b", "2b", "3b", "--caps", "full", "--batches", "4", "--clip", "off"]
+
+
+@pytest.fixture(scope="module")
+def suite_module() -> Iterator[Any]:
+    """`gpu_suite`, which is a script beside its modules."""
+    folder = Path(__file__).parents[2] / "examples" / "benchmarks"
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder.parent))
+        patch.syspath_prepend(str(folder))
+        import gpu_suite  # pyright: ignore[reportMissingImports]
+
+        yield gpu_suite
+    for name in set(sys.modules) - before:
+        if str(folder.parent) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def level(case: Any, name: str, step_s: float = 1.0) -> Row:
+    shares = {"optimizer": 0.0, "params": 0.0, "fetched_once": 0.0, "activation_bytes": 0, "recompute": 0.0}
+    figures = {"step s": step_s, "tokens/s": 128 / step_s, "peak bytes": 2**20, "losses": [2.0, 1.0], "first step": 0}
+    return {"outcome": "fits", "level": name, "micro batches": case.micro_batches, "shares": shares, **figures}
+
+
+class Processes:
+    """Calls ``run(case, limit_s)`` in the place of a process, and notes what was asked."""
+
+    def __init__(self, folder: Path, run: Callable[[Any, float], Any]) -> None:
+        self.folder = folder
+        self.asked: list[Any] = []
+        self._run = run
+
+    def run(self, case: Any, limit_s: float) -> tuple[list[Row], tuple[str, str]]:
+        self.asked.append(case)
+        return ([], ("failed", "no doctor here")) if case == "machine" else self._run(case, limit_s)
+
+
+def all_levels(case: Any, limit_s: float) -> tuple[list[Row], tuple[str, str]]:
+    return [level(case, name) for name in case.levels], ("", "")
+
+
+@pytest.fixture
+def new_suite(suite_module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    def made(*words: str, run: Callable[[Any, float], Any] = all_levels) -> Any:
+        monkeypatch.setattr(sys, "argv", ["gpu_suite.py", *FLAGS, "--json", str(tmp_path / "gpu.json"), *words])
+        arguments: argparse.Namespace = suite_module.parse_arguments()
+        return suite_module.Suite(arguments, Processes(tmp_path, run))
+
+    return made
+
+
+def kept(tmp_path: Path) -> Row:
+    return json.loads((tmp_path / "gpu.json").read_text())["rows"]
+
+
+def test_an_error_in_a_part_costs_that_part_alone_and_is_kept(
+    new_suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def run(case: Any, limit_s: float) -> Any:
+        if case.batch == 1:
+            raise ZeroDivisionError("a bug of the suite's")
+        return all_levels(case, limit_s)
+
+    suite = new_suite("--parts", "compare", "largest", "--systems", "ours", "compile", run=run)
+    suite.run()
+    suite.finish()
+    rows = kept(tmp_path)
+    assert [broken["part"] for broken in rows["broken"]] == ["largest"]
+    assert "a bug of the suite's" in rows["broken"][0]["error"]
+    assert len(rows["compare"]) == 6 and rows["machine"][0]["reason"] == "no doctor here"
+
+
+def test_what_the_end_of_time_cut_short_is_no_result_and_comes_again(new_suite: Any, tmp_path: Path):
+    def late(case: Any, limit_s: float) -> Any:
+        """The first system has all its levels; the second one of them, the third none."""
+        if case.system == "ours":
+            return all_levels(case, limit_s)
+        return ([level(case, "full")] if case.system == "compile" else []), ("out of time", "not done")
+
+    words = ["--parts", "compare", "--sizes", "1b", "--systems", "ours", "compile", "fsdp2"]
+    suite = new_suite(*words, "--minutes", "1", "--case-minutes", "2", run=late)
+    suite.run()
+    suite.finish()
+    rows = kept(tmp_path)
+    assert [(row["name"], bool(row.get("is unfinished"))) for row in rows["compare"]] == [
+        ("ours", False),
+        ("compile", True),
+    ]
+    assert len(rows["left out"]) == 2
+    again = new_suite(*words, "--resume")
+    again.run()
+    again.finish()
+    assert {case.system for case in again.processes.asked if case != "machine"} == {"compile", "fsdp2"}
+    assert {row["name"] for row in kept(tmp_path)["compare"]} == {"ours", "compile", "fsdp2"}
+    assert not any(row.get("is unfinished") for row in kept(tmp_path)["compare"]) and not kept(tmp_path)["left out"]
+
+
+def test_a_process_that_took_all_its_own_time_has_failed(new_suite: Any, tmp_path: Path):
+    words = ["--parts", "compare", "--sizes", "1b", "--systems", "ours"]
+    suite = new_suite(*words, run=lambda case, limit_s: ([], ("out of time", f"not done after {limit_s:.0f} s")))
+    suite.run()
+    suite.finish()
+    (row,) = kept(tmp_path)["compare"]
+    assert (row["outcome"], row["reason"]) == ("out of time", "not done after 150 s") and not row.get("is unfinished")
+
+
+def test_rows_of_a_system_may_be_taken_again(new_suite: Any, tmp_path: Path):
+    words = ["--parts", "compare", "--sizes", "1b", "--systems", "ours", "compile"]
+    new_suite(*words).run()
+    suite = new_suite(*words, "--resume", "--again", "ours")
+    suite.run()
+    assert [case.system for case in suite.processes.asked if case != "machine"] == ["ours"]
+    assert [row["name"] for row in kept(tmp_path)["compare"]] == ["ours", "compile"]
+
+
+def test_what_does_not_fit_is_tried_with_more_micro_batches_but_not_where_states_alone_are_too_much(new_suite: Any):
+    def run(case: Any, limit_s: float) -> Any:
+        fits = [level(case, name) for name in case.levels[: case.micro_batches]]
+        return fits, ("", "") if len(fits) == len(case.levels) else ("does not fit", "out of memory")
+
+    suite = new_suite("--parts", "compare", "--sizes", "1b", "--systems", "fsdp2", "compile", "--caps", "6", run=run)
+    suite.run()
+    asked = [(case.system, case.micro_batches, case.levels) for case in suite.processes.asked if case != "machine"]
+    assert asked == [("fsdp2", 1, ("full", "selective", "none")), ("fsdp2", 2, ("selective", "none"))]
+    rows = {row["name"]: row for row in suite.rows["compare"]}
+    assert rows["compile"]["outcome"] == "does not fit" and "states alone take" in rows["compile"]["reason"]
+
+
+@pytest.mark.parametrize(("fitting", "largest"), [(("1b", "2b"), "2b"), ((), None), (("1b", "2b", "3b"), "3b")])
+def test_the_largest_model_is_bisected(new_suite: Any, fitting: tuple[str, ...], largest: str | None):
+    def run(case: Any, limit_s: float) -> Any:
+        return all_levels(case, limit_s) if case.size in fitting else ([], ("does not fit", "out of memory"))
+
+    suite = new_suite("--parts", "largest", "--systems", "ours", "--caps", "6", run=run)
+    suite.run()
+    (row,) = suite.rows["largest"]
+    assert row["largest"] == largest and len(row["probes"]) == 2
+    assert (row["states over cap"] is None) == (largest is None)
+
+
+def test_no_part_takes_the_time_of_those_after_it(new_suite: Any, suite_module: Any):
+    """A clock that every process puts forward by three minutes, of ten."""
+    now = [0.0]
+
+    def run(case: Any, limit_s: float) -> Any:
+        now[0] += min(180.0, limit_s)
+        return all_levels(case, limit_s) if limit_s >= 180 else ([], ("out of time", "not done"))
+
+    suite = new_suite("--parts", "compare", "largest", "--systems", "ours", "compile", "--caps", "6", run=run)
+    suite.clock = suite_module.Clock(minutes=10, case_minutes=3, now_s=lambda: now[0])
+    suite.run()
+    parts = ["largest" if case.batch == 1 else case.size for case in suite.processes.asked if case != "machine"]
+    assert parts[0] == "1b" and "largest" in parts[:4], parts
+    assert now[0] <= 600 and suite.left_out
+
+
+def test_the_summary_has_a_line_for_each_setting(new_suite: Any, capsys: pytest.CaptureFixture[str]):
+    def run(case: Any, limit_s: float) -> Any:
+        return [level(case, name, 0.5 if case.system == "ours" else 1.0) for name in case.levels], ("", "")
+
+    suite = new_suite("--parts", "compare", "--sizes", "1b", "2b", "--systems", "ours", "compile", run=run)
+    suite.run()
+    capsys.readouterr()
+    suite.finish()
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "whole device" in line]
+    assert len(lines) == 2 and all("2.00x" in line and "2" in line[-3:] for line in lines)
