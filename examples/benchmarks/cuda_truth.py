@@ -30,6 +30,7 @@ from torch import nn
 
 import autohete_fx
 from autohete_fx.options import parse_size, resolve_bytes
+from autohete_fx.runtime.placement import placement_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import GPT, GPTConfig
@@ -133,8 +134,21 @@ def measure(name: str, budget_bytes: int | None, steps: int, *, dry: bool) -> di
         "peak bytes": max(first.peak_bytes, meter.peak_bytes) - others,
         "reserved bytes": 0 if device == "cpu" else torch.cuda.max_memory_reserved(),
         "hidden": {} if device == "cpu" else hidden_shares(*traced(lambda: train(2))),
+        **beside(device, model),
     }
     return figures if budget_bytes is None else {**figures, **predicted()}
+
+
+def beside(device: str, model: nn.Module) -> dict[str, float]:
+    """What of the device is taken beside PyTorch's allocator, and the seconds that homes took: to pin, and to wait for."""
+    found: dict[str, float] = {}
+    if device != "cpu":
+        free, total = torch.cuda.mem_get_info()
+        found["outside bytes"] = total - free - torch.cuda.memory_reserved()
+    placed = next((where for p in model.parameters() if (where := placement_of(p)) is not None), None)
+    if placed is not None:
+        found |= {"pinning s": placed.tier.mapped_s, "waiting for homes s": placed.tier.waited_s}
+    return found
 
 
 def warm_up(device: str) -> None:

@@ -1,9 +1,13 @@
-"""What the tests on a GPU share. All of tests/cuda has the marker ``cuda`` and is skipped where there is none."""
+"""What the tests on a GPU share. All of tests/cuda has the marker ``cuda`` and is skipped where there is none.
+
+They run in the order in which a failure says the most: what all others assume first, and all that is quick before what is slow.
+"""
 
 import functools
 import gc
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +18,17 @@ from autohete_fx.runtime.stream_lane import StreamTicket
 from tests.held_updates import use_lanes
 
 CARD_BYTES = 768 * 2**20
+
+_MOST_TELLING = ("tiers", "races", "optim", "main_job", "overlap", "placed_job", "budget")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> tuple[bool, int]:
+        name = item.path.stem.removeprefix("test_").removesuffix("_cuda")
+        return item.get_closest_marker("slow") is not None, _MOST_TELLING.index(name)
+
+    mine = [item for item in items if item.path.parent == Path(__file__).parent]
+    items[:] = [item for item in items if item not in mine] + sorted(mine, key=place)
 
 
 @pytest.fixture

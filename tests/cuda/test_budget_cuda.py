@@ -82,6 +82,25 @@ def test_an_allocator_that_runs_out_says_which_budget_to_ask_for_and_that_leads_
     assert 1 <= len(asked) <= 3 and asked == sorted(set(asked), reverse=True)
 
 
+def test_a_step_that_finds_no_room_for_states_says_which_budget_to_ask_for():
+    training.warm_up("cuda")
+    model = make("cuda", SIZES)
+    model.compile(backend="autohete", options={"profile": "analytic", "inner_backend": "eager"})
+    optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-4)
+    model(batch("cuda", 0, sizes=SIZES)).backward()
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info()
+    try:
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 32 * MIB) / total)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            optimizer.step()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "predicts a peak of" in "\n".join(caught.value.__notes__)
+    optimizer.step()
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
 def test_the_arena_is_pinned_in_pieces_where_the_driver_refuses_a_large_one():
     """The driver's own refusal is simulated; every piece is really pinned."""
     asked: list[int] = []

@@ -3,13 +3,18 @@
 import copy
 import gc
 import io
+import os
+import time
+import warnings
 
 import pytest
 import torch
 
+from autohete_fx import cli
 from autohete_fx.errors import HostMemoryError
 from autohete_fx.ir import Lane
 from autohete_fx.ops import contiguous_stride
+from autohete_fx.profiler.machine import measure_machine
 from autohete_fx.runtime.lanes import COPY_LANES, Lanes
 from autohete_fx.runtime.meter import MemoryMeter, device_live_bytes
 from autohete_fx.runtime.pinned import pin
@@ -176,3 +181,39 @@ def test_the_meter_is_the_caching_allocators(tier: HostTier) -> None:
         del a, old
     assert meter.peak_bytes - meter.start_bytes == 8 * MIB and kept.is_cuda
     assert device_live_bytes("cuda") == meter.start_bytes - 3 * MIB == torch.cuda.memory_allocated()
+
+
+def test_a_child_takes_no_page_from_the_device(tier: HostTier) -> None:
+    """After a fork the kernel would give whoever writes first a copy of the page, and the device keeps the other."""
+    t = home(tier, MIB)
+    view = tier.host_view(t).fill_(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python warns of forks in processes with threads; this child does nothing
+        child = os.fork()
+    if child == 0:
+        time.sleep(1.0)
+        os._exit(0)
+    view.fill_(2)
+    seen = t.clone()
+    t.fill_(3)
+    torch.cuda.synchronize()
+    assert bool((seen == 2).all()) and bool((view == 3).all())
+    os.waitpid(child, 0)
+
+
+def test_the_doctor_times_the_link_over_homes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rates of another order would be those of memory that is not pinned, or of a clock that did not wait."""
+    machine, link = measure_machine(torch.device("cuda")), cli.link_of(torch.device("cuda"))
+    assert link is not None
+    both = machine.h2d_bytes_per_s + machine.d2h_bytes_per_s
+    print(cli.machine_text(machine), cli.link_text(link), sep="\n")
+    assert 0.4 * both < link.both_ways_bytes_per_s < 1.1 * both
+    assert link.kernel_reads_bytes_per_s > 0.1 * machine.h2d_bytes_per_s
+    assert link.kernel_writes_bytes_per_s > 0.1 * machine.d2h_bytes_per_s
+
+
+def test_memory_is_pinned_as_fast_as_it_is_found(tier: HostTier) -> None:
+    """Page by page on one thread it takes a third of a second a GiB, and half a minute for a model of billions."""
+    tier.reserve(1024 * MIB)
+    print(f"1 GiB was mapped and pinned in {tier.mapped_s:.3f} s")
+    assert tier.reserved_bytes >= 1024 * MIB and tier.mapped_s < 2.0

@@ -89,7 +89,10 @@ class Ours(System):
     def figures(self) -> dict[str, Any]:
         compilation = self._compilation()
         plan = compilation.plan
+        tiers = {where.tier for p in self.model.parameters() if (where := placement_of(p)) is not None}
         return {
+            "pinning s": sum(tier.mapped_s for tier in tiers),
+            "waiting for homes s": sum(tier.waited_s for tier in tiers),
             "predicted step s": plan.step_s,
             "predicted peak bytes": plan.peak_bytes,
             "plan gap": plan.gap,
