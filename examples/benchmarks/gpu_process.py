@@ -35,14 +35,14 @@ class Processes:
     """Starts them one after another.
 
     Args:
-        folder: for results and plans.
-        caches: for compiled code and the machine's figures.
+        folder: for results.
+        caches: for compiled code, the machine's figures, and plans.
         arguments: of the command line; the flags that a process needs are passed on.
     """
 
     def __init__(self, folder: Path, caches: Path, arguments: argparse.Namespace) -> None:
         self.folder = folder
-        self._caches = caches
+        self.caches = caches
         self._flags = ["--dry"] if arguments.dry else []
         self._count = 0
         self._environment = os.environ | {
@@ -73,17 +73,17 @@ class Processes:
 
     def _open_caches(self) -> None:
         """Of kernels; PyTorch makes the folders."""
-        generation = self._caches / "generation"
+        generation = self.caches / "generation"
         number = generation.read_text() if generation.exists() else "0"
         for name in ("TORCHINDUCTOR", "TRITON"):
-            self._environment[f"{name}_CACHE_DIR"] = str(self._caches / f"{name.lower()}-{number}")
+            self._environment[f"{name}_CACHE_DIR"] = str(self.caches / f"{name.lower()}-{number}")
 
     def _renew_caches(self) -> None:
         """A process that is ended while it writes a library, or holds a lock, spoils them for all others."""
-        generation = self._caches / "generation"
+        generation = self.caches / "generation"
         generation.write_text(str(int(generation.read_text() if generation.exists() else "0") + 1))
         self._open_caches()
-        for lock in (self._caches / "extensions").glob("**/lock"):  # ninja itself goes on where it was ended
+        for lock in (self.caches / "extensions").glob("**/lock"):  # ninja itself goes on where it was ended
             lock.unlink()
 
 

@@ -46,10 +46,10 @@ def roofline(case: Case, trial: Row, machine: Machine, host_bytes_per_s: float) 
     }
 
 
-def add_roofline(row: Row, case: Case, machine: Machine | None, host_bytes_per_s: float) -> None:
-    """What binds the best trial of a row, and the share of it that is reached; nothing without a machine."""
+def add_roofline(row: Row, case: Case, machine: Machine, host_bytes_per_s: float) -> None:
+    """What binds the best trial of a row, and the share of it that is reached."""
     best = row.get("best")
-    if best is None or machine is None:
+    if best is None:
         return
     lanes = roofline(case, best, machine, host_bytes_per_s)
     row["binds"] = max(lanes, key=lambda lane: lanes[lane])

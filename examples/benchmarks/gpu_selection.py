@@ -7,10 +7,12 @@ is over, so that one that is slow leaves the others theirs; what it did not get 
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from gpu_child import DOES_NOT_FIT
 from systems import OURS, SYSTEMS, Case, system_class
+from systems.base import SIZES
 
 from autohete_fx.report import format_bytes
 
@@ -28,8 +30,53 @@ _FASTEST_FIRST = ("ours", "fsdp2", "torchao", "zero-offload", "zero-3", "ours-ba
 _LEAST_S = 20.0
 """In less a process does not even begin to train."""
 
+REPLAYS = (
+    ("planned", ("next forward, by priority", "next forward, as gradients came", "inside step()")),
+    ("planned", ("from backward on, by priority",)),
+    ("three-integers", ("next forward, by priority",)),
+    ("three-integers", ("from backward on, by priority",)),
+    ("planned", ("from backward on, as gradients came",)),
+)
+"""Plans of the ablation, and the schedules that the code compiled for the first of them serves, one after another."""
+
 Setting = tuple[str, float | None, int, bool]
 """Model, cap, batch, clipping."""
+
+
+def parsed(description: str | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="default: all but compile-autocast")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, help="default: 3b, 1b and 6b")
+    parser.add_argument("--caps", nargs="+", type=_cap, help='GB of the device, or "full"; default: 24, 12, 40, full')
+    parser.add_argument("--batches", nargs="+", type=int, help="sequences a step; default: 8 and 32")
+    parser.add_argument("--clip", nargs="+", choices=["off", "on"], help="default: both")
+    parser.add_argument("--minutes", type=float, help="stop after so many; default: 8.5, in dry mode no limit")
+    parser.add_argument("--case-minutes", type=float, default=2.5, help="limit of one process (default: 2.5)")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps at most, after 3 to warm up")
+    parser.add_argument("--dry", action="store_true", help="tiny models on the CPU; caps are MB")
+    parser.add_argument("--no-inductor", action="store_true", help="trace only, which makes a dry run quick")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of --json, and do not run them again")
+    parser.add_argument(
+        "--again", nargs="+", choices=SYSTEMS, default=[], help="with --resume: do not keep rows of these"
+    )
+    parser.add_argument(
+        "--caches", type=Path, help="keep compiled code and the machine's figures here for the next run"
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.resume and arguments.json is None:
+        parser.error("--resume continues a --json file; name it")
+    if arguments.minutes is None:
+        arguments.minutes = 1e6 if arguments.dry else 8.5
+    return arguments
+
+
+def _cap(text: str) -> float | None:
+    return None if text == "full" else float(text)
 
 
 def settings(asked: argparse.Namespace) -> Iterator[Setting]:

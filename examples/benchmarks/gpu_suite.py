@@ -31,7 +31,6 @@ and ``PYTHONPATH=site:.``. DeepSpeed builds its CPU Adam on first use, which nee
 """
 
 import argparse
-import importlib.metadata
 import json
 import signal
 import sys
@@ -48,23 +47,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpu_child import DOES_NOT_FIT, FAILED, FITS, OUT_OF_TIME, into, machine_of, run_case, run_machine
 from gpu_process import Problem, Processes
 from gpu_report import ablation, add_roofline, compare_losses, comparison, largest, setting_of, summary
-from gpu_selection import HEADLINES, PARTS, Clock, Setting, described, settings, systems, what_cannot_fit
-from results import environment, print_figures, save
-from systems import SYSTEMS, Case, system_class
-from systems.base import SIZES
+from gpu_selection import (
+    HEADLINES,
+    PARTS,
+    REPLAYS,
+    Clock,
+    Setting,
+    described,
+    parsed,
+    settings,
+    systems,
+    what_cannot_fit,
+)
+from results import environment, print_figures, save, versions
+from systems import Case, system_class
+from systems.base import SCHEDULES, SIZES
 
 from autohete_fx.cli import link_text, machine_text
 from autohete_fx.profiler.link import Link
 
 _PACKAGES = ("torch", "triton", "ortools", "torchao", "deepspeed", "transformers")
-_SCHEDULES = {
-    "inside step()": (None, True),
-    "next forward, as gradients came": ("step", False),
-    "next forward, by priority": ("step", True),
-    "from backward on, as gradients came": ("backward", False),
-    "from backward on, by priority": ("backward", True),
-}
-_THREE_INTEGERS = "three-integers"
 _UNTIL = {"machine": 0.1, "first": 0.55, "ablation": 0.75, "headlines": 0.9, "largest": 1.0}
 """The share of all time until which each may take."""
 
@@ -73,7 +75,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     """Run the parts in order, print their tables, and keep the JSON up to date."""
-    arguments = parse_arguments()
+    arguments = parsed(__doc__)
     if arguments.child:
         emit = into(arguments.result)
         if arguments.child == "machine":
@@ -84,7 +86,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and so end the process that runs
     if not arguments.dry and not torch.cuda.is_available():
         sys.exit("PyTorch finds no CUDA device; --dry runs tiny models on the CPU")
-    print_figures(environment() | versions())
+    print_figures(environment() | versions(_PACKAGES))
     with tempfile.TemporaryDirectory() as folder:
         caches = (arguments.caches or Path(folder) / "caches").resolve()
         caches.mkdir(parents=True, exist_ok=True)
@@ -95,52 +97,6 @@ def main() -> None:
             suite.finish()
     if suite.broken:
         sys.exit(f"parts that failed, with all else safe: {', '.join(each['part'] for each in suite.broken)}")
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="default: all but compile-autocast")
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, help="default: 3b, 1b and 6b")
-    parser.add_argument("--caps", nargs="+", type=_cap, help='GB of the device, or "full"; default: 24, 12, 40, full')
-    parser.add_argument("--batches", nargs="+", type=int, help="sequences a step; default: 8 and 32")
-    parser.add_argument("--clip", nargs="+", choices=["off", "on"], help="default: both")
-    parser.add_argument("--minutes", type=float, help="stop after so many; default: 8.5, in dry mode no limit")
-    parser.add_argument("--case-minutes", type=float, default=2.5, help="limit of one process (default: 2.5)")
-    parser.add_argument("--steps", type=int, default=8, help="measured steps at most, after 3 to warm up")
-    parser.add_argument("--dry", action="store_true", help="tiny models on the CPU; caps are MB")
-    parser.add_argument("--no-inductor", action="store_true", help="trace only, which makes a dry run quick")
-    parser.add_argument("--resume", action="store_true", help="keep the rows of --json, and do not run them again")
-    parser.add_argument(
-        "--again", nargs="+", choices=SYSTEMS, default=[], help="with --resume: do not keep rows of these"
-    )
-    parser.add_argument(
-        "--caches", type=Path, help="keep compiled code and the machine's figures here for the next run"
-    )
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.resume and arguments.json is None:
-        parser.error("--resume continues a --json file; name it")
-    if arguments.minutes is None:
-        arguments.minutes = 1e6 if arguments.dry else 8.5
-    return arguments
-
-
-def _cap(text: str) -> float | None:
-    return None if text == "full" else float(text)
-
-
-def versions() -> dict[str, str]:
-    """Of the packages that are compared or needed."""
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return {**found, "CUDA": str(torch.version.cuda)}
 
 
 @dataclass
@@ -206,7 +162,7 @@ class Suite:
             steps=asked.steps,
             dry=asked.dry,
             inductor=not asked.no_inductor,
-            folder=str(self.processes.folder) if setting == next(settings(asked)) else "",  # of the ablation
+            folder=str(self.processes.caches) if setting == next(settings(asked)) else "",  # of the ablation
             **more,
         )
 
@@ -248,7 +204,7 @@ class Suite:
 
     def ablation(self, setting: Setting) -> None:
         fields = described(setting)
-        is_known = all(self._known("ablation", name, **fields) for name in _SCHEDULES)
+        is_known = all(self._known("ablation", name, **fields) for name in SCHEDULES)
         if (
             not is_known and self._plan_of(setting, "planned") is None
         ):  # what was resumed, or runs without ours, left none
@@ -259,26 +215,46 @@ class Suite:
                 why = f"{row['outcome']}: {row.get('reason', '')}"
                 self.left_out.append(f"ablation, {setting_of(fields)}: ours left no plan, {why}")
                 return
-        replays = [(name, "planned", *how) for name, how in _SCHEDULES.items()]
-        replays += [
-            (f"{_THREE_INTEGERS}, {name}", _THREE_INTEGERS, *_SCHEDULES[name]) for name in list(_SCHEDULES)[2::2]
-        ]
         rows, before = [], self.num_kept
-        for name, kind, overlap, priority in replays:
-            plan = self._plan_of(setting, kind)
-            if plan is None and self._known("ablation", name, **fields) is None:
-                self.left_out.append(f"ablation, {name}: no such plan keeps the budget")
-                continue
-            count = int(plan.name.split("-")[3]) if plan else 1
-            how = {"plan": str(plan), "overlap": overlap, "priority": priority, "micro_batches": count}
-            rows.append(self._trained("ablation", name, self.case("ours", setting, **how)))
-        found = [row for row in rows if row is not None]
+        for kind, levels in REPLAYS:
+            names = {level if kind == "planned" else f"{kind}, {level}": level for level in levels}
+            known = [row for name in names if (row := self._known("ablation", name, **fields))]
+            rows += known if len(known) == len(names) else self._replayed(setting, kind, names)
+        found = [self._keep("ablation", row) for row in sorted(rows, key=_place)]
         if self.num_kept > before:
             print(f"ablation: {ablation(found)}\n", flush=True)
 
+    def _replayed(self, setting: Setting, kind: str, names: dict[str, str]) -> list[Row]:
+        """A row for each schedule of a plan; from one process."""
+        fields, plan = described(setting), self._plan_of(setting, kind)
+        whats = [f"ablation, {setting_of(fields)}, {name}" for name in names]
+        if plan is None:
+            self.left_out += [f"{what}: no such plan keeps the budget" for what in whats]
+            return []
+        if self.clock.is_over:
+            self.left_out += whats
+            return []
+        print(f"… {', '.join(whats)}", file=sys.stderr, flush=True)
+        count, limit_s = int(plan.name.split("-")[3]), self.clock.limit_s
+        case = self.case("ours", setting, plan=str(plan), levels=tuple(names.values()), micro_batches=count)
+        found, problem = self.processes.run(case, limit_s)
+        is_cut = problem[0] == OUT_OF_TIME and limit_s < self.clock.case_s
+        trials = {trial["level"]: trial for trial in found if trial["outcome"] == FITS}
+        problem = next(((t["outcome"], t.get("reason", "")) for t in found if t["outcome"] != FITS), problem)
+        rows = []
+        for what, (name, level) in zip(whats, names.items(), strict=True):
+            row = {"system": "ours", "name": name, **fields}
+            if (trial := trials.get(level)) is not None:
+                rows.append(self._rated({**row, "outcome": FITS, "best": trial, "trials": [trial]}, case))
+            elif is_cut:
+                self.left_out.append(what)
+            else:
+                rows.append({**row, "outcome": problem[0], "reason": problem[1]})
+        return rows
+
     def _plan_of(self, setting: Setting, kind: str) -> Path | None:
         size, cap, batch, _ = setting
-        return next(iter(sorted(self.processes.folder.glob(f"{size}-{cap}-{batch}-*-{kind}.json"))), None)
+        return next(iter(sorted(self.processes.caches.glob(f"{size}-{cap}-{batch}-*-{kind}.json"))), None)
 
     def largest(self) -> None:
         chosen = [n for n in (self.arguments.systems or ("ours", "fsdp2", "zero-3", "compile")) if n != "ours-backward"]
@@ -336,11 +312,14 @@ class Suite:
                 self.left_out.append(what)
                 if "best" not in row:
                     return None
+        return self._keep(part, self._rated(row, case))
+
+    def _rated(self, row: Row, case: Case) -> Row:
+        """With what binds it and the share of the roofline that it reaches, if the machine's figures are known."""
         machine = next((each for each in self.rows["machine"] if "machine" in each), None)
-        add_roofline(
-            row, case, machine_of(machine) if machine else None, machine["host_bytes_per_s"] if machine else 1.0
-        )
-        return self._keep(part, row)
+        if machine is not None:
+            add_roofline(row, case, machine_of(machine), machine["host_bytes_per_s"])
+        return row
 
     def _best_of(self, case: Case) -> Row:
         """Levels by rising memory; those that do not fit again with twice the micro-batches, as long as there are."""
@@ -392,7 +371,10 @@ class Suite:
 
     def _save(self) -> None:
         kept = {part: rows for part, rows in self.rows.items() if rows}
-        save(self.arguments.json, {"versions": versions(), **kept, "left out": self.left_out, "broken": self.broken})
+        save(
+            self.arguments.json,
+            {"versions": versions(_PACKAGES), **kept, "left out": self.left_out, "broken": self.broken},
+        )
 
     def _is_late(self, what: str) -> bool:
         """Whether time is over; what then is left out is noted."""
@@ -409,6 +391,12 @@ class Suite:
         for what in dict.fromkeys(self.left_out):
             print(f"left out: {what}")
         print(f"{self.clock.passed_s / 60:.1f} minutes")
+
+
+def _place(row: Row) -> tuple[bool, int]:
+    """Of a row of the ablation: our plan's first, as the schedules are listed."""
+    level = row["name"].removeprefix("three-integers, ")
+    return level != row["name"], list(SCHEDULES).index(level)
 
 
 if __name__ == "__main__":

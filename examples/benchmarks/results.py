@@ -1,11 +1,12 @@
 """What every benchmark prints and saves besides its figures: the command, the machine and the versions."""
 
+import importlib.metadata
 import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -23,6 +24,17 @@ def environment() -> dict[str, object]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Of packages that need not be there, and of CUDA."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return {**found, "CUDA": str(torch.version.cuda)}
 
 
 def print_figures(figures: Mapping[str, object]) -> None:

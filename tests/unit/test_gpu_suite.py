@@ -39,7 +39,7 @@ class Processes:
     """Calls ``run(case, limit_s)`` in the place of a process, and notes what was asked."""
 
     def __init__(self, folder: Path, run: Callable[[Any, float], Any]) -> None:
-        self.folder = folder
+        self.caches = folder
         self.asked: list[Any] = []
         self._run = run
 
@@ -56,7 +56,7 @@ def all_levels(case: Any, limit_s: float) -> tuple[list[Row], tuple[str, str]]:
 def new_suite(suite_module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     def made(*words: str, run: Callable[[Any, float], Any] = all_levels) -> Any:
         monkeypatch.setattr(sys, "argv", ["gpu_suite.py", *FLAGS, "--json", str(tmp_path / "gpu.json"), *words])
-        arguments: argparse.Namespace = suite_module.parse_arguments()
+        arguments: argparse.Namespace = suite_module.parsed(None)
         return suite_module.Suite(arguments, Processes(tmp_path, run))
 
     return made
@@ -137,6 +137,26 @@ def test_what_does_not_fit_is_tried_with_more_micro_batches_but_not_where_states
     assert asked == [("fsdp2", 1, ("full", "selective", "none")), ("fsdp2", 2, ("selective", "none"))]
     rows = {row["name"]: row for row in suite.rows["compare"]}
     assert rows["compile"]["outcome"] == "does not fit" and "states alone take" in rows["compile"]["reason"]
+
+
+def test_schedules_that_one_compilation_serves_share_a_process(new_suite: Any, tmp_path: Path):
+    """The second and the third schedule of the first process do not come to their end."""
+
+    def run(case: Any, limit_s: float) -> Any:
+        found = [level(case, name) for name in case.levels]
+        return (found[:1], ("failed", "it died")) if len(found) > 1 else (found, ("", ""))
+
+    for kind in ("planned", "three-integers"):
+        (tmp_path / f"1b-None-4-2-{kind}.json").touch()
+    suite = new_suite("--parts", "ablation", "--sizes", "1b", run=run)
+    suite.run()
+    assert [len(case.levels) for case in suite.processes.asked] == [3, 1, 1, 1, 1]
+    assert all(case.plan and case.micro_batches == 2 for case in suite.processes.asked)
+    outcomes = {row["name"]: row["outcome"] for row in suite.rows["ablation"]}
+    assert len(outcomes) == 7 and [name for name, what in outcomes.items() if what == "failed"] == [
+        "inside step()",
+        "next forward, as gradients came",
+    ]
 
 
 @pytest.mark.parametrize(("fitting", "largest"), [(("1b", "2b"), "2b"), ((), None), (("1b", "2b", "3b"), "3b")])

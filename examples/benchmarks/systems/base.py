@@ -36,6 +36,15 @@ _DRY_SIZES = {name: (2 + index, 128) for index, name in enumerate(SIZES)}
 RECOMPUTE_LEVELS = ("full", "selective", "none")
 """Of what a block recomputes in backward, by rising memory."""
 
+SCHEDULES = {
+    "inside step()": (None, True),
+    "next forward, as gradients came": ("step", False),
+    "next forward, by priority": ("step", True),
+    "from backward on, as gradients came": ("backward", False),
+    "from backward on, by priority": ("backward", True),
+}
+"""Of our updates: what they overlap, and whether the block that the next forward needs first comes first."""
+
 _SAVED_BY_SELECTIVE = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -65,8 +74,7 @@ class Case:
         steps, warm_up: measured and unmeasured steps of each level.
         dry: tiny models on the CPU.
         inductor: compile with it; else trace only.
-        plan: replay this plan file (ours).
-        overlap, priority: schedule of the replayed plan (ours).
+        plan: replay this plan file under the schedules that ``levels`` name (ours).
         folder: where the process leaves plans for those after it; empty: nowhere.
     """
 
@@ -82,8 +90,6 @@ class Case:
     dry: bool = False
     inductor: bool = True
     plan: str | None = None
-    overlap: str | None = "step"
-    priority: bool = True
     folder: str = ""
 
     @property

@@ -19,7 +19,7 @@ from autohete_fx.ir import Activations, Lane, Optimizer, Overlap, Params, Plan, 
 from autohete_fx.planner.baselines import BASELINES, fits
 from autohete_fx.planner.solve import solve
 from autohete_fx.runtime.placement import placement_of
-from systems.base import LEARNING_RATE, WEIGHT_DECAY, CannotRun, Case, Shares, System, new_model
+from systems.base import LEARNING_RATE, SCHEDULES, WEIGHT_DECAY, CannotRun, Case, Shares, System, new_model
 
 BUDGET_SHARE = 0.95
 """Of the cap: the rest is for what the allocator loses to fragments."""
@@ -33,8 +33,9 @@ class Ours(System):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
+        priority = True
         if case.plan:
-            self.overlap = case.overlap
+            self.overlap, priority = SCHEDULES[case.levels[0]]
         self.model = autohete_fx.place(new_model(case, "cpu", bfloat16), case.device)
         self.optimizer = _adamw(self.model, self.overlap)
         self._problems: list[Problem] = []
@@ -45,12 +46,23 @@ class Ours(System):
         if case.cap_bytes is not None:
             options["memory_budget"] = int(BUDGET_SHARE * case.cap_bytes)
         if case.plan:
-            schedule = Schedule(overlap=Overlap(case.overlap or "none"), priority=case.priority)
+            schedule = Schedule(overlap=Overlap(self.overlap or "none"), priority=priority)
             options["plan"] = dataclasses.replace(Plan.load(case.plan), schedule=schedule)
         self.model.compile(backend="autohete", options=options)
 
     def set_level(self, level: str) -> None:
+        if level != self.level:
+            self._reschedule(*SCHEDULES[level])
         self.level = level
+
+    def _reschedule(self, overlap: str | None, priority: bool) -> None:
+        """Code that was compiled for updates over the next forward also serves those inside ``step()``, and any order."""
+        self.optimizer.synchronize()
+        self.optimizer.overlap = Overlap(overlap or "none")
+        compilation = self._compilation()
+        schedule = dataclasses.replace(compilation.plan.schedule, priority=priority)
+        # Frozen for everybody else; calls of the compiled model read the schedule there.
+        object.__setattr__(compilation, "plan", dataclasses.replace(compilation.plan, schedule=schedule))
 
     def loss_of(self, tokens: Tensor, targets: Tensor) -> Tensor:
         if self._problems:
