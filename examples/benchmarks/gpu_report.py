@@ -82,7 +82,8 @@ def comparison(rows: Sequence[Row]) -> str:
     for setting in dict.fromkeys(map(setting_of, rows)):
         mine = [row for row in rows if setting_of(row) == setting]
         header = ["system", "tokens/s", "step", "peak", "recompute", "micro", "binds", "roofline", "loss diff.", ""]
-        texts.append(f"{setting}\n{aligned(header, [_cells(row) for row in mine], right_from=1)}\n{verdict(mine)}")
+        table = aligned(header, [_cells(row) for row in mine], right_from=1)
+        texts.append("\n".join(filter(None, (setting, table, verdict(mine), behind_ours(mine)))))
     return "\n\n".join(texts)
 
 
@@ -113,6 +114,20 @@ def verdict(rows: Iterable[Row]) -> str:
         return "nothing to compare" if best is None else "none of the others trained"
     ratio = best["best"]["tokens/s"] / other["best"]["tokens/s"]
     return f"{best['name']} over the best of the others, {other['name']}: {ratio:.2f}x"
+
+
+def behind_ours(rows: Iterable[Row]) -> str:
+    """Of our fastest: what was predicted and what was measured, and how busy each lane was; empty where none trained."""
+    best = _best(row for row in rows if row["system"] in OURS)
+    if best is None or "lanes" not in best["best"]:
+        return ""
+    trial = best["best"]
+    step, peak = (f"{text(trial[name])}" for text, name in ((format_seconds, "step s"), (format_bytes, "peak bytes")))
+    return (
+        f"{best['name']}: step {step}, predicted {format_seconds(trial['predicted step s'])}; peak {peak}, predicted"
+        f" {format_bytes(trial['predicted peak bytes'])}; pinning took {format_seconds(trial['pinning s'])}, waiting for homes"
+        f" {format_seconds(trial['waiting for homes s'])}\n{trial['lanes']}"
+    )
 
 
 def summary(rows: Sequence[Row]) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -197,3 +198,60 @@ def test_the_summary_has_a_line_for_each_setting(new_suite: Any, capsys: pytest.
     suite.finish()
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if "whole device" in line]
     assert len(lines) == 2 and all("2.00x" in line and "2" in line[-3:] for line in lines)
+
+
+def test_what_was_predicted_of_ours_stands_beside_what_was_measured(new_suite: Any, capsys: pytest.CaptureFixture[str]):
+    figures = {"predicted step s": 0.5, "predicted peak bytes": 2**20, "pinning s": 0.1, "waiting for homes s": 0.0}
+
+    def run(case: Any, limit_s: float) -> Any:
+        return [{**level(case, name), **figures, "lanes": "h2d idles"} for name in case.levels], ("", "")
+
+    new_suite("--parts", "compare", "--sizes", "1b", "--systems", "ours", run=run).run()
+    text = capsys.readouterr().out
+    assert "ours: step 1.00 s, predicted 500 ms; peak 1.00 MiB" in text and "h2d idles" in text
+
+
+@pytest.mark.parametrize(
+    ("program", "outcome"),
+    [
+        ("pass", ""),
+        ("import time; time.sleep(60)", "out of time"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "does not fit"),
+        ("raise SystemExit(3)", None),
+    ],
+)
+def test_how_a_process_ended_is_told(suite_module: Any, program: str, outcome: str | None):
+    gpu_process = sys.modules["gpu_process"]
+    process = subprocess.Popen([sys.executable, "-S", "-c", program], process_group=0)
+    problem = gpu_process._waited(process, 1.0)
+    gpu_process._end(process)
+    assert process.returncode is not None and (problem is None if outcome is None else problem[0] == outcome)
+
+
+def test_a_process_is_ended_before_the_host_runs_out_of_memory(suite_module: Any, monkeypatch: pytest.MonkeyPatch):
+    gpu_process = sys.modules["gpu_process"]
+    monkeypatch.setattr(gpu_process.host_memory, "available_bytes", lambda: 1)
+    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], process_group=0)
+    assert gpu_process._waited(process, 60.0) == ("does not fit", "host memory ran out")
+    gpu_process._end(process)
+
+
+def test_what_an_ended_process_may_have_spoiled_is_not_used_again(suite_module: Any, new_suite: Any, tmp_path: Path):
+    lock = tmp_path / "extensions" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    processes = sys.modules["gpu_process"].Processes(tmp_path, tmp_path, new_suite().arguments)
+    before = processes._environment["TORCHINDUCTOR_CACHE_DIR"]
+    processes._renew_caches()
+    assert processes._environment["TORCHINDUCTOR_CACHE_DIR"] != before and not lock.exists()
+    result = tmp_path / "1.jsonl"
+    result.write_text('{"outcome": "fits"}\n{"outcome": "fi')
+    assert sys.modules["gpu_process"]._rows(result) == [{"outcome": "fits"}]
+
+
+def test_a_file_of_results_is_never_half_written(suite_module: Any, tmp_path: Path):
+    results, path = sys.modules["results"], tmp_path / "gpu.json"
+    results.save(path, {"compare": [1]})
+    with pytest.raises(TypeError):
+        results.save(path, {"compare": [object()]})
+    assert json.loads(path.read_text())["rows"] == {"compare": [1]}
