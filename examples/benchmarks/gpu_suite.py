@@ -234,7 +234,7 @@ class Suite:
         if self.clock.is_over:
             self.left_out += whats
             return []
-        print(f"… {', '.join(whats)}", file=sys.stderr, flush=True)
+        print(f"… {setting_of(fields)}: ablation, {'; '.join(names)}", file=sys.stderr, flush=True)
         count, limit_s = int(plan.name.split("-")[3]), self.clock.limit_s
         case = self.case("ours", setting, plan=str(plan), levels=tuple(names.values()), micro_batches=count)
         found, problem = self.processes.run(case, limit_s)

@@ -115,7 +115,7 @@ def test_a_process_that_took_all_its_own_time_has_failed(new_suite: Any, tmp_pat
     suite.run()
     suite.finish()
     (row,) = kept(tmp_path)["compare"]
-    assert (row["outcome"], row["reason"]) == ("out of time", "not done after 150 s") and not row.get("is unfinished")
+    assert (row["outcome"], row["reason"]) == ("out of time", "not done after 240 s") and not row.get("is unfinished")
 
 
 def test_rows_of_a_system_may_be_taken_again(new_suite: Any, tmp_path: Path):
