@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu_child import DOES_NOT_FIT
+from gpu_child import DOES_NOT_FIT, OUT_OF_TIME
 from systems import OURS, SYSTEMS, Case, system_class
 from systems.base import SIZES
 
@@ -140,6 +140,10 @@ class Clock:
     def limit_s(self) -> float:
         """For a process that begins now."""
         return min(self.case_s, self._until_s - self._now_s())
+
+    def has_cut(self, outcome: str, limit_s: float) -> bool:
+        """Whether a process that was given so long ended because of this clock, and not because it took all that one may."""
+        return outcome == OUT_OF_TIME and limit_s < self.case_s
 
     @property
     def is_over(self) -> bool:

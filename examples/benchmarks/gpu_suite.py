@@ -44,7 +44,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from gpu_child import DOES_NOT_FIT, FAILED, FITS, OUT_OF_TIME, into, machine_of, run_case, run_machine
+from gpu_child import DOES_NOT_FIT, FAILED, FITS, into, machine_of, run_case, run_machine
 from gpu_process import Problem, Processes
 from gpu_report import ablation, add_roofline, compare_losses, comparison, largest, setting_of, summary
 from gpu_selection import (
@@ -238,7 +238,7 @@ class Suite:
         count, limit_s = int(plan.name.split("-")[3]), self.clock.limit_s
         case = self.case("ours", setting, plan=str(plan), levels=tuple(names.values()), micro_batches=count)
         found, problem = self.processes.run(case, limit_s)
-        is_cut = problem[0] == OUT_OF_TIME and limit_s < self.clock.case_s
+        is_cut = self.clock.has_cut(problem[0], limit_s)
         trials = {trial["level"]: trial for trial in found if trial["outcome"] == FITS}
         problem = next(((t["outcome"], t.get("reason", "")) for t in found if t["outcome"] != FITS), problem)
         rows = []
@@ -270,14 +270,18 @@ class Suite:
     def _bisected(self, name: str, cap: float | None) -> Row | None:
         """The largest size that trains two steps of one sequence; None where there was no time to find it."""
         sizes = [size for size in SIZES if self.arguments.sizes is None or size in self.arguments.sizes]
-        low, high, probes = 0, len(sizes), []
+        low, high, probes, what = 0, len(sizes), [], f"largest, {name}, {cap} GB"
         while low < high:
-            if self._is_late(f"largest, {name}, {cap} GB"):
+            if self._is_late(what):
                 return None
             middle = (low + high) // 2
             level = system_class(name).levels[0]
             case = self.case(name, (sizes[middle], cap, 1, False), levels=(level,), warm_up=1)
-            outcome, reason = self._probed(replace(case, steps=1))
+            limit_s = self.clock.limit_s
+            outcome, reason = self._probed(replace(case, steps=1), limit_s)
+            if self.clock.has_cut(outcome, limit_s):
+                self.left_out.append(what)
+                return None
             probes.append({"size": sizes[middle], "outcome": outcome, "reason": reason})
             low, high = (middle + 1, high) if outcome == FITS else (low, middle)
             if outcome not in (FITS, DOES_NOT_FIT):
@@ -289,11 +293,11 @@ class Suite:
             over = tried.state_bytes / (tried.cap_bytes or 1)
         return {"system": name, "name": name, "cap_gb": cap, "largest": best, "states over cap": over, "probes": probes}
 
-    def _probed(self, case: Case) -> Problem:
+    def _probed(self, case: Case, limit_s: float) -> Problem:
         """How a single level came out."""
         if (problem := what_cannot_fit(case)) is not None:
             return problem
-        found, problem = self.processes.run(case, self.clock.limit_s)
+        found, problem = self.processes.run(case, limit_s)
         return (found[0]["outcome"], found[0].get("reason", "")) if found else problem
 
     # -- rows -----------------------------------------------------------------------------------------------------
@@ -331,7 +335,7 @@ class Suite:
         while left and count <= case.batch and not is_cut:
             limit_s = self.clock.limit_s
             found, problem = self.processes.run(replace(case, micro_batches=count, levels=tuple(left)), limit_s)
-            is_cut = problem[0] == OUT_OF_TIME and limit_s < self.clock.case_s
+            is_cut = self.clock.has_cut(problem[0], limit_s)
             for trial in found:
                 if trial["outcome"] == FITS:
                     trials.append(trial)

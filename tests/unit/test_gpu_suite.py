@@ -165,7 +165,11 @@ def test_the_largest_model_is_bisected(new_suite: Any, fitting: tuple[str, ...],
     def run(case: Any, limit_s: float) -> Any:
         return all_levels(case, limit_s) if case.size in fitting else ([], ("does not fit", "out of memory"))
 
-    suite = new_suite("--parts", "largest", "--systems", "ours", "--caps", "6", run=run)
+    words = ["--parts", "largest", "--systems", "ours", "--caps", "6"]
+    late = new_suite(*words, "--minutes", "1", "--case-minutes", "2", run=lambda *_: ([], ("out of time", "not done")))
+    late.run()
+    assert not late.rows["largest"] and late.left_out, "what is found in time only is no bound"
+    suite = new_suite(*words, run=run)
     suite.run()
     (row,) = suite.rows["largest"]
     assert row["largest"] == largest and len(row["probes"]) == 2
