@@ -61,7 +61,9 @@ class Processes:
         script = Path(__file__).with_name("gpu_suite.py")
         command = [sys.executable, str(script), "--child", what, "--result", str(result), *self._flags]
         with log.open("w") as output:
-            process = subprocess.Popen(command, env=self._environment, stdout=output, stderr=output, process_group=0)
+            process = subprocess.Popen(
+                command, env=self._environment, stdout=output, stderr=output, start_new_session=True
+            )
             try:
                 problem = _waited(process, limit_s)
             finally:
@@ -108,8 +110,14 @@ def _waited(process: "subprocess.Popen[bytes]", limit_s: float) -> Problem | Non
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """The process and all that it started: compile workers outlive the one that is killed."""
-    with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+    """The process and all of its session: compile workers outlive the one that is killed, and a build tool's compilers are in
+    process groups of their own, where they would slow down what is measured next."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            session = stat.read_text().rpartition(")")[2].split()[3]
+            if int(session) == process.pid:
+                os.kill(int(stat.parent.name), signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # where there is no such folder
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

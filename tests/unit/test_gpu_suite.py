@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -226,7 +227,7 @@ def test_what_was_predicted_of_ours_stands_beside_what_was_measured(new_suite: A
 )
 def test_how_a_process_ended_is_told(suite_module: Any, program: str, outcome: str | None):
     gpu_process = sys.modules["gpu_process"]
-    process = subprocess.Popen([sys.executable, "-S", "-c", program], process_group=0)
+    process = subprocess.Popen([sys.executable, "-S", "-c", program], start_new_session=True)
     problem = gpu_process._waited(process, 1.0)
     gpu_process._end(process)
     assert process.returncode is not None and (problem is None if outcome is None else problem[0] == outcome)
@@ -235,9 +236,24 @@ def test_how_a_process_ended_is_told(suite_module: Any, program: str, outcome: s
 def test_a_process_is_ended_before_the_host_runs_out_of_memory(suite_module: Any, monkeypatch: pytest.MonkeyPatch):
     gpu_process = sys.modules["gpu_process"]
     monkeypatch.setattr(gpu_process.host_memory, "available_bytes", lambda: 1)
-    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], process_group=0)
+    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], start_new_session=True)
     assert gpu_process._waited(process, 60.0) == ("does not fit", "host memory ran out")
     gpu_process._end(process)
+
+
+def test_what_a_process_started_ends_with_it_wherever_it_went(suite_module: Any, tmp_path: Path):
+    """Compilers that a build tool starts are in process groups of their own."""
+    sleep = "import subprocess, sys, time; {}; time.sleep(60)"
+    inner = "subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'], process_group=0)"
+    noted = f"open({str(tmp_path / 'pid')!r}, 'w').write(str({inner}.pid))"
+    process = subprocess.Popen([sys.executable, "-S", "-c", sleep.format(noted)], start_new_session=True)
+    while not (path := tmp_path / "pid").exists() or not path.read_text():
+        time.sleep(0.01)
+    sys.modules["gpu_process"]._end(process)
+    stat, end_s = Path(f"/proc/{path.read_text()}/stat"), time.monotonic() + 30
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX":
+        assert time.monotonic() < end_s, "it lives on"
+        time.sleep(0.01)
 
 
 def test_what_an_ended_process_may_have_spoiled_is_not_used_again(suite_module: Any, new_suite: Any, tmp_path: Path):
