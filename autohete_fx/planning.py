@@ -32,6 +32,8 @@ from autohete_fx.ir import (
 )
 from autohete_fx.optim import AdamW, optimizer_of
 from autohete_fx.options import Options
+from autohete_fx.planner.choices import streaming_peak_bytes
+from autohete_fx.planner.figures import updates_on_host
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import solve
 from autohete_fx.profiler import ParamInfo
@@ -173,6 +175,8 @@ def make_problem(
         allow_host_params="host_params" in options.allow,
         allow_host_optimizer="host_optimizer" in options.allow and host_optimizer_allowed(list(params.values())),
         allow_moving_some_states=True,
+        # Where host and device share a memory, states have no way to go.
+        allow_streamed_optimizer=machine.device_type != "cpu",
         micro_batches=options.micro_batches,
         schedule=schedule_of(list(params.values()), machine),
         clips_gradients=training and clips_gradients(params.values()),
@@ -248,7 +252,7 @@ def _replayed(plan: Plan, problem: Problem) -> Plan:
 
 def _refuse_unsupported(label: str, decision: BlockDecision) -> None:
     """What the planner can model and the runtime cannot do yet."""
-    if decision.optimizer in (Optimizer.STREAMED, Optimizer.DISK):
+    if decision.optimizer is Optimizer.DISK:
         raise PlanError(
             f"the plan decides optimizer {decision.optimizer.value!r} for block {label!r}, which training does not support"
             " yet; decide it otherwise"
@@ -273,19 +277,20 @@ def resident_bytes(problem: Problem, plan: Plan) -> int:
     params = sum(cost.param_bytes for cost, decision in pairs if decision.params is Params.DEVICE)
     if not problem.training:
         return params
-    return params + sum(_staying(cost, decision, cost.optimizer_bytes) for cost, decision in pairs)
+    return params + sum(
+        _staying(cost, cost.optimizer_bytes, d, leaves=d.optimizer is not Optimizer.DEVICE) for cost, d in pairs
+    )
 
 
 def device_gradient_bytes(problem: Problem, plan: Plan) -> int:
     """Gradients that stay on the device until the step."""
     pairs = zip(problem.costs, plan.decisions, strict=True)
-    return sum(_staying(cost, decision, cost.grad_bytes) for cost, decision in pairs)
+    return sum(_staying(cost, cost.grad_bytes, d, leaves=updates_on_host(d)) for cost, d in pairs)
 
 
-def _staying(cost: BlockCost, decision: BlockDecision, num_bytes: int) -> int:
-    """Of bytes that a block's trainable parameters share in, those of parameters whose states are on the device."""
-    moves = decision.optimizer is not Optimizer.DEVICE
-    return num_bytes - (cost.moved_part(num_bytes, decision.num_moved_states) if moves else 0)
+def _staying(cost: BlockCost, num_bytes: int, decision: BlockDecision, *, leaves: bool) -> int:
+    """Of bytes that a block's trainable parameters share in, those that are on the device if those of moved states leave it."""
+    return num_bytes - (cost.moved_part(num_bytes, decision.num_moved_states) if leaves else 0)
 
 
 def held_bytes(problem: Problem, plan: Plan) -> int:
@@ -303,11 +308,12 @@ def traced_peak_bytes(problem: Problem, plan: Plan, intermediate_bytes: int) -> 
     """Peak device memory of a step, given the traced peak of the rewritten graphs' intermediates.
 
     The trace knows fusion and the order of nodes, which the per-block model does not. With several micro-batches the
-    gradients of the earlier ones are there all along.
+    gradients of the earlier ones are there all along. What streamed states need until their update has only the model.
     """
     resident = problem.fixed_bytes + resident_bytes(problem, plan)
     if not problem.training:
         return resident + intermediate_bytes
     gradients = device_gradient_bytes(problem, plan)
     accumulated = gradients if problem.micro_batches > 1 else 0
-    return resident + max(accumulated + intermediate_bytes, gradients)
+    streaming = streaming_peak_bytes(problem, plan.decisions)
+    return max(resident + max(accumulated + intermediate_bytes, gradients), streaming)

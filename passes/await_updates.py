@@ -1,4 +1,4 @@
-"""Forward and inference: wait for parameters on the device whose updates run on the host.
+"""Forward and inference: wait for parameters on the device whose updates run on the host, or stream their states.
 
 ``optimizer.step()`` may return before they are done. Emitted IR for a weight that block b is the first to read::
 
@@ -29,7 +29,7 @@ def await_updates(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
         if owner is None or node.name in context.staying:
             continue
         decision = context.decision(owner)
-        if decision.optimizer is Optimizer.HOST and decision.params is Params.DEVICE:
+        if decision.optimizer is not Optimizer.DEVICE and decision.params is Params.DEVICE:
             _await_update(gm, node, owner, context)
     return gm
 

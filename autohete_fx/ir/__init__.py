@@ -6,7 +6,7 @@ name. Units are in the names: ``_s`` seconds, ``_bytes``, ``_bytes_per_s``.
 
 from autohete_fx.ir.block import Block, BlockGraph, BlockKind, Edge
 from autohete_fx.ir.cost import BlockCost, Profile, SelectiveCost
-from autohete_fx.ir.decision import Activations, BlockDecision, Optimizer, Overlap, Params, Schedule
+from autohete_fx.ir.decision import Activations, BlockDecision, Optimizer, Overlap, Params, Schedule, staging_bytes
 from autohete_fx.ir.lane import Lane, LaneTime
 from autohete_fx.ir.machine import Machine
 from autohete_fx.ir.plan import SCHEMA_VERSION, Plan
@@ -42,4 +42,5 @@ __all__ = [
     "Schedule",
     "SelectiveCost",
     "Transfer",
+    "staging_bytes",
 ]

@@ -34,6 +34,12 @@ class Optimizer(enum.Enum):
     """States on disk; for each step they are read into host memory, updated there, and written back."""
 
 
+def staging_bytes(state_bytes: int) -> int:
+    """Device memory for pieces of a block's streamed states, given the bytes of those. All blocks' pieces pass through what is
+    taken for all of them together."""
+    return min(state_bytes // 8, 8 * 2**20)
+
+
 class Overlap(enum.Enum):
     """What the optimizer's updates on the host overlap with."""
 

@@ -53,7 +53,7 @@ class AdamW(torch.optim.Optimizer):
     Results, wherever states and parameters live:
 
     * fp32 and fp64 parameters: bitwise those of ``torch.optim.AdamW(fused=True)`` on the processor that does the update
-      (the CPU for host states).
+      (the CPU for host states, the device for streamed ones).
     * bf16 and fp16 parameters: fp32 moments and an fp32 master weight, named ``master``; within fp32 rounding of
       ``torch.optim.AdamW(fused=True)`` on the master with ``grad.float()``, then rounded to the parameter.
 
@@ -62,8 +62,8 @@ class AdamW(torch.optim.Optimizer):
     element by element.
 
     ``step()`` needs no device memory beyond the states, which the first step creates, and 8 bytes for each parameter that is
-    updated on the host; a parameter or gradient of an unusual layout or dtype costs one temporary copy of that tensor at a
-    time.
+    updated on the host, and for streamed states what their pieces pass through, at most 192 MiB; a parameter or gradient of an
+    unusual layout or dtype costs one temporary copy of that tensor at a time.
 
     With ``overlap="step"`` updates on the host start at ``step()``, in the order in which the next forward needs them, and
     may still run when it returns. Whatever is done to the gradients before ``step()`` counts, as always. Whoever then reads
@@ -177,6 +177,7 @@ class AdamW(torch.optim.Optimizer):
         Raises:
             OptimizerStateError: a sparse or complex gradient.
             HostMemoryError: no room for host states; no parameter has changed.
+            torch.OutOfMemoryError: no room for states on the device, or for pieces of streamed ones; likewise.
         """
         loss = None
         if closure is not None:

@@ -46,8 +46,20 @@ def update_full_precision(
     group: Mapping[str, Any],
 ) -> None:
     """One step of ``torch._fused_adamw_`` on tensors of one dtype and device; increments ``steps``. No temporaries."""
-    beta1, beta2 = group["betas"]
     torch.ops.aten._foreach_add_.Scalar(steps, 1)
+    update_at_step(params, grads, exp_avgs, exp_avg_sqs, steps, group)
+
+
+def update_at_step(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    group: Mapping[str, Any],
+) -> None:
+    """`update_full_precision` where ``steps`` count this step already: tensors that are updated in pieces have one counter."""
+    beta1, beta2 = group["betas"]
     torch.ops.aten._fused_adamw_(
         params,
         grads,

@@ -88,12 +88,14 @@ class Place:
 
     ``block`` is the index of the parameter's block, smaller where the next forward needs it sooner; -1 where unknown.
     ``updates`` is where updates of host states run behind the caller's back; None where they never do.
+    ``is_streamed`` says that the device updates states of the tier, to which they are copied for that.
     """
 
     device: torch.device
     tier: HostTier | None = None
     block: int = -1
     updates: Updates | None = None
+    is_streamed: bool = False
 
     def empty(self, param: Tensor, dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor here, laid out as the states of ``param``. Raises HostMemoryError."""
@@ -107,7 +109,8 @@ class Place:
 
     def step_device(self, param: Tensor) -> torch.device:
         """Of the step counter: the accelerator's own kernel reads it there, everything else on the CPU."""
-        return self.device if self.tier is None and not needs_master(param) else torch.device("cpu")
+        is_on_device = self.tier is None or self.is_streamed
+        return self.device if is_on_device and not needs_master(param) else torch.device("cpu")
 
 
 def place_of(param: Tensor) -> Place:
@@ -115,8 +118,10 @@ def place_of(param: Tensor) -> Place:
     placement = placement_of(param)
     if placement is None:
         return Place(param.device)
-    on_host = placement.optimizer is Optimizer.HOST and placement.tier.device == param.device
-    return Place(param.device, placement.tier if on_host else None, placement.block, placement.updates)
+    is_streamed = placement.optimizer is Optimizer.STREAMED
+    leaves = (placement.optimizer is Optimizer.HOST or is_streamed) and placement.tier.device == param.device
+    tier = placement.tier if leaves else None
+    return Place(param.device, tier, placement.block, placement.updates, is_streamed=leaves and is_streamed)
 
 
 def settle(param: Tensor, state: State, place: Place) -> None:

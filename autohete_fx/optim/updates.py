@@ -10,12 +10,14 @@ place, now or when they are needed.
   parameter that lives on the device is updated in the host's copy of it (`host_copy`), which any edit of it reaches first,
   and goes up. Gradients that do not live in homes are copied through homes; what the next update needs comes while one is
   computed. No device memory but fingerprints; host memory for staging is bounded by what two updates need.
+* Streamed states pass through the device, which updates them (`streamed`).
 * Where the schedule lets updates overlap, those of host states are work of the update lane on every device, and the step
   returns before they are done (`autohete_fx.runtime.updates` has who waits). The block that the next forward needs
   first comes first.
 """
 
 import dataclasses
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from autohete_fx.optim import clipping
 from autohete_fx.optim.host_copy import Edits, HostCopies, HostCopy
 from autohete_fx.optim.kernels import coefficients, prepare_mixed, update_full_precision, update_mixed
 from autohete_fx.optim.state import MASTER, MOMENTS, STEP, Place, State, flat, layout_of, needs_master
+from autohete_fx.optim.streamed import Staging, can_stream, stream
 from autohete_fx.runtime.lanes import Lanes
 from autohete_fx.runtime.ticket import Ticket
 from autohete_fx.runtime.tiers import HostTier, host_view
@@ -61,35 +64,46 @@ def apply(
 
     Raises:
         HostMemoryError: no room for staging or for the host's copy of a parameter; no parameter has changed.
+        torch.OutOfMemoryError: likewise for staging of streamed states.
     """
     for u in updates:
         if needs_master(u.param):
-            processor = u.param.device if u.place.tier is None else torch.device("cpu")
+            on_device = u.place.tier is None or u.place.is_streamed
+            processor = u.param.device if on_device else torch.device("cpu")
             prepare_mixed(u.param.dtype, u.grad.dtype, processor)
     here = [u for u in updates if u.place.tier is None]
     by_model: defaultdict[Updates | None, list[Update]] = defaultdict(list)
     for u in updates:
         if u.place.tier is not None:
             by_model[u.place.updates].append(u)
-    started = []
+    started, streams = [], []
     for model, mine in by_model.items():
         lanes = model.lanes if model is not None else Lanes(mine[0].param.device)
         overlaps = may_overlap and model is not None and model.schedule.overlap is not Overlap.NONE
         if lanes.is_host and not (overlaps and lanes.in_background):
             here += mine
-        else:
-            reserve(mine, lanes)
-            started.append((lanes, with_copies(mine, lanes, host_copies), model if overlaps else None))
-    for u in here:
+            continue
+        streamed = [] if lanes.is_host else [u for u in mine if u.place.is_streamed]
+        here += [u for u in streamed if not can_stream(u)]
+        on_host = [u for u in mine if lanes.is_host or not u.place.is_streamed]
+        if on_host:
+            reserve(on_host, lanes)
+            started.append((lanes, with_copies(on_host, lanes, host_copies), model if overlaps else None))
+        if streamed := [u for u in streamed if can_stream(u)]:
+            streams.append((lanes, streamed, Staging(streamed), model if overlaps else None))
+    on_device = [*here, *(u for _, streamed, _, _ in streams for u in streamed)]
+    for u in on_device:
         host_copies.discard(u.param)
     if scale is not None:
-        clipping.scale((u.grad for u in here), scale)
+        clipping.scale((u.grad for u in on_device), scale)
         started = [(lanes, _scaled(mine, lanes, scale), model) for lanes, mine, model in started]
     # The host first: it waits for the gradients, and must not wait for the device's updates too.
+    begin = [(lanes, functools.partial(start, lanes, mine, model)) for lanes, mine, model in started]
+    begin += [(lanes, functools.partial(stream, lanes, *what)) for lanes, *what in streams]
     tickets: list[Ticket] = []
-    for lanes, mine, model in started:
+    for lanes, give in begin:
         try:
-            tickets += start(lanes, mine, model)
+            tickets += give()
         except BaseException:  # an interrupt may come between giving an update to the lanes and noting it
             lanes.drain()
             raise

@@ -5,13 +5,24 @@ walks the runtime's program by itself and judges both.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autohete_fx.ir import Activations, BlockCost, BlockDecision, Lane, Optimizer, Overlap, Params, Problem
+from autohete_fx.ir import (
+    Activations,
+    BlockCost,
+    BlockDecision,
+    Lane,
+    Optimizer,
+    Overlap,
+    Params,
+    Problem,
+    staging_bytes,
+)
 from autohete_fx.planner.figures import copy_s, device_update_s, disk_s, moved_params, overlap_of, updates_on_host
 
 Bytes = NDArray[np.int64]
@@ -211,12 +222,25 @@ def device_bytes(problem: Problem, block: int, decision: BlockDecision) -> Bytes
 
     Spans are the pieces of work of blocks 0..n-1 in a pass, pass after pass: the first forward of a step, which under an
     overlapping schedule waits for updates; in training the last backward; with several micro-batches a forward of a
-    later one, where gradients are there already; and where states may be streamed in a synchronous step, the pass of the
-    updates. In the last micro-batch's backward its gradients come on top of accumulated ones.
+    later one, where gradients are there already; and where states may be streamed, the pass of the updates, of which an
+    overlapping schedule has only the begin. In the last micro-batch's backward its gradients come on top of accumulated ones.
     """
     if not problem.training:
         return _inference_bytes(problem, block, decision)
     return np.concatenate(_Use(problem, block, decision).passes())
+
+
+def streaming_peak_bytes(problem: Problem, decisions: Sequence[BlockDecision]) -> int:
+    """The most device memory in use while states are streamed: in the forward that waits for them, or by themselves. 0 where
+    none are."""
+    streamed = [block for block, d in enumerate(decisions) if d.optimizer is Optimizer.STREAMED]
+    if not streamed or not problem.training:
+        return 0
+    uses = [_Use(problem, block, decision) for block, decision in enumerate(decisions)]
+    passes = [np.sum([use.update_pass() for use in uses], axis=0)]
+    if overlap_of(problem) is not Overlap.NONE:
+        passes = [passes[0][:1], np.sum([use.first_pass() for use in uses], axis=0)[: streamed[-1] + 1]]
+    return problem.fixed_bytes + int(np.concatenate(passes).max())
 
 
 class _Use:
@@ -235,7 +259,7 @@ class _Use:
         self.fetched = cost.param_bytes if decision.params is Params.HOST else 0
         self.always = cost.param_bytes - self.fetched + cost.optimizer_bytes - moved_states
         streamed = decision.optimizer is Optimizer.STREAMED
-        self.streamed_states, self.streamed_gradients = (moved_states, moved_gradients) if streamed else (0, 0)
+        self.streamed_gradients, self.staging = (moved_gradients, staging_bytes(moved_states)) if streamed else (0, 0)
         self.staying = cost.grad_bytes if streamed else cost.grad_bytes - moved_gradients
         self.accumulated = self.staying if problem.micro_batches > 1 else 0
         # What the block's activations hold after its forward, while they leave, in between, and once they are due back.
@@ -245,15 +269,20 @@ class _Use:
 
     def passes(self) -> list[Bytes]:
         overlaps = overlap_of(self.problem) is not Overlap.NONE
-        forward, backward = self._forward(), self._backward()
-        streams = self.decision.optimizer is Optimizer.STREAMED
-        first = forward + self._updates() if overlaps and streams else forward
-        found = [first, backward]
+        found = [self.first_pass() if overlaps else self._forward(), self._backward()]
         if self.problem.micro_batches > 1:
-            found.append(forward + self.accumulated)
-        if not overlaps and self.problem.allow_streamed_optimizer:
-            found.append(self.always + self.staying - self.streamed_gradients + self._updates())
+            found.append(self._forward() + self.accumulated)
+        if self.problem.allow_streamed_optimizer:
+            found.append(self.update_pass()[: 1 if overlaps else None])
         return found
+
+    def first_pass(self) -> Bytes:
+        """The forward that waits for updates."""
+        return self._forward() + self._updates()
+
+    def update_pass(self) -> Bytes:
+        """The updates by themselves."""
+        return self.always + self.staying - self.streamed_gradients + self._updates()
 
     def _forward(self) -> Bytes:
         use = np.full(self.num_blocks, self.always, dtype=np.int64)
@@ -264,10 +293,9 @@ class _Use:
         return use
 
     def _updates(self) -> Bytes:
-        """Of a streamed update: the gradients until then, the states while they are here."""
-        use = np.zeros(self.num_blocks, dtype=np.int64)
+        """Of a streamed update: its gradients until then, and until all are done its part of what states pass through."""
+        use = np.full(self.num_blocks, self.staging, dtype=np.int64)
         use[: self.block + 1] += self.streamed_gradients
-        use[self.first : self.last + 1] += self.streamed_states
         return use
 
     def _backward(self) -> Bytes:

@@ -20,13 +20,11 @@ from autohete_fx.ir import (
     LaneTime,
     Memory,
     MemoryUse,
-    Overlap,
     Problem,
     Reasons,
 )
 from autohete_fx.ir.reasons import NO_TIME
 from autohete_fx.planner.choices import COPY_WEIGHT, choices
-from autohete_fx.planner.figures import overlap_of
 from autohete_fx.planner.improve import LEAST_GAIN
 from autohete_fx.planner.replays import Replays, Rows, Seconds
 from autohete_fx.planner.simulate import BACKWARD, FORWARD, OPTIMIZER_STEP, simulate
@@ -217,18 +215,12 @@ def _limits(problem: Problem) -> tuple[int | None, int | None, int]:
 
 def _peak_moment(problem: Problem, use: NDArray[np.int64]) -> tuple[int, str]:
     """The block and the phase in which the spans of `choices.device_bytes` are first as full as they get."""
-    phases = [FORWARD]
+    phases, count = [FORWARD], len(problem.costs)
+    in_order = np.arange(len(use))
     if problem.training:
-        phases.append(BACKWARD)
-        if problem.micro_batches > 1:
-            phases.append(FORWARD)
-        if overlap_of(problem) is Overlap.NONE:
-            phases.append(OPTIMIZER_STEP)
-    spans = np.arange(len(use)).reshape(-1, len(problem.costs))
-    if problem.training:
-        spans[1] = spans[1, ::-1]
-    in_order = spans.ravel()
-    turn, block = divmod(int(in_order[np.argmax(use[in_order])]), len(problem.costs))
+        phases += [BACKWARD, FORWARD, OPTIMIZER_STEP] if problem.micro_batches > 1 else [BACKWARD, OPTIMIZER_STEP]
+        in_order[count : 2 * count] = np.arange(count, 2 * count)[::-1]
+    turn, block = divmod(int(in_order[np.argmax(use[in_order])]), count)
     return block, phases[turn]
 
 

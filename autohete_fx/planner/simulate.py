@@ -42,7 +42,7 @@ seconds of its copies longer, whether they are hidden or not.
 Memory. Buffers appear when they are issued or computed and go at the waits above, so the use of memory depends on the
 order of the program and not on its timing. Gradients that stay on the device exist twice in every micro-batch but
 the first: autograd adds them to ``.grad`` only after the whole compiled backward. Gradients of streamed states stay until
-their update.
+their update, and the memory that streamed states pass through is taken when the optimizer steps, for all updates.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -56,6 +56,7 @@ from autohete_fx.ir import (
     Overlap,
     Params,
     Problem,
+    staging_bytes,
 )
 from autohete_fx.planner.device_memory import DeviceMemory
 from autohete_fx.planner.figures import (
@@ -312,6 +313,10 @@ class _Replay:
 
     def _optimizer_step(self) -> None:
         """Updates after the last backward, and under an overlapping schedule the next forward with them."""
+        for block, (cost, decision) in enumerate(zip(self.costs, self.decisions, strict=True)):
+            if decision.optimizer is Optimizer.STREAMED:
+                staged = staging_bytes(self._moved_part(block, cost.optimizer_bytes))
+                self.memory.hold("streamed optimizer states", block, staged)
         self.memory.observe(0, OPTIMIZER_STEP)
         stepped_at = self._clock
         for block, (cost, decision) in enumerate(zip(self.costs, self.decisions, strict=True)):
@@ -365,9 +370,7 @@ class _Replay:
         if block in updated_at and decision.params is Params.DEVICE:
             self._issue(Lane.H2D, "upload", block, self._moved_part(block, cost.param_bytes), 1, updated_at[block])
         if decision.optimizer is Optimizer.STREAMED:
-            streamed = self._moved_part(block, cost.optimizer_bytes)
-            self.memory.hold("streamed optimizer states", block, streamed)
-            self._issue(Lane.H2D, "states", block, streamed)
+            self._issue(Lane.H2D, "states", block, self._moved_part(block, cost.optimizer_bytes))
 
     def _update_with_copies(self, block: int) -> None:
         """Wait for what a block's update copies up, and do the update if its states are streamed."""
@@ -387,7 +390,6 @@ class _Replay:
     def _end_return(self, block: int) -> None:
         if self.decisions[block].optimizer is Optimizer.STREAMED:
             self._wait("states", block)
-            self.memory.hold("streamed optimizer states", block, 0)
 
 
 def _last_readers(problem: Problem) -> dict[int, int]:

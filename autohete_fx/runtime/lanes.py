@@ -23,6 +23,8 @@ What threads share. "The program" is the thread that runs forward, backward and 
 * *Callbacks of a ticket*: under its lock; each is called once, without any lock, by who registers late or by ``set_ready``.
 * *Preparation of work*: any worker of its lane, under the ticket's own lock, once.
 * *Coefficients of a step*: workers; two may make the same entry, of equal values.
+* *Staging of streamed states*: the thread that issues their copies uses its slots, one after the other; the one that finishes
+  updates reads what has been issued, when all of it is.
 * `Updates`, arenas: under their locks. Who reads pending updates without it may see one that is over, and none of its own is
   missing. Leases end by an append. Copies in flight: each under a number of its own, taken out once.
 * *Records*: workers append; a reader copies all of them at once.
@@ -96,6 +98,11 @@ class Lanes:
         self._updates = ThreadLane(
             Lane.UPDATE, self._records, in_background=in_background, num_workers=num_update_workers, pace=pace
         )
+        # What streams states through the device waits for copies, which neither the update lane nor the program may. It moves
+        # and computes nothing itself, so it leaves no records.
+        self._issuing, self._finishing = (
+            ThreadLane(Lane.UPDATE, deque(maxlen=0), in_background=in_background, pace=how) for how in (pace, None)
+        )
         self._copies: dict[Lane, ThreadLane | StreamLane] = {
             lane: ThreadLane(lane, self._records, in_background=in_background, pace=pace)
             if on_cpu
@@ -108,7 +115,7 @@ class Lanes:
             _live.add(lane)
 
     def _all(self) -> tuple[ThreadLane | StreamLane, ...]:
-        return (self._updates, *self._copies.values())
+        return (self._updates, self._issuing, self._finishing, *self._copies.values())
 
     def submit(
         self,
@@ -165,6 +172,13 @@ class Lanes:
             ThreadTicket(Lane.UPDATE, "update", priority, num_bytes, work, prepare=prepare), after
         )
 
+    def stream(self, priority: int, issue: Callable[[], None], finish: Callable[[], None]) -> Ticket:
+        """Run ``issue``, which gives copies to the lanes and may wait for earlier ones, and behind it ``finish``, which waits for
+        them. The ticket is that of ``finish``, which fails without being run where ``issue`` fails."""
+        self._check_process()
+        issued = self._issuing.submit(ThreadTicket(Lane.UPDATE, "states", priority, 0, issue))
+        return self._finishing.submit(ThreadTicket(Lane.UPDATE, "states", priority, 0, finish), (issued,))
+
     def wait(self, ticket: Ticket) -> None:
         """`Ticket.wait`, and a record of how long it held the program. On an accelerator that is the thread that launches
         kernels; how long the device itself is held, only its own profiler can tell."""
@@ -192,11 +206,14 @@ class Lanes:
 
     def close(self) -> None:
         """Complete what was submitted, then end the lanes. Submitting afterwards is an error."""
-        for lane in self._all():
-            lane.close()
-        # A garbage collection on a lane's own thread may drop the model; that thread cannot wait for itself.
-        if not any(lane.is_current for lane in self._all()):
-            self.drain()
+        try:
+            # Updates give copies to lanes that must be open until then. A garbage collection on a lane's own thread may drop the
+            # model; that thread cannot wait for itself.
+            if not any(lane.is_current for lane in self._all()):
+                self.drain()
+        finally:
+            for lane in self._all():
+                lane.close()
 
     def records(self) -> tuple[LaneRecord, ...]:
         """The latest work that ended, by its end; at most 8192."""

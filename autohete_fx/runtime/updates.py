@@ -78,18 +78,25 @@ class Updates:
         return bool(self._pending)
 
     def add(
-        self, ticket: Ticket, param: Tensor, others: Iterable[Tensor] = (), *, made_by: Ticket | None = None
+        self,
+        ticket: Ticket,
+        param: Tensor,
+        others: Iterable[Tensor] = (),
+        *,
+        made_by: Ticket | None = None,
+        lent: Iterable[Tensor] = (),
     ) -> None:
         """Note an update of ``param``, which is complete with ``ticket``.
 
         Args:
             others: what else it reads or writes: the gradient, the states.
             made_by: the ticket with which the others are complete, where that is another.
+            lent: likewise, but held by the update alone, which lets go of it when it is done: device memory.
         """
         rest = tuple(others)
         made, updated = _Pending(made_by or ticket, id(param), (param, *rest)), _Pending(ticket, id(param), (param,))
         with self._lock:
-            for pending, tensors in ((made, rest), (updated, (param,))):
+            for pending, tensors in ((made, (*rest, *lent)), (updated, (param,))):
                 for address in {address_of(t) for t in tensors}:
                     if address is not None:
                         self._pending[address] = (*self._pending.get(address, ()), pending)

@@ -1,0 +1,203 @@
+"""Updates that the device does of states that live on the host: they pass through it in pieces.
+
+In: updates whose states are homes and whose gradients are on the device. Out: what the device's own update gives, bit by bit; the
+states at home again. An update works on each element alone, so any piece of a tensor can be updated by itself::
+
+    h2d      states of piece 1 | states of piece 2, kernel of piece 1 | ...       into one of a few slots on the device
+    kernel   behind the copies, on their stream: gradient and parameter are read and written where they are
+    d2h                          states of piece 1 | states of piece 2 | ...      after which the slot is free
+
+A slot is waited for by a thread of its own (`Lanes.stream`), so that few copies are queued ahead of what the forward fetches,
+and the program is not held up. Blocks come in the order in which the next forward needs them. The slots are taken before any
+parameter changes, gradients and slots are given back before anybody hears that an update is done.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from autohete_fx.ir import Lane, staging_bytes
+from autohete_fx.optim.kernels import coefficients, update_at_step, update_mixed
+from autohete_fx.optim.state import (
+    MASTER,
+    MOMENTS,
+    STEP,
+    Place,
+    State,
+    flat,
+    layout_of,
+    needs_master,
+    state_bytes,
+    state_dtype,
+    state_names,
+)
+from autohete_fx.runtime.lanes import Lanes
+from autohete_fx.runtime.ticket import Ticket
+from autohete_fx.runtime.tiers import host_view
+from autohete_fx.runtime.updates import Updates
+
+if TYPE_CHECKING:
+    from autohete_fx.optim.updates import Update
+
+_SLOTS = 3
+"""One fills, one empties, and one is in between."""
+_GRAIN = 64
+"""Elements of which pieces are multiples, so that a kernel's vectors are those that it takes of the whole tensor."""
+_ALIGNMENT_BYTES = 512
+_MOST_BYTES = 192 * 2**20
+"""Slots of which a third lasts far longer on any link than it takes to issue the copies of."""
+
+
+def can_stream(u: "Update") -> bool:
+    """Whether pieces of the parameter, its gradient and its states lie alike. Others are updated in their homes."""
+    is_alike = u.param.numel() > 0 and u.param.stride() == u.grad.stride() == layout_of(u.param)
+    return is_alike and (needs_master(u.param) or u.grad.dtype == u.param.dtype)
+
+
+class Staging:
+    """What the updates of one step need beside parameters, gradients and states: it is allocated here or not at all.
+
+    Device memory for pieces of states, in some slots, used in turn; and for 16-bit parameters the coefficients of the step,
+    which come out of homes so that nothing waits for them.
+
+    Attributes:
+        coefs: by identity of the parameter, what the kernel of 16-bit ones reads.
+
+    Raises:
+        torch.OutOfMemoryError, HostMemoryError: no room; nothing has changed.
+    """
+
+    def __init__(self, updates: Sequence["Update"]) -> None:
+        by_block: Counter[int] = Counter()
+        for u in updates:
+            by_block[u.place.block] += state_bytes(u.param)
+        a_third = min(sum(map(staging_bytes, by_block.values())), _MOST_BYTES) // _SLOTS
+        least = max(2 * _GRAIN * _bytes_per_element(u.param) for u in updates)
+        self._slot_bytes = max(a_third // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES, least)
+        self._memory = torch.empty(_SLOTS, self._slot_bytes, dtype=torch.uint8, device=updates[0].param.device)
+        self._freed_by: list[Sequence[Ticket]] = [()] * _SLOTS
+        self._next = 0
+        self.coefs: dict[int, Tensor] = {}
+        self._homes: list[Tensor] = []
+        made: dict[tuple[int, float], Tensor] = {}
+        for u in updates:
+            if needs_master(u.param):
+                key = id(u.group), float(u.state[STEP]) + 1
+                if key not in made:
+                    made[key] = self._on_device(coefficients(u.group, key[1]), u.place)
+                self.coefs[id(u.param)] = made[key]
+
+    def _on_device(self, values: Sequence[float], place: Place) -> Tensor:
+        assert place.tier is not None
+        home = place.tier.empty_strided((len(values),), (1,), torch.float32)
+        host_view(home).copy_(torch.tensor(values, dtype=torch.float32, device="cpu"))
+        self._homes.append(home)
+        return home.clone()
+
+    def pieces(self, param: Tensor) -> list[slice]:
+        """Where a parameter is cut. No piece is shorter than a grain, unless the parameter is."""
+        length, most = param.numel(), self._slot_bytes // _bytes_per_element(param) // _GRAIN * _GRAIN - _GRAIN
+        begins = list(range(0, length, most))
+        if len(begins) > 1 and length - begins[-1] < _GRAIN:
+            begins.pop()
+        return [slice(begin, end) for begin, end in zip(begins, [*begins[1:], length], strict=True)]
+
+    def take(self, param: Tensor, length: int) -> list[Tensor]:
+        """Memory for so many elements of each state of a parameter. Waits for the next slot."""
+        for ticket in self._freed_by[self._next]:
+            with contextlib.suppress(Exception):  # told by the update that it belongs to
+                ticket.synchronize()
+        slot = self._memory[self._next][: length * _bytes_per_element(param)]
+        return list(slot.view(state_dtype(param)).split(length))
+
+    def give_back(self, freed_by: Sequence[Ticket]) -> None:
+        """What was taken is free when these are complete."""
+        self._freed_by[self._next] = freed_by
+        self._next = (self._next + 1) % _SLOTS
+
+
+def _bytes_per_element(param: Tensor) -> int:
+    return len(state_names(param)) * state_dtype(param).itemsize
+
+
+def stream(lanes: Lanes, updates: Sequence["Update"], staging: Staging, model: Updates | None) -> list[Ticket]:
+    """Give updates to the lanes, behind what the device was given so far. ``model`` learns which are under way; without one the
+    caller waits for these tickets."""
+    torch.ops.aten._foreach_add_.Scalar([u.state[STEP] for u in updates], 1)
+    groups = {id(u.group): {**u.group, "lr": _as_it_is(u.group["lr"])} for u in updates}
+    behind, tickets = lanes.now(), []
+    for u in sorted(updates, key=lambda each: each.place.block):
+        as_it_is = dataclasses.replace(u, state=dict(u.state), group=groups[id(u.group)])
+        ticket = _Streamed(as_it_is, staging, lanes, behind).submit()
+        if model is None:
+            tickets.append(ticket)
+        else:
+            model.add(ticket, u.param, _states(u.state), lent=(u.grad,))
+    return tickets
+
+
+def _states(state: State) -> list[Tensor]:
+    return [t for t in state.values() if isinstance(t, Tensor)]
+
+
+def _as_it_is(rate: Any) -> Any:
+    """A learning rate now: a scheduler may change it before the update runs."""
+    return rate.clone() if isinstance(rate, Tensor) else rate
+
+
+class _Streamed:
+    """One update as copies and kernels on the lanes."""
+
+    def __init__(self, update: "Update", staging: Staging, lanes: Lanes, behind: Ticket) -> None:
+        self.update = update
+        self.staging = staging
+        self.lanes = lanes
+        self.behind = behind
+        self.copies: list[Ticket] = []
+
+    def submit(self) -> Ticket:
+        """The ticket is complete when the parameter is updated and its states are at home."""
+        return self.lanes.stream(self.update.place.block, self.issue, self.finish)
+
+    def issue(self) -> None:
+        """Give all pieces to the lanes."""
+        u = self.update
+        names, block = state_names(u.param), u.place.block
+        homes = [flat(u.state[name]) for name in names]
+        for at in self.staging.pieces(u.param):
+            parts = [home[at] for home in homes]
+            staged = self.staging.take(u.param, len(parts[0]))
+            kernel = functools.partial(self.update_piece, at, dict(zip(names, staged, strict=True)))
+            up: list[Ticket] = []
+            for name, part, there in zip(names, parts, staged, strict=True):
+                then = kernel if name == names[-1] else None
+                up.append(
+                    self.lanes.submit(Lane.H2D, block, there, part, (self.behind, *up), label="states", then=then)
+                )
+            down = [
+                self.lanes.submit(Lane.D2H, block, part, there, (up[-1],), label="states")
+                for part, there in zip(parts, staged, strict=True)
+            ]
+            self.staging.give_back(down)
+            self.copies += (*up, *down)
+
+    def update_piece(self, at: slice, states: dict[str, Tensor]) -> None:
+        """Behind the copies up, on their lane: no allocation, which would be of that stream."""
+        u = self.update
+        param, grad = flat(u.param)[at], flat(u.grad)[at]
+        exp_avg, exp_avg_sq = (states[name] for name in MOMENTS)
+        if needs_master(u.param):
+            update_mixed(param, grad, states[MASTER], exp_avg, exp_avg_sq, self.staging.coefs[id(u.param)])
+        else:
+            update_at_step([param], [grad], [exp_avg], [exp_avg_sq], [u.state[STEP]], u.group)
+
+    def finish(self) -> None:
+        """Wait until the device has no more use for what this refers to, and let go of it."""
+        for ticket in self.copies:
+            ticket.synchronize()
