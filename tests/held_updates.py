@@ -65,11 +65,12 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def updated_at_once(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+def updated_at_once(model: nn.Module, lr: float, optimizer: Optimizer = Optimizer.HOST) -> torch.optim.Optimizer:
     """An optimizer whose updates are over when ``step()`` returns, made by the processor that makes them in homes: PyTorch's own
-    on a CPU device. The kernels of an accelerator round otherwise than the CPU's; there all that is large lies in homes."""
+    on a CPU device. The kernels of an accelerator round otherwise than the CPU's; there all that is large lies in homes, unless
+    it is the device that updates."""
     params = list(model.parameters())
-    if params[0].device.type == "cpu":
+    if params[0].device.type == "cpu" or optimizer is not Optimizer.HOST:
         return torch.optim.AdamW(params, lr=lr, fused=True)
     tier = open_tier(params[0].device)
     for param in filter(is_movable, params):
@@ -113,7 +114,7 @@ class Training:
         self.gate = gate
         self.model, self.twin = Stack(breaks).to(device), Stack(breaks).to(device)
         self.optimizer = autohete_fx.AdamW(self.model.parameters(), lr=1e-2)
-        self.reference = updated_at_once(self.twin, lr=1e-2)
+        self.reference = updated_at_once(self.twin, lr=1e-2, optimizer=decision.optimizer)
         options: dict[str, Any] = {"inner_backend": "eager", "profile": "analytic"}
         if not breaks:
             options["plan"] = Plan(labels=labels(), decisions=(decision,) * len(labels()), schedule=STEP)

@@ -25,6 +25,7 @@ from autohete_fx.runtime.meter import device_live_bytes
 LABELS = ("prologue", "layers.0", "layers.1", "layers.2", "epilogue")
 HOST = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimizer=Optimizer.HOST)
 KEPT = BlockDecision(params=Params.HOST, keeps_fetched=True)
+STREAMED = BlockDecision(optimizer=Optimizer.STREAMED)
 PLANS: dict[str, tuple[BlockDecision, ...]] = {
     "keep": (BlockDecision(),) * 5,
     "recompute": (BlockDecision(activations=Activations.RECOMPUTE),) * 5,
@@ -46,6 +47,13 @@ PLANS: dict[str, tuple[BlockDecision, ...]] = {
         dataclasses.replace(KEPT, activations=Activations.RECOMPUTE, optimizer=Optimizer.HOST, prefetch_distance=2),
         BlockDecision(activations=Activations.OFFLOAD, optimizer=Optimizer.HOST, num_offloaded=1, prefetch_distance=2),
         dataclasses.replace(KEPT, activations=Activations.OFFLOAD, num_offloaded=1),
+    ),
+    "streamed": (
+        STREAMED,
+        dataclasses.replace(STREAMED, params=Params.HOST, prefetch_distance=2),
+        dataclasses.replace(STREAMED, activations=Activations.RECOMPUTE, num_moved_states=2),
+        BlockDecision(params=Params.HOST, optimizer=Optimizer.HOST),
+        dataclasses.replace(STREAMED, params=Params.HOST, keeps_fetched=True),
     ),
 }
 MIXED = ("mixed", "mixed in part")

@@ -14,7 +14,7 @@ from tests.e2e.test_host_copy import Pair as CopiedPair
 from tests.e2e.test_overlap import READS
 from tests.held_updates import ALL_ON_HOST, OPTIMIZER_ON_HOST, Gate, Training
 from tests.main_job import slow
-from tests.training import PLANS, assert_equal, make, ours, plain
+from tests.training import PLANS, STREAMED, assert_equal, make, ours, plain
 
 LOOPS: list[Any] = [{"clip": True}, slow({"micro_batches": 2, "between": training.evaluate})]
 
@@ -24,7 +24,7 @@ def overlapping(name: str, overlap: str) -> Plan:
 
 
 @pytest.mark.parametrize("how", LOOPS, ids=["clipping", "accumulation, evaluation"])
-@pytest.mark.parametrize("name", [n if n in ("host-optimizer", "mixed") else slow(n) for n in PLANS])
+@pytest.mark.parametrize("name", [n if n in ("host-optimizer", "mixed", "streamed") else slow(n) for n in PLANS])
 def test_training_is_bitwise_exact_whatever_is_late(name: str, how: dict[str, Any], late: None):
     options = {"plan": overlapping(name, "step"), "micro_batches": how.get("micro_batches", 1)}
     given = ours(make("cuda"), "eager", options, **how)
@@ -45,7 +45,7 @@ def test_buffers_that_inductor_reuses_are_neither_read_nor_written_too_late(name
     assert_equal(given, plain(make("cuda"), "inductor", micro_batches=3), bitwise=False)
 
 
-@pytest.mark.parametrize("decision", [OPTIMIZER_ON_HOST, ALL_ON_HOST], ids=["device", "host"])
+@pytest.mark.parametrize("decision", [OPTIMIZER_ON_HOST, ALL_ON_HOST, STREAMED], ids=["device", "host", "streamed"])
 @pytest.mark.parametrize("name", READS)
 def test_a_read_waits_for_the_update(name: str, decision: BlockDecision, gate: Gate):
     Training(gate, decision, device="cuda").assert_waits(READS[name])

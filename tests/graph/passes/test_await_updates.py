@@ -12,6 +12,7 @@ from tests.two_blocks import assert_same_results, code, context, forward, forwar
 
 STEP = Schedule(overlap=Overlap.STEP)
 UPDATED_ON_HOST = BlockDecision(optimizer=Optimizer.HOST)
+STREAMED = BlockDecision(optimizer=Optimizer.STREAMED)
 
 
 def rewritten(
@@ -40,6 +41,10 @@ return (second, first, gelu)""",
         "wait_update_w0": (Lane.UPDATE, 0, 0),
         "wait_update_w1": (Lane.UPDATE, 1, 1),
     }
+
+
+def test_parameters_whose_states_are_streamed_are_waited_for_alike():
+    assert code(rewritten(STREAMED)) == code(rewritten(UPDATED_ON_HOST))
 
 
 def test_a_wait_is_a_view_so_that_no_memory_is_counted_twice():

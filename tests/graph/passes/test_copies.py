@@ -203,6 +203,11 @@ def test_a_plan_that_asks_for_nothing_leaves_the_graph(case: str):
     assert code(gm) == code(CASES[case][2]())
 
 
+def test_gradients_of_streamed_states_stay():
+    gm = rewritten("offload_gradients", BlockDecision(optimizer=Optimizer.STREAMED), offloaded={})
+    assert code(gm) == code(backward())
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_only_the_blocks_that_the_plan_names_are_copied(case: str):
     function, stage, graph = CASES[case]
