@@ -12,12 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from autohete_fx.ir import Lane
+from autohete_fx.ir import Lane, Optimizer, Overlap, Params, Schedule
 from autohete_fx.ops import contiguous_stride
+from autohete_fx.optim import AdamW
 from autohete_fx.runtime import stream_lane
+from autohete_fx.runtime.fence import lower_fences
 from autohete_fx.runtime.lanes import Lanes
+from autohete_fx.runtime.placement import Placement, place_param
 from autohete_fx.runtime.ticket import Ticket
 from autohete_fx.runtime.tiers import open_tier
+from autohete_fx.runtime.updates import Updates
 
 
 class Log:
@@ -236,3 +240,33 @@ def test_a_wait_that_holds_the_program_is_recorded_as_such():
     assert (held.lane, held.label, moved.lane) == (Lane.COMPUTE, "offload", Lane.D2H)
     assert held.end_s - held.begin_s > 0.01
     lanes.close()
+
+
+def test_streamed_states_are_updated_between_their_copies(log: Log, tmp_path: Path):
+    """The kernel is given to the stream that copies up, and the states go down behind its end."""
+    tier, lanes = open_tier("cpu", str(tmp_path)), Lanes("cuda")
+    param, twin = (torch.nn.Parameter(torch.linspace(-1, 1, 1 << 15)) for _ in "ab")
+    updates = Updates(lanes)
+    updates.schedule = Schedule(overlap=Overlap.STEP)
+    placement = Placement(Params.DEVICE, Optimizer.STREAMED, tier, 0, updates)
+    place_param(param, placement)
+    optimizer, reference = AdamW([param]), AdamW([twin])
+    for step in range(3):
+        param.grad, twin.grad = (torch.full_like(twin, 0.5 + step) for _ in "ab")
+        log.lines.clear()
+        optimizer.step(), reference.step()
+        optimizer.synchronize()
+        assert torch.equal(param, twin)
+        if not step:
+            continue  # the lanes were opened, which records too
+        (ends, begins), waits = _recorded(log), [line for line in log.lines if line.startswith("lane waits")]
+        assert len(ends) == len(begins) > 6, "pieces of two moments, up and down"
+        assert {f"lane waits {end}" for end in ends[1::4]} <= set(waits), "what goes down is behind the kernel"
+    lower_fences()
+    lanes.close()
+
+
+def _recorded(log: Log) -> tuple[list[str], list[str]]:
+    """Events at the ends and at the begins of copies, in the order of their issue."""
+    recorded = [line.split(" records ")[1] for line in log.lines if line.startswith("lane records")]
+    return recorded[1::2], recorded[::2]
