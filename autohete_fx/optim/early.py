@@ -23,7 +23,7 @@ def start_update(param: Tensor, home: Tensor, after: Sequence[Ticket], priority:
     """Start the update of ``param`` with the gradient in ``home``, behind the tickets. See `runtime.early.Starter`."""
     optimizer, place = optimizer_of(param), place_of(param)
     model, tier = place.updates, place.tier
-    if optimizer is None or not optimizer.starts_in_backward or model is None or tier is None:
+    if optimizer is None or not optimizer.starts_in_backward or model is None or tier is None or place.is_streamed:
         return None
     group, state = optimizer.group_of(param), optimizer.state.get(param, {})
     overlaps = model.schedule.overlap is Overlap.BACKWARD and model.lanes.in_background and tier.owns(home)

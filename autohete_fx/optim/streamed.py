@@ -101,9 +101,10 @@ class Staging:
         return home.clone()
 
     def pieces(self, param: Tensor) -> list[slice]:
-        """Where a parameter is cut. No piece is shorter than a grain, unless the parameter is."""
-        length, most = param.numel(), self._slot_bytes // _bytes_per_element(param) // _GRAIN * _GRAIN - _GRAIN
-        begins = list(range(0, length, most))
+        """Where a parameter is cut, into pieces of about one size. None is shorter than a grain, unless the parameter is."""
+        grains, most = -(-param.numel() // _GRAIN), self._slot_bytes // _bytes_per_element(param) // _GRAIN - 1
+        length, size = param.numel(), -(-grains // -(-grains // most)) * _GRAIN
+        begins = list(range(0, length, size))
         if len(begins) > 1 and length - begins[-1] < _GRAIN:
             begins.pop()
         return [slice(begin, end) for begin, end in zip(begins, [*begins[1:], length], strict=True)]

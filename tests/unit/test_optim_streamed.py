@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Lane, Optimizer, Overlap, Params, Schedule, staging_bytes
 from autohete_fx.optim import AdamW
+from autohete_fx.optim.state import Place
 from autohete_fx.optim.streamed import Staging
+from autohete_fx.optim.updates import Update
 from autohete_fx.runtime.fence import lower_fences
 from autohete_fx.runtime.lanes import Lanes
 from autohete_fx.runtime.meter import MemoryMeter, device_live_bytes
@@ -201,6 +205,19 @@ def test_device_memory_is_what_the_planner_counts_whichever_lane_is_late(late: L
             lower_fences()
             twins.updates.wait_all()
         assert 0 < meter.peak_bytes - meter.start_bytes <= blocks * staging_bytes(2 * STATE_BYTES) + 4096
+
+
+@settings(deadline=None, max_examples=60)
+@given(length=st.integers(1, 20_000), widest=st.integers(1, 40_000))
+def test_pieces_cover_a_tensor_and_fit_their_slots(length: int, widest: int):
+    param, largest = Parameter(torch.zeros(length)), Parameter(torch.zeros(widest))
+    place = Place(torch.device("cpu"))
+    staging = Staging([Update(p, p, {}, {}, place) for p in (param, largest)])
+    pieces = staging.pieces(param)
+    assert [n for piece in pieces for n in range(piece.start, piece.stop)] == list(range(length))
+    lengths = [piece.stop - piece.start for piece in pieces]
+    assert all(n % 64 == 0 for n in lengths[:-1]) and (len(pieces) == 1 or lengths[-1] >= 64)
+    assert all(len(part) == n for n in lengths for part in staging.take(param, n))
 
 
 def test_a_gradient_goes_when_its_update_is_done(tier: HostTier):
