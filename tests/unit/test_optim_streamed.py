@@ -96,9 +96,13 @@ def tier(tmp_path: Path) -> HostTier:
     return open_tier("cpu", str(tmp_path))
 
 
-@pytest.mark.parametrize("overlap", [Overlap.NONE, Overlap.STEP], ids=str)
+@pytest.mark.parametrize("overlap", [pytest.param(Overlap.NONE, marks=pytest.mark.slow), Overlap.STEP], ids=str)
 @pytest.mark.parametrize("params_at", list(Params), ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, *(pytest.param(t, marks=pytest.mark.slow) for t in (torch.float64, torch.bfloat16))],
+    ids=str,
+)
 def test_updates_are_the_devices_own_bit_by_bit(
     dtype: torch.dtype, params_at: Params, overlap: Overlap, tier: HostTier
 ):
@@ -168,7 +172,7 @@ def test_clipping_is_the_devices_own(tier: HostTier):
         twins.assert_equal()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_a_checkpoint_moves_between_places_without_loss(dtype: torch.dtype, tier: HostTier):
     with two_memories(pace=lambda ticket: 1e-3) as lanes:
         twins = Twins(tier, lanes, dtype=dtype)
