@@ -114,8 +114,9 @@ class Staging:
         for ticket in self._freed_by[self._next]:
             with contextlib.suppress(Exception):  # told by the update that it belongs to
                 ticket.synchronize()
-        slot = self._memory[self._next][: length * _bytes_per_element(param)]
-        return list(slot.view(state_dtype(param)).split(length))
+        aligned = -(-length // _GRAIN) * _GRAIN  # compiled kernels copy what is not
+        slot = self._memory[self._next][: aligned * _bytes_per_element(param)]
+        return [part[:length] for part in slot.view(state_dtype(param)).split(aligned)]
 
     def give_back(self, freed_by: Sequence[Ticket]) -> None:
         """What was taken is free when these are complete."""
