@@ -5,7 +5,12 @@ side by side, each by a change at random that is taken where it helps, and where
 work runs out. A change is of what a block does with its activations, of its places or of its prefetch distance alone, in one
 block or in two, which may also exchange what they do; what it changes to is more often than not what some block of some walk
 does, since most choices are in no good plan. Now and then walks *mate*: blocks that follow each other are good together, so a
-walk takes some from another. A walk may leave the budgets, at a price; what is returned does not.
+walk takes some from another. A walk may leave the budgets, at a price that rises; what is returned does not.
+
+Most changes of a good plan change nothing: the step takes what its longest chain of work and waits takes, and whatever is
+not on that chain is free. So walks also pay what settings *waste*: their reduced costs in the relaxation, which
+has a price for every lane in every pass and for memory at every moment. That leads them to assignments which leave lanes and
+memory to others, and from which a better step is not far.
 
 The random numbers are those of ``seed``, the same on every run.
 """
@@ -23,8 +28,8 @@ _WALKS = 64
 _HOTTEST, _COLDEST = 0.2, 1e-4
 """What a change may cost and still be taken with a chance of 1/e, as a share of the step, first (of a block's part in it) and
 last."""
-_PRICE = 2.0
-"""Of memory above a budget, as shares of the step for a share of the budget."""
+_FIRST_PRICE, _LAST_PRICE = 0.5, 4.0
+"""Of memory above a budget, as shares of the step for a share of the budget: at first about what memory is worth."""
 _NEAR = 4
 _EXCHANGES, _CHANGES_OF_TWO = 0.2, 0.45
 _GIVEN = 0.6
@@ -35,15 +40,21 @@ _ROUND_WORK = 1200
 """Replayed blocks that take as long as what a round takes for any number of blocks."""
 
 
-def anneal(search: Search, starts: Rows, *, seed: int = 0) -> Rows:
-    """Walk from all ``starts`` until the search's work is used up. They keep the budgets; the first is the best."""
-    walks = _Walks(search, starts, seed)
-    best, best_score = starts[0], float(search.score(starts[:1])[0])
+def anneal(search: Search, starts: Rows, *, seed: int = 0, wasted_s: Seconds | None = None) -> Rows:
+    """Walk from all ``starts`` until the search's work is used up. They keep the budgets.
+
+    ``wasted_s``: by block and setting, what walks pay besides what their steps take; None for nothing.
+    """
+    walks = _Walks(search, starts, seed, wasted_s)
+    scores = search.score(starts)
+    best, best_score = starts[np.argmin(scores)], float(scores.min())
     work = max(1, search.work_left)
     hottest = max(_COLDEST, _HOTTEST / search.replays.num_blocks)
     rounds = 0
     while not search.over:
-        heat = best_score * hottest * (_COLDEST / hottest) ** (1 - search.work_left / work)
+        done = 1 - search.work_left / work
+        heat = best_score * hottest * (_COLDEST / hottest) ** done
+        walks.price = best_score * _FIRST_PRICE * (_LAST_PRICE / _FIRST_PRICE) ** done
         rounds += 1
         row, score = walks.change(heat) if rounds % _MATING else walks.mate(heat)
         if score < best_score:
@@ -56,16 +67,17 @@ def anneal(search: Search, starts: Rows, *, seed: int = 0) -> Rows:
 class _Walks:
     """Assignments side by side, each as the parts of every block's setting, as a row of settings, and as what it takes."""
 
-    def __init__(self, search: Search, starts: Rows, seed: int) -> None:
+    def __init__(self, search: Search, starts: Rows, seed: int, wasted_s: Seconds | None) -> None:
         self.search, self.replays = search, search.replays
+        self.wasted_s = np.zeros(search.replays.use.shape[:2]) if wasted_s is None else wasted_s
         self.random = np.random.default_rng(seed)
         self.at = np.arange(_WALKS)
         self.settings, self.counts, self.all_parts = _parts(search.replays)
         self.rows = starts[self.at % len(starts)]
         self.use = self._use_of(self.rows)
         self._start_from_rows()
-        self.scores = search.score_of(self.rows, self.figures)
-        self.price = _PRICE * float(self.scores[0])
+        self.scores = search.score_of(self.rows, self.figures) + self._wasted_by(self.rows)
+        self.price = 0.0
 
     def change(self, heat: float) -> tuple[Rows, float]:
         """One change of every walk; returns the best of those that keep the budgets, its score infinite if none does."""
@@ -77,7 +89,7 @@ class _Walks:
         use[rows[_WALKS:]] += freed[_WALKS:]
         self._set(rows, blocks, new, to)
         scores, over = self._scores(self.rows, use, self.figures)
-        priced = scores + self.price * over
+        priced = scores + self.price * over + self._wasted_by(self.rows)
         taken = self._taken(priced, heat)
         found = self._best(self.rows, scores, over)
         back = np.flatnonzero(~taken[rows])
@@ -113,7 +125,7 @@ class _Walks:
         rows = np.where((blocks >= begin) & (blocks < end), self.rows[mates], self.rows)
         use = self._use_of(rows)
         scores, over = self._scores(rows, use, self.replays.tables.of(rows))
-        priced = scores + self.price * over
+        priced = scores + self.price * over + self._wasted_by(rows)
         taken = self._taken(priced, heat)
         self.rows, self.use = np.where(taken[:, None], rows, self.rows), np.where(taken[:, None], use, self.use)
         self.scores = np.where(taken, priced, self.scores)
@@ -135,6 +147,9 @@ class _Walks:
     def _use_of(self, rows: Rows) -> NDArray[np.int64]:
         use = self.replays.use[np.arange(self.replays.num_blocks), rows].sum(axis=1)
         return use + self.replays.problem.fixed_bytes
+
+    def _wasted_by(self, rows: Rows) -> Seconds:
+        return self.wasted_s[np.arange(self.replays.num_blocks), rows].sum(axis=1)
 
     def _set(self, at: Rows, blocks: Rows, parts: Rows, settings: Rows) -> None:
         """Give one block of some walks another setting."""

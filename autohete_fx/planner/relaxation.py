@@ -28,10 +28,12 @@ class Relaxed:
     Attributes:
         bound_s: seconds that no solution of the program is below.
         shares: by block, what share each of `Program.treated` and then each of `Program.placed` has.
+        wasted_s: likewise, its reduced cost: by how many seconds all solutions with this option are above the bound, at least.
     """
 
     bound_s: float
     shares: tuple[NDArray[np.float64], ...]
+    wasted_s: tuple[NDArray[np.float64], ...]
 
 
 def relax(program: Program, *, deadline: float) -> Relaxed | None:
@@ -66,6 +68,9 @@ def relax(program: Program, *, deadline: float) -> Relaxed | None:
     solver.set_time_limit_in_seconds(max(_LEAST_S, deadline - time.monotonic()))
     if solver.solve(model) != model_builder.SolveStatus.OPTIMAL:
         return None
-    shares = (np.array([solver.value(variables[x.index]) for x in of_block]) for of_block in program.chosen)
-    bound_s = solver.objective_value * TICKS * program.tick_s * (1 - _TOLERANCE)
-    return Relaxed(bound_s=bound_s, shares=tuple(shares))
+    seconds = TICKS * program.tick_s
+    chosen = [[variables[x.index] for x in of_block] for of_block in program.chosen]
+    shares = (np.array([solver.value(x) for x in of_block]) for of_block in chosen)
+    wasted_s = (np.array([max(0.0, solver.reduced_cost(x) * seconds) for x in of_block]) for of_block in chosen)
+    bound_s = solver.objective_value * seconds * (1 - _TOLERANCE)
+    return Relaxed(bound_s=bound_s, shares=tuple(shares), wasted_s=tuple(wasted_s))

@@ -43,6 +43,22 @@ def supported_choices(problem: Problem, shares: Sequence[NDArray[np.float64]]) -
     return [[joined(a, p) for a in treated for p in placed] for treated, placed in zip(*supported, strict=True)]
 
 
+def wasted_seconds(
+    problem: Problem, wasted_s: Sequence[NDArray[np.float64]], settings: Sequence[Sequence[BlockDecision]]
+) -> NDArray[np.float64]:
+    """`Relaxed.wasted_s` of settings, by block and setting; 0 where a block has fewer settings than others."""
+    table = np.zeros((len(settings), max(map(len, settings))))
+    (treated, of_treated), (placed, of_placed) = _by_kind(problem, wasted_s)
+    for block, of_block in enumerate(settings):
+        activations = dict(zip(treated[block], of_treated[block], strict=True))
+        places = dict(zip(placed[block], of_placed[block], strict=True))
+        nowhere = BlockDecision()
+        for i, setting in enumerate(of_block):
+            plain = replace(setting, prefetch_distance=1)
+            table[block, i] = activations[joined(plain, nowhere)] + places[joined(nowhere, plain)]
+    return table
+
+
 _Kind = tuple[list[tuple[BlockDecision, ...]], list[NDArray[np.float64]]]
 
 

@@ -30,8 +30,8 @@ from autohete_fx.planner.improve import Search
 from autohete_fx.planner.infeasible import infeasible, least_peak
 from autohete_fx.planner.reasons import reasons_of
 from autohete_fx.planner.relaxation import Relaxed, relax
-from autohete_fx.planner.replays import Replays, Rows
-from autohete_fx.planner.rounding import rounded, supported_choices
+from autohete_fx.planner.replays import Replays, Rows, Seconds
+from autohete_fx.planner.rounding import rounded, supported_choices, wasted_seconds
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.starts import simple_choices, starts
 
@@ -51,7 +51,7 @@ REPLAYED_BLOCKS_PER_SECOND = 1_500_000
 """Of local search on a usual core."""
 PROGRAM_BLOCKS = 8
 """For more blocks the integer programs are not tried: in the time there is they get little further than their relaxation."""
-FEW_BLOCKS, ANNEALING_SHARES = 32, (0.2, 0.2)
+FEW_BLOCKS, ANNEALING_SHARES = (16, 32, 64), ((0.08, 0.08, 0.08, 0.08, 0.16), (0.24, 0.24), (0.42,))
 """For so many blocks at most, tables and the relaxation take little, and annealing gets more: these shares, one after the other."""
 MOST_CHOICES = 100_000
 """Where blocks times all their choices are more, the search is among those that the relaxation uses."""
@@ -122,7 +122,8 @@ class _Found:
         self.problem, self.time_limit_s, self.deadline = problem, time_limit_s, deadline
         self.num_blocks = len(problem.costs)
         self.best: tuple[BlockDecision, ...] = ()
-        self.others: list[tuple[BlockDecision, ...]] = []  # that keep the budgets, too, and differ
+        self.patterns: list[tuple[BlockDecision, ...]] = []  # that keep the budgets, and differ
+        self.near: list[tuple[BlockDecision, ...]] = []  # likewise, the relaxation
         self.best_s = self.best_score = float("inf")
         self.bound_s = 0.0
 
@@ -142,7 +143,10 @@ class _Found:
             for ahead, share in ((MAX_PREFETCH_DISTANCE, BOUND_SHARE), (1, DECIDE_SHARE)):
                 self._solve_program(search, ahead, share)
         if not self._is_done:
-            self._anneal(search)
+            wasted_s = (
+                wasted_seconds(self.problem, relaxed.wasted_s, search.replays.settings) if relaxed is not None else None
+            )
+            self._anneal(search, wasted_s)
             self._allow(search, POLISHING_SHARE)
             self._keep(search, search.improve(search.replays.row(self.best)))
 
@@ -153,7 +157,7 @@ class _Found:
     def _search(self, options: Sequence[Sequence[BlockDecision]] | None) -> Search:
         """A search among ``options``, or all choices, and always those of what was found so far."""
         if options is not None and self.best:
-            known = zip(*(self.best, *self.others), strict=True)
+            known = zip(*(self.best, *self.patterns), strict=True)
             near = [[replace(d, prefetch_distance=1) for d in of_block] for of_block in known]
             options = [list(dict.fromkeys([*of_block, *more])) for of_block, more in zip(options, near, strict=True)]
         return Search(Replays(self.problem, options), deadline=self.deadline)
@@ -169,7 +173,7 @@ class _Found:
         self._allow(search, STARTS_SHARE)
         for start in begin:
             self._keep(search, start)
-            self.others.append(search.replays.decisions(start))
+            self.patterns.append(search.replays.decisions(start))
         for start in begin[:_IMPROVED_STARTS]:
             self._keep(search, search.improve(start))
 
@@ -189,24 +193,31 @@ class _Found:
         fitting = [row for row in (search.repair(search.replays.row(each)) for each in near) if row is not None]
         if not fitting:
             return
-        self.others += map(search.replays.decisions, fitting)
+        self.near += map(search.replays.decisions, fitting)
         scores = search.score(np.array(fitting))
         order = [i for n, i in enumerate(np.argsort(scores, kind="stable")) if not n or scores[i] > min(scores)]
         for i in order[:_ROUNDINGS]:
             if not self._is_done:
                 self._keep(search, search.improve(fitting[i]))
 
-    def _anneal(self, search: Search) -> None:
-        """Walk from everything that was found, for some numbers of blocks more than once: which valley walks end in is luck."""
-        shares = (POLISHING_SHARE,)
-        if self.num_blocks > PROGRAM_BLOCKS:
-            shares = ANNEALING_SHARES if self.num_blocks <= FEW_BLOCKS else (ANNEALING_SHARE,)
+    def _anneal(self, search: Search, wasted_s: Seconds | None) -> None:
+        """Walk from what was found, and for some numbers of blocks more than once: which valley walks end in is luck.
+
+        With few blocks all walks soon follow the best into its valley, so all but the last begin without it: by turns from
+        patterns, and from these and what is near the relaxation.
+        """
+        fits_in = [each for most, each in zip(FEW_BLOCKS, ANNEALING_SHARES, strict=True) if self.num_blocks <= most]
+        shares = (*fits_in, (ANNEALING_SHARE,))[0] if self.num_blocks > PROGRAM_BLOCKS else (POLISHING_SHARE,)
+        everything = [*self.patterns, *self.near]
         for seed, share in enumerate(shares):
             if self._is_done:
                 return
+            begin = (self.patterns, everything)[seed % 2]
+            if self.num_blocks > FEW_BLOCKS[0] or seed == len(shares) - 1:
+                begin = [self.best, *everything]
             self._allow(search, share)
-            starts = [search.replays.row(each) for each in (self.best, *self.others)]
-            self._keep(search, anneal(search, np.array(starts), seed=seed))
+            found = anneal(search, np.array([search.replays.row(each) for each in begin]), seed=seed, wasted_s=wasted_s)
+            self._keep(search, found)
 
     def _anything(self) -> tuple[BlockDecision, ...]:
         decisions = least_peak(self.problem, deadline=self.deadline)
