@@ -123,8 +123,13 @@ _SELDOM = st.sampled_from([False, False, False, True])
 
 
 @st.composite
-def problems(draw: st.DrawFn, *, least_blocks: int = 1, most_blocks: int, budgets: bool = True) -> Problem:
-    """Different or equal blocks, any machine; budgets from far too small to more than enough."""
+def problems(
+    draw: st.DrawFn, *, least_blocks: int = 1, most_blocks: int, budgets: bool = True, early: bool = False
+) -> Problem:
+    """Different or equal blocks, any machine; budgets from far too small to more than enough.
+
+    ``early``: updates start in backward.
+    """
     count = draw(st.integers(least_blocks, most_blocks))
     alike = draw(st.booleans()) and draw(st.booleans())
     costs = draw(_costs()) if alike else None
@@ -146,6 +151,16 @@ def problems(draw: st.DrawFn, *, least_blocks: int = 1, most_blocks: int, budget
         micro_batches=draw(st.sampled_from([1, 1, 2, 4])),
         training=training,
     )
+    if early:
+        given = dataclasses.replace(
+            given,
+            machine=dataclasses.replace(given.machine, device_type="cuda"),
+            allow_host_optimizer=True,
+            schedule=dataclasses.replace(given.schedule, overlap=Overlap.BACKWARD),
+            clips_gradients=False,
+            micro_batches=1,
+            training=True,
+        )
     return limited(given, draw(st.floats(0.1, 1.1)), draw(st.none() | st.floats(0.0, 1.0))) if budgets else given
 
 

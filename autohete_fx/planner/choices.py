@@ -23,7 +23,15 @@ from autohete_fx.ir import (
     Problem,
     staging_bytes,
 )
-from autohete_fx.planner.figures import copy_s, device_update_s, disk_s, moved_params, overlap_of, updates_on_host
+from autohete_fx.planner.figures import (
+    copy_s,
+    device_update_s,
+    host_update_s,
+    moved_params,
+    overlap_of,
+    updates_on_host,
+    uploaded_bytes,
+)
 
 Bytes = NDArray[np.int64]
 
@@ -133,6 +141,7 @@ class Durations:
         forward_down, backward_down: copies down that a pass makes: offloaded activations, in backward gradients.
         update_work, update_up, update_down: of the pass that waits for updates, on top of a forward where it is one:
             on compute a streamed update, up its states or an upload, down its states.
+        upload: of ``update_up``, what was updated on the host: where updates start in backward it waits for no pass.
         device_update, host_update: updates on compute of states that are there, and on the update lane.
     """
 
@@ -145,6 +154,7 @@ class Durations:
     update_work: float = 0.0
     update_up: float = 0.0
     update_down: float = 0.0
+    upload: float = 0.0
     device_update: float = 0.0
     host_update: float = 0.0
 
@@ -196,10 +206,8 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
     backward_up_s = up_s(offloaded, tensors) + (0.0 if decision.keeps_fetched else fetch_s)
     count, moved = decision.num_moved_states, moved_params(cost, decision)
     gradients_s = down_s(cost.moved_part(cost.grad_bytes, count), cost.moved_tensors(count)) if on_host else 0.0
-    uploads = cost.num_params > 0 and on_host and decision.params is Params.DEVICE
-    upload_s = up_s(cost.moved_part(cost.param_bytes, count)) if uploads else 0.0
+    upload_s = up_s(uploaded_bytes(cost, decision))
     states = cost.moved_part(cost.optimizer_bytes, count) if streamed else 0
-    host_update_s = moved / machine.host_update_params_per_s + machine.copy_share * upload_s
     return Durations(
         forward_work=cost.forward_s + machine.copy_share * (fetch_s + offload_s),
         forward_up=fetch_s,
@@ -212,8 +220,9 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
         update_work=device_update_s(problem, block, decision, moved) if streamed else 0.0,
         update_up=upload_s + up_s(states),
         update_down=down_s(states),
+        upload=upload_s,
         device_update=device_update_s(problem, block, decision, cost.num_params - moved),
-        host_update=max(host_update_s, disk_s(problem, block, decision)) if moved and on_host else 0.0,
+        host_update=host_update_s(problem, block, decision) if moved and on_host else 0.0,
     )
 
 

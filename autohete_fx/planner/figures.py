@@ -7,8 +7,11 @@ from autohete_fx.ir import Activations, BlockCost, BlockDecision, Lane, Machine,
 
 
 def overlap_of(problem: Problem) -> Overlap:
-    """What updates on the host really overlap with."""
-    return Overlap.NONE if problem.machine.device_type == "cpu" else problem.schedule.overlap
+    """What updates on the host really overlap with. None starts in backward whose gradient is clipped, or accumulated."""
+    if problem.machine.device_type == "cpu":
+        return Overlap.NONE
+    late = problem.clips_gradients or problem.micro_batches > 1
+    return Overlap.STEP if late and problem.schedule.overlap is Overlap.BACKWARD else problem.schedule.overlap
 
 
 def host_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
@@ -61,6 +64,28 @@ def copy_s(machine: Machine, lane: Lane, num_bytes: int, num_tensors: int = 1) -
 def moved_params(cost: BlockCost, decision: BlockDecision) -> int:
     """Trainable parameters of a block whose states are not on the device, in elements."""
     return 0 if decision.optimizer is Optimizer.DEVICE else cost.moved_params(decision.num_moved_states)
+
+
+def uploaded_bytes(cost: BlockCost, decision: BlockDecision) -> int:
+    """Of parameters that are updated on the host and live on the device."""
+    goes_up = updates_on_host(decision) and decision.params is Params.DEVICE and cost.num_params > 0
+    return cost.moved_part(cost.param_bytes, decision.num_moved_states) if goes_up else 0
+
+
+def host_update_s(problem: Problem, block: int, decision: BlockDecision) -> float:
+    """Seconds to update a block's parameters on the host: what the slower of computing and of the disk takes."""
+    cost, machine = problem.costs[block], problem.machine
+    lost_s = machine.copy_share * copy_s(machine, Lane.H2D, uploaded_bytes(cost, decision))
+    computed_s = moved_params(cost, decision) / machine.host_update_params_per_s + lost_s
+    return max(computed_s, disk_s(problem, block, decision))
+
+
+def last_readers(problem: Problem) -> dict[int, int]:
+    """The last block that reads each block's activations, of blocks whose activations any reads."""
+    last: dict[int, int] = {}
+    for edge in problem.edges:
+        last[edge.producer] = max(last.get(edge.producer, 0), edge.consumer)
+    return last
 
 
 def disk_s(problem: Problem, block: int, decision: BlockDecision) -> float:

@@ -40,8 +40,8 @@ done with i, D[i] the down lane; E[-1] and before is when the pass begins. Copie
 
 Time of the updates (`Program._add_updates`), from the end of the last backward on. V is when the device has done its own,
 which is one sum; R[b] is when the update lane has done blocks 0..b, with h[b] its work, P[b] the sum of h[0..b], and g[b]
-when it may begin: when the gradients are there, D of backward, or, where it waits for all of them, when backward ends (on
-a CPU device V).
+when it may begin: where updates start in backward when the gradients are there, D of backward, else when that ends (on a
+CPU device V).
 
     V >= end of backward + sum over b of device update[b]
     R[b] >= R[b-1],   R[b] >= g[b] + P[b]                         the most urgent block first
@@ -54,29 +54,41 @@ added, or under a synchronous schedule a pass of these alone, at whose end R[n-1
 
     U[i] >= R[i] + u[i]              what was updated on the host is copied afterwards (a = 1)
 
+Where updates start in backward, so do uploads, in what time the up lane has left, and no pass issues them. Then u is without them,
+and with v[i] for the copies up of what was updated on the host, and S[i] for all copies up of backward and of blocks 0..i, there
+are in the place of the row above (`Program._add_early_copies`)
+
+    E[i] >= Q[i] + w[i],   Q[i] >= R[i] by priority,   Q[i] >= S[i]
+    Q[i] >= Q[i-1],   Q[i] >= g[i] + v[0] + .. + v[i],   Q[i] >= g[i] + h[i] + v[i]
+
 Objective (`Program.minimize_step`): micro_batches times a forward and a backward, where the first forward is the pass
 that waits for updates or has that pass before it. For a = 1 the program decides, and adds COPY_WEIGHT times the seconds
 of all copies; for the farthest distance it bounds, and does not.
 
-For a = 1 the program is the simulator. At prefetch distance 1 copies are queued in the order in which blocks need them,
-so for fixed x and y the simulated times are the least solution of the inequalities above: each time is the largest of the
-right sides. Where a block has no copy, its U and D add no wait: U[i] is then the larger of U[i-1], for which i-1 waited
-already, and E[i-2]; and D[i] the larger of D[i-1], for which the wait at the end of i comes first, and the end of work.
-Where it is not updated on the host, R[i] is that of the last block before it that is, for whose copy i-1 waited already,
-or no later than V. Lanes are idle where a pass begins that waits for no update, because each pass ends by waiting for
-all copies it made, and used all copies that it fetched; so their times add up. Without priority R is not in that order:
-then the program has the end of all updates only, and is a bound on the simulator.
+For a = 1 the program is the simulator, unless updates start in backward. At prefetch distance 1 copies are queued in the
+order in which blocks need them, so for fixed x and y the simulated times are the least solution of the inequalities above:
+each time is the largest of the right sides. Where a block has no copy, its U and D add no wait: U[i] is then the larger of
+U[i-1], for which i-1 waited already, and E[i-2]; and D[i] the larger of D[i-1], for which the wait at the end of i comes
+first, and the end of work. Where it is not updated on the host, R[i] is that of the last block before it that is, for whose
+copy i-1 waited already, or no later than V. Lanes are idle where a pass begins that waits for no update, because each pass
+ends by waiting for all copies it made, and used all copies that it fetched; so their times add up. Without priority R is not
+in that order: then the program has the end of all updates only, and is a bound on the simulator.
 
 For any a it is a lower bound on all plans with prefetch distances up to a. Take such a plan and a block i of a pass.
 For every j <= i the copies that the blocks j..i need are issued after the work of block j-1-a, take one lane, and are
 complete before i starts, in whatever order: i starts no sooner than E[j-1-a] + u[j] + ... + u[i], and the largest of these
 is the least U[i]. Copies of what was updated on the host may be overtaken by others at larger distances, so for these
 
-    E[i] >= Q[i] + w[i],   Q[i] >= R[i],   and where updates begin together Q[i] >= R[i] + v[i], Q[i] >= Q[i-1] + v[i]
+    E[i] >= Q[i] + w[i],   Q[i] >= R[i] + v[i],   Q[i] >= Q[i-1] + v[i]
 
 with v[i] the seconds of such copies only: then blocks are updated in their order, and those updated after c are copied
-after c is updated. All other rows hold in every replay. Memory at distance 1 is at most the memory at any distance, since
-an earlier issue only lengthens the life of a buffer. So the plan's x and y are feasible here, at an objective no larger than its
+after c is updated.
+
+Where updates start in backward it is one for a = 1 too. A block i starts no sooner than 0..i are updated and copied. Of their
+gradients those of i land first, so none of v[0..i] begins before g[i]; v[i] follows the update of i; and the up lane has done
+all of S[i] since backward began. U counts only what the forward issues, for which the argument above holds whatever the lane
+does in between. All other rows hold in every replay. Memory at distance 1 is at most the memory at any distance, since an
+earlier issue only lengthens the life of a buffer. So the plan's x and y are feasible here, at an objective no larger than its
 simulated time.
 
 Identical blocks are interchangeable in the sums of work but not in memory or in the chain of waits, so no order is
@@ -153,13 +165,13 @@ class Program:
         self.units: dict[int, int] = {}  # of the variables that are no choices, in which the relaxation counts
         self.treated = [activation_choices(problem, block) for block in range(self.num_blocks)]
         self.placed = [place_choices(problem, block) for block in range(self.num_blocks)]
+        self.overlap = overlap_of(problem)
+        self.updates_begin_together = self.overlap is not Overlap.BACKWARD
         self.ticks = [self._ticks_of(block) for block in range(self.num_blocks)]
         self.on_host = [
             np.array([*[False] * len(treated), *map(updates_on_host, placed)])
             for treated, placed in zip(self.treated, self.placed, strict=True)
         ]
-        self.overlap = overlap_of(problem)
-        self.updates_begin_together = self.overlap is not Overlap.BACKWARD or problem.clips_gradients
         self.chosen: list[list[cp_model.IntVar]] = []
         self._add_choices()
         self._add_memory_elsewhere()
@@ -183,8 +195,12 @@ class Program:
     def _ticks_of(self, block: int) -> dict[str, NDArray[np.int64]]:
         """By lane and pass, the ticks of every option of a block, rounded down."""
         seconds = self._of_block(block, lambda option: DURATIONS(durations(self.problem, block, option)))
-        ticks = np.floor(seconds / self.tick_s).astype(np.int64)
-        return dict(zip(Durations.__dataclass_fields__, ticks.T, strict=True))
+        ticks = dict(
+            zip(Durations.__dataclass_fields__, np.floor(seconds / self.tick_s).astype(np.int64).T, strict=True)
+        )
+        ticks["upload"] = np.zeros_like(ticks["upload"]) if self.updates_begin_together else ticks["upload"]
+        ticks["update_up"] = ticks["update_up"] - ticks["upload"]  # of uploads, what no pass issues
+        return ticks
 
     def _add_device_memory(self, limit: Linear) -> None:
         """A row for every span."""
@@ -235,16 +251,23 @@ class Program:
         return self._number(name, TICKS)
 
     def _add_pass(
-        self, kind: PassKind, ahead: int, *, begin: Linear = 0, updated: Sequence[Linear] | None = None
+        self,
+        kind: PassKind,
+        ahead: int,
+        *,
+        begin: Linear = 0,
+        updated: Sequence[Linear] | None = None,
+        copied: Sequence[Linear] | None = None,
     ) -> tuple[cp_model.IntVar, list[cp_model.IntVar]]:
         """Rows of one pass; returns when it ends, and when each block has landed: its work and copies down are done.
 
-        ``updated``: when the update lane has done each block and those before it.
+        ``updated``: when the update lane has done each block and those before it. ``copied``: when what they need and no pass
+        issues is there.
         """
         add = self.model.add
         order = range(self.num_blocks)[::-1] if kind.reverse else range(self.num_blocks)
         ends, ups, downs = ([self._time(f"{name}[{block}]") for block in order] for name in ("E", "U", "D"))
-        copied: Linear = begin
+        last_copied: Linear = begin
         for i, block in enumerate(order):
             w, u, d = (self._sum([block], names) for names in (kind.work, kind.up, kind.down))
             before = ends[i - 1] if i else begin
@@ -258,22 +281,43 @@ class Program:
             add(downs[i] >= ups[i] + w + d)
             if i - ahead >= 0:
                 add(ends[i] >= downs[i - ahead])
+            if copied is not None:
+                add(ends[i] >= copied[i] + w)
             if updated is not None and ahead == 1:
                 add(ups[i] >= updated[i] + u)
             elif updated is not None:
-                copied = self._add_copies_of_updated(block, kind, updated[i], copied)
-                add(ends[i] >= copied + w)
+                last_copied = self._add_copies_of_updated(block, kind, updated[i], last_copied)
+                add(ends[i] >= last_copied + w)
         add(ends[-1] >= downs[-1])
         return ends[-1], downs[::-1] if kind.reverse else downs
 
     def _add_copies_of_updated(self, block: int, kind: PassKind, updated: Linear, previous: Linear) -> cp_model.IntVar:
         """The chain Q, for distances above 1."""
         copied, copies = self._time(f"Q[{block}]"), self._sum([block], kind.up, on_host=True)
-        self.model.add(copied >= updated)
-        if self.updates_begin_together:
-            self.model.add(copied >= updated + copies)
-            self.model.add(copied >= previous + copies)
+        self.model.add(copied >= updated + copies)
+        self.model.add(copied >= previous + copies)
         return copied
+
+    def _add_early_copies(self, landed: Sequence[Linear], updated: Sequence[Linear]) -> list[cp_model.IntVar]:
+        """Rows of what goes up where updates start in backward; returns Q."""
+        everything, found = range(self.num_blocks), []
+        add, up = self.model.add, (*FORWARD_AND_UPDATES_PASS.up, "upload")
+        of_host: Linear = 0
+        copied, of_lane = self._time("Q[-1]"), self._time("S[-1]")
+        add(of_lane >= self._sum(everything, BACKWARD_PASS.up))
+        for block in everything:
+            copies, host = self._sum([block], up, on_host=True), self._sum([block], ("host_update",))
+            last_copied, copied = copied, self._time(f"Q[{block}]")
+            of_lane_before, of_lane = of_lane, self._time(f"S[{block}]")
+            of_host_before, of_host = of_host, self._time(f"v[{block}]")
+            add(of_lane >= of_lane_before + self._sum([block], up))
+            add(of_host >= of_host_before + copies)
+            for least in (last_copied, of_lane, landed[block] + of_host, landed[block] + host + copies):
+                add(copied >= least)
+            if self.problem.schedule.priority:
+                add(copied >= updated[block])
+            found.append(copied)
+        return found
 
     def _add_updates(
         self, backward_end: Linear, landed: Sequence[Linear]
@@ -310,10 +354,12 @@ class Program:
             return forward
         backward, landed = self._add_pass(BACKWARD_PASS, ahead)
         device_end, updated = self._add_updates(backward, landed)
-        ready = updated if problem.schedule.priority else None
+        ready, copied = updated if problem.schedule.priority else None, None
+        if not self.updates_begin_together:
+            ready, copied = None, self._add_early_copies(landed, updated)
         kind = FORWARD_AND_UPDATES_PASS if overlaps else UPDATES_PASS
         end = self._time("T")
-        self.model.add(end >= self._add_pass(kind, ahead, begin=device_end, updated=ready)[0])
+        self.model.add(end >= self._add_pass(kind, ahead, begin=device_end, updated=ready, copied=copied)[0])
         # The last that the lane does: in its order without priority, block 0.
         self.model.add(end >= updated[-1 if problem.schedule.priority else 0])
         return later * forward + (problem.micro_batches - 1) * backward + end
@@ -331,7 +377,7 @@ class Program:
 
     def _ticks_of_copies(self) -> Linear:
         passes = self.problem.micro_batches if self.problem.training else 1
-        once = ("update_up", "update_down")
+        once = ("update_up", "upload", "update_down")
         often = ("forward_up", "forward_down", "backward_up", "backward_down")
         values = [
             COPY_WEIGHT * (passes * sum(ticks[name] for name in often) + sum(ticks[name] for name in once))

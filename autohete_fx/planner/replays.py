@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autohete_fx.ir import BlockDecision, Overlap, Problem
-from autohete_fx.planner.array_passes import NEVER, Figures, PassTables, run
+from autohete_fx.planner.array_passes import Figures, PassTables, run, run_shared
+from autohete_fx.planner.array_updates import all_updated, each_updated, idle_time
 from autohete_fx.planner.choices import DURATIONS, MAX_PREFETCH_DISTANCE, choices, copies, device_bytes, durations
 from autohete_fx.planner.figures import disk_bytes, host_bytes, overlap_of, updates_on_host
 
@@ -50,19 +51,22 @@ class Replays:
         self.distance = np.array([[s.prefetch_distance for s in settings] for settings in padded])
         tables = np.array([self._figures(b, of_block, width) for b, of_block in enumerate(allowed)]).transpose(2, 0, 1)
         self.forward, self.backward, self.update = tables[:3], tables[3:6], tables[6:9]
-        self.device_update, self.host_update, self.copies_s = tables[9:12]
-        self.elsewhere = tables[12:14].astype(np.int64)
-        self.tables = self._pass_tables(tables[14] > 0)
+        self.upload, self.device_update, self.host_update, self.copies_s = tables[9:13]
+        self.elsewhere = tables[13:15].astype(np.int64)
+        self.tables = self._pass_tables(tables[15] > 0)
 
     def _pass_tables(self, on_host: NDArray[np.bool_]) -> PassTables:
         """Of the passes of a step: what waits for updates; the last backward; a forward, where the first is not that."""
+        overlap = overlap_of(self.problem)
+        sent = self.upload if overlap is Overlap.BACKWARD else np.zeros_like(self.upload)
+        updates = self.device_update, self.host_update, sent
         if not self.problem.training:
-            return PassTables([self.forward], [False], self.distance, (self.device_update, self.host_update), on_host)
-        synchronous = overlap_of(self.problem) is Overlap.NONE
-        passes = [self.update if synchronous else self.forward + self.update, self.backward]
+            return PassTables([self.forward], [False], self.distance, updates, on_host)
+        synchronous = overlap is Overlap.NONE
+        passes = [self.update.copy() if synchronous else self.forward + self.update, self.backward]
+        passes[0][1] -= sent
         if synchronous or self.micro_batches > 1:
             passes.append(self.forward)
-        updates = self.device_update, self.host_update
         return PassTables(passes, (False, True, False)[: len(passes)], self.distance, updates, on_host)
 
     def _figures(self, block: int, options: Sequence[BlockDecision], width: int) -> NDArray[np.float64]:
@@ -129,15 +133,15 @@ class Replays:
         if not self.problem.training:
             return run(figures).end
         problem, overlap = self.problem, overlap_of(self.problem)
-        device_s, host_s = figures.updates[0].sum(axis=0), figures.updates[1]
+        device_s, host_s, priority = figures.updates[0].sum(axis=0), figures.updates[1], problem.schedule.priority
         # What follows the last backward is timed from its end on, and runs beside it unless it begins before.
-        early = overlap is Overlap.BACKWARD and not problem.clips_gradients
-        if early:
+        if overlap is Overlap.BACKWARD:
             backward = run(figures.part(slice(1, 2)))
-            gradients_at = backward.landed[::-1] - backward.end
-        else:
-            gradients_at = device_s if problem.machine.device_type == "cpu" else np.zeros_like(device_s)
-        updated = _updated(gradients_at, host_s, priority=problem.schedule.priority)
+            updated = each_updated(backward.landed[::-1] - backward.end, host_s, priority=priority)
+            ready = idle_time(updated, backward)
+            return backward.end + run_shared(figures.part(slice(0, 1)), start=device_s, ready=ready)
+        gradients_at = device_s if problem.machine.device_type == "cpu" else np.zeros_like(device_s)
+        updated = all_updated(gradients_at, host_s, priority=priority)
         done = run(figures, start=device_s, updated=updated).end
         end, backward_s, *forward_s = np.split(done, self.tables.count)
         if overlap is Overlap.NONE:
@@ -145,20 +149,3 @@ class Replays:
             return np.maximum(end, last) + self.micro_batches * (forward_s[0] + backward_s)
         step = end + backward_s
         return step + (self.micro_batches - 1) * (forward_s[0] + backward_s) if forward_s else step
-
-
-def _updated(ready: Seconds, host_s: Seconds, *, priority: bool) -> Seconds:
-    """When the update lane is done with each block and all that the next forward needs before it, by block and row.
-
-    By priority, blocks 0..b are done when the last of them to come, of those whose successors keep the lane busy from
-    then on, has had its turn: the largest over c <= b of when c comes plus the updates of 0..c, since these come later and
-    go first. Else in the order in which they come, the last block first.
-    """
-    if priority:
-        return np.maximum.accumulate(ready + np.cumsum(host_s, axis=0), axis=0)
-    ready = np.broadcast_to(ready, host_s.shape)
-    updated, free = np.zeros_like(host_s), np.full(host_s.shape[1], NEVER)
-    for block in reversed(range(len(host_s))):
-        free = np.where(host_s[block] > 0, np.maximum(free, ready[block]) + host_s[block], free)
-        updated[block] = free
-    return updated

@@ -27,8 +27,10 @@ device are the same cores there).
     STEP        after the last backward: device updates; then the next forward at once. There block b waits for its
                 update on the host and for its upload, or its fetch, of what was updated, and does its streamed update
                 before it computes; its states go back with its offload
-    BACKWARD    as STEP, but an update on the host starts when its gradients are there, in the last backward already,
-                unless gradients are clipped, which needs the norm of all of them first
+    BACKWARD    as STEP, but an update on the host starts when its gradients are there, in the last backward already, and an
+                upload when its update ends: what backward fetches goes first, and from then on what block the next forward
+                needs first, a little at a time, so that what is more urgent goes first at once. Where gradients are
+                clipped, or accumulated, updates start as under STEP
 
 The update lane takes the block that the next forward needs first: an update is done in buckets so small that one that
 is more urgent is taken for going first at once. Without priority it takes them as gradients came. An update of states
@@ -63,13 +65,16 @@ from autohete_fx.planner.figures import (
     copy_s,
     device_update_s,
     disk_bytes,
-    disk_s,
     host_bytes,
+    host_update_s,
+    last_readers,
     moved_params,
     overlap_of,
     updates_on_host,
+    uploaded_bytes,
 )
-from autohete_fx.planner.simulation import Event, Simulation
+from autohete_fx.planner.shared_lane import SharedLane
+from autohete_fx.planner.simulation import Event, Simulation, events_since
 from autohete_fx.planner.update_lane import serve
 
 FORWARD = "forward"
@@ -101,11 +106,13 @@ class _Replay:
         self.free_at = dict.fromkeys(Lane, 0.0)  # of the compute lane: the program's clock
         self.done_at: dict[tuple[str, int], float] = {}  # copies under way: label and block to end
         self.landed_at: dict[int, float] = {}  # gradients of the last micro-batch, on the host
+        self.copied_up: list[tuple[float, float]] = []
+        self.shared_up: SharedLane | None = None  # h2d in the forward, where updates start in backward
         self.memory = DeviceMemory(keep_contributors=keep_events)
         self.before = self._at(lambda block, distance: max(0, block - distance))
         self.after = self._at(lambda block, distance: min(self.num_blocks - 1, block + distance))
         self.last_reader = dict.fromkeys(range(self.num_blocks), self.num_blocks)
-        self.last_reader |= _last_readers(problem)
+        self.last_reader |= last_readers(problem)
 
     def _at(self, place: Callable[[int, int], int]) -> list[list[int]]:
         """For each block, in ascending order the blocks whose place, at their distance, it is: in a forward their copies up
@@ -149,20 +156,13 @@ class _Replay:
             host_bytes=sum(host_bytes(self.problem, b, decision) for b, decision in pairs),
             disk_bytes=sum(disk_bytes(self.problem, b, decision) for b, decision in pairs),
             busy_s=tuple(LaneTime(lane=lane, busy_s=busy_s) for lane, busy_s in self.busy.items()),
-            events=self._events_since(began),
+            events=events_since(began, self.events),
             contributors=self.memory.contributors(),
         )
 
     @property
     def _clock(self) -> float:
         return self.free_at[Lane.COMPUTE]
-
-    def _events_since(self, began: float) -> tuple[Event, ...]:
-        moved = (
-            Event(lane=e.lane, label=e.label, block=e.block, start_s=e.start_s - began, end_s=e.end_s - began)
-            for e in self.events
-        )
-        return tuple(sorted(moved, key=lambda event: (event.start_s, event.end_s)))
 
     def _pass(self, blocks: Iterable[int], run: Callable[[int], None]) -> float:
         """Run a pass; returns when it began."""
@@ -187,6 +187,8 @@ class _Replay:
         end = start + seconds
         self.free_at[lane] = end
         self._note(lane, label, block, start, end)
+        if lane is Lane.H2D:
+            self.copied_up.append((start, end))
         return end
 
     def _note(self, lane: Lane, label: str, block: int, start_s: float, end_s: float) -> None:
@@ -204,7 +206,10 @@ class _Replay:
         """Queue copies on a lane, of something that is there ``ready_at``."""
         if num_bytes:
             ready, seconds = max(self._clock, ready_at), copy_s(self.machine, lane, num_bytes, num_tensors)
-            self.done_at[label, block] = self._work(lane, label, block, seconds, ready)
+            if lane is Lane.H2D and self.shared_up is not None:
+                self.shared_up.add(label, block, seconds, ready)
+            else:
+                self.done_at[label, block] = self._work(lane, label, block, seconds, ready)
 
     def _wait(self, label: str, block: int) -> None:
         """Hold the compute lane until a copy is complete, if one is under way."""
@@ -244,6 +249,9 @@ class _Replay:
         self.memory.hold("activations", block, cost.saved_bytes)
         self.memory.hold("workspace", block, cost.forward_workspace_bytes)
         self.memory.observe(block, FORWARD)
+        for label, begin, end in self.shared_up.serve(block) if self.shared_up is not None else ():
+            self._note(Lane.H2D, label, block, begin, end)
+            self.done_at[label, block] = end
         self._wait("fetch", block)
         if updated_at is not None:
             self._update_with_copies(block)
@@ -327,7 +335,7 @@ class _Replay:
                 self.memory.hold("gradients", block, cost.grad_bytes - streamed)
                 self.memory.hold("gradients of streamed states", block, streamed)
         on_host = [b for b, cost in enumerate(self.costs) if cost.num_params and updates_on_host(self.decisions[b])]
-        early = self.overlap is Overlap.BACKWARD and not self.problem.clips_gradients
+        early = self.overlap is Overlap.BACKWARD
         start = self._clock if self.machine.device_type == "cpu" else stepped_at
         updated_at = self._update_on_host({block: self.landed_at[block] if early else start for block in on_host})
         if self.overlap is Overlap.NONE:
@@ -335,11 +343,15 @@ class _Replay:
             return
         for block in range(self.num_blocks):
             self.memory.hold("gradients", block, 0)
+        if early:
+            self.shared_up = SharedLane(self.copied_up)
+            for block, end in updated_at.items():
+                self.shared_up.add("upload", block, copy_s(self.machine, Lane.H2D, self._uploaded(block)), end)
         self._pass(range(self.num_blocks), lambda block: self._forward(block, updated_at))
 
     def _update_on_host(self, ready_at: Mapping[int, float]) -> dict[int, float]:
         """Run the update lane; returns when each block is updated."""
-        took_s = {block: self._host_update_s(block) for block in ready_at}
+        took_s = {block: host_update_s(self.problem, block, self.decisions[block]) for block in ready_at}
         updated_at: dict[int, float] = {}
         for block, begin, end in serve(ready_at, took_s, priority=self.problem.schedule.priority):
             self._note(Lane.UPDATE, "update", block, begin, end)
@@ -348,12 +360,8 @@ class _Replay:
             updated_at[block] = self.free_at[Lane.UPDATE] = end
         return updated_at
 
-    def _host_update_s(self, block: int) -> float:
-        cost, decision = self.costs[block], self.decisions[block]
-        uploaded = self._moved_part(block, cost.param_bytes) if decision.params is Params.DEVICE else 0
-        updated = moved_params(cost, decision)
-        seconds = updated / self.machine.host_update_params_per_s + self._lost_s((Lane.H2D, uploaded, 1))
-        return max(seconds, disk_s(self.problem, block, decision))
+    def _uploaded(self, block: int) -> int:
+        return uploaded_bytes(self.costs[block], self.decisions[block])
 
     def _update_alone(self, block: int, updated_at: Mapping[int, float]) -> None:
         """What is left of a block's update after a synchronous step's device and host updates: uploads and streams."""
@@ -366,11 +374,10 @@ class _Replay:
             self._end_return(sender)
 
     def _issue_update_copies(self, block: int, updated_at: Mapping[int, float]) -> None:
-        cost, decision = self.costs[block], self.decisions[block]
-        if block in updated_at and decision.params is Params.DEVICE:
-            self._issue(Lane.H2D, "upload", block, self._moved_part(block, cost.param_bytes), 1, updated_at[block])
-        if decision.optimizer is Optimizer.STREAMED:
-            self._issue(Lane.H2D, "states", block, self._moved_part(block, cost.optimizer_bytes))
+        if block in updated_at and self.shared_up is None:
+            self._issue(Lane.H2D, "upload", block, self._uploaded(block), 1, updated_at[block])
+        if self.decisions[block].optimizer is Optimizer.STREAMED:
+            self._issue(Lane.H2D, "states", block, self._moved_part(block, self.costs[block].optimizer_bytes))
 
     def _update_with_copies(self, block: int) -> None:
         """Wait for what a block's update copies up, and do the update if its states are streamed."""
@@ -390,10 +397,3 @@ class _Replay:
     def _end_return(self, block: int) -> None:
         if self.decisions[block].optimizer is Optimizer.STREAMED:
             self._wait("states", block)
-
-
-def _last_readers(problem: Problem) -> dict[int, int]:
-    last: dict[int, int] = {}
-    for edge in problem.edges:
-        last[edge.producer] = max(last.get(edge.producer, 0), edge.consumer)
-    return last

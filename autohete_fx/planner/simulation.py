@@ -1,6 +1,7 @@
 """What a replay finds: the values that `simulate` returns."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from autohete_fx.ir import Lane, LaneTime
 from autohete_fx.planner.device_memory import Contributor
@@ -19,6 +20,12 @@ class Event:
     block: int
     start_s: float
     end_s: float
+
+
+def events_since(began_s: float, events: Iterable[Event]) -> tuple[Event, ...]:
+    """The same with times since then, in order."""
+    moved = (replace(e, start_s=e.start_s - began_s, end_s=e.end_s - began_s) for e in events)
+    return tuple(sorted(moved, key=lambda event: (event.start_s, event.end_s)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -248,6 +248,23 @@ def test_the_first_block_is_updated_first_or_what_came_first_is():
     assert synchronous == pytest.approx(3 * 2 + 0.2 + 3 * 4 + 0.2 + 3 * 1)
 
 
+@pytest.mark.parametrize(("clips", "step_s"), [(False, 12.7), (True, 16.7)])
+def test_uploads_begin_in_backward_and_the_first_block_goes_first(clips: bool, step_s: float):
+    """Gradients land at 2.2, 4.2 and 6.2 s, updates take 0.5 s, uploads 3 s. That of block 2 gives way to that of block 1 at
+    4.7 s, and this to that of block 0 at 6.7 s; then they end at 9.7, 10.7 and 11.7 s. With clipping all begin at 6.7 s."""
+    blocks = problem(
+        [cost(param_bytes=60)] * 3,
+        machine=dataclasses.replace(MACHINE, h2d_bytes_per_s=20.0),
+        schedule=Schedule(overlap=Overlap.BACKWARD),
+        clips_gradients=clips,
+    )
+    replayed = simulate(blocks, [BlockDecision(optimizer=Optimizer.HOST)] * 3)
+    assert replayed.step_s == pytest.approx(step_s)
+    uploads = [e for e in replayed.events if e.label == "upload"]
+    assert sum(e.end_s - e.start_s for e in uploads) == pytest.approx(9)
+    assert [e.block for e in uploads] == ([0, 1, 2] if clips else [2, 1, 0, 1, 2])
+
+
 def test_plan_files_round_trip_and_refuse_what_they_do_not_know(tmp_path):
     plan = solve(problem([cost()] * 3, device_budget_bytes=400))
     plan.save(tmp_path / "plan.json")

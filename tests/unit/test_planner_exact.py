@@ -48,8 +48,8 @@ def at_all_distances(given_problem: Problem, block: int) -> list[BlockDecision]:
     ]
 
 
-@settings(max_examples=60, **QUIET)
-@given(problems(most_blocks=6, budgets=False))
+@settings(max_examples=80, **QUIET)
+@given(problems(most_blocks=6, budgets=False) | problems(most_blocks=6, budgets=False, early=True))
 def test_replays_of_arrays_are_those_of_the_simulator(free: Problem):
     replays = Replays(free)
     random = np.random.default_rng(0)
@@ -134,7 +134,7 @@ def test_activations_and_places_add_up(free: Problem):
 
 
 @settings(max_examples=10, **QUIET)
-@given(problems(most_blocks=3))
+@given(problems(most_blocks=3) | problems(most_blocks=3, early=True))
 def test_up_to_three_blocks(limited: Problem):
     everything = itertools.product(*(at_all_distances(limited, block) for block in range(len(limited.costs))))
     replays = [simulate(limited, decisions, events=False) for decisions in everything]
@@ -153,6 +153,12 @@ def test_up_to_three_blocks(limited: Problem):
 @settings(max_examples=20, **QUIET)
 @given(problems(least_blocks=4, most_blocks=5))
 def test_four_and_five_blocks(limited: Problem):
+    check(limited)
+
+
+@settings(max_examples=10, **QUIET)
+@given(problems(least_blocks=4, most_blocks=4, early=True))
+def test_four_blocks_whose_updates_start_in_backward(limited: Problem):
     check(limited)
 
 
@@ -226,7 +232,7 @@ def every_distance(limited: Problem, replays: Replays, decisions: list[BlockDeci
 def least_seconds(limited: Problem, rows: NDArray[np.int64]) -> NDArray[np.float64]:
     """What assignments that begin with these decisions take at least: every copy up is issued when its pass begins and
     waits for no update, no copy down is waited for before its pass ends, and blocks that are undecided take the least of
-    each kind of work."""
+    each kind of work. Uploads that begin in backward only wait for their update, and for the lane to have done as much."""
     decided, blocks = rows.shape[1], range(len(limited.costs))
     options = [choices(limited, block) for block in blocks]
     took = [[durations(limited, block, option) for option in options[block]] for block in blocks]
@@ -235,9 +241,14 @@ def least_seconds(limited: Problem, rows: NDArray[np.int64]) -> NDArray[np.float
         of_block = [np.array([sum(getattr(each, name) for name in names) for each in took[b]]) for b in blocks]
         return np.array([s[rows[:, b]] if b < decided else np.full(len(rows), s.min()) for b, s in enumerate(of_block)])
 
+    overlaps, on_cpu = overlap_of(limited), limited.machine.device_type == "cpu"
+    early = overlaps is Overlap.BACKWARD
+
     def one_pass(kind: str, begin: Any = 0.0, waits: Any = 0.0, *, updates: bool = False) -> tuple[Any, Any]:
         parts = [f"{kind}_{{}}", "update_{}"] if updates else [f"{kind}_{{}}"]
         works, ups, downs = (table(*(part.format(lane) for part in parts)) for lane in ("work", "up", "down"))
+        if early and updates:
+            ups -= table("upload")
         waits = np.broadcast_to(waits, works.shape)
         order = list(blocks)[::-1] if kind == "backward" else list(blocks)
         clock, up, down, landed = begin, begin, 0.0, np.zeros_like(works)
@@ -251,13 +262,16 @@ def least_seconds(limited: Problem, rows: NDArray[np.int64]) -> NDArray[np.float
     forward, _ = one_pass("forward")
     if not limited.training:
         return forward
-    overlaps, on_cpu = overlap_of(limited), limited.machine.device_type == "cpu"
     backward, landed = one_pass("backward")
     device_end, host = backward + table("device_update").sum(axis=0), table("host_update")
-    early = overlaps is Overlap.BACKWARD and not limited.clips_gradients
     begin = landed if early else np.broadcast_to(device_end if on_cpu else backward, landed.shape)
     updated = np.maximum.accumulate(begin + np.cumsum(host, axis=0), axis=0)
     waits = updated if limited.schedule.priority else 0.0
+    if early:
+        uploads = table("upload")
+        own = np.where(uploads > 0, landed + host + uploads, 0.0)
+        of_lane = table("backward_up").sum(axis=0) + np.cumsum(table("forward_up", "update_up"), axis=0)
+        waits = np.maximum(waits, np.maximum(own, of_lane))
     last = np.where(host.sum(axis=0) > 0, begin.min(axis=0) + host.sum(axis=0), 0.0)
     kind = "update" if overlaps is Overlap.NONE else "forward"
     joint, _ = one_pass(kind, device_end, waits, updates=kind == "forward")
