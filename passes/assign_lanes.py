@@ -1,7 +1,8 @@
 """Give every issued copy its lane and priority, as an annotation.
 
 Copies to the host run on the ``d2h`` lane, copies to the device on ``h2d``. A smaller priority is served first. Copies
-to the device are ordered by the region that needs them. Gradients are ordered by block, lowest first, because the
+to the device are ordered by the region that needs them; those of backward come before all that the next forward needs, parameters
+that were updated on the host among it, which are sent up meanwhile. Gradients are ordered by block, lowest first, because the
 next forward needs block 0 first; activations leave in the order in which they are made, ahead of gradients.
 """
 
@@ -11,7 +12,7 @@ from torch import fx
 
 from autohete_fx import annotations, ops
 from autohete_fx.ir import Lane
-from autohete_fx.passes.base import PassContext
+from autohete_fx.passes.base import PassContext, Stage
 
 
 def assign_lanes(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
@@ -23,7 +24,8 @@ def assign_lanes(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
         wait_note = annotations.inserted(ops.wait_of(node))
         assert note is not None and wait_note is not None
         if node.target is not ops.offload:
-            lane, priority = Lane.H2D, wait_note.slot
+            ahead = context.num_blocks if context.stage is Stage.BACKWARD else 0
+            lane, priority = Lane.H2D, wait_note.slot - ahead
         elif note.what == "gradient":
             lane, priority = Lane.D2H, context.num_blocks + note.block
         else:

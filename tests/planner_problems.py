@@ -158,7 +158,6 @@ def problems(
             allow_host_optimizer=True,
             schedule=dataclasses.replace(given.schedule, overlap=Overlap.BACKWARD),
             clips_gradients=False,
-            micro_batches=1,
             training=True,
         )
     return limited(given, draw(st.floats(0.1, 1.1)), draw(st.none() | st.floats(0.0, 1.0))) if budgets else given

@@ -160,7 +160,8 @@ def start(
     priority: int | None = None,
 ) -> list[Ticket]:
     """Give updates to the lanes, behind the tickets and what the device was given so far; ``model`` learns which are under
-    way, without one the caller waits for these tickets. Without a priority the schedule's order is that of the blocks."""
+    way, without one the caller waits for these tickets. Without a priority the schedule's order is that of the blocks. What is
+    sent up always goes in their order."""
     tier = updates[0][0].place.tier
     assert tier is not None
     edits = Edits([(u.param, copy) for u, copy in updates if copy is not None], lanes, tier)
@@ -235,7 +236,7 @@ class _HostUpdate:
             return updated, updated
         uploaded = self.lanes.submit(
             Lane.H2D,
-            self.priority,
+            self.update.place.block,
             param.detach(),
             copy.home,
             (updated, *self.after),

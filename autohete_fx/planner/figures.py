@@ -7,11 +7,11 @@ from autohete_fx.ir import Activations, BlockCost, BlockDecision, Lane, Machine,
 
 
 def overlap_of(problem: Problem) -> Overlap:
-    """What updates on the host really overlap with. None starts in backward whose gradient is clipped, or accumulated."""
+    """What updates on the host really overlap with. With clipping none starts before the norm of all gradients is known."""
     if problem.machine.device_type == "cpu":
         return Overlap.NONE
-    late = problem.clips_gradients or problem.micro_batches > 1
-    return Overlap.STEP if late and problem.schedule.overlap is Overlap.BACKWARD else problem.schedule.overlap
+    clips_late = problem.clips_gradients and problem.schedule.overlap is Overlap.BACKWARD
+    return Overlap.STEP if clips_late else problem.schedule.overlap
 
 
 def host_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:

@@ -139,7 +139,10 @@ class Replays:
             backward = run(figures.part(slice(1, 2)))
             updated = each_updated(backward.landed[::-1] - backward.end, host_s, priority=priority)
             ready = idle_time(updated, backward)
-            return backward.end + run_shared(figures.part(slice(0, 1)), start=device_s, ready=ready)
+            step = backward.end + run_shared(figures.part(slice(0, 1)), start=device_s, ready=ready)
+            if self.micro_batches == 1:
+                return step
+            return step + (self.micro_batches - 1) * (run(figures.part(slice(2, 3))).end + backward.end)
         gradients_at = device_s if problem.machine.device_type == "cpu" else np.zeros_like(device_s)
         updated = all_updated(gradients_at, host_s, priority=priority)
         done = run(figures, start=device_s, updated=updated).end

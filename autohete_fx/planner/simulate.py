@@ -30,7 +30,7 @@ device are the same cores there).
     BACKWARD    as STEP, but an update on the host starts when its gradients are there, in the last backward already, and an
                 upload when its update ends: what backward fetches goes first, and from then on what block the next forward
                 needs first, a little at a time, so that what is more urgent goes first at once. Where gradients are
-                clipped, or accumulated, updates start as under STEP
+                clipped, updates start as under STEP
 
 The update lane takes the block that the next forward needs first: an update is done in buckets so small that one that
 is more urgent is taken for going first at once. Without priority it takes them as gradients came. An update of states

@@ -96,9 +96,9 @@ offload_gelu d2h 0""",
     assert_expected_inline(
         schedule(rewritten(Stage.BACKWARD, passes.assign_lanes)),
         """\
-prefetch_w1 h2d 0
-reload_first h2d 1
-reload_gelu h2d 0
+prefetch_w1 h2d -2
+reload_first h2d -1
+reload_gelu h2d -2
 offload_grad_w1 d2h 3
 offload_grad_w0 d2h 2""",
     )
@@ -116,11 +116,11 @@ def test_lower_lanes():
         code(rewritten(Stage.BACKWARD, passes.lower_lanes)),
         """\
 def forward(self, x, w1, first, gelu, tangent):
-prefetch_w1 = autohete.prefetch.default(w1, 'two blocks', 1, 0)
+prefetch_w1 = autohete.prefetch.default(w1, 'two blocks', 1, -2)
 wait_w1 = autohete.wait.default(prefetch_w1, w1, 'two blocks')
-reload_first = autohete.reload.default(first, 'two blocks', 1, 1)
+reload_first = autohete.reload.default(first, 'two blocks', 1, -1)
 wait_first = autohete.wait.default(reload_first, first, 'two blocks')
-reload_gelu = autohete.reload.default(gelu, 'two blocks', 1, 0)
+reload_gelu = autohete.reload.default(gelu, 'two blocks', 1, -2)
 wait_gelu = autohete.wait.default(reload_gelu, gelu, 'two blocks')
 grad_t = aten.permute.default(tangent, [1, 0])
 grad_w1 = aten.mm.default(grad_t, wait_gelu)
@@ -166,9 +166,9 @@ def test_sort_regions_in_backward():
         code(rewritten(Stage.BACKWARD, passes.sort_regions)),
         """\
 def forward(self, x, w1, first, gelu, tangent):
-prefetch_w1 = autohete.prefetch.default(w1, 'two blocks', 1, 0)
-reload_first = autohete.reload.default(first, 'two blocks', 1, 1)
-reload_gelu = autohete.reload.default(gelu, 'two blocks', 1, 0)
+prefetch_w1 = autohete.prefetch.default(w1, 'two blocks', 1, -2)
+reload_first = autohete.reload.default(first, 'two blocks', 1, -1)
+reload_gelu = autohete.reload.default(gelu, 'two blocks', 1, -2)
 wait_w1 = autohete.wait.default(prefetch_w1, w1, 'two blocks')
 wait_gelu = autohete.wait.default(reload_gelu, gelu, 'two blocks')
 grad_t = aten.permute.default(tangent, [1, 0])
