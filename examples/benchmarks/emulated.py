@@ -8,7 +8,9 @@ last its seconds. Nobody burns a core while waiting. Real work goes on inside th
 
 import contextlib
 import dataclasses
+import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,10 +26,13 @@ from autohete_fx.passes import PassContext, Stage
 from autohete_fx.passes.sort_regions import region_keys, reorder
 from autohete_fx.profiler import Partition
 from autohete_fx.runtime.lanes import Lanes
+from autohete_fx.runtime.thread_lane import ThreadTicket
 from autohete_fx.runtime.ticket import LaneRecord, Ticket
 
 _INSTANT = 1e15
-_SLACK_S = 2e-3
+_SLACK_S = 4e-3
+_AHEAD_S = 0.5
+"""How long an accelerator is busy with what it was given while its host prepares more."""
 
 _library = torch.library.Library("emulated", "DEF")
 _library.define("begin_block(str machine) -> ()")
@@ -102,6 +107,8 @@ class Emulation:
     lanes: list[Lanes] = field(default_factory=list)
     computed: list[tuple[str, int, float, float]] = field(default_factory=list)
     _clocks: dict[Lane, "_Clock"] = field(default_factory=lambda: {lane: _Clock() for lane in Lane})
+    _due_s: "weakref.WeakKeyDictionary[Ticket, float]" = field(default_factory=weakref.WeakKeyDictionary)
+    _awaited_s: float = 0.0
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Emulation"]:
@@ -117,8 +124,16 @@ class Emulation:
             self.costs = self.speeds.timed(found.costs)
             return dataclasses.replace(found, costs=self.costs)
 
+        program, real_wait = threading.current_thread(), ThreadTicket.wait
+
+        def wait(ticket: ThreadTicket) -> None:
+            real_wait(ticket)
+            if threading.current_thread() is program:
+                self._awaited_s = max(self._awaited_s, self._due_s.get(ticket, 0.0))
+
         _running[self.uuid()] = self
         with (
+            mock.patch.object(ThreadTicket, "wait", wait),
             mock.patch("autohete_fx.runtime.session.Lanes", lanes),
             mock.patch("autohete_fx.training.profile_analytic", profile),
             mock.patch("autohete_fx.captured.machine_of", lambda device, session: self.speeds.machine),
@@ -140,9 +155,14 @@ class Emulation:
         return [record for lanes in self.lanes for record in lanes.records()]
 
     def _pace(self, ticket: Ticket) -> float:
-        clock = self._clocks[ticket.lane]
-        clock.begin()
-        return max(0.0, clock.end_after(self.seconds_of(ticket)) - time.perf_counter())
+        clock, now = self._clocks[ticket.lane], time.perf_counter()
+        clock.begin(clock.free_at_s if now - clock.free_at_s < _SLACK_S else now)
+        self._due_s[ticket] = clock.end_after(self.seconds_of(ticket))
+        return max(0.0, self._due_s[ticket] - time.perf_counter())
+
+    def begin_block(self) -> None:
+        """The compute lane goes on, when what the program waited for was due: the host prepares kernels and copies ahead."""
+        self._clocks[Lane.COMPUTE].begin(max(self._awaited_s, time.perf_counter() - _AHEAD_S))
 
     def seconds_of(self, work: Ticket | LaneRecord) -> float:
         """What a lane takes for it."""
@@ -175,16 +195,15 @@ class Emulation:
 
 
 class _Clock:
-    """When a lane is free. Work that comes within `_SLACK_S` counts as having waited for the lane: real copies and updates, the
-    handing over between threads and the issuing of copies, which an accelerator's host does ahead, take no time of their own.
+    """When a lane is free. Work of the others than compute that comes within `_SLACK_S` counts as having waited for the lane: real
+    copies and updates and the handing over between threads take no time of their own.
     """
 
     def __init__(self) -> None:
         self.free_at_s = self.began_s = 0.0
 
-    def begin(self) -> None:
-        now = time.perf_counter()
-        self.began_s = self.free_at_s if now - self.free_at_s < _SLACK_S else now
+    def begin(self, ready_s: float) -> None:
+        self.began_s = max(self.free_at_s, ready_s)
 
     def end_after(self, seconds: float) -> float:
         """When work of so many seconds that has begun is due to end."""
@@ -196,7 +215,7 @@ _running: dict[str, Emulation] = {}
 
 
 def _begin(machine: str) -> None:
-    _running[machine]._clocks[Lane.COMPUTE].begin()
+    _running[machine].begin_block()
 
 
 def _end(machine: str, phase: str, block: int, seconds: float) -> None:
