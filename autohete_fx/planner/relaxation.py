@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from ortools.linear_solver.python import model_builder
 
-from autohete_fx.planner.formulation import TICKS, Program
+from autohete_fx.planner.formulation import Program
+from autohete_fx.planner.variables import TICKS
 
 _TOLERANCE = 1e-5
 _PARAMETERS = "use_dual_simplex: true perturb_costs_in_dual_simplex: true"

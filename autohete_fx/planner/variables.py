@@ -1,0 +1,123 @@
+"""The variables of an integer program, and sums of what their options are worth: in comes a problem, out comes a model that has
+nothing but choices. `formulation` has the mathematics, and adds the rows.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from ortools.sat.python import cp_model
+
+from autohete_fx.ir import BlockDecision, Overlap, Problem
+from autohete_fx.planner.choices import (
+    COPY_WEIGHT,
+    DURATIONS,
+    Durations,
+    activation_choices,
+    durations,
+    joined,
+    place_choices,
+)
+from autohete_fx.planner.figures import overlap_of, updates_on_host
+
+TICKS = 2**20
+
+Linear = Any  # sums of variables: cp_model's stubs do not type them
+
+
+class Variables:
+    """The choices of a problem with at least one block, and numbers beside them."""
+
+    def __init__(self, problem: Problem) -> None:
+        assert problem.costs
+        self.problem = problem
+        self.num_blocks = len(problem.costs)
+        self.model = cp_model.CpModel()
+        total_s = sum(cost.forward_s + cost.backward_s + cost.recompute_s for cost in problem.costs)
+        self.tick_s = (total_s or 1.0) / TICKS
+        self.horizon = 2**50
+        held = (c.saved_bytes + c.param_bytes + c.grad_bytes + c.optimizer_bytes for c in problem.costs)
+        self.bytes_unit = sum(held) + problem.fixed_bytes or 1
+        self.units: dict[int, int] = {}  # of the variables that are no choices, in which the relaxation counts
+        self.treated = [activation_choices(problem, block) for block in range(self.num_blocks)]
+        self.placed = [place_choices(problem, block) for block in range(self.num_blocks)]
+        self.overlap = overlap_of(problem)
+        self.updates_begin_together = self.overlap is not Overlap.BACKWARD
+        self.ticks = [self._ticks_of(block) for block in range(self.num_blocks)]
+        self.on_host = [
+            np.array([*[False] * len(treated), *map(updates_on_host, placed)])
+            for treated, placed in zip(self.treated, self.placed, strict=True)
+        ]
+        self.chosen: list[list[cp_model.IntVar]] = []
+        self._add_choices()
+
+    def _add_choices(self) -> None:
+        for block, kinds in enumerate(zip(self.treated, self.placed, strict=True)):
+            variables = [
+                [self.model.new_bool_var(f"{name}[{block},{k}]") for k in range(len(options))]
+                for name, options in zip("xy", kinds, strict=True)
+            ]
+            for of_kind in variables:
+                self.model.add_exactly_one(of_kind)
+            self.chosen.append([variable for of_kind in variables for variable in of_kind])
+
+    def _of_block(self, block: int, quantity: Callable[[BlockDecision], Any]) -> NDArray[Any]:
+        """What every x and every y of a block adds to a quantity."""
+        treated = np.array([quantity(option) for option in self.treated[block]])
+        placed = np.array([quantity(option) for option in self.placed[block]])
+        return np.concatenate([treated - treated[0], placed])
+
+    def _ticks_of(self, block: int) -> dict[str, NDArray[np.int64]]:
+        """By lane and pass, the ticks of every option of a block, rounded down."""
+        seconds = self._of_block(block, lambda option: DURATIONS(durations(self.problem, block, option)))
+        ticks = dict(
+            zip(Durations.__dataclass_fields__, np.floor(seconds / self.tick_s).astype(np.int64).T, strict=True)
+        )
+        ticks["upload"] = np.zeros_like(ticks["upload"]) if self.updates_begin_together else ticks["upload"]
+        ticks["update_up"] = ticks["update_up"] - ticks["upload"]  # of uploads, what no pass issues
+        return ticks
+
+    def _weighted(self, by_block: Sequence[NDArray[np.int64]], blocks: Iterable[int] | None = None) -> Linear:
+        """The sum over blocks of what the chosen option is worth; ``by_block`` in the order of ``blocks``, or all."""
+        variables: list[cp_model.IntVar] = []
+        weights: list[int] = []
+        for block, values in zip(range(self.num_blocks) if blocks is None else blocks, by_block, strict=True):
+            for option in np.flatnonzero(values):
+                variables.append(self.chosen[block][option])
+                weights.append(int(values[option]))
+        return cp_model.LinearExpr.weighted_sum(variables, weights)
+
+    def _sum(self, blocks: Iterable[int], names: tuple[str, ...], *, on_host: bool = False) -> Linear:
+        """Ticks of some blocks; only of options that update on the host if asked."""
+        listed = list(blocks)
+        values = [sum(self.ticks[block][name] for name in names) for block in listed]
+        if on_host:
+            values = [ticks * self.on_host[block] for block, ticks in zip(listed, values, strict=True)]
+        return self._weighted(values, listed)
+
+    def _number(self, name: str, unit: int) -> cp_model.IntVar:
+        variable = self.model.new_int_var(0, self.horizon, name)
+        self.units[variable.index] = unit
+        return variable
+
+    def _time(self, name: str) -> cp_model.IntVar:
+        return self._number(name, TICKS)
+
+    def _ticks_of_copies(self) -> Linear:
+        passes = self.problem.micro_batches if self.problem.training else 1
+        once = ("update_up", "upload", "update_down")
+        often = ("forward_up", "forward_down", "backward_up", "backward_down")
+        values = [
+            COPY_WEIGHT * (passes * sum(ticks[name] for name in often) + sum(ticks[name] for name in once))
+            for ticks in self.ticks
+        ]
+        return self._weighted([np.floor(each).astype(np.int64) for each in values])
+
+    def decisions(self, values: Sequence[Sequence[float]]) -> tuple[BlockDecision, ...]:
+        """What the choices' values, of every block 0 or 1, stand for."""
+        found = []
+        for treated, placed, of_block in zip(self.treated, self.placed, values, strict=True):
+            first, second = np.split(np.array(of_block), [len(treated)])
+            found.append(joined(treated[int(np.argmax(first))], placed[int(np.argmax(second))]))
+        return tuple(found)
