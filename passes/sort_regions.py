@@ -1,8 +1,8 @@
 """Order a graph by regions, so that inserted nodes stand in their slots and recomputation stands where it is needed.
 
-A region is one block's part of a graph. Within a region: copies and waits of its slot, waits for what it reads, then
-its own nodes in the order that they had. Dependencies always win over this order: what an earlier region reads stands
-there, whichever block it is of.
+A region is one block's part of a graph. Within a region: copies down of its slot and waits for them, which let go
+of memory, copies up, which take some, waits for what it reads, then its own nodes in the order that they had.
+Dependencies always win over this order: what an earlier region reads stands there, whichever block it is of.
 
 ::
 
@@ -22,6 +22,8 @@ from torch import fx
 from autohete_fx import annotations, ops
 from autohete_fx.passes.base import PassContext, Stage
 from autohete_fx.saved import is_view
+
+_LOADS = (ops.prefetch, ops.reload)
 
 
 def sort_regions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
@@ -53,12 +55,13 @@ def readers_of_memory(node: fx.Node) -> list[fx.Node]:
 
 
 def region_keys(graph: fx.Graph, context: PassContext) -> dict[fx.Node, tuple[int, int]]:
-    """Per node (region, rank within it): rank 0 issues and host waits, 1 waits for loads, 2 everything else."""
+    """Per node (region, rank within it): rank -1 copies down, waits for them and starts of updates, 0 copies up, 1 waits for
+    copies up, 2 everything else."""
     keys: dict[fx.Node, tuple[int, int]] = {}
     for node in graph.nodes:
         note, block = annotations.inserted(node), annotations.block_of(node)
         if note is not None:
-            keys[node] = (note.slot, 0 if note.before_slot else 1)
+            keys[node] = (note.slot, 1 if not note.before_slot else 0 if node.target in _LOADS else -1)
         elif block is not None:
             keys[node] = (context.region(block), 2)
         else:

@@ -7,8 +7,9 @@ import torch
 from expecttest import assert_expected_inline
 from torch import fx
 
-from autohete_fx import Activations, BlockDecision, Optimizer, Params, annotations, passes
+from autohete_fx import Activations, BlockDecision, Optimizer, Params, annotations, ops, passes
 from autohete_fx.passes import PassContext, PassFunction, Stage
+from autohete_fx.passes.base import insert_copy
 from tests.two_blocks import assert_same_results, aten, backward, code, context, forward
 
 HOST = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimizer=Optimizer.HOST)
@@ -225,6 +226,19 @@ def test_what_an_earlier_region_reads_does_not_let_later_regions_in():
     order = [node.name for node in gm.graph.nodes if node.op == "call_function"]
     assert order == ["shared", "grad_1", "again", "grad_0"]
     torch.testing.assert_close(gm(*values), expected, rtol=0, atol=0)
+
+
+def test_what_lets_go_of_memory_stands_before_what_takes_some():
+    """At one place the gradient of block 1 is waited for and a parameter is fetched: both at once might not fit."""
+    gm, given = backward(), context(Stage.BACKWARD, HOST)
+    node = {node.name: node for node in gm.graph.nodes}
+    insert_copy(gm, ops.prefetch, node["w1"], given, what="parameter", block=0, issue_slot=1, wait_slot=1)
+    insert_copy(gm, ops.offload, node["grad_w1"], given, what="gradient", block=1, issue_slot=1, wait_slot=1)
+    gm = passes.run(
+        [p for p in passes.PIPELINE if p.function is passes.sort_regions], gm, given, given=("blocks", "lowered")
+    )
+    order = [node.name for node in gm.graph.nodes if annotations.inserted(node) is not None]
+    assert order == ["offload_grad_w1", "wait_grad_w1", "prefetch_w1", "wait_w1"]
 
 
 @pytest.mark.parametrize("stage", GRAPHS)
