@@ -36,6 +36,7 @@ PLANS = {
 }
 BY_PRIORITY = Schedule(overlap=Overlap.STEP)
 AS_THEY_COME = Schedule(overlap=Overlap.STEP, priority=False)
+IN_BACKWARD = Schedule(overlap=Overlap.BACKWARD)
 
 
 class Watch:
@@ -137,6 +138,20 @@ def test_gradients_leave_and_parameters_return_in_the_simulators_order():
     assert found.gradients == STEPS * simulated(found.compilation, "gradients")
 
 
+@pytest.mark.parametrize("overlap", [slow("step"), "backward"])
+@pytest.mark.parametrize("priority", [True, slow(False)])
+def test_what_is_sent_up_goes_behind_backwards_copies_and_in_the_order_of_blocks(
+    overlap: str, priority: bool, monkeypatch: pytest.MonkeyPatch
+):
+    watch = Watch(monkeypatch)
+    emulated(PLANS["mixed"], Schedule(overlap=Overlap(overlap), priority=priority), overlap=overlap)
+    up = [t for t in watch.served if t.lane is Lane.H2D]
+    sent = [t for t in up if t.label == "upload"]
+    assert sent and all(t.priority == watch.blocks[t] for t in sent)
+    fetched = in_runs(t.priority for t in up if t.label == "prefetch")
+    assert fetched == STEPS * [1, 3, 1 - len(LABELS), 3 - len(LABELS)]
+
+
 @pytest.mark.slow
 def test_parameters_come_down_before_their_first_update_only():
     """From then on the host has what it sent; the simulator knows of no such copy."""
@@ -153,7 +168,11 @@ def test_host_memory_is_what_the_plan_counts(name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", [Schedule(), BY_PRIORITY, AS_THEY_COME], ids=["none", "priority", "fifo"])
+@pytest.mark.parametrize(
+    "schedule", [Schedule(), BY_PRIORITY, AS_THEY_COME, IN_BACKWARD], ids=["none", "priority", "fifo", "backward"]
+)
 def test_an_emulated_machine_trains_as_eager_does(schedule: Schedule):
-    trained, _, _ = emulated((*PLANS["mixed"][:-2], *SOME[-2:]), schedule, clip=True)
-    assert_equal(trained, plain(make("cpu", SIZES), "eager", sizes=SIZES, clip=True), bitwise=True)
+    how: dict[str, Any] = {"overlap": "backward"} if schedule is IN_BACKWARD else {"clip": True}
+    trained, _, _ = emulated((*PLANS["mixed"][:-2], *SOME[-2:]), schedule, **how)
+    how.pop("overlap", None)
+    assert_equal(trained, plain(make("cpu", SIZES), "eager", sizes=SIZES, **how), bitwise=True)
