@@ -79,9 +79,16 @@ PLACES = {
     "mixed": tuple(itertools.islice(itertools.cycle((BlockDecision(), ALL, STATES, SENT, FAR, KEPT)), len(LABELS))),
 }
 RUNS = [
-    *((machine, "states on the host", schedule) for machine in MACHINES for schedule in SCHEDULES),
-    *(("copy-bound", "all on the host", schedule) for schedule in ("none", "step", "backward")),
-    *((machine, "mixed", "backward") for machine in MACHINES),
+    *(
+        (machine, "states on the host", schedule)
+        for machine in MACHINES
+        for schedule in SCHEDULES
+        if "back" not in schedule
+    ),
+    *((machine, "states on the host", "backward") for machine in MACHINES),
+    ("update-bound", "states on the host", "backward fifo"),
+    *(("copy-bound", "all on the host", schedule) for schedule in ("none", "backward")),
+    ("copy-bound", "mixed", "backward"),
 ]
 
 
