@@ -133,6 +133,29 @@ def test_activations_and_places_add_up(free: Problem):
         assert kept == BlockDecision() and joined(kept, first) == first
 
 
+@settings(max_examples=40, **QUIET)
+@given(problems(most_blocks=5, budgets=False, early=True) | problems(most_blocks=5, budgets=False))
+def test_with_all_choices_made_the_program_bounds_the_simulator(free: Problem):
+    """Whatever is chosen, at whatever distances: this is what its proof says."""
+    random = np.random.default_rng(0)
+    for _ in range(2):
+        made = [
+            options[random.integers(len(options))]
+            for options in (at_all_distances(free, b) for b in range(len(free.costs)))
+        ]
+        program = Program(free)
+        for block, decision in enumerate(made):
+            plain = replace(decision, prefetch_distance=1)
+            is_made = [joined(option, plain) == plain for option in program.treated[block]]
+            is_made += [joined(plain, option) == plain for option in program.placed[block]]
+            for variable, value in zip(program.chosen[block], is_made, strict=True):
+                program.model.add(variable == value)
+        program.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
+        answer = program.solve(limit_s=10, deadline=float("inf"), in_seconds=True)
+        step_s = simulate(free, made, events=False).step_s
+        assert answer.decisions is not None and 0 < answer.bound <= step_s * (1 + 1e-9)
+
+
 @settings(max_examples=10, **QUIET)
 @given(problems(most_blocks=3) | problems(most_blocks=3, early=True))
 def test_up_to_three_blocks(limited: Problem):
