@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 from torch import fx
@@ -103,6 +104,13 @@ def on_cache_misses(begin: Callable[[], None], compiled: Callable[[], None], giv
         return result
 
     CatchErrorsWrapper.__call__ = call  # type: ignore[method-assign]
+
+
+def frame_of_call(frame: FrameType | None) -> FrameType | None:
+    """The frame of Dynamo's that entered the context of a call, by the frame of the context; None where there is none."""
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        frame = frame.f_back
+    return frame
 
 
 def on_calls_of_compiled_functions(

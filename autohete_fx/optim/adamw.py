@@ -187,23 +187,27 @@ class AdamW(torch.optim.Optimizer):
         is_guarded = not is_within_call() and torch._C._current_graph_task_id() == -1
         started = self._started_in_backward()
         try:
-            may_overlap = self.overlap is not Overlap.NONE and is_guarded
-            updates = self._updates(started)
-            apply(updates, self.host_copies, may_overlap=may_overlap, scale=self._clipping(updates))
-            self._groups, self._has_stepped = None, True
-            if started and not is_guarded:
-                self.synchronize()
-        except (
-            torch.OutOfMemoryError
-        ) as error:  # states are made in the first step, when the plan's peak may be reached
-            for model in self._models():
-                if model.shortage is not None:
-                    error.add_note(model.shortage(error))
+            try:
+                may_overlap = self.overlap is not Overlap.NONE and is_guarded
+                updates = self._updates(started)
+                apply(updates, self.host_copies, may_overlap=may_overlap, scale=self._clipping(updates))
+                self._groups, self._has_stepped = None, True
+                if started and not is_guarded:
+                    self.synchronize()
+            finally:
+                self._guard()
+        except BaseException as error:
+            self._guard()  # an interrupt may have come before the fence stood
+            if isinstance(error, torch.OutOfMemoryError):  # the first step makes states, when the plan's peak may be reached
+                for model in self._models():
+                    if model.shortage is not None:
+                        error.add_note(model.shortage(error))
             raise
-        finally:
-            for updates in self._models():
-                updates.guard()
         return loss
+
+    def _guard(self) -> None:
+        for updates in self._models():
+            updates.guard()
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:

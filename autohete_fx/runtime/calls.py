@@ -13,19 +13,23 @@ of ours and nothing else, which is how transformers compile. Any other call wait
 * a frame that Dynamo finds no code for and runs as it is (its limit of recompilations, a dispatch mode of the user's), and
   from then on its function, because Dynamo does not say so again;
 * any function where the user told Dynamo to run others, or none (``torch.compiler.set_stance``).
+
+An interrupt may come between the beginning of a call and Dynamo's own care for its end. Then a call is left whose frame is not on
+this thread's stack any more: it is over, and its fences are raised again, by the next call or step of the thread.
 """
 
 import contextlib
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Iterable
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from torch import Tensor
 
 from autohete_fx import versions
-from autohete_fx.runtime.fence import Fence, lower_fences, raise_fences
+from autohete_fx.runtime.fence import Fence, lower_fences, raise_fences, standing_fences
 from autohete_fx.runtime.updates import Updates
 
 log = logging.getLogger(__name__)
@@ -63,36 +67,51 @@ def functions_of(backend: object) -> CompiledFunctions:
 
 
 class _Call:
-    """One call, as a context."""
+    """One call, as a context.
+
+    Attributes:
+        frame: of the function that began it, on the stack as long as it runs; None where that is not known.
+        fences: those that were lowered, and that are to be raised behind it.
+    """
 
     def __init__(self, functions: CompiledFunctions) -> None:
         self.functions = functions
+        self.frame: FrameType | None = None
         self.fences: list[Fence] = []
         self.num_compilations = 0
         self.num_graphs_compiled = 0
 
     def __enter__(self) -> None:
+        _calls()  # raises what an interrupted one has left lowered
         self.num_breaks = versions.num_graph_breaks()
-        self.fences = lower_fences()
-        if not self.functions.is_whole or not versions.is_stance_default():
-            try:
+        self.frame = versions.frame_of_call(sys._getframe())
+        self.fences = standing_fences()
+        try:
+            _thread.calls.append(self)  # before the fences fall: from here on somebody knows of them
+            lower_fences()
+            if not self.functions.is_whole or not versions.is_stance_default():
                 self.refuse_early()
                 self.settle()
-            except BaseException:  # nobody will call __exit__
-                raise_fences(self.fences)
-                raise
-        _thread.calls.append(self)
+        except BaseException:  # nobody will call __exit__
+            self._leave()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _thread.calls.remove(self)
-        if self.num_compilations and error is None:
-            self._judge()
-        live = {id(fence): updates for fence in self.fences if (updates := fence.updates) is not None}
-        for updates in live.values():
-            updates.prune()
-        raise_fences([fence for fence in self.fences if id(fence) in live and live[id(fence)].needs_fence])
+        try:
+            if self.num_compilations and error is None:
+                self._judge()
+            for updates in self.updates():
+                updates.prune()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Raise what is still needed. An interrupt leaves the call to `_calls`, which does it again."""
+        raise_fences([fence for fence in self.fences if (u := fence.updates) is not None and u.needs_fence])
+        _thread.calls[:] = [call for call in _thread.calls if call is not self]
+        self.frame = None
 
     def updates(self) -> list[Updates]:
         """Those whose fences were lowered."""
@@ -129,52 +148,69 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+def _calls() -> list[_Call]:
+    """The calls that this thread is in, the outermost first. Those that an interrupt has left are ended."""
+    if not _thread.calls:
+        return _thread.calls
+    frame, running = sys._getframe(), set()
+    while frame is not None:
+        running.add(id(frame))
+        frame = frame.f_back
+    for call in [call for call in _thread.calls if call.frame is not None and id(call.frame) not in running]:
+        outer = _thread.calls[: _thread.calls.index(call)]
+        if outer:  # which raises them when it ends
+            outer[-1].fences += [fence for fence in call.fences if fence not in outer[-1].fences]
+            call.fences = []
+        call._leave()
+    return _thread.calls
+
+
 def note_compiled_graph() -> None:
     """Our backend compiles a graph."""
-    for call in _thread.calls[-1:]:
+    for call in _calls()[-1:]:
         call.num_graphs_compiled += 1
 
 
 def guard_backward(updates: Updates) -> None:
     """The call runs a forward whose backward may start updates: the fence must see that, where nothing else is called."""
-    if _thread.calls and all(call.functions.is_whole for call in _thread.calls):
+    calls = _calls()
+    if calls and all(call.functions.is_whole for call in calls):
+        if updates.fence not in calls[0].fences:
+            calls[0].fences.append(updates.fence)
         updates.early.is_expected = True
-        fences = _thread.calls[0].fences
-        if updates.fence not in fences:
-            fences.append(updates.fence)
 
 
 def refuse_early(args: Iterable[Tensor], updates: Updates) -> None:
     """Raise OptimizerStateError where a graph gets a parameter whose update started in a backward that no step followed."""
-    for other in {updates, *(found for call in _thread.calls for found in call.updates())}:
+    for other in {updates, *(found for call in _calls() for found in call.updates())}:
         other.early.refuse(args)
 
 
 def settle_others(updates: Updates) -> None:
     """Wait for the updates of other models whose fences were lowered: a model's graph waits for its own alone, and Dynamo may
     serve a call with the graph of another model of the same class."""
-    for call in _thread.calls:
+    for call in _calls():
         call.settle(but=updates)
 
 
 def is_within_call() -> bool:
     """Whether this thread runs a compiled function, whose entry was seen."""
-    return bool(_thread.calls)
+    return bool(_calls())
 
 
 def _begin_miss() -> None:
-    for call in _thread.calls:
+    for call in _calls():
         call.refuse_early()
         call.settle()
 
 
 def _note_compilation() -> None:
-    for call in _thread.calls:
+    for call in _calls():
         call.num_compilations += 1
 
 
 def _note_eager_frame() -> None:
-    for call in _thread.calls:
+    for call in _calls():
         call.functions.is_whole = False
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_function_stack
+from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
@@ -112,13 +112,28 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value.values())
 
 
+def standing_fences() -> list[Fence]:
+    """The fences on this thread's stack."""
+    return [mode for mode in _modes() if isinstance(mode, Fence)]
+
+
 def raise_fences(fences: Iterable[Fence]) -> None:
     """Put fences on this thread's stack, below every mode of the user's."""
-    modes = _pop_all()
+    modes = _modes()
     standing = {id(mode) for mode in modes}
-    at = 1 if modes and _is_default_device(modes[0]) else 0
-    modes[at:at] = [fence for fence in fences if id(fence) not in standing]
-    _push_all(modes)
+    missing = [fence for fence in fences if id(fence) not in standing]
+    if missing:
+        at = 1 if modes and _is_default_device(modes[0]) else 0
+        wanted = [*modes[:at], *missing, *modes[at:]]
+        _exchange(wanted, where_interrupted=wanted)
+
+
+def lower_fences() -> None:
+    """Take every fence off this thread's stack."""
+    modes = _modes()
+    others = [mode for mode in modes if not isinstance(mode, Fence)]
+    if len(others) != len(modes):
+        _exchange(others, where_interrupted=modes)
 
 
 def _is_default_device(mode: object) -> bool:
@@ -126,22 +141,22 @@ def _is_default_device(mode: object) -> bool:
     return isinstance(mode, DeviceContext) and hasattr(mode, "old_device")
 
 
-def lower_fences() -> list[Fence]:
-    """Take every fence off this thread's stack, and return them."""
-    if not _len_torch_function_stack():
-        return []
-    modes = _pop_all()
-    _push_all([mode for mode in modes if not isinstance(mode, Fence)])
-    return [mode for mode in modes if isinstance(mode, Fence)]
+def _modes() -> list[Any]:
+    """This thread's, lowest first."""
+    return [_get_function_stack_at(at) for at in range(_len_torch_function_stack())]
 
 
-def _pop_all() -> list[Any]:
-    """The modes, lowest first."""
-    modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
-    modes.reverse()
-    return modes
+def _exchange(wanted: list[Any], *, where_interrupted: list[Any]) -> None:
+    """Make the modes of this thread those that are wanted. An interrupt loses none, the user's least of all."""
+    try:
+        _set_modes(wanted)
+    except BaseException:
+        _set_modes(where_interrupted)
+        raise
 
 
-def _push_all(modes: Iterable[Any]) -> None:
+def _set_modes(modes: list[Any]) -> None:
+    while _len_torch_function_stack():
+        _pop_mode()
     for mode in modes:
         _push_mode(mode)

@@ -2,9 +2,12 @@
 
 import copy
 import gc
+import inspect
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -13,11 +16,12 @@ from torch import Tensor, nn
 
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
-from autohete_fx.ir import Lane
-from autohete_fx.runtime import calls
+from autohete_fx.ir import Lane, Overlap, Schedule
+from autohete_fx.optim import adamw
+from autohete_fx.runtime import calls, fence, updates
 from autohete_fx.runtime.session import Session, _sessions
 from autohete_fx.runtime.ticket import Ticket
-from tests.held_updates import STEP, Stack, labels, use_lanes
+from tests.held_updates import ALL_ON_HOST, STEP, Gate, Stack, labels, updates_of, use_lanes
 from tests.main_job import slow
 
 ALL_OFFLOADED = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimizer=Optimizer.HOST)
@@ -133,3 +137,125 @@ def test_an_interrupt_loses_nothing(work: str, holder: Holder):
     model.load_state_dict(early[0])
     optimizer.load_state_dict(early[1])
     torch.testing.assert_close((train(model, optimizer, range(2, 5)), results(model, optimizer)), again, rtol=0, atol=0)
+
+
+def codes(function: Any) -> Iterator[CodeType]:
+    """Of a function, and of what is defined in it."""
+    pending = [function.__code__]
+    while pending:
+        yield (code := pending.pop())
+        pending += [const for const in code.co_consts if isinstance(const, CodeType)]
+
+
+ENTRY = "compile_wrapper call_backend_ctx <listcomp>".split()
+OF_A_CALL = [
+    calls._Call.__init__,
+    calls._Call.__enter__,
+    calls._Call.__exit__,
+    calls._Call._leave,
+    calls.CompiledFunctions.call,
+    calls._calls,
+    fence.raise_fences,
+    fence.lower_fences,
+    fence.standing_fences,
+    fence._exchange,
+    fence._set_modes,
+    updates.Updates.prune,
+]
+OF_A_STEP = [
+    inspect.unwrap(adamw.AdamW.step),
+    adamw.AdamW._guard,
+    adamw.AdamW._models,
+    adamw.apply,
+    updates.Updates.guard,
+    updates.Updates.prune,
+    fence.raise_fences,
+    fence._exchange,
+    fence._set_modes,
+]
+
+
+def interrupted_at(place: int, within: Callable[[FrameType], bool], act: Callable[[], Any]) -> bool:
+    """Whether ``act`` has a place of that number where Python looks for signals. It is interrupted there."""
+    places = iter(range(1 << 20))
+
+    def interrupt(frame: FrameType, event: str, arg: Any) -> None:
+        if event in ("call", "c_return") and within(frame) and next(places) == place:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    try:
+        sys.setprofile(interrupt)
+        act()
+        sys.setprofile(None)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def within_call(frame: FrameType) -> bool:
+    is_entry = frame.f_code.co_name in ENTRY and frame.f_code.co_filename.endswith("eval_frame.py")
+    return is_entry or frame.f_code in FOUND["call"]
+
+
+def within_step(frame: FrameType) -> bool:
+    return frame.f_code in FOUND["step"]
+
+
+FOUND = {
+    name: frozenset(code for function in functions for code in codes(function))
+    for name, functions in {"call": OF_A_CALL, "step": OF_A_STEP}.items()
+}
+
+
+def num_fences() -> int:
+    return sum(isinstance(mode, calls.Fence) for mode in torch.overrides._get_current_function_mode_stack())
+
+
+def trained(overlap: Overlap) -> tuple[Stack, autohete_fx.AdamW]:
+    """A model that has taken two steps."""
+    gc.collect()
+    model = Stack()
+    optimizer = autohete_fx.AdamW(model.parameters(), overlap=overlap.value)
+    plan = Plan(labels=labels(), decisions=(ALL_ON_HOST,) * len(labels()), schedule=Schedule(overlap=overlap))
+    model.compile(backend="autohete", options={"inner_backend": "eager", "profile": "analytic", "plan": plan})
+    train(model, optimizer, range(2))
+    return model, optimizer
+
+
+@pytest.mark.parametrize("default_device", [None, "cpu"])
+def test_an_interrupt_anywhere_around_a_call_leaves_the_fence_to_the_next(default_device: str | None, gate: Gate):
+    """Where updates may start in backward, the fence stands from forward on."""
+    model, optimizer = trained(Overlap.BACKWARD)
+    torch.set_default_device(default_device)
+    try:
+        model(batch(2))
+        place = 0
+        while interrupted_at(place, within_call, lambda: model(batch(2))):
+            assert not calls.is_within_call(), f"place {place}"
+            assert num_fences() == 1, f"place {place}"
+            place += 1
+        assert place > 20
+        assert torch.get_default_device() == torch.device("cpu")
+    finally:
+        torch.set_default_device(None)
+    gate.opened.clear()
+    model(batch(2)).backward()
+    optimizer.step()
+    assert updates_of(model).is_pending and num_fences() == 1, "steps overlap no more"
+
+
+def test_an_interrupt_anywhere_around_a_step_leaves_nothing_unguarded(gate: Gate):
+    model, optimizer = trained(Overlap.STEP)
+    place = 0
+    while True:
+        optimizer.zero_grad()
+        model(batch(2)).backward()
+        gate.opened.clear()
+        is_interrupted = interrupted_at(place, within_step, optimizer.step)
+        assert num_fences() == updates_of(model).needs_fence, f"place {place}"
+        gate.opened.set()
+        if not is_interrupted:
+            break
+        place += 1
+    assert place > 20
