@@ -14,7 +14,7 @@ from autohete_fx.errors import HostMemoryError
 from autohete_fx.ir import Overlap
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.optim.state import is_settled, place_of
-from autohete_fx.optim.updates import Update, frozen, reserve, start, with_copies
+from autohete_fx.optim.updates import Update, frozen, prepared, start
 from autohete_fx.runtime.early import Consumed
 from autohete_fx.runtime.ticket import Ticket
 
@@ -31,12 +31,11 @@ def start_update(param: Tensor, home: Tensor, after: Sequence[Ticket], priority:
         return None
     update = Update(param, home, state, frozen(group), place)
     try:
-        reserve([update], model.lanes)
-        with_copy = with_copies([update], model.lanes, optimizer.host_copies)
+        ready = prepared([update], model.lanes, optimizer.host_copies)
     except HostMemoryError:
         return None
     version = home._version
-    start(model.lanes, with_copy, model, after=after, priority=priority)
+    start(ready, model, after=after, priority=priority)
     states = tuple(t for t in state.values() if isinstance(t, Tensor))
     return Consumed(param, home, version, states, update.group)
 

@@ -8,8 +8,8 @@ place, now or when they are needed.
   at a time.
 * Host states of an accelerator are updated by the CPU on host views, as work of the update lane (`_HostUpdate`). A
   parameter that lives on the device is updated in the host's copy of it (`host_copy`), which any edit of it reaches first,
-  and goes up. Gradients that do not live in homes are copied through homes; what the next update needs comes while one is
-  computed. No device memory but fingerprints; host memory for staging is bounded by what two updates need.
+  and goes up. Gradients that do not live in homes are copied through homes (`staging`); what the next update needs comes while
+  one is computed. No device memory but fingerprints.
 * Streamed states pass through the device, which updates them (`streamed`).
 * Where the schedule lets updates overlap, those of host states are work of the update lane on every device, and the step
   returns before they are done (`autohete_fx.runtime.updates` has who waits). The block that the next forward needs
@@ -30,6 +30,7 @@ from autohete_fx.ir import Lane, Overlap
 from autohete_fx.optim import clipping
 from autohete_fx.optim.host_copy import Edits, HostCopies, HostCopy
 from autohete_fx.optim.kernels import coefficients, prepare_mixed, update_full_precision, update_mixed
+from autohete_fx.optim.staging import GradientBuffers, laid_out
 from autohete_fx.optim.state import MASTER, MOMENTS, STEP, Place, State, flat, layout_of, needs_master
 from autohete_fx.optim.streamed import Staging, can_stream, stream
 from autohete_fx.runtime.lanes import Lanes
@@ -87,8 +88,7 @@ def apply(
         here += [u for u in streamed if not can_stream(u)]
         on_host = [u for u in mine if lanes.is_host or not u.place.is_streamed]
         if on_host:
-            reserve(on_host, lanes)
-            started.append((lanes, with_copies(on_host, lanes, host_copies), model if overlaps else None))
+            started.append((prepared(on_host, lanes, host_copies), model if overlaps else None))
         if streamed := [u for u in streamed if can_stream(u)]:
             streams.append((lanes, streamed, Staging(streamed), model if overlaps else None))
     on_device = [*here, *(u for _, streamed, _, _ in streams for u in streamed)]
@@ -96,9 +96,9 @@ def apply(
         host_copies.discard(u.param)
     if scale is not None:
         clipping.scale((u.grad for u in on_device), scale)
-        started = [(lanes, _scaled(mine, lanes, scale), model) for lanes, mine, model in started]
+        started = [(_scaled(ready, scale), model) for ready, model in started]
     # The host first: it waits for the gradients, and must not wait for the device's updates too.
-    begin = [(lanes, functools.partial(start, lanes, mine, model)) for lanes, mine, model in started]
+    begin = [(ready.lanes, functools.partial(start, ready, model)) for ready, model in started]
     begin += [(lanes, functools.partial(stream, lanes, *what)) for lanes, *what in streams]
     tickets: list[Ticket] = []
     for lanes, give in begin:
@@ -114,20 +114,52 @@ def apply(
     torch.autograd.graph.increment_version([u.param for u in updates])
 
 
-def _scaled(
-    updates: Sequence[tuple[Update, HostCopy | None]], lanes: Lanes, scale: Tensor
-) -> list[tuple[Update, HostCopy | None]]:
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Updates of host states on the same lanes, with all that may be refused: from here on nothing is.
+
+    Attributes:
+        updates: each with the host's copy of its parameter, None where the CPU updates the parameter itself.
+        edits: which of the parameters on the device were edited.
+        staging: for gradients that do not live in homes; None where there are none.
+    """
+
+    lanes: Lanes
+    updates: tuple[tuple[Update, HostCopy | None], ...]
+    edits: Edits
+    staging: GradientBuffers | None
+
+
+def prepared(updates: Sequence[Update], lanes: Lanes, host_copies: HostCopies) -> Prepared:
+    """Take the host memory that the updates need. Raises HostMemoryError; no parameter has changed."""
+    tier = updates[0].place.tier
+    assert tier is not None
+    with_copies = []
+    for u in updates:
+        is_there = lanes.is_host or _at_home(u.param, u.param, tier)
+        if is_there:
+            host_copies.discard(u.param)
+        with_copies.append((u, None if is_there else host_copies.of(u.param, u.place)))
+    staged = [u.grad.nbytes for u in updates if not _is_read_in_place(u, lanes)]
+    staging = GradientBuffers(tier, staged, lanes.num_update_workers) if staged else None
+    edits = Edits([(u.param, copy) for u, copy in with_copies if copy is not None], lanes, tier)
+    return Prepared(lanes, tuple(with_copies), edits, staging)
+
+
+def _scaled(ready: Prepared, scale: Tensor) -> Prepared:
     """Let the update lane scale the gradients that it reads where they are, and scale the others here."""
+    updates = ready.updates
     memories = Counter(u.grad.data_ptr() for u, _ in updates)
-    there = [memories[u.grad.data_ptr()] == 1 and _is_read_in_place(u, lanes) for u, _ in updates]
+    there = [memories[u.grad.data_ptr()] == 1 and _is_read_in_place(u, ready.lanes) for u, _ in updates]
     clipping.scale((u.grad for (u, _), is_there in zip(updates, there, strict=True) if not is_there), scale)
     on_cpu = scale.cpu() if any(there) else scale
     if any(there) and on_cpu == 1:  # multiplying would change no bit
-        return list(updates)
-    return [
+        return ready
+    scaled = (
         (dataclasses.replace(u, scale=on_cpu) if is_there else u, copy)
         for (u, copy), is_there in zip(updates, there, strict=True)
-    ]
+    )
+    return dataclasses.replace(ready, updates=tuple(scaled))
 
 
 def _is_read_in_place(u: Update, lanes: Lanes) -> bool:
@@ -136,45 +168,22 @@ def _is_read_in_place(u: Update, lanes: Lanes) -> bool:
     return lanes.is_host or _at_home(u.grad, u.param, u.place.tier)
 
 
-def with_copies(
-    updates: Iterable[Update], lanes: Lanes, host_copies: HostCopies
-) -> list[tuple[Update, HostCopy | None]]:
-    """Each update with the host's copy of its parameter, None where the CPU updates the parameter itself."""
-    found = []
-    for u in updates:
-        tier = u.place.tier
-        assert tier is not None
-        is_there = lanes.is_host or _at_home(u.param, u.param, tier)
-        if is_there:
-            host_copies.discard(u.param)
-        found.append((u, None if is_there else host_copies.of(u.param, u.place)))
-    return found
-
-
 def start(
-    lanes: Lanes,
-    updates: Sequence[tuple[Update, HostCopy | None]],
-    model: Updates | None,
-    *,
-    after: Sequence[Ticket] = (),
-    priority: int | None = None,
+    ready: Prepared, model: Updates | None, *, after: Sequence[Ticket] = (), priority: int | None = None
 ) -> list[Ticket]:
     """Give updates to the lanes, behind the tickets and what the device was given so far; ``model`` learns which are under
     way, without one the caller waits for these tickets. Without a priority the schedule's order is that of the blocks. What is
     sent up always goes in their order."""
-    tier = updates[0][0].place.tier
-    assert tier is not None
-    edits = Edits([(u.param, copy) for u, copy in updates if copy is not None], lanes, tier)
-    behind, coefs = (lanes.now(), *after), _Coefficients()
-    groups = {id(u.group): frozen(u.group) for u, _ in updates}
+    behind, coefs = (ready.lanes.now(), *after), _Coefficients()
+    groups = {id(u.group): frozen(u.group) for u, _ in ready.updates}
     has_priority = model is None or model.schedule.priority
     # Gradients come from the last block to the first.
-    ordered = sorted(updates, key=lambda each: each[0].place.block, reverse=not has_priority)
+    ordered = sorted(ready.updates, key=lambda each: each[0].place.block, reverse=not has_priority)
     tickets = []
     for u, copy in ordered:
         as_it_is = dataclasses.replace(u, state=dict(u.state), group=groups[id(u.group)])
         rank = priority if priority is not None else u.place.block if has_priority else 0
-        updated, uploaded = _HostUpdate(as_it_is, rank, lanes, behind, coefs, copy, edits).submit()
+        updated, uploaded = _HostUpdate(as_it_is, rank, ready, behind, coefs, copy).submit()
         if model is None:
             tickets.append(uploaded)
         else:
@@ -210,27 +219,28 @@ class _HostUpdate:
         self,
         update: Update,
         priority: int,
-        lanes: Lanes,
+        ready: Prepared,
         after: Sequence[Ticket],
         coefs: "_Coefficients",
         copy: HostCopy | None,
-        edits: Edits,
     ) -> None:
         self.update = update
         self.priority = priority
-        self.lanes = lanes
+        self.lanes = ready.lanes
         self.after = after
         self.coefs = coefs
         self.copy = copy
-        self.edits = edits
+        self.edits = ready.edits
+        self.staging = None if _is_read_in_place(update, ready.lanes) else ready.staging
         self.arrivals: list[Ticket] = []
-        self.grad: Tensor | None = None
+        self.buffer: Tensor | None = None
+        self.is_prepared = False
 
     def submit(self) -> tuple[Ticket, Ticket]:
         """Tickets of the update and of the updated parameter."""
         param, copy = self.update.param, self.copy
         updated = self.lanes.update(
-            self.priority, self.run, prepare=self.prepare, num_bytes=param.nbytes, after=self.after
+            self.priority, self.run, prepare=self.prepare, begin=self.begin, num_bytes=param.nbytes, after=self.after
         )
         if copy is None:
             return updated, updated
@@ -246,63 +256,70 @@ class _HostUpdate:
         return updated, uploaded
 
     def prepare(self) -> None:
-        """Start what must arrive before the update can run."""
-        grad, tier = self.update.grad, self.update.place.tier
-        assert tier is not None
-        if self.lanes.is_host:
-            self.grad = grad
-        elif _at_home(grad, self.update.param, tier):
-            self.grad = host_view(grad)
-        else:
-            self.grad = self._download(
-                tier.empty_strided(grad.shape, layout_of(self.update.param), grad.dtype), grad.detach()
-            )
+        """Start what must arrive before the update can run, if there is room for it now."""
+        if self.staging is not None:
+            self.buffer = self.staging.take_ahead()
+            if self.buffer is None:
+                return
+        self._bring()
+
+    def begin(self) -> None:
+        """The lane is at it: there is room."""
+        if self.staging is not None and self.buffer is not None:
+            self.staging.note_begun()
+        elif self.staging is not None:
+            self.buffer = self.staging.take()
+        if not self.is_prepared:
+            self._bring()
+
+    def _bring(self) -> None:
+        self.is_prepared = True
+        if self.buffer is not None:
+            self._download(self._gradient(), self.update.grad.detach())
         if self.copy is not None and self.edits.has(self.copy):
             self._download(self.copy.home, self.update.param.detach())
 
-    def _download(self, home: Tensor, t: Tensor) -> Tensor:
-        ticket = self.lanes.submit(Lane.D2H, self.priority, home, t, self.after, label="download")
-        self.arrivals.append(ticket)
-        return host_view(home)
+    def _gradient(self) -> Tensor:
+        """What the CPU updates from."""
+        grad = self.update.grad
+        return (
+            grad if self.buffer is None else laid_out(self.buffer, grad.shape, layout_of(self.update.param), grad.dtype)
+        )
+
+    def _download(self, home: Tensor, t: Tensor) -> None:
+        self.arrivals.append(self.lanes.submit(Lane.D2H, self.priority, home, t, self.after, label="download"))
 
     def run(self) -> None:
         """Update, when everything has arrived."""
-        for ticket in (*self.after, *self.arrivals):
-            ticket.synchronize()
-        u, grad = self.update, self.grad
-        assert grad is not None
+        try:
+            for ticket in (*self.after, *self.arrivals):
+                ticket.synchronize()
+            self._update()
+        finally:
+            if self.staging is not None and self.buffer is not None:
+                buffer, self.buffer = self.buffer, None
+                self.staging.give_back(buffer)
+
+    def _update(self) -> None:
+        u, grad, param, state = self.update, self._gradient(), self.update.param, self.update.state
+        if not self.lanes.is_host:
+            grad, state = host_view(grad), {n: t if n == STEP else host_view(t) for n, t in state.items()}
         if u.scale is not None:
             grad.mul_(u.scale)
-        param = u.param
         if self.copy is not None:
             self.copy.is_current = False  # until the result has gone up
             param = host_view(self.copy.home)
         elif not self.lanes.is_host:
             param = host_view(param)
-        state = u.state if self.lanes.is_host else {n: t if n == STEP else host_view(t) for n, t in u.state.items()}
         if needs_master(u.param):
             _apply_mixed(u, param, grad, state, self.coefs)
         else:
             _apply_full([Update(param, grad, state, u.group, u.place)])
-        self.grad = None
 
 
 def _at_home(t: Tensor, param: Tensor, tier: HostTier) -> bool:
     """Whether the CPU can update from ``t`` itself."""
     return tier.owns(t) and t.stride() == layout_of(param)
-
-
-def reserve(updates: Sequence[Update], lanes: Lanes) -> None:
-    """Take the host memory that staging will need while a refusal still finds every parameter unchanged."""
-    if lanes.is_host:
-        return
-    needs: defaultdict[HostTier, list[int]] = defaultdict(list)
-    for u in updates:
-        tier = u.place.tier
-        assert tier is not None
-        needs[tier].append(0 if _at_home(u.grad, u.param, tier) else u.grad.nbytes)
-    for tier, sizes in needs.items():
-        tier.reserve(tier.in_use_bytes + sum(sorted(sizes)[-2:]))  # one comes, one is used
 
 
 class _Coefficients:

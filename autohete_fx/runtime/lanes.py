@@ -95,6 +95,7 @@ class Lanes:
         self._pid = os.getpid()
         self._copy = copy or cpu_copy(in_background)
         self._records: deque[LaneRecord] = deque(maxlen=_RECORDS)
+        self.num_update_workers = num_update_workers
         self._updates = ThreadLane(
             Lane.UPDATE, self._records, in_background=in_background, num_workers=num_update_workers, pace=pace
         )
@@ -158,6 +159,7 @@ class Lanes:
         *,
         num_bytes: int = 0,
         prepare: Callable[[], None] | None = None,
+        begin: Callable[[], None] | None = None,
         after: Sequence[Ticket] = (),
     ) -> Ticket:
         """Run work on the update lane.
@@ -165,11 +167,12 @@ class Lanes:
         Args:
             num_bytes: for the record.
             prepare: run before ``work``, while the lane is still busy with what is ahead.
+            begin: run between the two, when the lane is at this work, before what is next is prepared.
             after: what it must follow. On an accelerator the work begins when those are *ready*, not complete.
         """
         self._check_process()
         return self._updates.submit(
-            ThreadTicket(Lane.UPDATE, "update", priority, num_bytes, work, prepare=prepare), after
+            ThreadTicket(Lane.UPDATE, "update", priority, num_bytes, work, prepare=prepare, begin=begin), after
         )
 
     def stream(self, priority: int, issue: Callable[[], None], finish: Callable[[], None]) -> Ticket:

@@ -27,6 +27,7 @@ class ThreadTicket(Ticket):
     Args:
         work: what is to be done; its references are dropped when it is.
         prepare: done before ``work``, while the lane is still at what is ahead in the queue.
+        begin: done between the two, once the lane is at this and before it prepares what is next.
         holds: what stays referenced until somebody has waited.
 
     Attributes:
@@ -42,11 +43,13 @@ class ThreadTicket(Ticket):
         work: Callable[[], None],
         *,
         prepare: Callable[[], None] | None = None,
+        begin: Callable[[], None] | None = None,
         holds: object = None,
     ) -> None:
         super().__init__(lane, label, priority, num_bytes)
         self._work: Callable[[], None] | None = work
         self._prepare = prepare
+        self._begin = begin
         self._holds = holds
         self.is_counted = False
         self.is_taken = False
@@ -76,9 +79,16 @@ class ThreadTicket(Ticket):
             if prepare is not None and self.error is None:
                 self._guarded(prepare)
 
+    def begin(self) -> None:
+        """The lane is at it, on this thread."""
+        self.prepare()
+        begin, self._begin = self._begin, None
+        if begin is not None and self.error is None:
+            self._guarded(begin)
+
     def run(self, pace: Pace | None) -> None:
         """Do it, on this thread."""
-        self.prepare()
+        self.begin()
         if pace is not None:
             self._guarded(lambda: time.sleep(pace(self)))
         work, self._work = self._work, None
@@ -230,7 +240,7 @@ class ThreadLane:
                 upcoming = self._queue[0][-1] if self._queue else None
                 self._started += 1
                 self._changed.notify_all()
-            ticket.prepare()
+            ticket.begin()
             if upcoming is not None:
                 upcoming.prepare()
             self._run(ticket)

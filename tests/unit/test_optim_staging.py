@@ -2,11 +2,14 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
+from autohete_fx.errors import HostMemoryError
 from autohete_fx.ir import Lane, Optimizer, Overlap, Params, Schedule
 from autohete_fx.optim import AdamW
 from autohete_fx.runtime.arena import ALIGNMENT_BYTES
@@ -14,7 +17,7 @@ from autohete_fx.runtime.fence import lower_fences
 from autohete_fx.runtime.lanes import Lanes
 from autohete_fx.runtime.placement import Placement, place_param
 from autohete_fx.runtime.ticket import Ticket
-from autohete_fx.runtime.tiers import open_tier
+from autohete_fx.runtime.tiers import HostTier, open_tier
 from autohete_fx.runtime.updates import Updates
 
 COUNT, LENGTH = 12, 1 << 16
@@ -22,17 +25,8 @@ KEPT_BYTES, STAGED_BYTES = COUNT * LENGTH * 12, 2 * LENGTH * 4 + ALIGNMENT_BYTES
 """Two moments and the host's copy of every parameter; two gradients at a time, and what says which parameters were edited."""
 
 
-@pytest.mark.parametrize("late", [Lane.H2D, Lane.D2H, Lane.UPDATE])
-def test_staging_is_bounded_where_a_lane_is_late(late: Lane, tmp_path: Path):
-    tier = open_tier("cpu", str(tmp_path), KEPT_BYTES + STAGED_BYTES)
-    peak_bytes = 0
-
-    def pace(ticket: Ticket) -> float:
-        nonlocal peak_bytes
-        peak_bytes = max(peak_bytes, tier.in_use_bytes)
-        return 0.005 if ticket.lane is late else 0.0
-
-    lanes = Lanes("cpu", in_background=True, is_host=False, pace=pace)
+def train(tier: HostTier, lanes: Lanes) -> None:
+    """Three steps of parameters on the device, whose gradients are there too, beside PyTorch's."""
     updates = Updates(lanes)
     updates.schedule = Schedule(overlap=Overlap.STEP)
     params = [Parameter(torch.randn(LENGTH)) for _ in range(COUNT)]
@@ -46,11 +40,55 @@ def test_staging_is_bounded_where_a_lane_is_late(late: Lane, tmp_path: Path):
             p.grad = torch.randn(LENGTH)
             other.grad = p.grad.clone()
         optimizer.step()
-        assert updates.is_pending
         lower_fences()
         while not all(ticket.is_complete for p in params for ticket in updates.tickets_of(p)):  # nobody waits for one
             time.sleep(1e-3)
         reference.step()
         assert all(map(torch.equal, params, others))
+
+
+@pytest.mark.parametrize("late", [Lane.H2D, Lane.D2H, Lane.UPDATE])
+def test_staging_is_bounded_where_a_lane_is_late(late: Lane, tmp_path: Path):
+    tier = open_tier("cpu", str(tmp_path), KEPT_BYTES + STAGED_BYTES)
+    peak_bytes = 0
+
+    def pace(ticket: Ticket) -> float:
+        nonlocal peak_bytes
+        peak_bytes = max(peak_bytes, tier.in_use_bytes)
+        return 0.005 if ticket.lane is late else 0.0
+
+    lanes = Lanes("cpu", in_background=True, is_host=False, pace=pace)
+    train(tier, lanes)
     assert KEPT_BYTES < peak_bytes <= KEPT_BYTES + STAGED_BYTES
+    lanes.close()
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_memory_that_others_take_meanwhile_is_not_that_of_updates(
+    num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Once a step has begun to change parameters all that is left may go."""
+    staged_bytes = (num_workers + 1) * LENGTH * 4 + ALIGNMENT_BYTES
+    tier = open_tier("cpu", str(tmp_path), KEPT_BYTES + staged_bytes)
+    taken: list[Tensor] = []
+    tickets: list[Ticket] = []
+    update = Lanes.update
+
+    def update_without_room(lanes: Lanes, priority: int, *args: Any, **how: Any) -> Ticket:
+        size = LENGTH * 4 if priority == 0 else 0
+        while size >= ALIGNMENT_BYTES:
+            try:
+                taken.append(tier.empty_strided((size,), (1,), torch.uint8))
+            except HostMemoryError:
+                size //= 2
+        tickets.append(update(lanes, priority, *args, **how))
+        if priority == COUNT - 1:
+            for ticket in tickets[-COUNT:]:
+                ticket.wait()
+            taken.clear()
+        return tickets[-1]
+
+    monkeypatch.setattr(Lanes, "update", update_without_room)
+    lanes = Lanes("cpu", in_background=True, is_host=False, num_update_workers=num_workers)
+    train(tier, lanes)
     lanes.close()
