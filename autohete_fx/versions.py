@@ -113,6 +113,24 @@ def frame_of_call(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
+def function_of_call(frame: FrameType | None) -> object:
+    """What the call calls, by that frame."""
+    return None if frame is None else frame.f_locals.get("fn")
+
+
+def on_compiled_graphs(around: Callable[[fx.GraphModule, Callable[..., object]], Callable[..., object]]) -> None:
+    """From now on, Dynamo runs what ``around`` makes of a graph and of what its backend, whichever it is, made of it."""
+    from torch._dynamo.repro.after_dynamo import WrapBackendDebug
+
+    compile_graph: Callable[..., Any] = WrapBackendDebug.__call__
+
+    @functools.wraps(compile_graph)
+    def call(self: Any, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        return around(gm, compile_graph(self, gm, *args, **kwargs))
+
+    WrapBackendDebug.__call__ = call  # type: ignore[method-assign]
+
+
 def on_calls_of_compiled_functions(
     context_of: Callable[[object], Callable[[], contextlib.AbstractContextManager[None]]],
 ) -> None:

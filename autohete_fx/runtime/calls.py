@@ -14,22 +14,27 @@ of ours and nothing else, which is how transformers compile. Any other call wait
   from then on its function, because Dynamo does not say so again;
 * any function where the user told Dynamo to run others, or none (``torch.compiler.set_stance``).
 
+Between a backward pass that started updates and the step, waiting is not enough: a call may do nothing to their parameters,
+and to their gradients nothing but read. What a graph of any backend gets is looked at when it runs. A function that is known to run
+more than one graph, or none, is refused; one that turns out to do so, or a graph that cannot be looked at, spoils the step.
+
 An interrupt may come between the beginning of a call and Dynamo's own care for its end. Then a call is left whose frame is not on
 this thread's stack any more: it is over, and its fences are raised again, by the next call or step of the thread.
 """
 
 import contextlib
+import functools
 import logging
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
-from types import FrameType, TracebackType
+from collections.abc import Callable, Iterable
+from types import CodeType, FrameType, FunctionType, MethodType, TracebackType
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from autohete_fx import versions
-from autohete_fx.runtime.fence import Fence, lower_fences, raise_fences, standing_fences
+from autohete_fx.runtime.fence import Fence, lower_fences, raise_fences, standing_fences, tensors_in
 from autohete_fx.runtime.updates import Updates
 
 log = logging.getLogger(__name__)
@@ -40,10 +45,12 @@ class CompiledFunctions:
 
     Attributes:
         is_whole: whether each of their calls runs one graph of ours and nothing else; None before the first compilation.
+        unseen: code of those whose calls do what nobody looks at.
     """
 
     def __init__(self) -> None:
         self.is_whole: bool | None = None
+        self.unseen: weakref.WeakSet[CodeType] = weakref.WeakSet()
 
     def call(self) -> "_Call":
         """The context of one call."""
@@ -80,6 +87,8 @@ class _Call:
         self.fences: list[Fence] = []
         self.num_compilations = 0
         self.num_graphs_compiled = 0
+        self.num_graphs_seen = 0
+        self.has_eager_frames = False
 
     def __enter__(self) -> None:
         _calls()  # raises what an interrupted one has left lowered
@@ -89,8 +98,10 @@ class _Call:
         try:
             _thread.calls.append(self)  # before the fences fall: from here on somebody knows of them
             lower_fences()
-            if not self.functions.is_whole or not versions.is_stance_default():
-                self.refuse_early()
+            is_stance_default = versions.is_stance_default()
+            if not self.functions.is_whole or not is_stance_default:
+                if not is_stance_default or self._code() in self.functions.unseen:
+                    self.refuse_early()
                 self.settle()
         except BaseException:  # nobody will call __exit__
             self._leave()
@@ -100,7 +111,7 @@ class _Call:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if self.num_compilations and error is None:
+            if error is None and (self.num_compilations or self.has_eager_frames):
                 self._judge()
             for updates in self.updates():
                 updates.prune()
@@ -129,15 +140,27 @@ class _Call:
                 updates.wait_all()
 
     def _judge(self) -> None:
+        broke = versions.num_graph_breaks() != self.num_breaks
+        if broke or self.has_eager_frames or self.num_compilations != 1 or self.num_graphs_seen > 1:
+            self.functions.unseen.add(self._code())
+            for updates in self.updates():
+                updates.early.complain(
+                    "and the parameter itself were in reach of a compiled function with graph breaks"
+                )
+        if not self.num_compilations:
+            return
         is_ours = self.num_graphs_compiled > 0
-        is_whole = self.num_compilations == self.num_graphs_compiled == 1
-        is_whole = is_whole and versions.num_graph_breaks() == self.num_breaks
+        is_whole = self.num_compilations == self.num_graphs_compiled == 1 and not broke
         if is_ours and not is_whole and self.functions.is_whole is not False:
             log.info(
                 "a compiled function has graph breaks: its calls wait for all updates of the optimizer before they begin,"
                 " instead of overlapping with them"
             )
         self.functions.is_whole = is_whole and self.functions.is_whole is not False
+
+    def _code(self) -> CodeType:
+        """Of the function that is called; of all modules together."""
+        return getattr(versions.function_of_call(self.frame), "__code__", _Call.__enter__.__code__)
 
 
 class _Thread(threading.local):
@@ -166,9 +189,35 @@ def _calls() -> list[_Call]:
 
 
 def note_compiled_graph() -> None:
-    """Our backend compiles a graph."""
+    """Our backend compiles a graph, and may move parameters."""
+    for call in _calls():
+        call.refuse_early()
     for call in _calls()[-1:]:
         call.num_graphs_compiled += 1
+
+
+def _watched(graph: fx.GraphModule, compiled: Callable[..., object]) -> Callable[..., object]:
+    """What a backend made of a graph, looked at when it runs between a backward pass and its step."""
+    for call in _calls()[-1:]:
+        call.num_graphs_seen += 1
+    if not isinstance(compiled, FunctionType | MethodType):  # a class of the backend's, which must stay what it is
+        for call in _calls():
+            call.has_eager_frames = True
+        return compiled
+    constants = [weakref.ref(t) for t in (*graph.parameters(), *graph.buffers())]
+
+    @functools.wraps(compiled)
+    def run(*args: object) -> object:
+        if not any(call.fences for call in _thread.calls):
+            return compiled(*args)
+        started = {updates for call in _calls() for updates in call.updates() if updates.early.is_open}
+        tensors = [*tensors_in(args), *(t for reference in constants if (t := reference()) is not None)]
+        with contextlib.ExitStack() as stack:
+            for updates in started:
+                stack.enter_context(updates.early.watch(tensors, ()))
+            return compiled(*args)
+
+    return run
 
 
 def guard_backward(updates: Updates) -> None:
@@ -200,7 +249,6 @@ def is_within_call() -> bool:
 
 def _begin_miss() -> None:
     for call in _calls():
-        call.refuse_early()
         call.settle()
 
 
@@ -212,7 +260,9 @@ def _note_compilation() -> None:
 def _note_eager_frame() -> None:
     for call in _calls():
         call.functions.is_whole = False
+        call.has_eager_frames = True
 
 
 versions.on_cache_misses(_begin_miss, _note_compilation, _note_eager_frame)
+versions.on_compiled_graphs(_watched)
 versions.on_calls_of_compiled_functions(lambda backend: functions_of(backend).call)

@@ -181,6 +181,11 @@ class Early:
         for consumed in self._consumed.values():
             raise consumed.error(what)
 
+    def complain(self, what: str) -> None:
+        """Spoil the step: something happened that may have changed the gradients."""
+        for consumed in self._consumed.values():
+            consumed.complaint = consumed.complaint or what
+
     @contextlib.contextmanager
     def watch(self, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> Iterator[None]:
         """Around a call that gets these tensors: it may read gradients. Raises OptimizerStateError for anything else.
