@@ -111,6 +111,7 @@ def _owning(
     """
     explain = functools.partial(_shortage, model.session.device, compilation)
     guarded = _cleaning_up(weakref.ref(model.session), explain)
+    backward = _adding(weakref.ref(model.session), guarded)
 
     @functools.wraps(compiled, updated=())
     def run(*args: object) -> object:
@@ -132,7 +133,7 @@ def _owning(
                 calls.guard_backward(updates)
         outputs = guarded(compiled, *args)
         if compilation.training:
-            versions.around_backward(outputs, guarded)
+            versions.around_backward(outputs, backward)
         for t in tensors_in((outputs,)):
             if t.grad_fn is not None:  # a backward may outlive the compiled model
                 kept: Any = t.grad_fn.metadata  # a dictionary, which PyTorch's stub calls a method
@@ -158,6 +159,17 @@ def _cleaning_up(session: "weakref.ref[Session]", explain: Callable[[BaseExcepti
                 if isinstance(error, torch.OutOfMemoryError):
                     error.add_note(explain(error))
             raise
+
+    return call
+
+
+def _adding(session: "weakref.ref[Session]", guarded: Callable[..., object]) -> Callable[..., object]:
+    """What calls a compiled backward: autograd does not get the gradients that updates under way add to ``.grad``."""
+
+    def call(compiled: Callable[..., object], *args: object) -> object:
+        gradients, owner = guarded(compiled, *args), session()
+        assert owner is not None and isinstance(gradients, list | tuple)
+        return type(gradients)(owner.updates.early.left_to_autograd(gradients))
 
     return call
 

@@ -5,6 +5,7 @@ each update, because the fused kernels of a CPU and a GPU round differently: wha
 steps on the CPU.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -149,7 +150,11 @@ def train(
         for micro_batch in range(micro_batches):
             torch.manual_seed(1000 * step + micro_batch)
             tokens = batch(device, step, micro_batch, sizes)
-            with autohete_fx.MemoryMeter(device) as meter:
+            is_last = micro_batch == micro_batches - 1
+            with (
+                autohete_fx.MemoryMeter(device) as meter,
+                contextlib.nullcontext() if is_last else collecting(optimizer),
+            ):
                 loss = model(tokens)
                 loss.backward()
             peaks.append(meter.peak_bytes)
@@ -167,6 +172,11 @@ def train(
     states = optimizer.state_dict()["state"]
     seen.extend(copied(states[i][name]) for i in sorted(states) for name in ("exp_avg", "exp_avg_sq"))
     return seen
+
+
+def collecting(optimizer: Any) -> contextlib.AbstractContextManager[None]:
+    """Around the micro-batches of a step but the last."""
+    return optimizer.accumulate() if isinstance(optimizer, autohete_fx.AdamW) else contextlib.nullcontext()
 
 
 class ReferenceAdamW:

@@ -213,8 +213,8 @@ class AdamW(torch.optim.Optimizer):
     def accumulate(self) -> Iterator[None]:
         """Around the forward and backward passes of all micro-batches of a step but the last: gradients are collected.
 
-        With ``overlap="backward"`` no update starts within it. In the last micro-batch, outside of it, gradients are added
-        to those collected, and their updates start at ``step()``. With any other overlap it does nothing.
+        With ``overlap="backward"`` no update starts within it. The last micro-batch, outside of it, starts them: each adds its
+        gradient to what was collected, as autograd would, and updates. With any other overlap it does nothing.
         """
         before, self._is_accumulating = self._is_accumulating, True
         try:

@@ -1,26 +1,30 @@
 """Start one update while backward runs.
 
-In: a parameter, the home that its gradient is on the way to, and what must be complete before either may be touched. Out: the
-update under way, or None where it is left to ``step()``: the optimizer starts its updates there, or collects gradients of
-several micro-batches, or has not stepped yet since it was made or loaded, so that states are to be created and kernels to
-be compiled first, or host memory is short.
+In: a parameter, the home that its gradient is on the way to, what earlier micro-batches have collected in ``.grad``, and what must
+be complete before any of them may be touched. Out: the update under way, or None where it is left to ``step()``: the optimizer
+starts its updates there, or still collects gradients, or has not stepped yet since it was made or loaded, so that states are to be
+created and kernels to be compiled first, or ``.grad`` is in memory that the CPU does not update from, or host memory is short.
 """
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from autohete_fx.errors import HostMemoryError
 from autohete_fx.ir import Overlap
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.optim.state import is_settled, place_of
-from autohete_fx.optim.updates import Update, frozen, prepared, start
+from autohete_fx.optim.updates import Update, frozen, is_read_in_place, prepared, start
 from autohete_fx.runtime.early import Consumed
 from autohete_fx.runtime.ticket import Ticket
 
 
-def start_update(param: Tensor, home: Tensor, after: Sequence[Ticket], priority: int) -> Consumed | None:
-    """Start the update of ``param`` with the gradient in ``home``, behind the tickets. See `runtime.early.Starter`."""
+def start_update(
+    param: Tensor, home: Tensor, collected: Tensor | None, after: Sequence[Ticket], priority: int
+) -> Consumed | None:
+    """Start the update of ``param`` with the gradient in ``home``, added to what was collected, behind the tickets. See
+    `runtime.early.Starter`."""
     optimizer, place = optimizer_of(param), place_of(param)
     model, tier = place.updates, place.tier
     if optimizer is None or not optimizer.starts_in_backward or model is None or tier is None or place.is_streamed:
@@ -29,15 +33,21 @@ def start_update(param: Tensor, home: Tensor, after: Sequence[Ticket], priority:
     overlaps = model.schedule.overlap is Overlap.BACKWARD and model.lanes.in_background and tier.owns(home)
     if group is None or not overlaps or not is_settled(param, state, place):
         return None
-    update = Update(param, home, state, frozen(group), place)
+    grad, addend = (home, None) if collected is None else (collected, home)
+    # What is written behind the program's back counts once, now.
+    update = Update(param, grad.data, state, frozen(group), place, addend=addend)
+    if collected is not None and not is_read_in_place(update, model.lanes):
+        return None
     try:
         ready = prepared([update], model.lanes, optimizer.host_copies)
     except HostMemoryError:
         return None
-    version = home._version
+    if collected is not None:
+        torch.autograd.graph.increment_version(collected)
+    version = grad._version
     start(ready, model, after=after, priority=priority)
     states = tuple(t for t in state.values() if isinstance(t, Tensor))
-    return Consumed(param, home, version, states, update.group)
+    return Consumed(param, grad.detach(), version, states, update.group)
 
 
 def check_group(consumed: Consumed, group: dict[str, object]) -> None:

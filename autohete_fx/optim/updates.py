@@ -44,7 +44,8 @@ class Update:
     """One parameter's part of a step.
 
     Attributes:
-        scale: what the update lane multiplies the gradient by before it reads it; None: nothing.
+        addend: what the update lane adds to the gradient before it reads it, in a home; None: nothing.
+        scale: what it then multiplies the gradient by; None: nothing.
     """
 
     param: Tensor
@@ -52,6 +53,7 @@ class Update:
     state: State
     group: dict[str, Any]
     place: Place
+    addend: Tensor | None = None
     scale: Tensor | None = None
 
 
@@ -140,7 +142,7 @@ def prepared(updates: Sequence[Update], lanes: Lanes, host_copies: HostCopies) -
         if is_there:
             host_copies.discard(u.param)
         with_copies.append((u, None if is_there else host_copies.of(u.param, u.place)))
-    staged = [u.grad.nbytes for u in updates if not _is_read_in_place(u, lanes)]
+    staged = [u.grad.nbytes for u in updates if not is_read_in_place(u, lanes)]
     staging = GradientBuffers(tier, staged, lanes.num_update_workers) if staged else None
     edits = Edits([(u.param, copy) for u, copy in with_copies if copy is not None], lanes, tier)
     return Prepared(lanes, tuple(with_copies), edits, staging)
@@ -150,7 +152,7 @@ def _scaled(ready: Prepared, scale: Tensor) -> Prepared:
     """Let the update lane scale the gradients that it reads where they are, and scale the others here."""
     updates = ready.updates
     memories = Counter(u.grad.data_ptr() for u, _ in updates)
-    there = [memories[u.grad.data_ptr()] == 1 and _is_read_in_place(u, ready.lanes) for u, _ in updates]
+    there = [memories[u.grad.data_ptr()] == 1 and is_read_in_place(u, ready.lanes) for u, _ in updates]
     clipping.scale((u.grad for (u, _), is_there in zip(updates, there, strict=True) if not is_there), scale)
     on_cpu = scale.cpu() if any(there) else scale
     if any(there) and on_cpu == 1:  # multiplying would change no bit
@@ -162,7 +164,7 @@ def _scaled(ready: Prepared, scale: Tensor) -> Prepared:
     return dataclasses.replace(ready, updates=tuple(scaled))
 
 
-def _is_read_in_place(u: Update, lanes: Lanes) -> bool:
+def is_read_in_place(u: Update, lanes: Lanes) -> bool:
     """Whether the CPU updates from the gradient itself, not from a copy."""
     assert u.place.tier is not None
     return lanes.is_host or _at_home(u.grad, u.param, u.place.tier)
@@ -231,7 +233,7 @@ class _HostUpdate:
         self.coefs = coefs
         self.copy = copy
         self.edits = ready.edits
-        self.staging = None if _is_read_in_place(update, ready.lanes) else ready.staging
+        self.staging = None if is_read_in_place(update, ready.lanes) else ready.staging
         self.arrivals: list[Ticket] = []
         self.buffer: Tensor | None = None
         self.is_prepared = False
@@ -304,6 +306,8 @@ class _HostUpdate:
         u, grad, param, state = self.update, self._gradient(), self.update.param, self.update.state
         if not self.lanes.is_host:
             grad, state = host_view(grad), {n: t if n == STEP else host_view(t) for n, t in state.items()}
+        if u.addend is not None:
+            grad.add_(u.addend if self.lanes.is_host else host_view(u.addend))
         if u.scale is not None:
             grad.mul_(u.scale)
         if self.copy is not None:

@@ -4,9 +4,11 @@ With ``overlap="backward"`` a node of the backward graph starts the update of a 
 call of ``backward()``, as the fence sees it, and that node. Out: the update, where it is exact to start it now, and an error
 where a program does between ``backward()`` and ``step()`` what such an update comes too early for.
 
-It is exact to start where the gradient that the graph gives is all that ``.grad`` will be: the graph has the only edge to the
-parameter in this backward pass, there is no ``.grad`` yet and no hook to change it, nobody else's memory is the
-parameter's, and the graph is not kept for another pass. Everywhere else the update is left to ``step()``.
+It is exact to start where the gradient that the graph gives is all that ``.grad`` will be, or all that will be added to the
+``.grad`` that earlier micro-batches have collected: the graph has the only edge to the parameter in this backward pass, no hook
+changes the gradient, nobody else's memory is the parameter's or the gradient's, and the graph is not kept for another pass.
+Everywhere else the update is left to ``step()``. What is added is added in place as autograd would, by the update lane, and
+autograd gets nothing to add.
 
 From then on the parameter is no longer what it was, which autograd learns from its version counter, and others from the
 fence: until ``step()``, reading or writing the parameter or its states is an error, writing the gradient is one, and so is
@@ -39,8 +41,9 @@ class Consumed:
 
     Attributes:
         param: whose gradient.
-        grad: its home, as another tensor than autograd gets: a second reference to that one would make it copy.
-        version: of the home's memory.
+        grad: its home, or what it is added to, as another tensor than autograd gets: a second reference to that one would make
+            it copy.
+        version: of that memory.
         states: what the update writes beside the parameter.
         hyperparameters: what the update computes with.
         complaint: what somebody did to the gradient; empty where nobody did anything.
@@ -70,9 +73,9 @@ class Consumed:
         return OptimizerStateError(f"{what} between backward() and optimizer.step().{_ADVICE}")
 
 
-Starter = Callable[[Tensor, Tensor, Sequence[Ticket], int], Consumed | None]
-"""Starts the update of a parameter with the gradient that is in a home when the tickets are complete, at a priority; returns
-None where it is not to start now."""
+Starter = Callable[[Tensor, Tensor, Tensor | None, Sequence[Ticket], int], Consumed | None]
+"""Starts the update of a parameter with the gradient that is in a home when the tickets are complete, added to what was
+collected, at a priority; returns None where it is not to start now."""
 
 
 class Early:
@@ -87,6 +90,7 @@ class Early:
         self.starter: Starter | None = None
         self.is_expected = False
         self._armed: frozenset[int] = frozenset()
+        self._added: list[Tensor] = []
         self._consumed: dict[int, Consumed] = {}
         # By address of the memory; a parameter and its states are `_owned`.
         self._owned: dict[int, Consumed] = {}
@@ -117,7 +121,7 @@ class Early:
         try:
             yield
         finally:
-            armed, self._armed = self._armed, frozenset()
+            armed, self._armed, self._added = self._armed, frozenset(), []
         for key in armed & self._consumed.keys():
             self._consumed[key].check()
 
@@ -144,22 +148,30 @@ class Early:
         if node is None or input >= len(node.next_functions):
             return False
         param = getattr(node.next_functions[input][0], "variable", None)
-        if param is None or id(param) not in self._armed or id(param) in self._consumed or param.grad is not None:
+        if param is None or id(param) not in self._armed or id(param) in self._consumed:
             return False
         # Otherwise autograd copies what it gets, before it has come.
-        if home.stride() != param.stride() or home.dtype != param.dtype or home.shape != param.shape:
+        collected = param.grad
+        if not _is_like(home, param) or (collected is not None and not _is_like(collected, param)):
             return False
         assert self.starter is not None
-        consumed = self.starter(param, home.detach(), (landed, *readers(param)), priority)
+        consumed = self.starter(param, home.detach(), collected, (landed, *readers(param)), priority)
         if consumed is None:
             return False
+        if collected is not None:
+            self._added.append(home.detach())
         self._consumed[id(param)] = consumed
         self._owned |= {key: consumed for t in (param, *consumed.states) if (key := address_of(t)) is not None}
-        if (key := address_of(home)) is not None:
+        if (key := address_of(consumed.grad)) is not None:
             self._gradients[key] = consumed
         # Whatever has saved the parameter must not go on with it.
         torch.autograd.graph.increment_version(param)
         return True
+
+    def left_to_autograd(self, gradients: Iterable[Any]) -> list[Any]:
+        """What a graph gives autograd, without the gradients that updates add by themselves."""
+        added = {address_of(t) for t in self._added}
+        return [None if isinstance(t, Tensor) and address_of(t) in added else t for t in gradients]
 
     # -- until step() ---------------------------------------------------------------------------------------------------
 
@@ -244,14 +256,24 @@ class _Leaves:
                     pending.append(following)
 
     def exclusive(self) -> frozenset[int]:
-        """Identities of those whose gradient comes along one edge and that share memory with no other.
+        """Identities of those whose gradient comes along one edge and that share memory with no other, nor their gradients.
 
         None at all where one has a hook: it runs within backward, below the fence, and may read any parameter.
         """
         if any(v._backward_hooks or v._post_accumulate_grad_hooks for v in self.variables):
             return frozenset()
-        memories = Counter(map(address_of, self.variables))
-        return frozenset(id(v) for v in self.variables if self._edges[id(v)] == 1 and memories[address_of(v)] == 1)
+        memories = Counter(address_of(t) for v in self.variables for t in (v, v.grad) if t is not None)
+        return frozenset(
+            id(v)
+            for v in self.variables
+            if self._edges[id(v)] == 1 and all(memories[address_of(t)] == 1 for t in (v, v.grad) if t is not None)
+        )
+
+
+def _is_like(grad: Tensor, param: Tensor) -> bool:
+    """Whether it is a gradient that autograd takes as it is, or adds to in place without recording that."""
+    is_alike = (grad.shape, grad.stride(), grad.dtype) == (param.shape, param.stride(), param.dtype)
+    return is_alike and type(grad) is Tensor and not grad.requires_grad and not grad.is_inference()
 
 
 def _roots(given: Mapping[str, Any]) -> list[Tensor]:

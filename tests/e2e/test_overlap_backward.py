@@ -1,6 +1,5 @@
 """Updates that start while backward runs: exact where they start, and left to ``step()`` where that would not be."""
 
-import contextlib
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
@@ -128,10 +127,10 @@ def test_plans_know_when_the_optimizer_starts_updates():
 # -- what is left to the step -------------------------------------------------------------------------------------------
 
 
-def backward_and_step(loss: Tensor, optimizer: torch.optim.Optimizer, **how: Any) -> None:
+def backward_and_step(loss: Tensor, optimizer: torch.optim.Optimizer, sets_to_none: bool = True, **how: Any) -> None:
     loss.backward(**how)
     optimizer.step()
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=sets_to_none)
 
 
 def sum_of_two_batches(model: Stack, optimizer: torch.optim.Optimizer) -> None:
@@ -164,9 +163,11 @@ def gradients_asked_for(model: Stack, optimizer: torch.optim.Optimizer) -> list[
     return list(torch.autograd.grad(model(X), list(model.parameters())))
 
 
-def gradients_there_already(model: Stack, optimizer: torch.optim.Optimizer) -> None:
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
+def gradients_in_one_memory(model: Stack, optimizer: torch.optim.Optimizer) -> None:
+    weights = [p for p in model.parameters() if p.ndim == 2]
+    both = torch.ones(len(weights), *weights[0].shape)
+    for p, grad in zip(weights, both, strict=True):
+        p.grad = grad
     backward_and_step(model(X), optimizer)
 
 
@@ -184,7 +185,7 @@ LEFT = [
     hooked,
     named_inputs,
     gradients_asked_for,
-    gradients_there_already,
+    gradients_in_one_memory,
     parameters_in_one_memory,
 ]
 
@@ -219,23 +220,69 @@ def test_a_step_within_backward_is_over_when_it_returns(gate: Gate, started: lis
 # -- micro-batches ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_host", [True, slow(False)], ids=["one memory", "two memories"])
 @pytest.mark.parametrize("decision", [OPTIMIZER_ON_HOST, ALL_ON_HOST], ids=["device", "host"])
-def test_gradients_of_micro_batches_are_collected(decision: BlockDecision, gate: Gate, started: list[bool]):
+def test_the_last_micro_batch_adds_and_updates(
+    decision: BlockDecision, is_host: bool, gate: Gate, monkeypatch: pytest.MonkeyPatch, started: list[bool]
+):
+    use_lanes(monkeypatch, is_host=is_host, pace=gate)
     loop = Loop(gate, decision)
     started.clear()
 
     def act(model: Stack, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        losses = []
-        collecting = optimizer.accumulate if isinstance(optimizer, autohete_fx.AdamW) else contextlib.nullcontext
-        with collecting():
+        seen: list[Tensor] = []
+        with training.collecting(optimizer):
             for scale in (0.5, 2.0):
-                losses.append(model(scale * X))
-                losses[-1].backward()
-        losses.append(model(3 * X))
-        losses[-1].backward()
+                seen.append(model(scale * X))
+                seen[-1].backward()
+        collected = [p.grad for p in model.parameters()]
+        seen.append(model(3 * X))
+        seen[-1].backward()
+        assert all(p.grad is grad for p, grad in zip(model.parameters(), collected, strict=True))
+        seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
-        return [loss.detach() for loss in losses]
+        return [t.detach() for t in seen]
 
     loop.both(act)
-    assert started == [False] * 12 + [True] * 4
+    assert started == [False] * 8 + [True] * 8
+
+
+@pytest.mark.parametrize("is_host", [True, False], ids=["one memory", "two memories"])
+@pytest.mark.parametrize("how", ["zeroed in place", "given"])
+def test_gradients_that_are_there_are_added_to(
+    how: str, is_host: bool, gate: Gate, monkeypatch: pytest.MonkeyPatch, started: list[bool]
+):
+    """Those that somebody put on a device with memory of its own are left to the step."""
+    use_lanes(monkeypatch, is_host=is_host, pace=gate)
+    loop = Loop(gate)
+    started.clear()
+
+    def act(model: Stack, optimizer: torch.optim.Optimizer) -> None:
+        if how == "given":
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 0.1)
+        else:
+            backward_and_step(model(X), optimizer, sets_to_none=False)
+        backward_and_step(model(2 * X), optimizer)
+
+    loop.both(act)
+    assert started[-8:] == [is_host or how != "given"] * 4 + [True] * 4
+
+
+@pytest.mark.parametrize("is_host", [slow(True), False], ids=["one memory", "two memories"])
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)
+def test_training_with_micro_batches_is_bitwise_exact_under_random_delays(
+    dtype: torch.dtype, is_host: bool, monkeypatch: pytest.MonkeyPatch, started: list[bool]
+):
+    """With dropout. What 16-bit parameters are compared with is without overlap: PyTorch has no masters."""
+    sizes = training.SMALL if dtype is torch.float32 else training.Sizes(width=128)
+    how: dict[str, Any] = {"micro_batches": 3, "sizes": sizes}
+    options = {"plan": training.plan("mixed"), "micro_batches": 3}
+    expected = None if dtype is torch.float32 else ours(make("cpu", sizes).to(dtype), "eager", options, **how)
+    chance = random.Random(0)
+    use_lanes(monkeypatch, is_host=is_host, pace=lambda ticket: chance.uniform(0, 0.01))
+    options["plan"] = overlapping(PLANS["mixed"], training.LABELS)
+    given = ours(make("cpu", sizes).to(dtype), "eager", options, overlap="backward", **how)
+    assert any(started)
+    assert_equal(given, expected or plain(make("cpu", sizes), "eager", **how), bitwise=True)

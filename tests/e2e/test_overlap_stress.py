@@ -25,7 +25,7 @@ from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
 from autohete_fx.ir import Overlap, Schedule
 from tests import training
 from tests.held_updates import Stack, labels, saved, use_lanes, weight_of
-from tests.training import assert_equal
+from tests.training import assert_equal, collecting
 
 EXAMPLES = int(os.environ.get("AUTOHETE_STRESS_EXAMPLES", "24"))
 STEPS = 4
@@ -62,10 +62,6 @@ class Loop:
 
 
 MAX_NORM = 1e-3
-
-
-def collecting(optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
-    return optimizer.accumulate() if isinstance(optimizer, autohete_fx.AdamW) else contextlib.nullcontext()
 
 
 def train(model: nn.Module, optimizer: Any, loop: Loop, reads: list[frozenset[str]]) -> list[Any]:
