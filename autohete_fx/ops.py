@@ -18,6 +18,11 @@ An update that starts in backward stands between a gradient's offload and its wa
     handle = autohete.start_update(handle, [param], session, input, priority)
     home = autohete.wait(handle, grad, session)
 
+Before a gradient leaves, its norm may be taken, for the step that clips::
+
+    handle = autohete.offload(grad, session, lane, priority)
+    handle = autohete.take_norm(handle, grad, session)
+
 * ``result`` has the size, dtype and device of ``src``; its strides too where ``src`` is dense, else it is
   contiguous (`copied_strides`). Host tensors present themselves on the compute device.
 * Nothing aliases: the buffer that a copy fills is unknown to the compiler until ``wait`` returns it, so the
@@ -51,6 +56,7 @@ for _name in ("offload", "reload", "prefetch"):
     )
 library.define("wait(Tensor handle, Tensor src, str session, Tensor? after=None) -> Tensor", tags=_TAGS)
 library.define("wait_update(Tensor(a) param, str session, Tensor? after=None) -> Tensor(a)", tags=_TAGS)
+library.define("take_norm(Tensor handle, Tensor grad, str session, Tensor? after=None) -> Tensor", tags=_TAGS)
 library.define(
     "start_update(Tensor handle, Tensor(a!)[] params, str session, int input, int priority, Tensor? after=None) -> Tensor",
     tags=_TAGS,
@@ -62,11 +68,15 @@ prefetch = torch.ops.autohete.prefetch.default
 wait = torch.ops.autohete.wait.default
 wait_update = torch.ops.autohete.wait_update.default
 start_update = torch.ops.autohete.start_update.default
+take_norm = torch.ops.autohete.take_norm.default
 
 ISSUING_OPS = (offload, reload, prefetch)
 """The ops that issue a copy."""
 
-ALL_OPS = (*ISSUING_OPS, wait, wait_update, start_update)
+PASSING_OPS = (start_update, take_norm)
+"""What may stand between an issued copy and its wait: they pass its handle on."""
+
+ALL_OPS = (*ISSUING_OPS, *PASSING_OPS, wait, wait_update)
 """Everything that a pass may insert."""
 
 SMALLEST_COPY_BYTES = 1 << 16
@@ -77,7 +87,7 @@ and in nodes to compile, than it frees. A layer's biases and norms are most of i
 def wait_of(issuing: fx.Node) -> fx.Node:
     """The node that waits for an issued copy."""
     user = next(iter(issuing.users))
-    return wait_of(user) if user.target is start_update else user
+    return wait_of(user) if user.target in PASSING_OPS else user
 
 
 def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
@@ -138,5 +148,12 @@ def _fake_start_update(
     input: int,
     priority: int,
     after: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return torch.empty((1,), dtype=torch.int64, device="cpu")
+
+
+@torch.library.register_fake(f"{_NAMESPACE}::take_norm", lib=library)
+def _fake_take_norm(
+    handle: torch.Tensor, grad: torch.Tensor, session: str, after: torch.Tensor | None = None
 ) -> torch.Tensor:
     return torch.empty((1,), dtype=torch.int64, device="cpu")

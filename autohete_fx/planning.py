@@ -132,10 +132,13 @@ def clips_gradients(params: Iterable[torch.nn.Parameter]) -> bool:
 
 def schedule_of(params: Sequence[torch.nn.Parameter], machine: Machine) -> Schedule:
     """When updates on the host run: as the optimizers say. Where host and device are the same cores, inside the step."""
-    overlaps = {owner.planned_overlap for owner in _owners(params)}
+    overlaps = {owner.overlap for owner in _owners(params)}
     if not overlaps or Overlap.NONE in overlaps or machine.device_type == "cpu":
         return Schedule(overlap=Overlap.NONE)
-    return Schedule(overlap=Overlap.BACKWARD if Overlap.BACKWARD in overlaps else Overlap.STEP)
+    in_backward = Overlap.BACKWARD in overlaps
+    return Schedule(
+        overlap=Overlap.BACKWARD if in_backward else Overlap.STEP, takes_norms=in_backward and clips_gradients(params)
+    )
 
 
 def notes_on_optimizer(params: Sequence[torch.nn.Parameter]) -> tuple[str, ...]:

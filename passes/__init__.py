@@ -31,6 +31,7 @@ from autohete_fx.passes.reload_activations import reload_activations
 from autohete_fx.passes.sort_regions import sort_regions
 from autohete_fx.passes.start_updates import start_updates
 from autohete_fx.passes.tag_recompute import tag_recompute
+from autohete_fx.passes.take_norms import take_norms
 from autohete_fx.saved import output_args
 
 _FORWARD, _BACKWARD, _INFERENCE = Stage.FORWARD, Stage.BACKWARD, Stage.INFERENCE
@@ -65,6 +66,7 @@ PIPELINE: tuple[Pass, ...] = (
         requires=_facts("blocks", "gradients"),
         conflicts=_facts("lanes"),
     ),
+    Pass(function=take_norms, stages=(_BACKWARD,), requires=_facts("blocks", "gradients"), conflicts=_facts("lanes")),
     Pass(function=assign_lanes, stages=(_FORWARD, _BACKWARD, _INFERENCE), provides=_facts("lanes")),
     Pass(
         function=lower_lanes,
@@ -122,6 +124,7 @@ __all__ = [
     "sort_regions",
     "start_updates",
     "tag_recompute",
+    "take_norms",
     "validate",
     "verify",
 ]

@@ -161,14 +161,14 @@ def run(
 def verify(gm: fx.GraphModule) -> None:
     """Assert that inserted nodes are well formed: every issued copy is annotated, and waited for exactly once, on its source.
 
-    Only the start of an update may stand between.
+    Only what passes its handle on may stand between.
     """
     for node in gm.graph.nodes:
         if node.op != "call_function" or node.target not in ops.ISSUING_OPS:
             continue
         assert annotations.inserted(node) is not None, f"{node.name} carries no annotation"
         waits = list(node.users)
-        if len(waits) == 1 and waits[0].target is ops.start_update:
+        while len(waits) == 1 and waits[0].target in ops.PASSING_OPS:
             assert annotations.inserted(waits[0]) is not None, f"{waits[0].name} carries no annotation"
             waits = list(waits[0].users)
         assert len(waits) == 1 and waits[0].target is ops.wait, (

@@ -10,8 +10,8 @@ Emitted IR, for a weight that is input 3 of the captured graph::
 
 The list holds the placeholders over the parameter's memory: none where backward does not read it, two where it reads a saved
 view too. A smaller priority is updated first: the next forward needs block 0 first. Nothing is inserted where the plan has
-updates start at ``step()``, and for a parameter that a later block reads than its gradient is waited for: waiting longer
-would hold the gradient on the device.
+updates start at ``step()``, as where they wait for norms, and for a parameter that a later block reads than its gradient is
+waited for: waiting longer would hold the gradient on the device.
 """
 
 from torch import fx
@@ -25,7 +25,7 @@ from autohete_fx.saved import output_args
 
 def start_updates(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     """Between the offload of a gradient and its wait, start the update that takes it."""
-    if context.plan.schedule.overlap is not Overlap.BACKWARD:
+    if context.plan.schedule.overlap is not Overlap.BACKWARD or context.plan.schedule.takes_norms:
         return gm
     keys = region_keys(gm.graph, context)
     for wait, index in zip(output_args(gm), context.gradient_inputs, strict=False):

@@ -58,10 +58,12 @@ class Schedule:
     Attributes:
         overlap: see the enum.
         priority: the block that the next forward needs first is updated first; else in the order in which gradients come.
+        takes_norms: backward takes the norms of gradients before they leave the device: for clipping with ``BACKWARD``.
     """
 
     overlap: Overlap = Overlap.NONE
     priority: bool = True
+    takes_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

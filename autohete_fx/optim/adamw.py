@@ -77,8 +77,8 @@ class AdamW(torch.optim.Optimizer):
     gradients and parameters between ``backward()`` and ``step()``: reading gradients is allowed there, anything else is an
     OptimizerStateError that says so, raised at once or by ``step()``. So is a change of a hyperparameter, and a second
     forward or backward pass: collect gradients of several micro-batches within ``accumulate()``. ``max_grad_norm`` clips;
-    its updates need the norm of all gradients and start at ``step()``. Hooks of intermediate tensors, which run within
-    backward, must not read parameters.
+    its updates need the norm of all gradients and start at ``step()``, before which gradients may be edited; backward takes
+    the norms. Hooks of intermediate tensors, which run within backward, must not read parameters.
 
     Attributes:
         grad_norm: the norm of all gradients before the last step clipped them, a tensor without dimensions; None where no
@@ -95,7 +95,7 @@ class AdamW(torch.optim.Optimizer):
         foreach, fused: accepted for compatibility; they choose an implementation, and there is only this one.
         overlap: ``"step"``, ``"backward"``, or None: updates on the host are done when ``step()`` returns.
         max_grad_norm: in ``step()``, clip all gradients by their total norm first, as ``torch.nn.utils.clip_grad_norm_``
-            does: bitwise so where gradients are on one processor, else within the rounding of their norms. None: do not.
+            does: bitwise so where one processor takes all norms, else within the rounding of norms. None: do not.
         capturable, differentiable: must be False.
 
     Raises:
@@ -190,7 +190,10 @@ class AdamW(torch.optim.Optimizer):
             try:
                 may_overlap = self.overlap is not Overlap.NONE and is_guarded
                 updates = self._updates(started)
-                apply(updates, self.host_copies, may_overlap=may_overlap, scale=self._clipping(updates))
+                scale = self._clipping(updates)
+                for model in self._models():
+                    model.early.norms.clear()
+                apply(updates, self.host_copies, may_overlap=may_overlap, scale=scale)
                 self._groups, self._has_stepped = None, True
                 if started and not is_guarded:
                     self.synchronize()
@@ -236,18 +239,14 @@ class AdamW(torch.optim.Optimizer):
     @property
     def starts_in_backward(self) -> bool:
         """Whether updates may start in a backward pass now. The first step creates states and compiles kernels."""
-        return self.planned_overlap is Overlap.BACKWARD and self._has_stepped and not self._is_accumulating
-
-    @property
-    def planned_overlap(self) -> Overlap:
-        """What updates overlap with: nothing can start before the norm of all gradients is known."""
-        clips_late = self.overlap is Overlap.BACKWARD and self.max_grad_norm is not None
-        return Overlap.STEP if clips_late else self.overlap
+        may_start = self.overlap is Overlap.BACKWARD and self.max_grad_norm is None
+        return may_start and self._has_stepped and not self._is_accumulating
 
     def _clipping(self, updates: Iterable[Update]) -> Tensor | None:
         if self.max_grad_norm is None:
             return None
-        self.grad_norm = clipping.total_norm([u.grad for u in updates])
+        norms = [None if u.place.updates is None else u.place.updates.early.norms.of(u.grad) for u in updates]
+        self.grad_norm = clipping.total_norm([u.grad for u in updates], norms)
         return clipping.factor(self.grad_norm, self.max_grad_norm)
 
     def group_of(self, param: Tensor) -> dict[str, Any] | None:

@@ -1,26 +1,54 @@
 """Clipping by the norm of all gradients, as part of a step.
 
-In: the updates of a step, and the norm that their gradients may have together. Out: that norm, and what to multiply each gradient
-by. The arithmetic is `torch.nn.utils.clip_grad_norm_`'s, on gradients where they are: the host takes the norms of those that
-live in homes and multiplies them as it updates, the device does its own. Where all are on one processor results are bitwise
-those of PyTorch; else norms of single gradients were summed in another order, and differ in the last digits.
+In: the gradients of a step, the norms of those that backward has taken (`autohete_fx.runtime.norms`), and the norm that they may
+have together. Out: that norm, and what to multiply each gradient by. The arithmetic is `torch.nn.utils.clip_grad_norm_`'s.
+Norms that are missing are taken where the gradients are: the host takes those of gradients in homes and multiplies them as it
+updates, the device does its own. Where all norms are of one processor results are bitwise those of PyTorch; else norms of single
+gradients were summed in another order, and differ in the last digits.
+
+*Why backward takes norms.* They are needed before the first update, and while the CPU reads all gradients for them nothing else
+runs. For 16-bit gradients that takes 0.15 of the time of the updates themselves (one core, 16 M parameters, within one run): 0.3 s
+where updates take 2.1 s of a step of 4.2 s. A device with 1.5 TB/s reads the same 26 GB in 17 ms, each gradient beside its copy.
+
+*Why updates wait for the last norm*, and do not start on the guess that the clip will not bite. A wrong guess must be taken back
+bit by bit, and AdamW's update cannot be inverted in floating point. Copies of master, moments and weight cost 1.45 times the
+update itself (same run), in every step and on the lane that is to be relieved: what takes 2.45 times as long hides under a whole
+step only where updates take less than 0.4 of one, and about a third hides under the next forward anyway. Two sets of states in
+turn would copy nothing, but double what is the largest part of host memory, and every clip that bites would do all updates, and all
+copies of parameters to the device, twice. Nor is there a moment before ``step()`` to start at: small gradients stay on the device,
+and the last of their norms is known when backward returns.
 """
 
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from autohete_fx.runtime.norms import norms_of
 from autohete_fx.runtime.tiers import host_view, is_home
 
 
-def total_norm(grads: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all gradients as if they were one vector, on the device of the first; zero for none."""
-    if any(is_home(grad) and grad.device.type != "cpu" for grad in grads):
+def total_norm(grads: Sequence[Tensor], known: Sequence[Tensor | None]) -> Tensor:
+    """The 2-norm of all gradients as if they were one vector, on the device of the first; zero for none.
+
+    Args:
+        known: of each gradient its own norm, where that is known.
+    """
+    if not grads:
+        return torch.tensor(0.0)
+    by_host = [norm is None and is_home(grad) for grad, norm in zip(grads, known, strict=True)]
+    if any(there and grad.device.type != "cpu" for grad, there in zip(grads, by_host, strict=True)):
         # The CPU reads what copies of the current stream have brought.
         torch.accelerator.current_stream(grads[0].device).synchronize()
-    norm = torch.nn.utils.get_total_norm([host_view(grad) if is_home(grad) else grad for grad in grads])
-    return norm.to(grads[0].device) if grads else norm
+    tensors = [host_view(grad) if there else grad for grad, there in zip(grads, by_host, strict=True)]
+    norms: list[Tensor] = []  # in the order that PyTorch adds them up in
+    listed: list[Tensor | None] = list(tensors)
+    for [_], places in _group_tensors_by_device_and_dtype([listed], with_indices=True).values():
+        missing = iter(norms_of([tensors[at] for at in places if known[at] is None]))
+        norms += [next(missing) if (norm := known[at]) is None else norm for at in places]
+    device = grads[0].device
+    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), 2.0)
 
 
 def factor(norm: Tensor, max_norm: float) -> Tensor:

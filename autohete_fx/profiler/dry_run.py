@@ -144,7 +144,7 @@ class _Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in ops.ISSUING_OPS:
             return self._issue(func, args[0])
-        if func is ops.start_update:
+        if func in ops.PASSING_OPS:
             return args[0]
         if func is ops.wait:
             return self.arriving.pop(args[0].untyped_storage()._cdata)

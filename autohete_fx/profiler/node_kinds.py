@@ -194,7 +194,7 @@ def kind_of(node: fx.Node) -> Kind:
     name = packet_name(node)
     if name in _ISSUES:
         return Kind.ISSUE
-    if name in ("autohete.wait", "autohete.start_update"):
+    if name in ("autohete.wait", "autohete.start_update", "autohete.take_norm"):
         return Kind.WAIT
     if node.target is operator.getitem or name in _VIEWS:
         return Kind.VIEW

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 
 from autohete_fx.errors import OptimizerStateError
+from autohete_fx.runtime.addresses import address_of
+from autohete_fx.runtime.norms import Norms
 from autohete_fx.runtime.ticket import Ticket
 
 _ADVICE = (
@@ -83,12 +85,14 @@ class Early:
 
     Attributes:
         starter: who starts them; None: nobody does.
-        is_expected: whether a forward pass has run whose backward may start updates.
+        is_expected: whether a forward pass has run whose backward may start updates, or take norms.
+        norms: of gradients, taken in backward.
     """
 
     def __init__(self) -> None:
         self.starter: Starter | None = None
         self.is_expected = False
+        self.norms = Norms()
         self._armed: frozenset[int] = frozenset()
         self._added: list[Tensor] = []
         self._consumed: dict[int, Consumed] = {}
@@ -98,8 +102,8 @@ class Early:
 
     @property
     def is_open(self) -> bool:
-        """Whether an update has started that no step has taken over."""
-        return bool(self._consumed)
+        """Whether an update has started, or a norm was taken, that no step has taken over."""
+        return bool(self._consumed or self.norms)
 
     # -- in backward ----------------------------------------------------------------------------------------------------
 
@@ -118,6 +122,7 @@ class Early:
         keeps = any(given.get(name) for name in ("retain_graph", "create_graph", "inputs"))
         if self.is_expected and func is not torch.autograd.grad and not keeps:
             self._armed = leaves.exclusive()
+        self.norms.clear()
         try:
             yield
         finally:
@@ -127,7 +132,7 @@ class Early:
 
     @property
     def is_armed(self) -> bool:
-        """Whether a backward pass runs that may start updates."""
+        """Whether a backward pass runs that may start updates, or take norms."""
         return bool(self._armed) and self.starter is not None
 
     def start(
@@ -190,17 +195,20 @@ class Early:
 
     def refuse_unseen(self, what: str) -> None:
         """Raise OptimizerStateError because something happens that may use any tensor."""
+        self.norms.clear()
         for consumed in self._consumed.values():
             raise consumed.error(what)
 
     def complain(self, what: str) -> None:
         """Spoil the step: something happened that may have changed the gradients."""
+        self.norms.clear()
         for consumed in self._consumed.values():
             consumed.complaint = consumed.complaint or what
 
     @contextlib.contextmanager
     def watch(self, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> Iterator[None]:
-        """Around a call that gets these tensors: it may read gradients. Raises OptimizerStateError for anything else.
+        """Around a call that gets these tensors: it may read gradients. Raises OptimizerStateError for anything else where an
+        update has started with them; else norms are dropped.
 
         Args:
             written: of the tensors, those that the call writes, as far as that is known.
@@ -208,6 +216,7 @@ class Early:
         self.refuse(tensors)
         found = ((t, self._gradients.get(address_of(t) or 0)) for t in tensors)
         read = [(t, t._version, consumed) for t, consumed in found if consumed is not None]
+        self.norms.drop(tensors)
         yield
         for t, version, consumed in read:
             if t._version != version or any(t is other for other in written):
@@ -230,6 +239,7 @@ class Early:
     def forget(self) -> None:
         """Everything is about to be loaded."""
         self.settle(list(self._consumed.values()))
+        self.norms.clear()
 
 
 class _Leaves:
@@ -280,12 +290,3 @@ def _roots(given: Mapping[str, Any]) -> list[Tensor]:
     """Of ``Tensor.backward``, ``torch.autograd.backward`` or ``torch.autograd.grad``."""
     found = next(given[name] for name in ("self", "tensors", "outputs") if name in given)
     return [t for t in ([found] if isinstance(found, Tensor) else found) if isinstance(t, Tensor)]
-
-
-def address_of(t: Tensor) -> int | None:
-    """Of the memory that the tensor is a view of; None for a tensor of another kind, which may stand for any memory."""
-    try:
-        with torch._C.DisableTorchFunction():  # or the fence would wait for it
-            return t.untyped_storage().data_ptr() or None
-    except (RuntimeError, NotImplementedError):
-        return None

@@ -50,6 +50,12 @@ def _start_update(
     return session_by_digest(session).start_update(handle, input, priority)
 
 
+def _take_norm(
+    handle: torch.Tensor, grad: torch.Tensor, session: str, after: torch.Tensor | None = None
+) -> torch.Tensor:
+    return session_by_digest(session).take_norm(handle, grad)
+
+
 _DISPATCH_KEY = "CompositeExplicitAutograd"  # one kernel for all devices: the session knows the device
 
 ops.library.impl("offload", _offload, _DISPATCH_KEY)
@@ -58,3 +64,4 @@ ops.library.impl("prefetch", _prefetch, _DISPATCH_KEY)
 ops.library.impl("wait", _wait, _DISPATCH_KEY)
 ops.library.impl("wait_update", _wait_update, _DISPATCH_KEY)
 ops.library.impl("start_update", _start_update, _DISPATCH_KEY)
+ops.library.impl("take_norm", _take_norm, _DISPATCH_KEY)

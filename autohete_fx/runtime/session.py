@@ -127,6 +127,14 @@ class Session:
             early.start(input, gradient.result, gradient.ticket, self._copies_of, priority)
         return _handle(int(handle), gradient)
 
+    def take_norm(self, handle: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """Take the norm of a gradient that the copy of a handle brings home. Returns the copy's handle from then on."""
+        gradient = self._in_flight[int(handle)]()
+        assert gradient is not None and gradient.result is not None, "take_norm must get the handle itself"
+        if self.updates.early.is_armed:
+            self.updates.early.norms.take(grad, gradient.result)
+        return _handle(int(handle), gradient)
+
     def _copies_of(self, param: torch.Tensor) -> list[Ticket]:
         """What still reads it."""
         memory = param.untyped_storage().data_ptr()

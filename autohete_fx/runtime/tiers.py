@@ -209,6 +209,12 @@ def is_home(t: torch.Tensor) -> bool:
     return lease is not None and ctypes.addressof(lease) == storage.data_ptr()
 
 
+def lease_of(t: torch.Tensor) -> "ctypes.Array[ctypes.c_char] | None":
+    """The lease of a home; None for any other tensor."""
+    with torch._C.DisableTorchFunction():  # asked in between, it is no use of the tensor
+        return getattr(t.untyped_storage(), _LEASE, None) if is_home(t) else None
+
+
 def host_view(t: torch.Tensor) -> torch.Tensor:
     """A CPU tensor over the bytes of a home: ``t`` itself where it is on the CPU. It keeps the home in use."""
     if t.device.type == "cpu":

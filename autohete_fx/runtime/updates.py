@@ -18,7 +18,8 @@ from torch import Tensor
 
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Schedule
-from autohete_fx.runtime.early import Early, address_of
+from autohete_fx.runtime.addresses import address_of
+from autohete_fx.runtime.early import Early
 from autohete_fx.runtime.fence import Fence, raise_fences
 from autohete_fx.runtime.lanes import Lanes
 from autohete_fx.runtime.ticket import Ticket

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ import autohete_fx
 from autohete_fx import BlockDecision, OptimizerStateError, Plan
 from autohete_fx.ir import Overlap, Schedule
 from autohete_fx.planning import clips_gradients, schedule_of
+from autohete_fx.runtime.norms import Norms
 from tests.held_updates import ALL_ON_HOST, OPTIMIZER_ON_HOST, Stack, labels, use_lanes
 from tests.main_job import slow
 from tests.planner_problems import MACHINE
+from tests.training import collecting
 
 MIXED = (ALL_ON_HOST, OPTIMIZER_ON_HOST, BlockDecision())
 
@@ -52,7 +55,7 @@ def test_training_is_bitwise_that_of_clipping_before_the_step(
     torch._dynamo.reset()
     names, model = labels(), Stack()
     decisions = (MIXED * len(names))[: len(names)]
-    schedule = Schedule(overlap=Overlap(overlap) if overlap else Overlap.NONE)
+    schedule = Schedule(overlap=Overlap(overlap) if overlap else Overlap.NONE, takes_norms=overlap == "backward")
     plan = Plan(labels=names, decisions=decisions, schedule=schedule)
     model.compile(backend="autohete", options={"inner_backend": "eager", "profile": "analytic", "plan": plan})
     optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=max_norm)
@@ -66,6 +69,99 @@ def test_training_is_bitwise_that_of_clipping_before_the_step(
         optimizer.zero_grad()
     seen.append(state_of(model, optimizer))
     torch.testing.assert_close(seen, clipped_by_torch(4, max_norm), rtol=0, atol=0)
+
+
+class Trained:
+    """A stack whose backward takes the norms of the four gradients that leave, and how many of them steps have used."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch._dynamo.reset()
+        self.num_used = 0
+        of = Norms.of
+
+        def counted(norms: Norms, grad: Tensor) -> Tensor | None:
+            norm = of(norms, grad)
+            self.num_used += norm is not None
+            return norm
+
+        monkeypatch.setattr(Norms, "of", counted)
+        use_lanes(monkeypatch, is_host=False)
+        self.model = Stack()
+        schedule = Schedule(overlap=Overlap.BACKWARD, takes_norms=True)
+        plan = Plan(labels=labels(), decisions=(OPTIMIZER_ON_HOST,) * len(labels()), schedule=schedule)
+        options = {"inner_backend": "eager", "profile": "analytic", "plan": plan}
+        self.model.compile(backend="autohete", options=options)
+        self.optimizer = autohete_fx.AdamW(self.model.parameters(), lr=1e-2, overlap="backward", max_grad_norm=1e-3)
+
+
+def edit_data(grad: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    grad.data.mul_(3)
+
+
+def edit_array(grad: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    array = grad.numpy()
+    array *= 3
+
+
+def unscale(grad: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=0.5)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+
+
+def use_another(grad: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"][0].grad = grad * 3
+
+
+def compiled(grad: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    torch.compile(lambda t: t.mul_(3), backend="aot_eager")(grad)
+
+
+def unseen(grad: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    torch.compile(lambda t: t + torch.compiler.disable(lambda: grad.mul_(3))(), backend="aot_eager")(torch.ones(1))
+
+
+def leave(grad: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """As it is."""
+
+
+@pytest.mark.parametrize("edit", [leave, edit_data, edit_array, unscale, use_another, compiled, unseen])
+def test_norms_of_backward_are_used_where_nobody_touched_the_gradient(
+    edit: Callable[[Tensor, torch.optim.Optimizer], None], monkeypatch: pytest.MonkeyPatch
+):
+    ours = Trained(monkeypatch)
+    twin = Stack()
+    reference = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
+    for step in range(3):
+        if step == 1:
+            ours.num_used = 0  # the first step compiles, and may have taken none
+        for model, optimizer in ((ours.model, ours.optimizer), (twin, reference)):
+            model(inputs(step)).backward()
+            edit(optimizer.param_groups[0]["params"][0].grad, optimizer)
+            norm = nn.utils.clip_grad_norm_(twin.parameters(), 1e-3) if model is twin else None
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(ours.optimizer.grad_norm, norm, rtol=0, atol=0)
+    torch.testing.assert_close(state_of(ours.model, ours.optimizer), state_of(twin, reference), rtol=0, atol=0)
+    per_step = {leave: 4, unscale: 0, unseen: 0}.get(edit, 3)
+    assert ours.num_used == 2 * per_step
+
+
+def test_norms_of_backward_are_not_those_of_collected_gradients(monkeypatch: pytest.MonkeyPatch):
+    ours = Trained(monkeypatch)
+    twin = Stack()
+    reference = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
+    for _ in range(2):
+        for model, optimizer in ((ours.model, ours.optimizer), (twin, reference)):
+            with collecting(optimizer):
+                model(inputs(0)).backward()
+            model(inputs(1)).backward()
+            if model is twin:
+                nn.utils.clip_grad_norm_(twin.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(state_of(ours.model, ours.optimizer), state_of(twin, reference), rtol=0, atol=0)
+    assert ours.num_used == 0
 
 
 @pytest.mark.parametrize("value", [1.0, float("inf"), float("nan")])
@@ -119,9 +215,12 @@ def test_plans_know_that_updates_wait_for_the_norm():
     params = list(Stack().parameters())
     optimizer = autohete_fx.AdamW(params, overlap="backward", max_grad_norm=1.0)
     assert clips_gradients(params)
-    assert schedule_of(params, dataclasses.replace(MACHINE, device_type="cuda")).overlap is Overlap.STEP
+    gpu = dataclasses.replace(MACHINE, device_type="cuda")
+    assert schedule_of(params, gpu) == Schedule(overlap=Overlap.BACKWARD, takes_norms=True)
     optimizer.max_grad_norm = None
-    assert not clips_gradients(params)
+    assert not clips_gradients(params) and not schedule_of(params, gpu).takes_norms
+    optimizer = autohete_fx.AdamW(params, overlap="step", max_grad_norm=1.0)
+    assert clips_gradients(params) and not schedule_of(params, gpu).takes_norms
 
 
 @pytest.mark.parametrize("norm", [0.0, -1.0, float("nan")])

@@ -150,7 +150,11 @@ def test_every_schedule_gives_the_same_bits(data: st.DataObject):
     plan = Plan(
         labels=labels(),
         decisions=tuple(data.draw(st.lists(decisions(), min_size=count, max_size=count))),
-        schedule=Schedule(overlap=overlap, priority=data.draw(st.booleans())),
+        schedule=Schedule(
+            overlap=overlap,
+            priority=data.draw(st.booleans()),
+            takes_norms=clips_itself and overlap is Overlap.BACKWARD,
+        ),
     )
     delays = data.draw(st.lists(st.integers(0, 10), min_size=1, max_size=5), label="milliseconds")
     expected = reference(loop)
