@@ -52,9 +52,8 @@ def select_kept(backward: fx.GraphModule, context: PassContext) -> frozenset[str
 
 
 def _fetch_per_region(gm: fx.GraphModule, param: fx.Node, owner: int, context: PassContext) -> None:
-    chains = sorted(
-        readers_of(param), key=lambda chain: chain[1].op == "output"
-    )  # views stand before who reads them first
+    order = {node: position for position, node in enumerate(gm.graph.nodes)}
+    chains = sorted(readers_of(param), key=lambda chain: order[chain[1]])  # views stand before who reads them first
     by_region: dict[int, list[tuple[tuple[fx.Node, ...], fx.Node]]] = {}
     for views, user in chains:
         if user.op != "output" or (views[-1] if views else param).name in context.kept:

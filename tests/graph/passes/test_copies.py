@@ -6,7 +6,7 @@ import pytest
 from expecttest import assert_expected_inline
 from torch import fx
 
-from autohete_fx import Activations, BlockDecision, Optimizer, Params, PassError, ops, passes
+from autohete_fx import Activations, BlockDecision, Optimizer, Params, PassError, annotations, ops, passes
 from autohete_fx.passes import PassContext, PassFunction, Stage
 from autohete_fx.passes.base import output_node
 from autohete_fx.saved import output_args
@@ -111,6 +111,34 @@ return (None, grad_w0, grad_w1)""",
 def with_kept_weights(stage: Stage, graph: Callable[[], fx.GraphModule], kept: frozenset[str]) -> fx.GraphModule:
     given = context(stage, KEPT, kept=kept)
     return passes.run(passes.only(passes.prefetch_parameters), graph(), given, given=("blocks",))
+
+
+def backward_with_readers_out_of_order() -> fx.GraphModule:
+    """A view of ``w1`` has two readers, and the one that was added last stands first, as recomputation may put it."""
+    gm = backward()
+    named = {node.name: node for node in gm.graph.nodes}
+    tangent, before = named["tangent"], named["grad_gelu"]
+    for name, target, args in (
+        ("view", aten.permute.default, (named["w1"], [1, 0])),
+        ("late", aten.mm.default, (tangent, "view")),
+        ("early", aten.mm.default, (tangent, "view")),
+        ("both", aten.add.Tensor, ("late", "early")),
+    ):
+        given = tuple(named[arg] if isinstance(arg, str) else arg for arg in args)
+        with gm.graph.inserting_before(named["late"] if name == "early" else before):
+            named[name] = gm.graph.create_node("call_function", target, given, name=name)
+        named[name].meta["val"] = tangent.meta["val"]
+        annotations.set_block(named[name], 1)
+    output_node(gm).args = ((named["both"], *output_args(gm)[1:]),)
+    return gm
+
+
+def test_a_fetched_copy_stands_before_all_that_read_it():
+    given = context(Stage.BACKWARD, BlockDecision(params=Params.HOST))
+    gm = passes.run(
+        passes.only(passes.prefetch_parameters), backward_with_readers_out_of_order(), given, given=("blocks",)
+    )
+    assert_same_results(gm, backward_with_readers_out_of_order())
 
 
 def test_a_kept_copy_is_saved_in_the_place_of_its_parameter():
