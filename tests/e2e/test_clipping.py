@@ -125,7 +125,11 @@ def leave(grad: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """As it is."""
 
 
-@pytest.mark.parametrize("edit", [leave, edit_data, edit_array, unscale, use_another, compiled, unseen])
+@pytest.mark.parametrize(
+    "edit",
+    [leave, edit_data, *map(slow, (edit_array, unscale, use_another, compiled)), unseen],
+    ids=lambda edit: edit.__name__,
+)
 def test_norms_of_backward_are_used_where_nobody_touched_the_gradient(
     edit: Callable[[Tensor, torch.optim.Optimizer], None], monkeypatch: pytest.MonkeyPatch
 ):

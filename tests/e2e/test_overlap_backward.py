@@ -39,7 +39,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 # -- exactness ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_host", [True, False], ids=["one memory", "two memories"])
+@pytest.mark.parametrize("is_host", [slow(True), False], ids=["one memory", "two memories"])
 @pytest.mark.parametrize("num_workers", [slow(1), 4])
 @pytest.mark.parametrize("name", [n if n == "mixed" else slow(n) for n in PLANS])
 def test_training_is_bitwise_exact_under_random_delays(
@@ -88,7 +88,7 @@ def _fresh_code() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("decision", [OPTIMIZER_ON_HOST, ALL_ON_HOST], ids=["device", "host"])
+@pytest.mark.parametrize("decision", [OPTIMIZER_ON_HOST, slow(ALL_ON_HOST)], ids=["device", "host"])
 def test_updates_start_before_the_step_and_the_first_block_goes_first(
     decision: BlockDecision, gate: Gate, started: list[bool]
 ):
@@ -106,6 +106,7 @@ def test_updates_start_before_the_step_and_the_first_block_goes_first(
     assert latest[1:] == sorted(latest[1:]), "one has begun when the others come; of these the first block goes first"
 
 
+@pytest.mark.slow
 def test_the_first_step_and_the_first_one_after_loading_start_at_the_step(gate: Gate, started: list[bool]):
     loop = Loop(gate)
     assert started[-4:] == [True] * 4, "the second step's"
@@ -185,7 +186,7 @@ LEFT = [
 ]
 
 
-@pytest.mark.parametrize("act", LEFT, ids=lambda act: act.__name__)
+@pytest.mark.parametrize("act", [sum_of_two_batches, *map(slow, LEFT[1:])], ids=lambda act: act.__name__)
 def test_what_is_not_all_of_a_gradient_starts_no_update(
     act: Callable[[Stack, torch.optim.Optimizer], Any], gate: Gate, started: list[bool]
 ):
@@ -197,6 +198,7 @@ def test_what_is_not_all_of_a_gradient_starts_no_update(
     assert not any(started[:-4])
 
 
+@pytest.mark.slow
 def test_a_graph_that_is_kept_starts_updates_in_its_last_pass(gate: Gate, started: list[bool]):
     def act(model: Stack, optimizer: torch.optim.Optimizer) -> None:
         loss = model(X)
@@ -211,6 +213,7 @@ def test_a_graph_that_is_kept_starts_updates_in_its_last_pass(gate: Gate, starte
     assert started == [True] * 8
 
 
+@pytest.mark.slow
 def test_a_step_within_backward_is_over_when_it_returns(gate: Gate, started: list[bool]):
     loop = Loop(gate)
     started.clear()
@@ -229,7 +232,7 @@ def test_a_step_within_backward_is_over_when_it_returns(gate: Gate, started: lis
 
 
 @pytest.mark.parametrize("is_host", [True, slow(False)], ids=["one memory", "two memories"])
-@pytest.mark.parametrize("decision", [OPTIMIZER_ON_HOST, ALL_ON_HOST], ids=["device", "host"])
+@pytest.mark.parametrize("decision", [OPTIMIZER_ON_HOST, slow(ALL_ON_HOST)], ids=["device", "host"])
 def test_the_last_micro_batch_adds_and_updates(
     decision: BlockDecision, is_host: bool, gate: Gate, monkeypatch: pytest.MonkeyPatch, started: list[bool]
 ):
@@ -256,8 +259,8 @@ def test_the_last_micro_batch_adds_and_updates(
     assert started == [False] * 8 + [True] * 8
 
 
-@pytest.mark.parametrize("is_host", [True, False], ids=["one memory", "two memories"])
-@pytest.mark.parametrize("how", ["zeroed in place", "given"])
+@pytest.mark.parametrize("is_host", [slow(True), False], ids=["one memory", "two memories"])
+@pytest.mark.parametrize("how", [slow("zeroed in place"), "given"])
 def test_gradients_that_are_there_are_added_to(
     how: str, is_host: bool, gate: Gate, monkeypatch: pytest.MonkeyPatch, started: list[bool]
 ):

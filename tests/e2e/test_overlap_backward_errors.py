@@ -14,6 +14,7 @@ from autohete_fx.ir import Overlap
 from autohete_fx.runtime.fence import Fence
 from tests.early_updates import Loop, X
 from tests.held_updates import Gate, Stack
+from tests.main_job import slow
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +108,7 @@ EDITS: dict[str, Callable[[Loop], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("name", [n if n in ("clip", "rate", "read") else slow(n) for n in EDITS])
 def test_what_comes_too_late_is_an_error_that_says_what_to_do(name: str, gate: Gate):
     loop = Loop(gate)
     loop.model(X).backward()
@@ -119,6 +120,7 @@ def test_what_comes_too_late_is_an_error_that_says_what_to_do(name: str, gate: G
         loop.optimizer.step()
 
 
+@pytest.mark.slow
 def test_the_fence_stands_once(gate: Gate):
     loop = Loop(gate)
     loop.step()
@@ -127,6 +129,7 @@ def test_the_fence_stands_once(gate: Gate):
     assert sum(isinstance(mode, Fence) and mode.updates is loop.updates for mode in modes) == 1
 
 
+@pytest.mark.slow
 def test_gradients_may_be_read_and_parameters_looked_at(gate: Gate):
     loop = Loop(gate)
 
@@ -143,6 +146,7 @@ def test_gradients_may_be_read_and_parameters_looked_at(gate: Gate):
     loop.both(act)
 
 
+@pytest.mark.slow
 def test_an_error_does_not_go_away_until_a_checkpoint_is_loaded(gate: Gate):
     loop = Loop(gate)
     checkpoint = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
@@ -161,6 +165,7 @@ def test_an_error_does_not_go_away_until_a_checkpoint_is_loaded(gate: Gate):
     loop.both(lambda model, optimizer: None)
 
 
+@pytest.mark.slow
 def test_a_backward_that_fails_in_the_middle_is_noticed(gate: Gate):
     loop = Loop(gate)
     x = X.clone().requires_grad_()
@@ -172,6 +177,7 @@ def test_a_backward_that_fails_in_the_middle_is_noticed(gate: Gate):
         loop.model(X)
 
 
+@pytest.mark.slow
 def test_who_has_saved_a_parameter_does_not_go_on_with_the_updated_one(gate: Gate):
     loop = Loop(gate)
     x = X.clone().requires_grad_()
@@ -180,6 +186,7 @@ def test_who_has_saved_a_parameter_does_not_go_on_with_the_updated_one(gate: Gat
         loop.model(scaled).backward()
 
 
+@pytest.mark.slow
 def test_micro_batches_that_nobody_announced_are_an_error(gate: Gate):
     loop = Loop(gate)
     loop.model(X).backward()
@@ -206,7 +213,7 @@ def broken(x: Tensor, read: Callable[[], Tensor]) -> Tensor:
     return x + torch.compiler.disable(read)()
 
 
-@pytest.mark.parametrize("is_known", [True, False], ids=["known", "new"])
+@pytest.mark.parametrize("is_known", [slow(True), False], ids=["known", "new"])
 def test_what_others_compile_may_run_where_it_touches_nothing(is_known: bool, gate: Gate):
     loop = Loop(gate)
     metric, norm = (torch.compile(function, backend="aot_eager") for function in (accuracy, norm_of))
@@ -226,7 +233,7 @@ def test_what_others_compile_may_run_where_it_touches_nothing(is_known: bool, ga
     loop.both(act)
 
 
-@pytest.mark.parametrize("is_known", [True, False], ids=["known", "new"])
+@pytest.mark.parametrize("is_known", [slow(True), False], ids=["known", "new"])
 def test_what_others_compile_may_not_write_gradients(is_known: bool, gate: Gate):
     loop = Loop(gate)
     write = torch.compile(halved, backend="aot_eager")
