@@ -201,7 +201,7 @@ class AdamW(torch.optim.Optimizer):
                 self._guard()
         except BaseException as error:
             self._guard()  # an interrupt may have come before the fence stood
-            if isinstance(error, torch.OutOfMemoryError):  # the first step makes states, when the plan's peak may be reached
+            if isinstance(error, torch.OutOfMemoryError):  # states are made when the plan's peak may be reached
                 for model in self._models():
                     if model.shortage is not None:
                         error.add_note(model.shortage(error))
