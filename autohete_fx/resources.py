@@ -3,6 +3,7 @@
 In: a device and the options. Out: bytes and an `ir.Machine`.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -13,6 +14,7 @@ from autohete_fx.options import Options, resolve_bytes
 from autohete_fx.profiler.machine import device_capacity_bytes, host_capacity_bytes, load_or_measure_machine
 from autohete_fx.runtime.lanes import has_spare_core
 from autohete_fx.runtime.session import Session
+from autohete_fx.runtime.tiers import open_tier
 
 _GRAIN = 64
 
@@ -48,13 +50,15 @@ def host_budget_bytes(device: torch.device, options: Options) -> int | None:
 
 def machine_of(device: torch.device, session: Session, offload_dir: str | None = None) -> Machine:
     """The machine's rates, measured once and cached."""
+    # Not the session's: what is measured may be more than its host budget, and would stay reserved.
+    tier = functools.cache(lambda: open_tier(device, offload_dir))
 
     def host_tensor(num_bytes: int) -> torch.Tensor:
         # As the lanes copy: of the host's side, so that the driver knows which memory it is.
-        return session.tier.host_view(session.tier.empty_strided((num_bytes,), (1,), torch.uint8))
+        return tier().host_view(tier().empty_strided((num_bytes,), (1,), torch.uint8))
 
     def issue_copy(lane: Lane, src: torch.Tensor) -> Callable[[], torch.Tensor]:
-        dst = session.tier.empty_like(src) if lane is Lane.D2H else ops.empty_copy_of(src)
+        dst = tier().empty_like(src) if lane is Lane.D2H else ops.empty_copy_of(src)
         handle = session.issue(lane, 0, dst, src)
         return lambda: session.wait(handle, src)
 

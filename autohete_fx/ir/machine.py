@@ -24,7 +24,7 @@ class Machine:
         device_flops_per_s: sustained matmul rate by dtype name, such as ``(("float32", 4e11),)``.
         device_bytes_per_s: bandwidth of device memory (read plus write).
         h2d_bytes_per_s, d2h_bytes_per_s: large copies up and down.
-        disk_bytes_per_s: sequential disk transfers; 0 where unused.
+        disk_bytes_per_s: large transfers, as much read as written; 0 where nothing can be written.
         device_update_params_per_s, host_update_params_per_s: AdamW updates, in parameters.
         latency_s: fixed cost of one transfer, which moves one tensor.
         copy_share: of a second of copying, the seconds by which it lengthens computation meanwhile. 0 where copies have an

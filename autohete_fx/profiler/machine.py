@@ -1,16 +1,18 @@
 """The machine's capacities and rates, timed once and cached.
 
 Enters a device and a way to make host tensors; leaves a `Machine`. Timing takes about two seconds: products, copies
-within the device, copies to and from host memory both ways, AdamW steps on the device and on the host. Each rate is the
-best of a few repeats after a warm-up: others on the machine only ever slow one down.
+within the device, copies to and from host memory both ways, AdamW steps on the device and on the host, a file written and
+read. Each rate is the best of a few repeats after a warm-up: others on the machine only ever slow one down.
 
 A measurement may fall into a step that has a budget to keep. On CUDA it takes some 250 MiB, of what activations take
 later; for a CPU device, where a budget may be smaller than that, every tensor timed here lies in mapped host
-memory; a 16-bit product may take 3 MiB of scratch, and a copy to the device 1 MiB.
+memory; a 16-bit product may take 3 MiB of scratch, a copy to the device 1 MiB, and the disk's window is 4 MiB.
 """
 
+import errno
 import functools
 import itertools
+import mmap
 import os
 import platform
 import shutil
@@ -38,6 +40,9 @@ _SERVER_UPDATE_PARAMS = 2**25
 _PRODUCTS = {"cpu": 1, "cuda": 8}
 """At a time: one of a GPU takes hardly longer than to launch it and to see that it is done."""
 _PRODUCT_SIZE = {"cpu": 768, "cuda": 4096}
+_DISK_BYTES = 32 * 2**20
+_DISK_WINDOW_BYTES = 4 * 2**20
+_DISK_REPEATS = 3
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 MakeHostTensor = Callable[[int], torch.Tensor]
@@ -58,6 +63,20 @@ def host_capacity_bytes(device: torch.device, offload_dir: str | None = None) ->
     if device.type == "cuda":
         return device_capacity_bytes(torch.device("cpu"))
     return shutil.disk_usage(offload_dir or tempfile.gettempdir()).free
+
+
+def disk_capacity_bytes(offload_dir: str | None = None) -> int:
+    """What is free where optimizer states on disk would be; 0 where files are kept in RAM."""
+    directory = offload_dir or tempfile.gettempdir()
+    return 0 if _is_in_ram(directory) else shutil.disk_usage(directory).free
+
+
+def _is_in_ram(directory: str) -> bool:
+    device = os.stat(directory).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo") as lines:
+        mounts = (line.split() for line in lines)
+        return any(each[2] == number and each[each.index("-") + 1] in ("tmpfs", "ramfs") for each in mounts)
 
 
 @functools.cache
@@ -208,6 +227,38 @@ def _update_rate(device: torch.device, make: MakeTensor, count: int) -> float:
         return count / best_seconds(device, step)
 
 
+def measure_disk(directory: str | None = None) -> float:
+    """Bytes per second of a file in a directory that is written, and read when it has left RAM; rounded, for disks differ from
+    moment to moment. 0 where there is no room for the file."""
+    best = {"written": float("inf"), "read": float("inf")}
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file, mmap.mmap(-1, _DISK_WINDOW_BYTES) as window:
+            window.write(b"1" * len(window))
+            os.posix_fallocate(file.fileno(), 0, _DISK_BYTES)
+            for _ in range(_DISK_REPEATS):
+                for what, seconds in _disk_seconds(file.fileno(), window).items():
+                    best[what] = min(best[what], seconds)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return 0.0
+    return float(f"{2 * _DISK_BYTES / sum(best.values()):.2g}")
+
+
+def _disk_seconds(file: int, window: mmap.mmap) -> dict[str, float]:
+    starts = range(0, _DISK_BYTES, len(window))
+    begin = time.perf_counter()
+    for start in starts:
+        os.pwrite(file, window, start)
+    os.fdatasync(file)
+    written = time.perf_counter()
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    begin_reading = time.perf_counter()
+    for start in starts:
+        os.preadv(file, [window], start)
+    return {"written": written - begin, "read": time.perf_counter() - begin_reading}
+
+
 def _plain_host_tensor(device: torch.device, num_bytes: int) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
 
@@ -229,7 +280,7 @@ def measure_machine(
         issue_copy: CPU only: how training copies. Without it, plain copies are timed, as if nothing ran beside them.
         copies_run_beside: CPU only: whether computation goes on while copies so issued run; what it loses to them is
             timed. Else it stands still for as long as they take.
-        offload_dir: directory of host memory for a CPU device; the temporary directory where None.
+        offload_dir: directory of states on disk, and of host memory for a CPU device; the temporary directory where None.
     """
     # the caller may be in the middle of tracing: nothing here may be traced or recorded for backward
     real = unset_fake_temporarily()
@@ -264,10 +315,10 @@ def measure_machine(
             device_type=device.type,
             device_bytes=device_capacity_bytes(device),
             host_bytes=host_capacity_bytes(device, offload_dir),
-            disk_bytes=0,
+            disk_bytes=disk_capacity_bytes(offload_dir),
             device_flops_per_s=_product_rates(device, make),
             device_bytes_per_s=_device_bandwidth(device, make),
-            disk_bytes_per_s=0.0,
+            disk_bytes_per_s=measure_disk(offload_dir),
             device_update_params_per_s=host_rate
             if device.type == "cpu"
             else _update_rate(device, make, _UPDATE_PARAMS["cuda"]),
@@ -285,7 +336,7 @@ def machine_key(device: torch.device, offload_dir: str | None = None) -> str:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         torch.get_num_threads(),
         torch.__version__,
-        os.stat(directory).st_dev if device.type == "cpu" else "pinned",
+        os.stat(directory).st_dev,
     ]
     return "|".join(map(str, parts))
 
@@ -311,6 +362,14 @@ def load_or_measure_machine(
         )
         store_machine(key, machine)
     # The free bytes of a disk change by the minute; rounded down, so that equal problems stay equal.
-    free = host_capacity_bytes(device, offload_dir)
-    grain = 2**30 if free > 2**32 else 2**26
-    return replace(machine, device_bytes=device_capacity_bytes(device), host_bytes=free // grain * grain)
+    return replace(
+        machine,
+        device_bytes=device_capacity_bytes(device),
+        host_bytes=_rounded_down(host_capacity_bytes(device, offload_dir)),
+        disk_bytes=_rounded_down(disk_capacity_bytes(offload_dir)),
+    )
+
+
+def _rounded_down(num_bytes: int) -> int:
+    grain = 2**30 if num_bytes > 2**32 else 2**26
+    return num_bytes // grain * grain

@@ -1,5 +1,7 @@
 """Machine figures: plausible, complete, cached by what they depend on."""
 
+import errno
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,9 +14,11 @@ from autohete_fx.ir import Lane
 from autohete_fx.profiler import machine as machine_module
 from autohete_fx.profiler.machine import (
     device_capacity_bytes,
+    disk_capacity_bytes,
     host_capacity_bytes,
     load_or_measure_machine,
     machine_key,
+    measure_disk,
     measure_machine,
 )
 
@@ -37,6 +41,7 @@ def test_every_rate_of_a_cpu_is_measured(tmp_path: Path) -> None:
     assert asked
     assert [name for name, _ in found.device_flops_per_s] == ["float32", "bfloat16", "float16"]
     rates = [found.device_bytes_per_s, found.h2d_bytes_per_s, found.d2h_bytes_per_s, found.host_update_params_per_s]
+    rates.append(found.disk_bytes_per_s)
     assert all(rate > 1e6 for rate in rates)
     assert found.flops_per_s("float32") > 1e8
     assert 0 < found.latency_s < 0.1
@@ -86,7 +91,7 @@ def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(machine_module, "measure_machine", never)
     again = load_or_measure_machine(CPU, offload_dir=str(tmp_path))
-    assert replace(again, host_bytes=0) == replace(first, host_bytes=0)
+    assert replace(again, host_bytes=0, disk_bytes=0) == replace(first, host_bytes=0, disk_bytes=0)
 
 
 def test_figures_depend_on_the_number_of_threads() -> None:
@@ -101,3 +106,21 @@ def test_figures_depend_on_the_number_of_threads() -> None:
 
 def test_the_host_tier_of_a_cpu_is_the_directorys_file_system(tmp_path: Path) -> None:
     assert 0 < host_capacity_bytes(CPU, str(tmp_path)) < 2**60
+
+
+def test_files_that_are_kept_in_ram_are_no_disk(tmp_path: Path) -> None:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("there is no directory in RAM")
+    assert disk_capacity_bytes("/dev/shm") == 0 < host_capacity_bytes(CPU, "/dev/shm")
+    assert os.stat(tmp_path).st_dev == os.stat("/dev/shm").st_dev or disk_capacity_bytes(str(tmp_path)) > 0
+
+
+def test_a_disk_without_room_has_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    assert measure_disk(str(tmp_path)) == 0.0
+    monkeypatch.undo()
+    assert measure_disk(str(tmp_path)) > 1e6
+    assert list(tmp_path.iterdir()) == []
