@@ -16,6 +16,7 @@ from autohete_fx.blueprint import read_model
 from autohete_fx.errors import AutoHeteError, OptionError
 from autohete_fx.ir import Machine, Overlap, Plan, Schedule
 from autohete_fx.options import Options, Share, Size, parse_size, resolve_bytes
+from autohete_fx.planning import with_disk
 from autohete_fx.profiler.devices import DEVICES, RESERVE_SHARE, find_device, machine_of_spec
 from autohete_fx.profiler.link import Link, measure_link
 from autohete_fx.profiler.machine import measure_machine
@@ -214,12 +215,14 @@ def _plan(parsed: argparse.Namespace) -> str:
         traced_layers=step.traced_layers,
         trace_s=time.perf_counter() - began,
     )
-    problem = dataclasses.replace(
-        step.problem,
-        device_budget_bytes=device_budget_bytes,
-        host_budget_bytes=host_budget_bytes,
-        schedule=Schedule(overlap=Overlap(parsed.overlap)),
-        clips_gradients=parsed.clip,
+    problem = with_disk(
+        dataclasses.replace(
+            step.problem,
+            device_budget_bytes=device_budget_bytes,
+            host_budget_bytes=host_budget_bytes,
+            schedule=Schedule(overlap=Overlap(parsed.overlap)),
+            clips_gradients=parsed.clip,
+        )
     )
     tokens, limit_s = parsed.batch * parsed.seq, parsed.time_limit
     if parsed.sweep:

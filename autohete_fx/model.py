@@ -110,13 +110,15 @@ def place(
         if name in but:
             continue
         decision = plan.decisions[block]
+        optimizer = decision.optimizer if name in moved else Optimizer.DEVICE
         _models[params[name]] = weakref.ref(model)
         placement = Placement(
             params=decision.params,
-            optimizer=decision.optimizer if name in moved else Optimizer.DEVICE,
+            optimizer=optimizer,
             tier=session.tier,
             block=block,
             updates=session.updates,
+            disk=session.disk if optimizer is Optimizer.DISK else None,
         )
         place_param(params[name], placement)
 

@@ -27,8 +27,8 @@ __all__ = ["ALLOWED_DECISIONS", "Options", "Share", "Size", "UserPass", "UserPas
 UserPass = Callable[..., object]
 """``(GraphModule, PassContext) -> GraphModule``; the type is loose here because this module does not import torch."""
 
-ALLOWED_DECISIONS = ("recompute", "offload_activations", "host_params", "host_optimizer")
-"""What ``allow`` may contain: the decisions that take memory off the device."""
+ALLOWED_DECISIONS = ("recompute", "offload_activations", "host_params", "host_optimizer", "disk_optimizer")
+"""What ``allow`` may contain: the decisions that take memory off the device, and states off the host."""
 
 _BYTES_OF_UNIT = {
     "b": 1,
@@ -73,8 +73,9 @@ class Options:
 
     Attributes:
         memory_budget: peak device memory allowed; None: what is free on CUDA, no limit on a CPU device.
-        host_budget: host memory allowed for homes; None for no limit.
-        offload_dir: directory of the memory-mapped homes on a CPU device; None for the system's temporary directory.
+        host_budget: host memory allowed for homes; None for no limit. Optimizer states on disk are not among them.
+        offload_dir: directory of optimizer states on disk, and of the memory-mapped homes on a CPU device; None for the
+            system's temporary directory.
         plan: replay this plan instead of solving for one.
         passes: the user's own FX passes.
         inner_backend: what compiles the rewritten graphs: ``inductor`` or ``eager``.

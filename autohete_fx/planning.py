@@ -33,7 +33,7 @@ from autohete_fx.ir import (
 from autohete_fx.optim import AdamW, optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.planner.choices import streaming_peak_bytes
-from autohete_fx.planner.figures import updates_on_host
+from autohete_fx.planner.figures import host_bytes, updates_on_host
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import solve
 from autohete_fx.profiler import ParamInfo
@@ -164,8 +164,9 @@ def make_problem(
     keep_placement: bool,
 ) -> Problem:
     """The planner's input. ``keep_placement``: parameters that are placed already stay where they are."""
+    allow_disk = training and {"host_optimizer", "disk_optimizer"} <= options.allow
     fixed = tuple(_placed_decision(block, params) for block in graph.blocks) if keep_placement else ()
-    return Problem(
+    problem = Problem(
         labels=labels_of(graph.blocks),
         costs=tuple(costs),
         edges=graph.edges,
@@ -186,6 +187,18 @@ def make_problem(
         training=training,
         fixed_decisions=fixed if any(d is not None for d in fixed) else (),
     )
+    return with_disk(problem) if allow_disk else problem
+
+
+def with_disk(problem: Problem) -> Problem:
+    """The problem with optimizer states allowed on disk where the host budget may be short. Elsewhere host memory is never
+    worse, and what need not be decided takes no time."""
+    machine, budget = problem.machine, problem.host_budget_bytes
+    if not problem.allow_host_optimizer or budget is None or not machine.disk_bytes or not machine.disk_bytes_per_s:
+        return problem
+    everything = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimizer=Optimizer.HOST)
+    most = sum(host_bytes(problem, block, everything) for block in range(len(problem.costs)))
+    return dataclasses.replace(problem, allow_disk_optimizer=most > budget)
 
 
 def _placed_decision(block: Block, params: Mapping[str, torch.nn.Parameter]) -> BlockDecision | None:
@@ -223,7 +236,7 @@ def fitted_plan(plan: Plan, graph: BlockGraph, problem: Problem) -> Plan:
             " was made; make a plan for this model and batch, or leave the option 'plan' out"
         )
     for label, decision in zip(labels, plan.decisions, strict=True):
-        _refuse_unsupported(label, decision)
+        _refuse_unsupported(label, decision, problem.machine)
     problem = dataclasses.replace(problem, schedule=plan.schedule)
     return _replayed(dataclasses.replace(plan, block_digests=digests), problem)
 
@@ -253,12 +266,12 @@ def _replayed(plan: Plan, problem: Problem) -> Plan:
     )
 
 
-def _refuse_unsupported(label: str, decision: BlockDecision) -> None:
-    """What the planner can model and the runtime cannot do yet."""
-    if decision.optimizer is Optimizer.DISK:
+def _refuse_unsupported(label: str, decision: BlockDecision, machine: Machine) -> None:
+    """What the runtime cannot do here."""
+    if decision.optimizer is Optimizer.DISK and not machine.disk_bytes_per_s:
         raise PlanError(
-            f"the plan decides optimizer {decision.optimizer.value!r} for block {label!r}, which training does not support"
-            " yet; decide it otherwise"
+            f"the plan decides optimizer 'disk' for block {label!r}, but when this machine was measured its disk had no room;"
+            " free some there, or give another offload_dir"
         )
 
 

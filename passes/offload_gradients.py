@@ -17,7 +17,6 @@ from torch import fx
 from torch._guards import detect_fake_mode
 
 from autohete_fx import annotations, ops
-from autohete_fx.ir import Optimizer
 from autohete_fx.passes.base import PassContext, insert_copy, output_node
 from autohete_fx.saved import output_args
 
@@ -27,7 +26,7 @@ def offload_gradients(gm: fx.GraphModule, context: PassContext) -> fx.GraphModul
     outputs = output_args(gm)
     for position, owner in enumerate(context.gradients):
         node = outputs[position]
-        if owner is None or node is None or context.decision(owner).optimizer is not Optimizer.HOST:
+        if owner is None or node is None or not context.decision(owner).updates_on_host:
             continue
         node = _with_strides(gm, node, context.gradient_strides[position])
         block = annotations.block_of(node)

@@ -58,6 +58,13 @@ PLANS: dict[str, tuple[BlockDecision, ...]] = {
     ),
 }
 MIXED = ("mixed", "mixed in part")
+PLANS["disk"] = (
+    BlockDecision(params=Params.HOST, optimizer=Optimizer.DISK),
+    dataclasses.replace(HOST, optimizer=Optimizer.DISK),
+    BlockDecision(activations=Activations.RECOMPUTE, optimizer=Optimizer.DISK, num_moved_states=3),
+    HOST,
+    BlockDecision(optimizer=Optimizer.DISK),
+)
 STEPS = 5
 
 
@@ -243,7 +250,7 @@ def _identity(model: Model) -> str:
 def stepped_on_host() -> frozenset[str]:
     """Names of the parameters that the last compilation of ours steps on the host."""
     compilation = training_compilation()
-    on_host = [block for block, d in enumerate(compilation.plan.decisions) if d.optimizer is Optimizer.HOST]
+    on_host = [block for block, d in enumerate(compilation.plan.decisions) if d.updates_on_host]
     return frozenset(name for name, block in compilation.owners.items() if block in on_host)
 
 

@@ -31,7 +31,8 @@ class Optimizer(enum.Enum):
     STREAMED = "streamed"
     """States on the host; for each step they are copied to the device, updated there, and copied back."""
     DISK = "disk"
-    """States on disk; for each step they are read into host memory, updated there, and written back."""
+    """States on disk; for each step the CPU reads them into RAM, updates them there, and writes them back, a window of a
+    parameter at a time. Gradients are in host memory, as for ``HOST``."""
 
 
 def staging_bytes(state_bytes: int) -> int:
@@ -95,6 +96,11 @@ class BlockDecision:
     def recomputes(self) -> bool:
         """Whether anything of the block's forward runs again in backward."""
         return self.activations in (Activations.RECOMPUTE, Activations.SELECTIVE)
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether the CPU does the block's optimizer step, or a part of it."""
+        return self.optimizer in (Optimizer.HOST, Optimizer.DISK)
 
     def __post_init__(self) -> None:
         if self.prefetch_distance < 1:

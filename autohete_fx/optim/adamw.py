@@ -18,10 +18,9 @@ from autohete_fx.ir import Overlap
 from autohete_fx.optim import clipping
 from autohete_fx.optim.early import check_group
 from autohete_fx.optim.host_copy import HostCopies
-from autohete_fx.optim.kernels import reconcile_master
 from autohete_fx.optim.loading import read_groups, read_states
 from autohete_fx.optim.owners import optimizer_of, register_owner
-from autohete_fx.optim.state import MASTER, check_grad, check_param, complete, flat, place_of, settle, state_bytes
+from autohete_fx.optim.state import MASTER, check_grad, check_param, complete, place_of, reconcile, settle, state_bytes
 from autohete_fx.optim.updates import Update, apply
 from autohete_fx.runtime.calls import is_within_call
 from autohete_fx.runtime.early import Consumed
@@ -317,7 +316,7 @@ class AdamW(torch.optim.Optimizer):
             if isinstance(param, Tensor) and MASTER in state:
                 settle(param, state, place_of(param))
                 if MASTER in state:
-                    reconcile_master(flat(param), flat(state[MASTER]))
+                    reconcile(param, state[MASTER], place_of(param))
         return super().state_dict()
 
     @_untraced

@@ -31,7 +31,7 @@ class HostCopy:
 
     def __init__(self, param: Tensor, place: Place) -> None:
         assert place.tier is not None
-        self.home = place.empty(param, param.dtype)
+        self.home = place.tier.empty_strided(param.shape, layout_of(param), param.dtype)
         self.is_current = False
         # On an oddly laid out parameter no kernel can walk; it comes down every time. That is rare.
         self._sent = fingerprint(param) if param.stride() == layout_of(param) else None

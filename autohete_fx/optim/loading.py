@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autohete_fx.errors import OptimizerStateError
-from autohete_fx.optim.state import MASTER, MOMENTS, STEP, State, needs_master, place_of, state_dtype, state_names
+from autohete_fx.optim.state import MASTER, MOMENTS, STEP, State, needs_master, place_of, state_names
 
 Group = dict[str, Any]
 
@@ -133,5 +133,5 @@ def _build(param: Tensor, entry: Mapping[str, Any], current: Mapping[str, Any]) 
     for name in state_names(param):
         if name in entry:
             t = entry[name]
-            state[name] = t if t is current.get(name) else place.empty(param, state_dtype(param)).copy_(t.detach())
+            state[name] = t if t is current.get(name) else place.fill(place.empty(param), t.detach())
     return state

@@ -58,7 +58,7 @@ class GradientBuffers:
             self._free.append(buffer)
 
 
-def laid_out(buffer: Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+def shaped(buffer: Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A buffer's first bytes as a tensor of a dense layout."""
     num_bytes = dtype.itemsize
     for n in shape:

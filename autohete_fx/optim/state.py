@@ -6,7 +6,8 @@ the place that the placement asks for. States move without loss whenever the pla
 a time.
 
 A host state is a home of the tier: it presents itself on the compute device, so ``state_dict()``, ``torch.save`` and
-eager code read it as any other tensor.
+eager code read it as any other tensor. A state on disk is a tensor on the CPU (`autohete_fx.runtime.disk`), which they read
+too; it is made, moved and updated window by window, so that little of it is in RAM.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from torch import Tensor
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Optimizer
 from autohete_fx.ops import contiguous_stride, is_dense
+from autohete_fx.optim.kernels import reconcile_master
+from autohete_fx.runtime.disk import DiskTier, Walk
+from autohete_fx.runtime.lanes import Lanes
 from autohete_fx.runtime.placement import placement_of
 from autohete_fx.runtime.tiers import HostTier, is_home
 from autohete_fx.runtime.updates import Updates
@@ -84,7 +88,9 @@ def layout_of(param: Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a parameter's states belong: homes of ``tier``, or memory of ``device`` where there is no tier.
+    """Where a parameter's states belong: homes of ``disk``, else of ``tier``, or memory of ``device`` where there is neither.
+
+    ``tier`` is also where gradients and copies of parameters that the host updates are; states on disk need it for those.
 
     ``block`` is the index of the parameter's block, smaller where the next forward needs it sooner; -1 where unknown.
     ``updates`` is where updates of host states run behind the caller's back; None where they never do.
@@ -96,15 +102,36 @@ class Place:
     block: int = -1
     updates: Updates | None = None
     is_streamed: bool = False
+    disk: DiskTier | None = None
 
-    def empty(self, param: Tensor, dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor here, laid out as the states of ``param``. Raises HostMemoryError."""
-        if self.tier is not None:
-            return self.tier.empty_strided(param.shape, layout_of(param), dtype)
+    def empty(self, param: Tensor) -> Tensor:
+        """An uninitialised state of ``param`` here. Raises HostMemoryError."""
+        dtype, tier = state_dtype(param), self.disk or self.tier
+        if tier is not None:
+            return tier.empty_strided(param.shape, layout_of(param), dtype)
         return torch.empty_strided(param.shape, layout_of(param), dtype=dtype, device=self.device)
+
+    def fill(self, state: Tensor, values: Tensor | None) -> Tensor:
+        """Set a state that lies here to the values of a tensor of its shape, or to zero, and return it."""
+        if self.disk is None:
+            return state.zero_() if values is None else state.copy_(values)
+        walk = Walk(self.disk, self.lanes, [flat(state)], reads=False)
+        if values is None:
+            walk.run(lambda _, parts: parts[0].zero_())
+        else:
+            source = flat(laid_out(values, state))
+            walk.run(lambda window, parts: parts[0].copy_(source[window]))
+        return state
+
+    @property
+    def lanes(self) -> Lanes:
+        """Of the model, or of its own."""
+        return self.updates.lanes if self.updates is not None else Lanes(self.device)
 
     def holds(self, t: Tensor) -> bool:
         """Whether ``t`` lies here."""
+        if self.disk is not None:
+            return self.disk.owns(t)
         return t.device == self.device and (not is_home(t) if self.tier is None else self.tier.owns(t))
 
     def step_device(self, param: Tensor) -> torch.device:
@@ -118,10 +145,15 @@ def place_of(param: Tensor) -> Place:
     placement = placement_of(param)
     if placement is None:
         return Place(param.device)
-    is_streamed = placement.optimizer is Optimizer.STREAMED
-    leaves = (placement.optimizer is Optimizer.HOST or is_streamed) and placement.tier.device == param.device
-    tier = placement.tier if leaves else None
-    return Place(param.device, tier, placement.block, placement.updates, is_streamed=leaves and is_streamed)
+    leaves = placement.optimizer is not Optimizer.DEVICE and placement.tier.device == param.device
+    return Place(
+        param.device,
+        placement.tier if leaves else None,
+        placement.block,
+        placement.updates,
+        is_streamed=leaves and placement.optimizer is Optimizer.STREAMED,
+        disk=placement.disk if leaves and placement.optimizer is Optimizer.DISK else None,
+    )
 
 
 def settle(param: Tensor, state: State, place: Place) -> None:
@@ -133,7 +165,6 @@ def settle(param: Tensor, state: State, place: Place) -> None:
     """
     if not needs_master(param):
         state.pop(MASTER, None)
-    dtype = state_dtype(param)
     for name in state_names(param):
         t = state.get(name)
         if t is None or _is_as_wanted(t, param, place):
@@ -143,7 +174,7 @@ def settle(param: Tensor, state: State, place: Place) -> None:
                 f"a parameter has shape {tuple(param.shape)} and its state {name!r} has {tuple(t.shape)}: it was "
                 "resized after a step. Build a new optimizer, or clear optimizer.state[param]"
             )
-        state[name] = place.empty(param, dtype).copy_(t)
+        state[name] = place.fill(place.empty(param), t)
     step = state.get(STEP)
     if step is not None and step.device != place.step_device(param):
         state[STEP] = step.to(place.step_device(param))
@@ -167,15 +198,29 @@ def complete(param: Tensor, state: State, place: Place) -> None:
     They are allocated before any is added, so HostMemoryError leaves the state as it was.
     """
     missing = [name for name in state_names(param) if name not in state]
-    made = {name: place.empty(param, state_dtype(param)) for name in missing}
+    made = {name: place.empty(param) for name in missing}
     for name, t in made.items():
-        if name == MASTER:
-            t.copy_(param)
-        else:
-            t.zero_()
+        place.fill(t, param if name == MASTER else None)
     if STEP not in state:
         made = {STEP: torch.zeros((), dtype=torch.float32, device=place.step_device(param)), **made}
     state.update(made)
+
+
+def reconcile(param: Tensor, master: Tensor, place: Place) -> None:
+    """Make a 16-bit parameter's master, which lies at ``place``, agree with edits of the parameter."""
+    weight, home = flat(laid_out(param, master)), flat(master)
+    if place.disk is None:
+        reconcile_master(weight, home)
+    else:
+        walk = Walk(place.disk, place.lanes, [home])
+        walk.run(lambda window, parts: reconcile_master(weight[window].to(home.device), parts[0]))
+
+
+def laid_out(t: Tensor, param: Tensor) -> Tensor:
+    """``t`` itself, or a copy with the layout of the parameter's states where it has another."""
+    if t.stride() == layout_of(param):
+        return t
+    return torch.empty_strided(t.shape, layout_of(param), dtype=t.dtype, device=t.device).copy_(t)
 
 
 def flat(t: Tensor) -> Tensor:

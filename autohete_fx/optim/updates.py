@@ -11,6 +11,8 @@ place, now or when they are needed.
   and goes up. Gradients that do not live in homes are copied through homes (`staging`); what the next update needs comes while
   one is computed. No device memory but fingerprints.
 * Streamed states pass through the device, which updates them (`streamed`).
+* States on disk are updated in RAM, a window of a parameter at a time; what the next update needs first comes while one is
+  computed, on every device.
 * Where the schedule lets updates overlap, those of host states are work of the update lane on every device, and the step
   returns before they are done (`autohete_fx.runtime.updates` has who waits). The block that the next forward needs
   first comes first.
@@ -18,6 +20,7 @@ place, now or when they are needed.
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -30,9 +33,21 @@ from autohete_fx.ir import Lane, Overlap
 from autohete_fx.optim import clipping
 from autohete_fx.optim.host_copy import Edits, HostCopies, HostCopy
 from autohete_fx.optim.kernels import coefficients, prepare_mixed, update_full_precision, update_mixed
-from autohete_fx.optim.staging import GradientBuffers, laid_out
-from autohete_fx.optim.state import MASTER, MOMENTS, STEP, Place, State, flat, layout_of, needs_master
+from autohete_fx.optim.staging import GradientBuffers, shaped
+from autohete_fx.optim.state import (
+    MASTER,
+    MOMENTS,
+    STEP,
+    Place,
+    State,
+    flat,
+    laid_out,
+    layout_of,
+    needs_master,
+    state_names,
+)
 from autohete_fx.optim.streamed import Staging, can_stream, stream
+from autohete_fx.runtime.disk import Walk
 from autohete_fx.runtime.lanes import Lanes
 from autohete_fx.runtime.ticket import Ticket
 from autohete_fx.runtime.tiers import HostTier, host_view
@@ -202,9 +217,12 @@ def frozen(group: dict[str, Any]) -> dict[str, Any]:
 def apply_in_place(updates: Iterable[Update]) -> None:
     """Update where the tensors are. Device temporaries: at most a copy of one oddly laid out parameter and gradient."""
     coefs = _Coefficients()
+    on_disk: list[tuple[Update, Walk]] = []
     batches: defaultdict[tuple[int, torch.device, torch.dtype], list[Update]] = defaultdict(list)
     for u in updates:
-        if needs_master(u.param):
+        if (walk := _walk_of(u)) is not None:
+            on_disk.append((u, walk))
+        elif needs_master(u.param):
             _apply_mixed(u, u.param, u.grad, u.state, coefs)
         elif _plain(u.param, u.grad):
             batches[id(u.group), u.param.device, u.param.dtype].append(u)
@@ -212,6 +230,11 @@ def apply_in_place(updates: Iterable[Update]) -> None:
             _apply_full([u])
     for batch in batches.values():
         _apply_full(batch)
+    for (u, walk), upcoming in itertools.zip_longest(on_disk, (walk for _, walk in on_disk[1:])):
+        walk.read_ahead()
+        if upcoming is not None:
+            upcoming.read_ahead()
+        _apply_in_windows(u, walk, u.param, u.grad, coefs)
 
 
 class _HostUpdate:
@@ -237,6 +260,7 @@ class _HostUpdate:
         self.arrivals: list[Ticket] = []
         self.buffer: Tensor | None = None
         self.is_prepared = False
+        self.walk = _walk_of(update)
 
     def submit(self) -> tuple[Ticket, Ticket]:
         """Tickets of the update and of the updated parameter."""
@@ -280,13 +304,15 @@ class _HostUpdate:
             self._download(self._gradient(), self.update.grad.detach())
         if self.copy is not None and self.edits.has(self.copy):
             self._download(self.copy.home, self.update.param.detach())
+        if self.walk is not None:
+            self.walk.read_ahead()
 
     def _gradient(self) -> Tensor:
         """What the CPU updates from."""
         grad = self.update.grad
-        return (
-            grad if self.buffer is None else laid_out(self.buffer, grad.shape, layout_of(self.update.param), grad.dtype)
-        )
+        if self.buffer is None:
+            return grad
+        return shaped(self.buffer, grad.shape, layout_of(self.update.param), grad.dtype)
 
     def _download(self, home: Tensor, t: Tensor) -> None:
         self.arrivals.append(self.lanes.submit(Lane.D2H, self.priority, home, t, self.after, label="download"))
@@ -315,7 +341,9 @@ class _HostUpdate:
             param = host_view(self.copy.home)
         elif not self.lanes.is_host:
             param = host_view(param)
-        if needs_master(u.param):
+        if self.walk is not None:
+            _apply_in_windows(u, self.walk, param, grad, self.coefs)
+        elif needs_master(u.param):
             _apply_mixed(u, param, grad, state, self.coefs)
         else:
             _apply_full([Update(param, grad, state, u.group, u.place)])
@@ -348,25 +376,47 @@ def _apply_full(batch: Sequence[Update]) -> None:
     """One call of the fused kernel; a batch of more than one is all plain."""
     params, grads = [u.param for u in batch], [u.grad for u in batch]
     if len(batch) == 1 and not _plain(params[0], grads[0]):
-        params, grads = [_laid_out(params[0], params[0])], [_laid_out(grads[0].to(params[0].dtype), params[0])]
+        params, grads = [laid_out(params[0], params[0])], [laid_out(grads[0].to(params[0].dtype), params[0])]
     exp_avgs, exp_avg_sqs, steps = ([u.state[name] for u in batch] for name in (*MOMENTS, STEP))
     update_full_precision(params, grads, exp_avgs, exp_avg_sqs, steps, batch[0].group)
     if params[0] is not batch[0].param:
         batch[0].param.copy_(params[0])
 
 
+def _walk_of(u: Update) -> Walk | None:
+    """Over the states of an update; None where they are not on disk."""
+    if u.place.disk is None:
+        return None
+    return Walk(u.place.disk, u.place.lanes, [flat(u.state[name]) for name in state_names(u.param)])
+
+
+def _apply_in_windows(u: Update, walk: Walk, param: Tensor, grad: Tensor, coefs: "_Coefficients") -> None:
+    """Update one window of the elements after another, each as if it were a parameter."""
+    weight, gradient = laid_out(param, u.param), laid_out(grad, u.param)
+    if not needs_master(u.param):
+        gradient = gradient.to(weight.dtype)
+    weights, gradients = flat(weight), flat(gradient)
+    step = u.state[STEP]
+
+    def update(window: slice, states: list[Tensor]) -> None:
+        state = {STEP: step.clone(), **dict(zip(state_names(u.param), states, strict=True))}
+        part = Update(weights[window], gradients[window], state, u.group, u.place)
+        if needs_master(u.param):
+            _apply_mixed(part, part.param, part.grad, state, coefs)
+        else:
+            _apply_full([part])
+
+    walk.run(update)
+    step += 1
+    if weight is not param:
+        param.copy_(weight)
+
+
 def _apply_mixed(u: Update, param: Tensor, grad: Tensor, state: State, coefs: _Coefficients) -> None:
-    weight, gradient = _laid_out(param, u.param), _laid_out(grad, u.param)
+    weight, gradient = laid_out(param, u.param), laid_out(grad, u.param)
     state[STEP] += 1
     master, exp_avg, exp_avg_sq = (flat(state[name]) for name in (MASTER, *MOMENTS))
     at_step = coefs.at(u.group, float(state[STEP]), param.device)
     update_mixed(flat(weight), flat(gradient), master, exp_avg, exp_avg_sq, at_step)
     if weight is not param:
         param.copy_(weight)
-
-
-def _laid_out(t: Tensor, param: Tensor) -> Tensor:
-    """``t`` itself, or a copy with the layout of the parameter's states where it has another."""
-    if t.stride() == layout_of(param):
-        return t
-    return torch.empty_strided(t.shape, layout_of(param), dtype=t.dtype, device=t.device).copy_(t)

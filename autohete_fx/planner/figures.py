@@ -40,7 +40,7 @@ def disk_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
 
 def updates_on_host(decision: BlockDecision) -> bool:
     """Whether the block's optimizer step, or a part of it, runs on the host."""
-    return decision.optimizer in (Optimizer.HOST, Optimizer.DISK)
+    return decision.updates_on_host
 
 
 def device_update_s(problem: Problem, block: int, decision: BlockDecision, num_params: int) -> float:

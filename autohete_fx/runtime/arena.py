@@ -93,6 +93,7 @@ class Arena:
         map_chunk: makes a chunk of at least the given bytes.
         growth_bytes: the least a new chunk has, so that small homes share chunks.
         capacity_bytes: the most that all chunks may have together; None for no limit.
+        alignment_bytes: of homes, ALIGNMENT_BYTES or a multiple.
         fence: makes a fence at the device's present, or None on a device that works synchronously. A range whose
             lease died is reused only once a fence made after that has passed, since the device may still be at work
             on bytes that Python has let go of.
@@ -110,11 +111,13 @@ class Arena:
         *,
         growth_bytes: int,
         capacity_bytes: int | None = None,
+        alignment_bytes: int = ALIGNMENT_BYTES,
         fence: Callable[[], Fence | None] = lambda: None,
     ) -> None:
         self._map_chunk = map_chunk
         self._growth_bytes = growth_bytes
         self._capacity_bytes = capacity_bytes
+        self._alignment_bytes = alignment_bytes
         self._fence = fence
         # Reentrant: a garbage collection inside a locked region may run code that comes back here.
         self._lock = threading.RLock()
@@ -135,22 +138,22 @@ class Arena:
 
     @property
     def in_use_bytes(self) -> int:
-        """Bytes of the living leases, each rounded up to ALIGNMENT_BYTES."""
+        """Bytes of the living leases, each rounded up to the alignment."""
         with self._lock:
             self._collect()
             return self._in_use_bytes
 
-    def contains(self, address: int) -> bool:
-        """Whether an address lies in a chunk."""
+    def chunk_at(self, address: int) -> Chunk | None:
+        """The chunk that an address lies in; None where it lies in none."""
         with self._lock:
-            return any(chunk.address <= address < chunk.address + chunk.num_bytes for chunk in self._chunks)
+            return next((c for c in self._chunks if c.address <= address < c.address + c.num_bytes), None)
 
     def lease(self, num_bytes: int) -> "ctypes.Array[ctypes.c_char]":
-        """An array over ``num_bytes`` uninitialised bytes, aligned to ALIGNMENT_BYTES.
+        """An array over ``num_bytes`` uninitialised bytes, aligned.
 
         Raises HostMemoryError where capacity or the system refuses.
         """
-        size = -(-max(num_bytes, 1) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        size = self._aligned(max(num_bytes, 1))
         with self._lock:
             if self._closed:
                 raise HostMemoryError(f"asked for a home of {bytes_text(num_bytes)} after close(); open another tier")
@@ -192,6 +195,9 @@ class Arena:
         with self._lock:
             self._closed = True
             self.trim()
+
+    def _aligned(self, num_bytes: int) -> int:
+        return -(-num_bytes // self._alignment_bytes) * self._alignment_bytes
 
     def _collect(self) -> None:
         """Take back the ranges of dead leases, at once or behind a fence."""
@@ -258,7 +264,7 @@ class Arena:
         return self._add_chunk(size)
 
     def _add_chunk(self, num_bytes: int) -> Chunk:
-        num_bytes = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        num_bytes = self._aligned(num_bytes)
         if self._capacity_bytes is not None and self.reserved_bytes + num_bytes > self._capacity_bytes:
             raise HostMemoryError(
                 f"asked for {bytes_text(num_bytes)} of host memory, but {bytes_text(self.reserved_bytes)} of the "

@@ -10,6 +10,8 @@ one object: it alone knows what is in flight and keeps it referenced.
   waits for its slowest member, and cost the step more than the copy itself: work is done where it is submitted, with
   all threads.
 * The update lane is a thread that starts an OpenMP team; on a CPU device without a spare core, again, the caller.
+* The disk lane is a thread everywhere, for it mostly waits for the disk. It has no priorities: what is read comes to RAM behind
+  what leaves it.
 
 What threads share. "The program" is the thread that runs forward, backward and step; workers are the lanes' threads.
 
@@ -22,6 +24,8 @@ What threads share. "The program" is the thread that runs forward, backward and 
   takes to find the work. Later writes by the program wait (`fence`, nodes of compiled code); hyperparameters are a copy.
 * *Callbacks of a ticket*: under its lock; each is called once, without any lock, by who registers late or by ``set_ready``.
 * *Preparation of work*: any worker of its lane, under the ticket's own lock, once.
+* *A window of states from disk*: the lane until its read is complete, then who works on it, and the lane from its write on. Which
+  walks read ahead, and the buffers of windows: under the tier's lock.
 * *Coefficients of a step*: workers; two may make the same entry, of equal values.
 * *Staging of streamed states*: the thread that issues their copies uses its slots, one after the other; the one that finishes
   updates reads what has been issued, when all of it is.
@@ -31,7 +35,8 @@ What threads share. "The program" is the thread that runs forward, backward and 
 
 Single operations on dictionaries, lists and deques count as atomic, as with the GIL they are. Modes of PyTorch, the fence among
 them, belong to one thread, so no worker ever waits at the fence. The program waits for updates and copies, updates wait for copies
-down, copies that were begun wait for nobody, and no lock is held in a wait but that of a preparation: there is no cycle.
+down and for the disk, copies that were begun and the disk wait for nobody, and no lock is held in a wait but that of a preparation:
+there is no cycle.
 """
 
 import atexit
@@ -56,7 +61,9 @@ _NOTABLE_S = 20e-6
 
 COPY_LANES = (Lane.H2D, Lane.D2H)
 
-_live: "weakref.WeakSet[ThreadLane | StreamLane]" = weakref.WeakSet()
+_working: "weakref.WeakSet[ThreadLane]" = weakref.WeakSet()
+_carrying: "weakref.WeakSet[ThreadLane | StreamLane]" = weakref.WeakSet()
+"""Lanes of all devices: those whose work gives work to others, and those others."""
 
 
 class Lanes:
@@ -104,6 +111,7 @@ class Lanes:
         self._issuing, self._finishing = (
             ThreadLane(Lane.UPDATE, deque(maxlen=0), in_background=in_background, pace=how) for how in (pace, None)
         )
+        self._disk = ThreadLane(Lane.DISK, self._records, in_background=True, pace=pace)
         self._copies: dict[Lane, ThreadLane | StreamLane] = {
             lane: ThreadLane(lane, self._records, in_background=in_background, pace=pace)
             if on_cpu
@@ -113,10 +121,15 @@ class Lanes:
         for lane in self._all():
             # A thread knows its lane only, so this object can be collected while the thread waits for work.
             weakref.finalize(self, lane.close).atexit = False
-            _live.add(lane)
+        _working.update(self._workers)
+        _carrying.update((self._disk, *self._copies.values()))
+
+    @property
+    def _workers(self) -> tuple[ThreadLane, ...]:
+        return (self._updates, self._issuing, self._finishing)
 
     def _all(self) -> tuple[ThreadLane | StreamLane, ...]:
-        return (self._updates, self._issuing, self._finishing, *self._copies.values())
+        return (*self._workers, self._disk, *self._copies.values())
 
     def submit(
         self,
@@ -182,6 +195,11 @@ class Lanes:
         issued = self._issuing.submit(ThreadTicket(Lane.UPDATE, "states", priority, 0, issue))
         return self._finishing.submit(ThreadTicket(Lane.UPDATE, "states", priority, 0, finish), (issued,))
 
+    def disk(self, label: str, work: Callable[[], None], *, num_bytes: int) -> Ticket:
+        """Run work on the disk lane, in the order of submission. ``label`` and ``num_bytes`` are for the record."""
+        self._check_process()
+        return self._disk.submit(ThreadTicket(Lane.DISK, label, 0, num_bytes, work))
+
     def wait(self, ticket: Ticket) -> None:
         """`Ticket.wait`, and a record of how long it held the program. On an accelerator that is the thread that launches
         kernels; how long the device itself is held, only its own profiler can tell."""
@@ -208,14 +226,15 @@ class Lanes:
             lane.drain()
 
     def close(self) -> None:
-        """Complete what was submitted, then end the lanes. Submitting afterwards is an error."""
+        """Complete what was submitted, then end the lanes. Submitting afterwards is an error, but for updates that are still under
+        way: the lanes that carry for them end when this object is collected, which they refer to."""
+        # A garbage collection on a lane's own thread may drop the model; that thread cannot wait for itself.
+        is_current = any(lane.is_current for lane in self._all())
         try:
-            # Updates give copies to lanes that must be open until then. A garbage collection on a lane's own thread may drop the
-            # model; that thread cannot wait for itself.
-            if not any(lane.is_current for lane in self._all()):
+            if not is_current:
                 self.drain()
         finally:
-            for lane in self._all():
+            for lane in self._workers if is_current else self._all():
                 lane.close()
 
     def records(self) -> tuple[LaneRecord, ...]:
@@ -234,8 +253,8 @@ def _copy(copy: Copy, dst: torch.Tensor, src: torch.Tensor, then: Callable[[], N
 @atexit.register
 def _end_all() -> None:
     """A process that ends waits for the lanes' threads: what they still do must find its libraries there."""
-    lanes = list(_live)
-    for lane in lanes:
-        lane.close()
-    for lane in lanes:
-        lane.join(timeout_s=60)
+    for lanes in (list(_working), list(_carrying)):
+        for lane in lanes:
+            lane.close()
+        for lane in lanes:
+            lane.join(timeout_s=60)

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autohete_fx.ir import BlockDecision, Optimizer, Params
 from autohete_fx.ops import SMALLEST_COPY_BYTES
+from autohete_fx.runtime.disk import DiskTier
 from autohete_fx.runtime.tiers import HostTier, is_home
 from autohete_fx.runtime.updates import Updates
 
@@ -32,6 +33,7 @@ class Placement:
         tier: gives the homes, and names the device.
         block: index of the block that owns the parameter; smaller is needed sooner in forward.
         updates: where its updates on the host run behind the caller's back; None: they never do.
+        disk: gives the homes of states that the optimizer is to have on disk.
     """
 
     params: Params
@@ -39,6 +41,7 @@ class Placement:
     tier: HostTier
     block: int
     updates: Updates | None = None
+    disk: DiskTier | None = None
 
 
 _placements = WeakIdKeyDictionary()

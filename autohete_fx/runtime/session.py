@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from autohete_fx.ir import Lane
+from autohete_fx.runtime.disk import DiskTier
 from autohete_fx.runtime.lanes import Lanes
 from autohete_fx.runtime.ticket import Ticket
 from autohete_fx.runtime.tiers import HostTier, open_tier
@@ -40,7 +41,7 @@ class Session:
     Args:
         digest: the same in every process for the same model and options.
         device: where the model computes.
-        offload_dir: directory for homes on a CPU device; None for the default.
+        offload_dir: directory for states on disk, and for homes on a CPU device; None for the default.
         host_budget_bytes: limit for homes; None for no limit.
     """
 
@@ -52,6 +53,7 @@ class Session:
         self._offload_dir = offload_dir
         self._host_budget_bytes = host_budget_bytes
         self._tier: HostTier | None = None
+        self._disk: DiskTier | None = None
         self._lanes: Lanes | None = None
         self._updates: Updates | None = None
         # Without a callback: Python would swallow an interrupt that comes in one.
@@ -67,6 +69,14 @@ class Session:
             if self._tier is None:
                 self._tier = open_tier(self.device, self._offload_dir, self._host_budget_bytes)
             return self._tier
+
+    @property
+    def disk(self) -> DiskTier:
+        """For optimizer states on disk, opened at the first use."""
+        with self._lock:
+            if self._disk is None:
+                self._disk = DiskTier(self._offload_dir)
+            return self._disk
 
     @property
     def lanes(self) -> Lanes:

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autohete_fx.errors import HostMemoryError
 from autohete_fx.ops import copied_strides
-from autohete_fx.runtime.arena import Arena
-from autohete_fx.runtime.mapped_files import check_directory, map_file
+from autohete_fx.runtime.arena import ALIGNMENT_BYTES, Arena
+from autohete_fx.runtime.mapped_files import MakeChunk, check_directory, map_file, without_file
 from autohete_fx.runtime.pinned import cuda_unregister, pin
 
 _LEASE = "_autohete_lease"
@@ -54,7 +54,7 @@ class HostTier(abc.ABC):
         """
         lease = self._arena.lease(span(size, stride) * dtype.itemsize)
         # Homes may be asked for in the middle of tracing or of inference, and outlive it as ordinary tensors.
-        with _without_modes(), torch.inference_mode(False):
+        with without_modes(), torch.inference_mode(False):
             storage = self._storage(lease)
             setattr(storage, _LEASE, lease)
             return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, tuple(size), tuple(stride))
@@ -70,7 +70,7 @@ class HostTier(abc.ABC):
 
     def owns(self, t: torch.Tensor) -> bool:
         """Whether the storage of ``t`` (a real tensor, on the device or a host view) is a home of this tier."""
-        return is_home(t) and self._arena.contains(t.untyped_storage().data_ptr())
+        return is_home(t) and self._arena.chunk_at(t.untyped_storage().data_ptr()) is not None
 
     @property
     def in_use_bytes(self) -> int:
@@ -109,14 +109,26 @@ class HostTier(abc.ABC):
 
 
 class MappedFileTier(HostTier):
-    """Homes of a CPU device, in unnamed files of ``offload_dir`` (default: where the system has temporary files)."""
+    """Homes of a CPU device, in unnamed files of ``offload_dir`` (default: where the system has temporary files).
 
-    def __init__(self, offload_dir: str | None = None, capacity_bytes: int | None = None) -> None:
+    Args:
+        make_chunk, alignment_bytes: of the arena.
+    """
+
+    def __init__(
+        self,
+        offload_dir: str | None = None,
+        capacity_bytes: int | None = None,
+        *,
+        make_chunk: MakeChunk = without_file,
+        alignment_bytes: int = ALIGNMENT_BYTES,
+    ) -> None:
         directory = check_directory(offload_dir)
         arena = Arena(
-            lambda num_bytes: map_file(num_bytes, directory),
+            lambda num_bytes: map_file(num_bytes, directory, make_chunk),
             growth_bytes=_FILE_GROWTH_BYTES,
             capacity_bytes=capacity_bytes,
+            alignment_bytes=alignment_bytes,
         )
         super().__init__(torch.device("cpu"), arena)
 
@@ -225,13 +237,13 @@ def host_view(t: torch.Tensor) -> torch.Tensor:
 def lease_view(t: torch.Tensor) -> torch.Tensor:
     """A new CPU storage over a home's lease, with the layout of ``t``."""
     lease = getattr(t.untyped_storage(), _LEASE)
-    with _without_modes(), torch.inference_mode(False):
+    with without_modes(), torch.inference_mode(False):
         storage = torch.frombuffer(lease, dtype=torch.uint8).untyped_storage()
         setattr(storage, _LEASE, lease)
         return torch.empty(0, dtype=t.dtype, device="cpu").set_(storage, t.storage_offset(), t.shape, t.stride())
 
 
-def _without_modes() -> contextlib.AbstractContextManager[object]:
+def without_modes() -> contextlib.AbstractContextManager[object]:
     """No modes inside. In training there are none, and to look for them takes longer than all else here."""
     active = torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()
     return _disable_current_modes() if active else contextlib.nullcontext()

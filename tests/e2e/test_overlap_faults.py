@@ -1,6 +1,7 @@
 """What goes wrong while updates are under way, and what users may then rely on."""
 
 import contextlib
+import dataclasses
 import errno
 import gc
 import os
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, HostMemoryError, Optimizer, Params, Plan
-from tests.held_updates import OPTIMIZER_ON_HOST, STEP, Gate, Stack, Training, labels, tier_of
+from autohete_fx.runtime.placement import placement_of
+from tests.held_updates import OPTIMIZER_ON_HOST, STEP, Gate, Stack, Training, labels, tier_of, weight_of
 from tests.main_job import slow
 
 ALL_OFFLOADED = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimizer=Optimizer.HOST)
@@ -48,15 +50,18 @@ def test_a_backward_outlives_its_compiled_model(gate: Gate):
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("states", [Optimizer.HOST, slow(Optimizer.DISK)], ids=str)
 @pytest.mark.parametrize("behind", [slow("forward"), "step"])
-def test_a_model_dropped_in_mid_flight_leaves_nothing(behind: str, gate: Gate):
+def test_a_model_dropped_in_mid_flight_leaves_nothing(behind: str, states: Optimizer, gate: Gate):
     others = set(threading.enumerate())  # of models that other tests left alive
-    state = Training(gate, ALL_OFFLOADED)
-    tier = tier_of(state.model)
+    state = Training(gate, dataclasses.replace(ALL_OFFLOADED, optimizer=states))
+    placement = placement_of(weight_of(state.model))
+    assert placement is not None and (placement.disk is not None) == (states is Optimizer.DISK)
+    tiers = [tier for tier in (placement.tier, placement.disk) if tier is not None]
     opening = gate.open_soon()
     if behind == "forward":
         state.model(X)
-    del state
+    del state, placement
     torch._dynamo.reset()
     gc.collect()
     opening.join()
@@ -65,7 +70,7 @@ def test_a_model_dropped_in_mid_flight_leaves_nothing(behind: str, gate: Gate):
             thread.join(20)
             assert not thread.is_alive()
     gc.collect()
-    assert tier.in_use_bytes == 0
+    assert [tier.in_use_bytes for tier in tiers] == [0] * len(tiers)
 
 
 class Aliased(Stack):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autohete_fx
-from autohete_fx import Activations, BlockDecision, Optimizer, Plan, PlanError, planning
+from autohete_fx import Activations, BlockDecision, Optimizer, Plan, planning
 from autohete_fx.ir import Problem
 from autohete_fx.runtime.meter import device_live_bytes
 from autohete_fx.runtime.placement import placement_of
@@ -207,9 +207,3 @@ def test_a_new_shape_finds_the_states_of_some_where_they_are(problems: list[Prob
         model(batch("cpu", 0, sizes=SIZES)[:rows]).backward()
     first, second = (problem.fixed_decisions for problem in problems)
     assert first == () and second == (BlockDecision(), *[SOME_STATES] * 3, BlockDecision())
-
-
-def test_what_training_cannot_do_yet_is_refused():
-    model = compiled(layers(BlockDecision(optimizer=Optimizer.DISK)))
-    with pytest.raises(PlanError, match=r"optimizer 'disk' for block 'layers.0', .* not support yet"):
-        model(batch("cpu", 0))

@@ -19,7 +19,7 @@ from autohete_fx.runtime import session
 from autohete_fx.runtime.lanes import Lanes
 from tests import training
 
-folder, steps = sys.argv[1], int(sys.argv[2])
+folder, steps, states = sys.argv[1], int(sys.argv[2]), Optimizer(sys.argv[3])
 # Updates take their time, in the background: whenever the signal comes, some are under way.
 session.Lanes = functools.partial(Lanes, in_background=True, pace=lambda ticket: 0.01)
 checkpoint = os.path.join(folder, "checkpoint.pt")
@@ -33,7 +33,7 @@ if os.path.exists(checkpoint):
     first = saved["step"]
 plan = Plan(
     labels=training.LABELS,
-    decisions=(BlockDecision(params=Params.HOST, optimizer=Optimizer.HOST),) * 5,
+    decisions=(BlockDecision(params=Params.HOST, optimizer=states),) * 5,
     schedule=Schedule(overlap=Overlap.STEP),
 )
 model.compile(backend="autohete", options={"inner_backend": "eager", "profile": "analytic", "plan": plan})
@@ -53,10 +53,10 @@ print(json.dumps(["sum", sum(p.double().sum().item() for p in model.parameters()
 """
 
 
-def started(folder: Path, steps: int) -> "subprocess.Popen[str]":
+def started(folder: Path, steps: int, states: str) -> "subprocess.Popen[str]":
     folder.mkdir(exist_ok=True)
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(folder), str(steps)],
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(folder), str(steps), states],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -64,9 +64,9 @@ def started(folder: Path, steps: int) -> "subprocess.Popen[str]":
     )
 
 
-def finished(folder: Path, steps: int) -> dict[str, float]:
+def finished(folder: Path, steps: int, states: str) -> dict[str, float]:
     """What every step printed."""
-    process = started(folder, steps)
+    process = started(folder, steps, states)
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors[-3000:]
     assert not errors.strip(), errors[-3000:]
@@ -74,15 +74,16 @@ def finished(folder: Path, steps: int) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_a_run_killed_in_mid_update_goes_on_bit_by_bit(tmp_path: Path):
-    expected = finished(tmp_path / "whole", 10)
-    with started(tmp_path / "killed", 10) as process:
+@pytest.mark.parametrize("states", ["host", "disk"])
+def test_a_run_killed_in_mid_update_goes_on_bit_by_bit(states: str, tmp_path: Path):
+    expected = finished(tmp_path / "whole", 10, states)
+    with started(tmp_path / "killed", 10, states) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if json.loads(line)[0] == 6:  # behind the checkpoint of step 5; its updates take another tenth of a second
                 os.kill(process.pid, signal.SIGKILL)
                 break
     assert process.returncode == -signal.SIGKILL
-    resumed = finished(tmp_path / "killed", 10)
+    resumed = finished(tmp_path / "killed", 10, states)
     assert min(int(step) for step in resumed if step != "sum") == 6
     assert resumed == {step: expected[step] for step in resumed}

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from autohete_fx.errors import HostMemoryError, OptimizerStateError
 from autohete_fx.ir import Optimizer, Params
 from autohete_fx.optim import AdamW, optimizer_of
+from autohete_fx.runtime.disk import DiskTier
 from autohete_fx.runtime.placement import Placement, place_param
 from autohete_fx.runtime.tiers import HostTier, is_home, open_tier
 
@@ -25,7 +26,8 @@ def tier(tmp_path: Path) -> HostTier:
 
 
 def place(p: Parameter, params: Params, optimizer: Optimizer, tier: HostTier) -> None:
-    place_param(p, Placement(params=params, optimizer=optimizer, tier=tier, block=0))
+    disk = DiskTier() if optimizer is Optimizer.DISK else None
+    place_param(p, Placement(params=params, optimizer=optimizer, tier=tier, block=0, disk=disk))
 
 
 def trained(dtype: torch.dtype, steps: int = 3, **kwargs: Any) -> tuple[list[Parameter], AdamW]:
@@ -54,7 +56,7 @@ def clones(params: list[Parameter]) -> list[Parameter]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("way", ["deepcopy", "save", "pickle", "reference"])
-@pytest.mark.parametrize("where", (Optimizer.DEVICE, Optimizer.HOST), ids=str)
+@pytest.mark.parametrize("where", (Optimizer.DEVICE, Optimizer.HOST, Optimizer.DISK), ids=str)
 def test_resume_is_bitwise(dtype: torch.dtype, way: str, where: Optimizer, tier: HostTier) -> None:
     params, optimizer = trained(dtype)
     for p in params:
@@ -165,6 +167,20 @@ def test_masters_survive_a_round_trip_through_16_bit_parameters() -> None:
     other = AdamW(twins)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert torch.equal(other.state_dict()["state"][0]["master"], master)
+
+
+@pytest.mark.parametrize("where", [Optimizer.DEVICE, Optimizer.DISK], ids=str)
+def test_masters_of_a_parameter_with_gaps_in_memory_survive_a_state_dict(where: Optimizer, tier: HostTier) -> None:
+    p = Parameter(torch.randn(8, 6).bfloat16()[:, :4])
+    place(p, Params.DEVICE, where, tier)
+    optimizer = AdamW([p], lr=0.01)
+    step_once([p], optimizer, 0)
+    before = optimizer.state[p]["master"].clone()
+    p.data[0, 0] = 3.0
+    master = optimizer.state_dict()["state"][0]["master"]
+    assert master[0, 0] == 3.0
+    before[0, 0] = 3.0
+    assert torch.equal(master, before)
 
 
 def test_state_dict_of_a_fresh_optimizer_changes_nothing() -> None:
