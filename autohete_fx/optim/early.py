@@ -13,9 +13,10 @@ from torch import Tensor
 
 from autohete_fx.errors import HostMemoryError
 from autohete_fx.ir import Overlap
+from autohete_fx.optim.in_place import Update
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.optim.state import is_settled, place_of
-from autohete_fx.optim.updates import Update, frozen, is_read_in_place, prepared, start
+from autohete_fx.optim.updates import frozen, is_read_in_place, prepared, start
 from autohete_fx.runtime.early import Consumed
 from autohete_fx.runtime.ticket import Ticket
 

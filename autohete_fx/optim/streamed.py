@@ -17,12 +17,13 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autohete_fx.ir import Lane, staging_bytes
+from autohete_fx.optim.in_place import Update
 from autohete_fx.optim.kernels import coefficients, update_at_step, update_mixed
 from autohete_fx.optim.state import (
     MASTER,
@@ -42,9 +43,6 @@ from autohete_fx.runtime.ticket import Ticket
 from autohete_fx.runtime.tiers import host_view
 from autohete_fx.runtime.updates import Updates
 
-if TYPE_CHECKING:
-    from autohete_fx.optim.updates import Update
-
 _SLOTS = 3
 """One fills, one empties, and one is in between."""
 _GRAIN = 64
@@ -54,7 +52,7 @@ _MOST_BYTES = 192 * 2**20
 """Slots of which a third lasts far longer on any link than it takes to issue the copies of."""
 
 
-def can_stream(u: "Update") -> bool:
+def can_stream(u: Update) -> bool:
     """Whether pieces of the parameter, its gradient and its states lie alike. Others are updated in their homes."""
     is_alike = u.param.numel() > 0 and u.param.stride() == u.grad.stride() == layout_of(u.param)
     return is_alike and (needs_master(u.param) or u.grad.dtype == u.param.dtype)
@@ -73,7 +71,7 @@ class Staging:
         torch.OutOfMemoryError, HostMemoryError: no room; nothing has changed.
     """
 
-    def __init__(self, updates: Sequence["Update"]) -> None:
+    def __init__(self, updates: Sequence[Update]) -> None:
         by_block: Counter[int] = Counter()
         for u in updates:
             by_block[u.place.block] += state_bytes(u.param)
@@ -128,7 +126,7 @@ def _bytes_per_element(param: Tensor) -> int:
     return len(state_names(param)) * state_dtype(param).itemsize
 
 
-def stream(lanes: Lanes, updates: Sequence["Update"], staging: Staging, model: Updates | None) -> list[Ticket]:
+def stream(lanes: Lanes, updates: Sequence[Update], staging: Staging, model: Updates | None) -> list[Ticket]:
     """Give updates to the lanes, behind what the device was given so far. ``model`` learns which are under way; without one the
     caller waits for these tickets."""
     torch.ops.aten._foreach_add_.Scalar([u.state[STEP] for u in updates], 1)
@@ -156,7 +154,7 @@ def _as_it_is(rate: Any) -> Any:
 class _Streamed:
     """One update as copies and kernels on the lanes."""
 
-    def __init__(self, update: "Update", staging: Staging, lanes: Lanes, behind: Ticket) -> None:
+    def __init__(self, update: Update, staging: Staging, lanes: Lanes, behind: Ticket) -> None:
         self.update = update
         self.staging = staging
         self.lanes = lanes

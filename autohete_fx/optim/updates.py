@@ -20,9 +20,8 @@ place, now or when they are needed.
 
 import dataclasses
 import functools
-import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,44 +31,15 @@ from torch import Tensor
 from autohete_fx.ir import Lane, Overlap
 from autohete_fx.optim import clipping
 from autohete_fx.optim.host_copy import Edits, HostCopies, HostCopy
-from autohete_fx.optim.kernels import coefficients, prepare_mixed, update_full_precision, update_mixed
+from autohete_fx.optim.in_place import Coefficients, Update, apply_in_place, apply_one, walk_of
+from autohete_fx.optim.kernels import prepare_mixed
 from autohete_fx.optim.staging import GradientBuffers, shaped
-from autohete_fx.optim.state import (
-    MASTER,
-    MOMENTS,
-    STEP,
-    Place,
-    State,
-    flat,
-    laid_out,
-    layout_of,
-    needs_master,
-    state_names,
-)
+from autohete_fx.optim.state import STEP, layout_of, needs_master
 from autohete_fx.optim.streamed import Staging, can_stream, stream
-from autohete_fx.runtime.disk import Walk
 from autohete_fx.runtime.lanes import Lanes
 from autohete_fx.runtime.ticket import Ticket
 from autohete_fx.runtime.tiers import HostTier, host_view
 from autohete_fx.runtime.updates import Updates
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """One parameter's part of a step.
-
-    Attributes:
-        addend: what the update lane adds to the gradient before it reads it, in a home; None: nothing.
-        scale: what it then multiplies the gradient by; None: nothing.
-    """
-
-    param: Tensor
-    grad: Tensor
-    state: State
-    group: dict[str, Any]
-    place: Place
-    addend: Tensor | None = None
-    scale: Tensor | None = None
 
 
 def apply(
@@ -191,7 +161,7 @@ def start(
     """Give updates to the lanes, behind the tickets and what the device was given so far; ``model`` learns which are under
     way, without one the caller waits for these tickets. Without a priority the schedule's order is that of the blocks. What is
     sent up always goes in their order."""
-    behind, coefs = (ready.lanes.now(), *after), _Coefficients()
+    behind, coefs = (ready.lanes.now(), *after), Coefficients()
     groups = {id(u.group): frozen(u.group) for u, _ in ready.updates}
     has_priority = model is None or model.schedule.priority
     # Gradients come from the last block to the first.
@@ -214,29 +184,6 @@ def frozen(group: dict[str, Any]) -> dict[str, Any]:
     return {**group, "lr": float(group["lr"])}
 
 
-def apply_in_place(updates: Iterable[Update]) -> None:
-    """Update where the tensors are. Device temporaries: at most a copy of one oddly laid out parameter and gradient."""
-    coefs = _Coefficients()
-    on_disk: list[tuple[Update, Walk]] = []
-    batches: defaultdict[tuple[int, torch.device, torch.dtype], list[Update]] = defaultdict(list)
-    for u in updates:
-        if (walk := _walk_of(u)) is not None:
-            on_disk.append((u, walk))
-        elif needs_master(u.param):
-            _apply_mixed(u, u.param, u.grad, u.state, coefs)
-        elif _plain(u.param, u.grad):
-            batches[id(u.group), u.param.device, u.param.dtype].append(u)
-        else:
-            _apply_full([u])
-    for batch in batches.values():
-        _apply_full(batch)
-    for (u, walk), upcoming in itertools.zip_longest(on_disk, (walk for _, walk in on_disk[1:])):
-        walk.read_ahead()
-        if upcoming is not None:
-            upcoming.read_ahead()
-        _apply_in_windows(u, walk, u.param, u.grad, coefs)
-
-
 class _HostUpdate:
     """One update as work of the lanes: bring what is on the device, update on the CPU, send the parameter back."""
 
@@ -246,7 +193,7 @@ class _HostUpdate:
         priority: int,
         ready: Prepared,
         after: Sequence[Ticket],
-        coefs: "_Coefficients",
+        coefs: Coefficients,
         copy: HostCopy | None,
     ) -> None:
         self.update = update
@@ -260,7 +207,7 @@ class _HostUpdate:
         self.arrivals: list[Ticket] = []
         self.buffer: Tensor | None = None
         self.is_prepared = False
-        self.walk = _walk_of(update)
+        self.walk = walk_of(update)
 
     def submit(self) -> tuple[Ticket, Ticket]:
         """Tickets of the update and of the updated parameter."""
@@ -341,82 +288,9 @@ class _HostUpdate:
             param = host_view(self.copy.home)
         elif not self.lanes.is_host:
             param = host_view(param)
-        if self.walk is not None:
-            _apply_in_windows(u, self.walk, param, grad, self.coefs)
-        elif needs_master(u.param):
-            _apply_mixed(u, param, grad, state, self.coefs)
-        else:
-            _apply_full([Update(param, grad, state, u.group, u.place)])
+        apply_one(u, param, grad, state, self.walk, self.coefs)
 
 
 def _at_home(t: Tensor, param: Tensor, tier: HostTier) -> bool:
     """Whether the CPU can update from ``t`` itself."""
     return tier.owns(t) and t.stride() == layout_of(param)
-
-
-class _Coefficients:
-    """The coefficient tensors of one step: one for all parameters of a group that have taken equally many steps."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[tuple[int, float, torch.device], Tensor] = {}
-
-    def at(self, group: dict[str, Any], step: float, device: torch.device) -> Tensor:
-        key = (id(group), step, device)
-        if key not in self._tensors:
-            self._tensors[key] = torch.tensor(coefficients(group, step), dtype=torch.float32, device=device)
-        return self._tensors[key]
-
-
-def _plain(param: Tensor, grad: Tensor) -> bool:
-    """Whether the kernels can walk both in memory order."""
-    return grad.dtype == param.dtype and grad.stride() == param.stride() == layout_of(param)
-
-
-def _apply_full(batch: Sequence[Update]) -> None:
-    """One call of the fused kernel; a batch of more than one is all plain."""
-    params, grads = [u.param for u in batch], [u.grad for u in batch]
-    if len(batch) == 1 and not _plain(params[0], grads[0]):
-        params, grads = [laid_out(params[0], params[0])], [laid_out(grads[0].to(params[0].dtype), params[0])]
-    exp_avgs, exp_avg_sqs, steps = ([u.state[name] for u in batch] for name in (*MOMENTS, STEP))
-    update_full_precision(params, grads, exp_avgs, exp_avg_sqs, steps, batch[0].group)
-    if params[0] is not batch[0].param:
-        batch[0].param.copy_(params[0])
-
-
-def _walk_of(u: Update) -> Walk | None:
-    """Over the states of an update; None where they are not on disk."""
-    if u.place.disk is None:
-        return None
-    return Walk(u.place.disk, u.place.lanes, [flat(u.state[name]) for name in state_names(u.param)])
-
-
-def _apply_in_windows(u: Update, walk: Walk, param: Tensor, grad: Tensor, coefs: "_Coefficients") -> None:
-    """Update one window of the elements after another, each as if it were a parameter."""
-    weight, gradient = laid_out(param, u.param), laid_out(grad, u.param)
-    if not needs_master(u.param):
-        gradient = gradient.to(weight.dtype)
-    weights, gradients = flat(weight), flat(gradient)
-    step = u.state[STEP]
-
-    def update(window: slice, states: list[Tensor]) -> None:
-        state = {STEP: step.clone(), **dict(zip(state_names(u.param), states, strict=True))}
-        part = Update(weights[window], gradients[window], state, u.group, u.place)
-        if needs_master(u.param):
-            _apply_mixed(part, part.param, part.grad, state, coefs)
-        else:
-            _apply_full([part])
-
-    walk.run(update)
-    step += 1
-    if weight is not param:
-        param.copy_(weight)
-
-
-def _apply_mixed(u: Update, param: Tensor, grad: Tensor, state: State, coefs: _Coefficients) -> None:
-    weight, gradient = laid_out(param, u.param), laid_out(grad, u.param)
-    state[STEP] += 1
-    master, exp_avg, exp_avg_sq = (flat(state[name]) for name in (MASTER, *MOMENTS))
-    at_step = coefs.at(u.group, float(state[STEP]), param.device)
-    update_mixed(flat(weight), flat(gradient), master, exp_avg, exp_avg_sq, at_step)
-    if weight is not param:
-        param.copy_(weight)

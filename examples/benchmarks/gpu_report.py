@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from systems import OURS
-from systems.base import Case
+from systems.base import SCHEDULES, Case
 
 from autohete_fx.ir import Machine
 from autohete_fx.report import format_bytes, format_seconds
@@ -155,6 +155,12 @@ def summary(rows: Sequence[Row]) -> str:
 def _best(rows: Iterable[Row]) -> Row | None:
     """The fastest that trained; None where none did."""
     return max((row for row in rows if row.get("best")), key=lambda row: row["best"]["tokens/s"], default=None)
+
+
+def place_of(row: Row) -> tuple[bool, int]:
+    """Of a row of the ablation: our plan's first, as the schedules are listed."""
+    level = row["name"].removeprefix("three-integers, ")
+    return level != row["name"], list(SCHEDULES).index(level)
 
 
 def ablation(rows: Sequence[Row]) -> str:

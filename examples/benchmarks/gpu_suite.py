@@ -46,7 +46,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpu_child import DOES_NOT_FIT, FAILED, FITS, into, machine_of, run_case, run_machine
 from gpu_process import Problem, Processes
-from gpu_report import ablation, add_roofline, compare_losses, comparison, largest, setting_of, summary
+from gpu_report import ablation, add_roofline, compare_losses, comparison, largest, place_of, setting_of, summary
 from gpu_selection import (
     HEADLINES,
     PARTS,
@@ -220,7 +220,7 @@ class Suite:
             names = {level if kind == "planned" else f"{kind}, {level}": level for level in levels}
             known = [row for name in names if (row := self._known("ablation", name, **fields))]
             rows += known if len(known) == len(names) else self._replayed(setting, kind, names)
-        found = [self._keep("ablation", row) for row in sorted(rows, key=_place)]
+        found = [self._keep("ablation", row) for row in sorted(rows, key=place_of)]
         if self.num_kept > before:
             print(f"ablation: {ablation(found)}\n", flush=True)
 
@@ -395,12 +395,6 @@ class Suite:
         for what in dict.fromkeys(self.left_out):
             print(f"left out: {what}")
         print(f"{self.clock.passed_s / 60:.1f} minutes")
-
-
-def _place(row: Row) -> tuple[bool, int]:
-    """Of a row of the ablation: our plan's first, as the schedules are listed."""
-    level = row["name"].removeprefix("three-integers, ")
-    return level != row["name"], list(SCHEDULES).index(level)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import autohete_fx
 from autohete_fx import Plan
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Lane
-from autohete_fx.optim import updates
+from autohete_fx.optim import in_place
 from autohete_fx.runtime.placement import placement_of
 from tests.held_updates import OPTIMIZER_ON_HOST, STEP, Stack, labels, updated_at_once, use_lanes, weight_of
 from tests.main_job import slow
@@ -111,15 +111,15 @@ def test_a_failed_update_leaves_no_copy_that_is_trusted(monkeypatch: pytest.Monk
     checkpoint = copy.deepcopy([pair.models[0].state_dict(), pair.optimizers[0].state_dict()])
     before = pair.downloads()
 
-    apply = updates._apply_full
+    apply = in_place._apply_full
 
-    def fail(batch: Sequence[updates.Update]) -> None:
+    def fail(batch: Sequence[in_place.Update]) -> None:
         if batch[0].place.tier is not None:
             raise OSError("the host is out of luck")
         apply(batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(updates, "_apply_full", fail)
+        patch.setattr(in_place, "_apply_full", fail)
         pair.models[0](pair.batch).backward()
         with pytest.raises(OptimizerStateError, match="out of luck"):
             pair.optimizers[0].step()

@@ -16,7 +16,7 @@ from torch.utils._device import DeviceContext
 import autohete_fx
 from autohete_fx import BlockDecision, OptimizerStateError, Plan
 from autohete_fx.ir import Lane, Overlap, Schedule
-from autohete_fx.optim.updates import Update
+from autohete_fx.optim.in_place import Update
 from autohete_fx.runtime.updates import Updates
 from tests import training
 from tests.held_updates import (

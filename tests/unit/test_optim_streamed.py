@@ -18,9 +18,9 @@ from torch.nn import Parameter
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Lane, Optimizer, Overlap, Params, Schedule, staging_bytes
 from autohete_fx.optim import AdamW
+from autohete_fx.optim.in_place import Update
 from autohete_fx.optim.state import Place
 from autohete_fx.optim.streamed import Staging
-from autohete_fx.optim.updates import Update
 from autohete_fx.runtime.fence import lower_fences
 from autohete_fx.runtime.lanes import Lanes
 from autohete_fx.runtime.meter import MemoryMeter, device_live_bytes
