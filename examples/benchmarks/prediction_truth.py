@@ -7,10 +7,6 @@ steps and against the peak of `autohete_fx.MemoryMeter`. Steps are taken in four
 fastest one, since others on the machine only ever slow steps down. Threads are bound to cores: left alone, the system may
 keep two of a team on one core for seconds, and steps then take six times as long.
 
-A machine that others share is faster in one minute than in the next. So a fixed piece of work, a yardstick, is timed behind
-profiling and beside each while, and the ratio is printed a second time, as it is where the prediction is first multiplied by how
-much longer the yardstick took beside the steps than behind profiling.
-
     python examples/benchmarks/prediction_truth.py --json examples/benchmarks/results/prediction_truth_cpu.json
 """
 
@@ -63,10 +59,9 @@ def main() -> None:
 def table(models: Sequence[str], budgets: Sequence[str], steps: int, caches: str) -> list[dict[str, Any]]:
     """Run and print all pairs."""
     rows = []
-    print(f"{'':<16}  {'step ms':>21}  {'':>5} {'by the':>6}  {'peak MiB':>17}  {'':>5}  {'profile':>7}")
+    print(f"{'':<16}  {'step ms':>21}  {'':>5}  {'peak MiB':>17}  {'':>5}  {'profile':>7}")
     print(
-        f"{'model':<8}{'budget':>8}  {'predicted':>10} {'measured':>10}  ratio  stick  {'pred.':>8} {'measured':>8}  ratio"
-        f"  {'s':>7}"
+        f"{'model':<8}{'budget':>8}  {'predicted':>10} {'measured':>10}  ratio  {'pred.':>8} {'measured':>8}  ratio  {'s':>7}"
     )
     for model in models:
         plain = in_process(caches, "--one", model)
@@ -82,8 +77,7 @@ def table(models: Sequence[str], budgets: Sequence[str], steps: int, caches: str
 
 def line(row: dict[str, Any]) -> str:
     """One pair as a line of the table."""
-    ratios = f"{step_ratio(row):5.2f} {step_ratio(row) * row['speed']:6.2f}"
-    step = f"{row['predicted step s'] * 1e3:>10.1f} {row['step s'] * 1e3:>10.1f}  {ratios}"
+    step = f"{row['predicted step s'] * 1e3:>10.1f} {row['step s'] * 1e3:>10.1f}  {step_ratio(row):5.2f}"
     peak = f"{row['predicted peak bytes'] / 2**20:>8.1f} {row['peak bytes'] / 2**20:>8.1f}  {peak_ratio(row):5.3f}"
     return f"{row['model']:<8}{row['budget']:>8}  {step}  {peak}  {row['profile s']:>7.1f}"
 
@@ -101,13 +95,10 @@ def peak_ratio(row: dict[str, Any]) -> float:
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, object]:
     """The largest and the median errors over all pairs."""
     steps = [abs(step_ratio(row) - 1) for row in rows]
-    by_the_stick = [abs(step_ratio(row) * row["speed"] - 1) for row in rows]
     peaks = [peak_ratio(row) - 1 for row in rows]
     return {
         "step time: largest error": f"{max(steps):.1%}",
         "step time: median error": f"{statistics.median(steps):.1%}",
-        "by the yardstick: largest error": f"{max(by_the_stick):.1%}",
-        "by the yardstick: median error": f"{statistics.median(by_the_stick):.1%}",
         "peak: most above measured": f"{max(0.0, *peaks):.2%}",
         "peak: most below measured": f"{max(0.0, *(-p for p in peaks)):.2%}",
         "profile: longest, seconds": max(row["profile s"] for row in rows),
@@ -151,17 +142,13 @@ def measure(name: str, budget_bytes: int | None, steps: int) -> dict[str, Any]:
         end = time.perf_counter()
         return [middle - begin, stepped - middle, end - stepped, end - begin]
 
-    whiles, sticks = [], []
+    whiles = []
     with autohete_fx.MemoryMeter("cpu") as first:
-        step()
-        after_profiling_s = yardstick_s()
-        for _ in range(_WARM_UP - 1):
+        for _ in range(_WARM_UP):
             step()
     with autohete_fx.MemoryMeter("cpu") as meter:
         for _ in range(_WHILES):
-            before_s = yardstick_s()
             whiles.append([step() for _ in range(steps)])
-            sticks.append((before_s + yardstick_s()) / 2)
             time.sleep(_PAUSE_S)
     medians = [[statistics.median(phase) for phase in zip(*each, strict=True)] for each in whiles]
     best = min(range(_WHILES), key=lambda i: medians[i][-1])
@@ -169,24 +156,11 @@ def measure(name: str, budget_bytes: int | None, steps: int) -> dict[str, Any]:
         "step s": medians[best][-1],
         "step s, quartiles": statistics.quantiles(each[-1] for each in whiles[best])[::2],
         "step s, all whiles": [each[-1] for each in medians],
-        "speed": sticks[best] / after_profiling_s,
         "forward, backward, optimizer s": medians[best][:3],
         "peak bytes": meter.peak_bytes - others,
         "peak bytes with compiling and profiling": max(first.peak_bytes, meter.peak_bytes) - others,
     }
     return figures if budget_bytes is None else {**figures, **predicted()}
-
-
-def yardstick_s() -> float:
-    """Seconds of a product and of a pass over memory, by the quicker quarter of some runs."""
-    a, b = torch.ones(512, 512), torch.ones(2**20)
-    seconds = []
-    for _ in range(20):
-        begin = time.perf_counter()
-        torch.mm(a, a)
-        b.add_(1.0)
-        seconds.append(time.perf_counter() - begin)
-    return statistics.quantiles(seconds)[0]
 
 
 def predicted() -> dict[str, Any]:
