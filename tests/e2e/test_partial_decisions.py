@@ -178,6 +178,7 @@ def test_neighbours_that_recompute_change_nothing_of_what_leaves(inner: str, pro
 SOME_STATES = BlockDecision(optimizer=Optimizer.HOST, num_moved_states=2)
 
 
+@pytest.mark.slow
 def test_states_of_the_smallest_leave_and_their_gradients_with_them(problems: list[Problem]):
     model = make("cpu", SIZES)
     given = ours(model, "eager", {"plan": layers(SOME_STATES)}, sizes=SIZES)

@@ -173,6 +173,7 @@ def test_up_to_three_blocks(limited: Problem):
     assert not nothing_is_faster(limited, min(fitting) * (1 + 1e-9))
 
 
+@pytest.mark.slow
 @settings(max_examples=20, **QUIET)
 @given(problems(least_blocks=4, most_blocks=5))
 def test_four_and_five_blocks(limited: Problem):

@@ -14,6 +14,7 @@ from autohete_fx.planner.solve import solve
 from tests.planner_problems import QUIET, cost, limited, problem, problems
 
 
+@pytest.mark.slow
 @settings(max_examples=15, **QUIET)
 @given(problems(most_blocks=6))
 def test_a_plan_keeps_its_budgets_and_its_file_gives_it_back(given_problem: Problem):
