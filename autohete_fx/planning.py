@@ -33,7 +33,7 @@ from autohete_fx.ir import (
 from autohete_fx.optim import AdamW, optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.planner.choices import streaming_peak_bytes
-from autohete_fx.planner.figures import host_bytes, updates_on_host
+from autohete_fx.planner.figures import host_bytes
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import solve
 from autohete_fx.profiler import ParamInfo
@@ -301,7 +301,7 @@ def resident_bytes(problem: Problem, plan: Plan) -> int:
 def device_gradient_bytes(problem: Problem, plan: Plan) -> int:
     """Gradients that stay on the device until the step."""
     pairs = zip(problem.costs, plan.decisions, strict=True)
-    return sum(_staying(cost, cost.grad_bytes, d, leaves=updates_on_host(d)) for cost, d in pairs)
+    return sum(_staying(cost, cost.grad_bytes, d, leaves=d.updates_on_host) for cost, d in pairs)
 
 
 def _staying(cost: BlockCost, num_bytes: int, decision: BlockDecision, *, leaves: bool) -> int:

@@ -55,7 +55,7 @@ def readers_of_memory(node: fx.Node) -> list[fx.Node]:
 
 
 def region_keys(graph: fx.Graph, context: PassContext) -> dict[fx.Node, tuple[int, int]]:
-    """Per node (region, rank within it): rank -1 copies down, waits for them and starts of updates, 0 copies up, 1 waits for
+    """Per node (region, rank within it): rank -1 copies down, waits for them and what stands between, 0 copies up, 1 waits for
     copies up, 2 everything else."""
     keys: dict[fx.Node, tuple[int, int]] = {}
     for node in graph.nodes:

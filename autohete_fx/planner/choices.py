@@ -29,7 +29,6 @@ from autohete_fx.planner.figures import (
     host_update_s,
     moved_params,
     overlap_of,
-    updates_on_host,
     uploaded_bytes,
 )
 
@@ -199,7 +198,7 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
         return Durations(
             forward_work=cost.forward_s + machine.copy_share * fetch_s, forward_up=fetch_s, forward_down=0.0
         )
-    on_host, streamed = updates_on_host(decision), decision.optimizer is Optimizer.STREAMED
+    on_host, streamed = decision.updates_on_host, decision.optimizer is Optimizer.STREAMED
     offloads, tensors = decision.activations is Activations.OFFLOAD, cost.offloaded_tensors(decision.num_offloaded)
     offloaded = cost.offloaded_bytes(decision.num_offloaded) if offloads else 0
     offload_s = down_s(offloaded, tensors)

@@ -22,7 +22,7 @@ def host_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
     moved = decision.num_moved_states
     if decision.optimizer in (Optimizer.HOST, Optimizer.STREAMED):
         total += cost.moved_part(cost.optimizer_bytes, moved)
-    if problem.training and updates_on_host(decision):
+    if problem.training and decision.updates_on_host:
         total += cost.moved_part(cost.grad_bytes, moved) * (2 if problem.micro_batches > 1 else 1)
         if decision.params is Params.DEVICE and problem.machine.device_type != "cpu":
             total += cost.moved_part(cost.param_bytes, moved)
@@ -36,11 +36,6 @@ def disk_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
     if decision.optimizer is not Optimizer.DISK:
         return 0
     return problem.costs[block].moved_part(problem.costs[block].optimizer_bytes, decision.num_moved_states)
-
-
-def updates_on_host(decision: BlockDecision) -> bool:
-    """Whether the block's optimizer step, or a part of it, runs on the host."""
-    return decision.updates_on_host
 
 
 def device_update_s(problem: Problem, block: int, decision: BlockDecision, num_params: int) -> float:
@@ -68,7 +63,7 @@ def moved_params(cost: BlockCost, decision: BlockDecision) -> int:
 
 def uploaded_bytes(cost: BlockCost, decision: BlockDecision) -> int:
     """Of parameters that are updated on the host and live on the device."""
-    goes_up = updates_on_host(decision) and decision.params is Params.DEVICE and cost.num_params > 0
+    goes_up = decision.updates_on_host and decision.params is Params.DEVICE and cost.num_params > 0
     return cost.moved_part(cost.param_bytes, decision.num_moved_states) if goes_up else 0
 
 

@@ -16,7 +16,7 @@ from autohete_fx.ir import BlockDecision, Overlap, Problem
 from autohete_fx.planner.array_passes import Figures, PassTables, run, run_shared
 from autohete_fx.planner.array_updates import all_updated, each_updated, idle_time
 from autohete_fx.planner.choices import DURATIONS, MAX_PREFETCH_DISTANCE, choices, copies, device_bytes, durations
-from autohete_fx.planner.figures import disk_bytes, host_bytes, overlap_of, updates_on_host
+from autohete_fx.planner.figures import disk_bytes, host_bytes, overlap_of
 
 Rows = NDArray[np.int64]
 Seconds = NDArray[np.float64]
@@ -76,7 +76,7 @@ class Replays:
         for option in options:
             took = durations(self.problem, block, option)
             elsewhere = host_bytes(self.problem, block, option), disk_bytes(self.problem, block, option)
-            rows.append((*DURATIONS(took), took.copies(self.micro_batches), *elsewhere, updates_on_host(option)))
+            rows.append((*DURATIONS(took), took.copies(self.micro_batches), *elsewhere, option.updates_on_host))
         figures = np.repeat(rows, [len(self._distances(option)) for option in options], axis=0)
         return np.concatenate([figures, np.repeat(figures[:1], width - len(figures), axis=0)])
 

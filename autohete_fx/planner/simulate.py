@@ -70,7 +70,6 @@ from autohete_fx.planner.figures import (
     last_readers,
     moved_params,
     overlap_of,
-    updates_on_host,
     uploaded_bytes,
 )
 from autohete_fx.planner.shared_lane import SharedLane
@@ -294,7 +293,7 @@ class _Replay:
             if self.decisions[due].activations is Activations.OFFLOAD:
                 self.memory.hold("activations", due, self.costs[due].saved_bytes)
                 self._issue(Lane.H2D, "reload", due, *self._moved(due)[1])
-        to_host = self._moved_part(block, cost.grad_bytes) if updates_on_host(decision) else 0
+        to_host = self._moved_part(block, cost.grad_bytes) if decision.updates_on_host else 0
         self.memory.hold("activations", block, cost.saved_bytes)
         self.memory.hold("workspace", block, cost.backward_workspace_bytes)
         self.memory.hold("gradients on their way to the host", block, to_host)
@@ -312,7 +311,7 @@ class _Replay:
         self.memory.hold("workspace", block, 0)
         self.memory.hold("activations", block, 0)
         self.memory.hold("fetched parameters", block, 0)
-        if updates_on_host(decision):
+        if decision.updates_on_host:
             self._issue(Lane.D2H, "gradients", block, *gradients_moved)
             self.landed_at[block] = self.done_at.get(("gradients", block), self._clock)
         for sender in reversed(self.before[block]):
@@ -334,7 +333,7 @@ class _Replay:
                 streamed = self._moved_part(block, cost.grad_bytes)
                 self.memory.hold("gradients", block, cost.grad_bytes - streamed)
                 self.memory.hold("gradients of streamed states", block, streamed)
-        on_host = [b for b, cost in enumerate(self.costs) if cost.num_params and updates_on_host(self.decisions[b])]
+        on_host = [b for b, cost in enumerate(self.costs) if cost.num_params and self.decisions[b].updates_on_host]
         early = self.overlap is Overlap.BACKWARD
         start = self._clock if self.machine.device_type == "cpu" else stepped_at
         updated_at = self._update_on_host({block: self.landed_at[block] if early else start for block in on_host})

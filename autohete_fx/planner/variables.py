@@ -19,7 +19,7 @@ from autohete_fx.planner.choices import (
     joined,
     place_choices,
 )
-from autohete_fx.planner.figures import overlap_of, updates_on_host
+from autohete_fx.planner.figures import overlap_of
 
 TICKS = 2**20
 
@@ -46,7 +46,7 @@ class Variables:
         self.updates_begin_together = self.overlap is not Overlap.BACKWARD
         self.ticks = [self._ticks_of(block) for block in range(self.num_blocks)]
         self.on_host = [
-            np.array([*[False] * len(treated), *map(updates_on_host, placed)])
+            np.array([*[False] * len(treated), *[place.updates_on_host for place in placed]])
             for treated, placed in zip(self.treated, self.placed, strict=True)
         ]
         self.chosen: list[list[cp_model.IntVar]] = []

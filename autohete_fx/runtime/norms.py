@@ -70,5 +70,5 @@ def _layout_of(t: Tensor) -> tuple[Any, ...]:
 def norms_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Of tensors of one device and dtype, as ``torch.nn.utils.get_total_norm`` takes them: how many there are changes no bit."""
     if tensors and _has_foreach_support(list(tensors), tensors[0].device):
-        return torch._foreach_norm(list(tensors), 2.0)  # type: ignore[attr-defined]
+        return torch.ops.aten._foreach_norm.Scalar(list(tensors), 2.0)
     return [torch.linalg.vector_norm(t, 2.0) for t in tensors]

@@ -27,7 +27,7 @@ manylinux_2_27_x86_64 -d wheels ortools==9.15.6755 torchao protobuf absl-py immu
 wheel, ``pip wheel --no-deps -w wheels deepspeed`` with hjson, py-cpuinfo, ninja, psutil, pydantic, pydantic-core,
 annotated-types, typing-inspection, msgpack, einops, tqdm; there ``pip install --no-index --no-deps --target site wheels/*.whl``
 and ``PYTHONPATH=site:.``. DeepSpeed builds its CPU Adam on first use, which needs a compiler and ninja on the PATH
-(``site/bin``) and takes a minute.
+(``site/bin``).
 """
 
 import argparse
@@ -205,9 +205,8 @@ class Suite:
     def ablation(self, setting: Setting) -> None:
         fields = described(setting)
         is_known = all(self._known("ablation", name, **fields) for name in SCHEDULES)
-        if (
-            not is_known and self._plan_of(setting, "planned") is None
-        ):  # what was resumed, or runs without ours, left none
+        # What was resumed, or runs without ours, left no plan.
+        if not is_known and self._plan_of(setting, "planned") is None:
             if self._is_late(f"ablation, {setting_of(fields)}"):
                 return
             row = self._best_of(self.case("ours", setting))

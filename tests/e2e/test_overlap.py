@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._device import DeviceContext
 
 import autohete_fx
-from autohete_fx import BlockDecision, OptimizerStateError, Plan
+from autohete_fx import OptimizerStateError, Plan
 from autohete_fx.ir import Lane, Overlap, Schedule
 from autohete_fx.optim.in_place import Update
 from autohete_fx.runtime.updates import Updates
@@ -367,42 +367,3 @@ def test_updates_on_the_host_begin_before_those_on_the_device(gate: Gate, monkey
     gate.opened.clear()
     state.step()
     assert begun == [True]
-
-
-# -- failure ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("decision", [slow(OPTIMIZER_ON_HOST), ALL_ON_HOST], ids=["device", "host"])
-def test_a_failed_update_is_told_by_whoever_needs_it_and_loading_recovers(
-    decision: BlockDecision, gate: Gate, monkeypatch: pytest.MonkeyPatch
-):
-    state = Training(gate, decision)
-    gate.opened.set()
-    state.optimizer.synchronize()
-    checkpoint = copy.deepcopy((state.model.state_dict(), state.optimizer.state_dict()))
-
-    def fail(*args: object) -> None:
-        raise OSError("the host is out of luck")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("autohete_fx.optim.updates._HostUpdate.run", fail)
-        gate.opened.clear()
-        state.step()
-        timer = gate.open_soon()
-        for use in (
-            lambda: state.model(torch.ones(8, 128)),
-            lambda: weight_of(state.model) * 2,
-            lambda: state.model.state_dict(),
-            lambda: state.optimizer.state_dict(),
-            lambda: state.optimizer.synchronize(),
-        ):
-            with pytest.raises(OptimizerStateError, match=r"out of luck.*Load the last checkpoint"):
-                use()
-        timer.join()
-    state.optimizer.load_state_dict(checkpoint[1])
-    state.model.load_state_dict(checkpoint[0])
-    for name, value in state.model.state_dict().items():
-        assert torch.equal(value, checkpoint[0][name])
-    state.model(torch.ones(8, 128)).backward()
-    state.optimizer.step()
-    state.optimizer.synchronize()

@@ -1,6 +1,7 @@
 """What goes wrong while updates are under way, and what users may then rely on."""
 
 import contextlib
+import copy
 import dataclasses
 import errno
 import gc
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import autohete_fx
-from autohete_fx import Activations, BlockDecision, HostMemoryError, Optimizer, Params, Plan
+from autohete_fx import Activations, BlockDecision, HostMemoryError, Optimizer, OptimizerStateError, Params, Plan
 from autohete_fx.runtime.placement import placement_of
-from tests.held_updates import OPTIMIZER_ON_HOST, STEP, Gate, Stack, Training, labels, tier_of, weight_of
+from tests.held_updates import ALL_ON_HOST, OPTIMIZER_ON_HOST, STEP, Gate, Stack, Training, labels, tier_of, weight_of
 from tests.main_job import slow
 
 ALL_OFFLOADED = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimizer=Optimizer.HOST)
@@ -192,3 +193,39 @@ def test_host_memory_that_is_refused_is_told_and_loses_nothing(
         train(twin, reference, range(3))
     assert found == train(twin, reference, steps)
     torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("decision", [slow(OPTIMIZER_ON_HOST), ALL_ON_HOST], ids=["device", "host"])
+def test_a_failed_update_is_told_by_whoever_needs_it_and_loading_recovers(
+    decision: BlockDecision, gate: Gate, monkeypatch: pytest.MonkeyPatch
+):
+    state = Training(gate, decision)
+    gate.opened.set()
+    state.optimizer.synchronize()
+    checkpoint = copy.deepcopy((state.model.state_dict(), state.optimizer.state_dict()))
+
+    def fail(*args: object) -> None:
+        raise OSError("the host is out of luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("autohete_fx.optim.updates._HostUpdate.run", fail)
+        gate.opened.clear()
+        state.step()
+        timer = gate.open_soon()
+        for use in (
+            lambda: state.model(torch.ones(8, 128)),
+            lambda: weight_of(state.model) * 2,
+            lambda: state.model.state_dict(),
+            lambda: state.optimizer.state_dict(),
+            lambda: state.optimizer.synchronize(),
+        ):
+            with pytest.raises(OptimizerStateError, match=r"out of luck.*Load the last checkpoint"):
+                use()
+        timer.join()
+    state.optimizer.load_state_dict(checkpoint[1])
+    state.model.load_state_dict(checkpoint[0])
+    for name, value in state.model.state_dict().items():
+        assert torch.equal(value, checkpoint[0][name])
+    state.model(torch.ones(8, 128)).backward()
+    state.optimizer.step()
+    state.optimizer.synchronize()

@@ -79,7 +79,9 @@ def test_a_walk_sees_and_changes_every_element_once(length: int, tier: DiskTier,
     assert torch.equal(found[0], 2 * expected + 1) and torch.equal(found[1], expected + 1)
 
 
-def test_at_most_the_stated_bytes_are_in_ram(tier: DiskTier, lanes: Lanes, tmp_path: Path) -> None:
+def test_at_most_the_stated_bytes_are_in_ram(
+    monkeypatch: pytest.MonkeyPatch, tier: DiskTier, lanes: Lanes, tmp_path: Path
+) -> None:
     """Of states twenty times as large as a window, while they are walked over with the next one read ahead, and none afterwards."""
     if pages_in_ram(homes(tier, 2**14, 1)[0]) or os.stat(tmp_path).st_dev == os.stat("/dev/shm").st_dev:
         pytest.skip("files of this directory are kept in RAM")
@@ -101,7 +103,7 @@ def test_at_most_the_stated_bytes_are_in_ram(tier: DiskTier, lanes: Lanes, tmp_p
             buffers.append(buffer)
         return buffer
 
-    tier.take_buffer = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(tier, "take_buffer", counted)
     for found in states:
         fill(tier, lanes, found)
     walks = [Walk(tier, lanes, found) for found in states]
