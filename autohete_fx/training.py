@@ -188,7 +188,7 @@ class TrainingPlanner:
             if split is None or rewriting.changes_code(plan):
                 split = self._split(rewriting.copy_graph(original), plan)
             contexts = self._rewrite(split, plan)
-            peak = self._traced_peak(problem, plan, split)
+            peak = self._traced_peak(problem, plan, split, donates=not contexts[0].offloaded)
         return _Rewritten(plan=dataclasses.replace(plan, peak_bytes=peak), graphs=split, contexts=contexts)
 
     def _usable_bytes(self, problem: Problem, split: rewriting.Partitioned) -> int | None:
@@ -225,13 +225,14 @@ class TrainingPlanner:
             offloadable=self.offloadable,
         )
 
-    def _traced_peak(self, problem: Problem, plan: Plan, split: rewriting.Partitioned) -> int:
+    def _traced_peak(self, problem: Problem, plan: Plan, split: rewriting.Partitioned, *, donates: bool = True) -> int:
         trace = trace_step(
             split.forward,
             split.backward,
             split.num_outputs,
             device_type=self.captured.device.type,
             inner_backend=self.options.inner_backend,
+            donates=donates,
         )
         return planning.traced_peak_bytes(problem, plan, trace.peak_bytes)
 

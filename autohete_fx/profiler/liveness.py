@@ -10,7 +10,7 @@ buffer of the same size (`reuse`). On a CPU,
 neighbouring generated kernels become one call, so that the outputs of all are allocated before the first runs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -100,6 +100,7 @@ def trace_step(
     *,
     device_type: str,
     inner_backend: str = "inductor",
+    donates: bool = True,
 ) -> StepTrace:
     """The device bytes of a forward graph and of the backward graph that follows it.
 
@@ -108,6 +109,8 @@ def trace_step(
         num_outputs: leading outputs of ``forward`` that are the caller's; the others are the leading placeholders
             of ``backward``, in order.
         device_type, inner_backend: as in `trace_memory`.
+        donates: whether backward may write over saved tensors (``torch._functorch.config.donated_buffer``). Over the gradients of
+            outputs it never may.
     """
     graph = lower(forward, device_type=device_type, inner_backend=inner_backend)
     first = _trace(graph, device_type=device_type, inner_backend=inner_backend, saved={})
@@ -129,11 +132,18 @@ def trace_step(
         inner_backend=inner_backend,
         saved=saved,
         held={id(graph.storages[index]) for index in kept},
+        lent={node.name for node in placeholders[len(graph.outputs) - num_outputs if donates else 0 :]},
     )
     return StepTrace(forward=first, backward=second)
 
 
-def _lifetimes(graph: KernelGraph, kernels: list[Kernel], saved: Mapping[str, Storage], held: set[int]) -> Lifetimes:
+def _lifetimes(
+    graph: KernelGraph,
+    kernels: list[Kernel],
+    saved: Mapping[str, Storage],
+    held: Collection[int],
+    lent: Collection[str],
+) -> Lifetimes:
     num_bytes = [0 if storage.is_input else storage.num_bytes for storage in graph.storages]
     root = list(range(len(graph.storages)))
     first_of: dict[int, int] = {}
@@ -153,7 +163,9 @@ def _lifetimes(graph: KernelGraph, kernels: list[Kernel], saved: Mapping[str, St
     for index in graph.outputs:
         if index is not None:
             last_use[root[index]] = end
-    return Lifetimes(num_bytes, root, last_use, at_start)
+    return Lifetimes(
+        num_bytes, root, last_use, at_start, {root[graph.inputs[name]] for name in lent if name in graph.inputs}
+    )
 
 
 def _launches(kernels: list[Kernel], *, together: bool) -> list[list[Kernel]]:
@@ -173,11 +185,12 @@ def _trace(
     device_type: str,
     inner_backend: str,
     saved: Mapping[str, Storage],
-    held: set[int] | None = None,
+    held: Collection[int] = (),
+    lent: Collection[str] = (),
 ) -> MemoryTrace:
     fuse = inner_backend != "eager"
     kernels = order_for_peak_memory(graph, saved) if fuse else graph.kernels
-    memory = _lifetimes(graph, kernels, saved, held or set())
+    memory = _lifetimes(graph, kernels, saved, held, lent)
     launches = _launches(kernels, together=fuse and device_type == "cpu")
     taken_over = plan_reuse(graph, kernels, launches, memory) if fuse else {}
     alive = {index for index in memory.at_start if memory.num_bytes[index]}

@@ -24,12 +24,14 @@ class Lifetimes:
         root: by storage, the one whose memory it shows: saved tensors may be views of one storage.
         last_use: place of the kernel that reads or writes a storage last; the number of kernels for outputs.
         at_start: storages that are there when the graph starts.
+        lent: those of them that nothing may be written over.
     """
 
     num_bytes: list[int]
     root: list[int]
     last_use: dict[int, int]
     at_start: set[int]
+    lent: set[int]
 
 
 def plan_reuse(
@@ -80,7 +82,11 @@ def plan_reuse(
 def _dying(kernel: Kernel, place: int, lifetimes: Lifetimes, gone: set[int]) -> list[int]:
     """Storages that a kernel may write over: it is the last to read them."""
     read = dict.fromkeys(lifetimes.root[index] for index in kernel.reads)
-    return [i for i in read if lifetimes.last_use.get(i) == place and lifetimes.num_bytes[i] and i not in gone]
+    return [
+        i
+        for i in read
+        if lifetimes.last_use.get(i) == place and lifetimes.num_bytes[i] and i not in gone | lifetimes.lent
+    ]
 
 
 def _in_place(kernel: Kernel, source: int, target: int) -> bool:
