@@ -110,7 +110,7 @@ def place(
         if name in but:
             continue
         decision = plan.decisions[block]
-        optimizer = decision.optimizer if name in moved else Optimizer.DEVICE
+        optimizer = moved.get(name, Optimizer.DEVICE)
         _models[params[name]] = weakref.ref(model)
         placement = Placement(
             params=decision.params,

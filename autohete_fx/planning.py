@@ -32,7 +32,7 @@ from autohete_fx.ir import (
 )
 from autohete_fx.optim import AdamW, optimizer_of
 from autohete_fx.options import Options
-from autohete_fx.planner.choices import streaming_peak_bytes
+from autohete_fx.planner.device_use import streaming_peak_bytes
 from autohete_fx.planner.figures import host_bytes
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import solve
@@ -203,15 +203,18 @@ def with_disk(problem: Problem) -> Problem:
 
 def _placed_decision(block: Block, params: Mapping[str, torch.nn.Parameter]) -> BlockDecision | None:
     """What has been decided for a block whose parameters are placed already; None where none is."""
-    placed = [(params[fqn], found) for fqn in block.param_fqns if (found := placement_of(params[fqn])) is not None]
+    placed = [(fqn, params[fqn], found) for fqn in block.param_fqns if (found := placement_of(params[fqn])) is not None]
     if not placed:
         return None
-    optimizers = [found.optimizer for param, found in placed if param.requires_grad]
-    moved = [optimizer for optimizer in optimizers if optimizer is not Optimizer.DEVICE]
+    trained = sorted((param.numel(), name, found.optimizer) for name, param, found in placed if param.requires_grad)
+    places = [place for _, _, place in trained]
+    optimizer = next((place for place in places if place is not Optimizer.DEVICE), Optimizer.DEVICE)
+    count = places.count(optimizer)
     return BlockDecision(
-        params=placed[0][1].params,
-        optimizer=moved[0] if moved else Optimizer.DEVICE,
-        num_moved_states=len(moved) if 0 < len(moved) < len(optimizers) else None,
+        params=placed[0][2].params,
+        optimizer=optimizer,
+        num_moved_states=count if 0 < count < len(places) else None,
+        other_states=next((place for place in places if place is not optimizer), Optimizer.DEVICE),
     )
 
 
@@ -268,7 +271,7 @@ def _replayed(plan: Plan, problem: Problem) -> Plan:
 
 def _refuse_unsupported(label: str, decision: BlockDecision, machine: Machine) -> None:
     """What the runtime cannot do here."""
-    if decision.optimizer is Optimizer.DISK and not machine.disk_bytes_per_s:
+    if Optimizer.DISK in (decision.optimizer, decision.other_states) and not machine.disk_bytes_per_s:
         raise PlanError(
             f"the plan decides optimizer 'disk' for block {label!r}, but when this machine was measured its disk had no room;"
             " free some there, or give another offload_dir"
@@ -293,20 +296,13 @@ def resident_bytes(problem: Problem, plan: Plan) -> int:
     params = sum(cost.param_bytes for cost, decision in pairs if decision.params is Params.DEVICE)
     if not problem.training:
         return params
-    return params + sum(
-        _staying(cost, cost.optimizer_bytes, d, leaves=d.optimizer is not Optimizer.DEVICE) for cost, d in pairs
-    )
+    return params + sum(cost.part_at(cost.optimizer_bytes, d, Optimizer.DEVICE) for cost, d in pairs)
 
 
 def device_gradient_bytes(problem: Problem, plan: Plan) -> int:
     """Gradients that stay on the device until the step."""
     pairs = zip(problem.costs, plan.decisions, strict=True)
-    return sum(_staying(cost, cost.grad_bytes, d, leaves=d.updates_on_host) for cost, d in pairs)
-
-
-def _staying(cost: BlockCost, num_bytes: int, decision: BlockDecision, *, leaves: bool) -> int:
-    """Of bytes that a block's trainable parameters share in, those that are on the device if those of moved states leave it."""
-    return num_bytes - (cost.moved_part(num_bytes, decision.num_moved_states) if leaves else 0)
+    return sum(cost.part_at(cost.grad_bytes, d, Optimizer.DEVICE, Optimizer.STREAMED) for cost, d in pairs)
 
 
 def held_bytes(problem: Problem, plan: Plan) -> int:

@@ -89,7 +89,8 @@ def rewrite_training(
     """
     forward_owners = owners_by_placeholder(split.forward, inputs, owners)
     moved = moved_states(plan.decisions, owners, {i.name: i.tensor for i in inputs if i.tensor is not None})
-    gradients = _parameters_of_gradients(split.backward, inputs, {name: owners[name] for name in moved})
+    sent = {name: owners[name] for name, place in moved.items() if place.updates_on_host}
+    gradients = _parameters_of_gradients(split.backward, inputs, sent)
     forward = PassContext(
         stage=Stage.FORWARD,
         plan=plan,

@@ -50,7 +50,7 @@ class PassContext:
         staying: placeholders of parameters whose optimizer states stay on the device, although their block's decision moves
             those of others.
         gradients: in a backward graph, the owning block of the parameter whose gradient each output is, or None for
-            outputs that are no parameter's gradient, or that of one whose states stay; empty elsewhere.
+            outputs that are no parameter's gradient, or that of one that the device updates; empty elsewhere.
         gradient_strides: strides of those parameters, likewise.
         gradient_inputs: their positions among the inputs of the captured graph, likewise.
         inputs: in a backward graph, that position by name of each placeholder that is such a parameter, or a saved view of it.

@@ -134,6 +134,7 @@ def problems(
     alike = draw(st.booleans()) and draw(st.booleans())
     costs = draw(_costs()) if alike else None
     training = draw(st.sampled_from([True, True, True, False]))
+    some_states = draw(_SELDOM)
     given = problem(
         [costs if costs is not None else draw(_costs()) for _ in range(count)],
         machine=draw(_machines),
@@ -143,9 +144,9 @@ def problems(
         allow_host_params=draw(st.sampled_from([True, True, False])),
         allow_host_optimizer=draw(st.sampled_from([True, True, False])),
         allow_keeping_fetched=draw(_SELDOM),
-        allow_moving_some_states=draw(_SELDOM),
+        allow_moving_some_states=some_states,
         allow_streamed_optimizer=draw(_SELDOM),
-        allow_disk_optimizer=draw(_SELDOM),
+        allow_disk_optimizer=draw(_SELDOM) and not some_states,  # all places together are too many to try them all
         schedule=Schedule(overlap=draw(st.sampled_from(Overlap)), priority=draw(st.sampled_from([True, True, False]))),
         clips_gradients=draw(st.booleans()),
         micro_batches=draw(st.sampled_from([1, 1, 2, 4])),

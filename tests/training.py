@@ -51,9 +51,11 @@ PLANS: dict[str, tuple[BlockDecision, ...]] = {
     ),
     "streamed": (
         STREAMED,
-        dataclasses.replace(STREAMED, params=Params.HOST, prefetch_distance=2),
+        dataclasses.replace(
+            STREAMED, params=Params.HOST, prefetch_distance=2, num_moved_states=1, other_states=Optimizer.HOST
+        ),
         dataclasses.replace(STREAMED, activations=Activations.RECOMPUTE, num_moved_states=2),
-        BlockDecision(params=Params.HOST, optimizer=Optimizer.HOST),
+        BlockDecision(optimizer=Optimizer.HOST, num_moved_states=2, other_states=Optimizer.STREAMED),
         dataclasses.replace(STREAMED, params=Params.HOST, keeps_fetched=True),
     ),
 }
@@ -62,7 +64,7 @@ PLANS["disk"] = (
     BlockDecision(params=Params.HOST, optimizer=Optimizer.DISK),
     dataclasses.replace(HOST, optimizer=Optimizer.DISK),
     BlockDecision(activations=Activations.RECOMPUTE, optimizer=Optimizer.DISK, num_moved_states=3),
-    HOST,
+    dataclasses.replace(HOST, num_moved_states=2, other_states=Optimizer.DISK),
     BlockDecision(optimizer=Optimizer.DISK),
 )
 STEPS = 5

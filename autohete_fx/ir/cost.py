@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from autohete_fx.ir.decision import Activations
+from autohete_fx.ir.decision import Activations, BlockDecision, Optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +75,11 @@ class BlockCost:
             return self.selective.recompute_s if self.selective is not None else 0.0
         return self.recompute_s if activations is Activations.RECOMPUTE else 0.0
 
-    def moved_params(self, count: int | None) -> int:
-        """Elements of the ``count`` smallest trainable parameters; of all of them where None."""
-        return self.num_params if count is None else sum(self.trained[:count])
-
-    def moved_part(self, num_bytes: int, count: int | None) -> int:
-        """Of bytes that all trainable parameters share in, those of the ``count`` smallest; all where None."""
-        return num_bytes if count is None else num_bytes * self.moved_params(count) // self.num_params
+    def part_at(self, num_bytes: int, decision: BlockDecision, *places: Optimizer) -> int:
+        """Of bytes or elements that all trainable parameters share in, those of parameters with optimizer states at ``places``."""
+        count = decision.num_moved_states
+        first = num_bytes if count is None else num_bytes * sum(self.trained[:count]) // self.num_params
+        return first * (decision.optimizer in places) + (num_bytes - first) * (decision.other_states in places)
 
     def offloaded_bytes(self, count: int | None = None) -> int:
         """Bytes of the ``count`` largest tensors that can leave; of all of them where None."""
@@ -91,9 +89,12 @@ class BlockCost:
         """In how many copies those leave."""
         return len(self.offloadable[:count])
 
-    def moved_tensors(self, count: int | None) -> int:
-        """Gradients of the ``count`` smallest trainable parameters; of all of them where None."""
-        return self.num_grad_tensors if count is None else count
+    def tensors_at(self, decision: BlockDecision, *places: Optimizer) -> int:
+        """Gradients of parameters with optimizer states at ``places``."""
+        count = decision.num_moved_states
+        if count is None:
+            return self.num_grad_tensors * (decision.optimizer in places)
+        return count * (decision.optimizer in places) + (len(self.trained) - count) * (decision.other_states in places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

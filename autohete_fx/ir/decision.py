@@ -34,6 +34,11 @@ class Optimizer(enum.Enum):
     """States on disk; for each step the CPU reads them into RAM, updates them there, and writes them back, a window of a
     parameter at a time. Gradients are in host memory, as for ``HOST``."""
 
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether the CPU does the step."""
+        return self in (Optimizer.HOST, Optimizer.DISK)
+
 
 def staging_bytes(state_bytes: int) -> int:
     """Device memory for pieces of a block's streamed states, given the bytes of those. All blocks' pieces pass through what is
@@ -80,7 +85,8 @@ class BlockDecision:
         keeps_fetched: parameters on the host that the block's backward reads stay on the device from its forward to its
             backward, which saves the second fetch.
         num_moved_states: of the block's trainable parameters, how many have their optimizer states where ``optimizer`` says,
-            smallest first; those of the others are on the device. None: all of them.
+            smallest first. None: all of them.
+        other_states: where the optimizer states of the other trainable parameters are.
         num_offloaded: of the block's tensors that can leave, how many do, largest first; None: all of them.
     """
 
@@ -90,6 +96,7 @@ class BlockDecision:
     prefetch_distance: int = 1
     keeps_fetched: bool = False
     num_moved_states: int | None = None
+    other_states: Optimizer = Optimizer.DEVICE
     num_offloaded: int | None = None
 
     @property
@@ -100,7 +107,12 @@ class BlockDecision:
     @property
     def updates_on_host(self) -> bool:
         """Whether the CPU does the block's optimizer step, or a part of it."""
-        return self.optimizer in (Optimizer.HOST, Optimizer.DISK)
+        return self.optimizer.updates_on_host or self.other_states.updates_on_host
+
+    @property
+    def streams(self) -> bool:
+        """Whether the states of any of the block's parameters are streamed."""
+        return Optimizer.STREAMED in (self.optimizer, self.other_states)
 
     def __post_init__(self) -> None:
         if self.prefetch_distance < 1:
@@ -111,6 +123,13 @@ class BlockDecision:
             raise PlanError(
                 f"num_moved_states is {self.num_moved_states} with optimizer {self.optimizer.value!r}; expected at least 1,"
                 " with an optimizer elsewhere than on the device only"
+            )
+        if self.other_states is not Optimizer.DEVICE and (
+            self.num_moved_states is None or self.other_states is self.optimizer
+        ):
+            raise PlanError(
+                f"other_states is {self.other_states.value!r} with optimizer {self.optimizer.value!r} and num_moved_states"
+                f" {self.num_moved_states}; expected another place than the optimizer's, with num_moved_states given"
             )
         if self.num_offloaded is not None and (self.num_offloaded < 1 or self.activations is not Activations.OFFLOAD):
             raise PlanError(

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from autohete_fx.ir.decision import BlockDecision
+from autohete_fx.ir.decision import BlockDecision, Optimizer
 from autohete_fx.ir.labels import label_pattern, run_label
 from autohete_fx.ir.lane import Lane
 from autohete_fx.ir.reasons import NO_TIME, Alternative, Memory, MemoryUse, Reasons
@@ -145,10 +145,11 @@ def _words(decision: BlockDecision) -> tuple[str, str, str]:
     largest = "" if decision.num_offloaded is None else f" {decision.num_offloaded} largest"
     kept = " and kept for backward" if decision.keeps_fetched else ""
     smallest = "" if decision.num_moved_states is None else f" for the {decision.num_moved_states} smallest"
+    others = "" if decision.other_states is Optimizer.DEVICE else f", {decision.other_states.value} for the others"
     return (
         f"{decision.activations.value}{largest}",
         f"parameters {decision.params.value}{kept}",
-        f"optimizer {decision.optimizer.value}{smallest}",
+        f"optimizer {decision.optimizer.value}{smallest}{others}",
     )
 
 

@@ -12,7 +12,7 @@ from autohete_fx.ir.lane import LaneTime
 from autohete_fx.ir.reasons import Reasons
 from autohete_fx.ir.saved import SavedAs, spelled
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

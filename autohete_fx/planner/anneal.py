@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from autohete_fx.ir import BlockDecision
 from autohete_fx.planner.array_passes import Figures
-from autohete_fx.planner.choices import copies
+from autohete_fx.planner.choices import copies, place_of, treatment_of
 from autohete_fx.planner.improve import Search
 from autohete_fx.planner.replays import Replays, Rows, Seconds
 
@@ -200,8 +200,7 @@ def _parts_of(settings: list[BlockDecision]) -> tuple[Rows, Rows]:
     numbers: tuple[dict[object, int], ...] = ({}, {}, {})
     parts = []
     for s in settings:
-        place = s.params, s.keeps_fetched, s.optimizer, s.num_moved_states
-        values = (s.activations, s.num_offloaded), place, s.prefetch_distance
+        values = treatment_of(s), place_of(s), s.prefetch_distance
         parts.append([number.setdefault(value, len(number)) for number, value in zip(numbers, values, strict=True)])
     table = np.zeros([len(number) for number in numbers], dtype=np.int64)
     for index, (setting, (activations, place, distance)) in enumerate(zip(settings, parts, strict=True)):

@@ -1,16 +1,12 @@
-"""What a block may be decided to, and what each decision takes: in come a problem and a block, out come seconds and bytes.
+"""What a block may be decided to, and how long each decision takes: in come a problem and a block, out come decisions and seconds.
 
-Both the integer program (`formulation`) and the search (`improve`) are made of these figures. The simulator is not: it
-walks the runtime's program by itself and judges both.
+Both the integer program (`formulation`) and the search (`improve`) are made of these figures, and of those of `device_use`.
+The simulator is not: it walks the runtime's program by itself and judges both.
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-
-import numpy as np
-from numpy.typing import NDArray
 
 from autohete_fx.ir import (
     Activations,
@@ -21,18 +17,15 @@ from autohete_fx.ir import (
     Overlap,
     Params,
     Problem,
-    staging_bytes,
 )
 from autohete_fx.planner.figures import (
+    UPDATED_ON_HOST,
     copy_s,
     device_update_s,
     host_update_s,
-    moved_params,
     overlap_of,
     uploaded_bytes,
 )
-
-Bytes = NDArray[np.int64]
 
 MAX_PREFETCH_DISTANCE = 4
 COPY_WEIGHT = 1 / 512
@@ -49,6 +42,17 @@ def choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
 def joined(activations: BlockDecision, place: BlockDecision) -> BlockDecision:
     """What one decision says about activations and another about everything else."""
     return replace(place, activations=activations.activations, num_offloaded=activations.num_offloaded)
+
+
+def treatment_of(decision: BlockDecision) -> tuple[object, ...]:
+    """What is decided of activations."""
+    return decision.activations, decision.num_offloaded
+
+
+def place_of(decision: BlockDecision) -> tuple[object, ...]:
+    """What is decided of parameters and optimizer states; nothing of the prefetch distance."""
+    states = decision.optimizer, decision.num_moved_states, decision.other_states
+    return decision.params, decision.keeps_fetched, *states
 
 
 def activation_choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
@@ -68,7 +72,7 @@ def place_choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
     """Where a block's parameters and optimizer states may be, as decisions that keep all activations."""
     cost = problem.costs[block]
     params = [(Params.DEVICE, False)]
-    optimizer: list[tuple[Optimizer, int | None]] = [(Optimizer.DEVICE, None)]
+    optimizer: list[tuple[Optimizer, int | None, Optimizer]] = [(Optimizer.DEVICE, None, Optimizer.DEVICE)]
     if problem.allow_host_params and cost.param_bytes:
         params.append((Params.HOST, False))
         if problem.training and problem.allow_keeping_fetched:
@@ -79,16 +83,19 @@ def place_choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
             places.append(Optimizer.STREAMED)
         if problem.allow_disk_optimizer and cost.optimizer_bytes and problem.machine.disk_bytes_per_s:
             places.append(Optimizer.DISK)
-        parts = (None, *(_moved_counts(cost) if problem.allow_moving_some_states else ()))
-        optimizer.extend((place, count) for place in places for count in parts)
+        parts = _moved_counts(cost) if problem.allow_moving_some_states else ()
+        optimizer.extend((place, count, Optimizer.DEVICE) for place in places for count in (None, *parts))
+        if overlap_of(problem) is not Overlap.BACKWARD:  # where uploads and streamed states would share the lane up
+            optimizer.extend((Optimizer.HOST, count, place) for place in places[1:] for count in parts)
+            optimizer.extend((place, count, Optimizer.HOST) for place in places[1:] for count in parts[:1])
     pinned = problem.fixed_decisions[block] if problem.fixed_decisions else None
     if pinned is not None:
         params = [(place, kept) for place, kept in params if place is pinned.params] or [(pinned.params, False)]
-        optimizer = [(pinned.optimizer, pinned.num_moved_states)]
+        optimizer = [(pinned.optimizer, pinned.num_moved_states, pinned.other_states)]
     return tuple(
-        BlockDecision(params=place, keeps_fetched=kept, optimizer=home, num_moved_states=moved)
+        BlockDecision(params=place, keeps_fetched=kept, optimizer=home, num_moved_states=count, other_states=other)
         for place, kept in params
-        for home, moved in optimizer
+        for home, count, other in optimizer
     )
 
 
@@ -111,7 +118,7 @@ def _moved_counts(cost: BlockCost) -> tuple[int, ...]:
     return tuple(
         sorted(
             {
-                min(counts, key=lambda n, p=part: abs(cost.moved_params(n) - p * cost.num_params))
+                min(counts, key=lambda n, p=part: abs(sum(cost.trained[:n]) - p * cost.num_params))
                 for part in _MOVED_SHARES
             }
         )
@@ -198,15 +205,15 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
         return Durations(
             forward_work=cost.forward_s + machine.copy_share * fetch_s, forward_up=fetch_s, forward_down=0.0
         )
-    on_host, streamed = decision.updates_on_host, decision.optimizer is Optimizer.STREAMED
     offloads, tensors = decision.activations is Activations.OFFLOAD, cost.offloaded_tensors(decision.num_offloaded)
     offloaded = cost.offloaded_bytes(decision.num_offloaded) if offloads else 0
     offload_s = down_s(offloaded, tensors)
     backward_up_s = up_s(offloaded, tensors) + (0.0 if decision.keeps_fetched else fetch_s)
-    count, moved = decision.num_moved_states, moved_params(cost, decision)
-    gradients_s = down_s(cost.moved_part(cost.grad_bytes, count), cost.moved_tensors(count)) if on_host else 0.0
+    gradient_bytes = cost.part_at(cost.grad_bytes, decision, *UPDATED_ON_HOST)
+    gradients_s = down_s(gradient_bytes, cost.tensors_at(decision, *UPDATED_ON_HOST))
     upload_s = up_s(uploaded_bytes(cost, decision))
-    states = cost.moved_part(cost.optimizer_bytes, count) if streamed else 0
+    streamed = cost.part_at(cost.num_params, decision, Optimizer.STREAMED)
+    states = cost.part_at(cost.optimizer_bytes, decision, Optimizer.STREAMED)
     return Durations(
         forward_work=cost.forward_s + machine.copy_share * (fetch_s + offload_s),
         forward_up=fetch_s,
@@ -216,115 +223,12 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
         + machine.copy_share * (backward_up_s + gradients_s),
         backward_up=backward_up_s,
         backward_down=gradients_s,
-        update_work=device_update_s(problem, block, decision, moved) if streamed else 0.0,
+        update_work=device_update_s(problem, block, decision, streamed),
         update_up=upload_s + up_s(states),
         update_down=down_s(states),
         upload=upload_s,
-        device_update=device_update_s(problem, block, decision, cost.num_params - moved),
-        host_update=host_update_s(problem, block, decision) if moved and on_host else 0.0,
+        device_update=device_update_s(
+            problem, block, decision, cost.part_at(cost.num_params, decision, Optimizer.DEVICE)
+        ),
+        host_update=host_update_s(problem, block, decision) if cost.num_params else 0.0,
     )
-
-
-def device_bytes(problem: Problem, block: int, decision: BlockDecision) -> Bytes:
-    """What a block holds on the device in every span, at the decision's own prefetch distance.
-
-    Spans are the pieces of work of blocks 0..n-1 in a pass, pass after pass: the first forward of a step, which under an
-    overlapping schedule waits for updates; in training the last backward; with several micro-batches a forward of a
-    later one, where gradients are there already; and where states may be streamed, the pass of the updates, of which an
-    overlapping schedule has only the begin. In the last micro-batch's backward its gradients come on top of accumulated ones.
-    """
-    if not problem.training:
-        return _inference_bytes(problem, block, decision)
-    return np.concatenate(_Use(problem, block, decision).passes())
-
-
-def streaming_peak_bytes(problem: Problem, decisions: Sequence[BlockDecision]) -> int:
-    """The most device memory in use while states are streamed: in the forward that waits for them, or by themselves. 0 where
-    none are."""
-    streamed = [block for block, d in enumerate(decisions) if d.optimizer is Optimizer.STREAMED]
-    if not streamed or not problem.training:
-        return 0
-    uses = [_Use(problem, block, decision) for block, decision in enumerate(decisions)]
-    passes = [np.sum([use.update_pass() for use in uses], axis=0)]
-    if overlap_of(problem) is not Overlap.NONE:
-        passes = [passes[0][:1], np.sum([use.first_pass() for use in uses], axis=0)[: streamed[-1] + 1]]
-    return problem.fixed_bytes + int(np.concatenate(passes).max())
-
-
-class _Use:
-    """Device bytes of one block under one decision, pass by pass."""
-
-    def __init__(self, problem: Problem, block: int, decision: BlockDecision) -> None:
-        self.problem, self.block, self.decision = problem, block, decision
-        self.cost, self.num_blocks = problem.costs[block], len(problem.costs)
-        self.first = max(0, block - decision.prefetch_distance)
-        self.last = min(self.num_blocks - 1, block + decision.prefetch_distance)
-        cost, moves = self.cost, decision.optimizer is not Optimizer.DEVICE
-        moved_states, moved_gradients = (
-            cost.moved_part(num_bytes, decision.num_moved_states) if moves else 0
-            for num_bytes in (cost.optimizer_bytes, cost.grad_bytes)
-        )
-        self.fetched = cost.param_bytes if decision.params is Params.HOST else 0
-        self.always = cost.param_bytes - self.fetched + cost.optimizer_bytes - moved_states
-        streamed = decision.optimizer is Optimizer.STREAMED
-        self.streamed_gradients, self.staging = (moved_gradients, staging_bytes(moved_states)) if streamed else (0, 0)
-        self.staying = cost.grad_bytes if streamed else cost.grad_bytes - moved_gradients
-        self.accumulated = self.staying if problem.micro_batches > 1 else 0
-        # What the block's activations hold after its forward, while they leave, in between, and once they are due back.
-        self.held = self.around = cost.held_bytes(decision.activations)
-        if decision.activations is Activations.OFFLOAD:
-            self.held -= cost.offloaded_bytes(decision.num_offloaded)
-
-    def passes(self) -> list[Bytes]:
-        overlaps = overlap_of(self.problem) is not Overlap.NONE
-        found = [self.first_pass() if overlaps else self._forward(), self._backward()]
-        if self.problem.micro_batches > 1:
-            found.append(self._forward() + self.accumulated)
-        if self.problem.allow_streamed_optimizer:
-            found.append(self.update_pass()[: 1 if overlaps else None])
-        return found
-
-    def first_pass(self) -> Bytes:
-        """The forward that waits for updates."""
-        return self._forward() + self._updates()
-
-    def update_pass(self) -> Bytes:
-        """The updates by themselves."""
-        return self.always + self.staying - self.streamed_gradients + self._updates()
-
-    def _forward(self) -> Bytes:
-        use = np.full(self.num_blocks, self.always, dtype=np.int64)
-        use[self.first : self.num_blocks if self.decision.keeps_fetched else self.block + 1] += self.fetched
-        use[self.block] += self.cost.saved_bytes + self.cost.forward_workspace_bytes
-        use[self.block + 1 : self.last + 1] += self.around
-        use[self.last + 1 :] += self.held
-        return use
-
-    def _updates(self) -> Bytes:
-        """Of a streamed update: its gradients until then, and until all are done its part of what states pass through."""
-        use = np.full(self.num_blocks, self.staging, dtype=np.int64)
-        use[: self.block + 1] += self.streamed_gradients
-        return use
-
-    def _backward(self) -> Bytes:
-        block, last = self.block, self.last
-        use = np.full(self.num_blocks, self.always + self.accumulated, dtype=np.int64)
-        use[block : self.num_blocks if self.decision.keeps_fetched else last + 1] += self.fetched
-        use[block] += self.cost.saved_bytes + self.cost.backward_workspace_bytes
-        use[block + 1 : last + 1] += self.around
-        use[last + 1 :] += self.held
-        use[: block + 1] += self.staying
-        use[self.first : block + 1] += self.cost.grad_bytes - self.staying
-        return use
-
-
-def _inference_bytes(problem: Problem, block: int, decision: BlockDecision) -> Bytes:
-    cost, at = problem.costs[block], np.arange(len(problem.costs))
-    fetched = cost.param_bytes if decision.params is Params.HOST else 0
-    always = cost.param_bytes - fetched + (cost.optimizer_bytes if decision.optimizer is Optimizer.DEVICE else 0)
-    use = np.full(len(at), always, dtype=np.int64)
-    use[max(0, block - decision.prefetch_distance) : block + 1] += fetched
-    use[block] += cost.saved_bytes + cost.forward_workspace_bytes
-    reader = max((edge.consumer for edge in problem.edges if edge.producer == block), default=len(at))
-    use[(block < at) & (at <= reader)] += cost.boundary_bytes
-    return use

@@ -5,6 +5,10 @@ The simulator and what it judges share these, because there is nothing to replay
 
 from autohete_fx.ir import Activations, BlockCost, BlockDecision, Lane, Machine, Optimizer, Overlap, Params, Problem
 
+MOVED = (Optimizer.HOST, Optimizer.STREAMED, Optimizer.DISK)
+"""Where optimizer states are that are not on the device."""
+UPDATED_ON_HOST = tuple(place for place in MOVED if place.updates_on_host)
+
 
 def overlap_of(problem: Problem) -> Overlap:
     """What updates on the host really overlap with. With clipping none starts before the norm of all gradients is known."""
@@ -19,13 +23,11 @@ def host_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
     copies of parameters that it updates and that live in memory of the device's own."""
     cost = problem.costs[block]
     total = cost.param_bytes if decision.params is Params.HOST else 0
-    moved = decision.num_moved_states
-    if decision.optimizer in (Optimizer.HOST, Optimizer.STREAMED):
-        total += cost.moved_part(cost.optimizer_bytes, moved)
-    if problem.training and decision.updates_on_host:
-        total += cost.moved_part(cost.grad_bytes, moved) * (2 if problem.micro_batches > 1 else 1)
+    total += cost.part_at(cost.optimizer_bytes, decision, Optimizer.HOST, Optimizer.STREAMED)
+    if problem.training:
+        total += cost.part_at(cost.grad_bytes, decision, *UPDATED_ON_HOST) * (2 if problem.micro_batches > 1 else 1)
         if decision.params is Params.DEVICE and problem.machine.device_type != "cpu":
-            total += cost.moved_part(cost.param_bytes, moved)
+            total += cost.part_at(cost.param_bytes, decision, *UPDATED_ON_HOST)
     if problem.training and decision.activations is Activations.OFFLOAD:
         total += cost.offloaded_bytes(decision.num_offloaded)
     return total
@@ -33,9 +35,8 @@ def host_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
 
 def disk_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
     """What one block has on disk: optimizer states."""
-    if decision.optimizer is not Optimizer.DISK:
-        return 0
-    return problem.costs[block].moved_part(problem.costs[block].optimizer_bytes, decision.num_moved_states)
+    cost = problem.costs[block]
+    return cost.part_at(cost.optimizer_bytes, decision, Optimizer.DISK)
 
 
 def device_update_s(problem: Problem, block: int, decision: BlockDecision, num_params: int) -> float:
@@ -56,22 +57,17 @@ def copy_s(machine: Machine, lane: Lane, num_bytes: int, num_tensors: int = 1) -
     return num_tensors * machine.latency_s + num_bytes / bandwidth
 
 
-def moved_params(cost: BlockCost, decision: BlockDecision) -> int:
-    """Trainable parameters of a block whose states are not on the device, in elements."""
-    return 0 if decision.optimizer is Optimizer.DEVICE else cost.moved_params(decision.num_moved_states)
-
-
 def uploaded_bytes(cost: BlockCost, decision: BlockDecision) -> int:
     """Of parameters that are updated on the host and live on the device."""
-    goes_up = decision.updates_on_host and decision.params is Params.DEVICE and cost.num_params > 0
-    return cost.moved_part(cost.param_bytes, decision.num_moved_states) if goes_up else 0
+    goes_up = decision.params is Params.DEVICE and cost.num_params > 0
+    return cost.part_at(cost.param_bytes, decision, *UPDATED_ON_HOST) if goes_up else 0
 
 
 def host_update_s(problem: Problem, block: int, decision: BlockDecision) -> float:
     """Seconds to update a block's parameters on the host: what the slower of computing and of the disk takes."""
     cost, machine = problem.costs[block], problem.machine
     lost_s = machine.copy_share * copy_s(machine, Lane.H2D, uploaded_bytes(cost, decision))
-    computed_s = moved_params(cost, decision) / machine.host_update_params_per_s + lost_s
+    computed_s = cost.part_at(cost.num_params, decision, *UPDATED_ON_HOST) / machine.host_update_params_per_s + lost_s
     return max(computed_s, disk_s(problem, block, decision))
 
 

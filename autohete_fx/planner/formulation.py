@@ -14,7 +14,7 @@ needs no variable of its own, and a relaxation loses nothing: whatever shares x 
 have them. Written q[b], a quantity stands for the sum over l of q(0,l) y[b,l] and over k of (q(k,0) - q(0,0)) x[b,k].
 
 Memory (`Program._add_device_memory`, `Program._add_memory_elsewhere`). What block b holds on the device while another
-block runs does not depend on other blocks' options. With m(b,s) from `choices.device_bytes` for every span s, and with
+block runs does not depend on other blocks' options. With m(b,s) from `device_use.device_bytes` for every span s, and with
 h(b) and o(b) what it holds on the host and on disk
 
     fixed_bytes + sum over b of m[b,s] <= device budget,   sum of h[b] <= host budget,   sum of o[b] <= size of the disk.
@@ -111,9 +111,9 @@ from autohete_fx.planner.choices import (
     FORWARD_PASS,
     UPDATES_PASS,
     PassKind,
-    device_bytes,
     joined,
 )
+from autohete_fx.planner.device_use import device_bytes_of
 from autohete_fx.planner.figures import disk_bytes, host_bytes
 from autohete_fx.planner.variables import Linear, Variables
 
@@ -147,7 +147,11 @@ class Program(Variables):
 
     def _add_device_memory(self, limit: Linear) -> None:
         """A row for every span."""
-        use = [self._of_block(b, partial(device_bytes, self.problem, b)) for b in range(self.num_blocks)]
+        options = [(block, option) for block in range(self.num_blocks) for option in self._options(block)]
+        worth = np.split(
+            device_bytes_of(self.problem, *zip(*options, strict=True)), np.cumsum(list(map(len, self.chosen)))[:-1]
+        )
+        use = [self._added(block, of_block) for block, of_block in enumerate(worth)]
         spans = range(use[0].shape[1])
         changes = [np.diff(table, axis=1, prepend=0) for table in use]
         in_use: Linear = self.problem.fixed_bytes
@@ -218,12 +222,12 @@ class Program(Variables):
     def _add_early_copies(self, landed: Sequence[Linear], updated: Sequence[Linear]) -> list[cp_model.IntVar]:
         """Rows of what goes up where updates start in backward; returns Q."""
         everything, found = range(self.num_blocks), []
-        add, up = self.model.add, (*FORWARD_AND_UPDATES_PASS.up, "upload")
+        add, up, updated_up = self.model.add, (*FORWARD_AND_UPDATES_PASS.up, "upload"), ("forward_up", "upload")
         of_host: Linear = 0
         copied, of_lane = self._time("Q[-1]"), self._time("S[-1]")
         add(of_lane >= self._sum(everything, BACKWARD_PASS.up))
         for block in everything:
-            copies, host = self._sum([block], up, on_host=True), self._sum([block], ("host_update",))
+            copies, host = self._sum([block], updated_up, on_host=True), self._sum([block], ("host_update",))
             last_copied, copied = copied, self._time(f"Q[{block}]")
             of_lane_before, of_lane = of_lane, self._time(f"S[{block}]")
             of_host_before, of_host = of_host, self._time(f"v[{block}]")

@@ -76,9 +76,11 @@ class Search:
 
     def repair(self, row: Rows) -> Rows | None:
         """Change one block after the other until the budgets are kept, each time the one that costs least time for what
-        it frees; None where no change frees anything."""
+        it frees, to what holds least, which is at distance 1; None where no change frees anything."""
         while not self.over:
             blocks, to = self._changes_from(row)
+            nearest = self.replays.distance[blocks, to] == 1
+            blocks, to = blocks[nearest], to[nearest]
             over = self._overflow(row, np.append(blocks, 0), np.append(to, row[0]))  # the last changes nothing
             if not over[-1]:
                 return row

@@ -199,7 +199,7 @@ def _choice(decision: BlockDecision) -> tuple[tuple[object, ...], ...]:
     return (
         (decision.activations, decision.num_offloaded),
         (decision.params, decision.keeps_fetched),
-        (decision.optimizer, decision.num_moved_states),
+        (decision.optimizer, decision.num_moved_states, decision.other_states),
     )
 
 
@@ -214,7 +214,7 @@ def _limits(problem: Problem) -> tuple[int | None, int | None, int]:
 
 
 def _peak_moment(problem: Problem, use: NDArray[np.int64]) -> tuple[int, str]:
-    """The block and the phase in which the spans of `choices.device_bytes` are first as full as they get."""
+    """The block and the phase in which the spans of `device_use.device_bytes_of` are first as full as they get."""
     phases, count = [FORWARD], len(problem.costs)
     in_order = np.arange(len(use))
     if problem.training:

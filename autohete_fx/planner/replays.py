@@ -2,12 +2,13 @@
 
 A *setting* is a decision of one block with its prefetch distance; `Replays.settings` lists those of every block, and an
 assignment is a row of indices into these lists, one a block. Seconds follow the program of `simulate` exactly, lane by
-lane, but for all rows together and without events; memory is a sum of `choices.device_bytes`. Tests hold both to
+lane, but for all rows together and without events; memory is a sum of `device_use.device_bytes_of`. Tests hold both to
 `simulate`, which stays the judge of what is returned.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 from autohete_fx.ir import BlockDecision, Overlap, Problem
 from autohete_fx.planner.array_passes import Figures, PassTables, run, run_shared
 from autohete_fx.planner.array_updates import all_updated, each_updated, idle_time
-from autohete_fx.planner.choices import DURATIONS, MAX_PREFETCH_DISTANCE, choices, copies, device_bytes, durations
+from autohete_fx.planner.choices import DURATIONS, MAX_PREFETCH_DISTANCE, choices, copies, durations
+from autohete_fx.planner.device_use import device_bytes_of
 from autohete_fx.planner.figures import disk_bytes, host_bytes, overlap_of
 
 Rows = NDArray[np.int64]
@@ -47,7 +49,9 @@ class Replays:
         self.index = [{setting: i for i, setting in enumerate(settings)} for settings in self.settings]
         width = max(len(settings) for settings in self.settings)
         padded = [[*settings, *[settings[0]] * (width - len(settings))] for settings in self.settings]
-        self.use = np.array([[device_bytes(problem, b, s) for s in settings] for b, settings in enumerate(padded)])
+        self.use = device_bytes_of(problem, np.repeat(range(n), width).tolist(), list(chain(*padded))).reshape(
+            n, width, -1
+        )
         self.distance = np.array([[s.prefetch_distance for s in settings] for settings in padded])
         tables = np.array([self._figures(b, of_block, width) for b, of_block in enumerate(allowed)]).transpose(2, 0, 1)
         self.forward, self.backward, self.update = tables[:3], tables[3:6], tables[6:9]

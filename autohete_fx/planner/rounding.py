@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autohete_fx.ir import BlockDecision, Problem
-from autohete_fx.planner.choices import activation_choices, joined, place_choices
+from autohete_fx.ir import Activations, BlockDecision, Optimizer, Problem
+from autohete_fx.planner.choices import activation_choices, joined, place_choices, place_of, treatment_of
 
 Decisions = tuple[BlockDecision, ...]
 
@@ -34,13 +34,30 @@ def rounded(problem: Problem, shares: Sequence[NDArray[np.float64]], distances: 
 
 
 def supported_choices(problem: Problem, shares: Sequence[NDArray[np.float64]]) -> list[list[BlockDecision]]:
-    """Of every block the choices that have a share in any block, and the one that moves nothing."""
+    """Of every block the choices that have a share in any block, and the one that moves nothing.
+
+    A choice of a part of a block is a mixture of choices of all of it: it has a share where each of these has.
+    """
     supported = []
     for options, of_kind in _by_kind(problem, shares):
         pairs = [pair for each in zip(options, of_kind, strict=True) for pair in zip(*each, strict=True)]
         anywhere = {option for option, share in pairs if share > _LEAST_SHARE}
-        supported.append([[o for k, o in enumerate(of_block) if not k or o in anywhere] for of_block in options])
+        whole = anywhere.union(*map(_wholes, anywhere))
+        supported.append(
+            [[o for k, o in enumerate(of_block) if not k or whole.issuperset(_wholes(o))] for of_block in options]
+        )
     return [[joined(a, p) for a in treated for p in placed] for treated, placed in zip(*supported, strict=True)]
+
+
+def _wholes(option: BlockDecision) -> set[BlockDecision]:
+    """The choices of all of a block of which an option is a mixture; itself where it is none."""
+    if option.num_offloaded is not None:
+        return {replace(option, num_offloaded=None), replace(option, num_offloaded=None, activations=Activations.KEEP)}
+    if option.num_moved_states is not None:
+        places = option.optimizer, option.other_states
+        plain = replace(option, num_moved_states=None, other_states=Optimizer.DEVICE)
+        return {replace(plain, optimizer=place) for place in places}
+    return {option}
 
 
 def wasted_seconds(
@@ -50,12 +67,9 @@ def wasted_seconds(
     table = np.zeros((len(settings), max(map(len, settings))))
     (treated, of_treated), (placed, of_placed) = _by_kind(problem, wasted_s)
     for block, of_block in enumerate(settings):
-        activations = dict(zip(treated[block], of_treated[block], strict=True))
-        places = dict(zip(placed[block], of_placed[block], strict=True))
-        nowhere = BlockDecision()
-        for i, setting in enumerate(of_block):
-            plain = replace(setting, prefetch_distance=1)
-            table[block, i] = activations[joined(plain, nowhere)] + places[joined(nowhere, plain)]
+        treatments = dict(zip(map(treatment_of, treated[block]), of_treated[block], strict=True))
+        places = dict(zip(map(place_of, placed[block]), of_placed[block], strict=True))
+        table[block, : len(of_block)] = [treatments[treatment_of(s)] + places[place_of(s)] for s in of_block]
     return table
 
 

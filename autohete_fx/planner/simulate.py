@@ -62,13 +62,14 @@ from autohete_fx.ir import (
 )
 from autohete_fx.planner.device_memory import DeviceMemory
 from autohete_fx.planner.figures import (
+    MOVED,
+    UPDATED_ON_HOST,
     copy_s,
     device_update_s,
     disk_bytes,
     host_bytes,
     host_update_s,
     last_readers,
-    moved_params,
     overlap_of,
     uploaded_bytes,
 )
@@ -175,9 +176,7 @@ class _Replay:
         for block, (cost, decision) in enumerate(zip(self.costs, self.decisions, strict=True)):
             if decision.params is Params.DEVICE:
                 self.memory.hold("parameters", block, cost.param_bytes)
-            self.memory.hold(
-                "optimizer states", block, cost.optimizer_bytes - self._moved_part(block, cost.optimizer_bytes)
-            )
+            self.memory.hold("optimizer states", block, self._part_at(block, cost.optimizer_bytes, Optimizer.DEVICE))
         self.memory.observe(0, FORWARD)
 
     def _work(self, lane: Lane, label: str, block: int, seconds: float, ready_at: float = 0.0) -> float:
@@ -225,12 +224,11 @@ class _Replay:
     def _offloaded_bytes(self, block: int) -> int:
         return self.costs[block].offloaded_bytes(self.decisions[block].num_offloaded)
 
-    def _moved_part(self, block: int, num_bytes: int) -> int:
-        """Of bytes that a block's trainable parameters share in, those whose states are not on the device."""
-        decision = self.decisions[block]
-        if decision.optimizer is Optimizer.DEVICE:
-            return 0
-        return self.costs[block].moved_part(num_bytes, decision.num_moved_states)
+    def _part_at(self, block: int, num_bytes: int, *places: Optimizer) -> int:
+        return self.costs[block].part_at(num_bytes, self.decisions[block], *places)
+
+    def _streamed_states(self, block: int) -> int:
+        return self._part_at(block, self.costs[block].optimizer_bytes, Optimizer.STREAMED)
 
     def _fetch_params(self, block: int, ready_at: float = 0.0) -> None:
         if self.decisions[block].params is Params.HOST:
@@ -293,7 +291,7 @@ class _Replay:
             if self.decisions[due].activations is Activations.OFFLOAD:
                 self.memory.hold("activations", due, self.costs[due].saved_bytes)
                 self._issue(Lane.H2D, "reload", due, *self._moved(due)[1])
-        to_host = self._moved_part(block, cost.grad_bytes) if decision.updates_on_host else 0
+        to_host = self._part_at(block, cost.grad_bytes, *UPDATED_ON_HOST)
         self.memory.hold("activations", block, cost.saved_bytes)
         self.memory.hold("workspace", block, cost.backward_workspace_bytes)
         self.memory.hold("gradients on their way to the host", block, to_host)
@@ -305,7 +303,7 @@ class _Replay:
             self._work(Lane.COMPUTE, "recompute", block, cost.again_s(decision.activations))
         fetched, reloaded = self._moved(block)
         copies = ((Lane.H2D, *fetched),) if not decision.keeps_fetched else ()
-        gradients_moved = (to_host, cost.moved_tensors(decision.num_moved_states))
+        gradients_moved = (to_host, cost.tensors_at(decision, *UPDATED_ON_HOST))
         lost_s = self._lost_s(*copies, (Lane.H2D, *reloaded), (Lane.D2H, *gradients_moved))
         self._work(Lane.COMPUTE, "backward", block, cost.backward_s + lost_s)
         self.memory.hold("workspace", block, 0)
@@ -320,17 +318,15 @@ class _Replay:
 
     def _optimizer_step(self) -> None:
         """Updates after the last backward, and under an overlapping schedule the next forward with them."""
-        for block, (cost, decision) in enumerate(zip(self.costs, self.decisions, strict=True)):
-            if decision.optimizer is Optimizer.STREAMED:
-                staged = staging_bytes(self._moved_part(block, cost.optimizer_bytes))
-                self.memory.hold("streamed optimizer states", block, staged)
+        for block in range(self.num_blocks):
+            self.memory.hold("streamed optimizer states", block, staging_bytes(self._streamed_states(block)))
         self.memory.observe(0, OPTIMIZER_STEP)
         stepped_at = self._clock
         for block, (cost, decision) in enumerate(zip(self.costs, self.decisions, strict=True)):
-            here = cost.num_params - moved_params(cost, decision)
+            here = cost.num_params - self._part_at(block, cost.num_params, *MOVED)
             self._work(Lane.COMPUTE, "update", block, device_update_s(self.problem, block, decision, here))
-            if decision.optimizer is Optimizer.STREAMED:
-                streamed = self._moved_part(block, cost.grad_bytes)
+            if decision.streams:
+                streamed = self._part_at(block, cost.grad_bytes, Optimizer.STREAMED)
                 self.memory.hold("gradients", block, cost.grad_bytes - streamed)
                 self.memory.hold("gradients of streamed states", block, streamed)
         on_host = [b for b, cost in enumerate(self.costs) if cost.num_params and self.decisions[b].updates_on_host]
@@ -354,7 +350,7 @@ class _Replay:
         updated_at: dict[int, float] = {}
         for block, begin, end in serve(ready_at, took_s, priority=self.problem.schedule.priority):
             self._note(Lane.UPDATE, "update", block, begin, end)
-            if self.decisions[block].optimizer is Optimizer.DISK:
+            if disk_bytes(self.problem, block, self.decisions[block]):
                 self._note(Lane.DISK, "disk", block, begin, end)
             updated_at[block] = self.free_at[Lane.UPDATE] = end
         return updated_at
@@ -375,24 +371,24 @@ class _Replay:
     def _issue_update_copies(self, block: int, updated_at: Mapping[int, float]) -> None:
         if block in updated_at and self.shared_up is None:
             self._issue(Lane.H2D, "upload", block, self._uploaded(block), 1, updated_at[block])
-        if self.decisions[block].optimizer is Optimizer.STREAMED:
-            self._issue(Lane.H2D, "states", block, self._moved_part(block, self.costs[block].optimizer_bytes))
+        if self.decisions[block].streams:
+            self._issue(Lane.H2D, "states", block, self._streamed_states(block))
 
     def _update_with_copies(self, block: int) -> None:
         """Wait for what a block's update copies up, and do the update if its states are streamed."""
         self._wait("upload", block)
         self._wait("states", block)
-        if self.decisions[block].optimizer is Optimizer.STREAMED:
-            streamed = moved_params(self.costs[block], self.decisions[block])
+        if self.decisions[block].streams:
+            streamed = self._part_at(block, self.costs[block].num_params, Optimizer.STREAMED)
             self._work(
                 Lane.COMPUTE, "update", block, device_update_s(self.problem, block, self.decisions[block], streamed)
             )
 
     def _return_states(self, block: int) -> None:
-        if self.decisions[block].optimizer is Optimizer.STREAMED:
+        if self.decisions[block].streams:
             self.memory.hold("gradients of streamed states", block, 0)
-            self._issue(Lane.D2H, "states", block, self._moved_part(block, self.costs[block].optimizer_bytes))
+            self._issue(Lane.D2H, "states", block, self._streamed_states(block))
 
     def _end_return(self, block: int) -> None:
-        if self.decisions[block].optimizer is Optimizer.STREAMED:
+        if self.decisions[block].streams:
             self._wait("states", block)

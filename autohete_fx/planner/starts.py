@@ -58,11 +58,11 @@ def starts(replays: Replays, search: Search, count: int) -> list[Rows]:
     return [rows[best[i]] for i in sorted(first)[:count]]
 
 
-def _order(setting: BlockDecision) -> tuple[str, int, str, bool, str, int, int]:
+def _order(setting: BlockDecision) -> tuple[str, int, str, bool, str, int, str, int]:
     """All that a setting decides, its distance last: an order that is the same in every process."""
     offloaded, moved = (-1 if n is None else n for n in (setting.num_offloaded, setting.num_moved_states))
     places = setting.params.value, setting.keeps_fetched, setting.optimizer.value
-    return setting.activations.value, offloaded, *places, moved, setting.prefetch_distance
+    return setting.activations.value, offloaded, *places, moved, setting.other_states.value, setting.prefetch_distance
 
 
 def _chosen_sets(num_blocks: int) -> np.ndarray:

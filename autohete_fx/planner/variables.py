@@ -64,8 +64,14 @@ class Variables:
 
     def _of_block(self, block: int, quantity: Callable[[BlockDecision], Any]) -> NDArray[Any]:
         """What every x and every y of a block adds to a quantity."""
-        treated = np.array([quantity(option) for option in self.treated[block]])
-        placed = np.array([quantity(option) for option in self.placed[block]])
+        return self._added(block, np.array([quantity(option) for option in self._options(block)]))
+
+    def _options(self, block: int) -> tuple[BlockDecision, ...]:
+        return *self.treated[block], *self.placed[block]
+
+    def _added(self, block: int, worth: NDArray[Any]) -> NDArray[Any]:
+        """Likewise, given what each of its options is worth by itself."""
+        treated, placed = np.split(worth, [len(self.treated[block])])
         return np.concatenate([treated - treated[0], placed])
 
     def _ticks_of(self, block: int) -> dict[str, NDArray[np.int64]]:

@@ -135,11 +135,13 @@ def _activations(decision: BlockDecision, cost: BlockCost | None) -> str:
 
 
 def _optimizer(decision: BlockDecision, cost: BlockCost | None) -> str:
-    """``host 2 of 4`` where states of some parameters stay on the device; without costs nobody knows of how many."""
+    """``host 2 of 4`` where states of some parameters stay on the device, ``host 2 of 4, streamed`` where they are streamed;
+    without costs nobody knows of how many."""
     if decision.num_moved_states is None:
         return decision.optimizer.value
     of = f" of {len(cost.trained)}" if cost else " smallest"
-    return f"{decision.optimizer.value} {decision.num_moved_states}{of}"
+    others = "" if decision.other_states is Optimizer.DEVICE else f", {decision.other_states.value}"
+    return f"{decision.optimizer.value} {decision.num_moved_states}{of}{others}"
 
 
 def _uses_host(decision: BlockDecision) -> bool:
@@ -161,9 +163,8 @@ def _byte_totals(plan: Plan, costs: Sequence[BlockCost]) -> Iterator[str]:
         "optimizer": (
             [cost.optimizer_bytes for cost in costs],
             [
-                cost.moved_part(cost.optimizer_bytes, d.num_moved_states)
+                cost.optimizer_bytes - cost.part_at(cost.optimizer_bytes, d, Optimizer.DEVICE)
                 for cost, d in zip(costs, plan.decisions, strict=True)
-                if d.optimizer is not Optimizer.DEVICE
             ],
         ),
     }

@@ -54,9 +54,9 @@ def is_movable(param: Tensor) -> bool:
 
 def moved_states(
     decisions: Sequence[BlockDecision], owners: Mapping[str, int], params: Mapping[str, Tensor]
-) -> frozenset[str]:
-    """Names of the trainable parameters whose optimizer states leave the device: of each block all or, where its decision says
-    how many, the smallest, and of equally large ones the first by name.
+) -> dict[str, Optimizer]:
+    """Where the optimizer states are of the trainable parameters whose states leave the device, by name. Where a block's decision
+    says of how many, they are the smallest, and of equally large ones the first by name.
 
     Args:
         owners: block by name of each movable parameter.
@@ -67,7 +67,14 @@ def moved_states(
             trained.setdefault(block, []).append(name)
     for names in trained.values():
         names.sort(key=lambda name: (params[name].numel(), name))
-    return frozenset(name for block, names in trained.items() for name in names[: decisions[block].num_moved_states])
+    moved = {}
+    for block, names in trained.items():
+        decision = decisions[block]
+        count = len(names) if decision.num_moved_states is None else decision.num_moved_states
+        moved.update(dict.fromkeys(names[:count], decision.optimizer))
+        if decision.other_states is not Optimizer.DEVICE:
+            moved.update(dict.fromkeys(names[count:], decision.other_states))
+    return moved
 
 
 def placement_of(param: Tensor) -> Placement | None:

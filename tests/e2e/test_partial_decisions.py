@@ -176,35 +176,40 @@ def test_neighbours_that_recompute_change_nothing_of_what_leaves(inner: str, pro
 
 
 SOME_STATES = BlockDecision(optimizer=Optimizer.HOST, num_moved_states=2)
+SPLIT_STATES = dataclasses.replace(SOME_STATES, other_states=Optimizer.STREAMED)
+in_two_places = pytest.mark.parametrize("states", [SOME_STATES, SPLIT_STATES], ids=["device", "streamed"])
 
 
 @pytest.mark.slow
-def test_states_of_the_smallest_leave_and_their_gradients_with_them(problems: list[Problem]):
+@in_two_places
+def test_states_of_the_smallest_leave_and_their_gradients_with_them(states: BlockDecision, problems: list[Problem]):
     model = make("cpu", SIZES)
-    given = ours(model, "eager", {"plan": layers(SOME_STATES)}, sizes=SIZES)
+    given = ours(model, "eager", {"plan": layers(states)}, sizes=SIZES)
     weights = sorted((p.numel(), name, p) for name, p in model.layers[1].named_parameters() if p.dim() == 2)
     placements = [placement_of(p) for _, _, p in weights]
     found = [placement.optimizer for placement in placements if placement is not None]
-    assert found == [Optimizer.HOST] * 2 + [Optimizer.DEVICE] * (len(weights) - 2)
+    assert found == [Optimizer.HOST] * 2 + [states.other_states] * (len(weights) - 2)
     cost = problems[-1].costs[2]
     assert cost.trained == tuple(numel for numel, _, _ in weights)
     sent = [t.num_bytes for t in training.training_compilation().transfers if t.op == "offload" and t.block == 2]
-    assert sum(sent) == cost.moved_part(cost.grad_bytes, 2) and len(sent) == 2
+    assert sum(sent) == cost.part_at(cost.grad_bytes, states, Optimizer.HOST) and len(sent) == 2
     assert_equal(given, plain(make("cpu", SIZES), "eager", sizes=SIZES), bitwise=True)
 
 
 @pytest.mark.slow
-def test_the_peak_with_states_of_some_is_the_predicted_one():
+@in_two_places
+def test_the_peak_with_states_of_some_is_the_predicted_one(states: BlockDecision):
     training.warm_up("cpu")
     foreign_bytes, peaks = device_live_bytes("cpu"), []
-    ours(make("cpu", SIZES), "eager", {"plan": layers(SOME_STATES)}, sizes=SIZES, peaks=peaks)
+    ours(make("cpu", SIZES), "eager", {"plan": layers(states)}, sizes=SIZES, peaks=peaks)
     assert training.training_compilation().plan.peak_bytes == pytest.approx(max(peaks) - foreign_bytes, rel=0.01)
 
 
 @pytest.mark.slow
-def test_a_new_shape_finds_the_states_of_some_where_they_are(problems: list[Problem]):
-    model = compiled(layers(SOME_STATES))
+@in_two_places
+def test_a_new_shape_finds_the_states_of_some_where_they_are(states: BlockDecision, problems: list[Problem]):
+    model = compiled(layers(states))
     for rows in (2, 4):
         model(batch("cpu", 0, sizes=SIZES)[:rows]).backward()
     first, second = (problem.fixed_decisions for problem in problems)
-    assert first == () and second == (BlockDecision(), *[SOME_STATES] * 3, BlockDecision())
+    assert first == () and second == (BlockDecision(), *[states] * 3, BlockDecision())

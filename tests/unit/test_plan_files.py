@@ -177,3 +177,5 @@ def test_plans_made_by_hand_are_checked_too():
         Plan(labels=("a",), decisions=(BlockDecision(),) * 2)
     with pytest.raises(PlanError, match="expected at least 1"):
         BlockDecision(prefetch_distance=0)
+    with pytest.raises(PlanError, match="other_states is 'streamed' with optimizer 'host' and num_moved_states None"):
+        BlockDecision(optimizer=Optimizer.HOST, other_states=Optimizer.STREAMED)

@@ -23,11 +23,11 @@ from autohete_fx.planner.choices import (
     activation_choices,
     choices,
     copies,
-    device_bytes,
     durations,
     joined,
     place_choices,
 )
+from autohete_fx.planner.device_use import device_bytes
 from autohete_fx.planner.figures import disk_bytes, host_bytes, overlap_of
 from autohete_fx.planner.formulation import Program
 from autohete_fx.planner.improve import Search

@@ -118,6 +118,8 @@ def test_a_plan_shows_whose_states_leave():
     one = dataclasses.replace(cost(1), num_params=8, trained=(1, 1, 6))
     table = plan_table(plan, [one] * 2)
     assert "host 2 of 3" in table
+    split = dataclasses.replace(some, other_states=Optimizer.STREAMED)
+    assert "host 2 of 3, streamed" in plan_table(Plan(labels=("layers.0",), decisions=(split,)), [one])
     assert f"{format_bytes(2 * one.optimizer_bytes)} in all, {format_bytes(one.optimizer_bytes // 2)} of it" in table
 
 

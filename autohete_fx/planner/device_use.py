@@ -1,0 +1,199 @@
+"""Device memory under each decision: in come blocks and decisions, out come the bytes that each holds while any block runs.
+
+What a block holds on the device depends on its own decision alone, so what all hold is a sum. The simulator does not use these
+figures: it holds and frees buffers by itself, and judges them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autohete_fx.ir import (
+    Activations,
+    BlockCost,
+    BlockDecision,
+    Optimizer,
+    Overlap,
+    Params,
+    Problem,
+    staging_bytes,
+)
+from autohete_fx.planner.figures import last_readers, overlap_of
+
+Bytes = NDArray[np.int64]
+
+
+def device_bytes(problem: Problem, block: int, decision: BlockDecision) -> Bytes:
+    """`device_bytes_of` one block and decision: bytes by span."""
+    return device_bytes_of(problem, [block], [decision])[0]
+
+
+def device_bytes_of(problem: Problem, blocks: Sequence[int], decisions: Sequence[BlockDecision]) -> Bytes:
+    """What blocks hold on the device in every span, each under the decision at its place, at its own prefetch distance: by
+    place and span.
+
+    Spans are the pieces of work of blocks 0..n-1 in a pass, pass after pass: the first forward of a step, which under an
+    overlapping schedule waits for updates; in training the last backward; with several micro-batches a forward of a
+    later one, where gradients are there already; and where states may be streamed, the pass of the updates, of which an
+    overlapping schedule has only the begin. In the last micro-batch's backward its gradients come on top of accumulated ones.
+    """
+    use = _Use(problem, blocks, decisions)
+    if not problem.training:
+        return use.inference()
+    overlaps = overlap_of(problem) is not Overlap.NONE
+    passes = [use.first_pass() if overlaps else use.forward(), use.backward()]
+    if problem.micro_batches > 1:
+        passes.append(use.forward() + use.held.accumulated[:, None])
+    if problem.allow_streamed_optimizer:
+        passes.append(use.update_pass()[:, : 1 if overlaps else None])
+    return np.concatenate(passes, axis=1)
+
+
+def streaming_peak_bytes(problem: Problem, decisions: Sequence[BlockDecision]) -> int:
+    """The most device memory in use while states are streamed: in the forward that waits for them, or by themselves. 0 where
+    none are."""
+    streamed = [block for block, d in enumerate(decisions) if d.streams]
+    if not streamed or not problem.training:
+        return 0
+    use = _Use(problem, range(len(decisions)), decisions)
+    passes = [use.update_pass().sum(axis=0)]
+    if overlap_of(problem) is not Overlap.NONE:
+        passes = [passes[0][:1], use.first_pass().sum(axis=0)[: streamed[-1] + 1]]
+    return problem.fixed_bytes + int(np.concatenate(passes).max())
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What blocks hold, whatever their prefetch distances: bytes of one, or of several as arrays.
+
+    Attributes:
+        always: parameters and optimizer states that are always there.
+        fetched: parameters, from when they are fetched on.
+        in_forward, in_backward: activations and workspace while the block runs.
+        around, held: activations while they leave and once they are due back; in between.
+        boundary: of the activations, what other blocks read.
+        gradients, staying, accumulated: all gradients; those that stay until the step; of these, those of earlier micro-batches.
+        streamed_gradients, staging: gradients of streamed states, and what these pass through.
+    """
+
+    always: Bytes
+    fetched: Bytes
+    in_forward: Bytes
+    in_backward: Bytes
+    around: Bytes
+    held: Bytes
+    boundary: Bytes
+    gradients: Bytes
+    staying: Bytes
+    accumulated: Bytes
+    streamed_gradients: Bytes
+    staging: Bytes
+
+
+def _held(problem: Problem, cost: BlockCost, decision: BlockDecision) -> tuple[int, ...]:
+    """The bytes of `_Held` for one block, in its order."""
+    fetched = cost.param_bytes if decision.params is Params.HOST else 0
+    around = held = cost.held_bytes(decision.activations)
+    if decision.activations is Activations.OFFLOAD:
+        held -= cost.offloaded_bytes(decision.num_offloaded)
+    staying = cost.part_at(cost.grad_bytes, decision, Optimizer.DEVICE, Optimizer.STREAMED)
+    return (
+        cost.param_bytes - fetched + cost.part_at(cost.optimizer_bytes, decision, Optimizer.DEVICE),
+        fetched,
+        cost.saved_bytes + cost.forward_workspace_bytes,
+        cost.saved_bytes + cost.backward_workspace_bytes,
+        around,
+        held,
+        cost.boundary_bytes,
+        cost.grad_bytes,
+        staying,
+        staying if problem.micro_batches > 1 else 0,
+        cost.part_at(cost.grad_bytes, decision, Optimizer.STREAMED),
+        staging_bytes(cost.part_at(cost.optimizer_bytes, decision, Optimizer.STREAMED)),
+    )
+
+
+class _Use:
+    """Device bytes of blocks under decisions, by place and block that runs, pass by pass."""
+
+    def __init__(self, problem: Problem, blocks: Sequence[int], decisions: Sequence[BlockDecision]) -> None:
+        self.problem, self.num_blocks = problem, len(problem.costs)
+        numbers: dict[BlockCost, int] = {}  # identical blocks hold the same
+        number_of = [numbers.setdefault(cost, len(numbers)) for cost in problem.costs]
+        known: dict[tuple[int, BlockDecision], tuple[int, ...]] = {}
+        rows = []
+        for block, decision in zip(blocks, decisions, strict=True):
+            key = number_of[block], decision
+            if key not in known:
+                known[key] = _held(problem, problem.costs[block], decision)
+            rows.append(known[key])
+        columns = np.array(rows, dtype=np.int64).reshape(len(rows), len(fields(_Held))).T
+        self.held = _Held(*columns)
+        self.block = np.array(blocks, dtype=np.int64)
+        distance = np.array([decision.prefetch_distance for decision in decisions], dtype=np.int64)
+        self.first = np.maximum(0, self.block - distance)
+        self.last = np.minimum(self.num_blocks - 1, self.block + distance)
+        self.kept = np.array([decision.keeps_fetched for decision in decisions], dtype=bool)
+
+    def first_pass(self) -> Bytes:
+        """The forward that waits for updates."""
+        return self.forward() + self._updates()
+
+    def update_pass(self) -> Bytes:
+        """The updates by themselves."""
+        held = self.held
+        return (held.always + held.staying - held.streamed_gradients)[:, None] + self._updates()
+
+    def forward(self) -> Bytes:
+        """A forward that waits for nothing."""
+        held, after = self.held, self.block + 1
+        return self._from(
+            (0, held.always),
+            (self.first, held.fetched),
+            (np.where(self.kept, self.num_blocks, after), -held.fetched),
+            (self.block, held.in_forward),
+            (after, held.around - held.in_forward),
+            (self.last + 1, held.held - held.around),
+        )
+
+    def backward(self) -> Bytes:
+        """The last micro-batch's backward, on top of accumulated gradients."""
+        held, after = self.held, self.block + 1
+        return self._from(
+            (0, held.always + held.accumulated + held.staying),
+            (self.block, held.fetched),
+            (np.where(self.kept, self.num_blocks, self.last + 1), -held.fetched),
+            (self.block, held.in_backward),
+            (after, held.around - held.in_backward - held.staying),
+            (self.last + 1, held.held - held.around),
+            (self.first, held.gradients - held.staying),
+            (after, held.staying - held.gradients),
+        )
+
+    def inference(self) -> Bytes:
+        """A forward without a backward, where what no other block reads goes at once."""
+        held, after = self.held, self.block + 1
+        readers = last_readers(self.problem)
+        read = np.array([readers.get(int(block), self.num_blocks - 1) for block in self.block])
+        return self._from(
+            (0, held.always),
+            (self.first, held.fetched),
+            (after, held.boundary - held.fetched - held.in_forward),
+            (self.block, held.in_forward),
+            (read + 1, -held.boundary),
+        )
+
+    def _updates(self) -> Bytes:
+        """Of a streamed update: its gradients until then, and until all are done its part of what states pass through."""
+        streamed = self.held.streamed_gradients
+        return self._from((0, self.held.staging + streamed), (self.block + 1, -streamed))
+
+    def _from(self, *changes: tuple[Bytes | int, Bytes]) -> Bytes:
+        """Bytes over a pass, given by how many they change where: from which block on, in the order of the forward."""
+        places = np.arange(len(self.block))
+        use = np.zeros((len(places), self.num_blocks + 1), dtype=np.int64)
+        for at, num_bytes in changes:
+            use[places, at] += num_bytes
+        return np.cumsum(use, axis=1)[:, :-1]
