@@ -74,12 +74,12 @@ class GraphCompiler:
                 fresh = inductor_config.patch(force_disable_caches=True)
                 with functorch_config.patch(enable_autograd_cache=False), fresh:
                     compiled = self._compile_fx(example_inputs)
-            excess = self._excess_bytes()
-            if excess <= 0:
+            above = self._bytes_above_budget()
+            if not above:
                 return compiled
             # At last the plan of least peak, which nothing is asked of but that its code keeps the budget.
             all_of_it = attempt == _MAX_COMPILATIONS - 1
-            self._withhold(self._budget_bytes if all_of_it else self._withheld_bytes + excess)
+            self._withhold(self._budget_bytes if all_of_it else self._withheld_bytes + above)
             store_text("withheld", self.base_key, str(self._withheld_bytes))
         assert self.compilation is not None
         raise self._over_budget(self.compilation.plan.peak_bytes)
@@ -146,8 +146,9 @@ class GraphCompiler:
         stored = load_text("compilation", self.key)
         self._stored = None if stored is None else Compilation.from_json(stored)
 
-    def _excess_bytes(self) -> int:
-        """By how much the compiled code of a step is above the budget; the plan then says what the code takes."""
+    def _bytes_above_budget(self) -> int:
+        """By how much the compiled code of a step is above the budget, and what its plan left unused of that by the trace, which
+        the next plan must not use either; 0 where it keeps the budget. The plan then says what the code takes."""
         forward, backward = self._compiled.get(Stage.FORWARD), self._compiled.get(Stage.BACKWARD)
         if self._step is None or self.compilation is None or forward is None or backward is None:
             return 0
@@ -158,13 +159,13 @@ class GraphCompiler:
         if peak is None:
             self._refuse_unjudged()
             return 0
-        peak = planning.traced_peak_bytes(problem, plan, peak)
+        peak, traced = planning.traced_peak_bytes(problem, plan, peak), plan.peak_bytes
         self.compilation = dataclasses.replace(self.compilation, plan=dataclasses.replace(plan, peak_bytes=peak))
         if self.captured.budget_bytes is None or peak <= self.captured.budget_bytes:
             return 0
         if self._is_given or self._step.refusal is not None:
             raise self._over_budget(peak)
-        return peak - self.captured.budget_bytes
+        return peak - self._budget_bytes + max(0, self._budget_bytes - self._withheld_bytes - traced)
 
     def _refuse_unjudged(self) -> None:
         """Without compiled code that can be run on tensors without memory, what the trace says counts."""
