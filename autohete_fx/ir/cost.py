@@ -78,7 +78,7 @@ class BlockCost:
     def part_at(self, num_bytes: int, decision: BlockDecision, *places: Optimizer) -> int:
         """Of bytes or elements that all trainable parameters share in, those of parameters with optimizer states at ``places``."""
         count = decision.num_moved_states
-        first = num_bytes if count is None else num_bytes * sum(self.trained[:count]) // self.num_params
+        first = num_bytes if count is None else num_bytes * sum(self.trained[:count]) // max(1, self.num_params)
         return first * (decision.optimizer in places) + (num_bytes - first) * (decision.other_states in places)
 
     def offloaded_bytes(self, count: int | None = None) -> int:

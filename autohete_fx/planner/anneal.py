@@ -24,7 +24,8 @@ from autohete_fx.planner.choices import copies, place_of, treatment_of
 from autohete_fx.planner.improve import Search
 from autohete_fx.planner.replays import Replays, Rows, Seconds
 
-_WALKS = 64
+_WALKS, _FEW_BLOCKS = 64, 32
+"""For so many blocks at most there are twice as many walks: what a round takes for any number of blocks is most of it then."""
 _HOTTEST, _COLDEST = 0.2, 1e-4
 """What a change may cost and still be taken with a chance of 1/e, as a share of the step, first (of a block's part in it) and
 last."""
@@ -71,7 +72,8 @@ class _Walks:
         self.search, self.replays = search, search.replays
         self.wasted_s = np.zeros(search.replays.use.shape[:2]) if wasted_s is None else wasted_s
         self.random = np.random.default_rng(seed)
-        self.at = np.arange(_WALKS)
+        self.count = _WALKS * (2 if search.replays.num_blocks <= _FEW_BLOCKS else 1)
+        self.at = np.arange(self.count)
         self.settings, self.counts, self.all_parts = _parts(search.replays)
         self.rows = starts[self.at % len(starts)]
         self.use = self._use_of(self.rows)
@@ -85,8 +87,8 @@ class _Walks:
         old, of = self.parts[rows, blocks], self.rows[rows, blocks]
         to = self.settings[blocks, new[:, 0], new[:, 1], new[:, 2]]
         freed = self.replays.use[blocks, to] - self.replays.use[blocks, of]
-        use = self.use + freed[:_WALKS]
-        use[rows[_WALKS:]] += freed[_WALKS:]
+        use = self.use + freed[: self.count]
+        use[rows[self.count :]] += freed[self.count :]
         self._set(rows, blocks, new, to)
         scores, over = self._scores(self.rows, use, self.figures)
         priced = scores + self.price * over + self._wasted_by(self.rows)
@@ -99,19 +101,19 @@ class _Walks:
 
     def _changes(self) -> tuple[Rows, Rows, Rows]:
         """Walks, a block of each, and its new parts: of every walk one in order, then of some a second one."""
-        random, blocks = self.random, self.replays.num_blocks
-        first = random.integers(0, blocks, _WALKS)
-        near = (first + random.integers(1, _NEAR + 1, _WALKS) * random.choice([-1, 1], _WALKS)) % blocks
-        second = np.where(random.random(_WALKS) < 1 / 2, near, random.integers(0, blocks, _WALKS))
-        kind = random.random(_WALKS)
+        random, blocks, walks = self.random, self.replays.num_blocks, self.count
+        first = random.integers(0, blocks, walks)
+        near = (first + random.integers(1, _NEAR + 1, walks) * random.choice([-1, 1], walks)) % blocks
+        second = np.where(random.random(walks) < 1 / 2, near, random.integers(0, blocks, walks))
+        kind = random.random(walks)
         exchanges, both = kind < _EXCHANGES, (kind < _EXCHANGES + _CHANGES_OF_TWO) & (first != second)
-        moves = np.append(np.ones(_WALKS, dtype=bool), both)
+        moves = np.append(np.ones(walks, dtype=bool), both)
         rows, exchanges = np.tile(self.at, 2)[moves], np.tile(exchanges, 2)[moves]
         changed, other = np.append(first, second)[moves], np.append(second, first)[moves]
         new, count = self.parts[rows, changed], len(rows)
         part, each = random.integers(0, new.shape[1], count), np.arange(count)
         anything = (random.random(count) * self.counts[changed, part]).astype(np.int64)
-        given = self.parts[random.integers(0, _WALKS, count), random.integers(0, blocks, count), part]
+        given = self.parts[random.integers(0, walks, count), random.integers(0, blocks, count), part]
         given = np.minimum(given, self.counts[changed, part] - 1)
         new[each, part] = np.where(random.random(count) < _GIVEN, given, anything)
         theirs = np.minimum(self.parts[rows, other], self.counts[changed] - 1)
@@ -120,8 +122,8 @@ class _Walks:
     def mate(self, heat: float) -> tuple[Rows, float]:
         """Every walk takes the blocks from one to another from some other walk; returns like `change`."""
         blocks = np.arange(self.replays.num_blocks)
-        begin, end = np.sort(self.random.integers(0, len(blocks) + 1, (2, _WALKS, 1)), axis=0)
-        mates = self.random.integers(0, _WALKS, _WALKS)
+        begin, end = np.sort(self.random.integers(0, len(blocks) + 1, (2, self.count, 1)), axis=0)
+        mates = self.random.integers(0, self.count, self.count)
         rows = np.where((blocks >= begin) & (blocks < end), self.rows[mates], self.rows)
         use = self._use_of(rows)
         scores, over = self._scores(rows, use, self.replays.tables.of(rows))
@@ -135,7 +137,7 @@ class _Walks:
     def follow_the_best(self) -> None:
         """The worst quarter of the walks goes on from where the best quarter is."""
         order = np.argsort(self.scores, kind="stable")
-        best, worst = order[: _WALKS // 4], order[-(_WALKS // 4) :]
+        best, worst = order[: self.count // 4], order[-(self.count // 4) :]
         for each in (self.rows, self.use, self.scores):
             each[worst] = each[best]
         self._start_from_rows()
@@ -162,7 +164,7 @@ class _Walks:
         return self.search.score_of(rows, figures), self._over(rows, use)
 
     def _taken(self, priced: Seconds, heat: float) -> NDArray[np.bool_]:
-        return self.random.random(_WALKS) < np.exp(np.minimum(0.0, (self.scores - priced) / heat))
+        return self.random.random(self.count) < np.exp(np.minimum(0.0, (self.scores - priced) / heat))
 
     def _best(self, rows: Rows, scores: Seconds, over: Seconds) -> tuple[Rows, float]:
         fitting = np.where(over > 0, np.inf, scores)
