@@ -51,7 +51,7 @@ REPLAYED_BLOCKS_PER_SECOND = 1_500_000
 """Of local search on a usual core."""
 PROGRAM_BLOCKS = 8
 """For more blocks the integer programs are not tried: in the time there is they get little further than their relaxation."""
-FEW_BLOCKS, ANNEALING_SHARES = (16, 32, 64), ((0.13, 0.13, 0.13, 0.13, 0.2), (0.36, 0.36), (0.45,))
+FEW_BLOCKS, ANNEALING_SHARES = (16, 32, 64), ((0.1, 0.1, 0.1, 0.1, 0.18), (0.3, 0.3), (0.42,))
 """For so many blocks at most, tables and the relaxation take little, and annealing gets more: these shares, one after the other."""
 MOST_CHOICES = 200_000
 """Where blocks times all their choices are more, the search is among those that the relaxation uses."""
