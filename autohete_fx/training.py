@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
+from torch._functorch import config as functorch_config
 
 from autohete_fx import planning, rewriting
 from autohete_fx.capture.grouping import block_index, group_blocks
@@ -188,7 +189,7 @@ class TrainingPlanner:
             if split is None or rewriting.changes_code(plan):
                 split = self._split(rewriting.copy_graph(original), plan)
             contexts = self._rewrite(split, plan)
-            peak = self._traced_peak(problem, plan, split, donates=not contexts[0].offloaded)
+            peak = self._traced_peak(problem, plan, split, offloads=bool(contexts[0].offloaded))
         return _Rewritten(plan=dataclasses.replace(plan, peak_bytes=peak), graphs=split, contexts=contexts)
 
     def _usable_bytes(self, problem: Problem, split: rewriting.Partitioned) -> int | None:
@@ -225,14 +226,16 @@ class TrainingPlanner:
             offloadable=self.offloadable,
         )
 
-    def _traced_peak(self, problem: Problem, plan: Plan, split: rewriting.Partitioned, *, donates: bool = True) -> int:
+    def _traced_peak(
+        self, problem: Problem, plan: Plan, split: rewriting.Partitioned, *, offloads: bool = False
+    ) -> int:
         trace = trace_step(
             split.forward,
             split.backward,
             split.num_outputs,
             device_type=self.captured.device.type,
             inner_backend=self.options.inner_backend,
-            donates=donates,
+            donates=functorch_config.donated_buffer and not offloads,
         )
         return planning.traced_peak_bytes(problem, plan, trace.peak_bytes)
 

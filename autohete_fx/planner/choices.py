@@ -49,10 +49,14 @@ def treatment_of(decision: BlockDecision) -> tuple[object, ...]:
     return decision.activations, decision.num_offloaded
 
 
+def states_of(decision: BlockDecision) -> tuple[object, ...]:
+    """What is decided of optimizer states."""
+    return decision.optimizer, decision.num_moved_states, decision.other_states
+
+
 def place_of(decision: BlockDecision) -> tuple[object, ...]:
     """What is decided of parameters and optimizer states; nothing of the prefetch distance."""
-    states = decision.optimizer, decision.num_moved_states, decision.other_states
-    return decision.params, decision.keeps_fetched, *states
+    return decision.params, decision.keeps_fetched, *states_of(decision)
 
 
 def activation_choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
@@ -85,7 +89,8 @@ def place_choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
             places.append(Optimizer.DISK)
         parts = _moved_counts(cost) if problem.allow_moving_some_states else ()
         optimizer.extend((place, count, Optimizer.DEVICE) for place in places for count in (None, *parts))
-        if overlap_of(problem) is not Overlap.BACKWARD:  # where uploads and streamed states would share the lane up
+        # Where updates start in backward, states need not wait for the upload before them, which `run_shared` does not tell apart.
+        if overlap_of(problem) is not Overlap.BACKWARD:
             optimizer.extend((Optimizer.HOST, count, place) for place in places[1:] for count in parts)
             optimizer.extend((place, count, Optimizer.HOST) for place in places[1:] for count in parts[:1])
     pinned = problem.fixed_decisions[block] if problem.fixed_decisions else None

@@ -25,12 +25,7 @@ from autohete_fx.planner.figures import last_readers, overlap_of
 Bytes = NDArray[np.int64]
 
 
-def device_bytes(problem: Problem, block: int, decision: BlockDecision) -> Bytes:
-    """`device_bytes_of` one block and decision: bytes by span."""
-    return device_bytes_of(problem, [block], [decision])[0]
-
-
-def device_bytes_of(problem: Problem, blocks: Sequence[int], decisions: Sequence[BlockDecision]) -> Bytes:
+def device_bytes(problem: Problem, blocks: Sequence[int], decisions: Sequence[BlockDecision]) -> Bytes:
     """What blocks hold on the device in every span, each under the decision at its place, at its own prefetch distance: by
     place and span.
 

@@ -5,9 +5,7 @@ The simulator and what it judges share these, because there is nothing to replay
 
 from autohete_fx.ir import Activations, BlockCost, BlockDecision, Lane, Machine, Optimizer, Overlap, Params, Problem
 
-MOVED = (Optimizer.HOST, Optimizer.STREAMED, Optimizer.DISK)
-"""Where optimizer states are that are not on the device."""
-UPDATED_ON_HOST = tuple(place for place in MOVED if place.updates_on_host)
+UPDATED_ON_HOST = tuple(place for place in Optimizer if place.updates_on_host)
 
 
 def overlap_of(problem: Problem) -> Overlap:

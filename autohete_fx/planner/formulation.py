@@ -113,7 +113,7 @@ from autohete_fx.planner.choices import (
     PassKind,
     joined,
 )
-from autohete_fx.planner.device_use import device_bytes_of
+from autohete_fx.planner.device_use import device_bytes
 from autohete_fx.planner.figures import disk_bytes, host_bytes
 from autohete_fx.planner.variables import Linear, Variables
 
@@ -149,7 +149,7 @@ class Program(Variables):
         """A row for every span."""
         options = [(block, option) for block in range(self.num_blocks) for option in self._options(block)]
         worth = np.split(
-            device_bytes_of(self.problem, *zip(*options, strict=True)), np.cumsum(list(map(len, self.chosen)))[:-1]
+            device_bytes(self.problem, *zip(*options, strict=True)), np.cumsum(list(map(len, self.chosen)))[:-1]
         )
         use = [self._added(block, of_block) for block, of_block in enumerate(worth)]
         spans = range(use[0].shape[1])

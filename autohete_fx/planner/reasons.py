@@ -24,7 +24,7 @@ from autohete_fx.ir import (
     Reasons,
 )
 from autohete_fx.ir.reasons import NO_TIME
-from autohete_fx.planner.choices import COPY_WEIGHT, choices
+from autohete_fx.planner.choices import COPY_WEIGHT, choices, states_of, treatment_of
 from autohete_fx.planner.improve import LEAST_GAIN
 from autohete_fx.planner.replays import Replays, Rows, Seconds
 from autohete_fx.planner.simulate import BACKWARD, FORWARD, OPTIMIZER_STEP, simulate
@@ -196,11 +196,7 @@ def _options(problem: Problem, decisions: Sequence[BlockDecision]) -> list[list[
 
 def _choice(decision: BlockDecision) -> tuple[tuple[object, ...], ...]:
     """What is decided of activations, parameters and optimizer, whatever the prefetch distance."""
-    return (
-        (decision.activations, decision.num_offloaded),
-        (decision.params, decision.keeps_fetched),
-        (decision.optimizer, decision.num_moved_states, decision.other_states),
-    )
+    return treatment_of(decision), (decision.params, decision.keeps_fetched), states_of(decision)
 
 
 def _fit(problem: Problem, use: NDArray[np.int64], elsewhere: NDArray[np.int64]) -> bool:
@@ -214,7 +210,7 @@ def _limits(problem: Problem) -> tuple[int | None, int | None, int]:
 
 
 def _peak_moment(problem: Problem, use: NDArray[np.int64]) -> tuple[int, str]:
-    """The block and the phase in which the spans of `device_use.device_bytes_of` are first as full as they get."""
+    """The block and the phase in which the spans of `device_use.device_bytes` are first as full as they get."""
     phases, count = [FORWARD], len(problem.costs)
     in_order = np.arange(len(use))
     if problem.training:

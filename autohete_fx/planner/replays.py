@@ -2,7 +2,7 @@
 
 A *setting* is a decision of one block with its prefetch distance; `Replays.settings` lists those of every block, and an
 assignment is a row of indices into these lists, one a block. Seconds follow the program of `simulate` exactly, lane by
-lane, but for all rows together and without events; memory is a sum of `device_use.device_bytes_of`. Tests hold both to
+lane, but for all rows together and without events; memory is a sum of `device_use.device_bytes`. Tests hold both to
 `simulate`, which stays the judge of what is returned.
 """
 
@@ -17,7 +17,7 @@ from autohete_fx.ir import BlockDecision, Overlap, Problem
 from autohete_fx.planner.array_passes import Figures, PassTables, run, run_shared
 from autohete_fx.planner.array_updates import all_updated, each_updated, idle_time
 from autohete_fx.planner.choices import DURATIONS, MAX_PREFETCH_DISTANCE, choices, copies, durations
-from autohete_fx.planner.device_use import device_bytes_of
+from autohete_fx.planner.device_use import device_bytes
 from autohete_fx.planner.figures import disk_bytes, host_bytes, overlap_of
 
 Rows = NDArray[np.int64]
@@ -49,7 +49,7 @@ class Replays:
         self.index = [{setting: i for i, setting in enumerate(settings)} for settings in self.settings]
         width = max(len(settings) for settings in self.settings)
         padded = [[*settings, *[settings[0]] * (width - len(settings))] for settings in self.settings]
-        self.use = device_bytes_of(problem, np.repeat(range(n), width).tolist(), list(chain(*padded))).reshape(
+        self.use = device_bytes(problem, np.repeat(range(n), width).tolist(), list(chain(*padded))).reshape(
             n, width, -1
         )
         self.distance = np.array([[s.prefetch_distance for s in settings] for settings in padded])

@@ -62,7 +62,6 @@ from autohete_fx.ir import (
 )
 from autohete_fx.planner.device_memory import DeviceMemory
 from autohete_fx.planner.figures import (
-    MOVED,
     UPDATED_ON_HOST,
     copy_s,
     device_update_s,
@@ -323,7 +322,7 @@ class _Replay:
         self.memory.observe(0, OPTIMIZER_STEP)
         stepped_at = self._clock
         for block, (cost, decision) in enumerate(zip(self.costs, self.decisions, strict=True)):
-            here = cost.num_params - self._part_at(block, cost.num_params, *MOVED)
+            here = self._part_at(block, cost.num_params, Optimizer.DEVICE)
             self._work(Lane.COMPUTE, "update", block, device_update_s(self.problem, block, decision, here))
             if decision.streams:
                 streamed = self._part_at(block, cost.grad_bytes, Optimizer.STREAMED)

@@ -54,7 +54,7 @@ PROGRAM_BLOCKS = 8
 FEW_BLOCKS, ANNEALING_SHARES = (16, 32, 64), ((0.1, 0.1, 0.1, 0.1, 0.18), (0.3, 0.3), (0.42,))
 """For so many blocks at most, tables and the relaxation take little, and annealing gets more: these shares, one after the other."""
 MOST_CHOICES = 200_000
-"""Where blocks times all their choices are more, the search is among those that the relaxation uses."""
+"""Where blocks times all their choices are more, the search is among those that the relaxation uses, and mixtures of these."""
 _STARTS, _IMPROVED_STARTS, _ROUNDINGS = 12, 2, 2
 
 

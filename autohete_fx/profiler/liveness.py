@@ -163,9 +163,8 @@ def _lifetimes(
     for index in graph.outputs:
         if index is not None:
             last_use[root[index]] = end
-    return Lifetimes(
-        num_bytes, root, last_use, at_start, {root[graph.inputs[name]] for name in lent if name in graph.inputs}
-    )
+    not_ours = {root[graph.inputs[name]] for name in lent if name in graph.inputs}
+    return Lifetimes(num_bytes, root, last_use, at_start, not_ours)
 
 
 def _launches(kernels: list[Kernel], *, together: bool) -> list[list[Kernel]]:

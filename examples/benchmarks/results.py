@@ -13,9 +13,9 @@ import torch
 
 
 def environment() -> dict[str, object]:
-    """Where and of what a figure was measured."""
+    """Where and of what a figure was measured. Absolute paths are of no use elsewhere: of those the command has the last part."""
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv)]),
         "commit": _commit(),
         "machine": cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

@@ -121,7 +121,7 @@ def test_activations_and_places_add_up(free: Problem):
     def takes(block: int, decision: BlockDecision) -> NDArray[np.float64]:
         bytes_elsewhere = host_bytes(free, block, decision), disk_bytes(free, block, decision)
         return np.array(
-            [*astuple(durations(free, block, decision)), *device_bytes(free, block, decision), *bytes_elsewhere]
+            [*astuple(durations(free, block, decision)), *device_bytes(free, [block], [decision])[0], *bytes_elsewhere]
         )
 
     for block in range(len(free.costs)):
@@ -208,7 +208,7 @@ def nothing_is_faster(limited: Problem, threshold_s: float) -> bool:
     """Whether no assignment that keeps the budgets takes less than ``threshold_s``."""
     blocks = range(len(limited.costs))
     options = [choices(limited, block) for block in blocks]
-    use = [np.array([device_bytes(limited, block, option) for option in options[block]]) for block in blocks]
+    use = [device_bytes(limited, [block] * len(options[block]), options[block]) for block in blocks]
     host = [np.array([host_bytes(limited, block, option) for option in options[block]]) for block in blocks]
     rows, device_used, host_used = (
         np.zeros((1, 0), dtype=np.int64),
