@@ -4,8 +4,11 @@ In: updates whose states are homes and whose gradients are on the device. Out: w
 states at home again. An update works on each element alone, so any piece of a tensor can be updated by itself::
 
     h2d      states of piece 1 | states of piece 2, kernel of piece 1 | ...       into one of a few slots on the device
-    kernel   behind the copies, on their stream: gradient and parameter are read and written where they are
+    kernel   behind the copies, on their stream: the gradient is read where it is
     d2h                          states of piece 1 | states of piece 2 | ...      after which the slot is free
+
+A parameter that lives on the device is updated where it is. One that lives in host memory passes through with its states, since a
+kernel that reads and writes across the link would hold the copies behind it.
 
 A slot is waited for by a thread of its own (`Lanes.stream`), so that few copies are queued ahead of what the forward fetches,
 and the program is not held up. Blocks come in the order in which the next forward needs them. The slots are taken before any
@@ -40,7 +43,7 @@ from autohete_fx.optim.state import (
 )
 from autohete_fx.runtime.lanes import Lanes
 from autohete_fx.runtime.ticket import Ticket
-from autohete_fx.runtime.tiers import host_view
+from autohete_fx.runtime.tiers import host_view, is_home
 from autohete_fx.runtime.updates import Updates
 
 _SLOTS = 3
@@ -108,13 +111,17 @@ class Staging:
         return [slice(begin, end) for begin, end in zip(begins, [*begins[1:], length], strict=True)]
 
     def take(self, param: Tensor, length: int) -> list[Tensor]:
-        """Memory for so many elements of each state of a parameter. Waits for the next slot."""
+        """Memory for so many elements of each state of a parameter, and of itself where it lives on the host. Waits for the next
+        slot."""
         for ticket in self._freed_by[self._next]:
             with contextlib.suppress(Exception):  # told by the update that it belongs to
                 ticket.synchronize()
         aligned = -(-length // _GRAIN) * _GRAIN  # compiled kernels copy what is not
-        slot = self._memory[self._next][: aligned * _bytes_per_element(param)]
-        return [part[:length] for part in slot.view(state_dtype(param)).split(aligned)]
+        dtypes = _staged_dtypes(param)
+        parts = self._memory[self._next][: aligned * _bytes_per_element(param)].split(
+            [aligned * t.itemsize for t in dtypes]
+        )
+        return [part.view(dtype)[:length] for part, dtype in zip(parts, dtypes, strict=True)]
 
     def give_back(self, freed_by: Sequence[Ticket]) -> None:
         """What was taken is free when these are complete."""
@@ -122,8 +129,13 @@ class Staging:
         self._next = (self._next + 1) % _SLOTS
 
 
+def _staged_dtypes(param: Tensor) -> list[torch.dtype]:
+    """Of what passes through the device: the parameter's states, and where it lives on the host itself."""
+    return [state_dtype(param)] * len(state_names(param)) + [param.dtype] * is_home(param)
+
+
 def _bytes_per_element(param: Tensor) -> int:
-    return len(state_names(param)) * state_dtype(param).itemsize
+    return sum(dtype.itemsize for dtype in _staged_dtypes(param))
 
 
 def stream(lanes: Lanes, updates: Sequence[Update], staging: Staging, model: Updates | None) -> list[Ticket]:
@@ -168,15 +180,15 @@ class _Streamed:
     def issue(self) -> None:
         """Give all pieces to the lanes."""
         u = self.update
-        names, block = state_names(u.param), u.place.block
-        homes = [flat(u.state[name]) for name in names]
+        block, states = u.place.block, [u.state[name] for name in state_names(u.param)]
+        homes = list(map(flat, [*states, u.param] if is_home(u.param) else states))
         for at in self.staging.pieces(u.param):
             parts = [home[at] for home in homes]
             staged = self.staging.take(u.param, len(parts[0]))
-            kernel = functools.partial(self.update_piece, at, dict(zip(names, staged, strict=True)))
+            kernel = functools.partial(self.update_piece, at, staged)
             up: list[Ticket] = []
-            for name, part, there in zip(names, parts, staged, strict=True):
-                then = kernel if name == names[-1] else None
+            for part, there in zip(parts, staged, strict=True):
+                then = kernel if there is staged[-1] else None
                 up.append(
                     self.lanes.submit(Lane.H2D, block, there, part, (self.behind, *up), label="states", then=then)
                 )
@@ -187,10 +199,11 @@ class _Streamed:
             self.staging.give_back(down)
             self.copies += (*up, *down)
 
-    def update_piece(self, at: slice, states: dict[str, Tensor]) -> None:
+    def update_piece(self, at: slice, staged: Sequence[Tensor]) -> None:
         """Behind the copies up, on their lane: no allocation, which would be of that stream."""
         u = self.update
-        param, grad = flat(u.param)[at], flat(u.grad)[at]
+        states = dict(zip(state_names(u.param), staged, strict=False))
+        param, grad = staged[-1] if len(staged) > len(states) else flat(u.param)[at], flat(u.grad)[at]
         exp_avg, exp_avg_sq = (states[name] for name in MOMENTS)
         if needs_master(u.param):
             update_mixed(param, grad, states[MASTER], exp_avg, exp_avg_sq, self.staging.coefs[id(u.param)])

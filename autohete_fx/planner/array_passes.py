@@ -29,7 +29,8 @@ class Figures:
         passes: by figure (work, copies down, where copies up end, where copies down are awaited, and by slot copies up),
             position and row: all rows for the first pass, all for the second, and so on.
         waits: of the first pass, by slot, position and row: 0 where copies up wait for an update, else NEVER.
-        updates: seconds of updates on the device and on the host, and of uploads that no pass issues, by block and row.
+        updates: seconds of updates on the device and on the host, and of uploads and streamed states that no pass issues, by block
+            and row.
     """
 
     passes: Seconds
@@ -49,7 +50,8 @@ class PassTables:
         lanes: of each pass, work, copies up and copies down by block and setting.
         reverse: of each pass, whether it takes the last block first.
         distance: prefetch distances by block and setting.
-        updates: seconds of updates on the device and on the host, and of uploads that no pass issues, by block and setting.
+        updates: seconds of updates on the device and on the host, and of uploads and streamed states that no pass issues, by block
+            and setting.
         on_host: by block and setting, whether updates are on the host; the first pass's copies up wait for those.
     """
 
@@ -58,7 +60,7 @@ class PassTables:
         lanes: Sequence[Seconds],
         reverse: Sequence[bool],
         distance: Rows,
-        updates: tuple[Seconds, Seconds, Seconds],
+        updates: tuple[Seconds, Seconds, Seconds, Seconds],
         on_host: NDArray[np.bool_],
     ) -> None:
         self.count = len(lanes)
@@ -139,29 +141,34 @@ def run(figures: Figures, *, start: Seconds | None = None, updated: Seconds | No
 
 
 def run_shared(figures: Figures, *, start: Seconds, ready: Seconds) -> Seconds:
-    """When a forward from ``start`` on ends whose copies up share their lane with uploads, the lower block always first.
+    """When a forward from ``start`` on ends whose copies up share their lane with those of updates, the lower block always first.
 
     Args:
         ready: by block and row when an update on the host is done, NEVER for none. Time counts when the lane is idle but for
-            what it is given here.
+            what it is given here. Streamed states come at 0.
 
-    Blocks 0..b have all they need when the first of them to come, of those that keep the lane busy from then on, and all that
-    come after it, have been copied: the largest over their k of when k comes plus the copies of those that do not come before.
+    Blocks 0..b have all they need when the first of their copies to come, of those that keep the lane busy from then on, and all
+    that come after it are done: the largest over copies k of when k comes plus the seconds of those that do not come before.
     """
     work, down, _, awaited_at, *by_slot = figures.passes
     positions, rows = work.shape
     awaited_at = (awaited_at * rows).astype(np.int64) + np.arange(rows)
     issued = [copies > 0 for copies in by_slot]
-    copies_s = figures.updates[2] + sum(by_slot)
+    uploads_s, states_s = figures.updates[2:]
+    copies_s = uploads_s + sum(by_slot)
+    all_states_s, since_states = np.cumsum(states_s, axis=0), np.zeros(rows)
     comes, through = np.where(copies_s > 0, ready, NEVER), np.empty_like(work)
     departures = np.full((positions + 1, rows), NEVER)
     departed, down_free, clock = departures.reshape(-1), np.zeros(rows), start
     for i in range(positions):
         for slot, here in enumerate(issued[: positions - i]):
             np.maximum(comes[i + slot], clock, out=comes[i + slot], where=here[i + slot])
-        through[:i] += copies_s[i] * (comes[:i] <= comes[i])
+        through[:i] += copies_s[i] * (comes[:i] <= comes[i]) + states_s[i] * (comes[:i] <= 0)
         through[i] = comes[i] + copies_s[i] + (copies_s[:i] * (comes[:i] >= comes[i])).sum(axis=0)
-        clock = np.maximum(clock, through[: i + 1].max(axis=0)) + work[i]
+        through[i] += all_states_s[i] * (comes[i] <= 0)
+        since_states += copies_s[i] * (comes[i] >= 0)
+        copied = np.maximum(through[: i + 1].max(axis=0), all_states_s[i] + since_states)
+        clock = np.maximum(clock, copied) + work[i]
         down_free = np.maximum(down_free, clock) + down[i]
         departed[awaited_at[i]] = down_free
         clock = np.maximum(clock, departures[i])

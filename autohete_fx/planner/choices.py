@@ -14,7 +14,6 @@ from autohete_fx.ir import (
     BlockDecision,
     Lane,
     Optimizer,
-    Overlap,
     Params,
     Problem,
 )
@@ -23,7 +22,7 @@ from autohete_fx.planner.figures import (
     copy_s,
     device_update_s,
     host_update_s,
-    overlap_of,
+    streamed_bytes,
     uploaded_bytes,
 )
 
@@ -89,10 +88,8 @@ def place_choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
             places.append(Optimizer.DISK)
         parts = _moved_counts(cost) if problem.allow_moving_some_states else ()
         optimizer.extend((place, count, Optimizer.DEVICE) for place in places for count in (None, *parts))
-        # Where updates start in backward, states need not wait for the upload before them, which `run_shared` does not tell apart.
-        if overlap_of(problem) is not Overlap.BACKWARD:
-            optimizer.extend((Optimizer.HOST, count, place) for place in places[1:] for count in parts)
-            optimizer.extend((place, count, Optimizer.HOST) for place in places[1:] for count in parts[:1])
+        optimizer.extend((Optimizer.HOST, count, place) for place in places[1:] for count in parts)
+        optimizer.extend((place, count, Optimizer.HOST) for place in places[1:] for count in parts[:1])
     pinned = problem.fixed_decisions[block] if problem.fixed_decisions else None
     if pinned is not None:
         params = [(place, kept) for place, kept in params if place is pinned.params] or [(pinned.params, False)]
@@ -151,8 +148,8 @@ class Durations:
         forward_up, backward_up: copies up that a pass needs: parameters, in backward also reloaded activations.
         forward_down, backward_down: copies down that a pass makes: offloaded activations, in backward gradients.
         update_work, update_up, update_down: of the pass that waits for updates, on top of a forward where it is one:
-            on compute a streamed update, up its states or an upload, down its states.
-        upload: of ``update_up``, what was updated on the host: where updates start in backward it waits for no pass.
+            on compute a streamed update, up what it streams or an upload, down what it streams.
+        upload, states: of ``update_up``, what was updated on the host, and what is streamed.
         device_update, host_update: updates on compute of states that are there, and on the update lane.
     """
 
@@ -166,6 +163,7 @@ class Durations:
     update_up: float = 0.0
     update_down: float = 0.0
     upload: float = 0.0
+    states: float = 0.0
     device_update: float = 0.0
     host_update: float = 0.0
 
@@ -216,9 +214,7 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
     backward_up_s = up_s(offloaded, tensors) + (0.0 if decision.keeps_fetched else fetch_s)
     gradient_bytes = cost.part_at(cost.grad_bytes, decision, *UPDATED_ON_HOST)
     gradients_s = down_s(gradient_bytes, cost.tensors_at(decision, *UPDATED_ON_HOST))
-    upload_s = up_s(uploaded_bytes(cost, decision))
-    streamed = cost.part_at(cost.num_params, decision, Optimizer.STREAMED)
-    states = cost.part_at(cost.optimizer_bytes, decision, Optimizer.STREAMED)
+    upload_s, states_s = up_s(uploaded_bytes(cost, decision)), up_s(streamed_bytes(cost, decision))
     return Durations(
         forward_work=cost.forward_s + machine.copy_share * (fetch_s + offload_s),
         forward_up=fetch_s,
@@ -228,12 +224,11 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
         + machine.copy_share * (backward_up_s + gradients_s),
         backward_up=backward_up_s,
         backward_down=gradients_s,
-        update_work=device_update_s(problem, block, decision, streamed),
-        update_up=upload_s + up_s(states),
-        update_down=down_s(states),
+        update_work=device_update_s(problem, block, decision, Optimizer.STREAMED),
+        update_up=upload_s + states_s,
+        update_down=down_s(streamed_bytes(cost, decision)),
         upload=upload_s,
-        device_update=device_update_s(
-            problem, block, decision, cost.part_at(cost.num_params, decision, Optimizer.DEVICE)
-        ),
+        states=states_s,
+        device_update=device_update_s(problem, block, decision, Optimizer.DEVICE),
         host_update=host_update_s(problem, block, decision) if cost.num_params else 0.0,
     )

@@ -16,6 +16,14 @@ def overlap_of(problem: Problem) -> Overlap:
     return Overlap.STEP if clips_late else problem.schedule.overlap
 
 
+def sends_at_once(problem: Problem) -> bool:
+    """Whether what updates copy up goes in what time the lane has left: states from the step on, what was updated on the host when
+    its update ends. Else the forward issues it with its other copies, which comes to nearly the same where the lane gets it in
+    the order in which blocks need it, and takes far less to count."""
+    overlap = overlap_of(problem)
+    return overlap is Overlap.BACKWARD or (overlap is Overlap.STEP and not problem.schedule.priority)
+
+
 def host_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
     """Host memory for the homes of one block: parameters, optimizer states, gradients, offloaded activations, and the host's
     copies of parameters that it updates and that live in memory of the device's own."""
@@ -37,14 +45,23 @@ def disk_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
     return cost.part_at(cost.optimizer_bytes, decision, Optimizer.DISK)
 
 
-def device_update_s(problem: Problem, block: int, decision: BlockDecision, num_params: int) -> float:
-    """Seconds to update so many of a block's parameters on the device; homes on the host are read and written there."""
+def device_update_s(problem: Problem, block: int, decision: BlockDecision, place: Optimizer) -> float:
+    """Seconds in which the device updates those of a block's parameters whose states are at ``place``. Where these are on the
+    device, it reads and writes parameters at home there; what is streamed passes through it."""
     cost, machine = problem.costs[block], problem.machine
+    num_params = cost.part_at(cost.num_params, decision, place)
     seconds = num_params / machine.device_update_params_per_s
-    if decision.params is Params.HOST and num_params:
+    if place is Optimizer.DEVICE and decision.params is Params.HOST and num_params:
         num_bytes = cost.param_bytes * num_params / cost.num_params
         seconds += num_bytes / machine.h2d_bytes_per_s + num_bytes / machine.d2h_bytes_per_s
     return seconds
+
+
+def streamed_bytes(cost: BlockCost, decision: BlockDecision) -> int:
+    """What a streamed update copies up, and down again: states, and parameters at home."""
+    states = cost.part_at(cost.optimizer_bytes, decision, Optimizer.STREAMED)
+    at_home = decision.params is Params.HOST
+    return states + at_home * cost.part_at(cost.param_bytes, decision, Optimizer.STREAMED)
 
 
 def copy_s(machine: Machine, lane: Lane, num_bytes: int, num_tensors: int = 1) -> float:

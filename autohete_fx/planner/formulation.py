@@ -54,18 +54,20 @@ added, or under a synchronous schedule a pass of these alone, at whose end R[n-1
 
     U[i] >= R[i] + u[i]              what was updated on the host is copied afterwards (a = 1)
 
-Where updates start in backward, so do uploads, in what time the up lane has left, and no pass issues them. Then u is without them,
-and with v[i] for the copies up of what was updated on the host, and S[i] for all copies up of backward and of blocks 0..i, there
-are in the place of the row above (`Program._add_early_copies`)
+What updates copy up may go in what time the up lane has left (`figures.sends_at_once`), and no pass issues it: what was updated on
+the host when its update ends, streamed states from the end of backward on. Then u is without it, and with v[i] for the copies up
+of what was updated on the host, s[i] for the states, and S[i] for the end of all copies up of blocks 0..i, behind backward's, there
+are in the place of the row above (`Program._add_copies_at_once`)
 
     E[i] >= Q[i] + w[i],   Q[i] >= R[i] by priority,   Q[i] >= S[i]
     Q[i] >= Q[i-1],   Q[i] >= g[i] + v[0] + .. + v[i],   Q[i] >= g[i] + h[i] + v[i]
+    Q[i] >= end of backward + s[0] + .. + s[i]
 
 Objective (`Program.minimize_step`): micro_batches times a forward and a backward, where the first forward is the pass
 that waits for updates or has that pass before it. For a = 1 the program decides, and adds COPY_WEIGHT times the seconds
 of all copies; for the farthest distance it bounds, and does not.
 
-For a = 1 the program is the simulator, unless updates start in backward. At prefetch distance 1 copies are queued in the
+For a = 1 the program is the simulator, unless updates send at once. At prefetch distance 1 copies are queued in the
 order in which blocks need them, so for fixed x and y the simulated times are the least solution of the inequalities above:
 each time is the largest of the right sides. Where a block has no copy, its U and D add no wait: U[i] is then the larger of
 U[i-1], for which i-1 waited already, and E[i-2]; and D[i] the larger of D[i-1], for which the wait at the end of i comes
@@ -84,12 +86,12 @@ is the least U[i]. Copies of what was updated on the host may be overtaken by ot
 with v[i] the seconds of such copies only: then blocks are updated in their order, and those updated after c are copied
 after c is updated.
 
-Where updates start in backward it is one for a = 1 too. A block i starts no sooner than 0..i are updated and copied. Of their
-gradients those of i land first, so none of v[0..i] begins before g[i]; v[i] follows the update of i; and the up lane has done
-all of S[i] since backward began. U counts only what the forward issues, for which the argument above holds whatever the lane
-does in between. All other rows hold in every replay. Memory at distance 1 is at most the memory at any distance, since an
-earlier issue only lengthens the life of a buffer. So the plan's x and y are feasible here, at an objective no larger than its
-simulated time.
+Where updates send at once it is one for a = 1 too. A block i starts no sooner than 0..i are updated and copied. Of their
+gradients those of i land first, so none of v[0..i] begins before g[i]; v[i] follows the update of i; no states go up before the end
+of backward; and the up lane has done all of S[i] since backward began, or ended, if updates do not begin before. U counts
+only what the forward issues, for which the argument above holds whatever the lane does in between. All other rows hold in every
+replay. Memory at distance 1 is at most the memory at any distance, since an earlier issue only lengthens the life of a buffer. So
+the plan's x and y are feasible here, at an objective no larger than its simulated time.
 
 Identical blocks are interchangeable in the sums of work but not in memory or in the chain of waits, so no order is
 imposed on them. Their symmetry is met outside: `starts` tries patterns, of which there are few however many blocks there
@@ -219,21 +221,26 @@ class Program(Variables):
         self.model.add(copied >= previous + copies)
         return copied
 
-    def _add_early_copies(self, landed: Sequence[Linear], updated: Sequence[Linear]) -> list[cp_model.IntVar]:
-        """Rows of what goes up where updates start in backward; returns Q."""
-        everything, found = range(self.num_blocks), []
-        add, up, updated_up = self.model.add, (*FORWARD_AND_UPDATES_PASS.up, "upload"), ("forward_up", "upload")
+    def _add_copies_at_once(
+        self, backward_end: Linear, landed: Sequence[Linear], updated: Sequence[Linear]
+    ) -> list[cp_model.IntVar]:
+        """Rows of what updates copy up where no pass issues it; returns Q."""
+        everything, found, add = range(self.num_blocks), [], self.model.add
+        up, updated_up = (*FORWARD_PASS.up, "upload", "states"), ("forward_up", "upload")
         of_host: Linear = 0
-        copied, of_lane = self._time("Q[-1]"), self._time("S[-1]")
-        add(of_lane >= self._sum(everything, BACKWARD_PASS.up))
+        copied, of_lane, of_states = (self._time(f"{name}[-1]") for name in "QSW")
+        add(of_lane >= (backward_end if self.updates_begin_together else self._sum(everything, BACKWARD_PASS.up)))
+        add(of_states >= backward_end)
         for block in everything:
             copies, host = self._sum([block], updated_up, on_host=True), self._sum([block], ("host_update",))
             last_copied, copied = copied, self._time(f"Q[{block}]")
             of_lane_before, of_lane = of_lane, self._time(f"S[{block}]")
+            of_states_before, of_states = of_states, self._time(f"W[{block}]")
             of_host_before, of_host = of_host, self._time(f"v[{block}]")
             add(of_lane >= of_lane_before + self._sum([block], up))
+            add(of_states >= of_states_before + self._sum([block], ("states",)))
             add(of_host >= of_host_before + copies)
-            for least in (last_copied, of_lane, landed[block] + of_host, landed[block] + host + copies):
+            for least in (last_copied, of_lane, of_states, landed[block] + of_host, landed[block] + host + copies):
                 add(copied >= least)
             if self.problem.schedule.priority:
                 add(copied >= updated[block])
@@ -276,8 +283,9 @@ class Program(Variables):
         backward, landed = self._add_pass(BACKWARD_PASS, ahead)
         device_end, updated = self._add_updates(backward, landed)
         ready, copied = updated if problem.schedule.priority else None, None
-        if not self.updates_begin_together:
-            ready, copied = None, self._add_early_copies(landed, updated)
+        if self.sends_at_once:
+            begin = [backward] * self.num_blocks if self.updates_begin_together else landed
+            ready, copied = None, self._add_copies_at_once(backward, begin, updated)
         kind = FORWARD_AND_UPDATES_PASS if overlaps else UPDATES_PASS
         end = self._time("T")
         self.model.add(end >= self._add_pass(kind, ahead, begin=device_end, updated=ready, copied=copied)[0])

@@ -18,7 +18,7 @@ from autohete_fx.planner.array_passes import Figures, PassTables, run, run_share
 from autohete_fx.planner.array_updates import all_updated, each_updated, idle_time
 from autohete_fx.planner.choices import DURATIONS, MAX_PREFETCH_DISTANCE, choices, copies, durations
 from autohete_fx.planner.device_use import device_bytes
-from autohete_fx.planner.figures import disk_bytes, host_bytes, overlap_of
+from autohete_fx.planner.figures import disk_bytes, host_bytes, overlap_of, sends_at_once
 
 Rows = NDArray[np.int64]
 Seconds = NDArray[np.float64]
@@ -55,20 +55,20 @@ class Replays:
         self.distance = np.array([[s.prefetch_distance for s in settings] for settings in padded])
         tables = np.array([self._figures(b, of_block, width) for b, of_block in enumerate(allowed)]).transpose(2, 0, 1)
         self.forward, self.backward, self.update = tables[:3], tables[3:6], tables[6:9]
-        self.upload, self.device_update, self.host_update, self.copies_s = tables[9:13]
-        self.elsewhere = tables[13:15].astype(np.int64)
-        self.tables = self._pass_tables(tables[15] > 0)
+        self.sent, (self.device_update, self.host_update, self.copies_s) = tables[9:11], tables[11:14]
+        self.elsewhere = tables[14:16].astype(np.int64)
+        self.tables = self._pass_tables(tables[16] > 0)
 
     def _pass_tables(self, on_host: NDArray[np.bool_]) -> PassTables:
         """Of the passes of a step: what waits for updates; the last backward; a forward, where the first is not that."""
         overlap = overlap_of(self.problem)
-        sent = self.upload if overlap is Overlap.BACKWARD else np.zeros_like(self.upload)
-        updates = self.device_update, self.host_update, sent
+        sent = self.sent * sends_at_once(self.problem)
+        updates = self.device_update, self.host_update, *sent
         if not self.problem.training:
             return PassTables([self.forward], [False], self.distance, updates, on_host)
         synchronous = overlap is Overlap.NONE
         passes = [self.update.copy() if synchronous else self.forward + self.update, self.backward]
-        passes[0][1] -= sent
+        passes[0][1] -= sent.sum(axis=0)
         if synchronous or self.micro_batches > 1:
             passes.append(self.forward)
         return PassTables(passes, (False, True, False)[: len(passes)], self.distance, updates, on_host)
@@ -139,9 +139,11 @@ class Replays:
         problem, overlap = self.problem, overlap_of(self.problem)
         device_s, host_s, priority = figures.updates[0].sum(axis=0), figures.updates[1], problem.schedule.priority
         # What follows the last backward is timed from its end on, and runs beside it unless it begins before.
-        if overlap is Overlap.BACKWARD:
+        if sends_at_once(problem):
             backward = run(figures.part(slice(1, 2)))
-            updated = each_updated(backward.landed[::-1] - backward.end, host_s, priority=priority)
+            early = overlap is Overlap.BACKWARD
+            landed = backward.landed[::-1] - backward.end if early else np.zeros_like(host_s)
+            updated = each_updated(landed, host_s, priority=priority)
             ready = idle_time(updated, backward)
             step = backward.end + run_shared(figures.part(slice(0, 1)), start=device_s, ready=ready)
             if self.micro_batches == 1:

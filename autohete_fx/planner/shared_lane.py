@@ -20,7 +20,8 @@ class SharedLane:
 
     def add(self, label: str, block: int, seconds: float, ready_at: float) -> None:
         """Give it work for a block, which can begin from ``ready_at`` on."""
-        self._due.setdefault(block, []).append((label, seconds, ready_at))
+        if seconds:
+            self._due.setdefault(block, []).append((label, seconds, ready_at))
 
     def serve(self, block: int) -> Iterator[tuple[str, float, float]]:
         """Do what it was given for a block: label, begin and end of pieces, in order."""

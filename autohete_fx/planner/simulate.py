@@ -13,7 +13,7 @@ that was issued before; it takes ``tensors * latency_s + bytes / bandwidth``. Co
                       their home; wait for the gradients due
     updates           those on the device, in block order, on compute; those on the host on the update lane; a block that
                       was updated on the host and whose parameters are on the device is *uploaded* on h2d; streamed
-                      optimizer states go up, the device updates, they go back
+                      optimizer states go up, with parameters at home, the device updates, they go back
 
 A copy up for b is due at the start of the forward of ``max(0, b - prefetch_distance)``, and for backward, with reloads,
 at the start of the backward of ``min(last, b + prefetch_distance)``. A copy down of b is waited for as many blocks after
@@ -27,13 +27,14 @@ device are the same cores there).
     STEP        after the last backward: device updates; then the next forward at once. There block b waits for its
                 update on the host and for its upload, or its fetch, of what was updated, and does its streamed update
                 before it computes; its states go back with its offload
-    BACKWARD    as STEP, but an update on the host starts when its gradients are there, in the last backward already, and an
-                upload when its update ends: what backward fetches goes first, and from then on what block the next forward
-                needs first, a little at a time, so that what is more urgent goes first at once. Where gradients are
-                clipped, updates start as under STEP
+    BACKWARD    as STEP, but an update on the host starts when its gradients are there, in the last backward already, an upload
+                when its update ends, and streamed states when the optimizer steps: what backward fetches goes first, and from
+                then on what block the next forward needs first, a little at a time, so that what is more urgent goes first at
+                once. Where gradients are clipped, updates start as under STEP
 
 The update lane takes the block that the next forward needs first: an update is done in buckets so small that one that
-is more urgent is taken for going first at once. Without priority it takes them as gradients came. An update of states
+is more urgent is taken for going first at once. Without priority it takes them as gradients came, and what updates copy up goes as
+under BACKWARD. An update of states
 on disk takes what the slower of updating and of reading and writing takes. Under STEP and BACKWARD all lanes are idle at
 the end of the forward that waited for updates, and every step repeats the one before from there on: the replay begins and
 ends at that point.
@@ -70,6 +71,8 @@ from autohete_fx.planner.figures import (
     host_update_s,
     last_readers,
     overlap_of,
+    sends_at_once,
+    streamed_bytes,
     uploaded_bytes,
 )
 from autohete_fx.planner.shared_lane import SharedLane
@@ -106,7 +109,7 @@ class _Replay:
         self.done_at: dict[tuple[str, int], float] = {}  # copies under way: label and block to end
         self.landed_at: dict[int, float] = {}  # gradients of the last micro-batch, on the host
         self.copied_up: list[tuple[float, float]] = []
-        self.shared_up: SharedLane | None = None  # h2d in the forward, where updates start in backward
+        self.shared_up: SharedLane | None = None  # h2d in the forward, where uploads are sent at once
         self.memory = DeviceMemory(keep_contributors=keep_events)
         self.before = self._at(lambda block, distance: max(0, block - distance))
         self.after = self._at(lambda block, distance: min(self.num_blocks - 1, block + distance))
@@ -226,9 +229,6 @@ class _Replay:
     def _part_at(self, block: int, num_bytes: int, *places: Optimizer) -> int:
         return self.costs[block].part_at(num_bytes, self.decisions[block], *places)
 
-    def _streamed_states(self, block: int) -> int:
-        return self._part_at(block, self.costs[block].optimizer_bytes, Optimizer.STREAMED)
-
     def _fetch_params(self, block: int, ready_at: float = 0.0) -> None:
         if self.decisions[block].params is Params.HOST:
             self.memory.hold("fetched parameters", block, self.costs[block].param_bytes)
@@ -318,12 +318,13 @@ class _Replay:
     def _optimizer_step(self) -> None:
         """Updates after the last backward, and under an overlapping schedule the next forward with them."""
         for block in range(self.num_blocks):
-            self.memory.hold("streamed optimizer states", block, staging_bytes(self._streamed_states(block)))
+            states = self._part_at(block, self.costs[block].optimizer_bytes, Optimizer.STREAMED)
+            self.memory.hold("streamed optimizer states", block, staging_bytes(states))
         self.memory.observe(0, OPTIMIZER_STEP)
         stepped_at = self._clock
         for block, (cost, decision) in enumerate(zip(self.costs, self.decisions, strict=True)):
-            here = self._part_at(block, cost.num_params, Optimizer.DEVICE)
-            self._work(Lane.COMPUTE, "update", block, device_update_s(self.problem, block, decision, here))
+            here_s = device_update_s(self.problem, block, decision, Optimizer.DEVICE)
+            self._work(Lane.COMPUTE, "update", block, here_s)
             if decision.streams:
                 streamed = self._part_at(block, cost.grad_bytes, Optimizer.STREAMED)
                 self.memory.hold("gradients", block, cost.grad_bytes - streamed)
@@ -337,10 +338,12 @@ class _Replay:
             return
         for block in range(self.num_blocks):
             self.memory.hold("gradients", block, 0)
-        if early:
+        if sends_at_once(self.problem):
             self.shared_up = SharedLane(self.copied_up)
-            for block, end in updated_at.items():
-                self.shared_up.add("upload", block, copy_s(self.machine, Lane.H2D, self._uploaded(block)), end)
+            for block in range(self.num_blocks):
+                upload_s, states_s = (copy_s(self.machine, Lane.H2D, n) for n in self._update_copies(block))
+                self.shared_up.add("upload", block, upload_s, updated_at.get(block, stepped_at))
+                self.shared_up.add("states", block, states_s, stepped_at)
         self._pass(range(self.num_blocks), lambda block: self._forward(block, updated_at))
 
     def _update_on_host(self, ready_at: Mapping[int, float]) -> dict[int, float]:
@@ -354,8 +357,10 @@ class _Replay:
             updated_at[block] = self.free_at[Lane.UPDATE] = end
         return updated_at
 
-    def _uploaded(self, block: int) -> int:
-        return uploaded_bytes(self.costs[block], self.decisions[block])
+    def _update_copies(self, block: int) -> tuple[int, int]:
+        """What a block's update copies up: what was updated on the host, and what is streamed."""
+        cost, decision = self.costs[block], self.decisions[block]
+        return uploaded_bytes(cost, decision), streamed_bytes(cost, decision)
 
     def _update_alone(self, block: int, updated_at: Mapping[int, float]) -> None:
         """What is left of a block's update after a synchronous step's device and host updates: uploads and streams."""
@@ -368,25 +373,23 @@ class _Replay:
             self._end_return(sender)
 
     def _issue_update_copies(self, block: int, updated_at: Mapping[int, float]) -> None:
-        if block in updated_at and self.shared_up is None:
-            self._issue(Lane.H2D, "upload", block, self._uploaded(block), 1, updated_at[block])
-        if self.decisions[block].streams:
-            self._issue(Lane.H2D, "states", block, self._streamed_states(block))
+        if self.shared_up is None:
+            upload, states = self._update_copies(block)
+            self._issue(Lane.H2D, "upload", block, upload, 1, updated_at.get(block, 0.0))
+            self._issue(Lane.H2D, "states", block, states)
 
     def _update_with_copies(self, block: int) -> None:
         """Wait for what a block's update copies up, and do the update if its states are streamed."""
         self._wait("upload", block)
         self._wait("states", block)
         if self.decisions[block].streams:
-            streamed = self._part_at(block, self.costs[block].num_params, Optimizer.STREAMED)
-            self._work(
-                Lane.COMPUTE, "update", block, device_update_s(self.problem, block, self.decisions[block], streamed)
-            )
+            streamed_s = device_update_s(self.problem, block, self.decisions[block], Optimizer.STREAMED)
+            self._work(Lane.COMPUTE, "update", block, streamed_s)
 
     def _return_states(self, block: int) -> None:
         if self.decisions[block].streams:
             self.memory.hold("gradients of streamed states", block, 0)
-            self._issue(Lane.D2H, "states", block, self._streamed_states(block))
+            self._issue(Lane.D2H, "states", block, self._update_copies(block)[1])
 
     def _end_return(self, block: int) -> None:
         if self.decisions[block].streams:

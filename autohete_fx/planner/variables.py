@@ -19,7 +19,7 @@ from autohete_fx.planner.choices import (
     joined,
     place_choices,
 )
-from autohete_fx.planner.figures import overlap_of
+from autohete_fx.planner.figures import overlap_of, sends_at_once
 
 TICKS = 2**20
 
@@ -44,6 +44,7 @@ class Variables:
         self.placed = [place_choices(problem, block) for block in range(self.num_blocks)]
         self.overlap = overlap_of(problem)
         self.updates_begin_together = self.overlap is not Overlap.BACKWARD
+        self.sends_at_once = sends_at_once(problem)
         self.ticks = [self._ticks_of(block) for block in range(self.num_blocks)]
         self.on_host = [
             np.array([*[False] * len(treated), *[place.updates_on_host for place in placed]])
@@ -80,8 +81,9 @@ class Variables:
         ticks = dict(
             zip(Durations.__dataclass_fields__, np.floor(seconds / self.tick_s).astype(np.int64).T, strict=True)
         )
-        ticks["upload"] = np.zeros_like(ticks["upload"]) if self.updates_begin_together else ticks["upload"]
-        ticks["update_up"] = ticks["update_up"] - ticks["upload"]  # of uploads, what no pass issues
+        # What updates copy up counts once: as what a pass issues, or as what it does not.
+        for name in ("update_up",) if self.sends_at_once else ("upload", "states"):
+            ticks[name] = np.zeros_like(ticks[name])
         return ticks
 
     def _weighted(self, by_block: Sequence[NDArray[np.int64]], blocks: Iterable[int] | None = None) -> Linear:
@@ -112,7 +114,7 @@ class Variables:
 
     def _ticks_of_copies(self) -> Linear:
         passes = self.problem.micro_batches if self.problem.training else 1
-        once = ("update_up", "upload", "update_down")
+        once = ("update_up", "upload", "states", "update_down")
         often = ("forward_up", "forward_down", "backward_up", "backward_down")
         values = [
             COPY_WEIGHT * (passes * sum(ticks[name] for name in often) + sum(ticks[name] for name in once))

@@ -155,6 +155,8 @@ class Emulation:
         return [record for lanes in self.lanes for record in lanes.records()]
 
     def _pace(self, ticket: Ticket) -> float:
+        if not ticket.num_bytes:  # of a thread that gives copies to the lanes, and takes none of their time
+            return 0.0
         clock, now = self._clocks[ticket.lane], time.perf_counter()
         clock.begin(clock.free_at_s if now - clock.free_at_s < _SLACK_S else now)
         self._due_s[ticket] = clock.end_after(self.seconds_of(ticket))

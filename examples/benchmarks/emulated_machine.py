@@ -72,11 +72,17 @@ STATES = BlockDecision(optimizer=Optimizer.HOST)
 ALL = BlockDecision(params=Params.HOST, optimizer=Optimizer.HOST)
 FAR = dataclasses.replace(ALL, prefetch_distance=2, activations=Activations.RECOMPUTE)
 KEPT = dataclasses.replace(ALL, keeps_fetched=True)
+STREAMED = BlockDecision(optimizer=Optimizer.STREAMED)
+STREAMED_HOME = BlockDecision(params=Params.HOST, optimizer=Optimizer.STREAMED)
 SENT = BlockDecision(activations=Activations.OFFLOAD, optimizer=Optimizer.HOST, prefetch_distance=2)
 PLACES = {
-    "states on the host": (STATES,) * len(LABELS),
-    "all on the host": (ALL,) * len(LABELS),
-    "mixed": tuple(itertools.islice(itertools.cycle((BlockDecision(), ALL, STATES, SENT, FAR, KEPT)), len(LABELS))),
+    homes: tuple(itertools.islice(itertools.cycle(decisions), len(LABELS)))
+    for homes, decisions in {
+        "states on the host": (STATES,),
+        "all on the host": (ALL,),
+        "mixed": (BlockDecision(), ALL, STATES, SENT, FAR, KEPT),
+        "half streamed": (STREAMED, STATES, STREAMED_HOME, ALL),
+    }.items()
 }
 RUNS = [
     *(
@@ -89,6 +95,8 @@ RUNS = [
     ("update-bound", "states on the host", "backward fifo"),
     *(("copy-bound", "all on the host", schedule) for schedule in ("none", "backward")),
     ("copy-bound", "mixed", "backward"),
+    *(("update-bound", "half streamed", schedule) for schedule in ("none", "step", "backward")),
+    ("copy-bound", "half streamed", "backward"),
 ]
 
 

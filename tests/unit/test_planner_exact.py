@@ -28,7 +28,7 @@ from autohete_fx.planner.choices import (
     place_choices,
 )
 from autohete_fx.planner.device_use import device_bytes
-from autohete_fx.planner.figures import disk_bytes, host_bytes, overlap_of
+from autohete_fx.planner.figures import disk_bytes, host_bytes, overlap_of, sends_at_once
 from autohete_fx.planner.formulation import Program
 from autohete_fx.planner.improve import Search
 from autohete_fx.planner.relaxation import relax
@@ -256,7 +256,7 @@ def every_distance(limited: Problem, replays: Replays, decisions: list[BlockDeci
 def least_seconds(limited: Problem, rows: NDArray[np.int64]) -> NDArray[np.float64]:
     """What assignments that begin with these decisions take at least: every copy up is issued when its pass begins and
     waits for no update, no copy down is waited for before its pass ends, and blocks that are undecided take the least of
-    each kind of work. Uploads that begin in backward only wait for their update, and for the lane to have done as much."""
+    each kind of work. What updates send at once only waits for its update or the step, and for the lane to have done as much."""
     decided, blocks = rows.shape[1], range(len(limited.costs))
     options = [choices(limited, block) for block in blocks]
     took = [[durations(limited, block, option) for option in options[block]] for block in blocks]
@@ -266,13 +266,13 @@ def least_seconds(limited: Problem, rows: NDArray[np.int64]) -> NDArray[np.float
         return np.array([s[rows[:, b]] if b < decided else np.full(len(rows), s.min()) for b, s in enumerate(of_block)])
 
     overlaps, on_cpu = overlap_of(limited), limited.machine.device_type == "cpu"
-    early = overlaps is Overlap.BACKWARD
+    early, at_once = overlaps is Overlap.BACKWARD, sends_at_once(limited)
 
     def one_pass(kind: str, begin: Any = 0.0, waits: Any = 0.0, *, updates: bool = False) -> tuple[Any, Any]:
         parts = [f"{kind}_{{}}", "update_{}"] if updates else [f"{kind}_{{}}"]
         works, ups, downs = (table(*(part.format(lane) for part in parts)) for lane in ("work", "up", "down"))
-        if early and updates:
-            ups -= table("upload")
+        if at_once and updates:
+            ups -= table("update_up")
         waits = np.broadcast_to(waits, works.shape)
         order = list(blocks)[::-1] if kind == "backward" else list(blocks)
         clock, up, down, landed = begin, begin, 0.0, np.zeros_like(works)
@@ -291,11 +291,13 @@ def least_seconds(limited: Problem, rows: NDArray[np.int64]) -> NDArray[np.float
     begin = landed if early else np.broadcast_to(device_end if on_cpu else backward, landed.shape)
     updated = np.maximum.accumulate(begin + np.cumsum(host, axis=0), axis=0)
     waits = updated if limited.schedule.priority else 0.0
-    if early:
+    if at_once:
         uploads = table("upload")
-        own = np.where(uploads > 0, landed + host + uploads, 0.0)
-        of_lane = table("backward_up").sum(axis=0) + np.cumsum(table("forward_up", "update_up"), axis=0)
-        waits = np.maximum(waits, np.maximum(own, of_lane))
+        own = np.where(uploads > 0, begin + host + uploads, 0.0)
+        lane_begin = table("backward_up").sum(axis=0) if early else backward
+        of_lane = lane_begin + np.cumsum(table("forward_up", "update_up"), axis=0)
+        of_states = backward + np.cumsum(table("states"), axis=0)
+        waits = np.maximum.reduce([np.broadcast_to(waits, own.shape), own, of_lane, of_states])
     last = np.where(host.sum(axis=0) > 0, begin.min(axis=0) + host.sum(axis=0), 0.0)
     kind = "update" if overlaps is Overlap.NONE else "forward"
     joint, _ = one_pass(kind, device_end, waits, updates=kind == "forward")
