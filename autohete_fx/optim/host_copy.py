@@ -88,7 +88,8 @@ class Edits:
         self._arrival: Ticket | None = None
         if differences:
             self._told = tier.empty_strided((len(differences),), (1,), torch.int64)
-            self._arrival = lanes.submit(Lane.D2H, 0, self._told, torch.cat(list(differences.values())), label="edits")
+            differing = torch.cat(list(differences.values()))
+            self._arrival = lanes.submit(Lane.D2H, 0, self._told, differing, label="edits", for_update=True)
 
     def has(self, copy: HostCopy) -> bool:
         """Whether the copy does not hold what its parameter holds. Waits until that is known."""

@@ -187,15 +187,11 @@ class _Streamed:
             staged = self.staging.take(u.param, len(parts[0]))
             kernel = functools.partial(self.update_piece, at, staged)
             up: list[Ticket] = []
+            copy = functools.partial(self.lanes.submit, label="states", for_update=True)
             for part, there in zip(parts, staged, strict=True):
                 then = kernel if there is staged[-1] else None
-                up.append(
-                    self.lanes.submit(Lane.H2D, block, there, part, (self.behind, *up), label="states", then=then)
-                )
-            down = [
-                self.lanes.submit(Lane.D2H, block, part, there, (up[-1],), label="states")
-                for part, there in zip(parts, staged, strict=True)
-            ]
+                up.append(copy(Lane.H2D, block, there, part, (self.behind, *up), then=then))
+            down = [copy(Lane.D2H, block, part, there, (up[-1],)) for part, there in zip(parts, staged, strict=True)]
             self.staging.give_back(down)
             self.copies += (*up, *down)
 

@@ -225,6 +225,7 @@ class _HostUpdate:
             (updated, *self.after),
             label="upload",
             then=lambda: copy.note_sent(param),
+            for_update=True,
         )
         return updated, uploaded
 
@@ -262,7 +263,8 @@ class _HostUpdate:
         return shaped(self.buffer, grad.shape, layout_of(self.update.param), grad.dtype)
 
     def _download(self, home: Tensor, t: Tensor) -> None:
-        self.arrivals.append(self.lanes.submit(Lane.D2H, self.priority, home, t, self.after, label="download"))
+        ticket = self.lanes.submit(Lane.D2H, self.priority, home, t, self.after, label="download", for_update=True)
+        self.arrivals.append(ticket)
 
     def run(self) -> None:
         """Update, when everything has arrived."""

@@ -3,7 +3,9 @@
 In: pairs of tensors, or work for the CPU, with a priority. Out: tickets to wait on, and a record of what ran when. Why
 one object: it alone knows what is in flight and keeps it referenced.
 
-* On a CUDA device a copy lane is a stream (`stream_lane`). Priorities order nothing that has been issued.
+* On a CUDA device a copy lane is two streams (`stream_lane`), which share the link: what compiled code copies waits there for the
+  device to come to the block that it was issued for, a whole backward ahead, and what updates copy must not wait behind
+  that. Priorities order nothing that has been issued.
 * On a CPU device with a core to spare a copy lane is a thread with a priority queue (`thread_lane`). Copies run without
   the GIL and on that one thread: an OpenMP team of the copy's own would fight the compute.
 * On a CPU device whose cores all compute there is nothing to overlap with. A thread would take a core from a team that
@@ -118,18 +120,25 @@ class Lanes:
             else StreamLane(lane, self.device, self._records)
             for lane in COPY_LANES
         }
+        self._update_copies = (
+            self._copies if on_cpu else {lane: StreamLane(lane, self.device, self._records) for lane in COPY_LANES}
+        )
         for lane in self._all():
             # A thread knows its lane only, so this object can be collected while the thread waits for work.
             weakref.finalize(self, lane.close).atexit = False
         _working.update(self._workers)
-        _carrying.update((self._disk, *self._copies.values()))
+        _carrying.update((self._disk, *self._all_copies))
 
     @property
     def _workers(self) -> tuple[ThreadLane, ...]:
         return (self._updates, self._issuing, self._finishing)
 
+    @property
+    def _all_copies(self) -> tuple[ThreadLane | StreamLane, ...]:
+        return tuple(dict.fromkeys((*self._copies.values(), *self._update_copies.values())))
+
     def _all(self) -> tuple[ThreadLane | StreamLane, ...]:
-        return (*self._workers, self._disk, *self._copies.values())
+        return (*self._workers, self._disk, *self._all_copies)
 
     def submit(
         self,
@@ -141,6 +150,7 @@ class Lanes:
         *,
         label: str = "copy",
         then: Callable[[], None] | None = None,
+        for_update: bool = False,
     ) -> Ticket:
         """Copy ``src`` to ``dst`` (equal sizes) on a lane.
 
@@ -152,12 +162,13 @@ class Lanes:
             after: what the copy must follow; None: the work that the current stream was given so far.
             label: for the record.
             then: what follows the copy on its lane, device work included; it belongs to the ticket.
+            for_update: whether it is the optimizer that copies.
         """
         self._check_process()
         assert lane in self._copies, f"{lane} is no copy lane"
         assert dst.shape == src.shape, f"cannot copy {tuple(src.shape)} to {tuple(dst.shape)}"
         behind = (self.now(),) if after is None else after
-        executor = self._copies[lane]
+        executor = (self._update_copies if for_update else self._copies)[lane]
         if isinstance(executor, StreamLane):
             return executor.submit(label, priority, dst, src, behind, then)
         copy, num_bytes = self._copy, dst.numel() * dst.element_size()
@@ -239,7 +250,7 @@ class Lanes:
 
     def records(self) -> tuple[LaneRecord, ...]:
         """The latest work that ended, by its end; at most 8192."""
-        for lane in self._copies.values():
+        for lane in self._all_copies:
             lane.collect()
         return tuple(sorted(self._records, key=lambda record: record.end_s))
 

@@ -97,6 +97,24 @@ def test_a_copy_is_issued_behind_the_moment_of_its_submission(log: Log):
     lanes.close()
 
 
+def test_what_updates_copy_waits_behind_nothing_that_waits_for_the_device(log: Log, monkeypatch: pytest.MonkeyPatch):
+    """A backward issues its fetches long before the device gets there."""
+    streams: list[object] = []
+    issue = stream_lane.StreamTicket.issue
+    monkeypatch.setattr(
+        stream_lane.StreamTicket, "issue", lambda ticket, stream: (streams.append(stream), issue(ticket, stream))
+    )
+    lanes = Lanes("cuda")
+    update, opened = held_update(lanes)
+    uploaded = lanes.submit(Lane.H2D, 0, torch.zeros(4), torch.ones(4), (update,), for_update=True)
+    fetched = lanes.submit(Lane.H2D, 0, torch.zeros(4), torch.ones(4))
+    opened.set()
+    for ticket in (uploaded, fetched):
+        ticket.synchronize()
+    assert len(set(map(id, streams))) == 2 and len(lanes.records()) == 3
+    lanes.close()
+
+
 def test_who_must_have_the_bytes_on_the_cpu_holds_no_stream(log: Log):
     lanes = Lanes("cuda")
     ticket = lanes.submit(Lane.D2H, 0, torch.zeros(4), torch.ones(4))
