@@ -7,12 +7,13 @@ patterns whatever the number of blocks, so that many identical blocks cost no mo
 are ranked by the busiest lanes, the best of these are replayed. The hand-made strategies in `baselines` are patterns.
 """
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 
 from autohete_fx.ir import BlockDecision, Optimizer, Problem
-from autohete_fx.planner.choices import choices, copies
+from autohete_fx.planner.choices import choices, copies, joined
 from autohete_fx.planner.improve import Search
 from autohete_fx.planner.replays import Replays, Rows, Seconds
 
@@ -24,13 +25,15 @@ _CHUNK = 1024
 
 
 def simple_choices(problem: Problem) -> list[list[BlockDecision]]:
-    """Of every block the choices that treat all of it alike, as other systems do: what patterns are made of."""
-    return [[choice for choice in choices(problem, block) if _is_simple(choice)] for block in range(len(problem.costs))]
-
-
-def _is_simple(choice: BlockDecision) -> bool:
-    whole = choice.num_offloaded is None and choice.num_moved_states is None
-    return whole and not choice.keeps_fetched and choice.optimizer is not Optimizer.STREAMED
+    """Of every block the choices that treat all of it alike, as other systems do: what patterns are made of. The states of a block
+    that an earlier graph has placed may be streamed or in two places already, which then is no choice."""
+    found = []
+    for block in range(len(problem.costs)):
+        alike = [c for c in choices(problem, block) if c.num_offloaded is None and not c.keeps_fetched]
+        found.append(
+            [c for c in alike if c.num_moved_states is None and c.optimizer is not Optimizer.STREAMED] or alike
+        )
+    return found
 
 
 def starts(replays: Replays, search: Search, count: int) -> list[Rows]:
@@ -38,8 +41,11 @@ def starts(replays: Replays, search: Search, count: int) -> list[Rows]:
     kinds = sorted({setting for settings in replays.settings for setting in settings}, key=_order)
     kinds = [kind for kind in kinds if kind.prefetch_distance in _DISTANCES or not copies(kind)]
     blocks = range(replays.num_blocks)
-    # A block that may not have a setting gets its own first one, which moves nothing.
-    index = np.array([[replays.index[block].get(kind, 0) for block in blocks] for kind in kinds])
+    index = np.array([[_index_of(kind, replays, block) for block in blocks] for kind in kinds])
+    _, distinct = np.unique(
+        index, axis=0, return_index=True
+    )  # settings of blocks whose places are given may come to the same
+    kinds, index = [kinds[i] for i in sorted(distinct)], index[sorted(distinct)]
     chosen = _chosen_sets(replays.num_blocks)
     found, pairs = [np.zeros((1, replays.num_blocks), dtype=np.int64)], [np.zeros(1, dtype=np.int64)]
     plain = [_order(kind)[:-1] for kind in kinds]
@@ -56,6 +62,17 @@ def starts(replays: Replays, search: Search, count: int) -> list[Rows]:
     best = np.argsort(search.score(rows), kind="stable")
     _, first = np.unique(pair[best], return_index=True)
     return [rows[best[i]] for i in sorted(first)[:count]]
+
+
+def _index_of(setting: BlockDecision, replays: Replays, block: int) -> int:
+    """Where a block may not have a setting: of its own first one, which moves nothing; where its places are given, of the one that
+    treats activations so."""
+    own, fixed = replays.index[block], replays.problem.fixed_decisions
+    there = fixed[block] if fixed else None
+    if setting not in own and there is not None:
+        here = joined(setting, there)
+        setting = replace(here, prefetch_distance=setting.prefetch_distance if copies(here) else 1)
+    return own.get(setting, 0)
 
 
 def _order(setting: BlockDecision) -> tuple[str, int, str, bool, str, int, str, int]:

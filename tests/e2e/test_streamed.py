@@ -115,6 +115,34 @@ def test_solved_plans_stream_and_keep_their_budgets(overlap: str | None):
     assert {(Lane.H2D, "states"), (Lane.D2H, "states")} <= labels
 
 
+@pytest.mark.slow
+def test_a_new_shape_is_planned_with_states_that_are_streamed_already():
+    training.warm_up("cpu")
+    _, plain_bytes = training.plain_run("cpu", "eager", SIZES)
+    gc.collect()
+    model, twin = make("cpu", SIZES).eval(), make("cpu", SIZES).eval()
+    with Emulation(SPEEDS).running() as emulation:
+        model.compile(backend="autohete", options={**emulation.options, "memory_budget": int(0.6 * plain_bytes)})
+        twin.compile(backend="aot_eager")
+        optimizers = (
+            autohete_fx.AdamW(model.parameters(), lr=1e-3),
+            torch.optim.AdamW(twin.parameters(), lr=1e-3, fused=True),
+        )
+        for rows in (4, 2, 4):
+            for each, optimizer in zip((model, twin), optimizers, strict=True):
+                each(training.batch("cpu", rows, sizes=SIZES)[:rows]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    first, *later = [c.plan.decisions for c in autohete_fx.compilations()[-2:]]
+    assert any(decision.streams for decision in first)
+    assert later and all([places(d) for d in decisions] == [places(d) for d in first] for decisions in later)
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+
+def places(decision: BlockDecision) -> tuple[object, ...]:
+    return decision.params, decision.optimizer, decision.num_moved_states, decision.other_states
+
+
 def test_states_pass_in_the_simulators_order():
     with Emulation(SPEEDS).running() as emulation:
         ours(make("cpu", SIZES), "eager", {**emulation.options, "plan": streams_all()}, sizes=SIZES)

@@ -19,7 +19,7 @@ from autohete_fx.ir import (
     SelectiveCost,
 )
 from autohete_fx.planner.baselines import BASELINES, fits
-from autohete_fx.planner.choices import durations
+from autohete_fx.planner.choices import durations, states_of
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import OPTIMAL_GAP, solve
 from tests.planner_problems import MACHINE, cost, problem
@@ -177,6 +177,27 @@ def test_fixed_decisions_are_kept():
     plan = solve(problem([cost()] * 3, fixed_decisions=(None, fixed, None)))
     assert (plan.decisions[1].params, plan.decisions[1].optimizer) == (Params.HOST, Optimizer.HOST)
     assert plan.decisions[0] == KEEP
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        BlockDecision(optimizer=Optimizer.STREAMED),
+        BlockDecision(optimizer=Optimizer.HOST, num_moved_states=1),
+        BlockDecision(
+            params=Params.HOST, optimizer=Optimizer.STREAMED, num_moved_states=1, other_states=Optimizer.DISK
+        ),
+    ],
+    ids=["streamed", "in part", "in two places"],
+)
+def test_states_that_are_elsewhere_already_leave_activations_to_decide(fixed: BlockDecision):
+    """As in the second graph of a model, for a new shape."""
+    given = problem([cost(trained=(2, 3))] * 3, fixed_decisions=(fixed, None, fixed))
+    budget_bytes = simulate(given, [fixed, KEEP, fixed]).peak_bytes - 120
+    plan = solve(dataclasses.replace(given, device_budget_bytes=budget_bytes))
+    assert plan.peak_bytes <= budget_bytes
+    for decision in (plan.decisions[0], plan.decisions[2]):
+        assert decision.params is fixed.params and states_of(decision) == states_of(fixed)
 
 
 def test_inference_only_moves_parameters():
