@@ -46,14 +46,15 @@ def compile_kernel(
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
-    first = fake_mode.from_tensor(
-        torch.empty(_USUAL_LENGTH, dtype=dtypes[0], device=device),
+    # Training may be at its peak when a kernel is first needed: nothing here takes memory of the device.
+    example = fake_mode.from_tensor(
+        torch.empty(_USUAL_LENGTH, device="meta"),
         symbolic_context=StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC]),
         source=ConstantSource("first"),
     )
     with fake_mode:
-        others = [torch.empty_like(first, dtype=dtype) for dtype in dtypes[1:]]
-        inputs = [first, *others, *(torch.empty(length, dtype=dtype, device=device) for length, dtype in fixed)]
+        inputs = [torch.empty_like(example, dtype=dtype, device=device) for dtype in dtypes]
+        inputs += [torch.empty(length, dtype=dtype, device=device) for length, dtype in fixed]
         graph = make_fx(function, decomposition_table=select_decomp_table())(*inputs)
     # The user's own Inductor passes are meant for the user's graphs.
     patches = {"post_grad_custom_pre_pass": None, "post_grad_custom_post_pass": None, **(settings or {})}

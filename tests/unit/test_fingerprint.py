@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autohete_fx.optim import fingerprint as module
 from autohete_fx.optim.fingerprint import _words, fingerprint, fingerprint_into
+from autohete_fx.runtime.meter import MemoryMeter
 from tests.main_job import slow
 
 EDITS: dict[str, Callable[[Tensor], object]] = {
@@ -30,6 +31,13 @@ def taken_as(word: torch.dtype, length: int, dtype: torch.dtype) -> Any:
     """A tensor that is read as words of this kind. Each kind has a kernel, which takes seconds to compile."""
     assert word is _words(torch.empty(length, dtype=dtype)).dtype
     return (length, dtype) if word is torch.int64 else slow(length, dtype)
+
+
+def test_a_kernel_is_compiled_in_hardly_any_memory():
+    """The first step, which needs it, may be at the peak that the budget allows."""
+    with MemoryMeter("cpu") as meter:
+        assert module._compiled.__wrapped__(torch.int64, torch.device("cpu")) is not None
+    assert meter.peak_bytes - meter.start_bytes < 2**16
 
 
 @pytest.mark.parametrize(
