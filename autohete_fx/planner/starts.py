@@ -42,10 +42,9 @@ def starts(replays: Replays, search: Search, count: int) -> list[Rows]:
     kinds = [kind for kind in kinds if kind.prefetch_distance in _DISTANCES or not copies(kind)]
     blocks = range(replays.num_blocks)
     index = np.array([[_index_of(kind, replays, block) for block in blocks] for kind in kinds])
-    _, distinct = np.unique(
-        index, axis=0, return_index=True
-    )  # settings of blocks whose places are given may come to the same
-    kinds, index = [kinds[i] for i in sorted(distinct)], index[sorted(distinct)]
+    # Settings of blocks whose places are given may come to the same.
+    distinct = sorted(np.unique(index, axis=0, return_index=True)[1])
+    kinds, index = [kinds[i] for i in distinct], index[distinct]
     chosen = _chosen_sets(replays.num_blocks)
     found, pairs = [np.zeros((1, replays.num_blocks), dtype=np.int64)], [np.zeros(1, dtype=np.int64)]
     plain = [_order(kind)[:-1] for kind in kinds]
