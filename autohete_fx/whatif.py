@@ -25,11 +25,12 @@ from autohete_fx.capture.inputs import GraphInput, graph_inputs, parameter_fqns
 from autohete_fx.depth import TracedStep, deepened, shallow_layers
 from autohete_fx.errors import AutoHeteError, CaptureError
 from autohete_fx.inductor_hooks import Partitioner, run_without_code
-from autohete_fx.ir import Machine, Plan, Problem
+from autohete_fx.ir import Machine, Overlap, Plan, Problem
 from autohete_fx.optim import AdamW
 from autohete_fx.options import Options
 from autohete_fx.passes import PassContext, Stage
 from autohete_fx.planner.baselines import BASELINES, evaluate, fits
+from autohete_fx.planner.figures import overlap_of
 from autohete_fx.planner.infeasible import least_peak
 from autohete_fx.planner.solve import solve
 from autohete_fx.profiler import Partition, profile_analytic
@@ -188,7 +189,8 @@ def _prediction(step: TracedStep, problem: Problem, name: str, tokens: int, plan
 
 
 def with_more(step: TracedStep, given: Prediction, *, time_limit_s: float) -> list[Prediction]:
-    """What more of each resource would buy: a quarter more device memory, twice the host link, twice the CPU's updates."""
+    """What more of each resource would buy: a quarter more device memory, twice the host link, twice the CPU's updates; and where
+    updates begin at the step what it would to let them begin in backward."""
     problem, machine = given.problem, given.problem.machine
     budget = problem.device_budget_bytes
     link = dataclasses.replace(
@@ -202,6 +204,9 @@ def with_more(step: TracedStep, given: Prediction, *, time_limit_s: float) -> li
     if budget is not None:
         more = dataclasses.replace(problem, device_budget_bytes=budget + budget // 4)
         variants = {"+25% device memory": more, **variants}
+    if overlap_of(problem) is Overlap.STEP and not problem.clips_gradients:
+        early = dataclasses.replace(problem.schedule, overlap=Overlap.BACKWARD)
+        variants['overlap="backward"'] = dataclasses.replace(problem, schedule=early)
     tokens = given.tokens // problem.micro_batches
     return [
         _prediction(step, variant, name, tokens, _no_worse(variant, given.plan, time_limit_s))

@@ -132,7 +132,8 @@ def test_json_says_what_the_text_says_and_more_never_costs(tmp_path: Path, capsy
     assert answer["tokens_per_s"] == pytest.approx(2 * 64 / step_s)
     assert answer["utilization"] == pytest.approx(answer["flops"] / step_s / A100.flops_per_s("bfloat16"))
     assert answer["peak_bytes"] <= answer["device_budget_bytes"] == 20 * 2**20
-    assert [more["name"] for more in answer["more"]] == ["+25% device memory", "2x host link", "2x CPU update rate"]
+    names = [more["name"] for more in answer["more"]]
+    assert names == ["+25% device memory", "2x host link", "2x CPU update rate", 'overlap="backward"']
     assert all(more["step_s"] <= step_s for more in answer["more"])
     for lane in answer["lanes"]:
         assert lane["share"] == pytest.approx(lane["busy_s"] / step_s)
