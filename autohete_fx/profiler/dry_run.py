@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_iter
 from autohete_fx import ops
 from autohete_fx.profiler.node_kinds import aligned_bytes, attention_scratch_bytes, innermost_call
 
-_KERNEL = re.compile(r"(cpp|triton|pallas|cutedsl|multi_kernel)_\w+")
+_CALLED_KERNEL = re.compile(r"(cpp|pallas|cutedsl)_\w+")
 _LEFT_OUT = frozenset({"assert_size_stride", "assert_alignment"})
 
 
@@ -87,10 +87,17 @@ def _run(call: types.FunctionType, arguments: list[Any]) -> Sequence[Any]:
             names[name] = _allocator(name.removeprefix("empty_strided_").removesuffix("_pinned"))
         elif name == "reinterpret_tensor":
             names[name] = _reinterpret
-        elif name in _LEFT_OUT or (_KERNEL.fullmatch(name) and callable(names[name])):
+        elif name in _LEFT_OUT or _is_kernel(name, names[name]):
             names[name] = _NoKernel()
     runner = types.SimpleNamespace(partitions=[])
     return types.FunctionType(call.__code__, names, call.__name__, call.__defaults__)(runner, arguments)
+
+
+def _is_kernel(name: str, value: Any) -> bool:
+    """Whether it is generated code: a function of C++, or something with ``run``, as Triton's kernels are, the user's own too:
+    those have any name, and cannot be called."""
+    is_function = _CALLED_KERNEL.fullmatch(name) is not None and callable(value)
+    return is_function or (not isinstance(value, types.ModuleType) and callable(getattr(value, "run", None)))
 
 
 def _allocator(device_type: str) -> Callable[..., torch.Tensor]:
