@@ -100,7 +100,8 @@ class StreamTicket(Ticket):
         is_between_homes = is_home(dst) and is_home(src)
         to = host_view(dst) if is_home(dst) and not is_between_homes else dst
         of = host_view(src) if is_home(src) and not is_between_homes else src
-        with stream, torch.no_grad():
+        # A copy that follows an update is issued by another thread than the one that asked for it under inference mode.
+        with stream, torch.inference_mode(to.is_inference()), torch.no_grad():
             self.begin.record(stream)
             to.copy_(of, non_blocking=True)
             if self._then is not None:

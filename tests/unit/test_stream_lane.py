@@ -146,6 +146,18 @@ def test_a_copy_behind_an_update_is_issued_when_that_is_done(log: Log):
     lanes.close()
 
 
+def test_what_was_asked_for_under_inference_mode_is_copied_by_the_thread_that_ends_the_update(log: Log):
+    lanes = Lanes("cuda")
+    update, opened = held_update(lanes)
+    with torch.inference_mode():
+        dst = torch.zeros(4)
+        ticket = lanes.submit(Lane.H2D, 0, dst, torch.ones(4), (update,))
+    opened.set()
+    ticket.wait()
+    assert dst.is_inference() and torch.equal(dst, torch.ones(4))
+    lanes.close()
+
+
 def test_a_copy_behind_a_failed_update_is_never_issued_and_tells_why(log: Log):
     lanes = Lanes("cuda")
 
