@@ -60,7 +60,10 @@ def update_at_step(
 ) -> None:
     """`update_full_precision` where ``steps`` count this step already: tensors that are updated in pieces have one counter."""
     beta1, beta2 = group["betas"]
-    torch.ops.aten._fused_adamw_(
+    lr = _learning_rate(group, params[0].device)
+    # Left to itself PyTorch takes the overload of numbers for either, and waits for the device to read the tensor.
+    kernel = torch.ops.aten._fused_adamw_.tensor_lr if isinstance(lr, Tensor) else torch.ops.aten._fused_adamw_.default
+    kernel(
         params,
         grads,
         exp_avgs,
@@ -68,7 +71,7 @@ def update_at_step(
         [],
         steps,
         amsgrad=False,
-        lr=_learning_rate(group, params[0].device),
+        lr=lr,
         beta1=beta1,
         beta2=beta2,
         weight_decay=group["weight_decay"],
@@ -82,7 +85,7 @@ def _learning_rate(group: Mapping[str, Any], device: torch.device) -> Any:
     lr = group["lr"]
     if isinstance(lr, Tensor) and (device.type == "cpu" or lr.device.type == "cpu"):
         return float(lr)
-    return lr.to(device) if isinstance(lr, Tensor) else lr
+    return lr.float() if isinstance(lr, Tensor) else lr  # the kernel reads no other dtype
 
 
 def coefficients(group: Mapping[str, Any], step: float) -> tuple[float, ...]:

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch._inductor import config as inductor_config
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autohete_fx.errors import HostMemoryError
 from autohete_fx.ir import Optimizer, Params
@@ -309,3 +311,26 @@ def test_versions_count_the_update() -> None:
         optimizer.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+class Called(TorchDispatchMode):
+    """Notes the fused kernels that are called, and runs none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_fused_adamw_" not in str(func):
+            return func(*args, **(kwargs or {}))
+        self.names.append(str(func))
+
+
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_an_accelerator_is_not_asked_for_a_rate_that_it_holds(is_tensor: bool):
+    """Reading it would hold the thread that launches until the device is done."""
+    with FakeTensorMode():
+        p, g, m, v, step, lr = (torch.empty(size, device="cuda") for size in ((8,), (8,), (8,), (8,), (), ()))
+    with Called() as called:
+        kernels.update_at_step([p], [g], [m], [v], [step], {**GROUP, "lr": lr if is_tensor else 0.01})
+    assert called.names == [f"aten._fused_adamw_.{'tensor_lr' if is_tensor else 'default'}"]
