@@ -98,6 +98,7 @@ def reset_peak(device: torch.device) -> None:
     if device.type == "cpu":
         cpu_counter.reset_peak()
     else:
+        torch.cuda.init()  # a meter may be the first to ask for the device
         torch.cuda.reset_peak_memory_stats(device)
 
 

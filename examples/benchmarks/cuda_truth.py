@@ -161,6 +161,7 @@ def warm_up(device: str) -> None:
 
 def traced(run: Any) -> tuple[list[Span], dict[str, list[Span]]]:
     """When kernels ran, and when copies did, by their direction; in microseconds."""
+    from torch._C._autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
@@ -168,13 +169,15 @@ def traced(run: Any) -> tuple[list[Span], dict[str, list[Span]]]:
     kernels: list[Span] = []
     copies: dict[str, list[Span]] = {"h2d": [], "d2h": []}
     for event in recorded.events() or ():
+        if event.device_type is not DeviceType.CUDA:  # what launched it: of Triton's kernels, cuLaunchKernelEx
+            continue
         span = (float(event.time_range.start), float(event.time_range.end))
         name = event.name.lower()
         if "memcpy htod" in name:
             copies["h2d"].append(span)
         elif "memcpy dtoh" in name:
             copies["d2h"].append(span)
-        elif not name.startswith(("memcpy", "memset", "cuda")):
+        elif not name.startswith(("memcpy", "memset")):
             kernels.append(span)
     return kernels, copies
 
