@@ -61,6 +61,16 @@ def test_eager_code_reads_and_writes_it(tier: HostTier) -> None:
     assert torch.allclose(t.norm().cpu(), values.norm())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_read_it_as_they_read_the_device(tier: HostTier, dtype: torch.dtype) -> None:
+    """Hopper's kernels for 16-bit products bring tiles by a unit of their own, which must reach host memory too."""
+    values, x = (torch.randn(size, 2048, device="cuda").to(dtype) for size in (2048, 512))
+    t = tier.empty_like(values).copy_(values)
+    assert torch.equal(x @ t, x @ values) and torch.equal(x @ t.T, x @ values.T)
+    torch.mm(x, values, out=(into := tier.empty_like(x)))
+    assert torch.equal(into, x @ values)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_parameters_and_gradients_in_homes_train_as_on_the_device(tier: HostTier, compiled: bool) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.GELU(), torch.nn.Linear(256, 128)).cuda()
