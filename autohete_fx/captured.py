@@ -21,7 +21,7 @@ from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.pass_identity import pass_identity
 from autohete_fx.profiler import ParamInfo
-from autohete_fx.resources import device_budget_bytes, host_budget_bytes, machine_of
+from autohete_fx.resources import device_budget_bytes, host_budget_bytes, machine_of, tuning_bytes
 from autohete_fx.runtime.placement import placement_of
 from autohete_fx.runtime.tiers import is_home
 
@@ -89,7 +89,8 @@ class CapturedGraph:
             host_budget_bytes=host_budget_bytes(self.device, self.options),
             fixed_bytes=planning.input_bytes(self.inputs)
             + self.small_bytes(training)
-            + self.model.taken_by_others(self.names),
+            + self.model.taken_by_others(self.names)
+            + tuning_bytes(self.device, self.options),
         )
         return planning.make_problem(
             blocks,
@@ -111,9 +112,8 @@ class CapturedGraph:
         if self.budget_bytes is None:
             return None
         taken = sum(param.nbytes for param in self.params.values() if not is_home(param))
-        return max(
-            0, self.budget_bytes - planning.input_bytes(self.inputs) - taken - self.model.taken_by_others(self.names)
-        )
+        taken += planning.input_bytes(self.inputs) + self.model.taken_by_others(self.names)
+        return max(0, self.budget_bytes - taken - tuning_bytes(self.device, self.options))
 
 
 _INDUCTOR_PASSES = (

@@ -42,6 +42,14 @@ def device_budget_bytes(device: torch.device, options: Options) -> int | None:
     return max(1, takes - takes // _LEFT_SHARE - _WORKSPACES_BYTES)
 
 
+def tuning_bytes(device: torch.device, options: Options) -> int:
+    """What Inductor takes in the first step beside the step's own tensors: it times variants of each of Triton's kernels where that
+    first runs, and empties the device's cache in between by filling a buffer of its size."""
+    if device.type != "cuda" or options.inner_backend == "eager":
+        return 0
+    return torch.cuda.get_device_properties(device).L2_cache_size
+
+
 def host_budget_bytes(device: torch.device, options: Options) -> int | None:
     """Host memory allowed for homes: the option, else what the tier has."""
     total = host_capacity_bytes(device, options.offload_dir)

@@ -22,7 +22,7 @@ class Problem:
         device_budget_bytes: peak device memory allowed; None for no limit.
         host_budget_bytes: host memory allowed for homes; None for no limit.
         fixed_bytes: device bytes that live through the whole step and that no decision changes: inputs, buffers,
-            what other graphs hold.
+            what other graphs hold, on a GPU room to time kernels in.
         allow_recompute, allow_offload_activations, allow_host_params, allow_host_optimizer: what may be decided.
         allow_keeping_fetched: likewise, beside ``allow_host_params``.
         allow_moving_some_states: likewise, beside ``allow_host_optimizer``: whether ``num_moved_states`` may be decided.

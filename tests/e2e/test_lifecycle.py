@@ -347,3 +347,12 @@ def test_what_was_predicted_is_logged_beside_what_was_measured_once(caplog: pyte
     logged = [record.getMessage() for record in caplog.records if record.getMessage().startswith("after")]
     (text,) = logged
     assert text.startswith("after 20 steps\n") and "measured" in text and "predicted" in text
+
+
+def test_plans_count_what_kernels_are_timed_in(monkeypatch: pytest.MonkeyPatch):
+    def peak_bytes() -> int:
+        return autohete_fx.explain(make(), torch.randn(256, 128), options={"profile": "analytic"})[0].plan.peak_bytes
+
+    without = peak_bytes()
+    monkeypatch.setattr("autohete_fx.captured.tuning_bytes", lambda device, options: 2**20)
+    assert peak_bytes() == without + 2**20

@@ -1,5 +1,7 @@
 """What is said when the device's allocator refuses memory: which plan, what it predicts, what is taken, which budget to ask for."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -72,3 +74,10 @@ def test_without_a_budget_some_of_the_card_is_left_to_libraries_and_pieces(monke
     capped = resources.device_budget_bytes(device, Options())
     assert capped is not None and 7 * GIB < capped < 7.75 * GIB
     assert resources.device_budget_bytes(device, Options.from_user({"memory_budget": "79GiB"}, None)) == 79 * GIB
+
+
+def test_the_first_step_has_room_to_time_kernels_in(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=50 * 2**20))
+    cuda, eager = torch.device("cuda", 0), Options.from_user({"inner_backend": "eager"}, None)
+    assert resources.tuning_bytes(cuda, Options()) == 50 * 2**20
+    assert resources.tuning_bytes(cuda, eager) == resources.tuning_bytes(torch.device("cpu"), Options()) == 0
