@@ -9,12 +9,13 @@ import pytest
 import torch
 from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autohete_fx.ir import Block, BlockGraph, BlockKind
 from autohete_fx.profiler import ParamInfo, Partition, profile_analytic, profile_measured
 from autohete_fx.profiler.analytic import saved_tensors
 from autohete_fx.profiler.flops import flops_of
-from autohete_fx.profiler.measured import extract_block, values_not_stored
+from autohete_fx.profiler.measured import extract_block, input_device, values_not_stored
 from tests import planner_problems
 
 MACHINE = replace(
@@ -235,3 +236,19 @@ def test_a_value_that_no_kernel_stores_is_timed_with_every_block_that_reads_it()
     values = {"positions_1": positions, "mm": (x * positions.cos()) @ weight, "weight_1": weight}
     found = piece(*(values[name] for name in read))[0]
     torch.testing.assert_close(found, two_blocks(positions, x, weight))
+
+
+def test_what_attention_has_drawn_its_dropout_by_is_where_its_backward_reads_it() -> None:
+    """Fakes of it are on the GPU, where all other results are."""
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 64, 64, device="cuda")
+        out, logsumexp, seed, offset = torch.ops.aten._scaled_dot_product_efficient_attention(q, q, q, None, True, 0.1)
+    graph = fx.Graph()
+    values = (q, q, q, q, out, logsumexp, seed, offset)
+    given = [graph.placeholder(f"input_{n}") for n in range(len(values))]
+    for node, value in zip(given, values, strict=True):
+        node.meta["val"] = value
+    args = (*given[:4], None, *given[4:], 0.1, [True, True, True, False])
+    graph.call_function(torch.ops.aten._scaled_dot_product_efficient_attention_backward.default, args)
+    assert seed.device.type == offset.device.type == "cuda"
+    assert [input_device(node).type for node in given] == ["cuda"] * 6 + ["cpu"] * 2
