@@ -113,7 +113,7 @@ class MainJob:
         given, peak = training.budgeted_run(self.device, inner, sizes, budget_bytes)
         assert peak <= budget_bytes
         assert training.training_compilation().plan.peak_bytes == pytest.approx(peak, rel=0.1)
-        if self.device != "cpu" and (on_host := training.stepped_on_host()):
+        if self.device != "cpu" and (on_host := training.stepped_on_host(make("cpu", sizes))):
             expected, _ = training.plain_run(self.device, inner, sizes, on_host)
         assert_equal(given, expected, bitwise=inner == "eager")
 

@@ -3,8 +3,9 @@
 import pytest
 
 import autohete_fx
+from autohete_fx.runtime.placement import placement_of
 from tests.main_job import MainJob
-from tests.training import Sizes, batch, make
+from tests.training import Sizes, batch, make, plan, stepped_on_host
 
 
 class TestOnCpu(MainJob):
@@ -31,3 +32,16 @@ def test_the_backend_raises_its_own_errors():
     model.compile(backend="autohete", options={"memory_budget": 1000, "profile": "analytic"})
     with pytest.raises(autohete_fx.InfeasiblePlanError):
         model(batch("cpu", 0))
+
+
+def test_on_a_gpu_the_reference_steps_those_parameters_on_the_host_that_the_plan_does():
+    """Of some blocks, some. The kernels of two processors round differently."""
+    model = make("cpu")
+    options = {"plan": plan("streamed"), "inner_backend": "eager", "profile": "analytic"}
+    model.compile(backend="autohete", options=options)
+    model(batch("cpu", 0))
+    placed = {name: where for name, p in model.named_parameters() if (where := placement_of(p)) is not None}
+    on_host = {name for name, where in placed.items() if where.optimizer.updates_on_host}
+    assert stepped_on_host(make("cpu")) == on_host
+    blocks, others = ({placed[name].block for name in names} for names in (on_host, placed.keys() - on_host))
+    assert blocks & others
