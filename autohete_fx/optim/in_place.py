@@ -57,7 +57,10 @@ class Coefficients:
     def at(self, group: dict[str, Any], step: float, device: torch.device) -> Tensor:
         key = (id(group), step, device)
         if key not in self._tensors:
-            self._tensors[key] = torch.tensor(coefficients(group, step), dtype=torch.float32, device=device)
+            values = torch.tensor(coefficients(group, step), dtype=torch.float32, device="cpu")
+            # From memory that is not pinned PyTorch copies when the device is through with what it has, and waits for that.
+            on_cpu = device.type == "cpu"
+            self._tensors[key] = values if on_cpu else values.pin_memory().to(device, non_blocking=True)
         return self._tensors[key]
 
 

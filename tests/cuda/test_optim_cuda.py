@@ -56,6 +56,20 @@ def test_steps_equal_the_fused_kernel_of_the_processor(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_step_on_the_device_is_given_to_it_and_not_waited_for(dtype: torch.dtype) -> None:
+    params = [Parameter(torch.randn(s, device="cuda").to(dtype)) for s in SHAPES]
+    optimizer = AdamW(params, lr=1e-2)
+    try:
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+            torch.cuda.set_sync_debug_mode("error")  # from the second step on: the first makes states and compiles
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_host_states_take_no_device_memory(dtype: torch.dtype) -> None:
     tier = open_tier("cuda")
     p = Parameter(torch.randn(4096, 1024, device="cuda").to(dtype))
