@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx._lazy_graph_module import _make_graph_module
 
 from autohete_fx import passes
 from autohete_fx.annotations import inserted
@@ -41,11 +42,12 @@ def keep_everything(labels: Sequence[str]) -> Plan:
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose nodes can be rewritten; modules and fake values are shared."""
+    """A copy whose nodes can be rewritten; modules and fake values are shared. Its code is generated when somebody runs or reads
+    it, where Dynamo has asked for that."""
     graph = fx.Graph()
     copied: Any = graph.graph_copy(gm.graph, {}, return_output_node=True)  # the outputs, and the old output node
     graph.output(copied[0]).meta = copy.copy(copied[1].meta)
-    return fx.GraphModule(gm, graph)
+    return _make_graph_module(gm, graph)
 
 
 def partition(

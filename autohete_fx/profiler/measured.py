@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import _guards, fx
+from torch.fx._lazy_graph_module import _make_graph_module
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autohete_fx.ir import Machine, Profile
@@ -82,7 +83,7 @@ def extract_block(
     ]
     output = graph.output(tuple(results))
     output.meta["val"] = tuple(node.meta["val"] for node in results)
-    return fx.GraphModule(graph_module, graph)
+    return _make_graph_module(graph_module, graph)
 
 
 def values_not_stored(graph_module: fx.GraphModule, device_type: str, inner_backend: str) -> frozenset[str]:
