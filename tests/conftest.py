@@ -96,6 +96,7 @@ def _clean_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
         lower_fences()  # of a model that the traceback of a failed test keeps alive
         torch._dynamo.reset()
         gc.collect()
+        gc.freeze()  # as above: what is left stays, such as what this test was the first to import
 
 
 @pytest.fixture
