@@ -2,6 +2,7 @@
 
 import functools
 import io
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,13 @@ ALL_ON_HOST = BlockDecision(params=Params.HOST, optimizer=Optimizer.HOST)
 def use_lanes(monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
     """Sessions made from here on have threads, and the given lanes."""
     monkeypatch.setattr("autohete_fx.runtime.session.Lanes", functools.partial(Lanes, in_background=True, **how))
+
+
+def random_delays(most_s: float = 0.005) -> Callable[[Ticket], float]:
+    """A pace that is late at random. In a small model's step, which computes for some 20 ms, each lane has tens of tickets: at 5 ms
+    at most they come to several times that, so that whatever may be behind is behind at some time."""
+    chance = random.Random(0)
+    return lambda ticket: chance.uniform(0, most_s)
 
 
 class Gate:

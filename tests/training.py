@@ -68,6 +68,10 @@ PLANS["disk"] = (
     dataclasses.replace(HOST, num_moved_states=2, other_states=Optimizer.DISK),
     BlockDecision(optimizer=Optimizer.DISK),
 )
+MOST_LANES = {  # that are worth trying: of plans that give lanes nothing to do, and of those that give them no update
+    **dict.fromkeys(("keep", "recompute", "selective"), 1),
+    **dict.fromkeys(("offload", "host-params", "kept"), 2),
+}
 STEPS = 5
 
 

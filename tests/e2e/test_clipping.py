@@ -1,7 +1,6 @@
 """``AdamW(max_grad_norm=...)``: what ``clip_grad_norm_`` before the step would do, whatever updates overlap with."""
 
 import dataclasses
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from autohete_fx import BlockDecision, OptimizerStateError, Plan
 from autohete_fx.ir import Overlap, Schedule
 from autohete_fx.planning import clips_gradients, schedule_of
 from autohete_fx.runtime.norms import Norms
-from tests.held_updates import ALL_ON_HOST, OPTIMIZER_ON_HOST, Stack, labels, use_lanes
+from tests.held_updates import ALL_ON_HOST, OPTIMIZER_ON_HOST, Stack, labels, random_delays, use_lanes
 from tests.main_job import slow
 from tests.planner_problems import MACHINE
 from tests.training import collecting
@@ -50,8 +49,7 @@ def clipped_by_torch(steps: int, max_norm: float) -> list[Any]:
 def test_training_is_bitwise_that_of_clipping_before_the_step(
     overlap: str | None, is_host: bool, max_norm: float, monkeypatch: pytest.MonkeyPatch
 ):
-    chance = random.Random(0)
-    use_lanes(monkeypatch, num_update_workers=4, is_host=is_host, pace=lambda ticket: chance.uniform(0, 0.01))
+    use_lanes(monkeypatch, num_update_workers=4, is_host=is_host, pace=random_delays())
     torch._dynamo.reset()
     names, model = labels(), Stack()
     decisions = (MIXED * len(names))[: len(names)]

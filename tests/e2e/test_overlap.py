@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import logging
-import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -27,12 +26,13 @@ from tests.held_updates import (
     Stack,
     Training,
     eagerly,
+    random_delays,
     saved,
     use_lanes,
     weight_of,
 )
 from tests.main_job import slow
-from tests.training import PLANS, assert_equal, make, ours, plain
+from tests.training import MOST_LANES, PLANS, assert_equal, make, ours, plain
 
 
 def overlapping(name: str, **schedule: Any) -> Plan:
@@ -50,10 +50,6 @@ LANES = {  # every pair of two values
     "clipping-4-two memories": (CLIPPING, 4, False),
     "evaluating-4-one memory": (EVALUATING, 4, True),
 }
-MOST_LANES = {  # of plans that give lanes nothing to do, and of those that give them no update
-    **dict.fromkeys(("keep", "recompute", "selective"), 1),
-    **dict.fromkeys(("offload", "host-params", "kept"), 2),
-}
 UNDER_DELAYS = [(name, lanes) for name in PLANS for lanes in list(LANES)[: MOST_LANES.get(name)]]
 QUICK = ("mixed", "clipping-1-one memory")
 
@@ -61,8 +57,7 @@ QUICK = ("mixed", "clipping-1-one memory")
 @pytest.mark.parametrize(("name", "lanes"), [case if case == QUICK else slow(*case) for case in UNDER_DELAYS])
 def test_training_is_bitwise_exact_under_random_delays(name: str, lanes: str, monkeypatch: pytest.MonkeyPatch):
     how, num_workers, is_host = LANES[lanes]
-    chance = random.Random(0)
-    use_lanes(monkeypatch, num_update_workers=num_workers, is_host=is_host, pace=lambda ticket: chance.uniform(0, 0.02))
+    use_lanes(monkeypatch, num_update_workers=num_workers, is_host=is_host, pace=random_delays())
     options = {"plan": overlapping(name), "micro_batches": how.get("micro_batches", 1)}
     given = ours(make("cpu"), "eager", options, **how)
     assert_equal(given, plain(make("cpu"), "eager", **how), bitwise=True)
@@ -71,8 +66,7 @@ def test_training_is_bitwise_exact_under_random_delays(name: str, lanes: str, mo
 @pytest.mark.slow
 def test_training_with_inductor(monkeypatch: pytest.MonkeyPatch):
     """In two memories. In one, and in two, updates that start in backward are compared with these, bit by bit."""
-    chance = random.Random(0)
-    use_lanes(monkeypatch, is_host=False, pace=lambda ticket: chance.uniform(0, 0.02))
+    use_lanes(monkeypatch, is_host=False, pace=random_delays())
     given = ours(make("cpu"), "inductor", {"plan": overlapping("mixed")}, clip=True)
     assert_equal(given, plain(make("cpu"), "inductor", clip=True), bitwise=False)
 
@@ -81,8 +75,7 @@ def test_training_with_inductor(monkeypatch: pytest.MonkeyPatch):
 def test_a_bf16_model_trains_as_without_overlap(monkeypatch: pytest.MonkeyPatch):
     sizes = training.Sizes(width=128)  # 16-bit parameters of narrower layers are too small to move
     expected = ours(make("cpu", sizes).bfloat16(), "eager", {"plan": training.plan("mixed")}, sizes=sizes)
-    chance = random.Random(0)
-    use_lanes(monkeypatch, pace=lambda ticket: chance.uniform(0, 0.02), is_host=False)
+    use_lanes(monkeypatch, pace=random_delays(), is_host=False)
     given = ours(make("cpu", sizes).bfloat16(), "eager", {"plan": overlapping("mixed")}, sizes=sizes)
     assert_equal(given, expected, bitwise=True)
 

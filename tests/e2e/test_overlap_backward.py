@@ -1,7 +1,6 @@
 """Updates that start while backward runs: exact where they start, and left to ``step()`` where that would not be."""
 
 import dataclasses
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,10 +15,10 @@ from autohete_fx.planning import schedule_of
 from autohete_fx.runtime.early import Early
 from tests import training
 from tests.early_updates import Loop, X, overlapping
-from tests.held_updates import ALL_ON_HOST, OPTIMIZER_ON_HOST, Gate, Stack, use_lanes
+from tests.held_updates import ALL_ON_HOST, OPTIMIZER_ON_HOST, Gate, Stack, random_delays, use_lanes
 from tests.main_job import slow
 from tests.planner_problems import MACHINE
-from tests.training import PLANS, assert_equal, make, ours, plain
+from tests.training import MOST_LANES, PLANS, assert_equal, make, ours, plain
 
 
 @pytest.fixture(autouse=True)
@@ -39,14 +38,22 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 # -- exactness ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_host", [slow(True), False], ids=["one memory", "two memories"])
-@pytest.mark.parametrize("num_workers", [slow(1), 4])
-@pytest.mark.parametrize("name", [n if n == "mixed" else slow(n) for n in PLANS])
+LANES = {
+    "4-two memories": (4, False),
+    "1-one memory": (1, True),
+    "1-two memories": (1, False),
+    "4-one memory": (4, True),
+}
+UNDER_DELAYS = [(name, lanes) for name in PLANS for lanes in list(LANES)[: MOST_LANES.get(name)]]
+QUICK = ("mixed", "4-two memories")
+
+
+@pytest.mark.parametrize(("name", "lanes"), [case if case == QUICK else slow(*case) for case in UNDER_DELAYS])
 def test_training_is_bitwise_exact_under_random_delays(
-    name: str, num_workers: int, is_host: bool, monkeypatch: pytest.MonkeyPatch, started: list[bool]
+    name: str, lanes: str, monkeypatch: pytest.MonkeyPatch, started: list[bool]
 ):
-    chance = random.Random(0)
-    use_lanes(monkeypatch, num_update_workers=num_workers, is_host=is_host, pace=lambda ticket: chance.uniform(0, 0.02))
+    num_workers, is_host = LANES[lanes]
+    use_lanes(monkeypatch, num_update_workers=num_workers, is_host=is_host, pace=random_delays())
     plan = overlapping(PLANS[name], training.LABELS)
     given = ours(make("cpu"), "eager", {"plan": plan}, overlap="backward")
     assert_equal(given, plain(make("cpu"), "eager"), bitwise=True)
@@ -55,25 +62,29 @@ def test_training_is_bitwise_exact_under_random_delays(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_host", [True, False], ids=["one memory", "two memories"])
 def test_training_with_inductor_is_bitwise_that_of_updates_that_start_at_the_step(
-    is_host: bool, monkeypatch: pytest.MonkeyPatch, started: list[bool]
+    monkeypatch: pytest.MonkeyPatch, started: list[bool]
 ):
-    chance = random.Random(0)
-    use_lanes(monkeypatch, is_host=is_host, pace=lambda ticket: chance.uniform(0, 0.02))
+    """In one memory and in two, the second time with the code of the first. What they are compared with is in two."""
     plan = overlapping(PLANS["mixed"], training.LABELS)
-    given = ours(make("cpu"), "inductor", {"plan": plan}, overlap="backward")
-    assert sum(started) >= 3 * 4
-    plan = dataclasses.replace(plan, schedule=Schedule(overlap=Overlap.STEP))
-    assert_equal(given, ours(make("cpu"), "inductor", {"plan": plan}), bitwise=True)
+    at_the_step = dataclasses.replace(plan, schedule=Schedule(overlap=Overlap.STEP))
+    use_lanes(monkeypatch, is_host=False, pace=random_delays())
+    expected = ours(make("cpu"), "inductor", {"plan": at_the_step})
+    assert not any(started)
+    for is_host in (True, False):
+        use_lanes(monkeypatch, is_host=is_host, pace=random_delays())
+        started.clear()
+        given = ours(make("cpu"), "inductor", {"plan": plan}, overlap="backward")
+        assert sum(started) >= 3 * 4
+        assert training.training_compilation().cached == (not is_host)
+        assert_equal(given, expected, bitwise=True)
 
 
 @pytest.mark.slow
 def test_a_bf16_model_trains_as_without_overlap(monkeypatch: pytest.MonkeyPatch, started: list[bool]):
     sizes = training.Sizes(width=128)  # 16-bit parameters of narrower layers are too small to move
     expected = ours(make("cpu", sizes).bfloat16(), "eager", {"plan": training.plan("mixed")}, sizes=sizes)
-    chance = random.Random(0)
-    use_lanes(monkeypatch, pace=lambda ticket: chance.uniform(0, 0.02), is_host=False)
+    use_lanes(monkeypatch, pace=random_delays(), is_host=False)
     plan = dataclasses.replace(training.plan("mixed"), schedule=Schedule(overlap=Overlap.BACKWARD))
     given = ours(make("cpu", sizes).bfloat16(), "eager", {"plan": plan}, overlap="backward", sizes=sizes)
     assert_equal(given, expected, bitwise=True)
@@ -291,8 +302,7 @@ def test_training_with_micro_batches_is_bitwise_exact_under_random_delays(
     how: dict[str, Any] = {"micro_batches": 3, "sizes": sizes}
     options = {"plan": training.plan("mixed"), "micro_batches": 3}
     expected = None if dtype is torch.float32 else ours(make("cpu", sizes).to(dtype), "eager", options, **how)
-    chance = random.Random(0)
-    use_lanes(monkeypatch, is_host=is_host, pace=lambda ticket: chance.uniform(0, 0.01))
+    use_lanes(monkeypatch, is_host=is_host, pace=random_delays())
     options["plan"] = overlapping(PLANS["mixed"], training.LABELS)
     given = ours(make("cpu", sizes).to(dtype), "eager", options, overlap="backward", **how)
     assert any(started)

@@ -1,7 +1,6 @@
 """Training whose optimizer states are streamed through the device: exact, within the budget, and waited for by every read."""
 
 import gc
-import random
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from autohete_fx.runtime.meter import device_live_bytes
 from examples.benchmarks.emulated import Emulation, Speeds
 from tests import training
 from tests.e2e.test_overlap import READS
-from tests.held_updates import Gate, Training, use_lanes, weight_of
+from tests.held_updates import Gate, Training, random_delays, use_lanes, weight_of
 from tests.main_job import slow
 from tests.training import STREAMED, Sizes, assert_equal, make, ours, plain
 
@@ -35,10 +34,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_training_is_bitwise_exact_under_random_delays(
     how: dict[str, Any], num_workers: int, overlap: str | None, monkeypatch: pytest.MonkeyPatch
 ):
-    chance = random.Random(0)
     if overlap == "backward":  # edits and a second backward come too late for the update that is on the host
         how = {}
-    use_lanes(monkeypatch, num_update_workers=num_workers, is_host=False, pace=lambda ticket: chance.uniform(0, 0.005))
+    use_lanes(monkeypatch, num_update_workers=num_workers, is_host=False, pace=random_delays())
     options = {"plan": planned(overlap), "micro_batches": how.get("micro_batches", 1)}
     given = ours(make("cpu"), "eager", options, overlap, **how)
     assert_equal(given, plain(make("cpu"), "eager", **how), bitwise=True)
@@ -54,8 +52,7 @@ def test_a_bf16_model_trains_as_with_states_on_the_device(monkeypatch: pytest.Mo
     sizes = Sizes(width=128)  # 16-bit parameters of narrower layers are too small to move
     keep = {"plan": training.plan("keep")}
     expected = ours(make("cpu", sizes).bfloat16(), "eager", keep, sizes=sizes)
-    chance = random.Random(0)
-    use_lanes(monkeypatch, is_host=False, pace=lambda ticket: chance.uniform(0, 0.01))
+    use_lanes(monkeypatch, is_host=False, pace=random_delays())
     given = ours(make("cpu", sizes).bfloat16(), "eager", {"plan": planned("step")}, sizes=sizes)
     assert_equal(given, expected, bitwise=True)
 
