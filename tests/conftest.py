@@ -4,8 +4,8 @@
   every machine.
 * The Inductor cache directory belongs to this run. Compiled C++ kernels, named by their source, are shared by all its
   tests and processes, for speed. Cached *graphs* have the test in their key: a test meets another test's compilation never,
-  and sees caching as a user does (both caches on). The fixture ``fresh_caches`` gives a test empty directories.
-* ``AUTOHETE_CACHE_DIR`` (machine figures, profiles) is shared by all tests too.
+  and sees caching as a user does (both caches on).
+* ``AUTOHETE_CACHE_DIR`` (machine figures, profiles) is shared by all tests too, but for those with the fixture ``fresh_cache``.
 * Tests under ``tests/cuda`` have the marker ``cuda`` and are skipped where there is no CUDA device.
 * pytest-xdist's workers (``-n``) share the cores: each computes on its part of them. One of them runs all CUDA tests.
 """
@@ -111,8 +111,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> "Iterator[Gate]":
 
 
 @pytest.fixture
-def fresh_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Empty cache directories for one test, in its environment and that of its subprocesses; returns their parent."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    monkeypatch.setenv("AUTOHETE_CACHE_DIR", str(tmp_path / "autohete"))
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of ours for one test, in its environment and that of its subprocesses. Inductor's has no graph of another test
+    anyway."""
+    monkeypatch.setenv("AUTOHETE_CACHE_DIR", str(tmp_path))
     return tmp_path

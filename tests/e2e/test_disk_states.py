@@ -204,7 +204,7 @@ def solved(host_budget: int, **options: Any) -> tuple[Stack, autohete_fx.AdamW]:
     return model, optimizer
 
 
-def test_states_spill_to_disk_where_the_host_budget_is_short(fresh_caches: Path):
+def test_states_spill_to_disk_where_the_host_budget_is_short(fresh_cache: Path):
     """The machine is measured anew, which takes more than these budgets."""
     decided = {}
     for host_budget in (2**22, 2**19):

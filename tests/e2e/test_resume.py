@@ -73,10 +73,16 @@ def finished(folder: Path, steps: int, states: str) -> dict[str, float]:
     return {str(key): value for key, value in map(json.loads, output.splitlines())}
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """Of a run that nobody kills. Where states are makes no difference to what is trained."""
+    return finished(tmp_path_factory.mktemp("whole"), 10, "host")
+
+
 @pytest.mark.slow
+@pytest.mark.xdist_group("resume")  # together, for the run that nobody kills
 @pytest.mark.parametrize("states", ["host", "disk"])
-def test_a_run_killed_in_mid_update_goes_on_bit_by_bit(states: str, tmp_path: Path):
-    expected = finished(tmp_path / "whole", 10, states)
+def test_a_run_killed_in_mid_update_goes_on_bit_by_bit(states: str, expected: dict[str, float], tmp_path: Path):
     with started(tmp_path / "killed", 10, states) as process:
         assert process.stdout is not None
         for line in process.stdout:
