@@ -299,7 +299,7 @@ def frozen(model: Model) -> Model:
 
 def warm_up(device: str) -> None:
     """Pay what a process pays once: the machine's figures, and on a GPU the workspace of cuBLAS in either thread."""
-    autohete_fx.explain(make(device), batch(device, 0), options={"profile": "analytic"})
+    autohete_fx.explain(make(device), batch(device, 0), options={"profile": "analytic", "inner_backend": "eager"})
     make(device)(batch(device, 0)).backward()
     torch._dynamo.reset()
     gc.collect()

@@ -37,7 +37,7 @@ def test_the_demo_trains_within_its_budget():
     """It exits with an error where the measured peak is above the budget."""
     sizes = [
         "--layers",
-        "3",
+        "2",
         "--width",
         "96",
         "--steps",

@@ -11,7 +11,7 @@ from tests.training import Sizes, batch, make, plan, stepped_on_host
 class TestOnCpu(MainJob):
     device = "cpu"
     large = Sizes(width=192, layers=4)
-    deep = Sizes(width=192, layers=6)
+    deep = Sizes(width=192, layers=5)
 
 
 @pytest.mark.slow

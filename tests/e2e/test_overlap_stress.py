@@ -106,11 +106,11 @@ def reference(loop: Loop) -> list[Any]:
 def test_twenty_steps_under_long_delays(
     num_workers: int, how: dict[str, Any], is_host: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """Up to 50 ms, on every lane, for every sixth piece of work: for all of it they would take minutes."""
+    """Up to 50 ms, on every lane, for every twelfth piece of work: for all of it they would take minutes."""
     chance = random.Random(num_workers)
 
     def pace(ticket: object) -> float:
-        return chance.uniform(0, 0.05) if chance.random() < 1 / 6 else 0.0
+        return chance.uniform(0, 0.05) if chance.random() < 1 / 12 else 0.0
 
     use_lanes(monkeypatch, num_update_workers=num_workers, is_host=is_host, pace=pace)
     monkeypatch.setattr(training, "STEPS", 20)
