@@ -121,6 +121,8 @@ def place(
             disk=session.disk if optimizer is Optimizer.DISK else None,
         )
         place_param(params[name], placement)
+    # Now rather than in the first step: all at once, no more than that, and a refusal finds a model that has not trained.
+    session.tier.reserve(plan.host_bytes)
 
 
 class GraphParameters:

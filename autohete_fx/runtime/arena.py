@@ -126,6 +126,7 @@ class Arena:
         self._returned: deque[tuple[Chunk, int, int]] = deque()
         self._fenced: deque[tuple[Fence, list[tuple[Chunk, int, int]]]] = deque()
         self._in_use_bytes = 0
+        self._set_aside_bytes = 0
         self._closed = False
         self.waited_s = 0.0
         self.mapped_s = 0.0
@@ -172,6 +173,7 @@ class Arena:
         Raises HostMemoryError with what could be had; that much stays reserved.
         """
         with self._lock:
+            self._set_aside_bytes = max(self._set_aside_bytes, num_bytes)
             missing = num_bytes - self.reserved_bytes
             piece = missing
             while missing > 0:
@@ -249,8 +251,8 @@ class Arena:
     def _grow(self, size: int) -> Chunk:
         """A new chunk with room for ``size`` bytes: with some to spare where that is allowed, else exact."""
         reserved = self.reserved_bytes
-        # An eighth of what there is keeps the number of chunks logarithmic in their bytes.
-        wanted = max(size, self._growth_bytes, reserved // 8)
+        # An eighth of what has grown keeps the number of chunks logarithmic in their bytes.
+        wanted = max(size, self._growth_bytes, (reserved - self._set_aside_bytes) // 8)
         if self._capacity_bytes is not None:
             if reserved + size > self._capacity_bytes:
                 self.trim()  # free chunks that are too small for this one

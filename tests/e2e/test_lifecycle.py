@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import autohete_fx
-from autohete_fx import Activations, BlockDecision, Params, Plan, training
+from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan, training
 from autohete_fx.compiler import GraphCompiler
+from autohete_fx.runtime.placement import placement_of
 from autohete_fx.runtime.tiers import is_home
+from tests import training as job
 from tests.held_updates import use_lanes
 
 SCRIPT = """
@@ -67,6 +69,26 @@ def run_script(folder: Path, *options: dict[str, Any]) -> list[Any]:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_host_memory_is_taken_before_the_first_step_and_no_more_of_it_later() -> None:
+    sizes = job.Sizes(width=512)
+    model = job.make("cpu", sizes)
+    everything = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimizer=Optimizer.HOST)
+    plan = Plan(labels=job.LABELS, decisions=(everything,) * len(job.LABELS))
+    optimizer = autohete_fx.AdamW(model.parameters())
+    model.compile(backend="autohete", options={"plan": plan, "inner_backend": "eager"})
+    loss = model(job.batch("cpu", 0, sizes=sizes))
+    placement = placement_of(model.layers[0].up.weight)
+    assert placement is not None
+    planned, reserved = autohete_fx.compilations()[-1].plan.host_bytes, [placement.tier.reserved_bytes]
+    for _ in range(3):
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reserved.append(placement.tier.reserved_bytes)
+        loss = model(job.batch("cpu", 1, sizes=sizes))
+    assert 100e6 < planned <= reserved[0] <= 1.2 * planned and set(reserved) == {reserved[0]}
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ def taken_as(word: torch.dtype, length: int, dtype: torch.dtype) -> Any:
     return (length, dtype) if word is torch.int64 else slow(length, dtype)
 
 
+@pytest.mark.slow
 def test_a_kernel_is_compiled_in_hardly_any_memory():
     """The first step, which needs it, may be at the peak that the budget allows."""
     with MemoryMeter("cpu") as meter:

@@ -224,6 +224,15 @@ def test_reserve_takes_smaller_pieces_where_a_large_one_is_refused() -> None:
     assert little.reserved_bytes == 75 * MIB
 
 
+def test_what_grows_beside_what_was_reserved_grows_by_its_own_size() -> None:
+    arena = Arena(lambda n: Chunk(mmap.mmap(-1, n)), growth_bytes=MIB)
+    arena.reserve(256 * MIB)
+    leases = [arena.lease(256 * MIB), arena.lease(LINE)]
+    assert arena.reserved_bytes == 257 * MIB, "an eighth more of what was counted exactly"
+    leases += [arena.lease(MIB) for _ in range(64)]
+    assert arena.reserved_bytes <= (257 + 64 * 1.25) * MIB
+
+
 def test_free_ranges_are_joined_and_best_fitting() -> None:
     arena = Arena(lambda n: Chunk(mmap.mmap(-1, n)), growth_bytes=MIB)
     leases = {n: arena.lease(n) for n in (LINE, 10 * LINE, LINE + 1, 5 * LINE, LINE - 1)}
