@@ -24,11 +24,25 @@ import autohete_fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
 from autohete_fx.ir import Overlap, Schedule
 from tests import training
-from tests.held_updates import Stack, labels, saved, use_lanes, weight_of
+from tests.held_updates import Stack, saved, use_lanes, weight_of
 from tests.training import assert_equal, collecting
 
-EXAMPLES = int(os.environ.get("AUTOHETE_STRESS_EXAMPLES", "24"))
+EXAMPLES = int(os.environ.get("AUTOHETE_STRESS_EXAMPLES", "16"))
 STEPS = 4
+
+
+class Pairs(Stack):
+    """Two matrices of different sizes a layer, so that a block's states can be in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 192), nn.GELU(), nn.Linear(192, 128))
+            for _ in range(4)
+        )
+
+
+LABELS = (*(f"layers.{i}" for i in range(4)), "epilogue")
 
 
 @torch.no_grad()
@@ -91,7 +105,7 @@ def train(model: nn.Module, optimizer: Any, loop: Loop, reads: list[frozenset[st
 def reference(loop: Loop) -> list[Any]:
     """With every read."""
     torch._dynamo.reset()
-    model = Stack()
+    model = Pairs()
     model.compile(backend="aot_eager")
     return train(model, torch.optim.AdamW(model.parameters(), fused=True), loop, [frozenset(READS)] * STEPS)
 
@@ -123,10 +137,15 @@ def test_twenty_steps_under_long_delays(
 @st.composite
 def decisions(draw: st.DrawFn) -> BlockDecision:
     params = draw(st.sampled_from((Params.DEVICE, Params.HOST)))
+    optimizer = draw(st.sampled_from((Optimizer.HOST, Optimizer.HOST, *Optimizer)))
+    is_split = optimizer is not Optimizer.DEVICE and draw(st.booleans())
+    others = [place for place in Optimizer if place is not optimizer]
     return BlockDecision(
         activations=draw(st.sampled_from((Activations.KEEP, Activations.RECOMPUTE, Activations.OFFLOAD))),
         params=params,
-        optimizer=draw(st.sampled_from((Optimizer.HOST, Optimizer.HOST, Optimizer.DEVICE))),
+        optimizer=optimizer,
+        num_moved_states=draw(st.integers(1, 2)) if is_split else None,
+        other_states=draw(st.sampled_from(others)) if is_split else Optimizer.DEVICE,
         prefetch_distance=draw(st.integers(1, 3)),
         keeps_fetched=params is Params.HOST and draw(st.booleans()),
     )
@@ -146,10 +165,9 @@ def test_every_schedule_gives_the_same_bits(data: st.DataObject):
         st.lists(st.frozensets(st.sampled_from(sorted(READS)), max_size=3), min_size=STEPS, max_size=STEPS)
     )
     clips_itself = loop.clips and (overlap is Overlap.BACKWARD or data.draw(st.booleans()))
-    count = len(labels())
     plan = Plan(
-        labels=labels(),
-        decisions=tuple(data.draw(st.lists(decisions(), min_size=count, max_size=count))),
+        labels=LABELS,
+        decisions=tuple(data.draw(st.lists(decisions(), min_size=len(LABELS), max_size=len(LABELS)))),
         schedule=Schedule(
             overlap=overlap,
             priority=data.draw(st.booleans()),
@@ -169,7 +187,7 @@ def test_every_schedule_gives_the_same_bits(data: st.DataObject):
         )
         torch._dynamo.reset()
         gc.collect()
-        model = Stack()
+        model = Pairs()
         model.compile(
             backend="autohete",
             options={
