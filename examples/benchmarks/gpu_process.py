@@ -25,6 +25,9 @@ from autohete_fx import host_memory
 _POLL_S = 0.2
 _HOST_RESERVE = 0.04
 """Of host memory: a process is ended before less than this is available, because the system would end any other one."""
+_OF_KERNELS = ("torchinductor", "triton")
+_CLOCKS_DIFFER_S = 0.1
+"""Files are dated by a clock that may be so much behind."""
 
 Problem = tuple[str, str]
 """An outcome and its reason."""
@@ -48,14 +51,15 @@ class Processes:
         self._environment = os.environ | {
             "AUTOHETE_CACHE_DIR": str(caches / "autohete"),
             "TORCH_EXTENSIONS_DIR": str(caches / "extensions"),
+            **{f"{name.upper()}_CACHE_DIR": str(caches / name) for name in _OF_KERNELS},
             "PYTORCH_ALLOC_CONF": "expandable_segments:True",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        self._open_caches()
 
     def run(self, case: Case | str, limit_s: float) -> tuple[list[dict[str, Any]], Problem]:
         """Rows in the order of the levels, whatever became of the process afterwards."""
         self._count += 1
+        began_s = time.time()
         result, log = (self.folder / f"{self._count}.{end}" for end in ("jsonl", "log"))
         what = case if isinstance(case, str) else json.dumps(dataclasses.asdict(case))
         script = Path(__file__).with_name("gpu_suite.py")
@@ -70,23 +74,16 @@ class Processes:
                 _end(process)
         if problem in (None, ENDED_WELL):
             return _rows(result), problem or (FAILED, _last_words(log))
-        self._renew_caches()
+        self._take_back(began_s)
         return _rows(result), problem
 
-    def _open_caches(self) -> None:
-        """Of kernels; PyTorch makes the folders."""
-        generation = self.caches / "generation"
-        number = generation.read_text() if generation.exists() else "0"
-        for name in ("TORCHINDUCTOR", "TRITON"):
-            self._environment[f"{name}_CACHE_DIR"] = str(self.caches / f"{name.lower()}-{number}")
-
-    def _renew_caches(self) -> None:
-        """A process that is ended while it writes a library, or holds a lock, spoils them for all others."""
-        generation = self.caches / "generation"
-        generation.write_text(str(int(generation.read_text() if generation.exists() else "0") + 1))
-        self._open_caches()
-        for lock in (self.caches / "extensions").glob("**/lock"):  # ninja itself goes on where it was ended
-            lock.unlink()
+    def _take_back(self, began_s: float) -> None:
+        """Of the caches, what a process wrote that began then and was ended: a library of which there is a part, or a lock that it
+        held, spoils them for all others."""
+        written = (file for name in _OF_KERNELS for file in (self.caches / name).glob("**/*") if file.is_file())
+        locks = (self.caches / "extensions").glob("**/lock")  # ninja itself goes on where it was ended
+        for file in [*(file for file in written if file.stat().st_mtime > began_s - _CLOCKS_DIFFER_S), *locks]:
+            file.unlink()
 
 
 def _rows(result: Path) -> list[dict[str, Any]]:

@@ -1,12 +1,13 @@
 """Tables of `gpu_suite.py`, and the roofline that its runs are held against.
 
-The roofline of a step with P parameters, N tokens and g micro-batches, phi and pi the shares of the parameters whose states
-and which themselves are on the host, c the recomputed share of the forward, A bytes of offloaded activations a micro-batch:
+The roofline of a step with P parameters, N tokens and g micro-batches, phi and pi the shares of the parameters that the CPU
+updates and which are on the host, sigma of those whose states the device updates by streaming them there and back, c the
+recomputed share of the forward, A bytes of offloaded activations a micro-batch:
 
     compute   (6 + 2c) N (P_products + layers x context x width) / F       causal attention counted by half
     update    28 phi P / B_host
-    d2h       (2 phi P + g A) / B_d2h
-    h2d       (2 max(0, phi - pi) P + 4 g pi P + g A) / B_h2d              half of 4 for what stays until backward
+    d2h       (2 phi P + 12 sigma P + g A) / B_d2h
+    h2d       (2 max(0, phi - pi) P + 12 sigma P + 4 g pi P + g A) / B_h2d     half of 4 for what stays until backward
 
 No step is shorter than the longest of the four; what a step reaches is that over its time. F, B_host, B_d2h and B_h2d are
 measured in the same run. Bytes are those of bf16 copies and fp32 states, which is what the numerics need: a system that
@@ -25,7 +26,7 @@ from autohete_fx.report.tables import aligned
 
 Row = dict[str, Any]
 
-_BYTES_UPDATED, _BYTES_COPIED = 28, 2
+_BYTES_UPDATED, _BYTES_COPIED, _BYTES_STREAMED = 28, 2, 12
 
 
 def roofline(case: Case, trial: Row, machine: Machine, host_bytes_per_s: float) -> dict[str, float]:
@@ -35,14 +36,15 @@ def roofline(case: Case, trial: Row, machine: Machine, host_bytes_per_s: float) 
     products = params - config.vocab_size * config.width
     tokens = case.batch * config.context
     phi, pi, moved = shares["optimizer"], shares["params"], g * shares["activation_bytes"]
+    streamed = _BYTES_STREAMED * shares["streamed"] * params  # either way
     attention = config.layers * config.context * config.width
     fetches = (4 - 2 * shares["fetched_once"]) * g * pi
     uploads = _BYTES_COPIED * max(0.0, phi - pi)
     return {
         "compute": (6 + 2 * shares["recompute"]) * tokens * (products + attention) / machine.flops_per_s("bfloat16"),
         "update": _BYTES_UPDATED * phi * params / host_bytes_per_s,
-        "d2h": (_BYTES_COPIED * phi * params + moved) / machine.d2h_bytes_per_s,
-        "h2d": ((uploads + fetches) * params + moved) / machine.h2d_bytes_per_s,
+        "d2h": (_BYTES_COPIED * phi * params + streamed + moved) / machine.d2h_bytes_per_s,
+        "h2d": ((uploads + fetches) * params + streamed + moved) / machine.h2d_bytes_per_s,
     }
 
 

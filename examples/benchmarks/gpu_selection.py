@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu_child import DOES_NOT_FIT, OUT_OF_TIME
+from gpu_child import CANNOT_RUN, DOES_NOT_FIT, OUT_OF_TIME
 from systems import OURS, SYSTEMS, Case, system_class
 from systems.base import SIZES
 
@@ -104,8 +104,11 @@ def described(setting: Setting) -> dict[str, Any]:
     return dict(zip(("size", "cap_gb", "batch", "clip"), setting, strict=True))
 
 
-def what_cannot_fit(case: Case) -> tuple[str, str] | None:
-    """Of a system that leaves nothing on the host: an outcome and its reason, where its states alone exceed the cap."""
+def known_ahead(case: Case) -> tuple[str, str] | None:
+    """An outcome and its reason, where no process need try: the system cannot run the case, or it leaves nothing on the host and
+    its states alone exceed the cap."""
+    if reason := system_class(case.system).reason_against(case):
+        return CANNOT_RUN, reason
     cap_bytes = case.cap_bytes
     if cap_bytes is None or system_class(case.system).is_offloading or case.state_bytes <= cap_bytes:
         return None

@@ -54,10 +54,10 @@ from gpu_selection import (
     Clock,
     Setting,
     described,
+    known_ahead,
     parsed,
     settings,
     systems,
-    what_cannot_fit,
 )
 from results import environment, print_figures, save, versions
 from systems import Case, system_class
@@ -67,7 +67,7 @@ from autohete_fx.cli import link_text, machine_text
 from autohete_fx.profiler.link import Link
 
 _PACKAGES = ("torch", "triton", "ortools", "torchao", "deepspeed", "transformers")
-_UNTIL = {"machine": 0.1, "first": 0.55, "ablation": 0.75, "headlines": 0.9, "largest": 1.0}
+_UNTIL = {"machine": 0.2, "first": 0.55, "ablation": 0.75, "headlines": 0.9, "largest": 1.0}
 """The share of all time until which each may take."""
 
 Row = dict[str, Any]
@@ -294,7 +294,7 @@ class Suite:
 
     def _probed(self, case: Case, limit_s: float) -> Problem:
         """How a single level came out."""
-        if (problem := what_cannot_fit(case)) is not None:
+        if (problem := known_ahead(case)) is not None:
             return problem
         found, problem = self.processes.run(case, limit_s)
         return (found[0]["outcome"], found[0].get("reason", "")) if found else problem
@@ -328,7 +328,7 @@ class Suite:
         """Levels by rising memory; those that do not fit again with twice the micro-batches, as long as there are."""
         left = list(case.levels or system_class(case.system).levels)
         trials: list[Row] = []
-        if (problem := what_cannot_fit(case)) is not None:
+        if (problem := known_ahead(case)) is not None:
             return {"outcome": problem[0], "reason": problem[1], "trials": []}
         problem, count, is_cut = (FAILED, "nothing was reported"), case.micro_batches, False
         while left and count <= case.batch and not is_cut:

@@ -2,14 +2,17 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 Row = dict[str, Any]
 FLAGS = ["--dry", "--sizes", "1b", "2b", "3b", "--caps", "full", "--batches", "4", "--clip", "off"]
@@ -32,7 +35,14 @@ def suite_module() -> Iterator[Any]:
 
 
 def level(case: Any, name: str, step_s: float = 1.0) -> Row:
-    shares = {"optimizer": 0.0, "params": 0.0, "fetched_once": 0.0, "activation_bytes": 0, "recompute": 0.0}
+    shares = {
+        "optimizer": 0.0,
+        "streamed": 0.0,
+        "params": 0.0,
+        "fetched_once": 0.0,
+        "activation_bytes": 0,
+        "recompute": 0.0,
+    }
     figures = {"step s": step_s, "tokens/s": 128 / step_s, "peak bytes": 2**20, "losses": [2.0, 1.0], "first step": 0}
     return {"outcome": "fits", "level": name, "micro batches": case.micro_batches, "shares": shares, **figures}
 
@@ -193,6 +203,48 @@ def test_no_part_takes_the_time_of_those_after_it(new_suite: Any, suite_module: 
     assert now[0] <= 600 and suite.left_out
 
 
+@pytest.mark.parametrize("clip", ["off", "on"])
+def test_what_is_known_to_be_impossible_starts_no_process(
+    new_suite: Any, suite_module: Any, monkeypatch: pytest.MonkeyPatch, clip: str
+):
+    monkeypatch.setattr(sys.modules["systems.base"].importlib.util, "find_spec", lambda name: None)
+    names = ["ours", "ours-backward", "torchao", "zero-3"]
+    suite = new_suite("--parts", "compare", "--sizes", "1b", "--systems", *names, "--clip", clip)
+    suite.run()
+    trained = {case.system for case in suite.processes.asked if case != "machine"}
+    assert trained == {"ours", "ours-backward"} if clip == "off" else {"ours"}
+    reasons = {row["name"]: row["reason"] for row in suite.rows["compare"] if row["outcome"] == "cannot run"}
+    assert reasons.keys() == set(names) - trained and "deepspeed is not installed" in reasons["zero-3"]
+
+
+def test_streamed_states_are_copied_both_ways_and_not_updated_by_the_cpu(suite_module: Any):
+    """A tenth of a second each way, where the link carries 12 bytes of all parameters in one."""
+    case = sys.modules["systems"].Case(system="ours", size="1b", dry=True)
+    rate = 12 * case.num_params
+    machine = SimpleNamespace(flops_per_s=lambda _: 1e30, h2d_bytes_per_s=rate, d2h_bytes_per_s=rate)
+    trial = level(case, "planned")
+    trial["shares"]["streamed"] = 0.1
+    lanes = sys.modules["gpu_report"].roofline(case, trial, machine, 1e30)
+    assert lanes["h2d"] == lanes["d2h"] == pytest.approx(0.1) and lanes["update"] == 0
+
+
+@pytest.mark.parametrize("name", ["ours", "ours-backward"])
+def test_ours_collects_gradients_of_all_micro_batches_but_the_last(suite_module: Any, name: str):
+    """Else updates that start in backward would start in the first one's."""
+    systems, seen = sys.modules["systems"], []
+    system = systems.system_class(name)(
+        systems.Case(system=name, size="1b", micro_batches=3, levels=("planned",), dry=True)
+    )
+
+    def loss_of(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        seen.append(system.optimizer._is_accumulating)
+        return next(system.model.parameters()).sum()
+
+    system.loss_of = loss_of
+    system.train(*torch.zeros(2, 6, 32, dtype=torch.int64))
+    assert seen == [True, True, False]
+
+
 def test_the_summary_has_a_line_for_each_setting(new_suite: Any, capsys: pytest.CaptureFixture[str]):
     def run(case: Any, limit_s: float) -> Any:
         return [level(case, name, 0.5 if case.system == "ours" else 1.0) for name in case.levels], ("", "")
@@ -257,13 +309,18 @@ def test_what_a_process_started_ends_with_it_wherever_it_went(suite_module: Any,
 
 
 def test_what_an_ended_process_may_have_spoiled_is_not_used_again(suite_module: Any, new_suite: Any, tmp_path: Path):
-    lock = tmp_path / "extensions" / "cpu_adam" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
     processes = sys.modules["gpu_process"].Processes(tmp_path, tmp_path, new_suite().arguments)
-    before = processes._environment["TORCHINDUCTOR_CACHE_DIR"]
-    processes._renew_caches()
-    assert processes._environment["TORCHINDUCTOR_CACHE_DIR"] != before and not lock.exists()
+    folders = [Path(processes._environment[f"{name}_CACHE_DIR"]) for name in ("TORCHINDUCTOR", "TRITON")]
+    kept, spoiled = ([folder / "ab" / name for folder in folders] for name in ("whole.so", "part.so"))
+    lock = tmp_path / "extensions" / "cpu_adam" / "lock"
+    for file in (*kept, *spoiled, lock):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    began_s = time.time()
+    for file in kept:
+        os.utime(file, (began_s - 60, began_s - 60))
+    processes._take_back(began_s)
+    assert all(file.exists() for file in kept) and not any(file.exists() for file in (*spoiled, lock))
     result = tmp_path / "1.jsonl"
     result.write_text('{"outcome": "fits"}\n{"outcome": "fi')
     assert sys.modules["gpu_process"]._rows(result) == [{"outcome": "fits"}]

@@ -6,8 +6,10 @@ bf16, whatever its parameters' dtype is, and sees the same tokens; attention is 
 """
 
 import functools
+import importlib.util
 import sys
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -135,7 +137,8 @@ class Shares:
     """What of the model a system keeps on the host, for the roofline; each from 0 to 1.
 
     Attributes:
-        optimizer: parameters whose states are on the host.
+        optimizer: parameters that the CPU updates.
+        streamed: parameters whose states are on the host, and go to the device and back for each update.
         params: parameters that live on the host.
         fetched_once: of those, the share that is not fetched again for backward.
         activation_bytes: offloaded, of one micro-batch.
@@ -143,6 +146,7 @@ class Shares:
     """
 
     optimizer: float = 0.0
+    streamed: float = 0.0
     params: float = 0.0
     fetched_once: float = 0.0
     activation_bytes: int = 0
@@ -168,6 +172,12 @@ class System(ABC):
         self.case = case
         self.level = case.levels[0]
 
+    @classmethod
+    def reason_against(cls, case: Case) -> str:
+        """Why a case cannot run, as far as that is known before anybody tries; else empty."""
+        del case
+        return ""
+
     @abstractmethod
     def loss_of(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of a micro-batch; (sequences, context) of int64 each."""
@@ -182,18 +192,19 @@ class System(ABC):
         for layer in self.model.layers:
             layer.level = level
 
-    def begin_micro_batch(self, *, is_last: bool) -> None:
-        """Called ahead of each forward."""
+    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Around each forward and its backward."""
         del is_last
+        return nullcontext()
 
     def train(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """One optimizer step on (batch, context) tokens; returns the mean loss."""
         count = self.case.micro_batches
         losses = []
         for index, (part, wanted) in enumerate(zip(tokens.chunk(count), targets.chunk(count), strict=True)):
-            self.begin_micro_batch(is_last=index == count - 1)
-            loss = self.loss_of(part, wanted)
-            (loss if count == 1 else loss / count).backward()
+            with self.micro_batch(is_last=index == count - 1):
+                loss = self.loss_of(part, wanted)
+                (loss if count == 1 else loss / count).backward()
             losses.append(loss.detach())
         if self.case.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -212,6 +223,11 @@ class System(ABC):
     def recompute_share(self) -> float:
         """Of the forward's products; selective recomputation repeats none of them."""
         return 1.0 if self.level == "full" else 0.0
+
+
+def what_is_missing(package: str) -> str:
+    """That a package is not installed, if so."""
+    return "" if importlib.util.find_spec(package) else f"the package {package} is not installed"
 
 
 class RecomputedBlock(nn.Module):

@@ -11,16 +11,27 @@ import importlib
 import torch
 from torch import Tensor
 
-from systems.base import LEARNING_RATE, WEIGHT_DECAY, CannotRun, Case, CompiledByBlock, Shares, new_model
+from systems.base import (
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+    CannotRun,
+    Case,
+    CompiledByBlock,
+    Shares,
+    new_model,
+    what_is_missing,
+)
 
 
 class CpuOffloadOptimizer(CompiledByBlock):
     """Optimizer states and gradients on the host."""
 
+    @classmethod
+    def reason_against(cls, case: Case) -> str:
+        return "torchao's CPUOffloadOptimizer does not support clipping" if case.clip else what_is_missing("torchao")
+
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        if case.clip:
-            raise CannotRun("torchao's CPUOffloadOptimizer does not support clipping")
         optimizer_class = importlib.import_module("torchao.optim").CPUOffloadOptimizer
         if case.device.type != "cuda":
             raise CannotRun("torchao's CPUOffloadOptimizer supports CUDA and XPU devices only")

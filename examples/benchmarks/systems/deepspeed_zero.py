@@ -14,7 +14,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from systems.base import LEARNING_RATE, WEIGHT_DECAY, Case, CompiledByBlock, Shares, new_model, recompute_by_level
+from systems.base import (
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+    Case,
+    CompiledByBlock,
+    Shares,
+    new_model,
+    recompute_by_level,
+    what_is_missing,
+)
 from systems.fsdp2 import start_one_rank
 
 _HOST = {"device": "cpu", "pin_memory": True}
@@ -32,6 +41,10 @@ class ZeroOffload(CompiledByBlock):
     compile: ClassVar[dict[str, Any]] = {}
     compiles_engine = False
     params_on_host = 0.0
+
+    @classmethod
+    def reason_against(cls, case: Case) -> str:
+        return what_is_missing("deepspeed")
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)

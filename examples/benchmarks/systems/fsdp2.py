@@ -9,6 +9,7 @@ micro-batch adds its own on the host.
 
 import os
 import socket
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -53,9 +54,10 @@ class Fsdp2(CompiledByBlock):
         cap = case.cap_bytes or (torch.cuda.mem_get_info()[1] if device == "cuda" else gradient_bytes * 4)
         self._holds_gradients = gradient_bytes < 0.4 * cap
 
-    def begin_micro_batch(self, *, is_last: bool) -> None:
+    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
         if self._holds_gradients:
             self.model.set_requires_gradient_sync(is_last)
+        return super().micro_batch(is_last=is_last)
 
     def shares(self) -> Shares:
         return Shares(optimizer=1.0, params=1.0, recompute=self.recompute_share())

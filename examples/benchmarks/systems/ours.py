@@ -6,6 +6,7 @@ and beside it the plan of AutoHete's three integers for the same problem, for th
 """
 
 import dataclasses
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from torch import Tensor, bfloat16
 
 import autohete_fx
 from autohete_fx import planning
+from autohete_fx.backend import autohete
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Activations, Lane, Optimizer, Overlap, Params, Plan, Problem, Schedule
 from autohete_fx.planner.baselines import BASELINES, fits
@@ -48,7 +50,8 @@ class Ours(System):
         if case.plan:
             schedule = Schedule(overlap=Overlap(self.overlap or "none"), priority=priority)
             options["plan"] = dataclasses.replace(Plan.load(case.plan), schedule=schedule)
-        self.model.compile(backend="autohete", options=options)
+        # Not by its name, under which PyTorch finds an installed package only: PYTHONPATH may be all that there is.
+        self.model.compile(backend=autohete, options=options)
 
     def set_level(self, level: str) -> None:
         if level != self.level:
@@ -63,6 +66,9 @@ class Ours(System):
         schedule = dataclasses.replace(compilation.plan.schedule, priority=priority)
         # Frozen for everybody else; calls of the compiled model read the schedule there.
         object.__setattr__(compilation, "plan", dataclasses.replace(compilation.plan, schedule=schedule))
+
+    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if is_last else self.optimizer.accumulate()
 
     def loss_of(self, tokens: Tensor, targets: Tensor) -> Tensor:
         if self._problems:
@@ -89,7 +95,8 @@ class Ours(System):
         on_host = sum(n for n, placement, _ in placed if placement.params is Params.HOST)
         recomputed = sum(n for n, _, decision in placed if decision.activations is Activations.RECOMPUTE)
         return Shares(
-            optimizer=sum(n for n, placement, _ in placed if placement.optimizer is Optimizer.HOST) / total,
+            optimizer=sum(n for n, placement, _ in placed if placement.optimizer.updates_on_host) / total,
+            streamed=sum(n for n, placement, _ in placed if placement.optimizer is Optimizer.STREAMED) / total,
             params=on_host / total,
             fetched_once=sum(n for n, _, d in placed if d.params is Params.HOST and d.keeps_fetched) / max(1, on_host),
             activation_bytes=sum(
@@ -130,10 +137,9 @@ class OursFromBackward(Ours):
 
     overlap = "backward"
 
-    def __init__(self, case: Case) -> None:
-        if case.clip:
-            raise CannotRun("updates that start in backward cannot know the norm that clipping needs")
-        super().__init__(case)
+    @classmethod
+    def reason_against(cls, case: Case) -> str:
+        return "updates that start in backward cannot know the norm that clipping needs" if case.clip else ""
 
 
 def plan_name(case: Case, strategy: str = "planned") -> str:
