@@ -83,6 +83,20 @@ def test_measuring_draws_no_random_numbers(tmp_path: Path) -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
+def test_products_are_of_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU multiplies constants faster."""
+    spreads: list[float] = []
+    mm = torch.mm
+
+    def noted(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        spreads.extend(each.float().std().item() for each in (left, right))
+        return mm(left, right, out=out)
+
+    monkeypatch.setattr(torch, "mm", noted)
+    machine_module._product_rates(CPU, lambda count, dtype: torch.empty(count, dtype=dtype))
+    assert min(spreads) > 0.5
+
+
 def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = load_or_measure_machine(CPU, offload_dir=str(tmp_path))
 
