@@ -5,6 +5,7 @@ is over, so that one that is slow leaves the others theirs; what it did not get 
 """
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ HEADLINES = (
 _FASTEST_FIRST = ("ours", "fsdp2", "torchao", "zero-offload", "zero-3", "ours-backward")
 """Where the optimizer must leave the device: who is likely to win, so that a comparison that is cut short tells something."""
 _LEAST_S = 20.0
-"""In less a process does not even begin to train."""
+"""In less no process begins to train."""
 
 REPLAYS = (
     ("planned", ("next forward, by priority", "next forward, as gradients came", "inside step()")),
@@ -128,6 +129,7 @@ class Clock:
         self._now_s = now_s
         self._began_s = self._until_s = now_s()
         self._total_s, self.case_s = 60 * minutes, 60 * case_minutes
+        self._quickest_s = math.inf
         self.let(1.0)
 
     def let(self, share: float) -> None:
@@ -148,7 +150,12 @@ class Clock:
         """Whether a process that was given so long ended because of this clock, and not because it took all that one may."""
         return outcome == OUT_OF_TIME and limit_s < self.case_s
 
+    def note(self, seconds: float) -> None:
+        """That a process trained to its end in so much."""
+        self._quickest_s = min(seconds, self._quickest_s)
+
     @property
     def is_over(self) -> bool:
-        """Whether a process had better not begin."""
-        return self.limit_s < min(_LEAST_S, self.case_s)
+        """Whether a process had better not begin, because none that trained was done in what is left."""
+        least_s = _LEAST_S if math.isinf(self._quickest_s) else max(_LEAST_S, self._quickest_s)
+        return self.limit_s < min(least_s, self.case_s)

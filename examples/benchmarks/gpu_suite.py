@@ -21,10 +21,10 @@ stop when ``--minutes`` are over; what was left out is listed. Each part has a s
 comes at the end if there is time. The file is up to date after each row. Models are GPTs with random weights on the Python standard
 library's sources.
 
-torch, numpy and ortools must be there; torchao and deepspeed are compared where they are. On a machine without a network,
+torch, numpy, pandas and ortools must be there; torchao and deepspeed are compared where they are. On a machine without a network,
 carry them: ``pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 --platform
-manylinux_2_27_x86_64 -d wheels ortools==9.15.6755 torchao protobuf absl-py immutabledict`` here, and for DeepSpeed, which has no
-wheel, ``pip wheel --no-deps -w wheels deepspeed`` with hjson, py-cpuinfo, ninja, psutil, pydantic, pydantic-core,
+manylinux2014_x86_64 -d wheels ortools==9.15.6755 torchao 'protobuf<6.34' absl-py immutabledict`` here, and for DeepSpeed, which has
+no wheel, ``pip wheel --no-deps -w wheels deepspeed`` with hjson, py-cpuinfo, ninja, psutil, pydantic, pydantic-core,
 annotated-types, typing-inspection, msgpack, einops, tqdm; there ``pip install --no-index --no-deps --target site wheels/*.whl``
 and ``PYTHONPATH=site:.``. DeepSpeed builds its CPU Adam on first use, which needs a compiler and ninja on the PATH
 (``site/bin``).
@@ -45,7 +45,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpu_child import DOES_NOT_FIT, FAILED, FITS, into, machine_of, run_case, run_machine
-from gpu_process import Problem, Processes
+from gpu_process import ENDED_WELL, Problem, Processes
 from gpu_report import ablation, add_roofline, compare_losses, comparison, largest, place_of, setting_of, summary
 from gpu_selection import (
     HEADLINES,
@@ -151,14 +151,10 @@ class Suite:
             print(f"{part} failed:\n{text}", file=sys.stderr, flush=True)
 
     def case(self, system: str, setting: Setting, **more: Any) -> Case:
-        size, cap_gb, batch, clip = setting
         asked = self.arguments
         return Case(
             system=system,
-            size=size,
-            cap_gb=cap_gb,
-            batch=batch,
-            clip=clip,
+            **described(setting),
             steps=asked.steps,
             dry=asked.dry,
             inductor=not asked.no_inductor,
@@ -176,13 +172,11 @@ class Suite:
             return
         self._keep("machine", row)
         if "machine" in row:
+            link = link_text(Link(**row["link"]) if row.get("link") else None)
             host = f"  {'host memory, bandwidth':<28}{row['host_bytes_per_s'] / 1e9:.4g} GB/s"
-            print(
-                f"{machine_text(machine_of(row))}\n{host}\n{link_text(Link(**row['link']) if row.get('link') else None)}"
-            )
+            print(f"{machine_text(machine_of(row))}\n{host}\n{link}\n", flush=True)
         else:
-            print(f"machine: {row['outcome']}: {row['reason']}")
-        print(flush=True)
+            print(f"machine: {row['outcome']}: {row['reason']}\n", flush=True)
 
     def _measured_machine(self) -> Row | None:
         if self._is_late("machine"):
@@ -236,7 +230,7 @@ class Suite:
         print(f"… {setting_of(fields)}: ablation, {'; '.join(names)}", file=sys.stderr, flush=True)
         count, limit_s = int(plan.name.split("-")[3]), self.clock.limit_s
         case = self.case("ours", setting, plan=str(plan), levels=tuple(names.values()), micro_batches=count)
-        found, problem = self.processes.run(case, limit_s)
+        found, problem = self._ran(case, limit_s)
         is_cut = self.clock.has_cut(problem[0], limit_s)
         trials = {trial["level"]: trial for trial in found if trial["outcome"] == FITS}
         problem = next(((t["outcome"], t.get("reason", "")) for t in found if t["outcome"] != FITS), problem)
@@ -296,7 +290,7 @@ class Suite:
         """How a single level came out."""
         if (problem := known_ahead(case)) is not None:
             return problem
-        found, problem = self.processes.run(case, limit_s)
+        found, problem = self._ran(case, limit_s)
         return (found[0]["outcome"], found[0].get("reason", "")) if found else problem
 
     # -- rows -----------------------------------------------------------------------------------------------------
@@ -333,7 +327,7 @@ class Suite:
         problem, count, is_cut = (FAILED, "nothing was reported"), case.micro_batches, False
         while left and count <= case.batch and not is_cut:
             limit_s = self.clock.limit_s
-            found, problem = self.processes.run(replace(case, micro_batches=count, levels=tuple(left)), limit_s)
+            found, problem = self._ran(replace(case, micro_batches=count, levels=tuple(left)), limit_s)
             is_cut = self.clock.has_cut(problem[0], limit_s)
             for trial in found:
                 if trial["outcome"] == FITS:
@@ -353,6 +347,13 @@ class Suite:
         losses = {t["first step"] + i: loss for t in first for i, loss in enumerate(t["losses"])}
         cut = f"{', '.join(left)} left: {problem[0]}: {problem[1]}" if left else ""
         return {"outcome": FITS, "best": best, "losses": losses, "trials": trials, "cut short": cut, **unfinished}
+
+    def _ran(self, case: Case, limit_s: float) -> tuple[list[Row], Problem]:
+        began_s = self.clock.passed_s
+        found, problem = self.processes.run(case, limit_s)
+        if found and problem == ENDED_WELL and all(row["outcome"] == FITS for row in found):
+            self.clock.note(self.clock.passed_s - began_s)
+        return found, problem
 
     def _known(self, part: str, name: str, **fields: object) -> Row | None:
         """A finished row of this run or of the file that is resumed."""
@@ -374,10 +375,8 @@ class Suite:
 
     def _save(self) -> None:
         kept = {part: rows for part, rows in self.rows.items() if rows}
-        save(
-            self.arguments.json,
-            {"versions": versions(_PACKAGES), **kept, "left out": self.left_out, "broken": self.broken},
-        )
+        beside = {"left out": self.left_out, "broken": self.broken}
+        save(self.arguments.json, {"versions": versions(_PACKAGES), **kept, **beside})
 
     def _is_late(self, what: str) -> bool:
         """Whether time is over; what then is left out is noted."""

@@ -25,6 +25,8 @@ from systems.base import LEARNING_RATE, SCHEDULES, WEIGHT_DECAY, CannotRun, Case
 
 BUDGET_SHARE = 0.95
 """Of the cap: the rest is for what the allocator loses to fragments."""
+HOST_SHARE = "85%"
+"""Of host memory: the rest is for the system and compilers, and for what the suite does not let a process take."""
 
 
 class Ours(System):
@@ -44,6 +46,7 @@ class Ours(System):
         options: dict[str, Any] = {
             "micro_batches": case.micro_batches,
             "inner_backend": "inductor" if case.inductor else "eager",
+            "host_budget": HOST_SHARE,
         }
         if case.cap_bytes is not None:
             options["memory_budget"] = int(BUDGET_SHARE * case.cap_bytes)
