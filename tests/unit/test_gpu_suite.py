@@ -245,6 +245,19 @@ def test_ours_collects_gradients_of_all_micro_batches_but_the_last(suite_module:
     assert seen == [True, True, False]
 
 
+def test_the_last_part_that_is_asked_for_has_all_the_time_that_is_left(new_suite: Any, suite_module: Any):
+    limits: list[float] = []
+
+    def run(case: Any, limit_s: float) -> Any:
+        limits.append(limit_s)
+        return all_levels(case, limit_s)
+
+    suite = new_suite("--parts", "machine", "compare", "--sizes", "1b", "--systems", "ours", run=run)
+    suite.clock = suite_module.Clock(minutes=4, case_minutes=4, now_s=lambda: 0.0)
+    suite.run()
+    assert limits == [240]
+
+
 def test_no_process_begins_in_less_time_than_any_took(suite_module: Any):
     now = [0.0]
     clock = suite_module.Clock(minutes=10, case_minutes=4, now_s=lambda: now[0])
