@@ -51,9 +51,12 @@ def tuning_bytes(device: torch.device, options: Options) -> int:
 
 
 def host_budget_bytes(device: torch.device, options: Options) -> int | None:
-    """Host memory allowed for homes: the option, else what the tier has."""
+    """Host memory allowed for homes: the option, else what the tier has. What is pinned no other program can have: of RAM an eighth
+    stays for this process and the system."""
     total = host_capacity_bytes(device, options.offload_dir)
-    return total if options.host_budget is None else resolve_bytes(options.host_budget, total)
+    if options.host_budget is not None:
+        return resolve_bytes(options.host_budget, total)
+    return total - total // 8 if device.type == "cuda" else total
 
 
 def machine_of(device: torch.device, session: Session, offload_dir: str | None = None) -> Machine:

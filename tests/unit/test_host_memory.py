@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from autohete_fx.errors import HostMemoryError
 from autohete_fx.host_memory import available_bytes, capacity_bytes
+from autohete_fx.options import Options
+from autohete_fx.resources import host_budget_bytes
 
 GIB = 2**30
 
@@ -17,6 +20,12 @@ def machine(root: Path, **files: str) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     return root
+
+
+def test_not_all_of_it_is_pinned_unless_somebody_says_so() -> None:
+    cuda, all_of_it = torch.device("cuda"), capacity_bytes()
+    assert host_budget_bytes(cuda, Options()) == all_of_it - all_of_it // 8
+    assert host_budget_bytes(cuda, Options(host_budget=all_of_it)) == all_of_it
 
 
 def test_without_a_container_it_is_the_machines(tmp_path: Path) -> None:
