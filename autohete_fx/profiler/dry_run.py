@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from autohete_fx import ops
-from autohete_fx.profiler.node_kinds import aligned_bytes, attention_scratch_bytes, innermost_call
+from autohete_fx.profiler.node_kinds import aligned_bytes, innermost_call
+from autohete_fx.profiler.scratch import attention_scratch_bytes, gpu_attention_scratch_bytes
 
 _CALLED_KERNEL = re.compile(r"(cpp|pallas|cutedsl)_\w+")
 _LEFT_OUT = frozenset({"assert_size_stride", "assert_alignment"})
@@ -162,7 +163,9 @@ class _Allocations(TorchDispatchMode):
         name, inner_args = innermost_call(func, args)
         if "_flash_attention_for_cpu" in name:
             scratch = attention_scratch_bytes(name, *(inner_args[1:3] if "backward" in name else inner_args[:2]))
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes + scratch)
+        else:
+            scratch = gpu_attention_scratch_bytes(name, inner_args[1]) if "attention_backward" in name else 0
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + scratch)
         return result
 
     def _issue(self, func: Any, source: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from autohete_fx.profiler import node_kinds as kinds
 from autohete_fx.profiler.fusion import fuse_kernels
 from autohete_fx.profiler.kernels import Kernel, KernelGraph, Part, Storage
 from autohete_fx.profiler.node_kinds import Kind
+from autohete_fx.profiler.scratch import workspace_bytes
 
 
 @dataclass(slots=True)
@@ -251,7 +252,7 @@ class _Lowering:
         elif node.meta.get("val") is not None:
             self.stored[node] = self._output_storages(node)
         writes = {index: None for index in self.stored.get(node, ())}
-        workspace = kinds.workspace_bytes(node) if self.on_cpu else 0
+        workspace = workspace_bytes(node)
         kernel = Kernel({node.name: None}, reads, writes, False, workspace, pinned=self.kind[node] is Kind.ISSUE)
         if node.meta.get("val") is None:
             self.opaque[node] = kernel

@@ -363,28 +363,3 @@ def realize_thresholds(device_type: str) -> RealizeThresholds:
         ops=pick("realize_opcount_threshold", "_realize_opcount_threshold_default", "realize_cpu_opcount_threshold"),
         delays_cheap_outputs=getattr(config, "delay_realize_cheap_outputs", False),
     )
-
-
-def workspace_bytes(node: fx.Node) -> int:
-    """Scratch that an ATen kernel allocates on a CPU while it runs."""
-    name, args = unwrapped_call(node)
-    if "_flash_attention_for_cpu" not in name:
-        return 0
-    query, key = args[1:3] if "backward" in name else args[0:2]
-    assert isinstance(query, fx.Node) and isinstance(key, fx.Node)
-    if query.meta["val"].device.type != "cpu":
-        return 0  # it stands for another device's kernel
-    return attention_scratch_bytes(name, query.meta["val"], key.meta["val"])
-
-
-def attention_scratch_bytes(name: str, query: torch.Tensor, key: torch.Tensor) -> int:
-    """Scratch of PyTorch's flash attention on a CPU: one tile of scores and one of results a thread."""
-    q_size, head_dim, kv_size = hint(query.shape[2]), hint(query.shape[3]), hint(key.shape[2])
-    threads = torch.get_num_threads()
-    # aten/src/ATen/native/cpu/FlashAttentionKernel.cpp
-    if "backward" in name:
-        q_split, kv_split = min(q_size, 256 if q_size >= 512 else 64), min(kv_size, 512)
-        return threads * 2 * q_split * kv_split * 4
-    q_split = min(q_size, 256 if q_size >= 768 else (64 if q_size >= 192 else 32))
-    kv_split = min(kv_size, 512)
-    return threads * (q_split * kv_split + 2 * q_split + q_split * head_dim) * 4

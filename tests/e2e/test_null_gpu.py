@@ -90,3 +90,8 @@ def test_the_allocator_counts_what_the_plan_predicts(found: dict[str, Any]):
     first, *others = found["peaks"]
     assert first <= found["predicted"]
     assert max(others) == pytest.approx(found["predicted"] - found["tuning"], rel=0.01)
+
+
+def test_attention_takes_the_scratch_that_is_counted_for_it(found: dict[str, Any]):
+    for counted, told in found["scratch"]:
+        assert told == pytest.approx(counted, rel=0.1)  # the allocator hands out pieces up to 1 MiB too large

@@ -10,10 +10,41 @@ from torch._inductor.graph import GraphLowering
 import autohete_fx
 from autohete_fx.ir import Overlap, Schedule
 from autohete_fx.options import Options
+from autohete_fx.profiler.scratch import gpu_attention_scratch_bytes
 from autohete_fx.resources import tuning_bytes
 from tests.training import Sizes, batch, make, plan, training_compilation
 
 SIZES = Sizes(width=256, batch=4, time=128)
+ATTENTION = (
+    ("flash", torch.bfloat16, 4, 16, 1024, 128),
+    ("flash", torch.bfloat16, 8, 16, 1000, 96),
+    ("efficient", torch.bfloat16, 4, 16, 1024, 64),
+    ("efficient", torch.float32, 8, 16, 1000, 96),
+)
+
+
+def scratch(name: str, dtype: torch.dtype, *size: int) -> tuple[int, int]:
+    """Bytes that attention's backward takes beside its results: counted, and as the profiler tells them."""
+    forward, backward = (
+        getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention{end}") for end in ("", "_backward")
+    )
+    batch, heads, rows, width = size
+    q, k, v, grad = (
+        torch.empty(batch, rows, heads, width, dtype=dtype, device="cuda").transpose(1, 2) for _ in range(4)
+    )
+    if name == "flash":
+        made = forward(q, k, v, 0.0, True)
+        arguments = (grad, q, k, v, *made[:6], 0.0, True, *made[6:8])
+    else:
+        made = forward(q, k, v, None, True)
+        arguments = (grad, q, k, v, None, *made, 0.0, [True, True, True, False])
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = backward(*arguments)
+    taken = sum(result.nbytes for result in results if result is not None and result.numel())
+    counted = torch.cuda.max_memory_allocated() - before - taken
+    return counted, gpu_attention_scratch_bytes(f"aten._scaled_dot_product_{name}_attention_backward", q)
 
 
 def main() -> None:
@@ -41,6 +72,7 @@ def main() -> None:
         "wrappers": wrappers[:2],
         "graphs": [compilation.readable("forward"), compilation.readable("backward")],
         "peaks": peaks,
+        "scratch": [scratch(*how) for how in ATTENTION],
         "predicted": compilation.plan.peak_bytes,
         "tuning": tuning_bytes(torch.device("cuda", 0), Options()),
     }
