@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, HostMemoryError, Optimizer, OptimizerStateError, Params, Plan
 from autohete_fx.runtime.placement import placement_of
+from autohete_fx.runtime.tiers import HostTier
 from tests.held_updates import ALL_ON_HOST, OPTIMIZER_ON_HOST, STEP, Gate, Stack, Training, labels, tier_of, weight_of
 from tests.main_job import slow
 
@@ -126,6 +127,27 @@ class Disk:
         patch.setattr("os.posix_fallocate", refusing)
 
 
+def test_host_memory_that_is_refused_is_told_before_the_first_step(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """For all that the plan counts, whether anything needs it yet or not; and when there is room the model trains."""
+    gate.opened.set()
+    disk, model, twin = Disk(monkeypatch), compiled(Stack(), OPTIMIZER_ON_HOST, offload_dir=str(tmp_path)), Stack()
+    optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-2)
+    reference = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
+    disk.is_full = True
+    with pytest.raises(HostMemoryError, match=r"0 bytes of .* could be reserved.*No space left"):
+        model(X)
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    disk.is_full = False
+    for module, each in ((model, optimizer), (twin, reference)):
+        for _ in range(2):
+            module(X).backward()
+            each.step()
+            each.zero_grad()
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+
 @pytest.mark.parametrize("work", ["forward", slow("backward"), slow("step")])
 @pytest.mark.parametrize("fault", ["full", slow("deleted")])
 def test_host_memory_that_is_refused_is_told_and_loses_nothing(
@@ -138,6 +160,9 @@ def test_host_memory_that_is_refused_is_told_and_loses_nothing(
     )  # so many that activations leave the device, or so few that none does
     folder.mkdir()
     monkeypatch.setattr("autohete_fx.runtime.tiers._FILE_GROWTH_BYTES", 1)  # every home a file of its own
+    monkeypatch.setattr(
+        HostTier, "reserve", lambda tier, num_bytes: None
+    )  # as where more is needed than the plan has counted
     model, twin = compiled(Stack(), offload_dir=str(folder)), Stack()
     optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-2)
     reference = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
