@@ -121,7 +121,8 @@ def place(
             disk=session.disk if optimizer is Optimizer.DISK else None,
         )
         place_param(params[name], placement)
-    # Now rather than in the first step: all at once, no more than that, and a refusal finds a model that has not trained.
+    # Now rather than in the first step: at once, no more than that, and a refusal finds a model that has not trained. What a second
+    # model or graph takes of the same tier comes as it is needed: it cannot be told from a second shape of what is there.
     session.tier.reserve(plan.host_bytes)
 
 

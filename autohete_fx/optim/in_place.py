@@ -58,7 +58,7 @@ class Coefficients:
         key = (id(group), step, device)
         if key not in self._tensors:
             values = torch.tensor(coefficients(group, step), dtype=torch.float32, device="cpu")
-            # From memory that is not pinned PyTorch copies when the device is through with what it has, and waits for that.
+            # Out of memory that is not pinned PyTorch would wait until the device has come to the copy.
             on_cpu = device.type == "cpu"
             self._tensors[key] = values if on_cpu else values.pin_memory().to(device, non_blocking=True)
         return self._tensors[key]

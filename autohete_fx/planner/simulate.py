@@ -33,11 +33,10 @@ device are the same cores there).
                 once. Where gradients are clipped, updates start as under STEP
 
 The update lane takes the block that the next forward needs first: an update is done in buckets so small that one that
-is more urgent is taken for going first at once. Without priority it takes them as gradients came, and what updates copy up goes as
-under BACKWARD. An update of states
-on disk takes what the slower of updating and of reading and writing takes. Under STEP and BACKWARD all lanes are idle at
-the end of the forward that waited for updates, and every step repeats the one before from there on: the replay begins and
-ends at that point.
+is more urgent is taken for going first at once. Without priority it takes them as gradients came, and what updates
+copy up goes as under BACKWARD. An update of states on disk takes what the slower of updating and of reading and
+writing takes. Under STEP and BACKWARD all lanes are idle at the end of the forward that waited for updates, and every
+step repeats the one before from there on: the replay begins and ends at that point.
 
 On a CPU device updates on the host start after those on the device, and the work of a block takes ``Machine.copy_share`` of the
 seconds of its copies longer, whether they are hidden or not.
@@ -109,7 +108,7 @@ class _Replay:
         self.done_at: dict[tuple[str, int], float] = {}  # copies under way: label and block to end
         self.landed_at: dict[int, float] = {}  # gradients of the last micro-batch, on the host
         self.copied_up: list[tuple[float, float]] = []
-        self.shared_up: SharedLane | None = None  # h2d in the forward, where uploads are sent at once
+        self.shared_up: SharedLane | None = None  # h2d in the forward, where updates send at once
         self.memory = DeviceMemory(keep_contributors=keep_events)
         self.before = self._at(lambda block, distance: max(0, block - distance))
         self.after = self._at(lambda block, distance: min(self.num_blocks - 1, block + distance))
