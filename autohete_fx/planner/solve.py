@@ -3,6 +3,7 @@
     nothing moves, fits, and its time is within OPTIMAL_GAP of the work that every plan does -> that is the plan
     patterns that fit (`starts`), the best improved (`improve`)                              -> a first plan
     the program that bounds (`formulation`), without whole numbers (`relaxation`)            -> the lower bound
+    for a dozen blocks or two, cutting planes and branches beside the search                 -> a better one
     its shares in whole blocks (`rounding`), repaired, the best improved
     for a few blocks, the programs that bound and decide, and their decisions improved
     random changes to all of these, and exchanges among them (`anneal`), the best improved   -> the plan
@@ -16,6 +17,7 @@ share the updates, so keeping everything is not a lower bound on time, and is no
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -29,7 +31,7 @@ from autohete_fx.planner.formulation import RELATIVE_GAP, Program
 from autohete_fx.planner.improve import Search
 from autohete_fx.planner.infeasible import infeasible, least_peak
 from autohete_fx.planner.reasons import reasons_of
-from autohete_fx.planner.relaxation import Relaxed, relax
+from autohete_fx.planner.relaxation import Relaxed, branch, relax
 from autohete_fx.planner.replays import Replays, Rows, Seconds
 from autohete_fx.planner.rounding import rounded, supported_choices, wasted_seconds
 from autohete_fx.planner.simulate import simulate
@@ -51,6 +53,10 @@ REPLAYED_BLOCKS_PER_SECOND = 1_500_000
 """Of local search on a usual core."""
 PROGRAM_BLOCKS = 8
 """For more blocks the integer programs are not tried: in the time there is they get little further than their relaxation."""
+BRANCHED_BLOCKS = 32
+"""For more blocks than `PROGRAM_BLOCKS` and up to these the bounding program is branched on, which for more gains little."""
+BRANCHES_PER_SECOND = 10
+"""Of the time limit: as with the search, work is counted, so that every run proves the same."""
 FEW_BLOCKS, ANNEALING_SHARES = (16, 32, 64), ((0.1, 0.1, 0.1, 0.1, 0.18), (0.3, 0.3), (0.42,))
 """For so many blocks at most, tables and the relaxation take little, and annealing gets more: these shares, one after the other."""
 MOST_CHOICES = 200_000
@@ -131,9 +137,22 @@ class _Found:
         """Search, with a bound to begin with. Raises InfeasiblePlanError."""
         self.bound_s = bound_s
         self._look_at_patterns()
-        relaxed = self._relax()
+        bounding = Program(self.problem)
+        bounding.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
+        relaxed = self._relax(bounding)
         if self._is_done:
             return
+        if not PROGRAM_BLOCKS < self.num_blocks <= BRANCHED_BLOCKS:
+            self._search_on(relaxed)
+            return
+        with ThreadPoolExecutor(1) as beside:
+            branches = int(self.time_limit_s * BRANCHES_PER_SECOND)
+            branched = beside.submit(branch, bounding, branches=branches, deadline=self.deadline)
+            self._search_on(relaxed)
+            self.bound_s = max(self.bound_s, branched.result())
+
+    def _search_on(self, relaxed: Relaxed | None) -> None:
+        """From the patterns, and from the relaxation where there is one."""
         every = sum(len(choices(self.problem, block)) for block in range(self.num_blocks)) * self.num_blocks
         few = relaxed is not None and every > MOST_CHOICES
         search = self._search(supported_choices(self.problem, relaxed.shares) if few and relaxed is not None else None)
@@ -177,10 +196,8 @@ class _Found:
         for start in begin[:_IMPROVED_STARTS]:
             self._keep(search, search.improve(start))
 
-    def _relax(self) -> Relaxed | None:
+    def _relax(self, bounding: Program) -> Relaxed | None:
         """Bound the step."""
-        bounding = Program(self.problem)
-        bounding.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
         relaxed = relax(bounding, deadline=min(self.deadline, time.monotonic() + RELAXATION_SHARE * self.time_limit_s))
         if relaxed is not None:
             self.bound_s = max(self.bound_s, relaxed.bound_s)

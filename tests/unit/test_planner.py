@@ -19,7 +19,9 @@ from autohete_fx.ir import (
     SelectiveCost,
 )
 from autohete_fx.planner.baselines import BASELINES, fits
-from autohete_fx.planner.choices import durations, states_of
+from autohete_fx.planner.choices import MAX_PREFETCH_DISTANCE, durations, states_of
+from autohete_fx.planner.formulation import Program
+from autohete_fx.planner.relaxation import relax
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import OPTIMAL_GAP, solve
 from tests.planner_problems import MACHINE, cost, problem
@@ -140,6 +142,18 @@ def test_many_identical_blocks_fit_prove_their_gap_and_are_decided_alike(count: 
     again = solve(many)
     # Work is counted, so that plans are equal; only on a machine that is slow or busy for so many blocks the clock ends it.
     assert again.decisions == plan.decisions or (count > 24 and max(plan.solve_s, again.solve_s) > 9.0)
+
+
+def test_a_dozen_blocks_are_bounded_by_more_than_the_relaxation():
+    sizes = [40 + i * 37 % 90 for i in range(12)]
+    blocks = [
+        cost(param_bytes=size, grad_bytes=size, optimizer_bytes=3 * size, saved_bytes=200 - size) for size in sizes
+    ]
+    tight = problem(blocks, device_budget_bytes=sum(sizes) * 3)
+    program = Program(tight)
+    program.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
+    relaxed, plan = relax(program, deadline=float("inf")), solve(tight)
+    assert relaxed is not None and relaxed.bound_s * 1.002 < plan.lower_bound_s <= plan.step_s
 
 
 def test_without_time_there_is_a_plan_and_its_gap_is_said():

@@ -6,12 +6,14 @@ dropped that break the budget already, or whose time without any prefetch distan
 """
 
 import itertools
+import time
 from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from autohete_fx.errors import InfeasiblePlanError
@@ -29,9 +31,9 @@ from autohete_fx.planner.choices import (
 )
 from autohete_fx.planner.device_use import device_bytes
 from autohete_fx.planner.figures import disk_bytes, host_bytes, overlap_of, sends_at_once
-from autohete_fx.planner.formulation import Program
+from autohete_fx.planner.formulation import RELATIVE_GAP, Program
 from autohete_fx.planner.improve import Search
-from autohete_fx.planner.relaxation import relax
+from autohete_fx.planner.relaxation import branch, relax
 from autohete_fx.planner.replays import Replays
 from autohete_fx.planner.rounding import wasted_seconds
 from autohete_fx.planner.simulate import simulate
@@ -111,6 +113,25 @@ def test_what_a_plan_wastes_is_above_the_bound(limited: Problem):
     wasted_s = table[np.arange(rows.shape[1]), rows].sum(axis=1)
     assert (search.replays.seconds(rows) * (1 + 1e-6) >= relaxed.bound_s + wasted_s * (1 - 1e-4)).all()
     assert not len(rows) or table.max() == 0 or wasted_s.max() > 0
+
+
+@settings(max_examples=25, **QUIET)
+@given(
+    problems(most_blocks=5, budgets=False) | problems(most_blocks=5, budgets=False, early=True), st.floats(0.5, 0.95)
+)
+def test_branching_proves_more_than_the_relaxation_and_no_more_than_is_true(free: Problem, share: float):
+    plain = simulate(free, [BlockDecision()] * len(free.costs), events=False).peak_bytes
+    program = Program(replace(free, device_budget_bytes=int(share * plain)))
+    program.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
+    best = program.solve(limit_s=20, deadline=float("inf"), in_seconds=True)
+    if best.decisions is None:
+        return
+    relaxed, branched_s = (
+        relax(program, deadline=float("inf")),
+        branch(program, branches=1000, deadline=time.monotonic() + 20),
+    )
+    assert relaxed is not None and relaxed.bound_s * (1 - 1e-5) <= branched_s
+    assert not best.exhausted or branched_s <= best.bound / (1 - RELATIVE_GAP)
 
 
 @settings(max_examples=60, **QUIET)
