@@ -16,7 +16,7 @@ from pathlib import Path
 from autohete_fx.errors import MachineError
 from autohete_fx.ir import Machine
 
-CACHE_VERSION = 4
+CACHE_VERSION = 5
 """Raised when what files contain changes meaning: older files then count as absent."""
 
 

@@ -6,19 +6,15 @@ kept between processes. Bytes are those of `analytic`. A block that cannot be ti
 blocks show; ``Profile.source`` then says how many.
 """
 
-import contextlib
 import hashlib
 import json
-import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import _guards, fx
+from torch import fx
 from torch.fx._lazy_graph_module import _make_graph_module
-from torch.utils._python_dispatch import _disable_current_modes
 
 from autohete_fx.ir import Machine, Profile
 from autohete_fx.profiler.analytic import BlockTimes, analytic_times, costs_from_times
@@ -26,15 +22,10 @@ from autohete_fx.profiler.cache import load_text, store_text
 from autohete_fx.profiler.liveness import trace_memory
 from autohete_fx.profiler.lowering import lower
 from autohete_fx.profiler.machine import machine_key
-from autohete_fx.profiler.node_kinds import extent_bytes, hint
+from autohete_fx.profiler.node_kinds import extent_bytes
 from autohete_fx.profiler.partition import Partition
+from autohete_fx.profiler.timed_graph import CompileGraph, TimedGraph, compile_eager, compile_inductor
 
-CompileGraph = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Callable[[list[Any]], Any]]
-"""A graph and its fake inputs to something that runs it on a list of real ones."""
-
-_MAX_RUNS = 25
-_MIN_RUNS = 3
-_RUN_LIMIT_S = 0.4
 _NEGLIGIBLE_SHARE = 0.05
 """Blocks with less than this part of the estimated time are not worth compiling on their own."""
 
@@ -111,94 +102,6 @@ def structure_digest(graph_module: fx.GraphModule | None) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def compile_inductor(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[[list[Any]], Any]:
-    """Compile with Inductor, without the passes that the surrounding compilation has installed."""
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-
-    with config.patch({"post_grad_custom_post_pass": None, "post_grad_custom_pre_pass": None}):
-        return compile_fx_inner(graph_module, list(inputs), is_inference=False)  # type: ignore[arg-type,return-value]
-
-
-def compile_eager(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[[list[Any]], Any]:
-    """Run node by node."""
-    graph_module.recompile()
-    return lambda args: graph_module(*args)
-
-
-@contextlib.contextmanager
-def _outside_tracing() -> Iterator[None]:
-    """Real tensors and a compiler state of our own, although the caller is in the middle of a compilation.
-
-    Random state is put back: what a model draws must not depend on whether it was timed.
-    """
-    with (
-        _disable_current_modes(),
-        _guards.tracing(None),
-        _guards.compile_context(None),
-        torch.no_grad(),
-        torch.random.fork_rng(devices=range(torch.cuda.device_count())),
-    ):
-        yield
-
-
-def input_device(node: fx.Node) -> torch.device:
-    """Where a placeholder's value really is. What memory-efficient attention has drawn its dropout by is on the CPU, whatever the
-    fake says: launching its backward reads it there, and a pointer to the device would end the process."""
-    value = node.meta["val"]
-    is_seed = any("efficient_attention_backward" in str(user.target) for user in node.users) and not value.shape
-    return torch.device("cpu") if is_seed else value.device
-
-
-def _real_input(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor like a fake one: floats random, integers and booleans zero, so that every index is valid."""
-    sizes, strides = [hint(s) for s in value.shape], [hint(s) for s in value.stride()]
-    extent = 0 if 0 in sizes else 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
-    memory = torch.zeros(extent, dtype=value.dtype, device=device)
-    if value.dtype.is_floating_point:
-        memory.uniform_(-1.0, 1.0)
-    return memory.as_strided(sizes, strides)
-
-
-def _synchronize(device_type: str) -> None:
-    if device_type != "cpu":
-        torch.accelerator.synchronize()
-
-
-class _TimedGraph:
-    """A graph that was compiled to be timed: once when it is made, and again at any later time.
-
-    Attributes:
-        best_s: seconds of one run.
-    """
-
-    def __init__(self, graph_module: fx.GraphModule, compile_graph: CompileGraph, device_type: str) -> None:
-        placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-        self._inputs = [(node.meta["val"], input_device(node)) for node in placeholders]
-        self._device_type = device_type
-        self.best_s = float("inf")
-        with _outside_tracing():
-            self._run = compile_graph(graph_module, [value for value, _ in self._inputs])
-
-    def time(self) -> None:
-        """Run it for a while. Others on the machine only ever slow a run down, so a quick quarter of the runs counts,
-        and of several whiles the best."""
-        with _outside_tracing():
-            inputs = [_real_input(value, device) for value, device in self._inputs]
-            seconds: list[float] = []
-            self._run(list(inputs))
-            started = time.perf_counter()
-            while len(seconds) < _MIN_RUNS or (
-                len(seconds) < _MAX_RUNS and time.perf_counter() - started < _RUN_LIMIT_S
-            ):
-                _synchronize(self._device_type)
-                begun = time.perf_counter()
-                self._run(list(inputs))
-                _synchronize(self._device_type)
-                seconds.append(time.perf_counter() - begun)
-        self.best_s = min(self.best_s, statistics.quantiles(seconds)[0])
-
-
 def _measurable(graph_module: fx.GraphModule | None) -> bool:
     """All inputs are tensors of known sizes."""
     for node in graph_module.graph.nodes if graph_module is not None else ():
@@ -236,7 +139,7 @@ class _Stopwatch:
             for gm in graphs
         ]
         self.keys: dict[int, str] = {}
-        self.timed: dict[int, list[_TimedGraph | None]] = {}
+        self.timed: dict[int, list[TimedGraph | None]] = {}
 
     def begin(self, block: int) -> _Timing | None:
         """The timing of a block from the cache; else None, and it is compiled and timed where that can be done."""
@@ -258,15 +161,16 @@ class _Stopwatch:
         if self.max_bytes is not None and needed > self.max_bytes:
             return None
         self.timed[block] = [
-            None if piece is None else _TimedGraph(piece, self.compile_graph, device_type) for piece in pieces
+            None if piece is None else TimedGraph(piece, self.compile_graph, device_type) for piece in pieces
         ]
         self._time(block)
         return None
 
     def _time(self, block: int) -> None:
+        known: dict[str, torch.Tensor] = {}
         for graph in self.timed[block]:
             if graph is not None:
-                graph.time()
+                known = graph.time(known)
 
     def finish(self) -> dict[int, _Timing]:
         """Time what was begun once more, a while later, so that a disturbance has passed; and keep the results."""

@@ -15,7 +15,8 @@ from autohete_fx.ir import Block, BlockGraph, BlockKind
 from autohete_fx.profiler import ParamInfo, Partition, profile_analytic, profile_measured
 from autohete_fx.profiler.analytic import saved_tensors
 from autohete_fx.profiler.flops import flops_of
-from autohete_fx.profiler.measured import extract_block, input_device, values_not_stored
+from autohete_fx.profiler.measured import extract_block, values_not_stored
+from autohete_fx.profiler.timed_graph import input_device
 from tests import planner_problems
 
 MACHINE = replace(
@@ -30,25 +31,29 @@ def layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x @ weight)
 
 
+def graphs_of(model: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> list[fx.GraphModule]:
+    """Forward and backward."""
+    graphs: list[fx.GraphModule] = []
+
+    def split(joint: fx.GraphModule, inputs: object, **keywords: object) -> tuple[fx.GraphModule, fx.GraphModule]:
+        graphs.extend(min_cut_rematerialization_partition(joint, inputs, **keywords))
+        return graphs[0], graphs[1]
+
+    aot_function(model, fw_compiler=lambda gm, _: make_boxed_func(gm), partition_fn=split)(*inputs)
+    return graphs
+
+
 @pytest.fixture(scope="module")
 def partition() -> Partition:
     """Layers of one product and a tanh each, then a sum. Blocks: the layers, the last with the loss."""
     weights = [nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(LAYERS)]
-    graphs: list[fx.GraphModule] = []
 
     def model(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         for weight in weights:
             x = layer(x, weight)
         return x.sum()
 
-    def split(joint: fx.GraphModule, inputs: object, **keywords: object) -> tuple[fx.GraphModule, fx.GraphModule]:
-        graphs.extend(min_cut_rematerialization_partition(joint, inputs, **keywords))
-        return graphs[0], graphs[1]
-
-    aot_function(model, fw_compiler=lambda gm, _: make_boxed_func(gm), partition_fn=split)(
-        torch.randn(ROWS, WIDTH), *weights
-    )
-    forward, backward = graphs
+    forward, backward = graphs_of(model, torch.randn(ROWS, WIDTH), *weights)
     products = {node.name for node in forward.graph.nodes if "mm" in str(node.target)}
     block_of: dict[str, int] = {}
     block = -1
@@ -194,6 +199,37 @@ def test_measured_seconds_come_from_one_run_a_digest_and_are_kept(partition: Par
     assert again.costs == profile.costs
     bytes_of = [(c.saved_bytes, c.grad_bytes) for c in profile_analytic(partition, MACHINE).costs]
     assert [(c.saved_bytes, c.grad_bytes) for c in profile.costs] == bytes_of
+
+
+def test_a_backward_is_timed_with_the_integers_that_its_forward_computes(partition: Partition) -> None:
+    """What experts a router chose: with zeros for how many rows each gets, their products would take no time."""
+
+    def routed(x: torch.Tensor, router: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        return (x * experts[(x @ router).argmax(-1)]).sum()
+
+    x, router, experts = torch.randn(ROWS, WIDTH), torch.randn(WIDTH, LAYERS), torch.randn(LAYERS, WIDTH)
+    forward, backward = graphs_of(routed, x, router, experts.requires_grad_())
+    one = replace(
+        partition,
+        forward=forward,
+        backward=backward,
+        blocks=replace(partition.blocks, blocks=partition.blocks.blocks[:1]),
+        block_of={node.name: 0 for gm in (forward, backward) for node in gm.graph.nodes},
+        params={},
+    )
+    integers: list[torch.Tensor] = []
+
+    def compile_graph(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        def run(args: list[Any]) -> Any:
+            results = gm(*args)
+            integers.extend(value for value in (*args, *results) if not value.is_floating_point())
+            return results
+
+        return run
+
+    assert profile_measured(one, MACHINE, compile_graph=compile_graph).source == "measured"
+    assert len(integers) > 2 and all(torch.equal(each, integers[0]) for each in integers if each.shape == (ROWS,))
+    assert set(integers[0].tolist()) == set(range(LAYERS))
 
 
 def test_what_does_not_fit_or_comes_too_late_stays_analytic(partition: Partition) -> None:
