@@ -54,11 +54,16 @@ def pin_positions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
 
 
 def is_anchor(node: fx.Node) -> bool:
-    """Whether the node is a matrix product or another kernel that Inductor never fuses away."""
+    """Whether the node is a matrix product or another kernel that Inductor never fuses away.
+
+    One without a block may be: on a GPU Inductor replaces an ``addmm`` by a product of its own making and a sum.
+    """
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if not isinstance(node.meta.get("val"), torch.Tensor) or annotations.block_of(node) is None:
+    if not isinstance(node.meta.get("val"), torch.Tensor):
         return False
+    if annotations.block_of(node) is None and all(n.op == "placeholder" for n in node.all_input_nodes):
+        return False  # nothing tells its region
     name = node.target._schema.name.split("::")[1].strip("_")
     return any(
         name == word or name.endswith("_" + word) or (word in ("attention", "linear") and word in name)

@@ -298,3 +298,17 @@ def test_pin_positions_gives_way_to_work_that_another_pass_moved(caplog: pytest.
     gm = passes.run(only_pin, gm, stage, stage=Stage.FINAL, given=("blocks", "sorted"))
     assert code(gm) == before
     assert "could not be pinned" in caplog.text
+
+
+def test_pin_positions_counts_a_product_that_the_compiler_made_itself():
+    """On a GPU it replaces a product with a bias by a product and a sum, which have no block."""
+
+    def pinned(forgotten: tuple[str, ...]) -> str:
+        gm, stage = rewritten(Stage.FORWARD, passes.sort_regions), context(Stage.FORWARD, HOST)
+        for node in gm.graph.nodes:
+            if node.name in forgotten:
+                node.meta = {"val": node.meta["val"]}
+        only_pin = [p for p in passes.PIPELINE if p.function is passes.pin_positions]
+        return code(passes.run(only_pin, gm, stage, stage=Stage.FINAL, given=("blocks", "sorted")))
+
+    assert pinned(("second",)) == pinned(())
