@@ -6,10 +6,16 @@ regions stay in order. Only products are anchors: an anchor's inputs and output 
 products anyhow. An inserted node names its anchor in the argument ``after``; a product gets control dependencies,
 which wrap it into a graph of its own and are therefore few.
 
+Between two products what issues copies, and waits for what the next region reads, name the last copy that is issued there before
+them instead: a copy that a GPU comes to behind a wait does not begin before what is waited for is over. The handle of a copy is
+eight bytes, and nothing is kept for it. Waits that let go of memory stay tied to the product alone: they come as soon as they may.
+
 Emitted IR::
 
-    prefetch_w3 = autohete.prefetch(w3, session, lane, priority, mm_1)
-    mm_2 = control_deps((mm_1, prefetch_w3), <mm>, x, wait_w2)   # after mm_1 and after the prefetch was issued
+    offload_gelu = autohete.offload(gelu, session, lane, priority, mm_1)
+    prefetch_w3 = autohete.prefetch(w3, session, lane, priority, offload_gelu)
+    wait_w2 = autohete.wait(prefetch_w2, w2, session, prefetch_w3)
+    mm_2 = control_deps((mm_1, offload_gelu, prefetch_w3), <mm>, x, wait_w2)   # after mm_1 and after the copies were issued
 """
 
 import itertools
@@ -20,7 +26,7 @@ from torch import fx
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch.utils._ordered_set import OrderedSet
 
-from autohete_fx import annotations
+from autohete_fx import annotations, ops
 from autohete_fx.passes.base import PassContext, Stage
 from autohete_fx.passes.sort_regions import readers_before_starts, region_keys, reorder
 
@@ -44,9 +50,7 @@ def pin_positions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
         # A later pass moved work across blocks. The result stays exact; only the overlap is the compiler's choice.
         log.warning("positions of copies could not be pinned: another pass moved work between blocks")
         return gm
-    for node in inserted:
-        for anchor in wanted.pop(node, ()):
-            node.args = (*node.args, anchor)
+    _name_what_is_before(graph, wanted)
     order = {node: i for i, node in enumerate(graph.nodes)}
     pinned = {node: OrderedSet(wanted[node]) for node in sorted(wanted, key=order.__getitem__) if wanted[node]}
     preserve_node_ordering(graph, pinned)
@@ -98,3 +102,22 @@ def _dependencies(
         if after and note.before_slot:
             wanted.setdefault(after[0], []).append(node)
     return wanted
+
+
+def _name_what_is_before(graph: fx.Graph, wanted: dict[fx.Node, list[fx.Node]]) -> None:
+    """Take inserted nodes out of ``wanted``: each names its anchor, or the last handle between that and itself.
+
+    It stands behind that handle in an order that keeps all dependencies, so there is no cycle.
+    """
+    handles: dict[fx.Node | None, fx.Node] = {}  # the last so far, by anchor
+    for node in graph.nodes:
+        if (note := annotations.inserted(node)) is None:
+            continue
+        (anchor,) = wanted.pop(node, [None])
+        gives_handle = node.target not in (ops.wait, ops.wait_update)
+        lets_go = note.before_slot and not gives_handle
+        before = anchor if lets_go else handles.get(anchor, anchor)
+        if before is not None:
+            node.args = (*node.args, before)
+        if gives_handle:
+            handles[anchor] = node

@@ -64,15 +64,27 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_the_compiler_keeps_copies_between_the_products_where_they_stand(found: dict[str, Any]):
-    for wrapper, graph in zip(found["wrappers"], found["graphs"], strict=True):
+    for wrapper, graph in zip(found["wrappers"][:2], found["graphs"][:2], strict=True):
         wanted = copies_of_graph(graph)
         assert {"prefetch", "offload", "wait"} <= {op for _, op in wanted} and wanted[-1][0] > 10
         assert sorted(read(wrapper).copies) == sorted(wanted)
 
 
+def test_copies_begin_before_the_device_waits_for_what_the_next_block_reads(found: dict[str, Any]):
+    for number, (wrapper, graph) in enumerate(zip(found["wrappers"], found["graphs"], strict=True)):
+        reading, is_forward = read(wrapper), number % 2 == 0
+        assert reading.late == []
+        # In backward a product whose result nothing of its block reads may come behind the copies of the next.
+        compiled, wanted = (
+            [(products * is_forward, op) for products, op in copies if op not in ("wait", "wait_update")]
+            for copies in (reading.copies, copies_of_graph(graph))
+        )
+        assert compiled == wanted
+
+
 def test_nothing_is_written_over_what_a_copy_reads(found: dict[str, Any]):
-    forward, backward = map(read, found["wrappers"])
-    assert forward.faults == backward.faults == []
+    forward, backward, *others = map(read, found["wrappers"])
+    assert [reading.faults for reading in (forward, backward, *others)] == [[]] * 4
     assert {op for _, op in backward.copies} >= {"reload", "start_update"}
     assert backward.returned_homes == sum(op == "start_update" for _, op in backward.copies)
 

@@ -47,16 +47,22 @@ def scratch(name: str, dtype: torch.dtype, *size: int) -> tuple[int, int]:
     return counted, gpu_attention_scratch_bytes(f"aten._scaled_dot_product_{name}_attention_backward", q)
 
 
-def main() -> None:
-    # A process measures the machine once, in more memory than this model has.
-    autohete_fx.explain(make("cuda"), batch("cuda", 0), options={"profile": "analytic"})
+def compiled(sizes: Sizes, overlap: Overlap) -> tuple[torch.nn.Module, autohete_fx.AdamW, list[str]]:
+    """A model and its optimizer, under a plan with everything in it, and where the compiler's wrappers will be."""
     torch._dynamo.reset()
     wrappers: list[str] = []
     GraphLowering.save_output_code = staticmethod(wrappers.append)
-    model = make("cuda", SIZES)
-    optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-3, overlap="backward")
-    chosen = dataclasses.replace(plan("mixed"), schedule=Schedule(overlap=Overlap.BACKWARD))
+    model = make("cuda", sizes)
+    optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-3, overlap=overlap.value)
+    chosen = dataclasses.replace(plan("mixed"), schedule=Schedule(overlap=overlap))
     model.compile(backend="autohete", options={"profile": "analytic", "plan": chosen})
+    return model, optimizer, wrappers
+
+
+def main() -> None:
+    # A process measures the machine once, in more memory than this model has.
+    autohete_fx.explain(make("cuda"), batch("cuda", 0), options={"profile": "analytic"})
+    model, optimizer, wrappers = compiled(SIZES, Overlap.BACKWARD)
     peaks = []
     with config.patch(force_disable_caches=True):
         for step in range(3):
@@ -68,9 +74,14 @@ def main() -> None:
             optimizer.zero_grad()
             optimizer.synchronize()
     compilation = training_compilation()
+    with config.patch(force_disable_caches=True):  # of another size, which Inductor orders otherwise
+        small, _, others = compiled(Sizes(), Overlap.STEP)
+        small(batch("cuda", 0)).backward()
     found = {
-        "wrappers": wrappers[:2],
-        "graphs": [compilation.readable("forward"), compilation.readable("backward")],
+        "wrappers": [*wrappers[:2], *others[:2]],
+        "graphs": [
+            c.readable(stage) for c in (compilation, training_compilation()) for stage in ("forward", "backward")
+        ],
         "peaks": peaks,
         "scratch": [scratch(*how) for how in ATTENTION],
         "predicted": compilation.plan.peak_bytes,

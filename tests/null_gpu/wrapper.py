@@ -23,11 +23,13 @@ class Reading:
 
     Attributes:
         copies: per op of ours its name, and how many products and attentions come before it.
+        late: copies down, updates and norms that stand behind a wait for what the device reads, between the same products.
         faults: writes to what a copy in flight reads, or to host memory; copies that are not waited for with their source.
         returned_homes: outputs that are host memory.
     """
 
     copies: list[tuple[int, str]] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     returned_homes: int = 0
 
@@ -38,6 +40,7 @@ class _Reader:
         self._names: dict[str, Memory] = {}
         self._in_flight: dict[Memory, tuple[str, Memory | None]] = {}
         self._count = self._products = 0
+        self._has_waited = False  # since the last product
         self._parameters = {
             name: [p.split(":")[0].strip() for p in parameters.split(",")]
             for name, parameters in re.findall(r"^def (triton_\w+)\(([^)]*)\)", source, re.MULTILINE)
@@ -86,6 +89,7 @@ class _Reader:
             return self._copy(found[1], call)
         if _PRODUCT.fullmatch(name) or name.endswith("_rng_state"):
             self._products += 1
+            self._has_waited = False
         written = [keyword.value for keyword in call.keywords if keyword.arg == "out"]
         for parameter, argument in zip(self._parameters.get(name.removesuffix(".run"), ()), call.args, strict=False):
             if "out_ptr" in parameter:
@@ -97,6 +101,8 @@ class _Reader:
 
     def _copy(self, op: str, call: ast.Call) -> Memory | None:
         first, second = self._value(call.args[0]), self._value(call.args[1])
+        if self._has_waited and op in ("offload", "start_update", "take_norm"):
+            self.result.late.append(f"line {call.lineno}: {op} of {first}")
         if op in ("offload", "reload", "prefetch"):
             handle = self._new("handle")
             self._in_flight[handle] = (op, first)
@@ -104,9 +110,11 @@ class _Reader:
         if op == "wait":
             assert first is not None
             issued, source = self._in_flight.pop(first)
+            self._has_waited |= issued != "offload"
             if source is None or source != second:
                 self.result.faults.append(f"line {call.lineno}: the wait for {issued} keeps {second}, not {source}")
             return self._new("home" if issued == "offload" else "arrived")
+        self._has_waited |= op == "wait_update"
         return first
 
 

@@ -257,14 +257,14 @@ def test_pin_positions_ties_copies_to_the_products_around_them():
         """\
 def forward(self, x, w0, w1):
 prefetch_w0 = autohete.prefetch.default(w0, 'two blocks', 1, 0)
-prefetch_w1 = autohete.prefetch.default(w1, 'two blocks', 1, 1)
-wait_w0 = autohete.wait.default(prefetch_w0, w0, 'two blocks')
+prefetch_w1 = autohete.prefetch.default(w1, 'two blocks', 1, 1, prefetch_w0)
+wait_w0 = autohete.wait.default(prefetch_w0, w0, 'two blocks', prefetch_w1)
 subgraph_first = self.subgraph_first
 first = higher_order.control_deps((prefetch_w0, prefetch_w1), subgraph_first, x, wait_w0)
 gelu = aten.gelu.default(first)
 offload_first = autohete.offload.default(first, 'two blocks', 2, 0, first)
-offload_gelu = autohete.offload.default(gelu, 'two blocks', 2, 0, first)
-wait_w1 = autohete.wait.default(prefetch_w1, w1, 'two blocks', first)
+offload_gelu = autohete.offload.default(gelu, 'two blocks', 2, 0, offload_first)
+wait_w1 = autohete.wait.default(prefetch_w1, w1, 'two blocks', offload_gelu)
 w1_t_1 = aten.permute.default(wait_w1, [1, 0])
 subgraph_second = self.subgraph_second
 second = higher_order.control_deps((first, offload_first, offload_gelu), subgraph_second, gelu, w1_t_1)
