@@ -153,6 +153,23 @@ class _Events:
             event.synchronize()
 
 
+class _Streams:
+    """The streams on which homes of a device were asked for. The arena knows it instead of the tier: two that know each other are
+    freed by a garbage collection alone, and pinned memory of the size of a model would wait for that."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seen: set[torch.Stream] = set()
+
+    def note_current(self) -> None:
+        """A home is asked for now."""
+        self._seen.add(torch.accelerator.current_stream(self._device))
+
+    def fence(self) -> _Events:
+        """A point that is behind all that was given to the streams so far."""
+        return _Events(self._device, (torch.accelerator.current_stream(self._device), *self._seen))
+
+
 class PinnedTier(HostTier):
     """Homes of a CUDA device, in pinned RAM that its kernels address directly.
 
@@ -169,21 +186,20 @@ class PinnedTier(HostTier):
     def __init__(self, device: torch.device, capacity_bytes: int | None = None, arena: Arena | None = None) -> None:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        self._streams: set[torch.Stream] = set()
+        self._streams = _Streams(device)
         chunk = functools.partial(pin, unregister=functools.partial(cuda_unregister, device=device))
         super().__init__(
             device,
-            arena or Arena(chunk, growth_bytes=_PINNED_GROWTH_BYTES, capacity_bytes=capacity_bytes, fence=self.fence),
+            arena
+            or Arena(
+                chunk, growth_bytes=_PINNED_GROWTH_BYTES, capacity_bytes=capacity_bytes, fence=self._streams.fence
+            ),
         )
 
     def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         if self.device.type != "cpu":
-            self._streams.add(torch.accelerator.current_stream(self.device))
+            self._streams.note_current()
         return super().empty_strided(size, stride, dtype)
-
-    def fence(self) -> "_Events":
-        """A point that is behind all that was given to the streams so far."""
-        return _Events(self.device, (torch.accelerator.current_stream(self.device), *self._streams))
 
     def _storage(self, lease: "ctypes.Array[ctypes.c_char]") -> torch.UntypedStorage:
         # This storage has no deleter; the lease that the caller hangs on it is what keeps the bytes.

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -311,12 +312,24 @@ def test_a_home_is_reused_behind_every_stream_that_homes_were_asked_for_on(monke
     thread.start()
     thread.join()
     tier.empty_strided((4,), (1,), torch.float32)
-    fence = tier.fence()
+    fence = tier._streams.fence()
     assert sorted(recorded) == ["default", "the user's"] and not fence.query()
     events[0].passed = True
     assert not fence.query()
     fence.synchronize()
     assert fence.query()
+
+
+def test_what_is_pinned_goes_with_the_last_reference_to_its_tier() -> None:
+    """It may be most of the RAM, and garbage collections of so few objects are rare."""
+    tier = PinnedTier(torch.device("cuda", 0))
+    arena = weakref.ref(tier._arena)
+    gc.disable()
+    try:
+        del tier
+        assert arena() is None
+    finally:
+        gc.enable()
 
 
 def test_unpinning_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
