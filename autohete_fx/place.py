@@ -1,7 +1,8 @@
 """Put a model that is larger than the device where the device can reach it.
 
 In: a model on the CPU. Out: the same model, its parameters and buffers on the compute device as far as any code can
-tell, the parameters' bytes in host memory. Compiling it brings to the device what the plan wants there.
+tell, the parameters' bytes in host memory, where their optimizer states belong too: a checkpoint may be loaded before anything is
+compiled. Compiling it brings to the device what the plan wants there.
 """
 
 from typing import TypeVar
@@ -16,7 +17,8 @@ ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
 
 def place(model: ModuleT, device: torch.device | str, *, offload_dir: str | None = None) -> ModuleT:
-    """Move a model to a device and leave all but its small parameters in host memory, readable from the device.
+    """Move a model to a device and leave all but its small parameters in host memory, readable from the device. An
+    `autohete_fx.AdamW` keeps their states there too, until the model is compiled.
 
     Args:
         model: changed in place; tied parameters stay tied.
@@ -31,8 +33,8 @@ def place(model: ModuleT, device: torch.device | str, *, offload_dir: str | None
     """
     tier = open_tier(device, offload_dir)
     for parameter in dict.fromkeys(model.parameters()):
-        where = Params.HOST if is_movable(parameter) else Params.DEVICE
-        place_param(parameter, Placement(params=where, optimizer=Optimizer.DEVICE, tier=tier, block=0))
+        where = (Params.HOST, Optimizer.HOST) if is_movable(parameter) else (Params.DEVICE, Optimizer.DEVICE)
+        place_param(parameter, Placement(*where, tier, block=0))
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -188,6 +188,7 @@ class PlacedJob:
             checkpoint = torch.load(resume_from, map_location="cpu")
             model.load_state_dict(checkpoint["model"])
             optimizer.load_state_dict(checkpoint["optimizer"])
+            assert all(is_home(optimizer.state[p]["exp_avg"]) for p in model.parameters() if is_movable(p))
             first = checkpoint["step"]
         options = {"memory_budget": self.budget_bytes, "inner_backend": "eager", "profile": "analytic"}
         model.compile(backend="autohete", options=options)
