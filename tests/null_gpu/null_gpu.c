@@ -2,6 +2,7 @@
 // before the real ones. Its memory is the host's, copies are made when they are issued, kernels and products are left undone.
 // All else is as on a card: PyTorch picks the operators that it has for one, Inductor and Triton compile for sm_90, and the
 // caching allocator counts.
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,8 +20,10 @@ cudaError_t cudaSetDevice(int d) { return cudaSuccess; }
 cudaError_t cudaDeviceSynchronize(void) { return cudaSuccess; }
 cudaError_t cudaDriverGetVersion(int *v) { *v = 13000; return cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int *v) { *v = 13000; return cudaSuccess; }
-cudaError_t cudaGetLastError(void) { return cudaSuccess; }
-cudaError_t cudaPeekAtLastError(void) { return cudaSuccess; }
+static __thread cudaError_t last;  // of a call that was refused: PyTorch raises it behind the next kernel, unless it is asked for
+static cudaError_t refused(cudaError_t e) { return last = e; }
+cudaError_t cudaGetLastError(void) { cudaError_t e = last; last = cudaSuccess; return e; }
+cudaError_t cudaPeekAtLastError(void) { return last; }
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
   memset(p, 0, sizeof *p);
   strcpy(p->name, "NVIDIA H100 80GB HBM3");
@@ -45,25 +48,56 @@ cudaError_t cudaDeviceGetAttribute(int *v, enum cudaDeviceAttr a, int d) { *v = 
 cudaError_t cudaDeviceGetStreamPriorityRange(int *l, int *g) { *l = 0; *g = -5; return cudaSuccess; }
 cudaError_t cudaDeviceGetPCIBusId(char *s, int n, int d) { snprintf(s, n, "0000:00:00.0"); return cudaSuccess; }
 
-// memory
-cudaError_t cudaMalloc(void **p, size_t n) {
-  if (used + n > TOTAL) { *p = 0; return cudaErrorMemoryAllocation; }
-  size_t r = (n + 511) & ~(size_t)511;
-  char *raw = aligned_alloc(512, r + 512);
-  if (!raw) return cudaErrorMemoryAllocation;
-  *(size_t *)raw = n; used += n; *p = raw + 512; return cudaSuccess; }
-cudaError_t cudaFree(void *p) { if (p) { char *raw = (char *)p - 512; used -= *(size_t *)raw; free(raw); } return cudaSuccess; }
+// memory, of which the driver knows what it is
+static struct range { char *begin; size_t bytes; enum cudaMemoryType type; } ranges[1 << 16];
+static int count;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static int find(const void *p) {
+  for (int i = 0; i < count; i++) if ((size_t)((char *)p - ranges[i].begin) < ranges[i].bytes) return i;
+  return -1;
+}
+static cudaError_t know(void *p, size_t n, enum cudaMemoryType type) {
+  pthread_mutex_lock(&lock);
+  int is_new = find(p) < 0;
+  if (is_new) ranges[count++] = (struct range){p, n, type};
+  if (is_new && type == cudaMemoryTypeDevice) used += n;
+  pthread_mutex_unlock(&lock);
+  return is_new ? cudaSuccess : refused(cudaErrorHostMemoryAlreadyRegistered);
+}
+static cudaError_t forget(void *p) {
+  pthread_mutex_lock(&lock);
+  int i = find(p), is_known = i >= 0 && ranges[i].begin == p;
+  if (is_known && ranges[i].type == cudaMemoryTypeDevice) used -= ranges[i].bytes;
+  if (is_known) ranges[i] = ranges[--count];
+  pthread_mutex_unlock(&lock);
+  return is_known ? cudaSuccess : refused(cudaErrorHostMemoryNotRegistered);
+}
+static cudaError_t take(void **p, size_t n, size_t alignment, enum cudaMemoryType type) {
+  *p = type == cudaMemoryTypeDevice && used + n > TOTAL ? 0 : aligned_alloc(alignment, (n + alignment - 1) & -alignment);
+  return *p ? know(*p, n, type) : refused(cudaErrorMemoryAllocation);
+}
+static cudaError_t give(void *p) { if (p && forget(p) == cudaSuccess) free(p); return cudaSuccess; }
+cudaError_t cudaMalloc(void **p, size_t n) { return take(p, n, 512, cudaMemoryTypeDevice); }
+cudaError_t cudaFree(void *p) { return give(p); }
 cudaError_t cudaMemGetInfo(size_t *f, size_t *t) { *f = TOTAL - used; *t = TOTAL; return cudaSuccess; }
-cudaError_t cudaHostAlloc(void **p, size_t n, unsigned f) { *p = aligned_alloc(4096, (n + 4095) & ~(size_t)4095); return cudaSuccess; }
-cudaError_t cudaFreeHost(void *p) { free(p); return cudaSuccess; }
-cudaError_t cudaHostRegister(void *p, size_t n, unsigned f) { return cudaSuccess; }
-cudaError_t cudaHostUnregister(void *p) { return cudaSuccess; }
+cudaError_t cudaHostAlloc(void **p, size_t n, unsigned f) { return take(p, n, 4096, cudaMemoryTypeHost); }
+cudaError_t cudaFreeHost(void *p) { return give(p); }
+cudaError_t cudaHostRegister(void *p, size_t n, unsigned f) { return know(p, n, cudaMemoryTypeHost); }
+cudaError_t cudaHostUnregister(void *p) { return forget(p); }
+cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
+  memset(a, 0, sizeof *a);
+  pthread_mutex_lock(&lock);
+  int i = find(p);
+  a->type = i < 0 ? cudaMemoryTypeUnregistered : ranges[i].type;
+  pthread_mutex_unlock(&lock);
+  if (i >= 0) a->devicePointer = (void *)p;
+  if (a->type == cudaMemoryTypeHost) a->hostPointer = (void *)p;
+  return cudaSuccess;
+}
 cudaError_t cudaMemcpy(void *d, const void *s, size_t n, enum cudaMemcpyKind k) { memmove(d, s, n); return cudaSuccess; }
 cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, enum cudaMemcpyKind k, cudaStream_t q) { memmove(d, s, n); return cudaSuccess; }
 cudaError_t cudaMemset(void *d, int v, size_t n) { memset(d, v, n); return cudaSuccess; }
 cudaError_t cudaMemsetAsync(void *d, int v, size_t n, cudaStream_t q) { memset(d, v, n); return cudaSuccess; }
-cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
-  memset(a, 0, sizeof *a); a->type = cudaMemoryTypeDevice; a->devicePointer = (void *)p; return cudaSuccess; }
 
 // streams and events
 static unsigned long next_stream = 0x1000;
