@@ -55,6 +55,7 @@ def test_steps_equal_the_fused_kernel_of_the_processor(
             assert torch.equal(p, exact.to(dtype))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_step_on_the_device_is_given_to_it_and_not_waited_for(dtype: torch.dtype) -> None:
     params = [Parameter(torch.randn(s, device="cuda").to(dtype)) for s in SHAPES]
