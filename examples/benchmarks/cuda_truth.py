@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prediction_truth import line, predicted, summary
+from prediction_truth import line, of_runs, predicted, summary
 from results import environment, print_figures, save
 from torch import nn
 
@@ -80,7 +80,9 @@ def table(arguments: argparse.Namespace, caches: str) -> list[dict[str, Any]]:
         for budget in arguments.budgets:
             budget_bytes = resolve_bytes(parse_size(budget), int(plain["peak bytes"]))
             found = in_process(caches, *common, "--budget-bytes", str(budget_bytes))
-            rows.append({"model": model, "budget": budget, "budget bytes": budget_bytes, **found, "plain": plain})
+            rows.append(
+                {"model": model, "budget": budget, "budget bytes": budget_bytes, **of_runs([found]), "plain": plain}
+            )
             hidden = " ".join(f"{lane} {share:.0%}" for lane, share in found["hidden"].items())
             print(f"{line(rows[-1])}  {found['reserved bytes'] / 2**20:>8.0f}  {hidden}", flush=True)
     print()

@@ -71,23 +71,31 @@ def table(models: Sequence[str], budgets: Sequence[str], runs: int, steps: int, 
         for budget in budgets:
             budget_bytes = resolve_bytes(parse_size(budget), int(plain["peak bytes"]))
             words = ("--one", model, "--budget-bytes", str(budget_bytes), "--steps", str(steps))
-            found = sorted((in_process(caches, *words) for _ in range(runs)), key=step_ratio)
+            found = [in_process(caches, *words) for _ in range(runs)]
             rows.append(
-                {"model": model, "budget": budget, "budget bytes": budget_bytes, **found[runs // 2], "plain": plain}
-                | {"step ratios": [step_ratio(run) for run in found], "peak ratios": [peak_ratio(run) for run in found]}
-                | {"longest profile s": max(run["profile s"] for run in found)}
+                {"model": model, "budget": budget, "budget bytes": budget_bytes, **of_runs(found), "plain": plain}
             )
-            print(line(rows[-1]), flush=True)
+            print(line(rows[-1]), "", *(f"{ratio:.2f}" for ratio in rows[-1]["step ratios"]), flush=True)
     print()
     return rows
+
+
+def of_runs(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The run of the median step ratio, and what all of them say."""
+    found = sorted(found, key=step_ratio)
+    return {
+        **found[len(found) // 2],
+        "step ratios": [step_ratio(run) for run in found],
+        "peak ratios": [peak_ratio(run) for run in found],
+        "longest profile s": max(run["profile s"] for run in found),
+    }
 
 
 def line(row: dict[str, Any]) -> str:
     """One pair as a line of the table."""
     step = f"{row['predicted step s'] * 1e3:>10.1f} {row['step s'] * 1e3:>10.1f}  {step_ratio(row):5.2f}"
     peak = f"{row['predicted peak bytes'] / 2**20:>8.1f} {row['peak bytes'] / 2**20:>8.1f}  {peak_ratio(row):5.3f}"
-    ratios = " ".join(f"{ratio:.2f}" for ratio in row["step ratios"])
-    return f"{row['model']:<8}{row['budget']:>8}  {step}  {peak}  {row['longest profile s']:>7.1f}  {ratios}"
+    return f"{row['model']:<8}{row['budget']:>8}  {step}  {peak}  {row['longest profile s']:>7.1f}"
 
 
 def step_ratio(row: dict[str, Any]) -> float:

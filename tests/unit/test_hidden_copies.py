@@ -1,5 +1,6 @@
-"""How much of the copies a benchmark says is hidden under kernels."""
+"""What the benchmark of predictions on a GPU says: how much of the copies is hidden under kernels, and its table."""
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,3 +37,22 @@ def test_shares_are_those_of_counting_every_moment(benchmark_module: Any, kernel
     else:
         under = moments(copies) & moments(kernels)
         assert found == {"h2d": pytest.approx(len(under) / len(moments(copies)))}
+
+
+def test_every_pair_has_a_line_and_counts(
+    benchmark_module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    plain = {"peak bytes": 100 * 2**20}
+    ours = {"step s": 0.5, "peak bytes": 50 * 2**20, "reserved bytes": 60 * 2**20, "hidden": {"h2d": 0.75}}
+    ours |= {"predicted step s": 0.45, "predicted peak bytes": 51 * 2**20, "profile s": 3.0}
+    monkeypatch.setattr(
+        benchmark_module, "in_process", lambda caches, *words: ours if "--budget-bytes" in words else plain
+    )
+    asked = argparse.Namespace(models=["fp32"], budgets=["70%", "50%"], steps=1, dry=False)
+    rows = benchmark_module.table(asked, "")
+    assert [row["budget bytes"] for row in rows] == [70 * 2**20, 50 * 2**20]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fp32")]
+    assert len(lines) == 2 and all(
+        line.split()[3:] == "500.0 0.90 51.0 50.0 1.020 3.0 60 h2d 75%".split() for line in lines
+    )
+    assert benchmark_module.summary(rows)["step time: largest error"] == "10.0%"
