@@ -62,13 +62,21 @@ def host_capacity_bytes(device: torch.device, offload_dir: str | None = None) ->
     """Capacity of the tier behind the device: RAM for CUDA; for a CPU what is free in ``offload_dir``."""
     if device.type == "cuda":
         return device_capacity_bytes(torch.device("cpu"))
-    return shutil.disk_usage(offload_dir or tempfile.gettempdir()).free
+    return _free_bytes(offload_dir or tempfile.gettempdir())
 
 
 def disk_capacity_bytes(offload_dir: str | None = None) -> int:
     """What is free where optimizer states on disk would be; 0 where files are kept in RAM."""
     directory = offload_dir or tempfile.gettempdir()
-    return 0 if _is_in_ram(directory) else shutil.disk_usage(directory).free
+    return 0 if _is_in_ram(directory) else _free_bytes(directory)
+
+
+def _free_bytes(directory: str) -> int:
+    """What is free on a disk, up to an eighth less: it changes by the minute, and equal problems are to stay equal, or nothing
+    that was compiled for them would be found again."""
+    free_bytes = shutil.disk_usage(directory).free
+    grain_bytes = 1 << max(0, free_bytes.bit_length() - 4)
+    return free_bytes // grain_bytes * grain_bytes
 
 
 def _is_in_ram(directory: str) -> bool:
@@ -365,15 +373,9 @@ def load_or_measure_machine(
             offload_dir=offload_dir,
         )
         store_machine(key, machine)
-    # The free bytes of a disk change by the minute; rounded down, so that equal problems stay equal.
     return replace(
         machine,
         device_bytes=device_capacity_bytes(device),
-        host_bytes=_rounded_down(host_capacity_bytes(device, offload_dir)),
-        disk_bytes=_rounded_down(disk_capacity_bytes(offload_dir)),
+        host_bytes=host_capacity_bytes(device, offload_dir),
+        disk_bytes=disk_capacity_bytes(offload_dir),
     )
-
-
-def _rounded_down(num_bytes: int) -> int:
-    grain = 2**30 if num_bytes > 2**32 else 2**26
-    return num_bytes // grain * grain

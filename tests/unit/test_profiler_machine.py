@@ -2,10 +2,12 @@
 
 import errno
 import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +30,20 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOHETE_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("free_bytes", [0, 5, 10**9, 71 * 2**30, 2**40 - 1])
+def test_what_is_free_on_a_disk_counts_in_eighths(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
+    """Else what was compiled a minute ago for another gibibyte would be compiled again."""
+    usage = [SimpleNamespace(free=free_bytes)]
+    monkeypatch.setattr(shutil, "disk_usage", lambda directory: usage[0])
+    monkeypatch.setattr(machine_module, "_is_in_ram", lambda directory: False)
+    counted = disk_capacity_bytes()
+    assert counted == host_capacity_bytes(CPU) and 7 / 8 * free_bytes <= counted <= free_bytes
+    usage[0] = SimpleNamespace(free=counted)
+    assert disk_capacity_bytes() == counted
+    usage[0] = SimpleNamespace(free=int(counted * 1.05))
+    assert disk_capacity_bytes() == counted
 
 
 def test_every_rate_of_a_cpu_is_measured(tmp_path: Path) -> None:
