@@ -19,12 +19,10 @@ keep is master bits below the weight's precision, where the edited value is what
 
 import functools
 import math
-import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,12 +33,6 @@ _TILE = 1 << 18
 
 _SMALL = 1 << 15
 """Up to this length one thread of a CPU does it all: waking the others takes as long."""
-
-_APART = 1 << 12, 1 << 19
-"""From which length on a CPU writes new weights apart from the old ones first, and how many at a time, so that they stay in a
-cache. Vectors of 16-bit values are half as wide as those of fp32, and the kernel loads and stores them under a mask: a load close
-behind a store waits for it, which takes most of the time of a pass in place."""
-_scratch = threading.local()
 
 _NUM_COEFFICIENTS = 7
 
@@ -127,23 +119,14 @@ def update_mixed(
     # One element is a shape of its own for the tracer, and not worth a kernel.
     if kernel is None or length < 2:
         return _mixed_in_tiles(weight, grad, master, exp_avg, exp_avg_sq, coefs)
-    apart = weight.device.type == "cpu" and length > _APART[0]
+    tensors = (weight, grad, master, exp_avg, exp_avg_sq)
+    if length <= LONGEST:
+        kernel([*tensors, coefs])
+        return
     # Equal slices, so that none is a single element.
-    pieces = -(-length // (_APART[1] if apart else LONGEST))
-    new = _room_for_weights(weight.dtype) if apart else None
-    for parts in zip(*(t.chunk(pieces) for t in (weight, grad, master, exp_avg, exp_avg_sq)), strict=True):
-        if new is None:
-            kernel([*parts, parts[0], coefs])
-        else:
-            kernel([*parts, new[: len(parts[0])], coefs])
-            parts[0].copy_(new[: len(parts[0])])
-
-
-def _room_for_weights(dtype: torch.dtype) -> Tensor:
-    """A mebibyte of this thread's, outside of the memory that PyTorch hands out: no step takes from a budget."""
-    if not hasattr(_scratch, "words"):
-        _scratch.words = torch.from_numpy(np.empty(_APART[1], dtype=np.int16))
-    return _scratch.words.view(dtype)
+    pieces = -(-length // LONGEST)
+    for parts in zip(*(t.chunk(pieces) for t in tensors), strict=True):
+        kernel([*parts, coefs])
 
 
 def prepare_mixed(weight_dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device) -> None:
@@ -178,19 +161,16 @@ def _current(weight: Tensor, master: Tensor) -> Tensor:
 
 
 def _mixed(
-    weight: Tensor, grad: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, new: Tensor, coefs: Tensor
+    weight: Tensor, grad: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, coefs: Tensor
 ) -> tuple[()]:
-    """The mixed pass as traced; as few operations as the arithmetic allows, for it is not far from compute bound.
-
-    ``new`` gets the new weights; it may be ``weight``.
-    """
+    """The mixed pass as traced; as few operations as the arithmetic allows, for it is not far from compute bound."""
     sign, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, eps = coefs.unbind()
     g = grad.float()
     current = _current(weight, master)
     first = exp_avg + one_minus_beta1 * (sign * g - exp_avg)
     second = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     updated = current - decay * current - step_size * first / (second.sqrt() + eps)
-    new.copy_(updated)
+    weight.copy_(updated)
     master.copy_(updated)
     exp_avg.copy_(first)
     exp_avg_sq.copy_(second)
@@ -202,7 +182,7 @@ def _mixed_in_tiles(
 ) -> None:
     """The same in eager operations, with temporaries of a few tiles."""
     for w, g, m, a, v in zip(*(t.split(_TILE) for t in (weight, grad, master, exp_avg, exp_avg_sq)), strict=True):
-        _mixed(w, g, m, a, v, w, coefs)
+        _mixed(w, g, m, a, v, coefs)
 
 
 @functools.cache
@@ -238,7 +218,7 @@ def _compile_mixed(dtypes: Sequence[torch.dtype], device: torch.device, small: b
         settings |= {"cpp.threads": 1} if small else {"cpp_wrapper": True, "cpp.dynamic_threads": True}
     return compile_kernel(
         _mixed,
-        (*dtypes, *[torch.float32] * 3, dtypes[0]),
+        (*dtypes, *[torch.float32] * 3),
         device,
         fixed=[(_NUM_COEFFICIENTS, torch.float32)],
         settings=settings,
@@ -257,7 +237,7 @@ def _verify(kernel: Kernel, dtypes: Sequence[torch.dtype], device: torch.device)
     coefs = torch.tensor(coefficients(group, 2.0), dtype=torch.float32, device=device)
     expected, found = ([t.clone().to(device) for t in given] for _ in range(2))
     _mixed_in_tiles(expected[0], expected[1], expected[2], expected[3], expected[4], coefs)
-    kernel([*found, found[0], coefs])
+    kernel([*found, coefs])
     for name, e, f in zip(("weight", "grad", "master", "exp_avg", "exp_avg_sq"), expected, found, strict=True):
         tolerance = torch.finfo(e.dtype).eps
         if not torch.allclose(f.float(), e.float(), rtol=4 * tolerance, atol=tolerance):
