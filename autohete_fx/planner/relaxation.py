@@ -44,7 +44,8 @@ class Relaxed:
 
 
 def relax(program: Program, *, deadline: float) -> Relaxed | None:
-    """The relaxation of a program with objective `Program.minimize_step`; None where time ran out."""
+    """The relaxation of a program with objective `Program.minimize_step`; None where time ran out, or GLOP has no
+    answer."""
     model, variables = _model(program, whole=False)
     solver = model_builder.Solver("GLOP")
     for parameters in (_PARAMETERS, _SECOND_PARAMETERS):

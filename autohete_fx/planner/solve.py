@@ -52,7 +52,7 @@ REASONS_SHARE = 0.08
 REPLAYED_BLOCKS_PER_SECOND = 1_500_000
 """Of local search on a usual core."""
 PROGRAM_BLOCKS = 8
-"""For more blocks the integer programs are not tried: in the time there is they get little further than their relaxation."""
+"""For more blocks CP-SAT does not try the integer programs: in the time there is it gets little further than their relaxation."""
 BRANCHED_BLOCKS = 32
 """For more blocks than `PROGRAM_BLOCKS` and up to these the bounding program is branched on, which for more gains little."""
 BRANCHES_PER_SECOND = 10

@@ -24,7 +24,13 @@ from autohete_fx.profiler.lowering import lower
 from autohete_fx.profiler.machine import machine_key
 from autohete_fx.profiler.node_kinds import extent_bytes
 from autohete_fx.profiler.partition import Partition
-from autohete_fx.profiler.timed_graph import CompileGraph, TimedGraph, compile_eager, compile_inductor
+from autohete_fx.profiler.timed_graph import (
+    CompileGraph,
+    TimedGraph,
+    compile_eager,
+    compile_inductor,
+    integer_results,
+)
 
 _NEGLIGIBLE_SHARE = 0.05
 """Blocks with less than this part of the estimated time are not worth compiling on their own."""
@@ -157,7 +163,9 @@ class _Stopwatch:
         if time.perf_counter() > self.deadline:
             return None
         device_type, inner = part.device_type, part.inner_backend
+        kept = [node for piece in pieces if piece is not None for node in integer_results(piece).values()]
         needed = max(_working_set(piece, device_type, inner) for piece in pieces)
+        needed += sum(extent_bytes(node.meta["val"], device_type) for node in kept)
         if self.max_bytes is not None and needed > self.max_bytes:
             return None
         self.timed[block] = [

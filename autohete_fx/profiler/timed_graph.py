@@ -13,7 +13,7 @@ import torch
 from torch import _guards, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autohete_fx.profiler.node_kinds import hint
+from autohete_fx.saved import hint
 
 CompileGraph = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Callable[[list[Any]], Any]]
 """A graph and its fake inputs to something that runs it on a list of real ones."""
@@ -29,7 +29,7 @@ def compile_inductor(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor
     from torch._inductor.compile_fx import compile_fx_inner
 
     with config.patch({"post_grad_custom_post_pass": None, "post_grad_custom_pre_pass": None}):
-        return compile_fx_inner(graph_module, list(inputs), is_inference=False)  # type: ignore[arg-type,return-value]
+        return compile_fx_inner(graph_module, list(inputs), is_inference=False)
 
 
 def compile_eager(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[[list[Any]], Any]:
@@ -62,6 +62,15 @@ def input_device(node: fx.Node) -> torch.device:
     return torch.device("cpu") if is_seed else value.device
 
 
+def integer_results(graph_module: fx.GraphModule) -> dict[int, fx.Node]:
+    """Those that may say how much there is to do, by place among the results; masks do not."""
+    [results] = graph_module.graph.output_node().args
+    assert isinstance(results, tuple)
+    nodes = {index: node for index, node in enumerate(results) if isinstance(node, fx.Node)}
+    dtypes = {index: node.meta["val"].dtype for index, node in nodes.items()}
+    return {i: nodes[i] for i, d in dtypes.items() if not (d.is_floating_point or d.is_complex or d == torch.bool)}
+
+
 def _real_input(value: torch.Tensor, device: torch.device, known: torch.Tensor | None) -> torch.Tensor:
     """A tensor like a fake one: with the values of ``known``, else floats random, integers and booleans zero, so that every
     index is valid."""
@@ -91,9 +100,7 @@ class TimedGraph:
     def __init__(self, graph_module: fx.GraphModule, compile_graph: CompileGraph, device_type: str) -> None:
         placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         self._inputs = {node.name: (node.meta["val"], input_device(node)) for node in placeholders}
-        [results] = graph_module.graph.output_node().args
-        assert isinstance(results, tuple)
-        self._results = {node.name: node.meta["val"].dtype for node in results if isinstance(node, fx.Node)}
+        self._integers = {index: node.name for index, node in integer_results(graph_module).items()}
         self._device_type = device_type
         self.best_s = float("inf")
         with _outside_tracing():
@@ -109,7 +116,9 @@ class TimedGraph:
         with _outside_tracing():
             inputs = [_real_input(value, device, known.get(name)) for name, (value, device) in self._inputs.items()]
             seconds: list[float] = []
-            computed = self._integers(self._run(list(inputs)))
+            results = self._run(list(inputs))
+            computed = {name: results[index] for index, name in self._integers.items()}
+            del results  # most of the memory, beside which the next runs would stand
             started = time.perf_counter()
             while len(seconds) < _MIN_RUNS or (
                 len(seconds) < _MAX_RUNS and time.perf_counter() - started < _RUN_LIMIT_S
@@ -121,11 +130,3 @@ class TimedGraph:
                 seconds.append(time.perf_counter() - begun)
         self.best_s = min(self.best_s, statistics.quantiles(seconds)[0])
         return computed
-
-    def _integers(self, results: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those of the results. The others are most of the memory, and nobody keeps them while it runs again."""
-        return {
-            name: result
-            for (name, dtype), result in zip(self._results.items(), results, strict=True)
-            if not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-        }
