@@ -24,6 +24,7 @@ def compile_kernel(
     device: torch.device,
     *,
     fixed: Sequence[tuple[int, torch.dtype]] = (),
+    row: tuple[int, int] | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Kernel:
     """Compile for one device.
@@ -32,6 +33,7 @@ def compile_kernel(
         function: takes the flat tensors, then the fixed ones.
         dtypes: of the flat tensors.
         fixed: lengths and dtypes of further arguments, whose length is always the same.
+        row: instead of flat tensors the function takes matrices, of rows of so many elements that begin so many apart.
         settings: of Inductor's configuration.
     """
     # Inductor is a slow import that not every training needs.
@@ -53,7 +55,9 @@ def compile_kernel(
         source=ConstantSource("first"),
     )
     with fake_mode:
-        inputs = [torch.empty_like(example, dtype=dtype, device=device) for dtype in dtypes]
+        length = example.shape[0]
+        shape, strides = ((length,), (1,)) if row is None else ((length, row[0]), (row[1], 1))
+        inputs = [torch.empty_strided(shape, strides, dtype=dtype, device=device) for dtype in dtypes]
         inputs += [torch.empty(length, dtype=dtype, device=device) for length, dtype in fixed]
         graph = make_fx(function, decomposition_table=select_decomp_table())(*inputs)
     # The user's own Inductor passes are meant for the user's graphs.

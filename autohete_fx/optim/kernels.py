@@ -21,6 +21,7 @@ import functools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ _TILE = 1 << 18
 
 _SMALL = 1 << 15
 """Up to this length one thread of a CPU does it all: waking the others takes as long."""
+
+_ROW = 32
+"""Beyond that a CPU takes two rows of so many elements at once. Vectors of 16-bit values are half as wide as fp32's, and Inductor
+loads and stores them under a mask: a load close behind a store waits for it, which takes most of the time of one row at a time."""
 
 _NUM_COEFFICIENTS = 7
 
@@ -185,16 +190,46 @@ def _mixed_in_tiles(
         _mixed(w, g, m, a, v, coefs)
 
 
+def _mixed_pair(*tensors: Tensor) -> tuple[()]:
+    """Two mixed passes, given by pairs of tensors and the coefficients."""
+    *pairs, coefs = tensors
+    for weight, grad, master, exp_avg, exp_avg_sq in (pairs[0::2], pairs[1::2]):
+        _mixed(weight, grad, master, exp_avg, exp_avg_sq, coefs)
+    return ()
+
+
+def _in_pairs(pair: Kernel, single: Kernel) -> Kernel:
+    """A kernel of flat tensors: ``pair`` takes pairs of rows, and ``single`` what is left, which is never one element."""
+
+    def run(tensors: list[Tensor]) -> None:
+        *flat, coefs = tensors
+        left = flat[0].numel() % (2 * _ROW)
+        paired = flat[0].numel() - (left if left != 1 else left + 2 * _ROW)
+        if paired > 0:
+            pair([*(row for t in flat for row in t[:paired].view(-1, 2, _ROW).unbind(1)), coefs])
+        if left:
+            single([*(t[max(0, paired) :] for t in flat), coefs])
+
+    return run
+
+
 @functools.cache
 def _compiled_mixed(
     weight_dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device, small: bool
 ) -> Kernel | None:
     """The mixed pass by Inductor; None, with a warning, where Inductor cannot compile (no C++ compiler, say)."""
+    single = None
+    if device.type == "cpu" and not small:
+        single = _compiled_mixed(weight_dtype, grad_dtype, device, True)
+        if single is None:
+            return None  # which has been said
     try:
         # PyTorch's own deprecations; where a user made warnings errors, they would read as "cannot compile" here.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             kernel = _compile_mixed((weight_dtype, grad_dtype), device, small)
+            if single is not None:
+                kernel = _in_pairs(kernel, single)
             _verify(kernel, (weight_dtype, grad_dtype), device)
             return kernel
     except Exception as error:  # the toolchain's errors share no base class
@@ -210,19 +245,17 @@ def _compiled_mixed(
 
 
 def _compile_mixed(dtypes: Sequence[torch.dtype], device: torch.device, small: bool) -> Kernel:
-    settings: dict[str, Any] = {}
-    if device.type == "cpu":
-        # Contracted multiply-adds are fewer operations, and what the fused kernel of torch does. Threads are asked
-        # for at run time, so torch.set_num_threads is honoured without compiling again.
-        settings = {"cpp.enable_floating_point_contract_flag": "fast"}
-        settings |= {"cpp.threads": 1} if small else {"cpp_wrapper": True, "cpp.dynamic_threads": True}
-    return compile_kernel(
-        _mixed,
-        (*dtypes, *[torch.float32] * 3),
-        device,
-        fixed=[(_NUM_COEFFICIENTS, torch.float32)],
-        settings=settings,
-    )
+    compile_ = partial(compile_kernel, device=device, fixed=[(_NUM_COEFFICIENTS, torch.float32)])
+    dtypes = (*dtypes, *[torch.float32] * 3)
+    if device.type != "cpu":
+        return compile_(_mixed, dtypes)
+    # Contracted multiply-adds are fewer operations, and what the fused kernel of torch does.
+    settings: dict[str, Any] = {"cpp.enable_floating_point_contract_flag": "fast"}
+    if small:
+        return compile_(_mixed, dtypes, settings=settings | {"cpp.threads": 1})
+    # Threads are asked for at run time, so torch.set_num_threads is honoured without compiling again.
+    settings |= {"cpp_wrapper": True, "cpp.dynamic_threads": True}
+    return compile_(_mixed_pair, [dtype for dtype in dtypes for _ in range(2)], row=(_ROW, 2 * _ROW), settings=settings)
 
 
 def _verify(kernel: Kernel, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
