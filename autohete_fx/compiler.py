@@ -104,13 +104,13 @@ class GraphCompiler:
 
     def look(self, example_inputs: Sequence[Any]) -> Compilation:
         """Plan and rewrite only: what `compile` would do, without generating code."""
-
         if self.captured.options.inner_backend == "eager":
             with functorch_config.patch(enable_autograd_cache=False):
                 self.compile(example_inputs)
         else:
             partitioner = Partitioner(self.partition, self.key)
-            run_without_code(self.captured.gm, example_inputs, partitioner, self._rewrite_inference)
+            with self._own_config():
+                run_without_code(self.captured.gm, example_inputs, partitioner, self._rewrite_inference)
             self._refuse_unjudged()
         assert self.compilation is not None
         return self.compilation

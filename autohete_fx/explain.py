@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import fx
 
+from autohete_fx import versions
 from autohete_fx.backend import surfacing
 from autohete_fx.capture.inputs import graph_inputs
 from autohete_fx.compilation import Compilation
 from autohete_fx.compiler import GraphCompiler
-from autohete_fx.errors import AutoHeteError
+from autohete_fx.errors import AutoHeteError, CaptureError
 from autohete_fx.model import new_model
 from autohete_fx.options import Options
 
@@ -36,6 +37,7 @@ def explain(
 
     Raises:
         OptionError, InfeasiblePlanError, PlanError: as the backend does.
+        CaptureError: Dynamo compiled nothing.
     """
     chosen = Options.from_user(options)
     found: list[Compilation] = []
@@ -56,9 +58,14 @@ def explain(
         {name: b.detach().clone() for name, b in model.named_buffers()} if isinstance(model, torch.nn.Module) else {}
     )
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.compile(model, backend=look)(*inputs, **keyword_inputs)
+        versions.compile_apart(model, look)(*inputs, **keyword_inputs)
     if isinstance(model, torch.nn.Module):
         for name, buffer in model.named_buffers():
             with torch.no_grad():
                 buffer.copy_(buffers[name])
+    if not found:
+        raise CaptureError(
+            "the model ran, but Dynamo compiled no graph of it, so there is nothing to explain; TORCH_LOGS=graph_breaks says"
+            " what it could not trace, and torch.compiler.reset() forgets what it gave up"
+        )
     return found

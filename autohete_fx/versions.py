@@ -2,10 +2,12 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
@@ -47,6 +49,23 @@ def aot_eager(
         fw_compiler=run_as_is, bw_compiler=run_as_is, inference_compiler=infer, partition_fn=partition_fn
     )
     return backend(gm, list(example_inputs))
+
+
+def compile_apart(function: Callable[..., object], backend: Callable[..., object]) -> Callable[..., object]:
+    """``torch.compile``, with what is compiled kept apart from what other calls compile of the same code: it does not count
+    towards their limit of recompilations, nor theirs towards its own.
+
+    2.11 and 2.12 keep what is compiled with the code of a function, so there the function is called by one with code of its own.
+    """
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        apart: dict[str, Any] = {"isolate_recompiles": True}  # of which the overloads do not know
+        return torch.compile(function, backend=backend, **apart)
+
+    def call(*args: object, **kwargs: object) -> object:
+        return function(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace()
+    return torch.compile(call, backend=backend)
 
 
 def around_backward(outputs: object, around: Callable[..., object]) -> None:

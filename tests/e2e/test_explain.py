@@ -1,0 +1,39 @@
+"""What `autohete_fx.explain` finds, however often it is asked, and that it leaves PyTorch as it was."""
+
+import pytest
+import torch
+from torch._dynamo import config as dynamo_config
+from torch._functorch import config as functorch_config
+
+import autohete_fx
+from autohete_fx.errors import CaptureError
+from tests import training as job
+
+EAGER = {"inner_backend": "eager", "profile": "analytic"}
+
+
+@pytest.mark.parametrize("inner", ["inductor", "eager"])
+def test_it_leaves_the_compiler_as_it_was(inner: str):
+    before = functorch_config.save_config_portable()
+    options = {**EAGER, "inner_backend": inner, "plan": job.plan("offload")}
+    (found,) = autohete_fx.explain(job.make("cpu"), job.batch("cpu", 0), options=options)
+    assert {transfer.op for transfer in found.transfers} == {"offload", "reload"}
+    assert functorch_config.save_config_portable() == before
+
+
+def test_it_may_be_asked_more_often_than_code_may_be_compiled_again():
+    model, limit = job.make("cpu"), dynamo_config.recompile_limit
+    names = dict(model.named_parameters()).keys()
+    for _ in range(limit + 1):
+        (found,) = autohete_fx.explain(model, job.batch("cpu", 0), options=EAGER)
+        assert found.owners.keys() <= names and len(found.owners) > 1
+    model.compile(backend="autohete", options={**EAGER, "plan": found.plan})
+    before = len(autohete_fx.compilations())
+    model(job.batch("cpu", 0)).backward()
+    assert len(autohete_fx.compilations()) == before + 1
+    torch._dynamo.reset()
+
+
+def test_a_function_without_a_graph_is_told():
+    with pytest.raises(CaptureError, match="compiled no graph"):
+        autohete_fx.explain(len, [1, 2, 3])
