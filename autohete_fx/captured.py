@@ -47,7 +47,7 @@ class CapturedGraph:
         self.names = frozenset(self.params)
         self.device = model.session.device
         self.budget_bytes = device_budget_bytes(self.device, options)
-        self.machine = machine_of(self.device, model.session)
+        self.machine = machine_of(self.device, model.session, options)
 
     def key(self) -> str:
         """Of everything that decides the plan and the code, the same in every process."""

@@ -59,10 +59,10 @@ def host_budget_bytes(device: torch.device, options: Options) -> int | None:
     return total - total // 8 if device.type == "cuda" else total
 
 
-def machine_of(device: torch.device, session: Session, offload_dir: str | None = None) -> Machine:
-    """The machine's rates, measured once and cached."""
+def machine_of(device: torch.device, session: Session, options: Options) -> Machine:
+    """The machine's rates, measured once and cached; those of host memory and disk where the options put them."""
     # Not the session's: what is measured may be more than its host budget, and would stay reserved.
-    tier = functools.cache(lambda: open_tier(device, offload_dir))
+    tier = functools.cache(lambda: open_tier(device, options.offload_dir))
 
     def host_tensor(num_bytes: int) -> torch.Tensor:
         # As the lanes copy: of the host's side, so that the driver knows which memory it is.
@@ -78,7 +78,7 @@ def machine_of(device: torch.device, session: Session, offload_dir: str | None =
         make_host_tensor=host_tensor,
         issue_copy=issue_copy,
         copies_run_beside=has_spare_core(),
-        offload_dir=offload_dir,
+        offload_dir=options.offload_dir,
     )
 
 

@@ -317,3 +317,13 @@ def test_a_plan_for_a_disk_without_room_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("autohete_fx.profiler.machine.measure_disk", lambda *args: 0.0)
     with pytest.raises(autohete_fx.PlanError, match=r"optimizer 'disk' for block .* had no room"):
         compiled(Stack())(X)
+
+
+def test_the_disk_that_is_measured_is_that_of_the_states(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("AUTOHETE_CACHE_DIR", str(tmp_path / "cache"))
+    measured: list[str | None] = []
+    monkeypatch.setattr(
+        "autohete_fx.profiler.machine.measure_disk", lambda directory: measured.append(directory) or 1e9
+    )
+    compiled(Stack(), offload_dir=str(tmp_path))(X)
+    assert measured == [str(tmp_path)]
