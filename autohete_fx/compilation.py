@@ -70,7 +70,8 @@ class Compilation:
         events: the predicted timeline of a step.
         notes: what a user should know, such as that a plain optimizer's states were counted on the device.
         profile_source: where costs came from.
-        compile_s: seconds by stage: grouping, profiling, solving, rewriting.
+        compile_s: seconds by stage: grouping, profiling, solving, rewriting (of a training graph), and ``total``, code generation
+            included (of one that was not just explained). Compilations whose code was above the budget are counted too.
         cached: whether this process found it in the cache.
         clock: what times its training steps in this process; not part of the stored compilation.
     """

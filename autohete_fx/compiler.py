@@ -48,6 +48,7 @@ class GraphCompiler:
         self._withhold(int(load_text("withheld", self.base_key) or 0))
         self.compilation: Compilation | None = None
         self._step: TrainingStep | None = None
+        self._seconds: dict[str, float] = {}
         self._compiled: dict[Stage, CompiledCode] = {}
         self._final_context: PassContext | None = None
 
@@ -200,6 +201,7 @@ class GraphCompiler:
             keywords,
             given=self.captured.options.plan or (self._stored.plan if self._stored else None),
             withheld_bytes=self._withheld_bytes,
+            seconds=self._seconds,
         )
         self._step = planner.run(may_measure=self._stored is None)
         self.compilation = self._step.compilation

@@ -75,6 +75,7 @@ class TrainingPlanner:
         joint_inputs, keywords: what AOTAutograd gives a partitioner.
         given: a plan to replay instead of solving.
         withheld_bytes: how much less than the budget the plan may use.
+        seconds: by stage, what earlier compilations of the graph took; what this one takes is added.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class TrainingPlanner:
         *,
         given: Plan | None,
         withheld_bytes: int,
+        seconds: dict[str, float],
     ) -> None:
         self.captured = captured
         self.options = captured.options
@@ -95,7 +97,7 @@ class TrainingPlanner:
         self.keywords = keywords
         self.given = given
         self.withheld_bytes = withheld_bytes
-        self.seconds: dict[str, float] = {}
+        self.seconds = seconds
         self.offloadable: tuple[str, ...] = ()
         with self._timed("grouping"):
             self.blocks: BlockGraph = group_blocks(self.joint, parameter_fqns(self.joint, captured.inputs))
@@ -260,7 +262,7 @@ class TrainingPlanner:
             events=planning.lane_events(problem, plan),
             notes=planning.notes_on_optimizer(list(self.captured.params.values())),
             profile_source=profile.source,
-            compile_s=self.seconds,
+            compile_s=dict(self.seconds),
         )
 
     @contextlib.contextmanager

@@ -295,10 +295,15 @@ def test_a_batch_dies_with_its_step():
 def test_code_that_would_break_the_budget_is_compiled_again(monkeypatch: pytest.MonkeyPatch, fresh_cache: Path):
     """A plan that is too hopeful by a tenth costs compilations, never the budget; the next process knows better."""
     autohete_fx.explain(make(), torch.randn(256, 128))  # times the machine, which takes scratch of its own
-    partitions = []
+    partitions: list[dict[str, float]] = []  # by stage, the seconds before each
     once = GraphCompiler.partition
+
+    def partition(self: GraphCompiler, *a: Any, **k: Any) -> Any:
+        partitions.append(dict(self._seconds))
+        return once(self, *a, **k)
+
     monkeypatch.setattr(training, "_RESERVE", -0.1)
-    monkeypatch.setattr(GraphCompiler, "partition", lambda *a, **k: partitions.append(1) or once(*a, **k))
+    monkeypatch.setattr(GraphCompiler, "partition", partition)
     budget = 3 * 2**19
     for is_known in (False, True):
         with autohete_fx.MemoryMeter("cpu") as meter:
@@ -313,6 +318,9 @@ def test_code_that_would_break_the_budget_is_compiled_again(monkeypatch: pytest.
                 optimizer.zero_grad()
         assert meter.peak_bytes - foreign <= budget
         assert not partitions if is_known else 2 <= len(partitions) <= 4
+        if not is_known:
+            seconds = autohete_fx.compilations()[-1].compile_s
+            assert partitions[-1] and all(seconds[stage] > before for stage, before in partitions[-1].items())
         partitions.clear()
         del model, optimizer
         torch._dynamo.reset()
