@@ -76,9 +76,6 @@ ISSUING_OPS = (offload, reload, prefetch)
 PASSING_OPS = (start_update, take_norm)
 """What may stand between an issued copy and its wait: they pass its handle on."""
 
-ALL_OPS = (*ISSUING_OPS, *PASSING_OPS, wait, wait_update)
-"""Everything that a pass may insert."""
-
 SMALLEST_COPY_BYTES = 1 << 16
 """Smaller tensors stay on the device, whatever is decided for their block: a copy of their own would cost more in latency,
 and in nodes to compile, than it frees. A layer's biases and norms are most of its tensors and next to none of its bytes."""

@@ -17,7 +17,6 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx._lazy_graph_module import _make_graph_module
 
 from autohete_fx import passes
-from autohete_fx.annotations import inserted
 from autohete_fx.capture.inputs import GraphInput, parameter_fqns, placeholder_inputs
 from autohete_fx.errors import AutoHeteError, PassError
 from autohete_fx.ir import BlockDecision, Plan
@@ -174,11 +173,6 @@ def _parameters_of_gradients(
 def changes_code(plan: Plan) -> bool:
     """Whether the plan needs any tag, so that the default partition does not serve."""
     return any(decision.recomputes for decision in plan.decisions)
-
-
-def has_copies(gm: fx.GraphModule) -> bool:
-    """Whether any pass inserted a node."""
-    return any(inserted(node) is not None for node in gm.graph.nodes)
 
 
 def run_user_passes(user_passes: Sequence[UserPass], gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:

@@ -216,7 +216,6 @@ def insert_copy(
     wait = gm.graph.create_node("call_function", ops.wait, (handle, src, context.session), name=f"wait_{src.name}")
     src.append(handle)
     handle.append(wait)
-    handle.meta["val"] = torch.empty((1,), dtype=torch.int64, device="meta")
     with detect_fake_mode(src.meta["val"]) or torch.no_grad():
         handle.meta["val"] = torch.empty((1,), dtype=torch.int64, device="cpu")
         wait.meta["val"] = ops.empty_copy_of(src.meta["val"])

@@ -24,7 +24,6 @@ class Block:
         module_fqn: dotted path of the layer's module, such as ``model.layers.3``; empty where no path is known.
         forward_nodes: names of the joint graph's forward nodes, in graph order.
         backward_nodes: names of its backward nodes, in graph order.
-        saved_nodes: names of forward nodes of this block that the default partition saves for backward.
         param_fqns: parameters first used here, in graph order. A tied parameter belongs to its first user.
         digest: equal for blocks with the same operators, shapes, dtypes and wiring, whatever their names.
     """
@@ -34,7 +33,6 @@ class Block:
     module_fqn: str
     forward_nodes: tuple[str, ...]
     backward_nodes: tuple[str, ...]
-    saved_nodes: tuple[str, ...] = ()
     param_fqns: tuple[str, ...] = ()
     digest: str = ""
 

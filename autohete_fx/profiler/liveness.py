@@ -54,11 +54,6 @@ class MemoryTrace:
     peak_bytes: int
     contributors: tuple[Contributor, ...]
 
-    @property
-    def peak_kernel(self) -> str:
-        """Name of the kernel that runs at the peak; empty where nothing runs."""
-        return self.kernels[self.live_bytes.index(max(self.live_bytes))] if self.kernels else ""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
