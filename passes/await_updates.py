@@ -10,13 +10,11 @@ Parameters that live in host memory need no such node: what prefetches them wait
 updates done when ``step()`` returns.
 """
 
-import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 
 from autohete_fx import annotations, ops
 from autohete_fx.ir import Lane, Optimizer, Overlap, Params
-from autohete_fx.passes.base import PassContext, num_bytes
+from autohete_fx.passes.base import PassContext, num_bytes, values_like
 from autohete_fx.passes.prefetch_parameters import readers_of, region_of
 
 
@@ -43,7 +41,7 @@ def _await_update(gm: fx.GraphModule, param: fx.Node, owner: int, context: PassC
         "call_function", ops.wait_update, (param, context.session), name=f"wait_update_{param.name}"
     )
     param.append(wait)
-    with detect_fake_mode(param.meta["val"]) or torch.no_grad():
+    with values_like(param.meta["val"]):
         wait.meta["val"] = ops.wait_update(param.meta["val"], context.session)
     for user in readers:
         user.replace_input_with(param, wait)

@@ -5,6 +5,7 @@ returns it; it reads the plan and never a cost. What it needs and what it leaves
 `run` lints, recompiles, verifies and logs; passes do none of that.
 """
 
+import contextlib
 import enum
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -75,6 +76,11 @@ class PassContext:
     def num_blocks(self) -> int:
         """How many blocks the plan has."""
         return len(self.plan.decisions)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether this graph runs anything of the forward again."""
+        return self.stage is Stage.BACKWARD and any(decision.recomputes for decision in self.plan.decisions)
 
     def decision(self, block: int) -> BlockDecision:
         """The decision for a block."""
@@ -191,6 +197,11 @@ def num_bytes(node: fx.Node) -> int:
     return int(value.numel()) * value.element_size()
 
 
+def values_like(value: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """A context in which values of new nodes are made: they are fake where ``value`` is."""
+    return detect_fake_mode(value) or torch.no_grad()
+
+
 def insert_copy(
     gm: fx.GraphModule,
     target: torch._ops.OpOverload,
@@ -216,7 +227,7 @@ def insert_copy(
     wait = gm.graph.create_node("call_function", ops.wait, (handle, src, context.session), name=f"wait_{src.name}")
     src.append(handle)
     handle.append(wait)
-    with detect_fake_mode(src.meta["val"]) or torch.no_grad():
+    with values_like(src.meta["val"]):
         handle.meta["val"] = torch.empty((1,), dtype=torch.int64, device="cpu")
         wait.meta["val"] = ops.empty_copy_of(src.meta["val"])
     note = annotations.Inserted(op=op, what=what, block=block, slot=issue_slot, before_slot=True, num_bytes=size)

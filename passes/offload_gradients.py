@@ -14,10 +14,9 @@ strides is made contiguous first.
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 
 from autohete_fx import annotations, ops
-from autohete_fx.passes.base import PassContext, insert_copy, output_node
+from autohete_fx.passes.base import PassContext, insert_copy, output_node, values_like
 from autohete_fx.saved import output_args
 
 
@@ -55,7 +54,7 @@ def _with_strides(gm: fx.GraphModule, node: fx.Node, strides: tuple[int, ...] | 
         clone = gm.graph.call_function(
             torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
         )
-    with detect_fake_mode(value) or torch.no_grad():
+    with values_like(value):
         clone.meta["val"] = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
     block = annotations.block_of(node)
     if block is not None:

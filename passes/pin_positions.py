@@ -27,7 +27,7 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.utils._ordered_set import OrderedSet
 
 from autohete_fx import annotations, ops
-from autohete_fx.passes.base import PassContext, Stage
+from autohete_fx.passes.base import PassContext
 from autohete_fx.passes.sort_regions import readers_before_starts, region_keys, reorder
 
 log = logging.getLogger(__name__)
@@ -39,8 +39,7 @@ def pin_positions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     """Add control dependencies for inserted nodes and recomputed regions; no-op for graphs that have neither."""
     graph = gm.graph
     inserted = [n for n in graph.nodes if annotations.inserted(n) is not None]
-    recomputes = context.stage is Stage.BACKWARD and any(d.recomputes for d in context.plan.decisions)
-    if not inserted and not recomputes:
+    if not inserted and not context.recomputes:
         return gm
     keys = region_keys(graph, context)
     anchors = _anchors_by_region(graph, keys)
@@ -48,7 +47,10 @@ def pin_positions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     starts = readers_before_starts(graph)
     if not reorder(graph, keys, {**wanted, **{n: [*wanted.get(n, ()), *starts[n]] for n in starts}}):
         # A later pass moved work across blocks. The result stays exact; only the overlap is the compiler's choice.
-        log.warning("positions of copies could not be pinned: another pass moved work between blocks")
+        log.warning(
+            "positions of copies could not be pinned, because a pass moved work between blocks: results are exact, but copies may"
+            " not overlap with compute; take out passes at 'final', or of torch._inductor.config, that reorder nodes"
+        )
         return gm
     _name_what_is_before(graph, wanted)
     order = {node: i for i, node in enumerate(graph.nodes)}

@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from autohete_fx import annotations, ops
-from autohete_fx.passes.base import PassContext, Stage
+from autohete_fx.passes.base import PassContext
 from autohete_fx.saved import is_view
 
 _LOADS = (ops.prefetch, ops.reload)
@@ -28,9 +28,9 @@ _LOADS = (ops.prefetch, ops.reload)
 
 def sort_regions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     """Reorder nodes by region; a graph without inserted nodes or recomputation is left as it is."""
-    recomputes = context.stage is Stage.BACKWARD and any(d.recomputes for d in context.plan.decisions)
-    if recomputes or any(annotations.inserted(node) for node in gm.graph.nodes):
-        reorder(gm.graph, region_keys(gm.graph, context), readers_before_starts(gm.graph))
+    if context.recomputes or any(annotations.inserted(node) for node in gm.graph.nodes):
+        is_sorted = reorder(gm.graph, region_keys(gm.graph, context), readers_before_starts(gm.graph))
+        assert is_sorted, "an update starts before something that it depends on"
     return gm
 
 

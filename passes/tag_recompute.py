@@ -21,6 +21,9 @@ from autohete_fx.passes.base import PassContext
 from autohete_fx.recomputation import is_kept
 from autohete_fx.saved import is_view
 
+_SEEDS = ("prims::inductor_seed", "prims::inductor_seeds")
+"""By name: they exist once Inductor has been imported."""
+
 
 def tag_recompute(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     """Tags only blocks that the plan recomputes, and the inputs of those blocks."""
@@ -91,7 +94,7 @@ def _users_through_views(node: fx.Node) -> list[fx.Node]:
 
 
 def _draws_seed(node: fx.Node) -> bool:
-    return str(node.target).startswith(("prims.inductor_seed", "inductor_seed"))
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _SEEDS
 
 
 def _depends_on_tangents(gm: fx.GraphModule) -> set[fx.Node]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autohete_fx import ops
 from autohete_fx.saved import hint
 
 CUDA_ALIGNMENT_BYTES = 512
@@ -163,7 +164,6 @@ _HEAVY = frozenset(
     }
 )
 _REALIZED = frozenset({"prims.inductor_random", "prims.inductor_randint"})
-_ISSUES = frozenset({"autohete.prefetch", "autohete.reload", "autohete.offload"})
 
 
 def packet_name(node: fx.Node) -> str:
@@ -191,11 +191,11 @@ def kind_of(node: fx.Node) -> Kind:
         return Kind.INPUT
     if node.op == "output":
         return Kind.OUTPUT
-    name = packet_name(node)
-    if name in _ISSUES:
+    if node.target in ops.ISSUING_OPS:
         return Kind.ISSUE
-    if name in ("autohete.wait", "autohete.start_update", "autohete.take_norm"):
+    if node.target is ops.wait or node.target in ops.PASSING_OPS:
         return Kind.WAIT
+    name = packet_name(node)
     if node.target is operator.getitem or name in _VIEWS:
         return Kind.VIEW
     if name in _REDUCTIONS:
@@ -275,7 +275,7 @@ def copied_bytes(node: fx.Node, device_type: str) -> int:
 
 def issued_bytes(node: fx.Node, device_type: str) -> int:
     """Device bytes that a copy fills: those of its source when it comes to the device, none when it leaves."""
-    return 0 if packet_name(node) == "autohete.offload" else copied_bytes(node, device_type)
+    return 0 if node.target is ops.offload else copied_bytes(node, device_type)
 
 
 def _sizes(values: Sequence[int | torch.SymInt]) -> list[int]:
