@@ -19,12 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autohete_fx.ir import BlockDecision
-from autohete_fx.planner.array_passes import Figures
+from autohete_fx.planner.array_passes import Figures, Rows, Seconds
 from autohete_fx.planner.choices import copies, place_of, treatment_of
+from autohete_fx.planner.figures import limits_of
 from autohete_fx.planner.improve import Search
-from autohete_fx.planner.replays import Replays, Rows, Seconds
+from autohete_fx.planner.replays import Replays
 
-_WALKS, _FEW_BLOCKS = 64, 32
+_WALKS = 64
+_BLOCKS_OF_MORE_WALKS = 32
 """For so many blocks at most there are twice as many walks: what a round takes for any number of blocks is most of it then."""
 _HOTTEST, _COLDEST = 0.2, 1e-4
 """What a change may cost and still be taken with a chance of 1/e, as a share of the step, first (of a block's part in it) and
@@ -72,7 +74,7 @@ class _Walks:
         self.search, self.replays = search, search.replays
         self.wasted_s = np.zeros(search.replays.use.shape[:2]) if wasted_s is None else wasted_s
         self.random = np.random.default_rng(seed)
-        self.count = _WALKS * (2 if search.replays.num_blocks <= _FEW_BLOCKS else 1)
+        self.count = _WALKS * (2 if search.replays.num_blocks <= _BLOCKS_OF_MORE_WALKS else 1)
         self.at = np.arange(self.count)
         self.settings, self.counts, self.all_parts = _parts(search.replays)
         self.rows = starts[self.at % len(starts)]
@@ -174,8 +176,7 @@ class _Walks:
     def _over(self, rows: Rows, use: NDArray[np.int64]) -> Seconds:
         """Memory above the budgets, of every tier as a share of its budget."""
         problem, over = self.replays.problem, np.zeros(len(rows))
-        limits = problem.device_budget_bytes, problem.host_budget_bytes, problem.machine.disk_bytes
-        for used, limit in zip((use.max(axis=1), *self.replays.use_elsewhere(rows)), limits, strict=True):
+        for used, limit in zip((use.max(axis=1), *self.replays.use_elsewhere(rows)), limits_of(problem), strict=True):
             if limit is not None:
                 over += np.maximum(used - limit, 0) / max(limit, 1)
         return over

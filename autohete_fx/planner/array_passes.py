@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 Seconds = NDArray[np.float64]
 Rows = NDArray[np.int64]
+"""Assignments as indices into each block's settings; or any other indices."""
 
 NEVER = -np.inf
 """When that is there which nobody waits for."""

@@ -5,11 +5,8 @@ what follows from that, without a queue.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
-from autohete_fx.planner.array_passes import NEVER, Done
-
-Seconds = NDArray[np.float64]
+from autohete_fx.planner.array_passes import NEVER, Done, Seconds
 
 
 def all_updated(ready: Seconds, host_s: Seconds, *, priority: bool) -> Seconds:

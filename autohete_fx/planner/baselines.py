@@ -17,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from autohete_fx.ir import Activations, BlockDecision, Optimizer, Overlap, Params, Plan, Problem, Schedule
+from autohete_fx.planner.figures import limits_of
 from autohete_fx.planner.improve import Search
 from autohete_fx.planner.replays import Replays
 from autohete_fx.planner.simulate import simulate
@@ -51,12 +52,9 @@ def evaluate(problem: Problem, decisions: Decisions, status: str) -> Plan:
 
 def fits(problem: Problem, replayed: Simulation | Plan) -> bool:
     """Whether a replay keeps all budgets of a problem."""
-    device, host = problem.device_budget_bytes, problem.host_budget_bytes
-    return (
-        (device is None or replayed.peak_bytes <= device)
-        and (host is None or replayed.host_bytes <= host)
-        and replayed.disk_bytes <= problem.machine.disk_bytes
-    )
+    used = replayed.peak_bytes, replayed.host_bytes, replayed.disk_bytes
+    pairs = zip(used, limits_of(problem), strict=True)
+    return all(limit is None or num_bytes <= limit for num_bytes, limit in pairs)
 
 
 def keep_all(problem: Problem) -> Plan:

@@ -16,6 +16,11 @@ def overlap_of(problem: Problem) -> Overlap:
     return Overlap.STEP if clips_late else problem.schedule.overlap
 
 
+def limits_of(problem: Problem) -> tuple[int | None, int | None, int]:
+    """Bytes that a plan may use of device memory, host memory and disk; None for no limit."""
+    return problem.device_budget_bytes, problem.host_budget_bytes, problem.machine.disk_bytes
+
+
 def sends_at_once(problem: Problem) -> bool:
     """Whether what updates copy up goes in what time the lane has left: states from the step on, what was updated on the host when
     its update ends. Else the forward issues it with its other copies, which comes to nearly the same where the lane gets it in

@@ -14,9 +14,10 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from autohete_fx.planner.array_passes import Figures
+from autohete_fx.planner.array_passes import Figures, Rows, Seconds
 from autohete_fx.planner.choices import COPY_WEIGHT
-from autohete_fx.planner.replays import Replays, Rows, Seconds
+from autohete_fx.planner.figures import limits_of
+from autohete_fx.planner.replays import Replays
 
 LEAST_GAIN = 1e-9
 """A smaller share of a score is none."""
@@ -172,7 +173,7 @@ class Search:
         if problem.device_budget_bytes is not None:
             moved = use[None] + tables.use[blocks, to] - tables.use[blocks, row[blocks]]
             over += np.maximum(moved - problem.device_budget_bytes, 0).sum(axis=1)
-        for tier, limit in enumerate((problem.host_budget_bytes, problem.machine.disk_bytes)):
+        for tier, limit in enumerate(limits_of(problem)[1:]):
             if limit is not None:
                 table = tables.elsewhere[tier]
                 over += np.maximum(elsewhere[tier] + table[blocks, to] - table[blocks, row[blocks]] - limit, 0)

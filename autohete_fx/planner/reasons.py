@@ -24,9 +24,11 @@ from autohete_fx.ir import (
     Reasons,
 )
 from autohete_fx.ir.reasons import NO_TIME
+from autohete_fx.planner.array_passes import Rows, Seconds
 from autohete_fx.planner.choices import COPY_WEIGHT, choices, states_of, treatment_of
+from autohete_fx.planner.figures import limits_of
 from autohete_fx.planner.improve import LEAST_GAIN
-from autohete_fx.planner.replays import Replays, Rows, Seconds
+from autohete_fx.planner.replays import Replays
 from autohete_fx.planner.simulate import BACKWARD, FORWARD, OPTIMIZER_STEP, simulate
 from autohete_fx.planner.simulation import Simulation
 
@@ -146,7 +148,7 @@ class _Changes:
         block, to = self.blocks[change], self.to[change]
         use, elsewhere = self.use + self._device_change(change), self.elsewhere + self._elsewhere_change(change)
         moments = (_peak_moment(self.problem, use), (None, ""), (None, ""))
-        used = zip(Memory, (use.max(), *elsewhere), _limits(self.problem), moments, strict=True)
+        used = zip(Memory, (use.max(), *elsewhere), limits_of(self.problem), moments, strict=True)
         uses = [
             MemoryUse(memory=memory, used_bytes=int(num_bytes), limit_bytes=limit, block=block, phase=phase)
             for memory, num_bytes, limit, (block, phase) in used
@@ -164,7 +166,7 @@ class _Changes:
     def _lacking(self) -> NDArray[np.int64]:
         """Bytes above the limits, over all of them, after each change."""
         lacking = np.zeros_like(self.peaks)
-        for used, limit in zip((self.peaks, *self.used_elsewhere), _limits(self.problem), strict=True):
+        for used, limit in zip((self.peaks, *self.used_elsewhere), limits_of(self.problem), strict=True):
             lacking += np.maximum(used - limit, 0) if limit is not None else 0
         return lacking
 
@@ -200,13 +202,8 @@ def _choice(decision: BlockDecision) -> tuple[tuple[object, ...], ...]:
 
 
 def _fit(problem: Problem, use: NDArray[np.int64], elsewhere: NDArray[np.int64]) -> bool:
-    used = zip((use.max(), *elsewhere), _limits(problem), strict=True)
+    used = zip((use.max(), *elsewhere), limits_of(problem), strict=True)
     return all(limit is None or num_bytes <= limit for num_bytes, limit in used)
-
-
-def _limits(problem: Problem) -> tuple[int | None, int | None, int]:
-    """Of the device, the host and the disk."""
-    return problem.device_budget_bytes, problem.host_budget_bytes, problem.machine.disk_bytes
 
 
 def _peak_moment(problem: Problem, use: NDArray[np.int64]) -> tuple[int, str]:

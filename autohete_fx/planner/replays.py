@@ -14,14 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autohete_fx.ir import BlockDecision, Overlap, Problem
-from autohete_fx.planner.array_passes import Figures, PassTables, run, run_shared
+from autohete_fx.planner.array_passes import Figures, PassTables, Rows, Seconds, run, run_shared
 from autohete_fx.planner.array_updates import all_updated, each_updated, idle_time
 from autohete_fx.planner.choices import DURATIONS, MAX_PREFETCH_DISTANCE, choices, copies, durations
 from autohete_fx.planner.device_use import device_bytes
-from autohete_fx.planner.figures import disk_bytes, host_bytes, overlap_of, sends_at_once
-
-Rows = NDArray[np.int64]
-Seconds = NDArray[np.float64]
+from autohete_fx.planner.figures import disk_bytes, host_bytes, limits_of, overlap_of, sends_at_once
 
 _CHUNK = 512
 """Rows that are replayed together: as many as stay in a cache."""
@@ -115,8 +112,7 @@ class Replays:
     def fit(self, peak_bytes: NDArray[np.int64], elsewhere: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of these keep all budgets."""
         fitting = np.ones(len(peak_bytes), dtype=bool)
-        limits = (self.problem.device_budget_bytes, self.problem.host_budget_bytes, self.problem.machine.disk_bytes)
-        for used, limit in zip((peak_bytes, *elsewhere), limits, strict=True):
+        for used, limit in zip((peak_bytes, *elsewhere), limits_of(self.problem), strict=True):
             if limit is not None:
                 fitting &= used <= limit
         return fitting

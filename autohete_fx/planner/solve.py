@@ -24,6 +24,7 @@ import numpy as np
 
 from autohete_fx.ir import BlockDecision, Overlap, Plan, Problem
 from autohete_fx.planner.anneal import anneal
+from autohete_fx.planner.array_passes import Rows, Seconds
 from autohete_fx.planner.baselines import evaluate, fits
 from autohete_fx.planner.choices import MAX_PREFETCH_DISTANCE, choices, copies
 from autohete_fx.planner.figures import overlap_of
@@ -32,7 +33,7 @@ from autohete_fx.planner.improve import Search
 from autohete_fx.planner.infeasible import infeasible, least_peak
 from autohete_fx.planner.reasons import reasons_of
 from autohete_fx.planner.relaxation import Relaxed, branch, relax
-from autohete_fx.planner.replays import Replays, Rows, Seconds
+from autohete_fx.planner.replays import Replays
 from autohete_fx.planner.rounding import rounded, supported_choices, wasted_seconds
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.starts import simple_choices, starts
@@ -57,7 +58,9 @@ BRANCHED_BLOCKS = 32
 """For more blocks than `PROGRAM_BLOCKS` and up to these the bounding program is branched on, which for more gains little."""
 BRANCHES_PER_SECOND = 10
 """Of the time limit: as with the search, work is counted, so that every run proves the same."""
-FEW_BLOCKS, ANNEALING_SHARES = (16, 32, 64), ((0.1, 0.1, 0.1, 0.1, 0.18), (0.3, 0.3), (0.42,))
+FEW_BLOCKS = 16
+"""For so many blocks at most all walks of an annealing that begins with the best plan soon follow it."""
+ANNEALING_SHARES = {FEW_BLOCKS: (0.1, 0.1, 0.1, 0.1, 0.18), 32: (0.3, 0.3), 64: (0.42,)}
 """For so many blocks at most, tables and the relaxation take little, and annealing gets more: these shares, one after the other."""
 MOST_CHOICES = 200_000
 """Where blocks times all their choices are more, the search is among those that the relaxation uses, and mixtures of these."""
@@ -223,14 +226,14 @@ class _Found:
         With few blocks all walks soon follow the best into its valley, so all but the last begin without it: by turns from
         patterns, and from these and what is near the relaxation.
         """
-        fits_in = [each for most, each in zip(FEW_BLOCKS, ANNEALING_SHARES, strict=True) if self.num_blocks <= most]
-        shares = (*fits_in, (ANNEALING_SHARE,))[0] if self.num_blocks > PROGRAM_BLOCKS else (POLISHING_SHARE,)
+        fitting = (shares for most, shares in ANNEALING_SHARES.items() if self.num_blocks <= most)
+        shares = next(fitting, (ANNEALING_SHARE,)) if self.num_blocks > PROGRAM_BLOCKS else (POLISHING_SHARE,)
         everything = [*self.patterns, *self.near]
         for seed, share in enumerate(shares):
             if self._is_done:
                 return
             begin = (self.patterns, everything)[seed % 2]
-            if self.num_blocks > FEW_BLOCKS[0] or seed == len(shares) - 1:
+            if self.num_blocks > FEW_BLOCKS or seed == len(shares) - 1:
                 begin = [self.best, *everything]
             self._allow(search, share)
             found = anneal(search, np.array([search.replays.row(each) for each in begin]), seed=seed, wasted_s=wasted_s)
