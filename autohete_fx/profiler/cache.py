@@ -57,9 +57,13 @@ def store_text(kind: str, key: str, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
-        with os.fdopen(handle, "w") as file:
-            json.dump({"version": CACHE_VERSION, "key": key, "text": text}, file)
-        os.replace(name, path)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump({"version": CACHE_VERSION, "key": key, "text": text}, file)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
     except OSError:  # a cache that cannot be written costs the next process time, never correctness
         return
 

@@ -1,5 +1,6 @@
 """The cache directory: what is stored comes back, what is damaged counts as absent."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -29,6 +30,18 @@ def test_the_last_text_wins_and_leaves_one_file() -> None:
     cache.store_text("plan", "a key", "old")
     cache.store_text("plan", "a key", "new")
     assert cache.load_text("plan", "a key") == "new"
+    assert len(files()) == 1
+
+
+def test_a_text_that_does_not_fit_leaves_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.store_text("plan", "a key", "old")
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    cache.store_text("plan", "a key", "new")
+    assert cache.load_text("plan", "a key") == "old"
     assert len(files()) == 1
 
 
