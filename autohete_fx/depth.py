@@ -10,16 +10,15 @@ same in both.
 
 import dataclasses
 import math
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from autohete_fx.ir import BlockCost, BlockKind, Edge, Problem, SelectiveCost
+from autohete_fx.ir.labels import renumbered
 
 _HEAD, _TAIL = 2, 1
 """Layers at the beginning and at the end that may cost otherwise than those between."""
 _ROUNDING = 1e-9
-_LAST_NUMBER = re.compile(r"\d+(?!.*\d)")
 
 _Figures = tuple[int | float, ...]
 
@@ -66,9 +65,9 @@ def deepened(shallow: TracedStep, deeper: TracedStep, *, num_layers: int, period
     if edges is None or figures is None:
         return None
     labels = list(_more(deeper.problem.labels, begin, period, times))
-    for index in range(begin, begin + times * period + layers[-1] + 1 - begin):
+    for index in range(begin, layers[-1] + 1 + times * period):
         repeat = min(max(0, index - begin) // period, times)
-        labels[index] = _renumbered(labels[index], repeat * period)
+        labels[index] = renumbered(labels[index], repeat * period)
     growth = deeper.problem.fixed_bytes - shallow.problem.fixed_bytes
     problem = dataclasses.replace(
         deeper.problem,
@@ -190,7 +189,3 @@ def _lengthened_edges(edges: tuple[Edge, ...], begin: int, period: int, times: i
     result += [moved(edge, k * period) for k in range(times + 1) for edge in inside]
     result += [moved(edge, times * period) for edge in behind]
     return tuple(sorted(result, key=lambda edge: (edge.producer, edge.consumer)))
-
-
-def _renumbered(label: str, by: int) -> str:
-    return _LAST_NUMBER.sub(lambda match: str(int(match.group()) + by), label)

@@ -1,4 +1,4 @@
-"""Names of runs of blocks: consecutive layers, whose labels differ in their last number only, are named together."""
+"""Labels of layers: those of one stack differ in their last number only, so runs of layers are named together."""
 
 import re
 from collections.abc import Sequence
@@ -9,6 +9,11 @@ _LAST_NUMBER = re.compile(r"\d+(?!.*\d)")
 def label_pattern(label: str) -> str:
     """The label with its last number left out: equal for layers of one stack."""
     return _LAST_NUMBER.sub("*", label)
+
+
+def renumbered(label: str, by: int) -> str:
+    """The label of the layer that many behind, in the same stack."""
+    return _LAST_NUMBER.sub(lambda match: str(int(match.group()) + by), label)
 
 
 def run_label(labels: Sequence[str]) -> str:

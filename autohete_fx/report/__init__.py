@@ -1,6 +1,6 @@
 """What people read: plans and transfers as tables, lanes as a timeline, training as a progress bar.
 
-In: the values of ``ir`` and plain numbers. Out: text. Nothing here imports torch, measures, or decides.
+In: the values of ``ir`` and plain numbers, and for `graph_text` graphs. Out: text. Nothing here measures or decides.
 """
 
 from autohete_fx.report.progress import TrainingProgress

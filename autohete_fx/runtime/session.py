@@ -148,7 +148,7 @@ class Session:
     def _copies_of(self, param: torch.Tensor) -> list[Ticket]:
         """What still reads it."""
         memory = param.untyped_storage().data_ptr()
-        copies = (reference() for reference in self._in_flight.values())
+        copies = [reference() for reference in list(self._in_flight.values())]  # another thread may issue one meanwhile
         return [copy.ticket for copy in copies if copy is not None and copy.source_memory == memory]
 
     def abandon(self) -> list[Exception]:
