@@ -106,8 +106,8 @@ def _owning(
 ) -> Callable[..., object]:
     """The compiled function, which keeps the model's runtime alive, times its steps, and cleans up behind an exception.
 
-    Updates that its nodes do not wait for are waited for before it begins: those of other parameters, and those that an
-    input shares memory with that is none of the parameters that its nodes wait for, such as a buffer that is a view of a weight.
+    Before it begins it waits for the updates that no node of the graph waits for: those of parameters that the graph does not
+    read, and those of memory that any other input shares, such as a buffer that is a view of a weight.
     """
     explain = functools.partial(_shortage, model.session.device, compilation)
     guarded = _cleaning_up(weakref.ref(model.session), explain)

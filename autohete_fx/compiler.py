@@ -78,7 +78,7 @@ class GraphCompiler:
             above = self._bytes_above_budget()
             if not above:
                 return compiled
-            # At last the plan of least peak, which nothing is asked of but that its code keeps the budget.
+            # The last attempt withholds all of the budget and so gets the plan of least peak: its code must fit, not its trace.
             all_of_it = attempt == _MAX_COMPILATIONS - 1
             self._withhold(self._budget_bytes if all_of_it else self._withheld_bytes + above)
             store_text("withheld", self.base_key, str(self._withheld_bytes))
@@ -148,8 +148,8 @@ class GraphCompiler:
         self._stored = None if stored is None else Compilation.from_json(stored)
 
     def _bytes_above_budget(self) -> int:
-        """By how much the compiled code of a step is above the budget, and what its plan left unused of that by the trace, which
-        the next plan must not use either; 0 where it keeps the budget. The plan then says what the code takes."""
+        """How much less the next plan may use: what the compiled code of a step takes above the budget, and what this plan's trace
+        left unused. 0 where the code keeps the budget. From then on the plan's peak is that of the code."""
         forward, backward = self._compiled.get(Stage.FORWARD), self._compiled.get(Stage.BACKWARD)
         if self._step is None or self.compilation is None or forward is None or backward is None:
             return 0

@@ -30,10 +30,11 @@ from autohete_fx.sizes import format_bytes
 
 _MAX_CORRECTIONS = 8
 _RESERVE = 1 / 64
-"""Share of the budget by which a traced peak may be wrong: plans leave it free, so that the code that comes of them
-rarely has to be compiled again. What moves nothing may take it too, because nothing is lost in trying."""
+"""A traced peak may be wrong by this share of the budget. Plans leave it free, so that their code rarely has to be compiled
+again. Where a plan that moves nothing is above the budget by no more, the trace sets no limit: what was compiled will tell."""
 _WORST_TRACE = 1 / 8
-"""Share by which a trace has been above the truth at most: a budget is refused unheard only where it is farther off."""
+"""No trace has been further above what the compiled code takes than by this share: only where it is further above the budget is
+that refused before anything is compiled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +46,8 @@ class TrainingStep:
         contexts: of forward and backward, which the last pass needs again.
         compilation: what the user can look at.
         problem: what the plan solves.
-        refusal: set where the plan is the one of least peak and its trace is a little above the budget: what to raise where
-            the code that comes of it does not keep the budget, or where nothing can tell.
+        refusal: set where no plan's trace keeps the budget and this is the plan of least peak: the error to raise if its
+            compiled code does not keep the budget either, or cannot be measured.
     """
 
     graphs: rewriting.Partitioned
@@ -143,8 +144,8 @@ class TrainingPlanner:
     def _planned(self, problem: Problem, split: rewriting.Partitioned, original: fx.GraphModule) -> _Rewritten:
         """Plan and rewrite until the traced peak of the rewritten graphs keeps the budget.
 
-        Where no plan does, the one of least traced peak is what is left: it comes with the error that it may end in, or that
-        is raised here where it is far above the budget.
+        Where no plan does, the one of least traced peak is returned, with the error to raise if its compiled code does not
+        keep the budget either. Where its trace is far above the budget, the error is raised at once.
         """
         usable = allowed = self._usable_bytes(problem, split)
         fresh: rewriting.Partitioned | None = split

@@ -6,9 +6,10 @@ regions stay in order. Only products are anchors: an anchor's inputs and output 
 products anyhow. An inserted node names its anchor in the argument ``after``; a product gets control dependencies,
 which wrap it into a graph of its own and are therefore few.
 
-Between two products what issues copies, and waits for what the next region reads, name the last copy that is issued there before
-them instead: a copy that a GPU comes to behind a wait does not begin before what is waited for is over. The handle of a copy is
-eight bytes, and nothing is kept for it. Waits that let go of memory stay tied to the product alone: they come as soon as they may.
+Of the nodes between two products, those that issue a copy, or wait for what the next region reads, name the last copy issued
+there before them, if there is one, instead of the product. Else the compiler could put a wait ahead of a copy, and a GPU does not
+begin a copy before the waits ahead of it are over. To be named keeps no more alive than the copy's handle, of eight bytes. Waits
+that let go of memory stay tied to the product alone: they come as soon as they may.
 
 Emitted IR::
 
@@ -107,9 +108,10 @@ def _dependencies(
 
 
 def _name_what_is_before(graph: fx.Graph, wanted: dict[fx.Node, list[fx.Node]]) -> None:
-    """Take inserted nodes out of ``wanted``: each names its anchor, or the last handle between that and itself.
+    """Give inserted nodes their argument ``after``, and take them out of ``wanted``: the anchor, or where a copy has been issued
+    since that anchor, the handle of the last one.
 
-    It stands behind that handle in an order that keeps all dependencies, so there is no cycle.
+    The graph stands in an order that keeps all dependencies, and the handle before the node that names it: there is no cycle.
     """
     handles: dict[fx.Node | None, fx.Node] = {}  # the last so far, by anchor
     for node in graph.nodes:

@@ -10,8 +10,8 @@ Emitted IR, for a weight that is input 3 of the captured graph::
 
 The list holds the placeholders over the parameter's memory: none where backward does not read it, two where it reads a saved
 view too. A smaller priority is updated first: the next forward needs block 0 first. Nothing is inserted where the plan has
-updates start at ``step()``, as where they wait for norms, and for a parameter that a later block reads than its gradient is
-waited for: waiting longer would hold the gradient on the device.
+updates start at ``step()``, as where they wait for norms. Nor is it for a parameter that something reads after the wait for its
+gradient: the wait would have to come later, and hold the gradient on the device.
 """
 
 from torch import fx

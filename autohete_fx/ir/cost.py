@@ -76,7 +76,8 @@ class BlockCost:
         return self.recompute_s if activations is Activations.RECOMPUTE else 0.0
 
     def part_at(self, num_bytes: int, decision: BlockDecision, *places: Optimizer) -> int:
-        """Of bytes or elements that all trainable parameters share in, those of parameters with optimizer states at ``places``."""
+        """Of a quantity of all trainable parameters, bytes or elements: the part that belongs to parameters whose optimizer states
+        are at one of ``places``."""
         count = decision.num_moved_states
         first = num_bytes if count is None else num_bytes * sum(self.trained[:count]) // max(1, self.num_params)
         return first * (decision.optimizer in places) + (num_bytes - first) * (decision.other_states in places)
