@@ -35,6 +35,10 @@ from autohete_fx.sizes import format_bytes
 from autohete_fx.training import TrainingPlanner, TrainingStep
 
 _MAX_COMPILATIONS = 4
+_UNJUDGED = (
+    "the compiled code could not be run without memory, as where sizes are symbolic or wrappers are C++: the predicted peak is"
+    " that of the trace alone; compile with dynamic=False, or leave some of the budget free"
+)
 
 
 class GraphCompiler:
@@ -159,6 +163,8 @@ class GraphCompiler:
         self._compiled.clear()
         if peak is None:
             self._refuse_unjudged()
+            if self.captured.budget_bytes is not None:
+                self.compilation = dataclasses.replace(self.compilation, notes=(*self.compilation.notes, _UNJUDGED))
             return 0
         peak, traced = planning.traced_peak_bytes(problem, plan, peak), plan.peak_bytes
         self.compilation = dataclasses.replace(self.compilation, plan=dataclasses.replace(plan, peak_bytes=peak))

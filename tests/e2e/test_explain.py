@@ -1,4 +1,4 @@
-"""What `autohete_fx.explain` finds, however often it is asked, and that it leaves PyTorch as it was."""
+"""What `autohete_fx.explain` finds, however often it is asked, that it leaves PyTorch as it was, and what a compilation notes."""
 
 import pytest
 import torch
@@ -32,6 +32,19 @@ def test_it_may_be_asked_more_often_than_code_may_be_compiled_again():
     model(job.batch("cpu", 0)).backward()
     assert len(autohete_fx.compilations()) == before + 1
     torch._dynamo.reset()
+
+
+def test_a_budget_that_only_the_trace_keeps_is_told(monkeypatch: pytest.MonkeyPatch):
+    for can_run in (True, False):
+        if not can_run:
+            monkeypatch.setattr("autohete_fx.compiler.dry_run", lambda *_, **__: None)
+        model = job.make("cpu")
+        options = {"profile": "analytic", "memory_budget": f"{64 + can_run}MiB"}  # code of its own
+        model.compile(backend="autohete", options=options)
+        model(job.batch("cpu", 0)).backward()
+        notes = "".join(job.training_compilation().notes)
+        assert ("trace alone; compile with dynamic=False" in notes) is not can_run
+        torch._dynamo.reset()
 
 
 def test_a_function_without_a_graph_is_told():
