@@ -21,6 +21,7 @@ from autohete_fx.architectures import find_architecture
 from autohete_fx.errors import OptionError
 
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop")
+_LONGEST_LINE = 160
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,12 @@ def _from_config(
             f"--seq {seq} is longer than the {positions} positions of {name!r}; give a shorter one, or a JSON"
             " configuration with more positions"
         )
-    types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(num_layers, int) or num_layers < 1:
+        raise OptionError(
+            f"{name!r} has num_hidden_layers {num_layers}; expected the configuration of a causal language model"
+        )
+    types: list[object] = getattr(config, "layer_types", None) or [None] * num_layers
 
     def build(mode: FakeTensorMode, num_layers: int | None) -> Sketch:
         config = _config_of(name, entries)
@@ -103,7 +109,7 @@ def _from_config(
             tokens = torch.zeros(batch, seq, dtype=torch.int64)
         return Sketch(module=module, loss=_loss_of_labels(module), inputs=(tokens,))
 
-    return Blueprint(name=name, num_layers=config.num_hidden_layers, period=_period(types), build=build)
+    return Blueprint(name=name, num_layers=num_layers, period=_period(types), build=build)
 
 
 def _loss_of_labels(module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -135,9 +141,10 @@ def _config_of(name: str, entries: Mapping[str, object]) -> Any:
     A CPU, on which models are traced, has no fused attention with dropout; a GPU has, at the same cost as without.
     """
     options = {key: value for key, value in entries.items() if key != "model_type"}
+    transformers = _transformers()
     try:
-        config = _transformers().AutoConfig.for_model(entries["model_type"], **options)
-    except (ValueError, TypeError) as error:
+        config = transformers.AutoConfig.for_model(entries["model_type"], **options)
+    except Exception as error:  # its checks of values raise errors that have nothing in common
         raise OptionError(f"{name!r} is no configuration that transformers knows: {_first_line(error)}") from error
     for dropout in _ATTENTION_DROPOUTS:
         if hasattr(config, dropout):
@@ -147,10 +154,11 @@ def _config_of(name: str, entries: Mapping[str, object]) -> Any:
 
 
 def _causal_model(name: str, config: Any, dtype: torch.dtype) -> nn.Module:
+    transformers = _transformers()
     try:
-        module = _transformers().AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except ValueError as error:
-        raise OptionError(f"{name!r} is no causal language model: {_first_line(error)}") from error
+        module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception as error:  # of the class, or of a module that is built with wrong sizes
+        raise OptionError(f"{name!r} cannot be built as a causal language model: {_first_line(error)}") from error
     module.loss_type = "ForCausalLM"  # what it would fall back to, with a warning that breaks the graph
     return module.train()
 
@@ -163,7 +171,7 @@ def _from_factory(text: str, path: str, factory: str, batch: int, seq: int, dtyp
         assert num_layers is None, "a factory's layers cannot be counted"
         with mode:
             made = _call_factory(text, path, factory)
-            module, *rest = made if isinstance(made, tuple) else (made,)
+            module, *rest = made if isinstance(made, tuple) and made else (made,)
             if not isinstance(module, nn.Module):
                 raise OptionError(
                     f"{text} returned {type(module).__name__}; expected a torch.nn.Module, or a tuple of one and its inputs"
@@ -212,7 +220,8 @@ def _loss_of_outputs(text: str, module: nn.Module, inputs: tuple[Any, ...]) -> C
         outputs = module(*inputs)
     except Exception as error:
         raise OptionError(
-            f"the module of {text} cannot be called with {', '.join(_shown(i) for i in inputs)}: {_first_line(error)};"
+            f"the module of {text} cannot be called with {', '.join(_shown(i) for i in inputs)}:"
+            f" {type(error).__name__}: {_first_line(error)};"
             " let the factory return (module, inputs)"
         ) from error
     if isinstance(getattr(outputs, "loss", None), Tensor):
@@ -233,4 +242,6 @@ def _shown(value: object) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    """Of what went wrong at first; some messages list all that would have been right, which is cut off."""
+    line = str(error.__cause__ or error).strip().partition("\n")[0]
+    return line if len(line) <= _LONGEST_LINE else line[:_LONGEST_LINE] + " …"

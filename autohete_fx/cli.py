@@ -5,9 +5,11 @@ Thin: it parses, calls and prints.
 
 import argparse
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -38,12 +40,16 @@ __all__ = ["main"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 _HOST_SHARE = Share(0.9)
 """Of the host's memory, what homes may take unless told otherwise."""
+_POINTS = 10
+"""Budgets of a sweep unless told otherwise."""
 _EXPLAIN = "also say why: what binds, and for each block what else could have been chosen and what that would cost"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status. Errors that the user can mend go to standard error, status 2."""
-    parser = argparse.ArgumentParser(prog="autohete", description="Train within a device-memory budget.")
+    parser = argparse.ArgumentParser(
+        prog="autohete", description="Plan the training of transformers within a device-memory budget."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     show = commands.add_parser("show", help="print a saved plan as a table")
     show.add_argument("plan", metavar="PLAN.json", help="a file that Plan.save wrote")
@@ -76,8 +82,8 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     plan.add_argument(
         "model", metavar="MODEL", help="a name, a JSON file of a transformers config, or file.py:factory (see below)"
     )
-    plan.add_argument("--batch", type=_positive, default=8, help="sequences per micro-batch (default: 8)")
-    plan.add_argument("--seq", type=_positive, default=1024, help="tokens per sequence (default: 1024)")
+    plan.add_argument("--batch", type=_positive, metavar="N", default=8, help="sequences per micro-batch (default: 8)")
+    plan.add_argument("--seq", type=_positive, metavar="N", default=1024, help="tokens per sequence (default: 1024)")
     where = plan.add_mutually_exclusive_group(required=True)
     where.add_argument("--device", metavar="NAME", help="a device that ships, such as a100-40g, h100, 4090")
     where.add_argument("--machine", metavar="FILE", help="a machine that `autohete doctor --save` measured")
@@ -94,7 +100,11 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help="of parameters and products; AdamW holds fp32 masters of 16-bit ones (default: bf16; a factory's as it is)",
     )
     plan.add_argument(
-        "--micro-batches", type=_positive, default=1, help="forward and backward passes per step (default: 1)"
+        "--micro-batches",
+        type=_positive,
+        metavar="N",
+        default=1,
+        help="forward and backward passes per step (default: 1)",
     )
     plan.add_argument(
         "--overlap",
@@ -104,26 +114,35 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     plan.add_argument("--clip", action="store_true", help="gradients are clipped by their global norm")
     plan.add_argument("--sweep", choices=("budget",), help="solve for a range of budgets instead of one")
-    plan.add_argument("--points", type=_positive, default=10, help="budgets of a sweep (default: 10)")
+    plan.add_argument("--points", type=_positive, metavar="N", help=f"budgets of a sweep (default: {_POINTS})")
     plan.add_argument("--plot", metavar="FILE.png", help="draw the sweep (needs matplotlib)")
     plan.add_argument("--explain", action="store_true", help=_EXPLAIN)
     plan.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     plan.add_argument("--save", metavar="PLAN.json", help="write the plan, for the option 'plan' of the backend")
     plan.add_argument(
         "--time-limit",
-        type=float,
+        type=_seconds,
         default=10.0,
-        metavar="S",
-        help="of the solve (default: 10 s); half of it where it is compared with others",
+        metavar="SECONDS",
+        help="of each solve (default: 10); half of it for those that tell what more of a resource would buy",
     )
     plan.set_defaults(run=_plan)
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return seconds
 
 
 def machine_text(machine: Machine) -> str:
@@ -190,12 +209,16 @@ def _save(value: Machine | Plan, path: str) -> None:
 
 
 def _plan(parsed: argparse.Namespace) -> str:
-    if parsed.plot and not parsed.sweep:
-        raise OptionError("--plot draws a sweep; give --sweep budget too")
+    for option, given in (("--plot", parsed.plot), ("--points", parsed.points)):
+        if given and not parsed.sweep:
+            raise OptionError(f"{option} is about a sweep; give --sweep budget too")
     if parsed.save and parsed.sweep:
         raise OptionError("--save writes one plan, and a sweep makes several; leave one of the two out")
     if parsed.explain and parsed.sweep:
         raise OptionError("--explain explains one plan, and a sweep makes several; leave one of the two out")
+    for option, path in (("--plot", parsed.plot), ("--save", parsed.save)):
+        if path and (Path(path).is_dir() or not Path(path).parent.is_dir()):  # said now, not when all is solved
+            raise OptionError(f"cannot write {path!r}; give {option} a file in a directory that exists")
     if parsed.plot:
         require_matplotlib()
     machine, source, peak_flops_per_s, peak_name = _machine_for(parsed)
@@ -226,7 +249,7 @@ def _plan(parsed: argparse.Namespace) -> str:
     )
     tokens, limit_s = parsed.batch * parsed.seq, parsed.time_limit
     if parsed.sweep:
-        sweep = sweep_budgets(step, problem, tokens=tokens, num_points=parsed.points, time_limit_s=limit_s)
+        sweep = sweep_budgets(step, problem, tokens=tokens, num_points=parsed.points or _POINTS, time_limit_s=limit_s)
         if parsed.plot:
             draw_sweep(setting, sweep, parsed.plot)
         return sweep_json(setting, sweep) if parsed.json else sweep_text(setting, sweep)
@@ -254,8 +277,8 @@ def _machine_for(parsed: argparse.Namespace) -> tuple[Machine, str, float, str]:
 
 def _budgets(parsed: argparse.Namespace, machine: Machine) -> tuple[int, int]:
     """Bytes that a plan may take on the device and on the host."""
-    device: Size = parse_size(parsed.budget) if parsed.budget else Share(1 - RESERVE_SHARE)
-    host: Size = parse_size(parsed.host_budget) if parsed.host_budget else _HOST_SHARE
+    device: Size = Share(1 - RESERVE_SHARE) if parsed.budget is None else parse_size(parsed.budget)
+    host: Size = _HOST_SHARE if parsed.host_budget is None else parse_size(parsed.host_budget)
     return resolve_bytes(device, machine.device_bytes), resolve_bytes(host, machine.host_bytes)
 
 

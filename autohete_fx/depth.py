@@ -31,12 +31,14 @@ class TracedStep:
         problem: blocks, costs, edges, machine, and what may be decided; budgets are set later.
         kinds: one a block.
         flops: of a block's products in forward and backward, one a block, recomputation not included.
+        num_params: of the whole model, those included that stay on the device because they are small.
         traced_layers: how many layers were traced.
     """
 
     problem: Problem
     kinds: tuple[BlockKind, ...]
     flops: tuple[int, ...]
+    num_params: int
     traced_layers: int
 
 
@@ -81,6 +83,7 @@ def deepened(shallow: TracedStep, deeper: TracedStep, *, num_layers: int, period
         problem=problem,
         kinds=kinds,
         flops=tuple(int(row[0]) for row in figures),
+        num_params=deeper.num_params + times * (deeper.num_params - shallow.num_params),
         traced_layers=deeper.traced_layers,
     )
 

@@ -36,7 +36,8 @@ _BYTES_OF_UNIT = {
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgtp", start=1)},
 }
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[a-z]+|%)\s*", re.IGNORECASE)
-_SIZE_EXPECTED = 'expected a size such as "20GiB" or "512MB", a share of the device such as "60%", or bytes as an int'
+_SIZE_EXPECTED = 'expected a size such as "20GiB" or "512MB", or a share of the memory such as "60%"'
+_OPTION_EXPECTED = f"{_SIZE_EXPECTED}, or bytes as an int"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,8 @@ def parse_size(text: str) -> Size:
     """Read ``"20GiB"``, ``"1.5 GB"`` or ``"60%"``, in any case. Raises OptionError where the text is no such size."""
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise OptionError(f"{text!r} is not a size; {_SIZE_EXPECTED}")
+        of_bytes = f"; {text}B is of bytes" if text.isdecimal() else ""
+        raise OptionError(f"{text!r} is not a size; {_SIZE_EXPECTED}{of_bytes}")
     number, unit = float(match["number"]), match["unit"].lower()
     if unit == "%":
         if not 0 < number <= 100:
@@ -170,12 +172,12 @@ def _parse_size_option(name: str, value: object) -> Size | None:
             raise OptionError(f"option {name!r}: {error}") from None
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 1:
-            raise OptionError(f"option {name!r} is {value} bytes; {_SIZE_EXPECTED}")
+            raise OptionError(f"option {name!r} is {value} bytes; {_OPTION_EXPECTED}")
         return value
     if isinstance(value, float):
         instead = f'write "{value * 100:g}%" for a share' if 0 < value <= 1 else "write int(...) for bytes"
-        raise OptionError(f"option {name!r} is the float {value!r}; {_SIZE_EXPECTED}: {instead}")
-    raise OptionError(f"option {name!r} is {_shown(value)}; {_SIZE_EXPECTED}")
+        raise OptionError(f"option {name!r} is the float {value!r}; {_OPTION_EXPECTED}: {instead}")
+    raise OptionError(f"option {name!r} is {_shown(value)}; {_OPTION_EXPECTED}")
 
 
 def _parse_offload_dir(name: str, value: object) -> str | None:

@@ -47,6 +47,7 @@ class Prediction:
         problem, plan: see there.
         tokens: of one optimizer step, all its micro-batches.
         flops: of one optimizer step, without recomputation.
+        num_params: of the model.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Prediction:
     plan: Plan
     tokens: int
     flops: int
+    num_params: int
 
     @property
     def tokens_per_s(self) -> float:
@@ -172,7 +174,14 @@ def _profiled(
     )
     kinds = tuple(block.kind for block in blocks.blocks)
     layers = sum(kind is kind.LAYER for kind in kinds)
-    return TracedStep(problem=problem, kinds=kinds, flops=block_flops(partition), traced_layers=layers), split
+    step = TracedStep(
+        problem=problem,
+        kinds=kinds,
+        flops=block_flops(partition),
+        num_params=sum(param.numel() for param in params.values()),
+        traced_layers=layers,
+    )
+    return step, split
 
 
 # -- from a problem to answers ---------------------------------------------------------------------------------------
@@ -185,7 +194,14 @@ def predict(step: TracedStep, problem: Problem, name: str, *, tokens: int, time_
 
 def _prediction(step: TracedStep, problem: Problem, name: str, tokens: int, plan: Plan) -> Prediction:
     times = problem.micro_batches
-    return Prediction(name=name, problem=problem, plan=plan, tokens=times * tokens, flops=times * sum(step.flops))
+    return Prediction(
+        name=name,
+        problem=problem,
+        plan=plan,
+        tokens=times * tokens,
+        flops=times * sum(step.flops),
+        num_params=step.num_params,
+    )
 
 
 def with_more(step: TracedStep, given: Prediction, *, time_limit_s: float) -> list[Prediction]:

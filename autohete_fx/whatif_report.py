@@ -125,7 +125,7 @@ def _setting_values(setting: Setting, prediction: Prediction) -> dict[str, Any]:
     problem = prediction.problem
     return {
         "model": setting.model,
-        "num_params": _num_params(prediction),
+        "num_params": prediction.num_params,
         "batch": setting.batch,
         "seq": setting.seq,
         "micro_batches": problem.micro_batches,
@@ -162,15 +162,11 @@ def _heading(setting: Setting, prediction: Prediction) -> list[str]:
     limits = [f"{format_bytes(budget)} on the device"] if budget is not None else []
     limits += [f"{format_bytes(host)} on the host"] if host is not None else []
     return [
-        f"{setting.model}: {format_count(_num_params(prediction))} parameters in {setting.dtype}, batch {setting.batch} x"
+        f"{setting.model}: {format_count(prediction.num_params)} parameters in {setting.dtype}, batch {setting.batch} x"
         f" {setting.seq} tokens{micro}",
         f"on {problem.machine.device_name}, {setting.source}",
         f"budget {', '.join(limits)}; {setting.traced_layers} layers traced and priced in {format_seconds(setting.trace_s)}",
     ]
-
-
-def _num_params(prediction: Prediction) -> int:
-    return sum(cost.num_params for cost in prediction.problem.costs)
 
 
 def _budget_name(prediction: Prediction) -> str:

@@ -77,7 +77,7 @@ class Machine:
 
 _FILES = SavedAs(
     kind="machine",
-    writer="Machine.save",
+    writer="`autohete doctor --save`",
     again="measure the machine again with `autohete doctor --save`",
     schema_version=MACHINE_SCHEMA_VERSION,
     error=MachineError,

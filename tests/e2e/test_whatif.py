@@ -129,6 +129,9 @@ def test_json_says_what_the_text_says_and_more_never_costs(tmp_path: Path, capsy
     assert plan(model, "--machine", str(tmp_path / "machine.json"), "--budget", "20MiB", "--json") == 0
     answer = json.loads(capsys.readouterr().out)
     step_s = answer["step_s"]
+    assert (
+        answer["num_params"] == 2 * 512 * 256 + 2 * (4 * 256**2 + 3 * 256 * 512) + 5 * 256
+    )  # norms are small, and counted
     assert answer["tokens_per_s"] == pytest.approx(2 * 64 / step_s)
     assert answer["utilization"] == pytest.approx(answer["flops"] / step_s / A100.flops_per_s("bfloat16"))
     assert answer["peak_bytes"] <= answer["device_budget_bytes"] == 20 * 2**20
@@ -182,6 +185,9 @@ def test_what_cannot_be_planned_is_one_line_with_status_2(
         ([model, "--machine", str(tmp_path / "absent.json")], "cannot read the machine file"),
         ([model, *a100, "--budget", "lots"], "'lots' is not a size"),
         ([model, *a100, "--plot", "x.png"], "give --sweep budget too"),
+        ([model, *a100, "--points", "3"], "give --sweep budget too"),
+        ([model, *a100, "--budget", ""], "'' is not a size"),
+        ([model, *a100, "--sweep", "budget", "--plot", "absent/x.png"], "cannot write 'absent/x.png'; give --plot"),
         ([model, *a100, "--sweep", "budget", "--save", "x.json"], "leave one of the two out"),
         ([model, *a100, "--sweep", "budget", "--explain"], "--explain explains one plan"),
         ([model, *a100, "--save", str(tmp_path)], "cannot write"),

@@ -92,6 +92,8 @@ def tied():
     return model
 def no_module():
     return 3
+def nothing():
+    return ()
 def wrong_inputs():
     return Loss()
 def no_loss():
@@ -121,10 +123,26 @@ def test_what_is_no_model_is_refused_with_what_to_do(tmp_path: Path):
         (write(tmp_path, "broken.json", "{"), "is not JSON.*config.json"),
         (write(tmp_path, "bare.json", "{}"), "has no model_type"),
         (write(tmp_path, "new.json", '{"model_type": "abacus"}'), "no configuration that transformers knows"),
+        (write(tmp_path, "text.json", '{"model_type": "llama", "hidden_size": "big"}'), "expected int, got str"),
+        (
+            write(tmp_path, "heads.json", '{"model_type": "llama", "num_attention_heads": 7}'),
+            "not a multiple of the number",
+        ),
+        (
+            write(tmp_path, "minus.json", '{"model_type": "gpt2", "vocab_size": -1}'),
+            "cannot be built as a causal .*negative",
+        ),
+        (
+            write(tmp_path, "none.json", '{"model_type": "gpt2", "n_layer": 0}'),
+            "num_hidden_layers 0; expected the config",
+        ),
+        (write(tmp_path, "pair.json", '{"model_type": "clip"}'), "num_hidden_layers None; expected the config"),
+        (write(tmp_path, "seq2seq.json", '{"model_type": "t5"}'), "cannot be built as a causal language model"),
         (file, "names no function; expected file.py:factory"),
         (f"{file}:absent", "could not be built: AttributeError.*absent"),
         (f"{file}:broken", "could not be built.*tensors that have no data"),
         (f"{file}:no_module", "returned int; expected a torch.nn.Module"),
+        (f"{file}:nothing", "returned tuple; expected a torch.nn.Module"),
         (f"{file}:wrong_inputs", r"cannot be called with a tensor of shape \(2, 8\).*return \(module, inputs\)"),
         (f"{file}:no_loss", r"returns a tensor of shape \(3, 4\); expected a scalar loss"),
         (f"{tmp_path}/absent.py:make", "could not be built: FileNotFoundError"),

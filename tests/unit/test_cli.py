@@ -46,7 +46,21 @@ def test_a_plan_that_cannot_be_shown_is_one_line_that_says_why(tmp_path: Path, c
         assert shown.err.startswith("autohete: ") and shown.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["show"], ["dance"], ["doctor", "--device", "abacus"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["show"],
+        ["dance"],
+        ["doctor", "--device", "abacus"],
+        ["plan", "gpt2", "--device", "h100", "--batch", "two"],
+        ["plan", "gpt2", "--device", "h100", "--batch", "0"],
+        *(
+            ["plan", "gpt2", "--device", "h100", "--time-limit", seconds]
+            for seconds in ("0", "-1", "nan", "inf", "soon")
+        ),
+    ],
+)
 def test_wrong_usage_is_explained(arguments: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)

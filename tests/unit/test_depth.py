@@ -46,6 +46,7 @@ def model(num_layers: int, period: int = 1) -> TracedStep:
         ),
         kinds=(BlockKind.PROLOGUE, *(BlockKind.LAYER for _ in layers), BlockKind.EPILOGUE),
         flops=(0, *(10 + i % period for i in layers), 3),
+        num_params=9 + 250 * num_layers,
         traced_layers=num_layers,
     )
 

@@ -55,7 +55,7 @@ def changed(change: Callable[[dict[str, Any]], object]) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "not a machine file: .*expected the JSON that Machine.save writes"),
+        ("{", "not a machine file: .*expected the JSON that `autohete doctor --save` writes"),
         ("{}", "not a machine file: it has no schema_version"),
         (changed(lambda raw: raw.update(schema_version=0)), "schema version 0, this autohete_fx reads 1; measure"),
         (changed(lambda raw: raw.pop("h2d_bytes_per_s")), "it lacks 'h2d_bytes_per_s'; measure the machine again"),
