@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import autohete_fx
-from autohete_fx.options import parse_size, resolve_bytes
+from autohete_fx.options import Size, parse_size, resolve_bytes
 from autohete_fx.report import ComparisonRow, TrainingProgress, comparison_table, format_bytes, format_count
 
 Text = NDArray[np.uint8]
@@ -76,6 +76,10 @@ def main() -> None:
     arguments = parse_arguments()
     setup = choose_setup(arguments)
     text = load_text(arguments.text)
+    if len(text) <= setup.model.context:
+        sys.exit(
+            f"--text {arguments.text} has {len(text)} bytes, no more than the {setup.model.context} of one sequence"
+        )
     if arguments.plain_result:
         run = train_plain(setup, text, arguments.plain_steps)
         arguments.plain_result.write_text(
@@ -86,10 +90,13 @@ def main() -> None:
     print(f"measuring plain torch.compile for {arguments.plain_steps} steps ...", flush=True)
     plain = measure_plain_in_subprocess()
     print(f"plain torch.compile: peak {format_bytes(plain.peak_bytes)}, {plain.typical_step_s:.3f} s a step")
-    budget_bytes = choose_budget(arguments.budget, plain.peak_bytes)
+    budget_bytes = resolve_bytes(arguments.budget, plain.peak_bytes)
     print(f"memory budget: {format_bytes(budget_bytes)} ({budget_bytes / plain.peak_bytes:.0%} of plain)\n", flush=True)
 
-    model, run = train_within_budget(setup, text, budget_bytes, arguments.backend)
+    try:
+        model, run = train_within_budget(setup, text, budget_bytes, arguments.backend)
+    except autohete_fx.InfeasiblePlanError as error:
+        sys.exit(f"--budget is too small: {str(error).partition(chr(10))[0]}")
     print(f"\n{sample(model, arguments.sample_bytes)}\n")
     print(comparison(setup, plain, run, budget_bytes, arguments.backend))
     if run.peak_bytes > budget_bytes and arguments.backend == "autohete":
@@ -99,21 +106,49 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="file to train on; default: the Python standard library's sources")
-    parser.add_argument("--budget", help='device memory, such as "200MiB"; a "60%%" is of plain\'s peak; default 50%%')
-    parser.add_argument("--steps", type=int, help="optimizer steps")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--width", type=int)
-    parser.add_argument("--batch", type=int)
+    parser.add_argument(
+        "--budget",
+        type=budget_size,
+        default="50%",
+        metavar="SIZE",
+        help='device memory, such as "200MiB"; a "60%%" is of plain\'s peak; default 50%%',
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps; default 200 on a CPU, 300 on a GPU")
+    parser.add_argument("--layers", type=int, metavar="N", help="transformer layers; default 8 on a CPU, 16 on a GPU")
+    parser.add_argument("--width", type=int, metavar="N", help="of the model; default 192 on a CPU, 1024 on a GPU")
+    parser.add_argument(
+        "--batch", type=int, metavar="N", help="sequences a step; default 4 on a CPU, up to 16 on a GPU"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
-    parser.add_argument("--sample-bytes", type=int, default=400, help="length of the text that the model writes")
-    parser.add_argument("--plain-steps", type=int, default=7, help="steps of plain torch.compile to measure")
+    parser.add_argument(
+        "--sample-bytes",
+        type=int,
+        default=400,
+        metavar="N",
+        help="length of the text that the model writes; default 400",
+    )
+    parser.add_argument(
+        "--plain-steps", type=int, default=7, metavar="N", help="steps of plain torch.compile to measure; default 7"
+    )
     parser.add_argument("--backend", default="autohete", help=argparse.SUPPRESS)
     parser.add_argument("--plain-result", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    for name, least in (("steps", COMPILING_STEPS + 1), ("plain_steps", COMPILING_STEPS + 1)):
+    steps = COMPILING_STEPS + 1
+    least_of = {"steps": steps, "plain_steps": steps, "layers": 1, "width": 1, "batch": 1, "sample_bytes": 0}
+    for name, least in least_of.items():
         if getattr(arguments, name) is not None and getattr(arguments, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch finds no CUDA device")
     return arguments
+
+
+def budget_size(text: str) -> Size:
+    """``--budget``; a share is one of plain's peak."""
+    try:
+        return parse_size(text)
+    except autohete_fx.OptionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def choose_setup(arguments: argparse.Namespace) -> Setup:
@@ -125,6 +160,8 @@ def choose_setup(arguments: argparse.Namespace) -> Setup:
     else:
         layers, width, head_width, context, steps, batch = 8, 192, 32, 256, 200, 4
     width = arguments.width or width
+    if width % head_width:
+        sys.exit(f"--width {width} is not a multiple of {head_width}, the width of a head")
     config = GPTConfig(layers=arguments.layers or layers, width=width, heads=width // head_width, context=context)
     return Setup(
         device=device,
@@ -141,7 +178,10 @@ def load_text(path: Path | None) -> Text:
     No tensor: on a CPU device that would be device memory, and only batches need to be there.
     """
     files = [path] if path else sorted(Path(os.__file__).parent.glob("*.py"))
-    data = b"".join(file.read_bytes() for file in files)[:CORPUS_LIMIT_BYTES]
+    try:
+        data = b"".join(file.read_bytes() for file in files)[:CORPUS_LIMIT_BYTES]
+    except OSError as error:
+        sys.exit(f"cannot read --text {path}: {error.strerror}")
     return np.frombuffer(data, dtype=np.uint8)
 
 
@@ -155,11 +195,6 @@ def describe(setup: Setup, text: Text) -> None:
         f"GPT with {format_count(count)} parameters: {config.layers} layers of width {config.width}, context"
         f" {config.context}, batch {setup.batch}, dropout {config.dropout}; text of {format_bytes(len(text))}"
     )
-
-
-def choose_budget(wanted: str | None, plain_peak_bytes: int) -> int:
-    """``--budget`` in bytes; a share is one of plain's peak."""
-    return resolve_bytes(parse_size(wanted or "50%"), plain_peak_bytes)
 
 
 def batch_of(setup: Setup, text: Text, step: int) -> tuple[Tensor, Tensor]:

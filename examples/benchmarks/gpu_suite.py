@@ -21,13 +21,13 @@ stop when ``--minutes`` are over; what was left out is listed. Each part has a s
 comes at the end if there is time. The file is up to date after each row. Models are GPTs with random weights on the Python standard
 library's sources.
 
-torch, numpy, pandas and ortools must be there; torchao and deepspeed are compared where they are. On a machine without a network,
-carry them: ``pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 --platform
-manylinux2014_x86_64 -d wheels ortools==9.15.6755 torchao 'protobuf<6.34' absl-py immutabledict`` here, and for DeepSpeed, which has
-no wheel, ``pip wheel --no-deps -w wheels deepspeed`` with hjson, py-cpuinfo, ninja, psutil, pydantic, pydantic-core,
-annotated-types, typing-inspection, msgpack, einops, tqdm; there ``pip install --no-index --no-deps --target site wheels/*.whl``
-and ``PYTHONPATH=site:.``. DeepSpeed builds its CPU Adam on first use, which needs a compiler and ninja on the PATH
-(``site/bin``).
+torch, numpy, pandas, ortools and rich must be there; torchao and deepspeed are compared where they are. On a machine without a
+network, carry them: ``pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 --platform
+manylinux2014_x86_64 -d wheels ortools==9.15.6755 torchao 'protobuf<6.34' absl-py immutabledict rich markdown-it-py mdurl pygments``
+here, and for DeepSpeed, which has no wheel, ``pip wheel --no-deps -w wheels deepspeed`` with hjson, py-cpuinfo, ninja, psutil,
+pydantic, pydantic-core, annotated-types, typing-inspection, msgpack, einops, tqdm; there ``pip install --no-index --no-deps
+--target site wheels/*.whl`` and ``PYTHONPATH=site:.``. DeepSpeed builds its CPU Adam on first use, which needs a compiler and ninja
+on the PATH (``site/bin``).
 """
 
 import argparse
