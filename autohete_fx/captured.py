@@ -16,7 +16,7 @@ from torch._inductor import config as inductor_config
 from autohete_fx import planning, versions
 from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.ir import BlockGraph, Problem, Profile
-from autohete_fx.model import Model, graph_digest, sources_digest
+from autohete_fx.model import Model, graph_digest, origin_of, sources_digest
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.pass_identity import pass_identity
@@ -31,7 +31,7 @@ class CapturedGraph:
 
     Attributes:
         params: the parameters among the inputs, by name.
-        names: their names.
+        origin: what tells it from the model's other graphs.
         budget_bytes: peak device memory allowed; None for no limit.
         machine: capacities and rates.
     """
@@ -44,7 +44,7 @@ class CapturedGraph:
         self.params: dict[str, torch.nn.Parameter] = {
             i.name: i.tensor for i in inputs if i.is_parameter and isinstance(i.tensor, torch.nn.Parameter)
         }
-        self.names = frozenset(self.params)
+        self.origin = origin_of(inputs)
         self.device = model.session.device
         self.budget_bytes = device_budget_bytes(self.device, options)
         self.machine = machine_of(self.device, model.session, options)
@@ -65,7 +65,7 @@ class CapturedGraph:
                 options.plan.digest if options.plan else None,
             ),
             tuple(self._placement_text(name) for name in sorted(self.params)),
-            self.model.taken_by_others(self.names),
+            self.model.taken_by_others(self.origin),
             _surroundings(self.device),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
@@ -89,7 +89,7 @@ class CapturedGraph:
             host_budget_bytes=host_budget_bytes(self.device, self.options),
             fixed_bytes=planning.input_bytes(self.inputs)
             + self.small_bytes(training)
-            + self.model.taken_by_others(self.names)
+            + self.model.taken_by_others(self.origin)
             + tuning_bytes(self.device, self.options),
         )
         return planning.make_problem(
@@ -112,7 +112,7 @@ class CapturedGraph:
         if self.budget_bytes is None:
             return None
         taken = sum(param.nbytes for param in self.params.values() if not is_home(param))
-        taken += planning.input_bytes(self.inputs) + self.model.taken_by_others(self.names)
+        taken += planning.input_bytes(self.inputs) + self.model.taken_by_others(self.origin)
         return max(0, self.budget_bytes - taken - tuning_bytes(self.device, self.options))
 
 

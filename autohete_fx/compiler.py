@@ -134,7 +134,7 @@ class GraphCompiler:
             place(self.captured.params, result, model)
         if result.training:
             model.is_placed = True
-            model.store_footprint(self.captured.names, result.footprint)
+            model.store_footprint(self.captured.origin, result.footprint)
         # Inductor keeps its configuration with the compiled code, and that refers to this object: the batch that the
         # graph was compiled with must not live as long.
         self._compiled.clear()

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autohete_fx import versions
 from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compilation import Compilation, Footprint
 from autohete_fx.ir import Optimizer, Overlap
@@ -29,33 +30,60 @@ from autohete_fx.runtime.session import Session, is_live
 _PACKAGE = Path(__file__).resolve().parent
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a graph comes from, which tells graphs that run beside each other from one graph compiled again.
+
+    Attributes:
+        function: what Dynamo compiled it of, by file and name.
+        part: of that function, between two graph breaks.
+        parameters: names of those that it reads.
+    """
+
+    function: str
+    part: str
+    parameters: frozenset[str]
+
+    def runs_beside(self, other: "Origin") -> bool:
+        """Whether one step runs both: other parts of a function, and graphs without a parameter in common. What else shares
+        parameters is the same, compiled again for another shape or another path through the model."""
+        is_other_part = self.function == other.function and self.part != other.part
+        return is_other_part or (bool(other.parameters) and self.parameters.isdisjoint(other.parameters))
+
+
 @dataclass(eq=False)
 class Model:
     """One compiled model.
 
     Attributes:
         session: its runtime.
-        footprints: what each of its training graphs takes on the device, by the graph's parameter names.
+        footprints: what each of its training graphs takes on the device.
         is_placed: whether a training graph has decided where parameters live.
     """
 
     session: Session
-    footprints: dict[frozenset[str], Footprint] = field(default_factory=dict)
+    footprints: dict[Origin, Footprint] = field(default_factory=dict)
     is_placed: bool = False
 
-    def taken_by_others(self, graph: frozenset[str]) -> int:
-        """Device bytes that other training graphs of the model hold. A graph that shares parameters is the same
-        graph compiled again, unless it has none in common."""
-        return sum(f.total_bytes for names, f in self.footprints.items() if names.isdisjoint(graph) and names)
+    def taken_by_others(self, graph: Origin) -> int:
+        """Device bytes that other training graphs of the model hold; of parameters that they share with this one, too."""
+        return sum(f.total_bytes for other, f in self.footprints.items() if graph.runs_beside(other))
 
-    def store_footprint(self, graph: frozenset[str], footprint: Footprint) -> None:
+    def store_footprint(self, graph: Origin, footprint: Footprint) -> None:
         """Replace the notes of earlier versions of this graph."""
-        for names in [n for n in self.footprints if not n.isdisjoint(graph)]:
-            del self.footprints[names]
+        for other in list(self.footprints):
+            if not (graph.runs_beside(other) or graph.parameters.isdisjoint(other.parameters)):
+                del self.footprints[other]
         self.footprints[graph] = footprint
 
 
 _models: "WeakIdKeyDictionary" = WeakIdKeyDictionary()  # parameter -> weak reference to its Model
+
+
+def origin_of(inputs: Sequence[GraphInput]) -> Origin:
+    """Of the graph that Dynamo is compiling now."""
+    function, part = versions.function_being_compiled()
+    return Origin(function, part, frozenset(item.name for item in inputs if item.is_parameter))
 
 
 def find_model(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options) -> Model:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -123,6 +124,23 @@ def on_cache_misses(begin: Callable[[], None], compiled: Callable[[], None], giv
         return result
 
     CatchErrorsWrapper.__call__ = call  # type: ignore[method-assign]
+
+
+def function_being_compiled() -> tuple[str, str]:
+    """The function that Dynamo compiles in this thread, by file and name, and the part of it, between two graph breaks; empty where
+    Dynamo does not compile.
+
+    What follows a graph break is to Dynamo a function of its own, whose name says which one it resumes.
+    """
+    from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+    from torch._dynamo.symbolic_convert import tls
+
+    translator = getattr(tls, "current_tx", None)
+    if translator is None:
+        return "", ""
+    code = translator.output.root_tx.f_code
+    name = re.sub(rf"{TORCH_DYNAMO_RESUME_IN_PREFIX}_(\w+)_at_\d+", r"\1", code.co_qualname)
+    return f"{code.co_filename}:{name}", code.co_qualname
 
 
 def frame_of_call(frame: FrameType | None) -> FrameType | None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan, training
 from autohete_fx.compiler import GraphCompiler
+from autohete_fx.model import _models
 from autohete_fx.runtime.placement import placement_of
 from autohete_fx.runtime.tiers import is_home
 from tests import training as job
@@ -172,6 +173,35 @@ def test_graphs_of_one_model_share_a_budget():
     assert first.footprint.total_bytes > 0
     assert second.plan.peak_bytes <= 3 * 2**20 and first.plan.peak_bytes <= 3 * 2**20
     assert second.plan.peak_bytes > second.footprint.resident_bytes + first.footprint.total_bytes
+
+
+class Around(nn.Module):
+    """The first layer runs before a graph break and after it, as tied embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x).relu()).relu()
+        torch._dynamo.graph_break()
+        return self.layers[0](self.layers[2](x).relu()).square().mean()
+
+
+def test_graphs_of_one_call_that_share_a_parameter_are_two():
+    """And a shape that is new to them replaces what was noted of each."""
+    torch.manual_seed(0)
+    model = Around()
+    model.compile(backend="autohete", options={**EAGER, "memory_budget": "8MiB"})
+    train(model, batch=256, steps=1)
+    train(model, batch=512, steps=1)
+    found = [c for c in autohete_fx.compilations() if c.training][-4:]
+    assert [sorted(c.owners) for c in found] == 2 * [[f"layers.{i}.weight" for i in pair] for pair in ((0, 1), (0, 2))]
+    before, after, before_again, after_again = found
+    for one, other in ((after, before), (before_again, after), (after_again, before_again)):
+        assert one.plan.peak_bytes > one.footprint.resident_bytes + other.footprint.total_bytes
+    noted = _models[model.layers[0].weight]()
+    assert list(noted.footprints.values()) == [before_again.footprint, after_again.footprint]
 
 
 def test_two_equal_models_do_not_meet():
