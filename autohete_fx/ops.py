@@ -15,7 +15,7 @@ A parameter on the device whose update ran on the host is waited for by a node o
 An update that starts in backward stands between a gradient's offload and its wait::
 
     handle = autohete.offload(grad, session, lane, priority)
-    handle = autohete.start_update(handle, [param], session, input, priority)
+    handle = autohete.start_update(handle, [param], session, edge, priority)
     home = autohete.wait(handle, grad, session)
 
 Before a gradient leaves, its norm may be taken, for the step that clips::
@@ -32,8 +32,8 @@ Before a gradient leaves, its norm may be taken, for the step that clips::
 * ``session`` is the digest under which the runtime is registered, the same in every process, so that cached code
   finds the runtime of the process that it runs in. ``lane`` is `ir.Lane.index`; a smaller ``priority`` is sooner.
 * ``start_update`` writes the placeholders over the parameter's memory, if there are any in the graph, so that the compiler
-  keeps whatever reads them before it. ``input`` is the parameter's position among the inputs of the graph that Dynamo
-  captured: one graph may serve several models.
+  keeps whatever reads them before it. ``edge`` is the parameter's position among the tensors that the graph of Dynamo's
+  gets, and so its edge in autograd's graph: one graph may serve several models.
 * ``after`` is never read. The last pass names there what must be computed before the node runs, so that the compiler
   keeps the node where it stands.
 
@@ -58,7 +58,7 @@ library.define("wait(Tensor handle, Tensor src, str session, Tensor? after=None)
 library.define("wait_update(Tensor(a) param, str session, Tensor? after=None) -> Tensor(a)", tags=_TAGS)
 library.define("take_norm(Tensor handle, Tensor grad, str session, Tensor? after=None) -> Tensor", tags=_TAGS)
 library.define(
-    "start_update(Tensor handle, Tensor(a!)[] params, str session, int input, int priority, Tensor? after=None) -> Tensor",
+    "start_update(Tensor handle, Tensor(a!)[] params, str session, int edge, int priority, Tensor? after=None) -> Tensor",
     tags=_TAGS,
 )
 
@@ -142,7 +142,7 @@ def _fake_start_update(
     handle: torch.Tensor,
     params: Sequence[torch.Tensor],
     session: str,
-    input: int,
+    edge: int,
     priority: int,
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:

@@ -107,10 +107,10 @@ def rewrite_training(
         owners={**owners_by_placeholder(split.backward, inputs, owners), **_saved_views(split, forward_owners)},
         gradients=tuple(None if item is None else owners[item.name] for item in gradients),
         gradient_strides=tuple(None if item is None else _strides_of(item) for item in gradients),
-        gradient_inputs=tuple(None if item is None else item.index for item in gradients),
-        inputs={
-            **_parameter_inputs(split.backward, inputs),
-            **_saved_views(split, _parameter_inputs(split.forward, inputs)),
+        gradient_edges=tuple(None if item is None else item.edge for item in gradients),
+        edges={
+            **_parameter_edges(split.backward, inputs),
+            **_saved_views(split, _parameter_edges(split.forward, inputs)),
         },
     )
     offloaded = passes.select_offloaded(split.forward, forward, offloadable)
@@ -134,9 +134,10 @@ def staying_states(gm: fx.GraphModule, inputs: Sequence[GraphInput], moved: Coll
     return frozenset(name for name, fqn in parameter_fqns(gm, inputs).items() if fqn not in moved)
 
 
-def _parameter_inputs(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> dict[str, int]:
-    """Position among the captured graph's inputs by name of each parameter's placeholder."""
-    return {name: item.index for name, item in placeholder_inputs(gm, inputs).items() if item.is_parameter}
+def _parameter_edges(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> dict[str, int]:
+    """Edge in autograd's graph by name of each parameter's placeholder."""
+    found = placeholder_inputs(gm, inputs).items()
+    return {name: item.edge for name, item in found if item.is_parameter and item.edge is not None}
 
 
 def _strides_of(item: GraphInput) -> tuple[int, ...]:

@@ -53,8 +53,9 @@ class PassContext:
         gradients: in a backward graph, the owning block of the parameter whose gradient each output is, or None for
             outputs that are no parameter's gradient, or that of one that the device updates; empty elsewhere.
         gradient_strides: strides of those parameters, likewise.
-        gradient_inputs: their positions among the inputs of the captured graph, likewise.
-        inputs: in a backward graph, that position by name of each placeholder that is such a parameter, or a saved view of it.
+        gradient_edges: their positions among the tensors that the captured graph gets, which are edges in autograd's graph,
+            likewise.
+        edges: in a backward graph, that edge by name of each placeholder that is such a parameter, or a saved view of it.
         num_outputs: in a forward graph, how many outputs are the user's; the others are saved for backward.
     """
 
@@ -68,8 +69,8 @@ class PassContext:
     staying: frozenset[str] = frozenset()
     gradients: tuple[int | None, ...] = ()
     gradient_strides: tuple[tuple[int, ...] | None, ...] = ()
-    gradient_inputs: tuple[int | None, ...] = ()
-    inputs: Mapping[str, int] = field(default_factory=dict)
+    gradient_edges: tuple[int | None, ...] = ()
+    edges: Mapping[str, int] = field(default_factory=dict)
     num_outputs: int = 0
 
     @property

@@ -1,6 +1,6 @@
 """Backward: start the update of a parameter on the host once its gradient has landed and nothing reads the parameter any more.
 
-Emitted IR, for a weight that is input 3 of the captured graph::
+Emitted IR, for a weight that is the captured graph's tensor 3, counted from 0::
 
     mm_7 = ...                                                                      # block b: the gradient of w
     mm_8 = aten.mm(grad, w)                                                         # block b: the last to read w
@@ -28,23 +28,23 @@ def start_updates(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     if context.plan.schedule.overlap is not Overlap.BACKWARD or context.plan.schedule.takes_norms:
         return gm
     keys = region_keys(gm.graph, context)
-    for wait, index in zip(output_args(gm), context.gradient_inputs, strict=False):
+    for wait, edge in zip(output_args(gm), context.gradient_edges, strict=False):
         note = None if wait is None else annotations.inserted(wait)
-        if wait is None or index is None or note is None or wait.target is not ops.wait:
+        if wait is None or edge is None or note is None or wait.target is not ops.wait:
             continue
         params = [  # what arrives fetched is a copy
             node
             for node in gm.graph.nodes
-            if node.op == "placeholder" and context.inputs.get(node.name) == index and node.name not in context.kept
+            if node.op == "placeholder" and context.edges.get(node.name) == edge and node.name not in context.kept
         ]
-        _start_update(gm, wait, index, params, note, keys, context)
+        _start_update(gm, wait, edge, params, note, keys, context)
     return gm
 
 
 def _start_update(
     gm: fx.GraphModule,
     wait: fx.Node,
-    index: int,
+    edge: int,
     params: list[fx.Node],
     note: annotations.Inserted,
     keys: dict[fx.Node, tuple[int, int]],
@@ -60,7 +60,7 @@ def _start_update(
     if slot > note.slot:
         return
     priority = note.block if context.plan.schedule.priority else 0
-    arguments = (handle, params, context.session, index, priority)
+    arguments = (handle, params, context.session, edge, priority)
     start = gm.graph.create_node("call_function", ops.start_update, arguments, name=f"start_update_{source.name}")
     order = {node: position for position, node in enumerate(gm.graph.nodes)}
     max([handle, *readers], key=order.__getitem__).append(start)

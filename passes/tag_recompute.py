@@ -6,6 +6,8 @@ was expensive, which is MUST_SAVE; the partitioner saves as much of that as back
 only on what backward needs, because the partitioner saves the arguments of everything with that tag. Where what is kept
 is one result of several, such as a norm's, the node that makes them is kept with all its results: the partitioner heeds
 no tag on a single one. Random seeds stay untagged: the partitioner saves them, so that dropout draws the same mask again.
+Checkpointing of the user's has tags too, whose regions are numbered otherwise than blocks: none is left in a block that the
+plan recomputes.
 """
 
 import operator
@@ -47,6 +49,8 @@ def tag_recompute(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
             _tag(node, CheckpointPolicy.MUST_SAVE, block)
         elif activations is Activations.RECOMPUTE or (activations is Activations.SELECTIVE and node in needed):
             _tag(node, CheckpointPolicy.MUST_RECOMPUTE, block)
+        elif activations is Activations.SELECTIVE:
+            node.meta.pop("recompute", None)
     return gm
 
 

@@ -111,8 +111,8 @@ def context(stage: Stage, *decisions: BlockDecision, schedule: Schedule | None =
         "owners": {"w0": 0, "w1": 1},
         "gradients": (None, 0, 1) if stage is Stage.BACKWARD else (),
         "gradient_strides": (None, (SIDE, 1), (SIDE, 1)) if stage is Stage.BACKWARD else (),
-        "gradient_inputs": (None, 1, 2) if stage is Stage.BACKWARD else (),
-        "inputs": {"w0": 1, "w1": 2} if stage is Stage.BACKWARD else {},
+        "gradient_edges": (None, 1, 2) if stage is Stage.BACKWARD else (),
+        "edges": {"w0": 1, "w1": 2} if stage is Stage.BACKWARD else {},
         "num_outputs": 1 if stage is Stage.FORWARD else 0,
     }
     plan = Plan(labels=("a", "b"), decisions=both, schedule=schedule or Schedule())

@@ -5,6 +5,7 @@ Dynamo's graph says for each placeholder where its value comes from, such as
 ``meta["desc"]``, which of Dynamo's inputs they are. Names are the stable key: indices differ between graphs.
 """
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,12 +27,14 @@ class GraphInput:
         name: fully qualified parameter or buffer name where it has one, else the source expression.
         tensor: the real value where it is a tensor (parameters always are), else None.
         is_parameter: whether it is an ``nn.Parameter``.
+        edge: position among the inputs that are tensors, which alone have an edge in autograd's graph: sizes have none.
     """
 
     index: int
     name: str
     tensor: torch.Tensor | None
     is_parameter: bool
+    edge: int | None
 
 
 def clean_name(source: str) -> str:
@@ -47,12 +50,14 @@ def graph_inputs(gm: fx.GraphModule, example_inputs: Sequence[object]) -> tuple[
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     sources = [_source_of(node) for node in placeholders]
     names = [clean_name(source) for source in sources]
+    edges = itertools.count()
     return tuple(
         GraphInput(
             index=index,
             name=name if names.count(name) == 1 else source,
             tensor=value if isinstance(value, torch.Tensor) else None,
             is_parameter=isinstance(value, torch.nn.Parameter),
+            edge=next(edges) if isinstance(value, torch.Tensor) else None,
         )
         for index, (name, source, value) in enumerate(zip(names, sources, example_inputs, strict=True))
     )

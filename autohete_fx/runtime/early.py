@@ -136,12 +136,12 @@ class Early:
         return bool(self._armed) and self.starter is not None
 
     def start(
-        self, input: int, home: Tensor, landed: Ticket, readers: Callable[[Tensor], list[Ticket]], priority: int
+        self, edge: int, home: Tensor, landed: Ticket, readers: Callable[[Tensor], list[Ticket]], priority: int
     ) -> bool:
-        """Start the update of the parameter that is an input of the graph whose backward runs in this thread.
+        """Start the update of the parameter that an edge leads to of the graph whose backward runs in this thread.
 
         Args:
-            input: its position.
+            edge: its position.
             home: where the gradient is when ``landed`` is complete.
             readers: gives the copies under way that read a parameter.
             priority: on the update lane.
@@ -150,9 +150,9 @@ class Early:
             Whether it did.
         """
         node: Any = torch._C._current_autograd_node()
-        if node is None or input >= len(node.next_functions):
+        if node is None or edge >= len(node.next_functions):
             return False
-        param = getattr(node.next_functions[input][0], "variable", None)
+        param = getattr(node.next_functions[edge][0], "variable", None)
         if param is None or id(param) not in self._armed or id(param) in self._consumed:
             return False
         # Otherwise autograd copies what it gets, before it has come.

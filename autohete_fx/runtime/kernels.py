@@ -43,11 +43,11 @@ def _start_update(
     handle: torch.Tensor,
     params: Sequence[torch.Tensor],
     session: str,
-    input: int,
+    edge: int,
     priority: int,
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return session_by_digest(session).start_update(handle, input, priority)
+    return session_by_digest(session).start_update(handle, edge, priority)
 
 
 def _take_norm(

@@ -128,13 +128,13 @@ class Session:
         assert result is not None
         return result
 
-    def start_update(self, handle: torch.Tensor, input: int, priority: int) -> torch.Tensor:
-        """Start the update of a parameter, by its position among the inputs of the graph, with the gradient that the copy of a
+    def start_update(self, handle: torch.Tensor, edge: int, priority: int) -> torch.Tensor:
+        """Start the update of a parameter, by its edge in autograd's graph, with the gradient that the copy of a
         handle brings home, or leave it to the step. Returns the copy's handle from then on."""
         early, gradient = self.updates.early, self._in_flight[int(handle)]()
         assert gradient is not None and gradient.result is not None, "start_update must get the handle itself"
         if early.is_armed:
-            early.start(input, gradient.result, gradient.ticket, self._copies_of, priority)
+            early.start(edge, gradient.result, gradient.ticket, self._copies_of, priority)
         return _handle(int(handle), gradient)
 
     def take_norm(self, handle: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

@@ -127,6 +127,21 @@ def test_updates_start_before_the_step_and_the_first_block_goes_first(
     assert latest[1:] == sorted(latest[1:]), "one has begun when the others come; of these the first block goes first"
 
 
+def test_a_graph_whose_sizes_are_symbolic_updates_what_its_gradients_are_of(gate: Gate, started: list[bool]):
+    """As a last batch that is smaller makes Dynamo compile: sizes come before parameters then, and are no tensors."""
+    loop = Loop(gate)
+    started.clear()
+
+    def smaller(model: Stack, optimizer: torch.optim.Optimizer) -> None:
+        for num_rows in (7, 5):
+            model(X[:num_rows]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    loop.both(smaller)
+    assert len(started) == 3 * 4 and all(started)
+
+
 @pytest.mark.slow
 def test_the_first_step_and_the_first_one_after_loading_start_at_the_step(gate: Gate, started: list[bool]):
     loop = Loop(gate)

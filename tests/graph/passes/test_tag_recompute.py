@@ -7,6 +7,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from autohete_fx import Activations, BlockDecision, annotations, passes
 from autohete_fx.passes import Stage
@@ -105,6 +106,25 @@ def test_selective_recomputation_keeps_what_was_expensive_and_tags_what_backward
     for node in gm.graph.nodes:
         if annotations.block_of(node) is not None:
             annotations.set_block(node, 0)
+    gm = passes.tag_recompute(gm, context(Stage.JOINT, SELECTIVE))
+    assert_expected_inline(
+        tags(gm),
+        """\
+first MUST_SAVE 0
+gelu MUST_RECOMPUTE 0
+second MUST_SAVE 0
+x_t MUST_RECOMPUTE 0""",
+    )
+
+
+def test_no_tag_of_the_users_checkpointing_is_left_in_a_recomputed_block():
+    """The partitioner would compare the number of its region with ours, and keep what makes a dropout's results without them."""
+    gm = joint()
+    for node in gm.graph.nodes:
+        if annotations.block_of(node) is not None:
+            annotations.set_block(node, 0)
+            if node.name in ("first", "gelu", "w1_t", "second"):
+                node.meta |= {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": 7}
     gm = passes.tag_recompute(gm, context(Stage.JOINT, SELECTIVE))
     assert_expected_inline(
         tags(gm),
