@@ -35,6 +35,7 @@ _BYTES_OF_UNIT = {
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgtp", start=1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgtp", start=1)},
 }
+_MOST_BYTES = 2**60
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[a-z]+|%)\s*", re.IGNORECASE)
 _SIZE_EXPECTED = 'expected a size such as "20GiB" or "512MB", or a share of the memory such as "60%"'
 _OPTION_EXPECTED = f"{_SIZE_EXPECTED}, or bytes as an int"
@@ -137,8 +138,8 @@ class Options:
 
 
 def resolve_bytes(size: Size, total_bytes: int) -> int:
-    """A size in bytes, given the total that a share refers to; rounded down."""
-    return int(size.fraction * total_bytes) if isinstance(size, Share) else size
+    """A size in bytes, given the total that a share refers to; rounded down, and no more than solvers count with."""
+    return int(size.fraction * total_bytes) if isinstance(size, Share) else min(size, _MOST_BYTES)
 
 
 def parse_size(text: str) -> Size:

@@ -8,6 +8,7 @@ order of constructing the optimizer and compiling does not matter.
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from numbers import Real
 from typing import Any, TypeVar, cast
 
 import torch
@@ -99,7 +100,7 @@ class AdamW(torch.optim.Optimizer):
         capturable, differentiable: must be False.
 
     Raises:
-        OptimizerStateError: a hyperparameter out of range, an option that is not supported, a parameter whose dtype is
+        OptimizerStateError: a hyperparameter out of range, an option that is not supported, a parameter to train whose dtype is
             none of float32, float64, bfloat16, float16.
     """
 
@@ -143,7 +144,8 @@ class AdamW(torch.optim.Optimizer):
         super().add_param_group({**group, **_IMPLEMENTATION})
         try:
             for param in self.param_groups[-1]["params"]:
-                check_param(param)
+                if param.requires_grad:  # a frozen one may be quantized
+                    check_param(param)
         except OptimizerStateError:
             del self.param_groups[before:]
             raise
@@ -357,8 +359,8 @@ def _overlap_named(overlap: str | None) -> Overlap:
 
 
 def _checked_norm(norm: float | None) -> float | None:
-    if norm is not None and not norm > 0.0:  # NaN too
-        raise OptimizerStateError(f"max_grad_norm is {norm}; expected a number above 0, or None")
+    if norm is not None and not (_is_number(norm) and norm > 0.0):  # NaN too
+        raise OptimizerStateError(f"max_grad_norm is {norm!r}; expected a number above 0, or None")
     return None if norm is None else float(norm)
 
 
@@ -377,8 +379,16 @@ def _check_hyperparameters(values: Mapping[str, Any]) -> None:
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise OptimizerStateError(f"lr is a tensor of {lr.numel()} elements; expected one element")
     for name in ("lr", "eps", "weight_decay"):
-        if not values[name] >= 0.0:  # NaN too
-            raise OptimizerStateError(f"{name} is {values[name]}; expected a number of at least 0")
-    for index, beta in enumerate(values["betas"]):
+        if not (_is_number(values[name]) and values[name] >= 0.0):  # NaN too
+            raise OptimizerStateError(f"{name} is {values[name]!r}; expected a number of at least 0")
+    betas = values["betas"]
+    if not (isinstance(betas, Collection) and len(betas) == 2 and all(map(_is_number, betas))):
+        raise OptimizerStateError(f"betas is {betas!r}; expected two numbers, each at least 0 and less than 1")
+    for index, beta in enumerate(betas):
         if not 0.0 <= beta < 1.0:
             raise OptimizerStateError(f"betas[{index}] is {float(beta)}; expected at least 0 and less than 1")
+
+
+def _is_number(value: object) -> bool:
+    """Not a string, which configuration files make of ``1e-3``."""
+    return isinstance(value, Real | Tensor)

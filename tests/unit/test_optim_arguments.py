@@ -44,10 +44,14 @@ def test_state_bytes_before_and_after_the_first_step() -> None:
     [
         ({"lr": -1.0}, "lr is -1.0"),
         ({"lr": float("nan")}, "lr is nan"),
+        ({"lr": "1e-3"}, "lr is '1e-3'; expected a number"),
+        ({"lr": None}, "lr is None"),
         ({"lr": torch.ones(2)}, "expected one element"),
         ({"eps": -1e-8}, "eps is"),
         ({"weight_decay": -0.1}, "weight_decay is"),
         ({"betas": (0.9, 1.0)}, r"betas\[1\] is 1.0"),
+        ({"betas": (0.9,)}, r"betas is \(0.9,\); expected two numbers"),
+        ({"betas": 0.9}, "betas is 0.9; expected two numbers"),
         ({"amsgrad": True}, "amsgrad=True is not supported"),
         ({"capturable": True}, "capturable=True is not supported"),
         ({"differentiable": True}, "differentiable=True is not supported"),
@@ -80,6 +84,7 @@ def test_parameters_and_gradients_it_cannot_use() -> None:
     with pytest.raises(OptimizerStateError, match="complex64"):
         optimizer.add_param_group({"params": [Parameter(torch.ones(2, dtype=torch.complex64))]})
     assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False)]})
     good, embedding = Parameter(torch.ones(2)), torch.nn.Embedding(4, 2, sparse=True)
     optimizer = AdamW([good, embedding.weight])
     embedding(torch.tensor([1])).sum().backward()

@@ -1,6 +1,7 @@
 """Options: what is understood, and that every mistake is answered with what was meant."""
 
 import functools
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,10 @@ def test_sizes(text: str, size: object):
 def test_shares_are_of_the_total():
     assert resolve_bytes(Share(0.5), 1000) == 500
     assert resolve_bytes(123, 1000) == 123
+
+
+def test_a_size_may_mean_that_there_is_no_limit():
+    assert resolve_bytes(10**30, 1000) == resolve_bytes(sys.maxsize, 1000) == 2**60
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "0%", "101%", "5 parsecs", "-1GiB", "nan"])
