@@ -6,6 +6,7 @@ Each training graph leaves a note of the device memory that it takes beside the 
 """
 
 import hashlib
+import logging
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from autohete_fx.options import Options
 from autohete_fx.resources import host_budget_bytes
 from autohete_fx.runtime.placement import Placement, moved_states, place_param, placement_of
 from autohete_fx.runtime.session import Session, is_live
+
+log = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -158,7 +161,8 @@ class GraphParameters:
     """The movable parameters that a compiled graph is called with.
 
     Dynamo serves a second model of one class and options with the first one's code, and tells nobody. The parameters of
-    that model join the first one's session, on which the code runs, and are placed when they first come.
+    that model join the first one's session, on which the code runs, and are placed when they first come. Where the first model is
+    still there, the budget does not count the second one, which a warning says.
 
     Args:
         inputs: of the graph.
@@ -172,6 +176,7 @@ class GraphParameters:
         self._indices = {item.name: item.index for item in inputs if item.name in compilation.owners}
         self._seen: list[weakref.ref[torch.nn.Parameter]] = []
         self._awaited: frozenset[int] = frozenset()
+        self._has_warned = False
 
     def arrive(self, args: Sequence[Any]) -> frozenset[int]:
         """Place those of a call that no plan has placed yet. Returns the identities of those whose updates the graph's nodes
@@ -179,12 +184,24 @@ class GraphParameters:
         given = args[0] if len(args) == 1 and isinstance(args[0], list) else args  # one list where the call is boxed
         params = {name: given[index] for name, index in self._indices.items()}
         if not (self._seen and all(seen() is param for seen, param in zip(self._seen, params.values(), strict=True))):
+            self._warn_of_others(params)
             planned = {name for name, param in params.items() if _is_planned(param)}
             if len(planned) < len(params):
                 place(params, self._compilation, self._model, but=planned)
             self._seen = [weakref.ref(param) for param in params.values()]
             self._awaited = self._awaited_of(params)
         return self._awaited
+
+    def _warn_of_others(self, params: Mapping[str, torch.nn.Parameter]) -> None:
+        """Once, where training has a budget and the code comes to serve other parameters while those that it served live."""
+        before, given = [seen() for seen in self._seen], set(map(id, params.values()))
+        is_limited = self._compilation.training and self._compilation.device_budget_bytes is not None
+        if before and is_limited and not self._has_warned and not any(p is None or id(p) in given for p in before):
+            self._has_warned = True
+            log.warning(
+                "code that was compiled for one module serves another one of its class, and memory_budget counts one of them;"
+                " compile the module that holds them, such as the model whose blocks they are, to hold it to the budget"
+            )
 
     def _awaited_of(self, params: Mapping[str, torch.nn.Parameter]) -> frozenset[int]:
         plan = self._compilation.plan

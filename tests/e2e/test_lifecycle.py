@@ -215,6 +215,18 @@ def test_two_equal_models_do_not_meet():
     assert all(is_home(layer[0].weight) for model in models for layer in model.layers)
 
 
+def test_blocks_that_are_compiled_one_by_one_are_exact_and_told_that_the_budget_counts_one(
+    caplog: pytest.LogCaptureFixture,
+):
+    """Dynamo serves all of them with the code of the first. A model that is made again is no other beside the first: below."""
+    model, expected = job.make("cpu"), job.plain(job.make("cpu"), "eager")
+    for layer in model.layers:
+        layer.compile(backend="autohete", options={**EAGER, "memory_budget": "8MiB"})
+    given = job.train(model, autohete_fx.AdamW(model.parameters(), lr=1e-3))
+    job.assert_equal(given, expected, bitwise=False)
+    assert sum("memory_budget counts one of them" in record.getMessage() for record in caplog.records) == 1
+
+
 @pytest.mark.slow
 def test_a_model_that_shares_a_layer_with_another_is_placed_too():
     models = [make(), make()]
@@ -227,7 +239,7 @@ def test_a_model_that_shares_a_layer_with_another_is_placed_too():
 
 
 @pytest.mark.slow
-def test_a_model_that_is_made_again_keeps_the_budget_with_the_code_of_the_first():
+def test_a_model_that_is_made_again_keeps_the_budget_with_the_code_of_the_first(caplog: pytest.LogCaptureFixture):
     """As in a notebook whose cell runs twice: Dynamo has code for the class, and asks no backend."""
     budget, expected = 3 * 2**19, plain()
     autohete_fx.explain(make(), torch.randn(256, 128))  # times the machine, which takes scratch of its own
@@ -246,6 +258,7 @@ def test_a_model_that_is_made_again_keeps_the_budget_with_the_code_of_the_first(
         assert_bitwise(trained, expected)
         del model, trained
         gc.collect()
+    assert not caplog.records
 
 
 @pytest.mark.slow
