@@ -59,7 +59,7 @@ the host when its update ends, streamed states from the end of backward on. Then
 of what was updated on the host, s[i] for the states, and S[i] for the end of all copies up of blocks 0..i, behind backward's, there
 are in the place of the row above (`Program._add_copies_at_once`)
 
-    E[i] >= Q[i] + w[i],   Q[i] >= R[i] by priority,   Q[i] >= S[i]
+    E[i] >= Q[i] + w[i],   D[i] >= Q[i] + w[i] + d[i],   Q[i] >= R[i] by priority,   Q[i] >= S[i]
     Q[i] >= Q[i-1],   Q[i] >= g[i] + v[0] + .. + v[i],   Q[i] >= g[i] + h[i] + v[i]
     Q[i] >= end of backward + s[0] + .. + s[i]
 
@@ -81,10 +81,10 @@ For every j <= i the copies that the blocks j..i need are issued after the work 
 complete before i starts, in whatever order: i starts no sooner than E[j-1-a] + u[j] + ... + u[i], and the largest of these
 is the least U[i]. Copies of what was updated on the host may be overtaken by others at larger distances, so for these
 
-    E[i] >= Q[i] + w[i],   Q[i] >= R[i] + v[i],   Q[i] >= Q[i-1] + v[i]
+    E[i] >= Q[i] + w[i],   D[i] >= Q[i] + w[i] + d[i],   Q[i] >= R[i] + v[i],   Q[i] >= Q[i-1] + v[i]
 
 with v[i] the seconds of such copies only: then blocks are updated in their order, and those updated after c are copied
-after c is updated.
+after c is updated. The second is as above: i's copy down follows its work, which starts once it has what it needs.
 
 Where updates send at once it is one for a = 1 too. A block i starts no sooner than 0..i are updated and copied. Of their
 gradients those of i land first, so none of v[0..i] begins before g[i]; v[i] follows the update of i; no states go up before the end
@@ -206,11 +206,13 @@ class Program(Variables):
                 add(ends[i] >= downs[i - ahead])
             if copied is not None:
                 add(ends[i] >= copied[i] + w)
+                add(downs[i] >= copied[i] + w + d)
             if updated is not None and ahead == 1:
                 add(ups[i] >= updated[i] + u)
             elif updated is not None:
                 last_copied = self._add_copies_of_updated(block, kind, updated[i], last_copied)
                 add(ends[i] >= last_copied + w)
+                add(downs[i] >= last_copied + w + d)
         add(ends[-1] >= downs[-1])
         return ends[-1], downs[::-1] if kind.reverse else downs
 
