@@ -56,12 +56,14 @@ PROGRAM_BLOCKS = 8
 """For more blocks CP-SAT does not try the integer programs: in the time there is it gets little further than their relaxation."""
 BRANCHED_BLOCKS = 32
 """For more blocks than `PROGRAM_BLOCKS` and up to these the bounding program is branched on, which for more gains little."""
-BRANCHES_PER_SECOND = 10
-"""Of the time limit: as with the search, work is counted, so that every run proves the same."""
+BRANCHES_PER_SECOND = 1000
+"""Of the time limit, over the square of the number of blocks, by which what a branch takes grows: as with the search, work is
+counted, so that every run proves the same."""
 FEW_BLOCKS = 16
 """For so many blocks at most all walks of an annealing that begins with the best plan soon follow it."""
-ANNEALING_SHARES = {FEW_BLOCKS: (0.1, 0.1, 0.1, 0.1, 0.18), 32: (0.3, 0.3), 64: (0.42,)}
-"""For so many blocks at most, tables and the relaxation take little, and annealing gets more: these shares, one after the other."""
+ANNEALING_SHARES = {FEW_BLOCKS: (0.1, 0.1, 0.1, 0.1, 0.18), 32: (0.4, 0.4), 64: (0.42,)}
+"""For so many blocks at most, tables and the relaxation take little, and annealing gets more: these shares, one after the other. A
+second of annealing so few blocks replays about twice as many as are counted."""
 MOST_CHOICES = 200_000
 """Where blocks times all their choices are more, the search is among those that the relaxation uses, and mixtures of these."""
 _STARTS, _IMPROVED_STARTS, _ROUNDINGS = 12, 2, 2
@@ -149,7 +151,7 @@ class _Found:
             self._search_on(relaxed)
             return
         with ThreadPoolExecutor(1) as beside:
-            branches = int(self.time_limit_s * BRANCHES_PER_SECOND)
+            branches = 1 + int(self.time_limit_s * BRANCHES_PER_SECOND / self.num_blocks**2)
             branched = beside.submit(branch, bounding, branches=branches, deadline=self.deadline)
             self._search_on(relaxed)
             self.bound_s = max(self.bound_s, branched.result())
