@@ -259,6 +259,11 @@ def _note_compilation() -> None:
 
 def _note_eager_frame() -> None:
     for call in _calls():
+        if call.functions.is_whole:
+            log.warning(
+                "Dynamo runs a function eagerly that it had compiled with the backend autohete: that is exact, but no memory_budget"
+                " holds. If it has compiled it too often (torch._dynamo.config.recompile_limit), fewer shapes help, or dynamic=True"
+            )
         call.functions.is_whole = False
         call.has_eager_frames = True
 

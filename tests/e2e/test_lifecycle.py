@@ -204,6 +204,17 @@ def test_graphs_of_one_call_that_share_a_parameter_are_two():
     assert list(noted.footprints.values()) == [before_again.footprint, after_again.footprint]
 
 
+def test_a_call_beyond_the_limit_of_recompilations_is_told_that_no_budget_holds(caplog: pytest.LogCaptureFixture):
+    model = make()
+    model.compile(backend="autohete", options=EAGER, dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        train(model, batch=256)
+        assert not caplog.records
+        for batch in (128, 64):
+            train(model, batch=batch)
+    assert sum("no memory_budget holds" in record.getMessage() for record in caplog.records) == 1
+
+
 def test_two_equal_models_do_not_meet():
     expected = plain()
     models = [make(), make()]
