@@ -60,6 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_argument(
         "--save", metavar="FILE", help="also write a machine file, which `autohete plan --machine` reads"
     )
+    doctor.add_argument(
+        "--offload-dir",
+        metavar="DIR",
+        help="measure the disk there, as training does with the option of that name (default: the temporary directory)",
+    )
     doctor.set_defaults(run=_doctor)
     _add_plan(commands)
     parsed = parser.parse_args(arguments)
@@ -195,7 +200,8 @@ def _doctor(parsed: argparse.Namespace) -> str:
     if parsed.device == "cuda" and not has_cuda:
         raise OptionError("--device cuda was given, but PyTorch finds no CUDA device; leave it out to measure the CPU")
     device = torch.device(parsed.device or ("cuda" if has_cuda else "cpu"))
-    machine, link = measure_machine(device), link_of(device)
+    offload_dir = Options.from_user({"offload_dir": parsed.offload_dir}).offload_dir
+    machine, link = measure_machine(device, offload_dir=offload_dir), link_of(device)
     if parsed.save:
         _save(machine, parsed.save)
     return f"torch {torch.__version__}\n{machine_text(machine)}\n{link_text(link)}"

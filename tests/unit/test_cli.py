@@ -102,16 +102,17 @@ def test_doctor_prints_what_was_measured_and_saves_it(
     )
     asked = []
 
-    def measured(device: object) -> Machine:
-        asked.append(str(device))
+    def measured(device: object, *, offload_dir: str | None) -> Machine:
+        asked.append((str(device), offload_dir))
         return machine
 
     monkeypatch.setattr(cli, "measure_machine", measured)
-    assert cli.main(["doctor", "--device", "cpu", "--save", str(tmp_path / "machine.json")]) == 0
+    there = ["--offload-dir", str(tmp_path)]
+    assert cli.main(["doctor", "--device", "cpu", "--save", str(tmp_path / "machine.json"), *there]) == 0
     assert Machine.load(tmp_path / "machine.json") == machine
     out = capsys.readouterr().out
     rows = {tuple(line.split("  ")[1:2]): line.split()[-2:] for line in out.splitlines() if line.startswith("  ")}
-    assert asked == ["cpu"] and "Abacus (cpu)" in out
+    assert asked == [("cpu", str(tmp_path))] and "Abacus (cpu)" in out
     assert rows["device memory",] == ["8.00", "GiB"] and rows["host memory",] == ["1.00", "TiB"]
     assert rows["matmul, float32",] == ["1.5", "TFLOP/s"]
     assert rows["copy to device, bandwidth",] == ["1.00", "GiB/s"]
@@ -120,6 +121,8 @@ def test_doctor_prints_what_was_measured_and_saves_it(
     assert rows["latency of a transfer",] == ["2.00", "us"]
     assert "disk" not in out  # there is none below a CPU device's
     assert "both ways at once           not applicable" in out
+    assert cli.main(["doctor", "--offload-dir", str(tmp_path / "nowhere")]) == 2
+    assert "offload_dir" in capsys.readouterr().err
     assert cli.main(["doctor", "--save", str(tmp_path)]) == 2
     assert "Is a directory; give --save a file" in capsys.readouterr().err
 
