@@ -1,9 +1,10 @@
 """Budget, profile and overlap truth on a GPU: two GPTs at four budgets each, predicted and measured.
 
 Each budget is a share of what the model needs under plain ``torch.compile`` with the same optimizer. Every (model, budget) pair
-runs in a process of its own, which profiles the blocks anew; the first one measures the machine. Printed for each: step time and
-peak, predicted and measured; what the caching allocator reserved; and for each copy lane the share of its time that is hidden
-under kernels, from a trace of PyTorch's profiler. It exits with an error where a measured peak exceeds its budget.
+runs in a process of its own; the first one measures the machine, and the first of a model times its blocks. Printed for each: step
+time and peak, predicted and measured; what the caching allocator reserved; and for each copy lane the share of its time that is
+hidden under kernels, from a trace of PyTorch's profiler. Timing blocks may take all of the budget, so the forward that compiles is
+apart from the peak that was predicted. It exits with an error where a measured peak, of either, exceeds its budget.
 
     python examples/benchmarks/cuda_truth.py --json examples/benchmarks/results/cuda_truth_h100.json
 
@@ -62,7 +63,12 @@ def main() -> None:
         rows = table(arguments, caches)
     print_figures(summary(rows))
     save(arguments.json, rows)
-    if broken := [f"{row['model']} at {row['budget']}" for row in rows if row["peak bytes"] > row["budget bytes"]]:
+    peaks = [max(row["peak bytes"], row["compiling peak bytes"]) for row in rows]
+    if broken := [
+        f"{row['model']} at {row['budget']}"
+        for row, peak in zip(rows, peaks, strict=True)
+        if peak > row["budget bytes"]
+    ]:
         sys.exit(f"measured peaks above their budgets: {', '.join(broken)}")
 
 
@@ -90,7 +96,7 @@ def table(arguments: argparse.Namespace, caches: str) -> list[dict[str, Any]]:
 
 
 def in_process(caches: str, *words: str) -> dict[str, Any]:
-    """The figures of one training. It finds compiled kernels and the machine's figures in ``caches``."""
+    """The figures of one training. It finds compiled kernels, the machine's figures and blocks' timings in ``caches``."""
     places = {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "AUTOHETE_CACHE_DIR": f"{caches}/autohete"}
     command = [sys.executable, sys.argv[0], *words]
     finished = subprocess.run(command, env=os.environ | places, capture_output=True, text=True, check=False)
@@ -125,7 +131,12 @@ def measure(name: str, budget_bytes: int | None, steps: int, *, dry: bool) -> di
             torch.accelerator.synchronize()
         return (time.perf_counter() - begin) / count
 
+    with autohete_fx.MemoryMeter(device) as compiling:
+        loss = model(tokens, tokens)
     with autohete_fx.MemoryMeter(device) as first:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
         train(_WARM_UP)
     with autohete_fx.MemoryMeter(device) as meter:
         whiles = [train(steps) for _ in range(_WHILES)]
@@ -134,6 +145,7 @@ def measure(name: str, budget_bytes: int | None, steps: int, *, dry: bool) -> di
         "step s, median of whiles": statistics.median(whiles),
         "step s, all whiles": whiles,
         "peak bytes": max(first.peak_bytes, meter.peak_bytes) - others,
+        "compiling peak bytes": compiling.peak_bytes - others,
         "reserved bytes": 0 if device == "cpu" else torch.cuda.max_memory_reserved(),
         "hidden": {} if device == "cpu" else hidden_shares(*traced(lambda: train(2))),
         **beside(device, model),
