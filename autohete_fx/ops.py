@@ -106,8 +106,12 @@ def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
 
 
 def copied_strides(src: torch.Tensor) -> tuple[int, ...]:
-    """Strides of a copy of ``src``: its own where it is dense, else contiguous ones."""
-    return tuple(src.stride()) if is_dense(src.shape, src.stride()) else contiguous_stride(src.shape)
+    """Strides of a copy of ``src``: its own where it is dense, else its order of dimensions without the gaps.
+
+    So has ``torch.empty_like``, and backward was traced on ``src``: attention's makes gradients like the queries that it is given,
+    and a view of one may need the order.
+    """
+    return tuple(src.stride()) if is_dense(src.shape, src.stride()) else torch.empty_like(src, device="meta").stride()
 
 
 def empty_copy_of(src: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ class HostTier(abc.ABC):
             return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, tuple(size), tuple(stride))
 
     def empty_like(self, t: torch.Tensor) -> torch.Tensor:
-        """An uninitialised home with the size and dtype of ``t``, and its strides if it is dense, else contiguous."""
+        """An uninitialised home with the size and dtype of ``t``, and its strides, or without gaps their order."""
         return self.empty_strided(t.shape, copied_strides(t), t.dtype)
 
     def host_view(self, t: torch.Tensor) -> torch.Tensor:

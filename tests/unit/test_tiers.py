@@ -47,11 +47,14 @@ def test_a_home_is_an_ordinary_tensor(tier: HostTier) -> None:
     assert torch.equal(t.clone(), values) and tier.owns(t) and tier.owns(t[1:]) and not tier.owns(values)
 
 
-def test_empty_like_keeps_dense_layouts_only(tier: HostTier) -> None:
+def test_empty_like_keeps_the_order_of_dimensions(tier: HostTier) -> None:
     dense = torch.empty(4, 6, 5).permute(2, 0, 1)
     assert tier.empty_like(dense).stride() == dense.stride()
     assert tier.empty_like(torch.empty(4, 10)[:, ::2]).stride() == (5, 1)
     assert tier.empty_like(torch.empty(1, 3).expand(4, 3)).stride() == (3, 1)
+    # Attention's backward lays out gradients like its queries.
+    queries = torch.empty(2, 5, 24)[..., :8].view(2, 5, 2, 4).transpose(1, 2)
+    assert tier.empty_like(queries).stride() == torch.empty_like(queries).stride() == (40, 4, 8, 1)
     assert tier.empty_like(torch.empty(0, 3)).shape == (0, 3)
     assert tier.empty_like(torch.tensor(1.0)).shape == ()
 
