@@ -136,7 +136,7 @@ class Emulation:
             mock.patch.object(ThreadTicket, "wait", wait),
             mock.patch("autohete_fx.runtime.session.Lanes", lanes),
             mock.patch("autohete_fx.training.profile_analytic", profile),
-            mock.patch("autohete_fx.captured.machine_of", lambda device, session: self.speeds.machine),
+            mock.patch("autohete_fx.captured.machine_of", lambda *_: self.speeds.machine),
         ):
             yield self
         del _running[self.uuid()]
