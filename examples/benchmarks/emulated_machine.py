@@ -57,7 +57,7 @@ def speeds(*, forward_s: float, update_s: float, up_s: float, down_s: float) -> 
 
 MACHINES = {
     "update-bound": speeds(forward_s=0.03, update_s=0.24, up_s=0.03, down_s=0.03),
-    "copy-bound": speeds(forward_s=0.03, update_s=0.05, up_s=0.12, down_s=0.12),
+    "copy-bound": speeds(forward_s=0.06, update_s=0.1, up_s=0.24, down_s=0.24),
     "compute-bound": speeds(forward_s=0.06, update_s=0.036, up_s=0.024, down_s=0.024),
 }
 SCHEDULES = {
