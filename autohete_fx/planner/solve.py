@@ -61,7 +61,7 @@ BRANCHES_PER_SECOND = 1000
 counted, so that every run proves the same."""
 FEW_BLOCKS = 16
 """For so many blocks at most all walks of an annealing that begins with the best plan soon follow it."""
-ANNEALING_SHARES = {FEW_BLOCKS: (0.1, 0.1, 0.1, 0.1, 0.18), 32: (0.4, 0.4), 64: (0.42,)}
+ANNEALING_SHARES = {FEW_BLOCKS: (0.1, 0.1, 0.1, 0.1, 0.18, 0.18), 32: (0.4, 0.4), 64: (0.42,)}
 """For so many blocks at most, tables and the relaxation take little, and annealing gets more: these shares, one after the other. A
 second of annealing so few blocks replays about twice as many as are counted."""
 MOST_CHOICES = 200_000
