@@ -113,12 +113,22 @@ def reference(loop: Loop) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_host", [True, False], ids=["one memory", "two memories"])
 @pytest.mark.parametrize(
-    ("num_workers", "how"),
-    [(1, {"clip": True}), (4, {"micro_batches": 2, "between": training.evaluate})],
-    ids=["1 worker, clipping", "4 workers, accumulation and evaluation"],
+    ("overlap", "num_workers", "how"),
+    [
+        (Overlap.STEP, 1, {"clip": True}),
+        (Overlap.STEP, 4, {"micro_batches": 2, "between": training.evaluate}),
+        (Overlap.BACKWARD, 1, {}),
+        (Overlap.BACKWARD, 4, {}),
+    ],
+    ids=[
+        "step, 1 worker, clipping",
+        "step, 4 workers, accumulation and evaluation",
+        "backward, 1 worker",
+        "backward, 4 workers",
+    ],
 )
 def test_twenty_steps_under_long_delays(
-    num_workers: int, how: dict[str, Any], is_host: bool, monkeypatch: pytest.MonkeyPatch
+    overlap: Overlap, num_workers: int, how: dict[str, Any], is_host: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """Up to 50 ms, on every lane, for every twelfth piece of work: for all of it they would take minutes."""
     chance = random.Random(num_workers)
@@ -128,9 +138,9 @@ def test_twenty_steps_under_long_delays(
 
     use_lanes(monkeypatch, num_update_workers=num_workers, is_host=is_host, pace=pace)
     monkeypatch.setattr(training, "STEPS", 20)
-    plan = dataclasses.replace(training.plan("mixed"), schedule=Schedule(overlap=Overlap.STEP))
+    plan = dataclasses.replace(training.plan("mixed"), schedule=Schedule(overlap=overlap))
     options = {"plan": plan, "micro_batches": how.get("micro_batches", 1)}
-    given = training.ours(training.make("cpu"), "eager", options, **how)
+    given = training.ours(training.make("cpu"), "eager", options, overlap=overlap.value, **how)
     assert_equal(given, training.plain(training.make("cpu"), "eager", **how), bitwise=True)
 
 
