@@ -2,6 +2,7 @@
 
 import functools
 import io
+import os
 import random
 import threading
 from collections.abc import Callable
@@ -30,9 +31,13 @@ def use_lanes(monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
     monkeypatch.setattr("autohete_fx.runtime.session.Lanes", functools.partial(Lanes, in_background=True, **how))
 
 
-def random_delays(most_s: float = 0.005) -> Callable[[Ticket], float]:
+MOST_DELAY_S = float(os.environ.get("AUTOHETE_TEST_DELAY_S", "0.005"))
+
+
+def random_delays(most_s: float = MOST_DELAY_S) -> Callable[[Ticket], float]:
     """A pace that is late at random. In a small model's step, which computes for some 20 ms, each lane has tens of tickets: at 5 ms
-    at most they come to several times that, so that whatever may be behind is behind at some time."""
+    at most they come to several times that, so that whatever may be behind is behind at some time. More, and more steps, are for
+    runs by hand: ``AUTOHETE_TEST_DELAY_S=0.05 AUTOHETE_TEST_STEPS=20``."""
     chance = random.Random(0)
     return lambda ticket: chance.uniform(0, most_s)
 

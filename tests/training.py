@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import gc
 import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,7 @@ MOST_LANES = {  # that are worth trying: of plans that give lanes nothing to do,
     **dict.fromkeys(("keep", "recompute", "selective"), 1),
     **dict.fromkeys(("offload", "host-params", "kept"), 2),
 }
-STEPS = 5
+STEPS = int(os.environ.get("AUTOHETE_TEST_STEPS", "5"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
