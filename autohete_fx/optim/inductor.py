@@ -1,7 +1,7 @@
 """Small kernels from Inductor, without Dynamo: no guard, no recompilation, no interference with the user's ``torch._dynamo`` state.
 
-In: a function of flat tensors of one length, which writes its results into its arguments. Out: compiled code that takes a list of
-such tensors of any length from 2 to `LONGEST`.
+In: a function of flat tensors of one length, or of matrices of one height, which writes its results into its arguments. Out:
+compiled code that takes a list of such tensors of any length (from 2 to `LONGEST`) or height.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -55,8 +55,8 @@ def compile_kernel(
         source=ConstantSource("first"),
     )
     with fake_mode:
-        length = example.shape[0]
-        shape, strides = ((length,), (1,)) if row is None else ((length, row[0]), (row[1], 1))
+        any_length = example.shape[0]
+        shape, strides = ((any_length,), (1,)) if row is None else ((any_length, row[0]), (row[1], 1))
         inputs = [torch.empty_strided(shape, strides, dtype=dtype, device=device) for dtype in dtypes]
         inputs += [torch.empty(length, dtype=dtype, device=device) for length, dtype in fixed]
         graph = make_fx(function, decomposition_table=select_decomp_table())(*inputs)

@@ -100,30 +100,18 @@ mm_default_1 MUST_RECOMPUTE 1""",
     )
 
 
-def test_selective_recomputation_keeps_what_was_expensive_and_tags_what_backward_needs():
-    """The products are kept, the gelu between them is computed again; ``w1_t`` serves a product, which is kept."""
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_selective_recomputation_keeps_what_was_expensive_and_tags_what_backward_needs(is_checkpointed: bool):
+    """The products are kept, the gelu between them is computed again; ``w1_t`` serves a product, which is kept.
+
+    No tag of the user's own checkpointing is left: the partitioner would compare the number of its region with ours, and keep what
+    makes a dropout's results without them.
+    """
     gm = joint()
     for node in gm.graph.nodes:
         if annotations.block_of(node) is not None:
             annotations.set_block(node, 0)
-    gm = passes.tag_recompute(gm, context(Stage.JOINT, SELECTIVE))
-    assert_expected_inline(
-        tags(gm),
-        """\
-first MUST_SAVE 0
-gelu MUST_RECOMPUTE 0
-second MUST_SAVE 0
-x_t MUST_RECOMPUTE 0""",
-    )
-
-
-def test_no_tag_of_the_users_checkpointing_is_left_in_a_recomputed_block():
-    """The partitioner would compare the number of its region with ours, and keep what makes a dropout's results without them."""
-    gm = joint()
-    for node in gm.graph.nodes:
-        if annotations.block_of(node) is not None:
-            annotations.set_block(node, 0)
-            if node.name in ("first", "gelu", "w1_t", "second"):
+            if is_checkpointed and node.name in ("first", "gelu", "w1_t", "second"):
                 node.meta |= {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": 7}
     gm = passes.tag_recompute(gm, context(Stage.JOINT, SELECTIVE))
     assert_expected_inline(
