@@ -8,7 +8,6 @@ order of constructing the optimizer and compiling does not matter.
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from numbers import Real
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Overlap
 from autohete_fx.optim import clipping
+from autohete_fx.optim.arguments import as_floats, check_hyperparameters, checked_norm, overlap_named
 from autohete_fx.optim.early import check_group
 from autohete_fx.optim.host_copy import HostCopies
 from autohete_fx.optim.in_place import Update
@@ -26,6 +26,7 @@ from autohete_fx.optim.state import MASTER, check_grad, check_param, complete, p
 from autohete_fx.optim.updates import apply
 from autohete_fx.runtime.calls import is_within_call
 from autohete_fx.runtime.early import Consumed
+from autohete_fx.runtime.fence import watched
 from autohete_fx.runtime.placement import placement_of
 from autohete_fx.runtime.updates import Updates
 
@@ -122,23 +123,23 @@ class AdamW(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
     ) -> None:
         del foreach, fused
-        self.overlap = _overlap_named(overlap)
-        self.max_grad_norm = _checked_norm(max_grad_norm)
+        self.overlap = overlap_named(overlap)
+        self.max_grad_norm = checked_norm(max_grad_norm)
         self.grad_norm: Tensor | None = None
         self._is_accumulating = False
         self.host_copies = HostCopies()
         self._forget_groups()
         asked = {"amsgrad": amsgrad, "capturable": capturable, "differentiable": differentiable}
         hyperparameters = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        _check_hyperparameters({**hyperparameters, **asked})
-        super().__init__(params, {**hyperparameters, "betas": _as_floats(betas), **_IMPLEMENTATION})
+        check_hyperparameters({**hyperparameters, **asked})
+        super().__init__(params, {**hyperparameters, "betas": as_floats(betas), **_IMPLEMENTATION})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in ``torch.optim``; raises OptimizerStateError, before anything is added, for what AdamW cannot train."""
         group = {**param_group, "params": param_group["params"]}
-        _check_hyperparameters({**self.defaults, **group})
+        check_hyperparameters({**self.defaults, **group})
         if "betas" in group:
-            group["betas"] = _as_floats(group["betas"])
+            group["betas"] = as_floats(group["betas"])
         self._forget_groups()
         before = len(self.param_groups)
         super().add_param_group({**group, **_IMPLEMENTATION})
@@ -187,32 +188,37 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         # What ends a node of a backward pass forgets which modes were entered in it, the fence too.
         is_guarded = not is_within_call() and torch._C._current_graph_task_id() == -1
-        started = self._started_in_backward()
+        models = self._models()
         try:
             try:
-                may_overlap = self.overlap is not Overlap.NONE and is_guarded
-                updates = self._updates(started)
-                scale = self._clipping(updates)
-                for model in self._models():
-                    model.early.norms.clear()
-                apply(updates, self.host_copies, may_overlap=may_overlap, scale=scale)
-                self._groups, self._has_stepped = None, True
-                if started and not is_guarded:
-                    self.synchronize()
+                with watched(self._gradients, but=models), torch._C.DisableTorchFunction():
+                    self._step(models, is_guarded=is_guarded)
             finally:
-                self._guard()
+                _guard(models)
         except BaseException as error:
-            self._guard()  # an interrupt may have come before the fence stood
+            _guard(models)  # an interrupt may have come before the fence stood
             if isinstance(error, torch.OutOfMemoryError):  # states are made when the plan's peak may be reached
-                for model in self._models():
+                for model in models:
                     if model.shortage is not None:
                         error.add_note(model.shortage(error))
             raise
         return loss
 
-    def _guard(self) -> None:
-        for updates in self._models():
-            updates.guard()
+    def _gradients(self) -> list[Tensor]:
+        """And the parameters that have them."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        return [t for p in params if p.grad is not None for t in (p, p.grad)]
+
+    def _step(self, models: Collection[Updates], *, is_guarded: bool) -> None:
+        started = self._started_in_backward(models)
+        updates = self._updates(started, models)
+        scale = self._clipping(updates)
+        for model in models:
+            model.early.norms.clear()
+        apply(updates, self.host_copies, may_overlap=self.overlap is not Overlap.NONE and is_guarded, scale=scale)
+        self._groups, self._has_stepped = None, True
+        if started and not is_guarded:
+            self.synchronize()
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -261,7 +267,7 @@ class AdamW(torch.optim.Optimizer):
         self._groups: dict[int, dict[str, Any]] | None = None
         self._has_stepped = False
 
-    def _started_in_backward(self) -> frozenset[int]:
+    def _started_in_backward(self, models: Iterable[Updates]) -> frozenset[int]:
         """Take over what has started. Returns the identities of its parameters.
 
         Raises:
@@ -269,7 +275,7 @@ class AdamW(torch.optim.Optimizer):
         """
         params = [p for group in self.param_groups for p in group["params"]]
         found: list[tuple[Updates, list[Consumed]]] = []
-        for updates in self._models():
+        for updates in models:
             started = updates.early.of(params)
             for consumed in started:
                 consumed.check()
@@ -283,7 +289,7 @@ class AdamW(torch.optim.Optimizer):
             updates.early.settle(started)
         return frozenset(id(consumed.param) for _, started in found for consumed in started)
 
-    def _updates(self, started: Collection[int]) -> list[Update]:
+    def _updates(self, started: Collection[int], models: Iterable[Updates]) -> list[Update]:
         all_params = ((p, g) for g in self.param_groups for p in g["params"])
         with_grad = [(p, g) for p, g in all_params if p.grad is not None and id(p) not in started]
         for param, _ in with_grad:
@@ -292,8 +298,9 @@ class AdamW(torch.optim.Optimizer):
         updates = []
         for param, group in with_grad:
             state, place = self.state[param], place_of(param)
-            if place.updates is not None:
-                place.updates.wait_for(param)
+            for model in models:
+                model.wait_for(param)
+                model.wait_for(param.grad)
             settle(param, state, place)
             complete(param, state, place)
             updates.append(Update(param, param.grad, state, group, place))
@@ -352,43 +359,6 @@ class AdamW(torch.optim.Optimizer):
             post_hook(self)
 
 
-def _overlap_named(overlap: str | None) -> Overlap:
-    if overlap not in (None, "step", "backward"):
-        raise OptimizerStateError(f"overlap is {overlap!r}; expected 'step', 'backward' or None")
-    return Overlap.NONE if overlap is None else Overlap(overlap)
-
-
-def _checked_norm(norm: float | None) -> float | None:
-    if norm is not None and not (_is_number(norm) and norm > 0.0):  # NaN too
-        raise OptimizerStateError(f"max_grad_norm is {norm!r}; expected a number above 0, or None")
-    return None if norm is None else float(norm)
-
-
-def _as_floats(betas: tuple[float | Tensor, float | Tensor]) -> tuple[float, float]:
-    return float(betas[0]), float(betas[1])
-
-
-def _check_hyperparameters(values: Mapping[str, Any]) -> None:
-    for name in ("amsgrad", "capturable", "differentiable"):
-        if values.get(name):
-            raise OptimizerStateError(
-                f"{name}=True is not supported by autohete_fx.AdamW; leave it out, or use torch.optim.AdamW, whose "
-                "states the plan then counts on the device"
-            )
-    lr = values["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise OptimizerStateError(f"lr is a tensor of {lr.numel()} elements; expected one element")
-    for name in ("lr", "eps", "weight_decay"):
-        if not (_is_number(values[name]) and values[name] >= 0.0):  # NaN too
-            raise OptimizerStateError(f"{name} is {values[name]!r}; expected a number of at least 0")
-    betas = values["betas"]
-    if not (isinstance(betas, Collection) and len(betas) == 2 and all(map(_is_number, betas))):
-        raise OptimizerStateError(f"betas is {betas!r}; expected two numbers, each at least 0 and less than 1")
-    for index, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
-            raise OptimizerStateError(f"betas[{index}] is {float(beta)}; expected at least 0 and less than 1")
-
-
-def _is_number(value: object) -> bool:
-    """Not a string, which configuration files make of ``1e-3``."""
-    return isinstance(value, Real | Tensor)
+def _guard(models: Iterable[Updates]) -> None:
+    for updates in models:
+        updates.guard()

@@ -19,8 +19,9 @@ this thread:
 Below the fence stands only the mode of ``torch.set_default_device``, which insists on being the lowest.
 """
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,6 +111,20 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value)
         elif isinstance(value, dict):
             yield from tensors_in(value.values())
+
+
+@contextlib.contextmanager
+def watched(tensors: Callable[[], list[Tensor]], *, but: "Collection[Updates]") -> Iterator[None]:
+    """What the fences of this thread do around a call that gets some tensors, but for those of the updates in ``but``. For many
+    calls below the fences: each look at a property passes them, and an optimizer's step has thousands."""
+    others = [updates for fence in standing_fences() if (updates := fence.updates) is not None and updates not in but]
+    given = tensors() if others else []
+    with contextlib.ExitStack() as stack:
+        for updates in others:
+            stack.enter_context(updates.early.watch(given, ()))
+            for t in given:
+                updates.wait_for(t)
+        yield
 
 
 def standing_fences() -> list[Fence]:

@@ -164,7 +164,9 @@ OF_A_CALL = [
 ]
 OF_A_STEP = [
     inspect.unwrap(adamw.AdamW.step),
-    adamw.AdamW._guard,
+    inspect.unwrap(fence.watched),
+    adamw.AdamW._step,
+    adamw._guard,
     adamw.AdamW._models,
     adamw.apply,
     updates.Updates.guard,
@@ -254,6 +256,7 @@ def test_an_interrupt_anywhere_around_a_step_leaves_nothing_unguarded(gate: Gate
         gate.opened.clear()
         is_interrupted = interrupted_at(place, within_step, optimizer.step)
         assert num_fences() == updates_of(model).needs_fence, f"place {place}"
+        assert torch._C._is_torch_function_enabled(), f"place {place}: no fence is asked"
         gate.opened.set()
         if not is_interrupted:
             break

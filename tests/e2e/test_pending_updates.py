@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autohete_fx
 from autohete_fx import Plan
+from autohete_fx.runtime.fence import Fence, standing_fences
 from autohete_fx.runtime.ticket import Ticket
 from autohete_fx.runtime.updates import Updates
 from tests.held_updates import OPTIMIZER_ON_HOST, STEP, Gate, Stack, Training, labels, weight_of
@@ -185,6 +186,40 @@ def test_parameters_that_share_memory_are_each_waited_for(gate: Gate):
     state.step()
     state.hold()
     state.assert_waits(lambda model, optimizer: [p.detach().clone() for p in model.parameters()])
+
+
+def test_a_step_waits_for_updates_of_memory_that_another_optimizer_shares(gate: Gate):
+    state = held_before_step(gate)
+    views = [nn.Parameter(weight.detach()) for weight in state.weights]
+    for view in views:
+        view.grad = torch.ones_like(view)
+    state.reference.step()
+    state.optimizer.step()
+    timer = gate.open_soon()
+    for view in views:
+        autohete_fx.AdamW([view], lr=0.1).step()
+    assert gate.opened.is_set(), "it did not wait"
+    timer.join()
+    assert torch.equal(*views) and params_agree(state)
+
+
+def test_a_step_is_not_watched_call_by_call(gate: Gate, monkeypatch: pytest.MonkeyPatch):
+    state, seen = held_before_step(gate), []
+    state.optimizer.step()
+    gate.opened.set()
+    watch = Fence.__torch_function__
+
+    def watched(self: Fence, func: Any, *args: Any) -> Any:
+        seen.append(func)
+        return watch(self, func, *args)
+
+    monkeypatch.setattr(Fence, "__torch_function__", watched)
+    assert standing_fences()
+    state.optimizer.step()  # with the same gradients
+    num_seen = len(seen)
+    weight_of(state.model).sum()
+    assert len(seen) > num_seen, "the fence does not stand behind the step"
+    assert num_seen < len(list(state.model.parameters())), seen[:num_seen]
 
 
 def test_a_step_within_backward_is_over_when_it_returns(gate: Gate):
