@@ -3,7 +3,6 @@
 import errno
 import os
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -81,16 +80,25 @@ def test_copies_are_timed_as_training_issues_them(tmp_path: Path) -> None:
     assert inline.copy_share == 1.0
 
 
-def test_what_a_copy_costs_whatever_its_size_is_no_part_of_the_rates(tmp_path: Path) -> None:
-    delay_s = 2e-3
+def test_what_a_copy_costs_whatever_its_size_is_no_part_of_the_rates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    latency_s, bytes_per_s, now_s = 2e-3, 1e9, 0.0
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += 1e-9
+        return now_s
 
     def issue(lane: Lane, src: torch.Tensor) -> Callable[[], torch.Tensor]:
-        time.sleep(delay_s)
+        nonlocal now_s
+        now_s += latency_s + src.nbytes / bytes_per_s
         return src.clone
 
+    monkeypatch.setattr(machine_module, "time", SimpleNamespace(perf_counter=clock))
     found = measure_machine(CPU, issue_copy=issue, copies_run_beside=False, offload_dir=str(tmp_path))
-    assert found.latency_s >= delay_s
-    assert min(found.h2d_bytes_per_s, found.d2h_bytes_per_s) > 2**20 / delay_s
+    assert found.latency_s == pytest.approx(latency_s, rel=1e-3)  # 64 bytes are part of it
+    assert (found.h2d_bytes_per_s, found.d2h_bytes_per_s) == pytest.approx((bytes_per_s, bytes_per_s), rel=1e-3)
 
 
 def test_measuring_draws_no_random_numbers(tmp_path: Path) -> None:
