@@ -17,16 +17,28 @@ copies fp32 has more to do, and reaches less. What block 0 must wait for in turn
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from gpu_child import machine_of
 from systems import OURS
 from systems.base import SCHEDULES, Case
 
+from autohete_fx.cli import link_text, machine_text
 from autohete_fx.ir import Machine
+from autohete_fx.profiler.link import Link
 from autohete_fx.report import format_bytes, format_seconds
 from autohete_fx.report.tables import aligned
 
 Row = dict[str, Any]
 
 _BYTES_UPDATED, _BYTES_COPIED, _BYTES_STREAMED = 28, 2, 12
+
+
+def figures_of_machine(row: Row) -> str:
+    """What was measured, in lines, or why nothing was."""
+    if "machine" not in row:
+        return f"machine: {row['outcome']}: {row['reason']}"
+    link = link_text(Link(**row["link"]) if row.get("link") else None)
+    host = f"  {'host memory, bandwidth':<28}{row['host_bytes_per_s'] / 1e9:.4g} GB/s"
+    return f"{machine_text(machine_of(row))}\n{host}\n{link}"
 
 
 def roofline(case: Case, trial: Row, machine: Machine, host_bytes_per_s: float) -> dict[str, float]:
@@ -83,7 +95,18 @@ def comparison(rows: Sequence[Row]) -> str:
     texts = []
     for setting in dict.fromkeys(map(setting_of, rows)):
         mine = [row for row in rows if setting_of(row) == setting]
-        header = ["system", "tokens/s", "step", "peak", "recompute", "micro", "binds", "roofline", "loss diff.", ""]
+        header = [
+            "system",
+            "tokens/s",
+            "step",
+            "peak",
+            "recompute or schedule",
+            "micro",
+            "binds",
+            "roofline",
+            "loss diff.",
+            "",
+        ]
         table = aligned(header, [_cells(row) for row in mine], right_from=1)
         texts.append("\n".join(filter(None, (setting, table, verdict(mine), behind_ours(mine)))))
     return "\n\n".join(texts)
@@ -119,17 +142,20 @@ def verdict(rows: Iterable[Row]) -> str:
 
 
 def behind_ours(rows: Iterable[Row]) -> str:
-    """Of our fastest: what was predicted and what was measured, and how busy each lane was; empty where none trained."""
+    """Of our fastest: what was predicted and what was measured, how busy each lane was, and the step under other schedules; empty
+    where none trained."""
     best = _best(row for row in rows if row["system"] in OURS)
-    if best is None or "lanes" not in best["best"]:
+    trial = next((trial for trial in best["trials"] if "predicted step s" in trial), None) if best else None
+    if best is None or trial is None:
         return ""
-    trial = best["best"]
     step, peak = (f"{text(trial[name])}" for text, name in ((format_seconds, "step s"), (format_bytes, "peak bytes")))
-    return (
-        f"{best['name']}: step {step}, predicted {format_seconds(trial['predicted step s'])}; peak {peak}, predicted"
-        f" {format_bytes(trial['predicted peak bytes'])}; pinning took {format_seconds(trial['pinning s'])}, waiting for homes"
-        f" {format_seconds(trial['waiting for homes s'])}\n{trial['lanes']}"
+    pinning, waiting = (format_seconds(trial[name]) for name in ("pinning s", "waiting for homes s"))
+    told = (
+        f"{best['name']}, {trial['level']}: step {step}, predicted {format_seconds(trial['predicted step s'])}; peak {peak},"
+        f" predicted {format_bytes(trial['predicted peak bytes'])}; pinning took {pinning}, waiting for homes {waiting}"
     )
+    others = (f"{each['level']}: step {format_seconds(each['step s'])}" for each in best["trials"] if each is not trial)
+    return "\n".join([told, trial["lanes"], *others])
 
 
 def summary(rows: Sequence[Row]) -> str:

@@ -1,7 +1,7 @@
 """What `gpu_suite.py` runs, in which order, and until when.
 
-In: the command line. Out: settings and systems by importance, and a clock. The time is shared out: a part has until a share of it
-is over, so that one that is slow leaves the others theirs; what it did not get to comes again at the end, as long as there is time.
+In: the command line. Out: settings and systems by importance, and a clock. The time is shared out: a part may take a share of what
+is left, so that one that is slow leaves the others theirs; what it did not get to comes again at the end, as long as there is time.
 """
 
 import argparse
@@ -33,13 +33,17 @@ _LEAST_S = 20.0
 """In less no process begins to train."""
 
 REPLAYS = (
-    ("planned", ("next forward, by priority", "next forward, as gradients came", "inside step()")),
     ("planned", ("from backward on, by priority",)),
-    ("three-integers", ("next forward, by priority",)),
+    ("three-integers", ("next forward, by priority", "next forward, as gradients came")),
     ("three-integers", ("from backward on, by priority",)),
     ("planned", ("from backward on, as gradients came",)),
 )
-"""Plans of the ablation, and the schedules that the code compiled for the first of them serves, one after another."""
+"""What the ablation trains beside the schedules that a row of ours has: plans, and the schedules that the code compiled for the
+first of them serves, one after another."""
+
+SHARES = {"machine": 0.2, "first": 0.55, "ablation": 0.6, "others": 0.6, "headlines": 0.6}
+"""Of the time that is left, what each stage may take where another part is asked for behind it. What can be compared at all and
+the ablation come before a second baseline."""
 
 Setting = tuple[str, float | None, int, bool]
 """Model, cap, batch, clipping."""
@@ -100,6 +104,11 @@ def systems(asked: argparse.Namespace, cap_gb: float | None) -> list[str]:
     return [*_FASTEST_FIRST, *(name for name in names if name not in _FASTEST_FIRST)]
 
 
+def until_a_baseline(names: list[str]) -> list[str]:
+    """Of systems in their order, those up to the first that is not ours: the least that can be compared."""
+    return names[: next((place for place, name in enumerate(names, 1) if name not in OURS), len(names))]
+
+
 def described(setting: Setting) -> dict[str, Any]:
     """A setting as the fields of a row."""
     return dict(zip(("size", "cap_gb", "batch", "clip"), setting, strict=True))
@@ -133,8 +142,8 @@ class Clock:
         self.let(1.0)
 
     def let(self, share: float) -> None:
-        """Until so much of the whole time is over, what follows may take."""
-        self._until_s = self._began_s + share * self._total_s
+        """What follows may take so much of the time that is left."""
+        self._until_s = self._began_s + self.passed_s + share * (self._total_s - self.passed_s)
 
     @property
     def passed_s(self) -> float:

@@ -12,22 +12,19 @@ Parts, each of which may be asked for alone with ``--parts``:
 * ``compare``: tokens a second for each model, cap, batch, with and without clipping. A baseline gets its best of full,
   selective and no recomputation, and more micro-batches where a level does not fit. Losses are compared step by step.
 * ``ablation``: one plan of ours under each schedule: updates inside ``step()``, overlapped with the next forward, from the
-  backward on; by priority or as gradients arrive; and the plan of AutoHete's three integers.
+  backward on; by priority or as gradients arrive; and the plan of AutoHete's three integers. A row of ours in ``compare`` has
+  the schedules that need no other code; here the first setting has the others before any more systems are compared.
 * ``largest``: the largest model that trains within each cap, by bisection.
 
 Each case runs in a process of its own, whose device memory ``torch.cuda.set_per_process_memory_fraction`` limits and whose
 time is limited: a failure is a row with a reason, and not fitting is a result. Rows come in the order of their importance and
-stop when ``--minutes`` are over; what was left out is listed. Each part has a share of the minutes, and what it did not get to
-comes at the end if there is time. The file is up to date after each row. Models are GPTs with random weights on the Python standard
-library's sources.
+stop when ``--minutes`` are over; what was left out is listed. Each part may take a share of what is left of them, and what it did
+not get to comes at the end if there is time. The file is up to date after each row, and ``--caches`` has a trace of each row of
+ours (``ours_*_trace.json``, for Perfetto). Models are GPTs with random weights on the Python standard library's sources.
 
-torch, numpy, pandas, ortools and rich must be there; torchao and deepspeed are compared where they are. On a machine without a
-network, carry them: ``pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 --platform
-manylinux2014_x86_64 -d wheels ortools==9.15.6755 torchao 'protobuf<6.34' absl-py immutabledict rich markdown-it-py mdurl pygments``
-here, and for DeepSpeed, which has no wheel, ``pip wheel --no-deps -w wheels deepspeed`` with hjson, py-cpuinfo, ninja, psutil,
-pydantic, pydantic-core, annotated-types, typing-inspection, msgpack, einops, tqdm; there ``pip install --no-index --no-deps
---target site wheels/*.whl`` and ``PYTHONPATH=site:.``. DeepSpeed builds its CPU Adam on first use, which needs a compiler and ninja
-on the PATH (``site/bin``).
+torch, numpy, pandas, ortools and rich must be there; torchao and deepspeed are compared where they are. How to carry them to a
+machine without a network is in ``tests/cuda/FIRST_TEN_MINUTES.md``. DeepSpeed builds its CPU Adam on first use, which needs a
+compiler and ninja on the PATH.
 """
 
 import argparse
@@ -44,13 +41,14 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import gpu_report as report
 from gpu_child import DOES_NOT_FIT, FAILED, FITS, into, machine_of, run_case, run_machine
 from gpu_process import ENDED_WELL, Problem, Processes
-from gpu_report import ablation, add_roofline, compare_losses, comparison, largest, place_of, setting_of, summary
 from gpu_selection import (
     HEADLINES,
     PARTS,
     REPLAYS,
+    SHARES,
     Clock,
     Setting,
     described,
@@ -58,18 +56,13 @@ from gpu_selection import (
     parsed,
     settings,
     systems,
+    until_a_baseline,
 )
 from results import environment, print_figures, save, versions
 from systems import Case, system_class
-from systems.base import SCHEDULES, SIZES
-
-from autohete_fx.cli import link_text, machine_text
-from autohete_fx.profiler.link import Link
+from systems.base import SCHEDULES, SIZES, file_of
 
 _PACKAGES = ("torch", "triton", "ortools", "torchao", "deepspeed", "transformers")
-_UNTIL = {"machine": 0.2, "first": 0.55, "ablation": 0.75, "headlines": 0.9, "largest": 1.0}
-"""The share of all time until which each may take; the last that is asked for has what there is."""
-
 Row = dict[str, Any]
 
 
@@ -120,19 +113,22 @@ class Suite:
 
     def run(self) -> None:
         """Every part that is asked for, each within its share of the time; then, with what is left, all that is missing."""
-        chosen, first = self.arguments.parts, list(settings(self.arguments))
-        headlines, rest = first[1 : len(HEADLINES)], first[len(HEADLINES) :]
+        chosen, (first, *more) = self.arguments.parts, settings(self.arguments)
+        headlines, rest = more[: len(HEADLINES) - 1], more[len(HEADLINES) - 1 :]
+        names = systems(self.arguments, first[1])
         works: list[tuple[str, str, Callable[[], None]]] = [
             ("machine", "machine", self.machine),
-            ("first", "compare", lambda: self.compare(first[:1])),
-            ("ablation", "ablation", lambda: self.ablation(first[0])),
+            ("first", "compare", lambda: self.compare([first], until_a_baseline(names))),
+            ("ablation", "ablation", lambda: self.ablation([first])),
+            ("others", "compare", lambda: self.compare([first])),
             ("headlines", "compare", lambda: self.compare(headlines)),
             ("largest", "largest", self.largest),
         ]
         needed = [*chosen, "machine"] if "compare" in chosen else chosen
-        works = [work for work in works if work[1] in needed and (headlines or work[0] != "headlines")]
-        for stage, part, work in works:
-            self.clock.let(1.0 if stage == works[-1][0] else _UNTIL[stage])
+        works = [work for work in works if work[1] in needed]
+        for place, (stage, part, work) in enumerate(works):
+            has_others_behind = any(later != part for _, later, _ in works[place:])
+            self.clock.let(SHARES[stage] if has_others_behind else 1.0)
             self._guarded(part, work)
         self.clock.let(1.0)
         was_left, self.left_out = bool(self.left_out), []
@@ -140,6 +136,8 @@ class Suite:
             self._guarded(part, work)
         if "compare" in chosen:
             self._guarded("compare", lambda: self.compare(rest))
+        if "ablation" in chosen:
+            self._guarded("ablation", lambda: self.ablation(more))
 
     def _guarded(self, part: str, work: Callable[[], None]) -> None:
         """An error of ours in one part costs that part alone."""
@@ -158,7 +156,7 @@ class Suite:
             steps=asked.steps,
             dry=asked.dry,
             inductor=not asked.no_inductor,
-            folder=str(self.processes.caches) if setting == next(settings(asked)) else "",  # of the ablation
+            folder=str(self.processes.caches),
             **more,
         )
 
@@ -171,12 +169,7 @@ class Suite:
         if row is None:
             return
         self._keep("machine", row)
-        if "machine" in row:
-            link = link_text(Link(**row["link"]) if row.get("link") else None)
-            host = f"  {'host memory, bandwidth':<28}{row['host_bytes_per_s'] / 1e9:.4g} GB/s"
-            print(f"{machine_text(machine_of(row))}\n{host}\n{link}\n", flush=True)
-        else:
-            print(f"machine: {row['outcome']}: {row['reason']}\n", flush=True)
+        print(f"{report.figures_of_machine(row)}\n", flush=True)
 
     def _measured_machine(self) -> Row | None:
         if self._is_late("machine"):
@@ -184,53 +177,59 @@ class Suite:
         found, problem = self.processes.run("machine", self.clock.limit_s)
         return {"name": "", **(found[0] if found else {"outcome": problem[0], "reason": problem[1]})}
 
-    def compare(self, chosen: Sequence[Setting]) -> None:
+    def compare(self, chosen: Sequence[Setting], names: Sequence[str] = ()) -> None:
         for setting in chosen:
             before = self.num_kept
             rows = [
                 row
-                for name in systems(self.arguments, setting[1])
+                for name in names or systems(self.arguments, setting[1])
                 if (row := self._trained("compare", name, self.case(name, setting)))
             ]
             if self.num_kept > before:
-                compare_losses(self.rows["compare"])
-                print(f"{comparison(rows)}\n", flush=True)
+                report.compare_losses(self.rows["compare"])
+                print(f"{report.comparison(rows)}\n", flush=True)
 
-    def ablation(self, setting: Setting) -> None:
-        fields = described(setting)
-        is_known = all(self._known("ablation", name, **fields) for name in SCHEDULES)
-        # What was resumed, or runs without ours, left no plan.
-        if not is_known and self._plan_of(setting, "planned") is None:
-            if self._is_late(f"ablation, {setting_of(fields)}"):
-                return
-            row = self._best_of(self.case("ours", setting))
-            if self._plan_of(setting, "planned") is None:
-                why = f"{row['outcome']}: {row.get('reason', '')}"
-                self.left_out.append(f"ablation, {setting_of(fields)}: ours left no plan, {why}")
-                return
-        rows, before = [], self.num_kept
-        for kind, levels in REPLAYS:
-            names = {level if kind == "planned" else f"{kind}, {level}": level for level in levels}
-            known = [row for name in names if (row := self._known("ablation", name, **fields))]
-            rows += known if len(known) == len(names) else self._replayed(setting, kind, names)
-        found = [self._keep("ablation", row) for row in sorted(rows, key=place_of)]
-        if self.num_kept > before:
-            print(f"ablation: {ablation(found)}\n", flush=True)
+    def ablation(self, chosen: Sequence[Setting]) -> None:
+        for setting in chosen:
+            before, rows = self.num_kept, self._schedules_of_ours(setting)
+            for kind, levels in REPLAYS if rows else ():
+                names = {level if kind == "planned" else f"{kind}, {level}": level for level in levels}
+                known = [row for name in names if (row := self._known("ablation", name, **described(setting)))]
+                rows += known if len(known) == len(names) else self._replayed(setting, kind, names)
+            found = [self._keep("ablation", row) for row in sorted(rows, key=report.place_of)]
+            if self.num_kept > before:
+                print(f"ablation: {report.ablation(found)}\n", flush=True)
+
+    def _schedules_of_ours(self, setting: Setting) -> list[Row]:
+        """Rows of the schedules that ours was compared under, which also leaves the plan; it trains now where it was not."""
+        fields, case = described(setting), self.case("ours", setting)
+        row, what = self._known("compare", "ours", **fields), f"ablation, {report.setting_of(fields)}"
+        if row is None or (row["outcome"] == FITS and self._plan_of(setting, "planned") is None):
+            if self._is_late(what):  # a row that was resumed may have left its plan elsewhere
+                return []
+            row = self._best_of(case)
+        if not row["trials"]:
+            self.left_out.append(f"{what}: ours left no plan, {row['outcome']}: {row.get('reason', '')}")
+        common = {"system": "ours", **fields, "outcome": FITS}
+        rows = [{**common, "name": trial["level"], "best": trial, "trials": [trial]} for trial in row["trials"]]
+        return [self._rated(each, case) for each in rows]
 
     def _replayed(self, setting: Setting, kind: str, names: dict[str, str]) -> list[Row]:
         """A row for each schedule of a plan; from one process."""
         fields, plan = described(setting), self._plan_of(setting, kind)
-        whats = [f"ablation, {setting_of(fields)}, {name}" for name in names]
+        whats = [f"ablation, {report.setting_of(fields)}, {name}" for name in names]
         if plan is None:
             self.left_out += [f"{what}: no such plan keeps the budget" for what in whats]
             return []
         if self.clock.is_over:
             self.left_out += whats
             return []
-        print(f"… {setting_of(fields)}: ablation, {'; '.join(names)}", file=sys.stderr, flush=True)
-        count, limit_s = int(plan.name.split("-")[3]), self.clock.limit_s
-        case = self.case("ours", setting, plan=str(plan), levels=tuple(names.values()), micro_batches=count)
-        found, problem = self._ran(case, limit_s)
+        print(f"… {report.setting_of(fields)}: ablation, {'; '.join(names)}", file=sys.stderr, flush=True)
+        count, limit_s = int(plan.name.split("_")[5]), self.clock.limit_s
+        levels = tuple(names.values())
+        system = "ours-backward" if SCHEDULES[levels[0]][0] == "backward" else "ours"
+        case = self.case(system, setting, plan=str(plan), levels=levels, micro_batches=count)
+        found, problem = ([], ahead) if (ahead := known_ahead(case)) else self._ran(case, limit_s)
         is_cut = self.clock.has_cut(problem[0], limit_s)
         trials = {trial["level"]: trial for trial in found if trial["outcome"] == FITS}
         problem = next(((t["outcome"], t.get("reason", "")) for t in found if t["outcome"] != FITS), problem)
@@ -246,8 +245,8 @@ class Suite:
         return rows
 
     def _plan_of(self, setting: Setting, kind: str) -> Path | None:
-        size, cap, batch, _ = setting
-        return next(iter(sorted(self.processes.caches.glob(f"{size}-{cap}-{batch}-*-{kind}.json"))), None)
+        pattern = file_of(self.case("ours", setting), kind, micro_batches="*")
+        return next(iter(sorted(pattern.parent.glob(pattern.name))), None)
 
     def largest(self) -> None:
         chosen = [n for n in (self.arguments.systems or ("ours", "fsdp2", "zero-3", "compile")) if n != "ours-backward"]
@@ -258,7 +257,7 @@ class Suite:
                 if row is not None:
                     self._keep("largest", row)
         if self.num_kept > before:
-            print(f"{largest(self.rows['largest'])}\n", flush=True)
+            print(f"{report.largest(self.rows['largest'])}\n", flush=True)
 
     def _bisected(self, name: str, cap: float | None) -> Row | None:
         """The largest size that trains two steps of one sequence; None where there was no time to find it."""
@@ -271,7 +270,7 @@ class Suite:
             level = system_class(name).levels[0]
             case = self.case(name, (sizes[middle], cap, 1, False), levels=(level,), warm_up=1)
             limit_s = self.clock.limit_s
-            outcome, reason = self._probed(replace(case, steps=1), limit_s)
+            outcome, reason = self._probed(replace(case, steps=1, folder=""), limit_s)
             if self.clock.has_cut(outcome, limit_s):
                 self.left_out.append(what)
                 return None
@@ -300,10 +299,10 @@ class Suite:
         fields = described((case.size, case.cap_gb, case.batch, case.clip))
         row = self._known(part, name, **fields)
         if row is None:
-            what = f"{part}, {setting_of(fields)}, {name}"
+            what = f"{part}, {report.setting_of(fields)}, {name}"
             if self._is_late(what):
                 return None
-            print(f"… {setting_of(fields)}: {name}", file=sys.stderr, flush=True)
+            print(f"… {report.setting_of(fields)}: {name}", file=sys.stderr, flush=True)
             row = {"system": case.system, "name": name, **fields, **self._best_of(case)}
             if row.get("is unfinished"):
                 self.left_out.append(what)
@@ -315,7 +314,7 @@ class Suite:
         """With what binds it and the share of the roofline that it reaches, if the machine's figures are known."""
         machine = next((each for each in self.rows["machine"] if "machine" in each), None)
         if machine is not None:
-            add_roofline(row, case, machine_of(machine), machine["host_bytes_per_s"])
+            report.add_roofline(row, case, machine_of(machine), machine["host_bytes_per_s"])
         return row
 
     def _best_of(self, case: Case) -> Row:
@@ -375,7 +374,7 @@ class Suite:
 
     def _save(self) -> None:
         kept = {part: rows for part, rows in self.rows.items() if rows}
-        beside = {"left out": self.left_out, "broken": self.broken}
+        beside = {"left out": list(dict.fromkeys(self.left_out)), "broken": self.broken}
         save(self.arguments.json, {"versions": versions(_PACKAGES), **kept, **beside})
 
     def _is_late(self, what: str) -> bool:
@@ -389,7 +388,7 @@ class Suite:
         """The last words: all comparisons in a table, what was left out, and how long it took."""
         self._save()
         if self.rows["compare"]:
-            print(f"{summary(self.rows['compare'])}\n")
+            print(f"{report.summary(self.rows['compare'])}\n")
         for what in dict.fromkeys(self.left_out):
             print(f"left out: {what}")
         print(f"{self.clock.passed_s / 60:.1f} minutes")

@@ -77,7 +77,7 @@ class Case:
         dry: tiny models on the CPU.
         inductor: compile with it; else trace only.
         plan: replay this plan file under the schedules that ``levels`` name (ours).
-        folder: where the process leaves plans for those after it; empty: nowhere.
+        folder: where a process of ours leaves its plan and its trace; empty: nowhere.
     """
 
     system: str
@@ -223,6 +223,13 @@ class System(ABC):
     def recompute_share(self) -> float:
         """Of the forward's products; selective recomputation repeats none of them."""
         return 1.0 if self.level == "full" else 0.0
+
+
+def file_of(case: Case, what: str, *, micro_batches: int | str | None = None) -> Path:
+    """Where a process of ours leaves a plan or a trace for those after it."""
+    clip, count = "clip" if case.clip else "free", micro_batches or case.micro_batches
+    words = (case.system, case.size, case.cap_gb, case.batch, clip, count, what)
+    return Path(case.folder) / f"{'_'.join(map(str, words))}.json"
 
 
 def what_is_missing(package: str) -> str:

@@ -1,13 +1,13 @@
 """autohete_fx: ``model.compile(backend="autohete")`` and ``autohete_fx.AdamW``, within the cap.
 
 Parameters are bf16 and the optimizer holds fp32 masters. The model is built on the CPU and placed, so that it may be larger
-than the device. What to recompute is for the planner; there is one level. The process leaves its plan in the case's folder,
+than the device. What to recompute is for the planner. Levels are schedules of the updates instead, those that one compiled code
+serves: the plan is made for the first of them. The process leaves a trace of that one's lanes in the case's folder, and its plan,
 and beside it the plan of AutoHete's three integers for the same problem, for the ablation to replay.
 """
 
 import dataclasses
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,7 +21,7 @@ from autohete_fx.ir import Activations, Lane, Optimizer, Overlap, Params, Plan, 
 from autohete_fx.planner.baselines import BASELINES, fits
 from autohete_fx.planner.solve import solve
 from autohete_fx.runtime.placement import placement_of
-from systems.base import LEARNING_RATE, SCHEDULES, WEIGHT_DECAY, CannotRun, Case, Shares, System, new_model
+from systems.base import LEARNING_RATE, SCHEDULES, WEIGHT_DECAY, CannotRun, Case, Shares, System, file_of, new_model
 
 BUDGET_SHARE = 0.95
 """Of the cap: the rest is for what the allocator loses to fragments."""
@@ -30,18 +30,17 @@ HOST_SHARE = "85%"
 
 
 class Ours(System):
-    """With updates that overlap the next forward."""
+    """With updates that overlap the next forward, in either order, or are done inside ``step()``."""
 
-    levels = ("planned",)
-    overlap: str | None = "step"
+    levels = ("next forward, by priority", "next forward, as gradients came", "inside step()")
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        priority = True
-        if case.plan:
-            self.overlap, priority = SCHEDULES[case.levels[0]]
+        self.level = case.levels[0] if case.plan else self.levels[0]
+        overlap, priority = SCHEDULES[self.level]
+        self._solved: Plan | None = None
         self.model = autohete_fx.place(new_model(case, "cpu", bfloat16), case.device)
-        self.optimizer = _adamw(self.model, self.overlap)
+        self.optimizer = _adamw(self.model, overlap)
         self._problems: list[Problem] = []
         options: dict[str, Any] = {
             "micro_batches": case.micro_batches,
@@ -51,7 +50,7 @@ class Ours(System):
         if case.cap_bytes is not None:
             options["memory_budget"] = int(BUDGET_SHARE * case.cap_bytes)
         if case.plan:
-            schedule = Schedule(overlap=Overlap(self.overlap or "none"), priority=priority)
+            schedule = Schedule(overlap=Overlap(overlap or "none"), priority=priority)
             options["plan"] = dataclasses.replace(Plan.load(case.plan), schedule=schedule)
         # Not by its name, under which PyTorch finds an installed package only: PYTHONPATH may be all that there is.
         self.model.compile(backend=autohete, options=options)
@@ -111,43 +110,42 @@ class Ours(System):
     def figures(self) -> dict[str, Any]:
         compilation = self._compilation()
         plan = compilation.plan
+        if self._solved is None:  # the first level
+            self._solved = plan
+            self._leave(compilation)
+        predicted = {"predicted step s": plan.step_s, "predicted peak bytes": plan.peak_bytes}
         tiers = {where.tier for p in self.model.parameters() if (where := placement_of(p)) is not None}
         return {
             "pinning s": sum(tier.mapped_s for tier in tiers),
             "waiting for homes s": sum(tier.waited_s for tier in tiers),
-            "predicted step s": plan.step_s,
-            "predicted peak bytes": plan.peak_bytes,
+            **(predicted if plan is self._solved else {}),
             "plan gap": plan.gap,
             "plan": compilation.plan_table(),
             "lanes": compilation.trace().lanes_table(),
             "compile s": dict(compilation.compile_s),
         }
 
+    def _leave(self, compilation: autohete_fx.Compilation) -> None:
+        if self.case.folder and not self.case.plan:
+            compilation.trace().save(file_of(self.case, "trace"))
+            compilation.plan.save(file_of(self.case, "planned"))
+
     def finish(self) -> None:
-        if not self.case.folder or self.case.plan:
-            return
-        folder, plan = Path(self.case.folder), self._compilation().plan
-        plan.save(folder / plan_name(self.case))
-        if self._problems:
+        if self.case.folder and not self.case.plan and self._problems:
             problem = self._problems[-1]
             simple = BASELINES["three-integers"](problem)
             if fits(problem, simple):
-                simple.save(folder / plan_name(self.case, "three-integers"))
+                simple.save(file_of(self.case, "three-integers"))
 
 
 class OursFromBackward(Ours):
     """With updates that start in backward, which clipping does not allow."""
 
-    overlap = "backward"
+    levels = ("from backward on, by priority",)
 
     @classmethod
     def reason_against(cls, case: Case) -> str:
         return "updates that start in backward cannot know the norm that clipping needs" if case.clip else ""
-
-
-def plan_name(case: Case, strategy: str = "planned") -> str:
-    """File name of a plan that a process leaves."""
-    return f"{case.size}-{case.cap_gb}-{case.batch}-{case.micro_batches}-{strategy}.json"
 
 
 def _adamw(model: Any, overlap: str | None) -> autohete_fx.AdamW:
