@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prediction_truth import line, of_runs, predicted, summary
+from prediction_truth import line, of_runs, predicted, step_ratio, summary
 from results import environment, print_figures, save
 from torch import nn
 
@@ -62,15 +62,25 @@ def main() -> None:
     print_figures(environment())
     with tempfile.TemporaryDirectory() as caches:
         rows = table(arguments, caches)
-    print_figures(summary(rows))
+    print_figures(summary(rows) | judged(rows))
     save(arguments.json, rows)
-    peaks = [max(row["peak bytes"], row["compiling peak bytes"]) for row in rows]
-    if broken := [
-        f"{row['model']} at {row['budget']}"
-        for row, peak in zip(rows, peaks, strict=True)
-        if peak > row["budget bytes"]
-    ]:
+    if broken := [f"{row['model']} at {row['budget']}" for row in rows if not keeps_budget(row)]:
         sys.exit(f"measured peaks above their budgets: {', '.join(broken)}")
+
+
+def keeps_budget(row: dict[str, Any]) -> bool:
+    """In every step, and in the forward that compiles."""
+    return max(row["peak bytes"], row["compiling peak bytes"]) <= row["budget bytes"]
+
+
+def judged(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Of how many pairs what is wanted holds."""
+    found = {
+        "peak within its budget": [keeps_budget(row) for row in rows],
+        "peak within 5% of predicted": [abs(ratio - 1) <= 0.05 for row in rows for ratio in row["peak ratios"]],
+        "step time within 10% of predicted": [abs(step_ratio(row) - 1) <= 0.1 for row in rows],
+    }
+    return {what: f"{sum(holds)} of {len(holds)}" for what, holds in found.items()}
 
 
 def table(arguments: argparse.Namespace, caches: str) -> list[dict[str, Any]]:

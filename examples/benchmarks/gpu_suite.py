@@ -20,7 +20,7 @@ Each case runs in a process of its own, whose device memory ``torch.cuda.set_per
 time is limited: a failure is a row with a reason, and not fitting is a result. Rows come in the order of their importance and
 stop when ``--minutes`` are over; what was left out is listed. Each part may take a share of what is left of them, and what it did
 not get to comes at the end if there is time. The file is up to date after each row, and ``--caches`` has a trace of each row of
-ours (``ours_*_trace.json``, for Perfetto). Models are GPTs with random weights on the Python standard library's sources.
+ours (``ours*_trace.json``, for Perfetto). Models are GPTs with random weights on the Python standard library's sources.
 
 torch, numpy, pandas, ortools and rich must be there; torchao and deepspeed are compared where they are. How to carry them to a
 machine without a network is in ``tests/cuda/FIRST_TEN_MINUTES.md``. DeepSpeed builds its CPU Adam on first use, which needs a
@@ -219,13 +219,15 @@ class Suite:
         fields, plan = described(setting), self._plan_of(setting, kind)
         whats = [f"ablation, {report.setting_of(fields)}, {name}" for name in names]
         if plan is None:
-            self.left_out += [f"{what}: no such plan keeps the budget" for what in whats]
+            self.left_out += [
+                f"{what}: ours left no such plan, which is so where none keeps the budget" for what in whats
+            ]
             return []
         if self.clock.is_over:
             self.left_out += whats
             return []
         print(f"… {report.setting_of(fields)}: ablation, {'; '.join(names)}", file=sys.stderr, flush=True)
-        count, limit_s = int(plan.name.split("_")[5]), self.clock.limit_s
+        count, limit_s = int(plan.name.split("_")[4]), self.clock.limit_s
         levels = tuple(names.values())
         system = "ours-backward" if SCHEDULES[levels[0]][0] == "backward" else "ours"
         case = self.case(system, setting, plan=str(plan), levels=levels, micro_batches=count)

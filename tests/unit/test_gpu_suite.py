@@ -153,7 +153,9 @@ def test_what_does_not_fit_is_tried_with_more_micro_batches_but_not_where_states
 
 def leaving_plans(case: Any, limit_s: float) -> tuple[list[Row], tuple[str, str]]:
     """As a process of ours does."""
-    for kind in ("planned", "three-integers") if case.system == "ours" and case.folder and not case.plan else ():
+    for kind in (
+        ("planned", "three-integers") if case.system.startswith("ours") and case.folder and not case.plan else ()
+    ):
         sys.modules["systems.base"].file_of(case, kind).touch()
     return all_levels(case, limit_s)
 
@@ -167,11 +169,12 @@ def test_schedules_that_one_compilation_serves_share_a_process(new_suite: Any, t
         found, problem = leaving_plans(case, limit_s)
         return (found[:1], ("failed", "it died")) if case.plan and len(found) > 1 else (found, problem)
 
-    suite = new_suite("--parts", "compare", "ablation", "--sizes", "1b", "--systems", "ours", run=run)
+    suite = new_suite("--parts", "compare", "ablation", "--sizes", "1b", "--systems", "ours-backward", "ours", run=run)
     suite.run()
     asked = [case for case in suite.processes.asked if case != "machine"]
-    assert [len(case.levels) for case in asked] == [3, 3, 1, 2, 1, 1]
-    assert all(case.micro_batches == 2 and case.plan for case in asked[2:])
+    assert [len(case.levels) for case in asked] == [1, 1, 3, 3, 1, 2, 1, 1]
+    assert all(case.micro_batches == 2 for case in asked[4:])
+    assert {Path(case.plan).name.split("_")[0] for case in asked[4:]} == {"ours"}, "one plan under all schedules"
     outcomes = {row["name"]: row["outcome"] for row in suite.rows["ablation"]}
     assert len(outcomes) == 8 and [name for name, what in outcomes.items() if what == "failed"] == [
         "three-integers, next forward, as gradients came"

@@ -1,6 +1,7 @@
 """What the benchmark of predictions on a GPU says: how much of the copies is hidden under kernels, and its table."""
 
 import argparse
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import autohete_fx
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda s: (s[0], s[0] + s[1])), max_size=8)
 
@@ -43,7 +46,13 @@ def test_every_pair_has_a_line_and_counts(
     benchmark_module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     plain = {"peak bytes": 100 * 2**20}
-    ours = {"step s": 0.5, "peak bytes": 50 * 2**20, "reserved bytes": 60 * 2**20, "hidden": {"h2d": 0.75}}
+    ours = {
+        "step s": 0.5,
+        "peak bytes": 50 * 2**20,
+        "compiling peak bytes": 49 * 2**20,
+        "reserved bytes": 60 * 2**20,
+        "hidden": {"h2d": 0.75},
+    }
     ours |= {"predicted step s": 0.45, "predicted peak bytes": 51 * 2**20, "profile s": 3.0}
     monkeypatch.setattr(
         benchmark_module, "in_process", lambda caches, *words: ours if "--budget-bytes" in words else plain
@@ -56,3 +65,23 @@ def test_every_pair_has_a_line_and_counts(
         line.split()[3:] == "500.0 0.90 51.0 50.0 1.020 3.0 60 h2d 75%".split() for line in lines
     )
     assert benchmark_module.summary(rows)["step time: largest error"] == "10.0%"
+    rows[1]["compiling peak bytes"] = 51 * 2**20
+    assert [benchmark_module.keeps_budget(row) for row in rows] == [True, False]
+    assert list(benchmark_module.judged(rows).values()) == ["1 of 2", "2 of 2", "2 of 2"]
+
+
+def test_what_a_process_pays_once_is_gone_before_others_memory_is_counted(benchmark_module: Any):
+    """Garbage of the warm-up that went under way would be missing from every peak."""
+    with autohete_fx.MemoryMeter("cpu"):
+        gc.collect()
+    benchmark_module.warm_up("cpu")
+    gc.disable()
+    try:
+        benchmark_module.warm_up("cpu")
+        with autohete_fx.MemoryMeter("cpu") as meter:
+            before = meter.start_bytes
+        gc.collect()
+        with autohete_fx.MemoryMeter("cpu") as meter:
+            assert meter.start_bytes == before
+    finally:
+        gc.enable()

@@ -226,9 +226,9 @@ class System(ABC):
 
 
 def file_of(case: Case, what: str, *, micro_batches: int | str | None = None) -> Path:
-    """Where a process of ours leaves a plan or a trace for those after it."""
-    clip, count = "clip" if case.clip else "free", micro_batches or case.micro_batches
-    words = (case.system, case.size, case.cap_gb, case.batch, clip, count, what)
+    """Where a process of ours leaves a plan or a trace. Plans know nothing of clipping: with it, compiled code comes from a cache,
+    and nothing is solved that AutoHete's three integers could be found for."""
+    words = (case.system, case.size, case.cap_gb, case.batch, micro_batches or case.micro_batches, what)
     return Path(case.folder) / f"{'_'.join(map(str, words))}.json"
 
 

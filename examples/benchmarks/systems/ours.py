@@ -127,7 +127,7 @@ class Ours(System):
 
     def _leave(self, compilation: autohete_fx.Compilation) -> None:
         if self.case.folder and not self.case.plan:
-            compilation.trace().save(file_of(self.case, "trace"))
+            compilation.trace().save(file_of(self.case, "clipping_trace" if self.case.clip else "trace"))
             compilation.plan.save(file_of(self.case, "planned"))
 
     def finish(self) -> None:
