@@ -5,15 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import autohete_fx
 from autohete_fx import BlockDecision, Plan
 from autohete_fx.ir import Overlap, Schedule
 from tests import training
 from tests.e2e.test_host_copy import EDITS, assert_comes_down_and_counts
 from tests.e2e.test_host_copy import Pair as CopiedPair
 from tests.e2e.test_overlap import READS
-from tests.held_updates import ALL_ON_HOST, OPTIMIZER_ON_HOST, Gate, Training
+from tests.held_updates import ALL_ON_HOST, OPTIMIZER_ON_HOST, Gate, Stack, Training, labels
 from tests.main_job import slow
+from tests.placed_job import WIDTH
 from tests.training import PLANS, STREAMED, assert_equal, make, ours, plain
 
 LOOPS: list[Any] = [{"clip": True}, slow({"micro_batches": 2, "between": training.evaluate})]
@@ -63,6 +66,31 @@ def test_metadata_waits_for_nothing(gate: Gate):
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edit_comes_down_and_counts(name: str, dtype: torch.dtype):
     assert_comes_down_and_counts(EDITS[name], CopiedPair(dtype, "cuda"))
+
+
+@pytest.mark.parametrize("overlap", ["step", "backward"])
+def test_the_optimizer_clips_as_pytorch_does_whatever_is_late(overlap: str, late: None):
+    """In backward the device takes the norms of gradients before they leave it; at a step the CPU does, in their homes."""
+    model, twin = (Stack(width=WIDTH).cuda() for _ in range(2))
+    names = labels()
+    decisions = ((ALL_ON_HOST, OPTIMIZER_ON_HOST, STREAMED, BlockDecision()) * len(names))[: len(names)]
+    schedule = Schedule(overlap=Overlap(overlap), takes_norms=overlap == "backward")
+    plan = Plan(labels=names, decisions=decisions, schedule=schedule)
+    model.compile(backend="autohete", options={"inner_backend": "eager", "profile": "analytic", "plan": plan})
+    optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=1e-3)
+    reference = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
+    for step in range(4):
+        x = torch.sin(torch.arange(8 * WIDTH, device="cuda") * (1.0 + step)).view(8, WIDTH)
+        model(x).backward()
+        optimizer.step()
+        twin(x).backward()
+        norm = nn.utils.clip_grad_norm_(twin.parameters(), 1e-3)
+        reference.step()
+        assert optimizer.grad_norm is not None and norm > 1e-3
+        torch.testing.assert_close(optimizer.grad_norm.to(norm.device), norm, rtol=1e-5, atol=0.0)
+        torch.testing.assert_close(list(model.parameters()), list(twin.parameters()), rtol=1e-5, atol=1e-6)
+        optimizer.zero_grad()
+        reference.zero_grad()
 
 
 def test_a_user_may_train_on_a_stream_of_their_own(late: None):
