@@ -4,7 +4,8 @@ Each budget is a share of what the model needs under plain ``torch.compile`` wit
 runs in a process of its own; the first one measures the machine, and the first of a model times its blocks. Printed for each: step
 time and peak, predicted and measured; what the caching allocator reserved; and for each copy lane the share of its time that is
 hidden under kernels, from a trace of PyTorch's profiler. Timing blocks may take all of the budget, so the forward that compiles is
-apart from the peak that was predicted. It exits with an error where a measured peak, of either, exceeds its budget.
+apart from the peak that was predicted. It exits with an error where a measured peak, of either, exceeds its budget, or a pair
+failed; the others have their rows all the same.
 
     python examples/benchmarks/cuda_truth.py --json examples/benchmarks/results/cuda_truth_h100.json
 
@@ -43,8 +44,8 @@ BUDGETS = ("100%", "70%", "50%", "35%")
 Span = tuple[float, float]
 
 
-def main() -> None:
-    """Run every pair in a process of its own, print the table and how far off it is, and write JSON where asked."""
+def parsed() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--budgets", nargs="+", default=list(BUDGETS), help="shares of plain's peak, or sizes")
@@ -53,7 +54,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", choices=MODELS, help=argparse.SUPPRESS)
     parser.add_argument("--budget-bytes", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run every pair in a process of its own, print the table and how far off it is, and write JSON where asked."""
+    arguments = parsed()
     if not arguments.dry and not torch.cuda.is_available():
         sys.exit("PyTorch finds no CUDA device; --dry runs small models on the CPU")
     if arguments.one:
@@ -62,10 +68,13 @@ def main() -> None:
     print_figures(environment())
     with tempfile.TemporaryDirectory() as caches:
         rows = table(arguments, caches)
-    print_figures(summary(rows) | judged(rows))
-    save(arguments.json, rows)
-    if broken := [f"{row['model']} at {row['budget']}" for row in rows if not keeps_budget(row)]:
-        sys.exit(f"measured peaks above their budgets: {', '.join(broken)}")
+    trained = [row for row in rows if "failed" not in row]
+    if trained:
+        print_figures(summary(trained) | judged(trained))
+    broken = [f"{row['model']} at {row['budget']} failed" for row in rows if "failed" in row]
+    broken += [f"{row['model']} at {row['budget']} peaked above its budget" for row in trained if not keeps_budget(row)]
+    if broken:
+        sys.exit("; ".join(broken))
 
 
 def keeps_budget(row: dict[str, Any]) -> bool:
@@ -84,8 +93,8 @@ def judged(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 def table(arguments: argparse.Namespace, caches: str) -> list[dict[str, Any]]:
-    """Run and print all pairs."""
-    rows = []
+    """Run and print all pairs. One that fails is a row with the end of its error; the file is up to date after each."""
+    rows: list[dict[str, Any]] = []
     print(f"{'':<16}  {'step ms':>21}  {'':>5}  {'peak MiB':>17}  {'':>5}  {'profile':>7}")
     print(
         f"{'model':<8}{'budget':>8}  {'predicted':>10} {'measured':>10}  ratio  {'pred.':>8} {'measured':>8}  ratio  {'s':>7}"
@@ -95,24 +104,36 @@ def table(arguments: argparse.Namespace, caches: str) -> list[dict[str, Any]]:
         common = ("--one", model, "--steps", str(arguments.steps), *(["--dry"] if arguments.dry else []))
         plain = in_process(caches, *common)
         for budget in arguments.budgets:
-            budget_bytes = resolve_bytes(parse_size(budget), int(plain["peak bytes"]))
-            found = in_process(caches, *common, "--budget-bytes", str(budget_bytes))
-            rows.append(
-                {"model": model, "budget": budget, "budget bytes": budget_bytes, **of_runs([found]), "plain": plain}
-            )
-            hidden = " ".join(f"{lane} {share:.0%}" for lane, share in found["hidden"].items())
-            print(f"{line(rows[-1])}  {found['reserved bytes'] / 2**20:>8.0f}  {hidden}", flush=True)
+            row = {"model": model, "budget": budget, "plain": plain}
+            found = plain
+            if "failed" not in plain:
+                row["budget bytes"] = resolve_bytes(parse_size(budget), int(plain["peak bytes"]))
+                found = in_process(caches, *common, "--budget-bytes", str(row["budget bytes"]))
+            if "failed" in found:
+                rows.append(row | found)
+                print(f"{model:<8}{budget:>8}  failed: {found['failed'].splitlines()[-1]}", flush=True)
+            else:
+                rows.append(row | of_runs([found]))
+                hidden = " ".join(f"{lane} {share:.0%}" for lane, share in found["hidden"].items())
+                print(f"{line(rows[-1])}  {found['reserved bytes'] / 2**20:>8.0f}  {hidden}", flush=True)
+            save(arguments.json, rows)
     print()
     return rows
 
 
 def in_process(caches: str, *words: str) -> dict[str, Any]:
-    """The figures of one training. It finds compiled kernels, the machine's figures and blocks' timings in ``caches``."""
+    """The figures of one training, or the end of its error. It finds compiled kernels, the machine's figures and blocks' timings
+    in ``caches``."""
     places = {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "AUTOHETE_CACHE_DIR": f"{caches}/autohete"}
     command = [sys.executable, sys.argv[0], *words]
     finished = subprocess.run(command, env=os.environ | places, capture_output=True, text=True, check=False)
     if finished.returncode:
-        sys.exit(f"{' '.join(words)}: failed\n{finished.stderr[-4000:]}")
+        said = [
+            text
+            for text in finished.stderr.splitlines()
+            if text.strip() and not text.startswith("Set TORCHDYNAMO_VERBOSE")
+        ]
+        return {"failed": "\n".join(said[-30:]) or f"ended with {finished.returncode}"}
     return json.loads(finished.stdout.splitlines()[-1])
 
 
@@ -247,7 +268,7 @@ def made(name: str, device: str, *, dry: bool) -> tuple[nn.Module, torch.Tensor]
     """A model and its batch. It is built on its device, so that building takes no host memory."""
     config, dtype, batch = MODELS[name]
     if dry:
-        config, batch = GPTConfig(layers=3, width=128, heads=4, context=64), 4
+        config, batch = GPTConfig(layers=6, width=128, heads=4, context=64), 4
     with torch.device(device):
         model = GPT(config).to(dtype)
         return model, torch.randint(config.vocab_size, (batch, config.context))

@@ -125,6 +125,9 @@ def test_doctor_prints_what_was_measured_and_saves_it(
     assert "offload_dir" in capsys.readouterr().err
     assert cli.main(["doctor", "--save", str(tmp_path)]) == 2
     assert "Is a directory; give --save a file" in capsys.readouterr().err
+    asked.clear()
+    assert cli.main(["doctor", "--save", str(tmp_path / "absent" / "machine.json")]) == 2
+    assert "its directory does not exist" in capsys.readouterr().err and not asked, "said before anything is measured"
 
 
 def test_doctor_needs_the_device_that_it_is_asked_for(

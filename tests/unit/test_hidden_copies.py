@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def test_every_pair_has_a_line_and_counts(
     monkeypatch.setattr(
         benchmark_module, "in_process", lambda caches, *words: ours if "--budget-bytes" in words else plain
     )
-    asked = argparse.Namespace(models=["fp32"], budgets=["70%", "50%"], steps=1, dry=False)
+    asked = argparse.Namespace(models=["fp32"], budgets=["70%", "50%"], steps=1, dry=False, json=None)
     rows = benchmark_module.table(asked, "")
     assert [row["budget bytes"] for row in rows] == [70 * 2**20, 50 * 2**20]
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fp32")]
@@ -68,6 +69,29 @@ def test_every_pair_has_a_line_and_counts(
     rows[1]["compiling peak bytes"] = 51 * 2**20
     assert [benchmark_module.keeps_budget(row) for row in rows] == [True, False]
     assert list(benchmark_module.judged(rows).values()) == ["1 of 2", "2 of 2", "2 of 2"]
+
+
+def test_a_pair_that_fails_costs_no_other_and_what_ran_is_in_the_file(
+    benchmark_module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    found = {"step s": 0.5, "peak bytes": 2**20, "compiling peak bytes": 0, "reserved bytes": 0, "hidden": {}}
+    found |= {"predicted step s": 0.5, "predicted peak bytes": 2**20, "profile s": 0.0}
+    path = tmp_path / "truth.json"
+
+    def run(caches: str, *words: str) -> Any:
+        if "fp32" in words and "--budget-bytes" in words:
+            return {"failed": "Traceback\nno plan fits"}
+        if "bf16" in words and "--budget-bytes" in words:
+            assert [row["failed"] for row in json.loads(path.read_text())["rows"]] == ["Traceback\nno plan fits"]
+        return found
+
+    monkeypatch.setattr(benchmark_module, "in_process", run)
+    monkeypatch.setattr(sys, "argv", ["cuda_truth.py", "--dry", "--budgets", "100%", "--json", str(path)])
+    with pytest.raises(SystemExit, match=r"^fp32 at 100% failed$"):
+        benchmark_module.main()
+    out = capsys.readouterr().out
+    assert "failed: no plan fits" in out and "1 of 1" in out
+    assert ["failed" in row for row in json.loads(path.read_text())["rows"]] == [True, False]
 
 
 def test_what_a_process_pays_once_is_gone_before_others_memory_is_counted(benchmark_module: Any):
