@@ -29,6 +29,11 @@ from autohete_fx.report.tables import aligned
 
 Row = dict[str, Any]
 
+GOAL_OFFLOADED, GOAL_FITTING = 1.9, 1.0
+"""Times the best of the others, where the model's states exceed the cap, and where they do not."""
+GOAL_SHARE, GOAL_SHARES = 0.85, {"compute": 0.9}
+"""Of the roofline, whichever lane binds."""
+
 _BYTES_UPDATED, _BYTES_COPIED, _BYTES_STREAMED = 28, 2, 12
 
 
@@ -69,6 +74,7 @@ def add_roofline(row: Row, case: Case, machine: Machine, host_bytes_per_s: float
     row["binds"] = max(lanes, key=lambda lane: lanes[lane])
     row["roofline s"] = lanes
     row["roofline share"] = lanes[row["binds"]] / best["step s"]
+    row["states over cap"] = case.state_bytes / (case.cap_bytes or machine.device_bytes)
 
 
 def compare_losses(rows: Sequence[Row]) -> None:
@@ -108,7 +114,7 @@ def comparison(rows: Sequence[Row]) -> str:
             "",
         ]
         table = aligned(header, [_cells(row) for row in mine], right_from=1)
-        texts.append("\n".join(filter(None, (setting, table, verdict(mine), behind_ours(mine)))))
+        texts.append("\n".join(filter(None, (setting, table, verdict(mine), goals(mine), behind_ours(mine)))))
     return "\n\n".join(texts)
 
 
@@ -139,6 +145,20 @@ def verdict(rows: Iterable[Row]) -> str:
         return "nothing to compare" if best is None else "none of the others trained"
     ratio = best["best"]["tokens/s"] / other["best"]["tokens/s"]
     return f"{best['name']} over the best of the others, {other['name']}: {ratio:.2f}x"
+
+
+def goals(rows: Iterable[Row]) -> str:
+    """What is wanted of our fastest, and whether it is reached: times the best of the others, and a share of the roofline."""
+    rows = list(rows)
+    best, other = (_best(row for row in rows if (row["system"] in OURS) is is_ours) for is_ours in (True, False))
+    if best is None or "states over cap" not in best:
+        return ""
+    times = GOAL_OFFLOADED if best["states over cap"] > 1 else GOAL_FITTING
+    share = GOAL_SHARES.get(best["binds"], GOAL_SHARE)
+    reached = [(f"{share:.0%} of the roofline", best["roofline share"] >= share)]
+    if other is not None:
+        reached.insert(0, (f"{times:g}x", best["best"]["tokens/s"] >= times * other["best"]["tokens/s"]))
+    return ", ".join(f"{what} {'reached' if holds else 'missed'}" for what, holds in reached)
 
 
 def behind_ours(rows: Iterable[Row]) -> str:
@@ -174,9 +194,10 @@ def summary(rows: Sequence[Row]) -> str:
                 ours.get("binds", "-") if ours else "-",
                 f"{ours['roofline share']:.0%}" if ours and "roofline share" in ours else "-",
                 f"{sum(bool(row.get('best')) for row in mine)} of {len(mine)}",
+                goals(mine),
             ]
         )
-    header = ["", "ours, tokens/s", "best of the others", "ratio", "binds ours", "roofline", "trained"]
+    header = ["", "ours, tokens/s", "best of the others", "ratio", "binds ours", "roofline", "trained", "goals"]
     return aligned(header, cells, right_from=1)
 
 

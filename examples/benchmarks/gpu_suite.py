@@ -14,7 +14,7 @@ Parts, each of which may be asked for alone with ``--parts``:
 * ``ablation``: one plan of ours under each schedule: updates inside ``step()``, overlapped with the next forward, from the
   backward on; by priority or as gradients arrive; and the plan of AutoHete's three integers. A row of ours in ``compare`` has
   the schedules that need no other code; here the first setting has the others before any more systems are compared.
-* ``largest``: the largest model that trains within each cap, by bisection.
+* ``largest``: the largest model that each system trains within each cap, by bisection.
 
 Each case runs in a process of its own, whose device memory ``torch.cuda.set_per_process_memory_fraction`` limits and whose
 time is limited: a failure is a row with a reason, and not fitting is a result. Rows come in the order of their importance and
@@ -251,10 +251,9 @@ class Suite:
         return next(iter(sorted(pattern.parent.glob(pattern.name))), None)
 
     def largest(self) -> None:
-        chosen = [n for n in (self.arguments.systems or ("ours", "fsdp2", "zero-3", "compile")) if n != "ours-backward"]
         before = self.num_kept
-        for cap in self.arguments.caps or [12.0, 24.0]:
-            for name in chosen:
+        for cap in self.arguments.caps or [12.0, 24.0, 40.0, None]:
+            for name in (name for name in systems(self.arguments, cap) if name != "ours-backward"):
                 row = self._known("largest", name, cap_gb=cap) or self._bisected(name, cap)
                 if row is not None:
                     self._keep("largest", row)

@@ -1,6 +1,7 @@
 """The suite that compares systems on a GPU, with processes that are told how to end: what it runs, keeps, repeats and reports."""
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -275,6 +276,29 @@ def test_streamed_states_are_copied_both_ways_and_not_updated_by_the_cpu(suite_m
     trial["shares"]["streamed"] = 0.1
     lanes = sys.modules["gpu_report"].roofline(case, trial, machine, 1e30)
     assert lanes["h2d"] == lanes["d2h"] == pytest.approx(0.1) and lanes["update"] == 0
+
+
+def test_goals_are_told_beside_what_was_reached(suite_module: Any):
+    case = sys.modules["systems"].Case(system="ours", size="1b", cap_gb=12.0)
+    machine = SimpleNamespace(
+        flops_per_s=lambda _: 1e14, h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12, device_bytes=80 * 10**9
+    )
+    report = sys.modules["gpu_report"]
+    fitting = dataclasses.replace(case, cap_gb=None)
+
+    def rows(case: Any, ours_s: float, theirs_s: float) -> list[Row]:
+        found = []
+        for name, step_s in (("ours", ours_s), ("fsdp2", theirs_s)):
+            row = {"system": name, "name": name, "best": level(case, "full", step_s)}
+            report.add_roofline(row, case, machine, 1e12)
+            found.append(row)
+        return found
+
+    least_s = rows(case, 1.0, 1.0)[0]["roofline s"]["compute"]
+    assert report.goals(rows(case, least_s / 0.95, 2 * least_s)) == "1.9x reached, 90% of the roofline reached"
+    assert report.goals(rows(case, least_s / 0.8, 2 * least_s)) == "1.9x missed, 90% of the roofline missed"
+    assert report.goals(rows(fitting, least_s / 0.8, 2 * least_s)) == "1x reached, 90% of the roofline missed"
+    assert report.goals(rows(case, 1.0, 1.0)[1:]) == ""
 
 
 @pytest.mark.parametrize("name", ["ours", "ours-backward"])
