@@ -199,9 +199,8 @@ def _doctor(parsed: argparse.Namespace) -> str:
     has_cuda = torch.cuda.is_available()
     if parsed.device == "cuda" and not has_cuda:
         raise OptionError("--device cuda was given, but PyTorch finds no CUDA device; leave it out to measure the CPU")
-    if (
-        parsed.save and not Path(parsed.save).absolute().parent.is_dir()
-    ):  # said before half a minute of measuring is lost
+    # Before half a minute of measuring is lost.
+    if parsed.save and not Path(parsed.save).absolute().parent.is_dir():
         raise OptionError(
             f"cannot write {parsed.save!r}: its directory does not exist; give --save a file that can be written"
         )
