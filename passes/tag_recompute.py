@@ -22,9 +22,7 @@ from autohete_fx.ir import Activations
 from autohete_fx.passes.base import PassContext
 from autohete_fx.recomputation import is_kept
 from autohete_fx.saved import is_view
-
-_SEEDS = ("prims::inductor_seed", "prims::inductor_seeds")
-"""By name: they exist once Inductor has been imported."""
+from autohete_fx.versions import makes_seeds
 
 
 def tag_recompute(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
@@ -33,7 +31,7 @@ def tag_recompute(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     forward = {
         node: block
         for node in gm.graph.nodes
-        if node.op == "call_function" and node not in from_backward and not _draws_seed(node)
+        if node.op == "call_function" and node not in from_backward and not makes_seeds(node)
         if (block := annotations.block_of(node)) is not None
     }
     kept: set[fx.Node] = set()
@@ -95,10 +93,6 @@ def _users_through_views(node: fx.Node) -> list[fx.Node]:
     for user in node.users:
         users.extend(_users_through_views(user) if is_view(user) else [user])
     return users
-
-
-def _draws_seed(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _SEEDS
 
 
 def _depends_on_tangents(gm: fx.GraphModule) -> set[fx.Node]:

@@ -17,6 +17,8 @@ from functools import lru_cache
 
 from torch import fx
 
+from autohete_fx.versions import makes_seeds
+
 _ROOT = re.compile(r"^[LG]\[(?:'([^']*)'|\"([^\"]*)\")\]")
 _STEP = re.compile(r"\['([^']*)'\]|\[\"([^\"]*)\"\]|\[(\d+)\]|([^.\[\]]+)")
 _WRAPPERS = frozenset({"_modules", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -45,9 +47,9 @@ Stack = tuple[ModuleCall, ...]
 
 
 def module_stack(node: fx.Node) -> Stack:
-    """The calls that a node was traced under, outermost first; empty where none is recorded."""
+    """The calls that a node was traced under, outermost first; empty where none is recorded, and for what is of no module."""
     recorded = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not recorded:
+    if not recorded or makes_seeds(node):
         return ()
     return _stack(tuple((str(key), str(path), _type_name(cls)) for key, (path, cls) in recorded.items()))
 
