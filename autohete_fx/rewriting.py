@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -23,7 +24,7 @@ from autohete_fx.ir import BlockDecision, Plan
 from autohete_fx.options import UserPass
 from autohete_fx.passes import PIPELINE, Pass, PassContext, Stage
 from autohete_fx.runtime.placement import moved_states
-from autohete_fx.saved import output_args, storage_root
+from autohete_fx.saved import is_copy, output_args, storage_root, written_inputs
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,6 +48,25 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     copied: Any = graph.graph_copy(gm.graph, {}, return_output_node=True)  # the outputs, and the old output node
     graph.output(copied[0]).meta = copy.copy(copied[1].meta)
     return _make_graph_module(gm, graph)
+
+
+def separate_written_inputs(joint: fx.GraphModule) -> None:
+    """Give the graph a copy of each input that forward writes to and the graph also reads, such as a running mean or the vectors of
+    a spectral norm: the memory of the input itself has the new value when backward runs. What backward needs of the copy is saved;
+    where it needs nothing, Inductor fuses the copy with what reads it. ``torch.compile`` alone makes none, and can be wrong.
+    """
+    for written in written_inputs(joint):
+        readers = [user for user in written.users if user.op != "output" and not is_copy(user)]
+        if not readers:
+            continue
+        first = next(node for node in joint.graph.nodes if node in readers)
+        with joint.graph.inserting_before(first):
+            separate = joint.graph.call_function(torch.ops.aten.clone.default, (written,))
+        separate.meta["val"] = torch.ops.aten.clone.default(written.meta["val"])
+        if "nn_module_stack" in first.meta:
+            separate.meta["nn_module_stack"] = first.meta["nn_module_stack"]
+        for reader in readers:
+            reader.replace_input_with(written, separate)
 
 
 def partition(

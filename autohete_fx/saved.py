@@ -40,6 +40,21 @@ def storage_root(node: fx.Node) -> fx.Node:
     return node
 
 
+def written_inputs(joint: fx.GraphModule) -> list[fx.Node]:
+    """Placeholders whose memory has another value behind forward: written by a copy in the graph, or by AOTAutograd from an
+    output. All that reads them in the graph means the value before that."""
+    output = next(node for node in reversed(joint.graph.nodes) if node.op == "output")
+    told = [each.mutated_input for each in output.meta.get("desc", ()) if hasattr(each, "mutated_input")]
+    copied = {storage_root(node.all_input_nodes[0]) for node in joint.graph.nodes if is_copy(node)}
+    placeholders = (node for node in joint.graph.nodes if node.op == "placeholder")
+    return [node for node in placeholders if node in copied or node.meta.get("desc") in told]
+
+
+def is_copy(node: fx.Node) -> bool:
+    """Whether the node writes the final value of an input, which it is given first."""
+    return node.target is torch.ops.aten.copy_.default
+
+
 def hint(size: int | torch.SymInt) -> int:
     """A size as a plain number, through its hint and without a guard where it is symbolic; 1 where it has none."""
     if isinstance(size, torch.SymInt):

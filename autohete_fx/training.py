@@ -94,6 +94,7 @@ class TrainingPlanner:
         self.options = captured.options
         unplanned = PassContext(stage=Stage.JOINT, plan=Plan(labels=(), decisions=()))
         self.joint = rewriting.run_user_passes(self.options.passes.joint, joint, unplanned)
+        rewriting.separate_written_inputs(self.joint)
         self.joint_inputs = joint_inputs
         self.keywords = keywords
         self.given = given

@@ -6,12 +6,13 @@ was expensive, which is MUST_SAVE; the partitioner saves as much of that as back
 only on what backward needs, because the partitioner saves the arguments of everything with that tag. Where what is kept
 is one result of several, such as a norm's, the node that makes them is kept with all its results: the partitioner heeds
 no tag on a single one. Random seeds stay untagged: the partitioner saves them, so that dropout draws the same mask again.
+What is read of an input that forward writes to is kept whatever the plan decides, because backward would find the new value there.
 Checkpointing of the user's has tags too, whose regions are numbered otherwise than blocks: none is left in a block that the
 plan recomputes.
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import fx
@@ -21,7 +22,7 @@ from autohete_fx import annotations
 from autohete_fx.ir import Activations
 from autohete_fx.passes.base import PassContext
 from autohete_fx.recomputation import is_kept
-from autohete_fx.saved import is_view
+from autohete_fx.saved import is_copy, is_view, storage_root, written_inputs
 from autohete_fx.versions import makes_seeds
 
 
@@ -34,11 +35,15 @@ def tag_recompute(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
         if node.op == "call_function" and node not in from_backward and not makes_seeds(node)
         if (block := annotations.block_of(node)) is not None
     }
+    written = written_inputs(gm)
     kept: set[fx.Node] = set()
     for node, block in forward.items():
-        if _is_read_by_recomputed(node, block, context, forward):
-            kept |= _results_made_with(node)
-        if context.decision(block).activations is Activations.SELECTIVE and is_kept(node):
+        decision = context.decision(block)
+        if (
+            _is_read_by_recomputed(node, block, context, forward)
+            or (decision.activations is Activations.SELECTIVE and is_kept(node))
+            or _reads_any(node, written)
+        ):
             kept |= _results_made_with(node)
     needed = _needed_in_backward(from_backward, forward, kept)
     for node, block in forward.items():
@@ -81,11 +86,15 @@ def _needed_in_backward(
 
 
 def _results_made_with(node: fx.Node) -> set[fx.Node]:
-    """The node; if it takes one of several results, also the node that makes them, and all that it makes."""
-    if node.target is not operator.getitem:
-        return {node}
-    maker = node.all_input_nodes[0]
-    return {maker, *maker.users}
+    """The node; where it makes several results or takes one of them, the node that makes them, and all that it makes."""
+    maker = node.all_input_nodes[0] if node.target is operator.getitem else node
+    return {maker, *(user for user in maker.users if user.target is operator.getitem)}
+
+
+def _reads_any(node: fx.Node, inputs: Collection[fx.Node]) -> bool:
+    """Whether the node's own value is made from that of one of the inputs, be it through views."""
+    is_made = not (is_view(node) or is_copy(node))
+    return is_made and any(storage_root(source) in inputs for source in node.all_input_nodes)
 
 
 def _users_through_views(node: fx.Node) -> list[fx.Node]:

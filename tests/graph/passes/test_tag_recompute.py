@@ -7,6 +7,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import fx
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput, PlainAOTOutput
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autohete_fx import Activations, BlockDecision, annotations, passes
@@ -161,3 +162,27 @@ gt_scalar MUST_SAVE 0
 var_mean_correction MUST_SAVE 0
 getitem MUST_SAVE 0""",
     )
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+@pytest.mark.parametrize("decision", [BlockDecision(), RECOMPUTE])
+def test_what_is_read_of_a_written_input_is_kept(decision: BlockDecision, is_told: bool):
+    """Be it written by a copy in the graph or, as the output's description tells, by the caller: backward would read the new
+    value. A view has the input's memory, so what reads the view is kept."""
+    graph = fx.Graph()
+    x, seen = graph.placeholder("x"), graph.placeholder("seen")
+    view = graph.call_function(torch.ops.aten.permute.default, (seen, [1, 0]))
+    scaled = graph.call_function(torch.ops.aten.mul.Tensor, (x, view))
+    result = graph.call_function(torch.ops.aten.mul.Tensor, (scaled, scaled))
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(8, 8, device="meta")
+        if node.op == "call_function":
+            annotations.set_block(node, 0)
+    if not is_told:
+        graph.call_function(torch.ops.aten.copy_.default, (seen, result))
+    seen.meta["desc"] = PlainAOTInput(idx=1)
+    output = graph.output((result, result))
+    output.meta["desc"] = [PlainAOTOutput(idx=0), InputMutationAOTOutput(PlainAOTInput(idx=1))][: 1 + is_told]
+    gm = passes.tag_recompute(fx.GraphModule({}, graph), context(Stage.JOINT, decision))
+    kept = [node.name for node in gm.graph.nodes if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE]
+    assert kept == [scaled.name]
