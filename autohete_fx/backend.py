@@ -63,7 +63,7 @@ def autohete(
 
 
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[object], chosen: Options) -> Callable[..., object]:
-    calls.note_compiled_graph()
+    calls.note_compiled_graph(tensors_in(example_inputs))
     inputs = graph_inputs(gm, example_inputs)
     model = find_model(gm, inputs, chosen)
     begin = time.perf_counter()

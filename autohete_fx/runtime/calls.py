@@ -188,10 +188,11 @@ def _calls() -> list[_Call]:
     return _thread.calls
 
 
-def note_compiled_graph() -> None:
-    """Our backend compiles a graph, and may move parameters."""
-    for call in _calls():
-        call.refuse_early()
+def note_compiled_graph(inputs: Iterable[Tensor]) -> None:
+    """Our backend compiles a graph, and may move the parameters among its inputs."""
+    tensors = list(inputs)
+    for updates in {found for call in _calls() for found in call.updates()}:
+        updates.early.refuse(tensors)
     for call in _calls()[-1:]:
         call.num_graphs_compiled += 1
 

@@ -254,3 +254,41 @@ def test_what_nobody_sees_of_others_spoils_the_step(gate: Gate):
         loop.optimizer.step()
     with pytest.raises(OptimizerStateError, match="that may use any parameter was called between"):
         function(X, lambda: X)
+
+
+@pytest.mark.parametrize("is_spoilt", [False, True])
+def test_another_model_may_be_compiled_before_the_step(is_spoilt: bool, gate: Gate):
+    """In a notebook the traceback of a failed cell keeps its model, and the corrected cell makes another."""
+    loop = Loop(gate)
+
+    def act(model: Stack, optimizer: torch.optim.Optimizer) -> None:
+        model(X).backward()
+        if model is loop.model and is_spoilt:
+            with pytest.raises(OptimizerStateError):
+                gradient_of(model).mul_(0.5)
+        if model is loop.model:
+            torch.testing.assert_close(*map(trained_anew, (True, False)), rtol=0, atol=0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if not is_spoilt:
+        loop.both(act)
+        return
+    with pytest.raises(OptimizerStateError, match="was written to between"):
+        loop.both(act)
+    with pytest.raises(OptimizerStateError, match="was used between"):
+        loop.model(X)
+
+
+def trained_anew(compiled: bool) -> dict[str, Tensor]:
+    """Of another model, after two steps."""
+    model = Stack()
+    optimizer: Any = autohete_fx.AdamW if compiled else torch.optim.AdamW
+    stepped = optimizer(model.parameters(), lr=1e-2, **({} if compiled else {"fused": True}))
+    if compiled:
+        model.compile(backend="autohete", options={"inner_backend": "eager", "profile": "analytic"})
+    for _ in range(2):
+        model(X).backward()
+        stepped.step()
+        stepped.zero_grad()
+    return model.state_dict()
