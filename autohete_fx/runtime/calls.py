@@ -40,6 +40,13 @@ from autohete_fx.runtime.updates import Updates
 log = logging.getLogger(__name__)
 
 
+_NOTHING_COMPILED = (
+    "Dynamo compiled nothing of a function with the backend autohete and runs it eagerly: that is exact, but no memory_budget"
+    " holds. compile() compiles nothing of a module whose own class is PyTorch's, such as nn.Sequential: compile a module of your"
+    " own that holds it. Else TORCH_LOGS=graph_breaks says what could not be traced"
+)
+
+
 class CompiledFunctions:
     """What is known of the functions that equal backends compile: they share what Dynamo has cached.
 
@@ -52,9 +59,23 @@ class CompiledFunctions:
         self.is_whole: bool | None = None
         self.unseen: weakref.WeakSet[CodeType] = weakref.WeakSet()
 
+
+class CompiledFunction:
+    """What one call of ``torch.compile`` returned.
+
+    Attributes:
+        functions: those of its backend.
+        is_budgeted: whether that is ours and the function has not been called yet.
+    """
+
+    def __init__(self, functions: CompiledFunctions, is_budgeted: bool) -> None:
+        self.functions = functions
+        self.is_budgeted = is_budgeted
+
     def call(self) -> "_Call":
         """The context of one call."""
-        return _Call(self)
+        is_first, self.is_budgeted = self.is_budgeted, False
+        return _Call(self.functions, is_first)
 
 
 _known: list[tuple[weakref.ref[object], CompiledFunctions]] = []
@@ -77,17 +98,20 @@ class _Call:
     """One call, as a context.
 
     Attributes:
+        is_first: of a function that was compiled with our backend.
         frame: of the function that began it, on the stack as long as it runs; None where that is not known.
         fences: those that were lowered, and that are to be raised behind it.
     """
 
-    def __init__(self, functions: CompiledFunctions) -> None:
+    def __init__(self, functions: CompiledFunctions, is_first: bool = False) -> None:
         self.functions = functions
+        self.is_first = is_first
         self.frame: FrameType | None = None
         self.fences: list[Fence] = []
         self.num_compilations = 0
         self.num_graphs_compiled = 0
         self.num_graphs_seen = 0
+        self.has_run_graphs = False
         self.has_eager_frames = False
 
     def __enter__(self) -> None:
@@ -113,6 +137,9 @@ class _Call:
         try:
             if error is None and (self.num_compilations or self.has_eager_frames):
                 self._judge()
+            has_compiled = self.has_run_graphs or self.num_compilations
+            if error is None and self.is_first and not has_compiled and versions.is_stance_default():
+                log.warning(_NOTHING_COMPILED)
             for updates in self.updates():
                 updates.prune()
         finally:
@@ -209,6 +236,8 @@ def _watched(graph: fx.GraphModule, compiled: Callable[..., object]) -> Callable
 
     @functools.wraps(compiled)
     def run(*args: object) -> object:
+        for call in _thread.calls:
+            call.has_run_graphs = True
         if not any(call.fences for call in _thread.calls):
             return compiled(*args)
         started = {updates for call in _calls() for updates in call.updates() if updates.early.is_open}
@@ -271,4 +300,11 @@ def _note_eager_frame() -> None:
 
 versions.on_cache_misses(_begin_miss, _note_compilation, _note_eager_frame)
 versions.on_compiled_graphs(_watched)
-versions.on_calls_of_compiled_functions(lambda backend: functions_of(backend).call)
+
+
+def _is_ours(backend: object) -> bool:
+    """Whether a function, or what ``torch.compile`` makes of one and of options, is our backend."""
+    return getattr(getattr(backend, "compiler_fn", backend), "__module__", "") == "autohete_fx.backend"
+
+
+versions.on_calls_of_compiled_functions(lambda backend: CompiledFunction(functions_of(backend), _is_ours(backend)).call)

@@ -153,7 +153,7 @@ OF_A_CALL = [
     calls._Call.__enter__,
     calls._Call.__exit__,
     calls._Call._leave,
-    calls.CompiledFunctions.call,
+    calls.CompiledFunction.call,
     calls._calls,
     fence.raise_fences,
     fence.lower_fences,

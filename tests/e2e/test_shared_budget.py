@@ -65,6 +65,23 @@ def test_a_call_beyond_the_limit_of_recompilations_is_told_that_no_budget_holds(
     assert sum("no memory_budget holds" in record.getMessage() for record in caplog.records) == 1
 
 
+@pytest.mark.parametrize("is_traceable", [False, True])
+def test_a_model_of_which_nothing_is_compiled_is_told_once_that_no_budget_holds(
+    is_traceable: bool, caplog: pytest.LogCaptureFixture
+):
+    """Dynamo compiles nothing of PyTorch's own classes. Of models that can be compiled the second is served with the code of the
+    first, without a compilation, and is told nothing."""
+    made = make if is_traceable else lambda: nn.Sequential(nn.Linear(128, 128), nn.GELU())
+    for _ in range(2):
+        model = made()
+        model.compile(backend="autohete", options=EAGER)
+        for _ in range(2):
+            model(torch.ones(8, 128))
+    assert [record.getMessage()[:24] for record in caplog.records] == (0 if is_traceable else 2) * [
+        "Dynamo compiled nothing "
+    ]
+
+
 def test_two_equal_models_do_not_meet():
     expected = plain()
     models = [make(), make()]
