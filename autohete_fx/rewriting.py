@@ -17,8 +17,9 @@ from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx._lazy_graph_module import _make_graph_module
 
-from autohete_fx import passes
+from autohete_fx import annotations, passes
 from autohete_fx.capture.inputs import GraphInput, parameter_fqns, placeholder_inputs
+from autohete_fx.draws import DRAWN_AGAIN
 from autohete_fx.errors import AutoHeteError, PassError
 from autohete_fx.ir import BlockDecision, Plan
 from autohete_fx.options import UserPass
@@ -86,7 +87,18 @@ def partition(
     # masks than without recomputation, and deaf to torch.manual_seed. Saving the default generator's state is exact.
     with functorch_config.patch(graphsafe_rng_functionalization=False):
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **keywords)  # type: ignore[arg-type]
+    for gm in (forward, backward):
+        _annotate_drawn_again(gm)
     return Partitioned(forward=forward, backward=backward, num_outputs=int(keywords["num_fwd_outputs"]))  # type: ignore[call-overload]
+
+
+def _annotate_drawn_again(gm: fx.GraphModule) -> None:
+    """Nodes that the partitioner made for random operations have no block: give them that of their result."""
+    for node in gm.graph.nodes:
+        if node.target in DRAWN_AGAIN:
+            block = next((b for user in node.users if (b := annotations.block_of(user)) is not None), None)
+            if block is not None:
+                annotations.set_block(node, block)
 
 
 def rewrite_training(

@@ -32,16 +32,6 @@ def run_as_is(graph: fx.GraphModule, inputs: Sequence[object]) -> Callable[[list
     return run
 
 
-_SEEDS = ("prims::inductor_seed", "prims::inductor_seeds")
-"""By name: they exist once Inductor has been imported."""
-
-
-def makes_seeds(node: fx.Node) -> bool:
-    """Whether a node makes the seeds that random numbers of any module are drawn from; 2.15 says that the first module that draws
-    has made it."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _SEEDS
-
-
 def aot_eager(
     gm: fx.GraphModule,
     example_inputs: Sequence[object],

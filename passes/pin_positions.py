@@ -29,7 +29,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from autohete_fx import annotations, ops
 from autohete_fx.passes.base import PassContext
-from autohete_fx.passes.sort_regions import readers_before_starts, region_keys, reorder
+from autohete_fx.passes.sort_regions import order_to_keep, region_keys, reorder
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ def pin_positions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     keys = region_keys(graph, context)
     anchors = _anchors_by_region(graph, keys)
     wanted = _dependencies(inserted, keys, anchors)
-    starts = readers_before_starts(graph)
-    if not reorder(graph, keys, {**wanted, **{n: [*wanted.get(n, ()), *starts[n]] for n in starts}}):
+    kept = order_to_keep(graph)
+    if not reorder(graph, keys, {n: [*wanted.get(n, ()), *kept.get(n, ())] for n in {**wanted, **kept}}):
         # A later pass moved work across blocks. The result stays exact; only the overlap is the compiler's choice.
         log.warning(
             "positions of copies could not be pinned, because a pass moved work between blocks: results are exact, but copies may"

@@ -2,7 +2,8 @@
 
 A region is one block's part of a graph. Within a region: copies down of its slot and waits for them, which let go
 of memory, copies up, which take some, waits for what it reads, then its own nodes in the order that they had.
-Dependencies always win over this order: what an earlier region reads stands there, whichever block it is of.
+Dependencies always win over this order: what an earlier region reads stands there, whichever block it is of. What draws random
+numbers keeps its order, or each would draw another's.
 
 ::
 
@@ -14,12 +15,14 @@ Dependencies always win over this order: what an earlier region reads stands the
 """
 
 import heapq
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from autohete_fx import annotations, ops
+from autohete_fx.draws import draws
 from autohete_fx.passes.base import PassContext
 from autohete_fx.saved import is_view
 
@@ -29,14 +32,15 @@ _LOADS = (ops.prefetch, ops.reload)
 def sort_regions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     """Reorder nodes by region; a graph without inserted nodes or recomputation is left as it is."""
     if context.recomputes or any(annotations.inserted(node) for node in gm.graph.nodes):
-        is_sorted = reorder(gm.graph, region_keys(gm.graph, context), readers_before_starts(gm.graph))
+        is_sorted = reorder(gm.graph, region_keys(gm.graph, context), order_to_keep(gm.graph))
         assert is_sorted, "an update starts before something that it depends on"
     return gm
 
 
-def readers_before_starts(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each start of an update what must stand before it: whatever reads the parameter's memory."""
-    found: dict[fx.Node, list[fx.Node]] = {}
+def order_to_keep(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """What must stand before a node though it reads nothing of it: before the start of an update, all that reads the parameter's
+    memory; before what draws random numbers, what draws before it."""
+    found = {later: [earlier] for earlier, later in itertools.pairwise(filter(draws, graph.nodes))}
     for node in graph.nodes:
         if node.op == "call_function" and node.target is ops.start_update:
             params: Any = node.args[1]

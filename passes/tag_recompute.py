@@ -19,11 +19,11 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autohete_fx import annotations
+from autohete_fx.draws import makes_seeds
 from autohete_fx.ir import Activations
 from autohete_fx.passes.base import PassContext
 from autohete_fx.recomputation import is_kept
 from autohete_fx.saved import is_copy, is_view, storage_root, written_inputs
-from autohete_fx.versions import makes_seeds
 
 
 def tag_recompute(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from torch import fx
 
-from autohete_fx.versions import makes_seeds
+from autohete_fx.draws import makes_seeds
 
 _ROOT = re.compile(r"^[LG]\[(?:'([^']*)'|\"([^\"]*)\")\]")
 _STEP = re.compile(r"\['([^']*)'\]|\[\"([^\"]*)\"\]|\[(\d+)\]|([^.\[\]]+)")
