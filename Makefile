@@ -25,7 +25,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet $(PIP_ARGS)
 
 # Does the interpreter that we start from have a PyTorch of a version that we support and a GPU to run it on?
 HAS_CUDA_TORCH := import torch; v = tuple(map(int, torch.__version__.split('.')[:2])); \
-	assert (2, 11) <= v < (2, 14) and torch.cuda.is_available()
+	assert (2, 11) <= v < (2, 16) and torch.cuda.is_available()
 
 .PHONY: demo test test-fast lint venv clean
 .DELETE_ON_ERROR:

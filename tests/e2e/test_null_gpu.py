@@ -31,9 +31,9 @@ pytestmark = [
         or COMPILER is None
         or sys.platform != "linux"
         or importlib.util.find_spec("triton") is None
-        or not str(torch.version.cuda).startswith("13.")
+        or not str(torch.version.cuda).startswith("13.0")
         or not all(header.is_dir() for header in HEADERS),
-        reason="needs PyTorch for CUDA 13 with its headers, a C compiler, and no GPU",
+        reason="needs PyTorch for CUDA 13.0 with its headers, a C compiler, and no GPU",
     ),
 ]
 
