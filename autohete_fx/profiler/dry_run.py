@@ -162,7 +162,7 @@ class _Allocations(TorchDispatchMode):
                 self._see(value)
         name, inner_args = innermost_call(func, args)
         if "_flash_attention_for_cpu" in name:
-            scratch = attention_scratch_bytes(name, *(inner_args[1:3] if "backward" in name else inner_args[:2]))
+            scratch = attention_scratch_bytes(name, inner_args[:3])
         else:
             scratch = gpu_attention_scratch_bytes(name, inner_args[1]) if "attention_backward" in name else 0
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + scratch)
