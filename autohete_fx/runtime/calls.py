@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 
 _NOTHING_COMPILED = (
     "Dynamo compiled nothing of a function with the backend autohete and runs it eagerly: that is exact, but no memory_budget"
-    " holds. compile() compiles nothing of a module whose own class is PyTorch's, such as nn.Sequential: compile a module of your"
-    " own that holds it. Else TORCH_LOGS=graph_breaks says what could not be traced"
+    " holds. Up to PyTorch 2.13 compile() compiles nothing of a module whose own class is PyTorch's, such as nn.Sequential: compile"
+    " a module of your own that holds it. Else TORCH_LOGS=graph_breaks says what could not be traced"
 )
 
 

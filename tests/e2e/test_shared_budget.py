@@ -65,13 +65,25 @@ def test_a_call_beyond_the_limit_of_recompilations_is_told_that_no_budget_holds(
     assert sum("no memory_budget holds" in record.getMessage() for record in caplog.records) == 1
 
 
+class Looping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            x = self.layer(x)
+        return x
+
+
 @pytest.mark.parametrize("is_traceable", [False, True])
 def test_a_model_of_which_nothing_is_compiled_is_told_once_that_no_budget_holds(
     is_traceable: bool, caplog: pytest.LogCaptureFixture
 ):
-    """Dynamo compiles nothing of PyTorch's own classes. Of models that can be compiled the second is served with the code of the
-    first, without a compilation, and is told nothing."""
-    made = make if is_traceable else lambda: nn.Sequential(nn.Linear(128, 128), nn.GELU())
+    """Dynamo compiles nothing of a function whose graph breaks within a loop. Of models that can be compiled the second is served
+    with the code of the first, without a compilation, and is told nothing."""
+    made = make if is_traceable else Looping
     for _ in range(2):
         model = made()
         model.compile(backend="autohete", options=EAGER)
