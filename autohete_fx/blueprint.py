@@ -179,9 +179,15 @@ def _from_factory(text: str, path: str, factory: str, batch: int, seq: int, dtyp
             module.train()
             if dtype is not None:
                 _cast(module, dtype)
-            inputs = rest[0] if rest else (torch.zeros(batch, seq, dtype=torch.int64),)
-            inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-            return Sketch(module=module, loss=_loss_of_outputs(text, module, inputs), inputs=inputs)
+            given = rest[0] if rest else torch.zeros(batch, seq, dtype=torch.int64)
+            names = tuple(given) if isinstance(given, Mapping) else ()
+            inputs = tuple(given.values()) if names else given if isinstance(given, tuple) else (given,)
+            hint = (
+                "inputs are a tuple, or a dictionary of named ones"
+                if rest
+                else "let the factory return (module, inputs)"
+            )
+            return Sketch(module=module, loss=_loss_of_outputs(text, module, names, inputs, hint), inputs=inputs)
 
     return Blueprint(name=text, num_layers=None, period=1, build=build)
 
@@ -214,27 +220,35 @@ def _call_factory(text: str, path: str, factory: str) -> object:
         ) from error
 
 
-def _loss_of_outputs(text: str, module: nn.Module, inputs: tuple[Any, ...]) -> Callable[..., Tensor]:
+def _loss_of_outputs(
+    text: str, module: nn.Module, names: tuple[str, ...], inputs: tuple[Any, ...], hint: str
+) -> Callable[..., Tensor]:
     """How a step makes a loss of what the module returns, found by calling it once without data."""
     try:
-        outputs = module(*inputs)
+        outputs = _called(module, names, inputs)
     except Exception as error:
         raise OptionError(
             f"the module of {text} cannot be called with {', '.join(_shown(i) for i in inputs)}:"
-            f" {type(error).__name__}: {_first_line(error)};"
-            " let the factory return (module, inputs)"
+            f" {type(error).__name__}: {_first_line(error)}; {hint}"
         ) from error
-    if isinstance(getattr(outputs, "loss", None), Tensor):
-        return lambda *args: module(*args).loss
-    if isinstance(outputs, Tensor) and outputs.dim() == 0:
-        return lambda *args: module(*args)
     tokens = inputs[0]
+    # Each has the module itself in its closure: by the path to it layers are named.
+    if isinstance(getattr(outputs, "loss", None), Tensor):
+        return lambda *args: _called(module, names, args).loss
+    if isinstance(outputs, Tensor) and outputs.dim() == 0:
+        return lambda *args: _called(module, names, args)
     if isinstance(outputs, Tensor) and isinstance(tokens, Tensor) and outputs.shape[:-1] == tokens.shape:
-        return lambda *args: nn.functional.cross_entropy(module(*args).flatten(0, -2).float(), args[0].flatten())
+        return lambda *args: nn.functional.cross_entropy(
+            _called(module, names, args).flatten(0, -2).float(), args[0].flatten()
+        )
     raise OptionError(
         f"the module of {text} returns {_shown(outputs)}; expected a scalar loss, an object with a loss, or logits of one row"
         " a token of its first input"
     )
+
+
+def _called(module: nn.Module, names: tuple[str, ...], args: tuple[Any, ...]) -> Any:
+    return module(**dict(zip(names, args, strict=True))) if names else module(*args)
 
 
 def _shown(value: object) -> str:

@@ -86,6 +86,10 @@ def module():
     return nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50))
 def with_inputs():
     return Loss(), (torch.randn(3, 4),)
+def with_named_inputs():
+    return Loss(), {"x": torch.randn(5, 4)}
+def with_another_name():
+    return Loss(), {"y": torch.randn(5, 4)}
 def tied():
     model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50, bias=False))
     model[1].weight = model[0].weight
@@ -108,6 +112,8 @@ def test_factories_give_modules_and_inputs(tmp_path: Path):
     sketch = build(read(f"{file}:module"))
     assert sketch.inputs[0].shape == (2, 8) and sketch.inputs[0].dtype is torch.int64
     assert all(isinstance(p, FakeTensor) for p in sketch.module.parameters())
+    sketch = build(read(f"{file}:with_named_inputs"))
+    assert sketch.inputs[0].shape == (5, 4) and sketch.loss(*sketch.inputs).shape == ()
     sketch = build(read(f"{file}:with_inputs", dtype=torch.bfloat16))
     assert sketch.inputs[0].shape == (3, 4)
     assert {p.dtype for p in sketch.module.parameters()} == {torch.bfloat16}
@@ -144,6 +150,7 @@ def test_what_is_no_model_is_refused_with_what_to_do(tmp_path: Path):
         (f"{file}:no_module", "returned int; expected a torch.nn.Module"),
         (f"{file}:nothing", "returned tuple; expected a torch.nn.Module"),
         (f"{file}:wrong_inputs", r"cannot be called with a tensor of shape \(2, 8\).*return \(module, inputs\)"),
+        (f"{file}:with_another_name", "unexpected keyword argument 'y'; inputs are a tuple, or a dictionary of named"),
         (f"{file}:no_loss", r"returns a tensor of shape \(3, 4\); expected a scalar loss"),
         (f"{tmp_path}/absent.py:make", "could not be built: FileNotFoundError"),
     ):
