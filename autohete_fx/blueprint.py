@@ -32,6 +32,14 @@ class Sketch:
     loss: Callable[..., Tensor]
     inputs: tuple[Any, ...]
 
+    @property
+    def batch(self) -> tuple[int, int]:
+        """Sequences, and tokens of each, by the first input. Of what is no token ids each example counts as one."""
+        first = self.inputs[0]
+        if not isinstance(first, Tensor) or not first.dim():
+            return 1, 1
+        return len(first), 1 if first.is_floating_point() else max(1, first.numel() // max(1, len(first)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:

@@ -238,10 +238,11 @@ def _plan(parsed: argparse.Namespace) -> str:
     blueprint = read_model(parsed.model, batch=parsed.batch, seq=parsed.seq, dtype=dtype)
     began = time.perf_counter()
     step = trace_model(blueprint, machine, Options(micro_batches=parsed.micro_batches))
+    batch, seq = step.batch
     setting = Setting(
         model=parsed.model,
-        batch=parsed.batch,
-        seq=parsed.seq,
+        batch=batch,
+        seq=seq,
         dtype=parsed.dtype or ("bf16" if blueprint.num_layers else "its own dtype"),
         source=source,
         peak_flops_per_s=peak_flops_per_s,
@@ -258,7 +259,7 @@ def _plan(parsed: argparse.Namespace) -> str:
             clips_gradients=parsed.clip,
         )
     )
-    tokens, limit_s = parsed.batch * parsed.seq, parsed.time_limit
+    tokens, limit_s = batch * seq, parsed.time_limit
     if parsed.sweep:
         sweep = sweep_budgets(step, problem, tokens=tokens, num_points=parsed.points or _POINTS, time_limit_s=limit_s)
         if parsed.plot:

@@ -33,6 +33,7 @@ class TracedStep:
         flops: of a block's products in forward and backward, one a block, recomputation not included.
         num_params: of the whole model, those included that stay on the device because they are small.
         traced_layers: how many layers were traced.
+        batch: sequences of a micro-batch, and tokens of each.
     """
 
     problem: Problem
@@ -40,6 +41,7 @@ class TracedStep:
     flops: tuple[int, ...]
     num_params: int
     traced_layers: int
+    batch: tuple[int, int]
 
 
 def shallow_layers(num_layers: int, period: int) -> int | None:
@@ -85,6 +87,7 @@ def deepened(shallow: TracedStep, deeper: TracedStep, *, num_layers: int, period
         flops=tuple(int(row[0]) for row in figures),
         num_params=deeper.num_params + times * (deeper.num_params - shallow.num_params),
         traced_layers=deeper.traced_layers,
+        batch=deeper.batch,
     )
 
 

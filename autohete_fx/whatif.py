@@ -106,7 +106,7 @@ def _traced_step(name: str, sketch: Sketch, machine: Machine, options: Options) 
             joint: fx.GraphModule, joint_inputs: Sequence[object], **keywords: object
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             try:
-                step, split = _profiled(joint, joint_inputs, keywords, inputs, machine, options)
+                step, split = _profiled(joint, joint_inputs, keywords, inputs, machine, options, sketch.batch)
             except AutoHeteError as error:
                 raise surfacing(error) from error.__cause__
             found.append(step)
@@ -137,6 +137,7 @@ def _profiled(
     inputs: Sequence[GraphInput],
     machine: Machine,
     options: Options,
+    batch: tuple[int, int],
 ) -> tuple[TracedStep, rewriting.Partitioned]:
     """Group, partition and price a joint graph, as for training with an analytic profile."""
     params = {item.name: item.tensor for item in inputs if isinstance(item.tensor, torch.nn.Parameter)}
@@ -180,6 +181,7 @@ def _profiled(
         flops=block_flops(partition),
         num_params=sum(param.numel() for param in params.values()),
         traced_layers=layers,
+        batch=batch,
     )
     return step, split
 

@@ -20,7 +20,8 @@ class Setting:
     """What was asked.
 
     Attributes:
-        model, batch, seq, dtype: as given.
+        model, dtype: as given.
+        batch, seq: sequences of a micro-batch, and tokens of each; of a factory's inputs that are no token ids each example is one.
         source: where the machine's figures come from.
         peak_flops_per_s: what the utilization refers to, and in words.
         traced_layers: how many layers were traced of the model's.

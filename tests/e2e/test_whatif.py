@@ -79,7 +79,9 @@ def test_costs_are_those_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyP
     del optimizer
     trained = solved[0]
     blueprint = read_model(f"{tmp_path / 'models.py'}:make", batch=1, seq=1, dtype=None)
-    asked = trace_model(blueprint, trained.machine, Options()).problem
+    step = trace_model(blueprint, trained.machine, Options())
+    assert step.batch == tuple(ids.shape), "the factory's own, not what was asked"
+    asked = step.problem
     assert asked == dataclasses.replace(trained, device_budget_bytes=None, host_budget_bytes=None)
 
 

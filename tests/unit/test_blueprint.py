@@ -110,10 +110,11 @@ def broken():
 def test_factories_give_modules_and_inputs(tmp_path: Path):
     file = write(tmp_path, "models.py", FACTORIES)
     sketch = build(read(f"{file}:module"))
-    assert sketch.inputs[0].shape == (2, 8) and sketch.inputs[0].dtype is torch.int64
+    assert sketch.inputs[0].shape == sketch.batch == (2, 8) and sketch.inputs[0].dtype is torch.int64
     assert all(isinstance(p, FakeTensor) for p in sketch.module.parameters())
     sketch = build(read(f"{file}:with_named_inputs"))
     assert sketch.inputs[0].shape == (5, 4) and sketch.loss(*sketch.inputs).shape == ()
+    assert sketch.batch == (5, 1), "no token ids: each example is one"
     sketch = build(read(f"{file}:with_inputs", dtype=torch.bfloat16))
     assert sketch.inputs[0].shape == (3, 4)
     assert {p.dtype for p in sketch.module.parameters()} == {torch.bfloat16}

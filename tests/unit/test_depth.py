@@ -48,6 +48,7 @@ def model(num_layers: int, period: int = 1) -> TracedStep:
         flops=(0, *(10 + i % period for i in layers), 3),
         num_params=9 + 250 * num_layers,
         traced_layers=num_layers,
+        batch=(8, 1024),
     )
 
 
