@@ -60,7 +60,11 @@ def readers_of_memory(node: fx.Node) -> list[fx.Node]:
 
 def region_keys(graph: fx.Graph, context: PassContext) -> dict[fx.Node, tuple[int, int]]:
     """Per node (region, rank within it): rank -1 copies down, waits for them and what stands between, 0 copies up, 1 waits for
-    copies up, 2 everything else."""
+    copies up, 2 everything else.
+
+    What draws random numbers is of no region before that of what draws before it: seeds are of the prologue, but attention of
+    the first block may draw before they are made.
+    """
     keys: dict[fx.Node, tuple[int, int]] = {}
     for node in graph.nodes:
         note, block = annotations.inserted(node), annotations.block_of(node)
@@ -70,6 +74,8 @@ def region_keys(graph: fx.Graph, context: PassContext) -> dict[fx.Node, tuple[in
             keys[node] = (context.region(block), 2)
         else:
             keys[node] = (max((keys[n][0] for n in node.all_input_nodes if n.op != "placeholder"), default=0), 2)
+    for earlier, later in itertools.pairwise(filter(draws, graph.nodes)):
+        keys[later] = max(keys[later], keys[earlier])
     return keys
 
 

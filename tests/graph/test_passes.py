@@ -3,13 +3,14 @@
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import fx
 
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, annotations, ops
 from autohete_fx.errors import PassError
 from autohete_fx.ir import Overlap, Schedule
 from autohete_fx.passes import PIPELINE, Pass, PassContext, Stage, run, validate, verify
-from autohete_fx.passes.sort_regions import reorder
+from autohete_fx.passes.sort_regions import order_to_keep, region_keys, reorder
 from autohete_fx.saved import output_args
 from tests.two_blocks import backward, context, forward, forward_that_saves_a_weight
 
@@ -116,3 +117,20 @@ def test_reorder_refuses_a_cycle_and_leaves_the_graph():
     before = [n.name for n in gm.graph.nodes]
     assert not reorder(gm.graph, {n: (0, 2) for n in nodes}, {nodes[0]: [nodes[-1]]})
     assert [n.name for n in gm.graph.nodes] == before
+
+
+def test_what_draws_keeps_its_order_and_pulls_nothing_out_of_its_region():
+    """Inductor makes the seeds, which are of the prologue, where one is first needed: behind attention of the first block."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    made = {
+        name: graph.call_function(torch.ops.aten.rand.default, ([4],), name=name) for name in ("late", "seeds", "early")
+    }
+    late = graph.call_function(torch.ops.aten.mul.Tensor, (made["late"], x))
+    graph.output((late, graph.call_function(torch.ops.aten.mul.Tensor, (made["seeds"], made["early"]))))
+    for node, block in ((made["late"], 1), (late, 1), (made["seeds"], 0)):
+        annotations.set_block(node, block)
+    keys = region_keys(graph, context(Stage.FORWARD, HOST))
+    assert [keys[node][0] for node in made.values()] == [1, 1, 1]
+    assert reorder(graph, {node: (-index, 2) for index, node in enumerate(keys)}, order_to_keep(graph))
+    assert [node.name for node in graph.nodes if node in made.values()] == list(made)
