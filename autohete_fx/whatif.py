@@ -140,6 +140,7 @@ def _profiled(
     batch: tuple[int, int],
 ) -> tuple[TracedStep, rewriting.Partitioned]:
     """Group, partition and price a joint graph, as for training with an analytic profile."""
+    rewriting.separate_written_inputs(joint)
     params = {item.name: item.tensor for item in inputs if isinstance(item.tensor, torch.nn.Parameter)}
     blocks = group_blocks(joint, parameter_fqns(joint, inputs))
     neutral = rewriting.keep_everything(planning.labels_of(blocks.blocks))

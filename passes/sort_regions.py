@@ -40,12 +40,16 @@ def sort_regions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
 def order_to_keep(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """What must stand before a node though it reads nothing of it: before the start of an update, all that reads the parameter's
     memory; before what draws random numbers, what draws before it."""
-    found = {later: [earlier] for earlier, later in itertools.pairwise(filter(draws, graph.nodes))}
+    found = {later: [earlier] for earlier, later in _consecutive_draws(graph)}
     for node in graph.nodes:
         if node.op == "call_function" and node.target is ops.start_update:
             params: Any = node.args[1]
             found[node] = [reader for param in params for reader in readers_of_memory(param) if reader is not node]
     return found
+
+
+def _consecutive_draws(graph: fx.Graph) -> Iterable[tuple[fx.Node, fx.Node]]:
+    return itertools.pairwise(filter(draws, graph.nodes))
 
 
 def readers_of_memory(node: fx.Node) -> list[fx.Node]:
@@ -74,7 +78,7 @@ def region_keys(graph: fx.Graph, context: PassContext) -> dict[fx.Node, tuple[in
             keys[node] = (context.region(block), 2)
         else:
             keys[node] = (max((keys[n][0] for n in node.all_input_nodes if n.op != "placeholder"), default=0), 2)
-    for earlier, later in itertools.pairwise(filter(draws, graph.nodes)):
+    for earlier, later in _consecutive_draws(graph):
         keys[later] = max(keys[later], keys[earlier])
     return keys
 

@@ -51,8 +51,12 @@ class Step(nn.Module):
     def __init__(self):
         super().__init__()
         self.model = GPT(depth=2)
+        self.register_buffer("seen", torch.ones(32))
     def forward(self, ids):
-        return nn.functional.cross_entropy(self.model(ids).flatten(0, 1), ids.flatten())
+        logits = self.model(ids) * self.seen.sigmoid()  # backward needs it as it was
+        with torch.no_grad():
+            self.seen.mul_(0.5)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 def make():
     return Step(), torch.zeros(2, 6, dtype=torch.int64)

@@ -4,7 +4,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +36,6 @@ def test_each_begins_when_the_last_one_ended_and_all_end_within_ten_minutes():
 def test_every_command_is_one_that_is_checked_here():
     kinds = {Path(next(word for word in command if not word.startswith("-"))).name for command in COMMANDS}
     assert kinds == {"pytest", "autohete", "python", "compute-sanitizer"} and len(COMMANDS) > 8
-
-
-@pytest.fixture
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    folder, before = ROOT / "examples" / "benchmarks", set(sys.modules)
-    monkeypatch.syspath_prepend(str(folder.parent))
-    monkeypatch.syspath_prepend(str(folder))
-    yield folder
-    for name in set(sys.modules) - before:
-        if str(folder.parent) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
 
 
 def test_benchmarks_understand_their_arguments(benchmarks: Path, monkeypatch: pytest.MonkeyPatch):

@@ -3,11 +3,8 @@
 import argparse
 import dataclasses
 import json
-import os
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,19 +17,11 @@ FLAGS = ["--dry", "--sizes", "1b", "2b", "3b", "--caps", "full", "--batches", "4
 
 
 @pytest.fixture(scope="module")
-def suite_module() -> Iterator[Any]:
+def suite_module(benchmarks: Path) -> Any:
     """`gpu_suite`, which is a script beside its modules."""
-    folder = Path(__file__).parents[2] / "examples" / "benchmarks"
-    before = set(sys.modules)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder.parent))
-        patch.syspath_prepend(str(folder))
-        import gpu_suite  # pyright: ignore[reportMissingImports]
+    import gpu_suite  # pyright: ignore[reportMissingImports]
 
-        yield gpu_suite
-    for name in set(sys.modules) - before:
-        if str(folder.parent) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
+    return gpu_suite
 
 
 def level(case: Any, name: str, step_s: float = 1.0) -> Row:
@@ -364,69 +353,3 @@ def test_what_was_predicted_of_ours_stands_beside_what_was_measured(new_suite: A
     text = capsys.readouterr().out
     assert "ours, next forward, by priority: step 1.00 s, predicted 500 ms; peak 1.00 MiB" in text
     assert "h2d idles\nnext forward, as gradients came: step 1.00 s\ninside step(): step 1.00 s\n" in text
-
-
-@pytest.mark.parametrize(
-    ("program", "outcome"),
-    [
-        ("pass", ""),
-        ("import time; time.sleep(60)", "out of time"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "does not fit"),
-        ("raise SystemExit(3)", None),
-    ],
-)
-def test_how_a_process_ended_is_told(suite_module: Any, program: str, outcome: str | None):
-    gpu_process = sys.modules["gpu_process"]
-    process = subprocess.Popen([sys.executable, "-S", "-c", program], start_new_session=True)
-    problem = gpu_process._waited(process, 1.0)
-    gpu_process._end(process)
-    assert process.returncode is not None and (problem is None if outcome is None else problem[0] == outcome)
-
-
-def test_a_process_is_ended_before_the_host_runs_out_of_memory(suite_module: Any, monkeypatch: pytest.MonkeyPatch):
-    gpu_process = sys.modules["gpu_process"]
-    monkeypatch.setattr(gpu_process.host_memory, "available_bytes", lambda: 1)
-    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], start_new_session=True)
-    assert gpu_process._waited(process, 60.0) == ("does not fit", "host memory ran out")
-    gpu_process._end(process)
-
-
-def test_what_a_process_started_ends_with_it_wherever_it_went(suite_module: Any, tmp_path: Path):
-    """Compilers that a build tool starts are in process groups of their own."""
-    sleep = "import subprocess, sys, time; {}; time.sleep(60)"
-    inner = "subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'], process_group=0)"
-    noted = f"open({str(tmp_path / 'pid')!r}, 'w').write(str({inner}.pid))"
-    process = subprocess.Popen([sys.executable, "-S", "-c", sleep.format(noted)], start_new_session=True)
-    while not (path := tmp_path / "pid").exists() or not path.read_text():
-        time.sleep(0.01)
-    sys.modules["gpu_process"]._end(process)
-    stat, end_s = Path(f"/proc/{path.read_text()}/stat"), time.monotonic() + 30
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX":
-        assert time.monotonic() < end_s, "it lives on"
-        time.sleep(0.01)
-
-
-def test_what_an_ended_process_may_have_spoiled_is_not_used_again(suite_module: Any, new_suite: Any, tmp_path: Path):
-    processes = sys.modules["gpu_process"].Processes(tmp_path, tmp_path, new_suite().arguments)
-    folders = [Path(processes._environment[f"{name}_CACHE_DIR"]) for name in ("TORCHINDUCTOR", "TRITON")]
-    kept, spoiled = ([folder / "ab" / name for folder in folders] for name in ("whole.so", "part.so"))
-    lock = tmp_path / "extensions" / "cpu_adam" / "lock"
-    for file in (*kept, *spoiled, lock):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-    began_s = time.time()
-    for file in kept:
-        os.utime(file, (began_s - 60, began_s - 60))
-    processes._take_back(began_s)
-    assert all(file.exists() for file in kept) and not any(file.exists() for file in (*spoiled, lock))
-    result = tmp_path / "1.jsonl"
-    result.write_text('{"outcome": "fits"}\n{"outcome": "fi')
-    assert sys.modules["gpu_process"]._rows(result) == [{"outcome": "fits"}]
-
-
-def test_a_file_of_results_is_never_half_written(suite_module: Any, tmp_path: Path):
-    results, path = sys.modules["results"], tmp_path / "gpu.json"
-    results.save(path, {"compare": [1]})
-    with pytest.raises(TypeError):
-        results.save(path, {"compare": [object()]})
-    assert json.loads(path.read_text())["rows"] == {"compare": [1]}

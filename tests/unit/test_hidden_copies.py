@@ -17,15 +17,10 @@ SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda s: 
 
 
 @pytest.fixture(scope="module")
-def benchmark_module() -> Any:
-    folder = str(Path(__file__).parents[2] / "examples" / "benchmarks")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        import cuda_truth
+def benchmark_module(benchmarks: Path) -> Any:
+    import cuda_truth  # pyright: ignore[reportMissingImports]
 
-        yield cuda_truth
-    for name in ("cuda_truth", "prediction_truth", "results", "gpt"):
-        sys.modules.pop(name, None)
+    return cuda_truth
 
 
 @settings(deadline=None)
