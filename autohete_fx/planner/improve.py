@@ -14,7 +14,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from autohete_fx.planner.array_passes import Figures, Rows, Seconds
+from autohete_fx.planner.arrays import Rows, Seconds
 from autohete_fx.planner.choices import COPY_WEIGHT
 from autohete_fx.planner.figures import limits_of
 from autohete_fx.planner.replays import Replays
@@ -50,10 +50,6 @@ class Search:
         """Of every row; smaller is better."""
         self.work_left -= rows.size
         return self.replays.seconds(rows) + COPY_WEIGHT * self.replays.copied_seconds(rows)
-
-    def score_of(self, rows: Rows, figures: Figures) -> Seconds:
-        """Likewise, given the `PassTables.of` them; whoever asks counts the work."""
-        return self.replays.seconds_of(figures) + COPY_WEIGHT * self.replays.copied_seconds(rows)
 
     def fitting(self, rows: Rows) -> NDArray[np.bool_]:
         """Which rows keep the budgets."""

@@ -24,7 +24,7 @@ from autohete_fx.ir import (
     Reasons,
 )
 from autohete_fx.ir.reasons import NO_TIME
-from autohete_fx.planner.array_passes import Rows, Seconds
+from autohete_fx.planner.arrays import Rows, Seconds
 from autohete_fx.planner.choices import COPY_WEIGHT, choices, states_of, treatment_of
 from autohete_fx.planner.figures import limits_of
 from autohete_fx.planner.improve import LEAST_GAIN

@@ -2,8 +2,8 @@
 
 A *setting* is a decision of one block with its prefetch distance; `Replays.settings` lists those of every block, and an
 assignment is a row of indices into these lists, one a block. Seconds follow the program of `simulate` exactly, lane by
-lane, but for all rows together and without events; memory is a sum of `device_use.device_bytes`. Tests hold both to
-`simulate`, which stays the judge of what is returned.
+lane, but without events (`compiled`); memory is a sum of `device_use.device_bytes`. Tests hold both to `simulate`,
+which stays the judge of what is returned.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autohete_fx.ir import BlockDecision, Overlap, Problem
-from autohete_fx.planner.array_passes import Figures, PassTables, Rows, Seconds, run, run_shared
-from autohete_fx.planner.array_updates import all_updated, each_updated, idle_time
+from autohete_fx.planner.arrays import Figures, Rows, Rules, Scratch, Seconds, Tables
 from autohete_fx.planner.choices import DURATIONS, MAX_PREFETCH_DISTANCE, choices, copies, durations
+from autohete_fx.planner.compiled import SLOTS, WIDTH, replay
 from autohete_fx.planner.device_use import device_bytes
 from autohete_fx.planner.figures import disk_bytes, host_bytes, limits_of, overlap_of, sends_at_once
 
-_CHUNK = 512
-"""Rows that are replayed together: as many as stay in a cache."""
+assert MAX_PREFETCH_DISTANCE < SLOTS
 
 
 class Replays:
@@ -56,19 +55,32 @@ class Replays:
         self.elsewhere = tables[14:16].astype(np.int64)
         self.tables = self._pass_tables(tables[16] > 0)
 
-    def _pass_tables(self, on_host: NDArray[np.bool_]) -> PassTables:
+    def _pass_tables(self, on_host: NDArray[np.bool_]) -> Tables:
         """Of the passes of a step: what waits for updates; the last backward; a forward, where the first is not that."""
-        overlap = overlap_of(self.problem)
-        sent = self.sent * sends_at_once(self.problem)
-        updates = self.device_update, self.host_update, *sent
-        if not self.problem.training:
-            return PassTables([self.forward], [False], self.distance, updates, on_host)
-        synchronous = overlap is Overlap.NONE
-        passes = [self.update.copy() if synchronous else self.forward + self.update, self.backward]
-        passes[0][1] -= sent.sum(axis=0)
-        if synchronous or self.micro_batches > 1:
-            passes.append(self.forward)
-        return PassTables(passes, (False, True, False)[: len(passes)], self.distance, updates, on_host)
+        problem, overlap = self.problem, overlap_of(self.problem)
+        synchronous, at_once = overlap is Overlap.NONE, sends_at_once(problem)
+        updated_up = self.sent[0] if synchronous else self.sent[0] + self.forward[1]
+        passes = [self.forward]
+        if problem.training:
+            passes = [self.update.copy() if synchronous else self.forward + self.update, self.backward]
+            passes[0][1] -= self.sent.sum(axis=0) * at_once
+            if synchronous or self.micro_batches > 1:
+                passes.append(self.forward)
+        return Tables(
+            rules=Rules(
+                training=problem.training,
+                synchronous=synchronous,
+                early=overlap is Overlap.BACKWARD,
+                sends_at_once=at_once,
+                priority=problem.schedule.priority,
+                one_memory=problem.machine.device_type == "cpu",
+                micro_batches=self.micro_batches,
+            ),
+            lanes=np.stack([np.stack([*lanes], axis=-1) for lanes in passes]),
+            distance=self.distance,
+            updates=np.stack([self.device_update, self.host_update, *self.sent * at_once], axis=-1),
+            waits=on_host & (self.host_update > 0) & (updated_up > 0),
+        )
 
     def _figures(self, block: int, options: Sequence[BlockDecision], width: int) -> NDArray[np.float64]:
         """What each setting takes, which its distance does not change: durations, all its copies, bytes on the host and on
@@ -119,38 +131,38 @@ class Replays:
 
     def seconds(self, rows: Rows) -> Seconds:
         """Seconds of a step under each row."""
-        chunks = [
-            self.seconds_of(self.tables.of(rows[start : start + _CHUNK])) for start in range(0, len(rows), _CHUNK)
-        ]
-        return np.concatenate(chunks) if chunks else np.zeros(0)
+        return seconds(self.tables, rows)
 
     def copied_seconds(self, rows: Rows) -> Seconds:
         """Seconds of copies in a step under each row, hidden ones included."""
         return self.copies_s[np.arange(self.num_blocks), rows].sum(axis=1)
 
-    def seconds_of(self, figures: Figures) -> Seconds:
-        """Seconds of a step under each row, given the `PassTables.of` it."""
-        if not self.problem.training:
-            return run(figures).end
-        problem, overlap = self.problem, overlap_of(self.problem)
-        device_s, host_s, priority = figures.updates[0].sum(axis=0), figures.updates[1], problem.schedule.priority
-        # What follows the last backward is timed from its end on, and runs beside it unless it begins before.
-        if sends_at_once(problem):
-            backward = run(figures.part(slice(1, 2)))
-            early = overlap is Overlap.BACKWARD
-            landed = backward.landed[::-1] - backward.end if early else np.zeros_like(host_s)
-            updated = each_updated(landed, host_s, priority=priority)
-            ready = idle_time(updated, backward)
-            step = backward.end + run_shared(figures.part(slice(0, 1)), start=device_s, ready=ready)
-            if self.micro_batches == 1:
-                return step
-            return step + (self.micro_batches - 1) * (run(figures.part(slice(2, 3))).end + backward.end)
-        gradients_at = device_s if problem.machine.device_type == "cpu" else np.zeros_like(device_s)
-        updated = all_updated(gradients_at, host_s, priority=priority)
-        done = run(figures, start=device_s, updated=updated).end
-        end, backward_s, *forward_s = np.split(done, self.tables.count)
-        if overlap is Overlap.NONE:
-            last = np.where(host_s > 0, updated, 0.0).max(axis=0)
-            return np.maximum(end, last) + self.micro_batches * (forward_s[0] + backward_s)
-        step = end + backward_s
-        return step + (self.micro_batches - 1) * (forward_s[0] + backward_s) if forward_s else step
+
+def seconds(tables: Tables, rows: Rows) -> Seconds:
+    """Seconds of a step under each row."""
+    found = np.empty(len(rows))
+    rows = np.ascontiguousarray(rows, dtype=np.int64)
+    replay(tables, rows, new_figures(tables, WIDTH), new_scratch(rows.shape[1]), found)
+    return found
+
+
+def new_figures(tables: Tables, count: int) -> Figures:
+    """Room for the figures of ``count`` assignments, a multiple of ``WIDTH``."""
+    passes, blocks = tables.lanes.shape[:2]
+    groups, by_pass = count // WIDTH, (count // WIDTH, passes, blocks, WIDTH)
+    return Figures(
+        work=np.zeros(by_pass),
+        up=np.zeros(by_pass),
+        down=np.zeros(by_pass),
+        ahead=np.zeros(by_pass, dtype=np.int64),
+        behind=np.zeros(by_pass, dtype=np.int64),
+        updates=np.zeros((groups, 4, blocks, WIDTH)),
+        waits=np.zeros((groups, blocks, WIDTH)),
+    )
+
+
+def new_scratch(blocks: int) -> Scratch:
+    """Room for what replays note."""
+    clock, up_free, down_free, start, step, all_updated = np.zeros((6, WIDTH))
+    arrivals, departures, landed, sent, updated = np.zeros((5, blocks, WIDTH))
+    return Scratch(clock, up_free, down_free, start, step, all_updated, arrivals, departures, landed, sent, updated)

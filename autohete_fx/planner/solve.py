@@ -23,11 +23,11 @@ from dataclasses import replace
 import numpy as np
 
 from autohete_fx.ir import BlockDecision, Overlap, Plan, Problem
-from autohete_fx.planner.anneal import anneal
-from autohete_fx.planner.array_passes import Rows, Seconds
+from autohete_fx.planner.anneal import anneal, prepare
+from autohete_fx.planner.arrays import Rows, Seconds
 from autohete_fx.planner.baselines import evaluate, fits
 from autohete_fx.planner.choices import MAX_PREFETCH_DISTANCE, choices, copies
-from autohete_fx.planner.figures import overlap_of
+from autohete_fx.planner.figures import overlap_of, sends_at_once
 from autohete_fx.planner.formulation import RELATIVE_GAP, Program
 from autohete_fx.planner.improve import Search
 from autohete_fx.planner.infeasible import infeasible, least_peak
@@ -50,8 +50,10 @@ RELAXATION_SHARE = 0.5
 """Of the time limit, by the clock, for the relaxation, without which nothing is proven; it takes a tenth of this for few blocks."""
 REASONS_SHARE = 0.08
 """Likewise for saying why, at the end."""
-REPLAYED_BLOCKS_PER_SECOND = 1_500_000
-"""Of local search on a usual core."""
+REPLAYED_BLOCKS_PER_SECOND, WALKED_BLOCKS_PER_SECOND = 1_500_000, 20_000_000
+"""Of local search and of annealing on a usual core."""
+SHARED_LANE = 3
+"""By how much blocks take longer to replay where `figures.sends_at_once`."""
 PROGRAM_BLOCKS = 8
 """For more blocks CP-SAT does not try the integer programs: in the time there is it gets little further than their relaxation."""
 BRANCHED_BLOCKS = 32
@@ -59,11 +61,12 @@ BRANCHED_BLOCKS = 32
 BRANCHES_PER_SECOND = 1000
 """Of the time limit, over the square of the number of blocks, by which what a branch takes grows: as with the search, work is
 counted, so that every run proves the same."""
-FEW_BLOCKS = 16
-"""For so many blocks at most all walks of an annealing that begins with the best plan soon follow it."""
-ANNEALING_SHARES = {FEW_BLOCKS: (0.1, 0.1, 0.1, 0.1, 0.18, 0.18), 32: (0.4, 0.4), 64: (0.42,)}
-"""For so many blocks at most, tables and the relaxation take little, and annealing gets more: these shares, one after the other. A
-second of annealing so few blocks replays about twice as many as are counted."""
+ANNEALINGS = 2
+"""At the same time: which valley walks end in is luck."""
+MANY_BLOCKS = 24
+"""With fewer, annealing has no more to find after less work, in proportion."""
+ENOUGH = 0.001
+"""Annealing looks no further where a plan's gap is this."""
 MOST_CHOICES = 200_000
 """Where blocks times all their choices are more, the search is among those that the relaxation uses, and mixtures of these."""
 _STARTS, _IMPROVED_STARTS, _ROUNDINGS = 12, 2, 2
@@ -79,7 +82,7 @@ def solve(problem: Problem, *, time_limit_s: float = 10.0) -> Plan:
     Raises InfeasiblePlanError where no plan keeps the budgets.
     """
     began = time.monotonic()
-    decisions, bound_s = _solved(problem, time_limit_s, began + (1 - REASONS_SHARE) * time_limit_s)
+    decisions, bound_s = _solved(problem, time_limit_s)
     plan = evaluate(problem, decisions, "feasible")
     assert fits(problem, plan), "the search's memory and the replay's disagree"
     bound_s = min(bound_s, plan.step_s)
@@ -109,7 +112,7 @@ def work_bound_s(problem: Problem) -> float:
     return passes_s + max(0.0, num_params - hidden) / (on_device + on_host)
 
 
-def _solved(problem: Problem, time_limit_s: float, deadline: float) -> tuple[tuple[BlockDecision, ...], float]:
+def _solved(problem: Problem, time_limit_s: float) -> tuple[tuple[BlockDecision, ...], float]:
     """Decisions that keep the budgets and a lower bound in seconds."""
     stay = tuple(choices(problem, block)[0] for block in range(len(problem.costs)))
     replayed = simulate(problem, stay, events=False)
@@ -117,6 +120,8 @@ def _solved(problem: Problem, time_limit_s: float, deadline: float) -> tuple[tup
     stays = fits(problem, replayed) and not any(copies(decision) for decision in stay)
     if stays and replayed.step_s - bound_s <= OPTIMAL_GAP * replayed.step_s:
         return stay, bound_s
+    prepare()
+    deadline = time.monotonic() + (1 - REASONS_SHARE) * time_limit_s
     if not problem.costs:
         raise infeasible(problem, deadline=deadline)
     found = _Found(problem, time_limit_s, deadline)
@@ -223,23 +228,20 @@ class _Found:
                 self._keep(search, search.improve(fitting[i]))
 
     def _anneal(self, search: Search, wasted_s: Seconds | None) -> None:
-        """Walk from what was found, and for some numbers of blocks more than once: which valley walks end in is luck.
+        """Walk from what was found."""
+        share = ANNEALING_SHARE if self.num_blocks > PROGRAM_BLOCKS else POLISHING_SHARE
+        share *= min(1.0, self.num_blocks / MANY_BLOCKS) / (SHARED_LANE if sends_at_once(self.problem) else 1)
+        work, enough_s = int(share * self.time_limit_s * WALKED_BLOCKS_PER_SECOND), self.bound_s * (1 + ENOUGH)
+        begin = np.array([search.replays.row(each) for each in (self.best, *self.patterns, *self.near)])
 
-        With few blocks all walks soon follow the best into its valley, so all but the last begin without it: by turns from
-        patterns, and from these and what is near the relaxation.
-        """
-        fitting = (shares for most, shares in ANNEALING_SHARES.items() if self.num_blocks <= most)
-        shares = next(fitting, (ANNEALING_SHARE,)) if self.num_blocks > PROGRAM_BLOCKS else (POLISHING_SHARE,)
-        everything = [*self.patterns, *self.near]
-        for seed, share in enumerate(shares):
-            if self._is_done:
-                return
-            begin = (self.patterns, everything)[seed % 2]
-            if self.num_blocks > FEW_BLOCKS or seed == len(shares) - 1:
-                begin = [self.best, *everything]
-            self._allow(search, share)
-            found = anneal(search, np.array([search.replays.row(each) for each in begin]), seed=seed, wasted_s=wasted_s)
-            self._keep(search, found)
+        def walked(seed: int) -> Rows:
+            return anneal(
+                search, begin, work=work, deadline=self.deadline, enough_s=enough_s, seed=seed, wasted_s=wasted_s
+            )
+
+        with ThreadPoolExecutor(ANNEALINGS) as beside:
+            for found in beside.map(walked, range(ANNEALINGS)):
+                self._keep(search, found)
 
     def _anything(self) -> tuple[BlockDecision, ...]:
         decisions = least_peak(self.problem, deadline=self.deadline)

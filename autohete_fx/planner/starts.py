@@ -13,7 +13,7 @@ from itertools import combinations
 import numpy as np
 
 from autohete_fx.ir import BlockDecision, Optimizer, Problem
-from autohete_fx.planner.array_passes import Rows, Seconds
+from autohete_fx.planner.arrays import Rows, Seconds
 from autohete_fx.planner.choices import choices, copies, joined
 from autohete_fx.planner.improve import Search
 from autohete_fx.planner.replays import Replays

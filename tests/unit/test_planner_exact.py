@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from autohete_fx.errors import InfeasiblePlanError
-from autohete_fx.ir import BlockDecision, Overlap, Plan, Problem
-from autohete_fx.planner.anneal import anneal
+from autohete_fx.ir import BlockDecision, Overlap, Plan, Problem, Schedule
+from autohete_fx.planner import compiled
+from autohete_fx.planner.anneal import HEAT, anneal, follow_the_best, new_walks, prepare, terms_of
 from autohete_fx.planner.baselines import fits
 from autohete_fx.planner.choices import (
     MAX_PREFETCH_DISTANCE,
@@ -29,16 +30,17 @@ from autohete_fx.planner.choices import (
     joined,
     place_choices,
 )
+from autohete_fx.planner.compiled import WIDTH, walk_on
 from autohete_fx.planner.device_use import device_bytes
 from autohete_fx.planner.figures import disk_bytes, host_bytes, overlap_of, sends_at_once
 from autohete_fx.planner.formulation import RELATIVE_GAP, Program
 from autohete_fx.planner.improve import Search
 from autohete_fx.planner.relaxation import branch, relax
-from autohete_fx.planner.replays import Replays
+from autohete_fx.planner.replays import Replays, new_scratch
 from autohete_fx.planner.rounding import wasted_seconds
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import OPTIMAL_GAP, solve
-from tests.planner_problems import QUIET, problems
+from tests.planner_problems import QUIET, cost, problem, problems
 
 
 def at_all_distances(given_problem: Problem, block: int) -> list[BlockDecision]:
@@ -66,19 +68,54 @@ def test_replays_of_arrays_are_those_of_the_simulator(free: Problem):
         assert tuple(replays.use_elsewhere(row)) == (replayed.host_bytes, replayed.disk_bytes)
 
 
-@settings(max_examples=20, **QUIET)
-@given(problems(most_blocks=6, budgets=False))
-def test_changed_settings_are_replayed_as_if_from_the_start(free: Problem):
-    """What annealing relies on, which changes a few blocks at a time."""
-    replays, random = Replays(free), np.random.default_rng(0)
-    before, after = (
-        np.array([[random.integers(len(of_block)) for of_block in replays.settings] for _ in range(4)]) for _ in "ab"
+@pytest.mark.parametrize("overlap", Overlap)
+@pytest.mark.parametrize("priority", [True, False])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_every_schedule_is_replayed_as_by_the_simulator(overlap: Overlap, priority: bool, micro_batches: int):
+    """With all that a plan may move: states in two places, of parameters at home, whose copies do not all wait for updates."""
+    blocks = [cost(trained=(2, 3), param_bytes=10 + 3 * i) for i in range(7)]
+    free = problem(
+        [replace(each, forward_s=1.0 + i % 3) for i, each in enumerate(blocks)],
+        schedule=Schedule(overlap=overlap, priority=priority),
+        micro_batches=micro_batches,
+        allow_streamed_optimizer=True,
+        allow_moving_some_states=True,
     )
-    figures = replays.tables.of(before)
-    rows, blocks = np.array([0, 3]), random.integers(0, len(free.costs), 2)
-    before[rows, blocks] = after[rows, blocks]
-    replays.tables.change(figures, rows, blocks, after[rows, blocks])
-    assert np.array_equal(replays.seconds_of(figures), replays.seconds(before))
+    replays, random = Replays(free), np.random.default_rng(0)
+    rows = np.array([[random.integers(len(of_block)) for of_block in replays.settings] for _ in range(100)])
+    replayed = [simulate(free, replays.decisions(row), events=False).step_s for row in rows]
+    assert replays.seconds(rows) == pytest.approx(replayed, rel=1e-12)
+
+
+@settings(max_examples=20, **QUIET)
+@given(problems(least_blocks=2, most_blocks=6))
+def test_walks_know_what_their_assignments_take(limited: Problem):
+    """They add up what changes, a few blocks at a time, for as long as they walk."""
+    replays, random = Replays(limited), np.random.default_rng(0)
+    starts = np.array([[random.integers(len(of_block)) for of_block in replays.settings] for _ in range(4)])
+    terms = terms_of(replays, None)
+    walks = new_walks(terms, starts, 0, 10.0, 2 * WIDTH)
+    for done in range(0, 60, 20):
+        walk_on(walks, terms, HEAT._replace(hottest=0.1), random, new_scratch(replays.num_blocks), done, 20, 60)
+        follow_the_best(walks, terms)
+    assert not limited.training or not np.array_equal(walks.rows, starts[np.arange(2 * WIDTH) % 4])
+    again = new_walks(terms, walks.rows, 0, 0.0, 2 * WIDTH)
+    for known, new in zip(walks.figures, again.figures, strict=True):
+        assert np.array_equal(known, new)
+    assert np.array_equal(walks.use, again.use) and np.array_equal(walks.elsewhere, again.elsewhere)
+    assert walks.paid == pytest.approx(again.paid, abs=1e-9)
+    for row, use, elsewhere in zip(walks.rows, walks.use, walks.elsewhere, strict=True):
+        assert use.max() == replays.device_use(row).max() and tuple(elsewhere) == tuple(replays.use_elsewhere(row))
+
+
+def test_nothing_is_compiled_while_a_plan_is_solved():
+    """It would count as time of the search, and the first plan on a machine would be another than the next."""
+    prepare()
+    for limits in ({}, {"host_budget_bytes": 10_000}, {"micro_batches": 2}, {"training": False}):
+        free = problem([cost()] * 9, **limits)
+        peak = simulate(free, [BlockDecision()] * 9, events=False).peak_bytes
+        solve(replace(free, device_budget_bytes=9 * peak // 10), time_limit_s=1.0)
+    assert [len(each.signatures) for each in (compiled.replay, compiled.set_walks, compiled.walk_on)] == [1, 1, 1]
 
 
 @settings(max_examples=30, **QUIET)
@@ -90,11 +127,9 @@ def test_annealing_keeps_the_budgets_and_scores_no_worse(limited: Problem):
     starts = rows[search.fitting(rows)]
     if not len(starts):
         return
-    search.work_left = 30_000
-    found = anneal(search, starts)
+    found = anneal(search, starts, work=200_000, deadline=float("inf"))
     assert search.fitting(found[None])[0] and search.score(found[None])[0] <= search.score(starts).min()
-    search.work_left = 30_000
-    assert np.array_equal(anneal(search, starts), found)
+    assert np.array_equal(anneal(search, starts, work=200_000, deadline=float("inf")), found)
 
 
 @settings(max_examples=30, **QUIET)
