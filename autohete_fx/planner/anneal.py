@@ -48,22 +48,11 @@ _ROUNDS = 100
 """After so many some walks follow the best."""
 
 
-def anneal(
-    search: Search,
-    starts: Rows,
-    *,
-    work: int,
-    deadline: float,
-    enough_s: float = 0.0,
-    seed: int = 0,
-    wasted_s: Seconds | None = None,
-) -> Rows:
+def anneal(search: Search, terms: Terms, starts: Rows, *, work: int, enough_s: float = 0.0, seed: int = 0) -> Rows:
     """Walk from all ``starts``, which keep the budgets, until ``work`` blocks are replayed, a step takes ``enough_s`` or less, or
-    the ``deadline`` is there. Other threads run meanwhile.
-
-    ``wasted_s``: by block and setting, what walks pay besides what their steps take; None for nothing.
+    the search's deadline is there. Other threads run meanwhile. ``terms`` are of the search's replays.
     """
-    terms, scores = terms_of(search.replays, wasted_s), search.score(starts)
+    scores = search.score(starts)
     best, blocks = int(np.argmin(scores)), search.replays.num_blocks
     walks = min(_MOST_WALKS, max(1, _WALKED_BLOCKS // blocks // WIDTH) * WIDTH)
     state = new_walks(terms, starts, best, float(scores[best]), walks)
@@ -71,7 +60,7 @@ def anneal(
     random, scratch = np.random.default_rng(seed), new_scratch(blocks)
     rounds = max(1, work // (walks * blocks))
     for done in range(0, rounds, _ROUNDS):
-        if time.monotonic() > deadline or search.replays.seconds(state.best[None])[0] <= enough_s:
+        if time.monotonic() > search.deadline or search.replays.seconds(state.best[None])[0] <= enough_s:
             break
         walk_on(state, terms, heat, random, scratch, done, min(_ROUNDS, rounds - done), rounds)
         follow_the_best(state, terms)
@@ -106,7 +95,10 @@ def follow_the_best(walks: Walks, terms: Terms) -> None:
 
 
 def terms_of(replays: Replays, wasted_s: Seconds | None = None) -> Terms:
-    """What annealing looks at."""
+    """What annealing looks at.
+
+    ``wasted_s``: by block and setting, what walks pay besides what their steps take; None for nothing.
+    """
     settings, counts, parts = _parts(replays)
     return Terms(
         tables=replays.tables,

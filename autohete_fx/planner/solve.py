@@ -23,7 +23,7 @@ from dataclasses import replace
 import numpy as np
 
 from autohete_fx.ir import BlockDecision, Overlap, Plan, Problem
-from autohete_fx.planner.anneal import anneal, prepare
+from autohete_fx.planner.anneal import anneal, prepare, terms_of
 from autohete_fx.planner.arrays import Rows, Seconds
 from autohete_fx.planner.baselines import evaluate, fits
 from autohete_fx.planner.choices import MAX_PREFETCH_DISTANCE, choices, copies
@@ -233,15 +233,18 @@ class _Found:
         share *= min(1.0, self.num_blocks / MANY_BLOCKS) / (SHARED_LANE if sends_at_once(self.problem) else 1)
         work, enough_s = int(share * self.time_limit_s * WALKED_BLOCKS_PER_SECOND), self.bound_s * (1 + ENOUGH)
         begin = np.array([search.replays.row(each) for each in (self.best, *self.patterns, *self.near)])
+        terms = terms_of(search.replays, wasted_s)
 
         def walked(seed: int) -> Rows:
-            return anneal(
-                search, begin, work=work, deadline=self.deadline, enough_s=enough_s, seed=seed, wasted_s=wasted_s
-            )
+            return anneal(search, terms, begin, work=work, enough_s=enough_s, seed=seed)
 
         with ThreadPoolExecutor(ANNEALINGS) as beside:
-            for found in beside.map(walked, range(ANNEALINGS)):
-                self._keep(search, found)
+            try:
+                for found in beside.map(walked, range(ANNEALINGS)):
+                    self._keep(search, found)
+            except BaseException:  # such as Ctrl-C
+                search.deadline = 0.0
+                raise
 
     def _anything(self) -> tuple[BlockDecision, ...]:
         decisions = least_peak(self.problem, deadline=self.deadline)

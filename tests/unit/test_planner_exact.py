@@ -93,7 +93,7 @@ def test_walks_know_what_their_assignments_take(limited: Problem):
     """They add up what changes, a few blocks at a time, for as long as they walk."""
     replays, random = Replays(limited), np.random.default_rng(0)
     starts = np.array([[random.integers(len(of_block)) for of_block in replays.settings] for _ in range(4)])
-    terms = terms_of(replays, None)
+    terms = terms_of(replays)
     walks = new_walks(terms, starts, 0, 10.0, 2 * WIDTH)
     for done in range(0, 60, 20):
         walk_on(walks, terms, HEAT._replace(hottest=0.1), random, new_scratch(replays.num_blocks), done, 20, 60)
@@ -127,9 +127,12 @@ def test_annealing_keeps_the_budgets_and_scores_no_worse(limited: Problem):
     starts = rows[search.fitting(rows)]
     if not len(starts):
         return
-    found = anneal(search, starts, work=200_000, deadline=float("inf"))
+    terms = terms_of(search.replays)
+    found = anneal(search, terms, starts, work=200_000)
     assert search.fitting(found[None])[0] and search.score(found[None])[0] <= search.score(starts).min()
-    assert np.array_equal(anneal(search, starts, work=200_000, deadline=float("inf")), found)
+    assert np.array_equal(anneal(search, terms, starts, work=200_000), found)
+    search.deadline = 0.0
+    assert np.array_equal(anneal(search, terms, starts, work=200_000), starts[np.argmin(search.score(starts))])
 
 
 @settings(max_examples=30, **QUIET)
