@@ -29,12 +29,10 @@ from autohete_fx.planner.improve import Search
 from autohete_fx.planner.replays import Replays, new_figures, new_scratch, seconds
 
 _WALKED_BLOCKS = 12_800
-"""Blocks of all walks together: the fewer blocks a problem has, the more often walks would all follow one into a valley."""
+"""Of all walks together. Where blocks are few walks are many, which else would soon be all in one valley."""
 _MOST_WALKS = 512
-_HOTTEST = 0.2
-"""As a share of a block's part in the step, of which `compiled.Heat` has the share of the step."""
 HEAT = Heat(
-    hottest=0.0,
+    hottest=0.2,
     coldest=1e-4,
     first_price=0.5,  # about what memory is worth
     last_price=4.0,
@@ -56,13 +54,12 @@ def anneal(search: Search, terms: Terms, starts: Rows, *, work: int, enough_s: f
     best, blocks = int(np.argmin(scores)), search.replays.num_blocks
     walks = min(_MOST_WALKS, max(1, _WALKED_BLOCKS // blocks // WIDTH) * WIDTH)
     state = new_walks(terms, starts, best, float(scores[best]), walks)
-    heat = HEAT._replace(hottest=max(HEAT.coldest, _HOTTEST / blocks))
     random, scratch = np.random.default_rng(seed), new_scratch(blocks)
     rounds = max(1, work // (walks * blocks))
     for done in range(0, rounds, _ROUNDS):
         if time.monotonic() > search.deadline or search.replays.seconds(state.best[None])[0] <= enough_s:
             break
-        walk_on(state, terms, heat, random, scratch, done, min(_ROUNDS, rounds - done), rounds)
+        walk_on(state, terms, HEAT, random, scratch, done, min(_ROUNDS, rounds - done), rounds)
         follow_the_best(state, terms)
     return state.best
 

@@ -64,7 +64,7 @@ class Figures(NamedTuple):
     Attributes:
         work, up, down: seconds by pass and position.
         ahead, behind: by pass and position, how many positions before a copy up is issued, and after how many a copy down is
-            awaited; ``_NOWHERE`` where there is none.
+            awaited; `compiled._NOWHERE` where there is none.
         updates: by kind, as in `Tables`, and block.
         waits: by block 0 where copies up wait for an update, else NEVER.
     """
@@ -151,7 +151,8 @@ class Heat(NamedTuple):
     """How walks walk.
 
     Attributes:
-        hottest, coldest: what a change may cost and still be taken with a chance of 1/e, first and last: a share of the best score.
+        hottest, coldest: what a change may cost and still be taken with a chance of 1/e: first, as a share of a block's part in the
+            best score, and last, as a share of all of it.
         first_price, last_price: of memory above a limit, as shares of the best score for a share of the limit.
         near: how far the second of two blocks is half of the time, at most.
         exchanges, changes_of_two: shares of changes where two blocks exchange what they do, or where two change.

@@ -14,17 +14,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from autohete_fx.planner.arrays import (
-    Figures,
-    Heat,
-    Rows,
-    Rules,
-    Scratch,
-    Seconds,
-    Tables,
-    Terms,
-    Walks,
-)
+from autohete_fx.planner.arrays import Figures, Heat, Rows, Rules, Scratch, Seconds, Tables, Terms, Walks
 
 _COMPILED: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"nnan", "nsz"}}
 """Without the interpreter's lock. That no number here is undefined the compiler may know: it then takes maxima by vectors, too."""
@@ -328,10 +318,10 @@ def walk_on(
 ) -> None:
     """Go on for so many rounds of ``all_rounds``, where so many are done: a change of every walk in each."""
     count, num_blocks = walks.rows.shape
-    changed = np.zeros(WIDTH, dtype=np.int64)
+    changed, hottest = np.zeros(WIDTH, dtype=np.int64), max(heat.coldest, heat.hottest / num_blocks)
     blocks, settings = np.zeros((2, WIDTH, num_blocks), dtype=np.int64)
     for at in range(done, done + rounds):
-        degrees = walks.best_score[0] * heat.hottest * (heat.coldest / heat.hottest) ** (at / all_rounds)
+        degrees = walks.best_score[0] * hottest * (heat.coldest / hottest) ** (at / all_rounds)
         price = walks.best_score[0] * heat.first_price * (heat.last_price / heat.first_price) ** (at / all_rounds)
         for group in range(count // WIDTH):
             for w in range(WIDTH):

@@ -76,8 +76,8 @@ def solve(problem: Problem, *, time_limit_s: float = 10.0) -> Plan:
     """The fastest plan found that keeps the budgets.
 
     Equal problems get equal decisions: work is counted, not timed, unless the machine is so slow that ``time_limit_s``
-    (seconds of the clock, for all of it but tables and patterns) comes first. ``Plan.status`` is ``optimal`` where
-    ``Plan.gap`` is at most ``OPTIMAL_GAP``, else ``feasible``.
+    (seconds of the clock, for all of it but tables, patterns and what is compiled once a machine) comes first.
+    ``Plan.status`` is ``optimal`` where ``Plan.gap`` is at most ``OPTIMAL_GAP``, else ``feasible``.
 
     Raises InfeasiblePlanError where no plan keeps the budgets.
     """

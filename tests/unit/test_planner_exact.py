@@ -96,7 +96,7 @@ def test_walks_know_what_their_assignments_take(limited: Problem):
     terms = terms_of(replays)
     walks = new_walks(terms, starts, 0, 10.0, 2 * WIDTH)
     for done in range(0, 60, 20):
-        walk_on(walks, terms, HEAT._replace(hottest=0.1), random, new_scratch(replays.num_blocks), done, 20, 60)
+        walk_on(walks, terms, HEAT, random, new_scratch(replays.num_blocks), done, 20, 60)
         follow_the_best(walks, terms)
     assert not limited.training or not np.array_equal(walks.rows, starts[np.arange(2 * WIDTH) % 4])
     again = new_walks(terms, walks.rows, 0, 0.0, 2 * WIDTH)
