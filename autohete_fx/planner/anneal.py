@@ -10,9 +10,11 @@ walk takes some from another. A walk may leave the budgets, at a price that rise
 Most changes of a good plan change nothing: the step takes what its longest chain of work and waits takes, and whatever is
 not on that chain is free. So walks also pay what settings *waste*: their reduced costs in the relaxation, which
 has a price for every lane in every pass and for memory at every moment. That leads them to assignments which leave lanes and
-memory to others, and from which a better step is not far.
+memory to others, and from which a better step is not far. And they pay for *lateness*: of all blocks of the forward, not only of
+the last one, while updates and copies hold it up. The sooner a block is done, the more can be copied in what is left of the step:
+so of many plans with the same step, in which one thing alone decides when it ends, lateness tells which is near a better one.
 
-The walks themselves are `compiled`. The random numbers are those of ``seed``, the same on every run.
+The walks themselves are `compiled`. The random numbers are the same on every run.
 """
 
 import functools
@@ -28,9 +30,9 @@ from autohete_fx.planner.figures import limits_of
 from autohete_fx.planner.improve import Search
 from autohete_fx.planner.replays import Replays, new_figures, new_scratch, seconds
 
-_WALKED_BLOCKS = 12_800
+_WALKED_BLOCKS = 26_624
 """Of all walks together. Where blocks are few walks are many, which else would soon be all in one valley."""
-_MOST_WALKS = 512
+_MOST_WALKS = 1024
 HEAT = Heat(
     hottest=0.2,
     coldest=1e-4,
@@ -41,25 +43,34 @@ HEAT = Heat(
     changes_of_two=0.45,
     given=0.6,
     mating=10,
+    lateness=0.4,
 )
 _ROUNDS = 100
 """After so many some walks follow the best."""
 
 
-def anneal(search: Search, terms: Terms, starts: Rows, *, work: int, enough_s: float = 0.0, seed: int = 0) -> Rows:
+def anneal(
+    search: Search,
+    terms: Terms,
+    starts: Rows,
+    *,
+    work: int,
+    enough_s: float = 0.0,
+    lateness: float = HEAT.lateness,
+) -> Rows:
     """Walk from all ``starts``, which keep the budgets, until ``work`` blocks are replayed, a step takes ``enough_s`` or less, or
-    the search's deadline is there. Other threads run meanwhile. ``terms`` are of the search's replays.
+    the search's deadline is there. Other threads run meanwhile. ``terms`` are of the search's replays; ``lateness``: see `Heat`.
     """
     scores = search.score(starts)
     best, blocks = int(np.argmin(scores)), search.replays.num_blocks
     walks = min(_MOST_WALKS, max(1, _WALKED_BLOCKS // blocks // WIDTH) * WIDTH)
     state = new_walks(terms, starts, best, float(scores[best]), walks)
-    random, scratch = np.random.default_rng(seed), new_scratch(blocks)
+    random, scratch, heat = np.random.default_rng(0), new_scratch(blocks), HEAT._replace(lateness=lateness)
     rounds = max(1, work // (walks * blocks))
     for done in range(0, rounds, _ROUNDS):
         if time.monotonic() > search.deadline or search.replays.seconds(state.best[None])[0] <= enough_s:
             break
-        walk_on(state, terms, HEAT, random, scratch, done, min(_ROUNDS, rounds - done), rounds)
+        walk_on(state, terms, heat, random, scratch, done, min(_ROUNDS, rounds - done), rounds)
         follow_the_best(state, terms)
     return state.best
 

@@ -62,40 +62,38 @@ class Figures(NamedTuple):
     """What assignments do: every array begins with groups of `compiled.WIDTH` and ends with the place in the group.
 
     Attributes:
-        work, up, down: seconds by pass and position.
-        ahead, behind: by pass and position, how many positions before a copy up is issued, and after how many a copy down is
-            awaited; `compiled._NOWHERE` where there is none.
+        passes: by pass, position and kind: seconds of work, copies up and copies down; how many positions before a copy up is
+            issued, and after how many a copy down is awaited, or `compiled.NOWHERE` where there is none. Behind the last position
+            there are `compiled.SLOTS` with no copies.
         updates: by kind, as in `Tables`, and block.
         waits: by block 0 where copies up wait for an update, else NEVER.
     """
 
-    work: Seconds
-    up: Seconds
-    down: Seconds
-    ahead: Rows
-    behind: Rows
+    passes: Seconds
     updates: Seconds
     waits: Seconds
 
 
 class Scratch(NamedTuple):
-    """Of one group, by the place in it: clocks of lanes, and by position or block what a replay notes.
+    """Of one group, by the place in it: what a replay notes.
 
     Attributes:
-        landed, sent: of the last pass, when work and copy down of a position are done, and the lane up with what is issued there.
+        start, step, all_updated: when a pass starts, seconds of the step, and when all updates are done.
+        mean: when blocks of the first pass are done, on average.
+        state: of the pass that runs (`compiled.STATES`), flat.
+        updated: by block, as many more as there are slots, and flat.
+        landed, sent: of the last pass, by position and flat, when work and copy down are done, and the lane up with what is issued
+            there.
     """
 
-    clock: Seconds
-    up_free: Seconds
-    down_free: Seconds
     start: Seconds
     step: Seconds
     all_updated: Seconds
-    arrivals: Seconds
-    departures: Seconds
+    mean: Seconds
+    state: Seconds
+    updated: Seconds
     landed: Seconds
     sent: Seconds
-    updated: Seconds
 
 
 class Terms(NamedTuple):
@@ -158,6 +156,7 @@ class Heat(NamedTuple):
         exchanges, changes_of_two: shares of changes where two blocks exchange what they do, or where two change.
         given: share of changes to what some block of some walk does.
         mating: every so many rounds walks mate.
+        lateness: what walks pay at first for a second by which blocks of the first pass are done later on average; nothing at last.
     """
 
     hottest: float
@@ -169,3 +168,4 @@ class Heat(NamedTuple):
     changes_of_two: float
     given: float
     mating: int
+    lateness: float

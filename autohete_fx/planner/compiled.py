@@ -37,7 +37,15 @@ NEVER = -np.inf
 """When that is there which nobody waits for."""
 SLOTS = 5
 """One more than the farthest prefetch distance."""
-_NOWHERE = SLOTS
+NOWHERE = SLOTS
+KINDS = 5
+"""Of figures of a pass, by position."""
+WORK, UP, DOWN, AHEAD, BEHIND = range(KINDS)
+STATES = 4 + 2 * SLOTS
+"""Of a pass that runs: what `_CLOCK` and the others are the first of."""
+_CLOCK, _UP_FREE, _DOWN_FREE, _CLOCKS = 0, WIDTH, 2 * WIDTH, 3 * WIDTH
+_ARRIVALS, _DEPARTURES = 4 * WIDTH, (4 + SLOTS) * WIDTH
+_POSITION = KINDS * WIDTH
 _FIRST, _BACKWARD, _FORWARD = 0, 1, 2
 
 
@@ -49,11 +57,11 @@ def put(figures: Figures, row: int, tables: Tables, block: int, setting: int) ->
     for i in range(len(tables.lanes)):
         position = last - block if i == _BACKWARD else block
         up, down = tables.lanes[i, block, setting, 1], tables.lanes[i, block, setting, 2]
-        figures.work[group, i, position, place] = tables.lanes[i, block, setting, 0]
-        figures.up[group, i, position, place] = up
-        figures.down[group, i, position, place] = down
-        figures.ahead[group, i, position, place] = min(distance, position) if up > 0 else _NOWHERE
-        figures.behind[group, i, position, place] = min(distance, last - position) if down > 0 else _NOWHERE
+        figures.passes[group, i, position, WORK, place] = tables.lanes[i, block, setting, 0]
+        figures.passes[group, i, position, UP, place] = up
+        figures.passes[group, i, position, DOWN, place] = down
+        figures.passes[group, i, position, AHEAD, place] = min(distance, position) if up > 0 else NOWHERE
+        figures.passes[group, i, position, BEHIND, place] = min(distance, last - position) if down > 0 else NOWHERE
     for i in range(4):
         figures.updates[group, i, block, place] = tables.updates[block, setting, i]
     figures.waits[group, block, place] = 0.0 if tables.waits[block, setting] else NEVER
@@ -78,18 +86,10 @@ def step_of_group(rules: Rules, every: Figures, group: int, scratch: Scratch) ->
 
     What follows the last backward is timed from its end on, and runs beside it unless it begins before.
     """
-    figures = Figures(
-        every.work[group],
-        every.up[group],
-        every.down[group],
-        every.ahead[group],
-        every.behind[group],
-        every.updates[group],
-        every.waits[group],
-    )
-    start, clock, step = scratch.start, scratch.clock, scratch.step
+    figures = Figures(every.passes[group], every.updates[group], every.waits[group])
+    blocks, state, start, step = len(figures.waits), scratch.state, scratch.start, scratch.step
     step[:] = 0.0
-    for index in range(len(figures.work) - 1, -1, -1):
+    for index in range(len(figures.passes) - 1, -1, -1):
         times = 1 if index == _FIRST else rules.micro_batches
         if index == _FORWARD and not rules.synchronous:
             times -= 1
@@ -106,44 +106,55 @@ def step_of_group(rules: Rules, every: Figures, group: int, scratch: Scratch) ->
         if index == _FIRST and rules.sends_at_once:
             _run_shared(figures, scratch)
         else:
-            _run(figures, index, scratch)
+            _run(figures.passes[index].reshape(-1), blocks, scratch)
         for w in range(WIDTH):
-            end = max(clock[w], scratch.all_updated[w]) if index == _FIRST and rules.synchronous else clock[w]
+            end = state[_CLOCK + w]
+            if index == _FIRST and rules.synchronous:
+                end = max(end, scratch.all_updated[w])
             step[w] += times * end
+    for w in range(WIDTH):
+        scratch.mean[w] = state[_CLOCKS + w] / blocks
 
 
 @compiled
-def _run(figures: Figures, index: int, scratch: Scratch) -> None:
-    """Run a pass from ``scratch.start`` on, whose copies up wait for ``scratch.updated``."""
-    work, up, down = figures.work[index], figures.up[index], figures.down[index]
-    ahead, behind = figures.ahead[index], figures.behind[index]
-    clock, up_free, down_free = scratch.clock, scratch.up_free, scratch.down_free
-    arrivals, departures, updated = scratch.arrivals, scratch.departures, scratch.updated
-    blocks = len(work)
-    arrivals[:] = NEVER
-    departures[:] = NEVER
-    up_free[:] = 0.0
-    down_free[:] = 0.0
-    clock[:] = scratch.start
+def _run(figures: Seconds, blocks: int, scratch: Scratch) -> None:
+    """Run a pass from ``scratch.start`` on, whose copies up wait for ``scratch.updated``.
+
+    All that happens at a position is one loop over assignments, through arrays whose indices begin at 0: nothing else is
+    made vector instructions of, as Numba takes an index that might be negative from the end.
+    """
+    state = scratch.state
+    state[:] = 0.0
+    state[:WIDTH] = scratch.start
+    state[_ARRIVALS:] = NEVER
     for i in range(blocks):
-        for slot in range(min(SLOTS, blocks - i)):
-            for w in range(WIDTH):
-                issued = ahead[i + slot, w] == slot
-                done = max(max(up_free[w], clock[w]), updated[i + slot, w]) + up[i + slot, w]
-                up_free[w] = done if issued else up_free[w]
-                arrivals[i + slot, w] = done if issued else arrivals[i + slot, w]
+        f, updated = figures[i * _POSITION : (i + SLOTS) * _POSITION], scratch.updated[i * WIDTH : (i + SLOTS) * WIDTH]
+        sent, landed = scratch.sent[i * WIDTH : (i + 1) * WIDTH], scratch.landed[i * WIDTH : (i + 1) * WIDTH]
         for w in range(WIDTH):
-            scratch.sent[i, w] = up_free[w]
-            worked = max(clock[w], arrivals[i, w]) + work[i, w]
-            down_free[w] = max(down_free[w], worked) + down[i, w]
-            scratch.landed[i, w] = down_free[w] if down[i, w] > 0 else worked
-            clock[w] = worked
-        for slot in range(min(SLOTS, blocks - i)):
-            # A lane works in order: of the copies that are awaited there the last is the one to wait for.
-            for w in range(WIDTH):
-                departures[i + slot, w] = down_free[w] if behind[i, w] == slot else departures[i + slot, w]
-        for w in range(WIDTH):
-            clock[w] = max(clock[w], departures[i, w])
+            clock, up_free = state[_CLOCK + w], max(state[_UP_FREE + w], state[_CLOCK + w])
+            for slot in range(SLOTS):
+                issued = f[slot * _POSITION + AHEAD * WIDTH + w] == slot
+                done = max(up_free, updated[slot * WIDTH + w]) + f[slot * _POSITION + UP * WIDTH + w]
+                up_free = done if issued else up_free
+                arrived = done if issued else state[_ARRIVALS + slot * WIDTH + w]
+                if slot == 0:
+                    clock = max(clock, arrived)
+                else:  # one position nearer
+                    state[_ARRIVALS + (slot - 1) * WIDTH + w] = arrived
+            state[_UP_FREE + w] = sent[w] = up_free
+            clock += f[WORK * WIDTH + w]
+            down_free = max(state[_DOWN_FREE + w], clock) + f[DOWN * WIDTH + w]
+            state[_DOWN_FREE + w] = down_free
+            landed[w] = down_free if f[DOWN * WIDTH + w] > 0 else clock
+            for slot in range(SLOTS):
+                # A lane works in order: of the copies that are awaited there the last is the one to wait for.
+                departed = down_free if f[BEHIND * WIDTH + w] == slot else state[_DEPARTURES + slot * WIDTH + w]
+                if slot == 0:
+                    clock = max(clock, departed)
+                else:
+                    state[_DEPARTURES + (slot - 1) * WIDTH + w] = departed
+            state[_CLOCK + w] = clock
+            state[_CLOCKS + w] += clock
 
 
 @compiled
@@ -157,9 +168,10 @@ def _all_updated(rules: Rules, figures: Figures, scratch: Scratch) -> None:
         free[w] = scratch.start[w] if rules.one_memory else 0.0
     for i in range(len(host_s)):
         block = i if rules.priority else len(host_s) - 1 - i
+        took, waits, done = host_s[block], figures.waits[block], updated[block * WIDTH : (block + 1) * WIDTH]
         for w in range(WIDTH):
-            free[w] += host_s[block, w]
-            updated[block, w] = free[w] + figures.waits[block, w]
+            free[w] += took[w]
+            done[w] = free[w] + waits[w]
 
 
 @compiled
@@ -174,13 +186,12 @@ def _each_updated(rules: Rules, figures: Figures, scratch: Scratch) -> None:
     before or after the end of backward as what the lane is idle from then to there.
     """
     host_s, blocks = figures.updates[1], len(figures.waits)
-    up, ahead = figures.up[_BACKWARD], figures.ahead[_BACKWARD]
-    updated, landed, sent, clock = scratch.updated, scratch.landed, scratch.sent, scratch.clock
+    backward, updated, landed, sent = figures.passes[_BACKWARD], scratch.updated, scratch.landed, scratch.sent
     ready, after = np.empty(blocks), np.empty(blocks)
     for w in range(WIDTH):
-        free = NEVER
+        free, ended = NEVER, scratch.state[_CLOCK + w]
         for block in range(blocks - 1, -1, -1):
-            ready[block] = landed[blocks - 1 - block, w] - clock[w] if rules.early else 0.0
+            ready[block] = landed[(blocks - 1 - block) * WIDTH + w] - ended if rules.early else 0.0
             if rules.priority:  # blocks without an update, too
                 free = ready[block] = max(free, ready[block])
             elif host_s[block, w] > 0:
@@ -195,22 +206,22 @@ def _each_updated(rules: Rules, figures: Figures, scratch: Scratch) -> None:
                 for before in range(block):
                     if ready[before] >= ready[block]:
                         first = after[before]
-                updated[block, w] = ready[block] - first
+                updated[block * WIDTH + w] = ready[block] - first
             else:
-                updated[block, w] = ready[block]
+                updated[block * WIDTH + w] = ready[block]
             if host_s[block, w] == 0:
-                updated[block, w] = NEVER
+                updated[block * WIDTH + w] = NEVER
         for block in range(blocks):
-            ready[block] = updated[block, w]
+            ready[block] = updated[block * WIDTH + w]
         for i in range(blocks):
             took = 0.0
             for slot in range(min(SLOTS, blocks - i)):
-                if ahead[i + slot, w] == slot:
-                    took += up[i + slot, w]
+                if backward[i + slot, AHEAD, w] == slot:
+                    took += backward[i + slot, UP, w]
             if took > 0:
                 for block in range(blocks):
-                    left = sent[i, w] - clock[w] - ready[block]
-                    updated[block, w] += min(max(left, 0.0), took)
+                    left = sent[i * WIDTH + w] - ended - ready[block]
+                    updated[block * WIDTH + w] += min(max(left, 0.0), took)
 
 
 @compiled
@@ -223,20 +234,18 @@ def _run_shared(figures: Figures, scratch: Scratch) -> None:
     Blocks 0..b have all they need when the first of their copies to come, of those that keep the lane busy from then on, and all
     that come after it are done: the largest over copies k of when k comes plus the seconds of those that do not come before.
     """
-    work, up, down = figures.work[_FIRST], figures.up[_FIRST], figures.down[_FIRST]
-    ahead, behind = figures.ahead[_FIRST], figures.behind[_FIRST]
-    uploads_s, states_s, blocks = figures.updates[2], figures.updates[3], len(work)
+    f, uploads_s, states_s, blocks = figures.passes[_FIRST], figures.updates[2], figures.updates[3], len(figures.waits)
     comes, through, copies = np.empty(blocks), np.empty(blocks), np.empty(blocks)
-    departures = np.empty(blocks + _NOWHERE)
+    departures = np.empty(blocks + NOWHERE)
     for w in range(WIDTH):
         for block in range(blocks):
-            copies[block] = uploads_s[block, w] + up[block, w]
-            comes[block] = scratch.updated[block, w] if copies[block] > 0 else NEVER
+            copies[block] = uploads_s[block, w] + f[block, UP, w]
+            comes[block] = scratch.updated[block * WIDTH + w] if copies[block] > 0 else NEVER
         departures[:] = NEVER
-        clock, down_free, since, all_states_s = scratch.start[w], 0.0, 0.0, 0.0
+        clock, clocks, down_free, since, all_states_s = scratch.start[w], 0.0, 0.0, 0.0, 0.0
         for i in range(blocks):
             for slot in range(min(SLOTS, blocks - i)):
-                if ahead[i + slot, w] == slot:
+                if f[i + slot, AHEAD, w] == slot:
                     comes[i + slot] = max(comes[i + slot], clock)
             all_states_s += states_s[i, w]
             if comes[i] >= 0:
@@ -253,11 +262,12 @@ def _run_shared(figures: Figures, scratch: Scratch) -> None:
                 if comes[earlier] >= comes[i]:
                     through[i] += copies[earlier]
                 copied = max(copied, through[earlier])
-            clock = max(clock, max(copied, through[i])) + work[i, w]
-            down_free = max(down_free, clock) + down[i, w]
-            departures[i + behind[i, w]] = down_free
+            clock = max(clock, max(copied, through[i])) + f[i, WORK, w]
+            down_free = max(down_free, clock) + f[i, DOWN, w]
+            departures[i + int(f[i, BEHIND, w])] = down_free
             clock = max(clock, departures[i])
-        scratch.clock[w] = clock
+            clocks += clock
+        scratch.state[_CLOCK + w], scratch.state[_CLOCKS + w] = clock, clocks
 
 
 @compiled
@@ -320,32 +330,36 @@ def walk_on(
     count, num_blocks = walks.rows.shape
     changed, hottest = np.zeros(WIDTH, dtype=np.int64), max(heat.coldest, heat.hottest / num_blocks)
     blocks, settings = np.zeros((2, WIDTH, num_blocks), dtype=np.int64)
-    for at in range(done, done + rounds):
-        degrees = walks.best_score[0] * hottest * (heat.coldest / hottest) ** (at / all_rounds)
-        price = walks.best_score[0] * heat.first_price * (heat.last_price / heat.first_price) ** (at / all_rounds)
-        for group in range(count // WIDTH):
-            for w in range(WIDTH):
-                walk = group * WIDTH + w
-                if at == 0:
-                    changed[w] = 0
-                elif at % heat.mating == 0:
-                    changed[w] = _mate(walks, walk, random, blocks[w], settings[w])
-                else:
-                    changed[w] = _change(walks, walk, terms, heat, random, blocks[w], settings[w])
-            for w in range(WIDTH):
-                _exchange(walks, group * WIDTH + w, terms, blocks[w], settings[w], changed[w])
-            step_of_group(terms.tables.rules, walks.figures, group, scratch)
-            for w in range(WIDTH):
-                walk = group * WIDTH + w
-                score, over = scratch.step[w] + walks.paid[walk], _over(walks, walk, terms)
-                if over == 0 and score < walks.best_score[0]:
-                    walks.best[:] = walks.rows[walk]
-                    walks.best_score[0] = score
-                paid, pays = walks.prices[walk], score + walks.wasted[walk] + price * over
-                if pays <= paid or random.random() < np.exp((paid - pays) / degrees):
-                    walks.prices[walk] = pays
-                else:
+    for first in range(done, done + rounds, heat.mating):
+        for group in range(count // WIDTH):  # whose figures stay near
+            for at in range(first, min(first + heat.mating, done + rounds)):
+                degrees = walks.best_score[0] * hottest * (heat.coldest / hottest) ** (at / all_rounds)
+                price = (
+                    walks.best_score[0] * heat.first_price * (heat.last_price / heat.first_price) ** (at / all_rounds)
+                )
+                lateness = heat.lateness * (1 - at / all_rounds) ** 2
+                for w in range(WIDTH):
+                    walk = group * WIDTH + w
+                    if at == 0:
+                        changed[w] = 0
+                    elif at == first:
+                        changed[w] = _mate(walks, walk, random, blocks[w], settings[w])
+                    else:
+                        changed[w] = _change(walks, walk, terms, heat, random, blocks[w], settings[w])
                     _exchange(walks, walk, terms, blocks[w], settings[w], changed[w])
+                step_of_group(terms.tables.rules, walks.figures, group, scratch)
+                for w in range(WIDTH):
+                    walk = group * WIDTH + w
+                    score, over = scratch.step[w] + walks.paid[walk], _over(walks, walk, terms)
+                    if over == 0 and score < walks.best_score[0]:
+                        walks.best[:] = walks.rows[walk]
+                        walks.best_score[0] = score
+                    paid = walks.prices[walk]
+                    pays = score + walks.wasted[walk] + price * over + lateness * scratch.mean[w]
+                    if pays <= paid or random.random() < np.exp((paid - pays) / degrees):
+                        walks.prices[walk] = pays
+                    else:
+                        _exchange(walks, walk, terms, blocks[w], settings[w], changed[w])
 
 
 @inlined

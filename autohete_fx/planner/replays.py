@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from autohete_fx.ir import BlockDecision, Overlap, Problem
 from autohete_fx.planner.arrays import Figures, Rows, Rules, Scratch, Seconds, Tables
 from autohete_fx.planner.choices import DURATIONS, MAX_PREFETCH_DISTANCE, choices, copies, durations
-from autohete_fx.planner.compiled import SLOTS, WIDTH, replay
+from autohete_fx.planner.compiled import AHEAD, BEHIND, KINDS, NOWHERE, SLOTS, STATES, WIDTH, replay
 from autohete_fx.planner.device_use import device_bytes
 from autohete_fx.planner.figures import disk_bytes, host_bytes, limits_of, overlap_of, sends_at_once
 
@@ -149,20 +149,18 @@ def seconds(tables: Tables, rows: Rows) -> Seconds:
 def new_figures(tables: Tables, count: int) -> Figures:
     """Room for the figures of ``count`` assignments, a multiple of ``WIDTH``."""
     passes, blocks = tables.lanes.shape[:2]
-    groups, by_pass = count // WIDTH, (count // WIDTH, passes, blocks, WIDTH)
-    return Figures(
-        work=np.zeros(by_pass),
-        up=np.zeros(by_pass),
-        down=np.zeros(by_pass),
-        ahead=np.zeros(by_pass, dtype=np.int64),
-        behind=np.zeros(by_pass, dtype=np.int64),
+    groups = count // WIDTH
+    figures = Figures(
+        passes=np.zeros((groups, passes, blocks + SLOTS, KINDS, WIDTH)),
         updates=np.zeros((groups, 4, blocks, WIDTH)),
         waits=np.zeros((groups, blocks, WIDTH)),
     )
+    figures.passes[:, :, blocks:, [AHEAD, BEHIND]] = NOWHERE
+    return figures
 
 
 def new_scratch(blocks: int) -> Scratch:
     """Room for what replays note."""
-    clock, up_free, down_free, start, step, all_updated = np.zeros((6, WIDTH))
-    arrivals, departures, landed, sent, updated = np.zeros((5, blocks, WIDTH))
-    return Scratch(clock, up_free, down_free, start, step, all_updated, arrivals, departures, landed, sent, updated)
+    start, step, all_updated, mean = np.zeros((4, WIDTH))
+    updated, landed, sent = np.zeros((3, (blocks + SLOTS) * WIDTH))
+    return Scratch(start, step, all_updated, mean, np.zeros(STATES * WIDTH), updated, landed, sent)

@@ -50,9 +50,9 @@ RELAXATION_SHARE = 0.5
 """Of the time limit, by the clock, for the relaxation, without which nothing is proven; it takes a tenth of this for few blocks."""
 REASONS_SHARE = 0.08
 """Likewise for saying why, at the end."""
-REPLAYED_BLOCKS_PER_SECOND, WALKED_BLOCKS_PER_SECOND = 1_500_000, 20_000_000
+REPLAYED_BLOCKS_PER_SECOND, WALKED_BLOCKS_PER_SECOND = 1_500_000, 50_000_000
 """Of local search and of annealing on a usual core."""
-SHARED_LANE = 3
+SHARED_LANE = 4
 """By how much blocks take longer to replay where `figures.sends_at_once`."""
 PROGRAM_BLOCKS = 8
 """For more blocks CP-SAT does not try the integer programs: in the time there is it gets little further than their relaxation."""
@@ -61,8 +61,8 @@ BRANCHED_BLOCKS = 32
 BRANCHES_PER_SECOND = 1000
 """Of the time limit, over the square of the number of blocks, by which what a branch takes grows: as with the search, work is
 counted, so that every run proves the same."""
-ANNEALINGS = 2
-"""At the same time: which valley walks end in is luck."""
+LATENESS = 0.2, 0.8
+"""Of the annealings, which run at the same time: which valley they end in depends on it, and which of these is better is luck."""
 MANY_BLOCKS = 24
 """With fewer, annealing has no more to find after less work, in proportion."""
 ENOUGH = 0.001
@@ -235,12 +235,12 @@ class _Found:
         begin = np.array([search.replays.row(each) for each in (self.best, *self.patterns, *self.near)])
         terms = terms_of(search.replays, wasted_s)
 
-        def walked(seed: int) -> Rows:
-            return anneal(search, terms, begin, work=work, enough_s=enough_s, seed=seed)
+        def walked(lateness: float) -> Rows:
+            return anneal(search, terms, begin, work=work, enough_s=enough_s, lateness=lateness)
 
-        with ThreadPoolExecutor(ANNEALINGS) as beside:
+        with ThreadPoolExecutor(len(LATENESS)) as beside:
             try:
-                for found in beside.map(walked, range(ANNEALINGS)):
+                for found in beside.map(walked, LATENESS):
                     self._keep(search, found)
             except BaseException:  # such as Ctrl-C
                 search.deadline = 0.0

@@ -4,7 +4,8 @@
 
 No model is traced: blocks are transformer layers in closed form, on a device whose data sheet ships, with an embedding
 before and a loss behind; "different" layers draw their size and their MLP's width at random. Budgets are shares of what plain
-training takes. The gap is ``(step - lower bound) / step``, both as the simulator counts.
+training takes. The gap is ``(step - lower bound) / step``, both as the simulator counts. What
+is compiled once a machine is compiled before.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from results import environment, print_figures, save
 
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.ir import BlockCost, BlockDecision, Overlap, Problem, Schedule
+from autohete_fx.planner.anneal import prepare
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import solve
 from autohete_fx.profiler.devices import find_device, machine_of_spec
@@ -37,6 +39,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print_figures(environment())
+    prepare()
     rows = []
     for overlap in arguments.overlap:
         for layers in arguments.layers:
