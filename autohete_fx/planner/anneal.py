@@ -10,9 +10,10 @@ walk takes some from another. A walk may leave the budgets, at a price that rise
 Most changes of a good plan change nothing: the step takes what its longest chain of work and waits takes, and whatever is
 not on that chain is free. So walks also pay what settings *waste*: their reduced costs in the relaxation, which
 has a price for every lane in every pass and for memory at every moment. That leads them to assignments which leave lanes and
-memory to others, and from which a better step is not far. And they pay for *lateness*: of all blocks of the forward, not only of
-the last one, while updates and copies hold it up. The sooner a block is done, the more can be copied in what is left of the step:
-so of many plans with the same step, in which one thing alone decides when it ends, lateness tells which is near a better one.
+memory to others, and from which a better step is not far. And they pay for *lateness*: of all blocks of the first pass, not only of
+the last one. That pass is the forward wherever updates overlap with it, and waits for them; the sooner a block is done, the more
+can be copied in what is left of the step. So of many plans in which one thing alone decides when a step ends, lateness tells
+which is near a better one.
 
 The walks themselves are `compiled`. The random numbers are the same on every run.
 """
@@ -43,21 +44,13 @@ HEAT = Heat(
     changes_of_two=0.45,
     given=0.6,
     mating=10,
-    lateness=0.4,
+    lateness=0.4,  # of which `anneal` is told
 )
 _ROUNDS = 100
 """After so many some walks follow the best."""
 
 
-def anneal(
-    search: Search,
-    terms: Terms,
-    starts: Rows,
-    *,
-    work: int,
-    enough_s: float = 0.0,
-    lateness: float = HEAT.lateness,
-) -> Rows:
+def anneal(search: Search, terms: Terms, starts: Rows, *, work: int, lateness: float, enough_s: float = 0.0) -> Rows:
     """Walk from all ``starts``, which keep the budgets, until ``work`` blocks are replayed, a step takes ``enough_s`` or less, or
     the search's deadline is there. Other threads run meanwhile. ``terms`` are of the search's replays; ``lateness``: see `Heat`.
     """

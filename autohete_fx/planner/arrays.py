@@ -83,7 +83,7 @@ class Scratch(NamedTuple):
         state: of the pass that runs (`compiled.STATES`), flat.
         updated: by block, as many more as there are slots, and flat.
         landed, sent: of the last pass, by position and flat, when work and copy down are done, and the lane up with what is issued
-            there.
+            there, or up to there.
     """
 
     start: Seconds
@@ -155,7 +155,7 @@ class Heat(NamedTuple):
         near: how far the second of two blocks is half of the time, at most.
         exchanges, changes_of_two: shares of changes where two blocks exchange what they do, or where two change.
         given: share of changes to what some block of some walk does.
-        mating: every so many rounds walks mate.
+        mating: every so many rounds walks mate, counted from the first of a call of `compiled.walk_on`.
         lateness: what walks pay at first for a second by which blocks of the first pass are done later on average; nothing at last.
     """
 

@@ -5,7 +5,8 @@ when this file changes: so everything that is compiled is here, with every numbe
 
 ``WIDTH`` assignments are replayed side by side, and the innermost loop of nearly everything is over these, without a branch: so
 the compiler makes vector instructions of it, and a replayed block takes some tens of nanoseconds. What does not happen takes no
-time, or is there at ``NEVER``. Copies up are looked for in *slots*, which are how many blocks ahead they are issued.
+time, or is there at ``NEVER``. Copies are looked for in *slots*: how many blocks ahead one up is issued, or after how many one
+down is awaited.
 """
 
 from collections.abc import Callable
@@ -38,11 +39,12 @@ NEVER = -np.inf
 SLOTS = 5
 """One more than the farthest prefetch distance."""
 NOWHERE = SLOTS
+"""The slot of what is not copied."""
 KINDS = 5
 """Of figures of a pass, by position."""
 WORK, UP, DOWN, AHEAD, BEHIND = range(KINDS)
 STATES = 4 + 2 * SLOTS
-"""Of a pass that runs: what `_CLOCK` and the others are the first of."""
+"""Rows of what a pass that runs knows. They begin at `_CLOCK` and so on; arrivals and departures have a row for each slot."""
 _CLOCK, _UP_FREE, _DOWN_FREE, _CLOCKS = 0, WIDTH, 2 * WIDTH, 3 * WIDTH
 _ARRIVALS, _DEPARTURES = 4 * WIDTH, (4 + SLOTS) * WIDTH
 _POSITION = KINDS * WIDTH
@@ -82,7 +84,8 @@ def replay(tables: Tables, rows: Rows, figures: Figures, scratch: Scratch, found
 
 @compiled
 def step_of_group(rules: Rules, every: Figures, group: int, scratch: Scratch) -> None:
-    """Replay a step of each assignment of a group, and leave its seconds in ``scratch.step``.
+    """Replay a step of each assignment of a group, and leave its seconds in ``scratch.step`` and, of its first pass, when blocks
+    are done on average in ``scratch.mean``.
 
     What follows the last backward is timed from its end on, and runs beside it unless it begins before.
     """
@@ -120,8 +123,8 @@ def step_of_group(rules: Rules, every: Figures, group: int, scratch: Scratch) ->
 def _run(figures: Seconds, blocks: int, scratch: Scratch) -> None:
     """Run a pass from ``scratch.start`` on, whose copies up wait for ``scratch.updated``.
 
-    All that happens at a position is one loop over assignments, through arrays whose indices begin at 0: nothing else is
-    made vector instructions of, as Numba takes an index that might be negative from the end.
+    All that happens at a position is one loop over assignments, in parts of arrays that begin there: a loop over indices such
+    as ``i + slot`` is not made vector instructions of, as Numba takes an index that might be negative from the end.
     """
     state = scratch.state
     state[:] = 0.0
@@ -326,12 +329,15 @@ def walk_on(
     rounds: int,
     all_rounds: int,
 ) -> None:
-    """Go on for so many rounds of ``all_rounds``, where so many are done: a change of every walk in each."""
+    """Go on for so many rounds of ``all_rounds``, where so many are done: a change of every walk in each.
+
+    What a walk pays stays what it was when its last change was taken, though lateness and memory are priced otherwise since.
+    """
     count, num_blocks = walks.rows.shape
     changed, hottest = np.zeros(WIDTH, dtype=np.int64), max(heat.coldest, heat.hottest / num_blocks)
-    blocks, settings = np.zeros((2, WIDTH, num_blocks), dtype=np.int64)
+    blocks, settings = np.zeros((2, WIDTH, max(2, num_blocks)), dtype=np.int64)
     for first in range(done, done + rounds, heat.mating):
-        for group in range(count // WIDTH):  # whose figures stay near
+        for group in range(count // WIDTH):  # whose figures stay in the cache
             for at in range(first, min(first + heat.mating, done + rounds)):
                 degrees = walks.best_score[0] * hottest * (heat.coldest / hottest) ** (at / all_rounds)
                 price = (
@@ -346,7 +352,8 @@ def walk_on(
                         changed[w] = _mate(walks, walk, random, blocks[w], settings[w])
                     else:
                         changed[w] = _change(walks, walk, terms, heat, random, blocks[w], settings[w])
-                    _exchange(walks, walk, terms, blocks[w], settings[w], changed[w])
+                for w in range(WIDTH):
+                    _exchange(walks, group * WIDTH + w, terms, blocks[w], settings[w], changed[w])
                 step_of_group(terms.tables.rules, walks.figures, group, scratch)
                 for w in range(WIDTH):
                     walk = group * WIDTH + w

@@ -26,7 +26,8 @@ def sends_at_once(problem: Problem) -> bool:
     its update ends. Else the forward issues it with its other copies, which comes to nearly the same where the lane gets it in
     the order in which blocks need it, and takes far less to count."""
     overlap = overlap_of(problem)
-    return overlap is Overlap.BACKWARD or (overlap is Overlap.STEP and not problem.schedule.priority)
+    in_turn = overlap is Overlap.STEP and problem.schedule.priority
+    return problem.training and overlap is not Overlap.NONE and not in_turn
 
 
 def host_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:

@@ -52,8 +52,8 @@ REASONS_SHARE = 0.08
 """Likewise for saying why, at the end."""
 REPLAYED_BLOCKS_PER_SECOND, WALKED_BLOCKS_PER_SECOND = 1_500_000, 50_000_000
 """Of local search and of annealing on a usual core."""
-SHARED_LANE = 4
-"""By how much blocks take longer to replay where `figures.sends_at_once`."""
+SHARED_LANE, SHARED_LANE_BLOCKS = 4, 12
+"""By how much blocks take longer to replay where `figures.sends_at_once`: so often at least, and once for every so many blocks."""
 PROGRAM_BLOCKS = 8
 """For more blocks CP-SAT does not try the integer programs: in the time there is it gets little further than their relaxation."""
 BRANCHED_BLOCKS = 32
@@ -230,7 +230,9 @@ class _Found:
     def _anneal(self, search: Search, wasted_s: Seconds | None) -> None:
         """Walk from what was found."""
         share = ANNEALING_SHARE if self.num_blocks > PROGRAM_BLOCKS else POLISHING_SHARE
-        share *= min(1.0, self.num_blocks / MANY_BLOCKS) / (SHARED_LANE if sends_at_once(self.problem) else 1)
+        share *= min(1.0, self.num_blocks / MANY_BLOCKS)
+        if sends_at_once(self.problem):
+            share /= max(SHARED_LANE, self.num_blocks / SHARED_LANE_BLOCKS)
         work, enough_s = int(share * self.time_limit_s * WALKED_BLOCKS_PER_SECOND), self.bound_s * (1 + ENOUGH)
         begin = np.array([search.replays.row(each) for each in (self.best, *self.patterns, *self.near)])
         terms = terms_of(search.replays, wasted_s)

@@ -1,6 +1,6 @@
 """Our plans against other systems' strategies, all replayed by one simulator, over a grid of models, cards and budgets.
 
-    python examples/benchmarks/strategies.py                                        # the whole grid, about half an hour
+    python examples/benchmarks/strategies.py                                        # the whole grid, some ten minutes
     python examples/benchmarks/strategies.py --part paper --models gpt-2b gpt-10b   # some of it
 
 The grid: the paper's GPTs on an A100-40GB, 7B and 13B models on cards of 24 GB, 1B to 8B on an H100 of which 12, 24, 40 or 80
