@@ -53,7 +53,7 @@ REASONS_SHARE = 0.08
 REPLAYED_BLOCKS_PER_SECOND, WALKED_BLOCKS_PER_SECOND = 1_500_000, 50_000_000
 """Of local search and of annealing on a usual core."""
 SHARED_LANE, SHARED_LANE_BLOCKS = 4, 12
-"""By how much blocks take longer to replay where `figures.sends_at_once`: so often at least, and once for every so many blocks."""
+"""Where `figures.sends_at_once`, blocks take that many times as long to replay, or as often as the others go into their number."""
 PROGRAM_BLOCKS = 8
 """For more blocks CP-SAT does not try the integer programs: in the time there is it gets little further than their relaxation."""
 BRANCHED_BLOCKS = 32
@@ -62,7 +62,7 @@ BRANCHES_PER_SECOND = 1000
 """Of the time limit, over the square of the number of blocks, by which what a branch takes grows: as with the search, work is
 counted, so that every run proves the same."""
 LATENESS = 0.2, 0.8
-"""Of the annealings, which run at the same time: which valley they end in depends on it, and which of these is better is luck."""
+"""Of the annealings, which run at the same time: they end in other valleys, and how much is best depends on the problem."""
 MANY_BLOCKS = 24
 """With fewer, annealing has no more to find after less work, in proportion."""
 ENOUGH = 0.001

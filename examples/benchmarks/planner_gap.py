@@ -4,8 +4,8 @@
 
 No model is traced: blocks are transformer layers in closed form, on a device whose data sheet ships, with an embedding
 before and a loss behind; "different" layers draw their size and their MLP's width at random. Budgets are shares of what plain
-training takes. The gap is ``(step - lower bound) / step``, both as the simulator counts. What
-is compiled once a machine is compiled before.
+training takes. The gap is ``(step - lower bound) / step``, both as the simulator counts. What is compiled once a machine
+(`autohete_fx.planner.compiled`) is compiled before.
 """
 
 import argparse

@@ -36,7 +36,7 @@ from autohete_fx.planner.figures import disk_bytes, host_bytes, overlap_of, send
 from autohete_fx.planner.formulation import RELATIVE_GAP, Program
 from autohete_fx.planner.improve import Search
 from autohete_fx.planner.relaxation import branch, relax
-from autohete_fx.planner.replays import Replays, new_scratch
+from autohete_fx.planner.replays import Replays, new_figures, new_scratch
 from autohete_fx.planner.rounding import wasted_seconds
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import OPTIMAL_GAP, solve
@@ -89,6 +89,24 @@ def test_every_schedule_is_replayed_as_by_the_simulator(
     rows = np.array([[random.integers(len(of_block)) for of_block in replays.settings] for _ in range(100)])
     replayed = [simulate(free, replays.decisions(row), events=False).step_s for row in rows]
     assert replays.seconds(rows) == pytest.approx(replayed, rel=1e-12)
+
+
+@pytest.mark.parametrize("overlap, priority", [(Overlap.STEP, True), (Overlap.STEP, False), (Overlap.BACKWARD, True)])
+def test_lateness_is_when_blocks_of_the_forward_are_done(overlap: Overlap, priority: bool):
+    """On average, and of assignments that copy nothing down there: those of others also wait for copies."""
+    free = problem(
+        [cost(forward_s=1.0 + i % 3, param_bytes=50 + 3 * i) for i in range(10)],
+        schedule=Schedule(overlap=overlap, priority=priority),
+    )
+    replays, random, scratch = Replays(free), np.random.default_rng(0), new_scratch(10)
+    lanes = replays.tables.lanes
+    quiet = [np.flatnonzero(lanes[0, b, : len(of_block), 2] == 0) for b, of_block in enumerate(replays.settings)]
+    rows = np.array([[random.choice(of_block) for of_block in quiet] for _ in range(WIDTH)])
+    compiled.replay(replays.tables, rows, new_figures(replays.tables, WIDTH), scratch, np.empty(WIDTH))
+    for row, mean, last in zip(rows, scratch.mean, scratch.state, strict=False):
+        events = simulate(free, replays.decisions(row), events=True).events
+        done = [event.end_s for event in events if event.label == "forward"]
+        assert last - mean == pytest.approx(max(done) - sum(done) / len(done), rel=1e-12)
 
 
 @settings(max_examples=20, **QUIET)
