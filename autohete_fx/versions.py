@@ -2,15 +2,20 @@
 
 import contextlib
 import functools
+import gc
 import inspect
 import re
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.graph import _BoxedCodeGen
+
+_ENTRY = "compile_wrapper"  # the function of Dynamo's that calls a compiled function
 
 
 def custom_passes(configured: object) -> tuple[Callable[[fx.Graph], None], ...]:
@@ -107,14 +112,23 @@ def on_cache_misses(begin: Callable[[], None], compiled: Callable[[], None], giv
 
     ``begin`` is called before, then ``compiled`` or, where the frame will run as it is (a limit, a mode, an operation that
     cannot be traced), ``given_up``. Frames that Dynamo leaves alone by rule, such as PyTorch's own, give up nothing.
+
+    What the garbage collector runs, its callbacks and finalizers, is no part of the program, though a collection may begin
+    anywhere, also between the entry of a compiled function and its code. It runs as it is, behind ``begin``, which nobody would
+    hear raise there.
     """
     from torch._dynamo import trace_rules
     from torch._dynamo.convert_frame import CatchErrorsWrapper
+    from torch._dynamo.types import ConvertFrameReturn
 
     convert: Callable[..., Any] = CatchErrorsWrapper.__call__
 
     @functools.wraps(convert)
     def call(self: Any, frame: Any, *args: Any) -> Any:
+        if _is_of_collector(frame.f_code):
+            with contextlib.suppress(Exception):
+                begin()
+            return ConvertFrameReturn(apply_to_code=False)
         begin()
         result = convert(self, frame, *args)
         if result.guarded_code is not None:
@@ -124,6 +138,21 @@ def on_cache_misses(begin: Callable[[], None], compiled: Callable[[], None], giv
         return result
 
     CatchErrorsWrapper.__call__ = call  # type: ignore[method-assign]
+
+
+def _is_of_collector(code: CodeType) -> bool:
+    """Whether the function that is about to run in this thread is a callback or a finalizer of the garbage collector's, or is
+    called by one, other than in a call of a compiled function that this made."""
+    callbacks = (weakref.finalize.__call__, *gc.callbacks)
+    # By identity: code that Dynamo wrote may not be hashable.
+    codes = {id(getattr(c, "__code__", getattr(type(c).__call__, "__code__", None))) for c in callbacks}
+    caller: FrameType | None = sys._getframe()
+    while id(code) not in codes and code.co_name != "__del__":
+        caller = caller.f_back if caller is not None else None
+        if caller is None or caller.f_code.co_name == _ENTRY:
+            return False
+        code = caller.f_code
+    return True
 
 
 def function_being_compiled() -> tuple[str, str]:
@@ -145,7 +174,7 @@ def function_being_compiled() -> tuple[str, str]:
 
 def frame_of_call(frame: FrameType | None) -> FrameType | None:
     """The frame of Dynamo's that entered the context of a call, by the frame of the context; None where there is none."""
-    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+    while frame is not None and frame.f_code.co_name != _ENTRY:
         frame = frame.f_back
     return frame
 

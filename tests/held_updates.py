@@ -1,11 +1,13 @@
 """A small model whose optimizer updates are held under way until a test lets them go, and a twin that has none."""
 
+import contextlib
 import functools
+import gc
 import io
 import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -58,6 +60,31 @@ class Gate:
         timer = threading.Timer(0.05, self.opened.set)
         timer.start()
         return timer
+
+
+class Cycle:
+    """What only a garbage collection can free."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@contextlib.contextmanager
+def collecting_all_the_time(on_collection: Callable[[], object]) -> Iterator[None]:
+    """A garbage collection at nearly every allocation, and something to be called behind each."""
+
+    def callback(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop":
+            on_collection()
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(callback)
+    try:
+        gc.set_threshold(1)
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(callback)
 
 
 class Stack(nn.Module):

@@ -14,6 +14,8 @@ of ours and nothing else, which is how transformers compile. Any other call wait
   from then on its function, because Dynamo does not say so again;
 * any function where the user told Dynamo to run others, or none (``torch.compiler.set_stance``).
 
+So does what the garbage collector runs inside a call; of the function that says nothing.
+
 Between a backward pass that started updates and the step, waiting is not enough: a call may do nothing to their parameters,
 and to their gradients nothing but read. What a graph of any backend gets is looked at when it runs. A function that is known to run
 more than one graph, or none, is refused; one that turns out to do so, or a graph that cannot be looked at, spoils the step.
@@ -34,6 +36,7 @@ from types import CodeType, FrameType, FunctionType, MethodType, TracebackType
 from torch import Tensor, fx
 
 from autohete_fx import versions
+from autohete_fx.errors import OptimizerStateError
 from autohete_fx.runtime.fence import Fence, lower_fences, raise_fences, standing_fences, tensors_in
 from autohete_fx.runtime.updates import Updates
 
@@ -101,6 +104,8 @@ class _Call:
         is_first: of a function that was compiled with our backend.
         frame: of the function that began it, on the stack as long as it runs; None where that is not known.
         fences: those that were lowered, and that are to be raised behind it.
+        failure: of an update, where a frame met it. The interpreter drops what callbacks of weak references and finalizers raise,
+            and Dynamo then runs the rest of the call eagerly: nothing else in it may notice.
     """
 
     def __init__(self, functions: CompiledFunctions, is_first: bool = False) -> None:
@@ -108,6 +113,7 @@ class _Call:
         self.is_first = is_first
         self.frame: FrameType | None = None
         self.fences: list[Fence] = []
+        self.failure: OptimizerStateError | None = None
         self.num_compilations = 0
         self.num_graphs_compiled = 0
         self.num_graphs_seen = 0
@@ -135,6 +141,8 @@ class _Call:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
+            if error is None and self.failure is not None:
+                raise self.failure
             if error is None and (self.num_compilations or self.has_eager_frames):
                 self._judge()
             has_compiled = self.has_run_graphs or self.num_compilations
@@ -278,8 +286,13 @@ def is_within_call() -> bool:
 
 
 def _begin_miss() -> None:
-    for call in _calls():
-        call.settle()
+    calls = _calls()
+    try:
+        for call in calls:
+            call.settle()
+    except OptimizerStateError as error:
+        calls[-1].failure = error
+        raise
 
 
 def _note_compilation() -> None:

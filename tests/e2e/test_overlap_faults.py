@@ -8,6 +8,7 @@ import gc
 import os
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,22 @@ from torch import Tensor, nn
 
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, HostMemoryError, Optimizer, OptimizerStateError, Params, Plan
+from autohete_fx.runtime import calls
 from autohete_fx.runtime.placement import placement_of
 from autohete_fx.runtime.tiers import HostTier
-from tests.held_updates import ALL_ON_HOST, OPTIMIZER_ON_HOST, STEP, Gate, Stack, Training, labels, tier_of, weight_of
+from tests.held_updates import (
+    ALL_ON_HOST,
+    OPTIMIZER_ON_HOST,
+    STEP,
+    Cycle,
+    Gate,
+    Stack,
+    Training,
+    collecting_all_the_time,
+    labels,
+    tier_of,
+    weight_of,
+)
 from tests.main_job import slow
 
 ALL_OFFLOADED = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimizer=Optimizer.HOST)
@@ -254,3 +268,26 @@ def test_a_failed_update_is_told_by_whoever_needs_it_and_loading_recovers(
     state.model(torch.ones(8, 128)).backward()
     state.optimizer.step()
     state.optimizer.synchronize()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_failed_update_is_told_where_nobody_heard_its_error(gate: Gate, monkeypatch: pytest.MonkeyPatch):
+    """What Python drops, because a callback of a weak reference raised it."""
+    state = Training(gate)
+    gate.opened.set()
+    references: list[weakref.ref[Cycle]] = []
+
+    def fail(*args: object) -> None:
+        raise OSError("the host is out of luck")
+
+    def on_collection() -> None:
+        references.append(weakref.ref(Cycle(), lambda reference: None))
+
+    monkeypatch.setattr("autohete_fx.optim.updates._HostUpdate.run", fail)
+    state.step()
+    with (
+        collecting_all_the_time(on_collection),
+        pytest.raises(OptimizerStateError, match=r"out of luck.*Load the last checkpoint"),
+    ):
+        state.model(torch.ones(8, 128))
+    assert not calls.is_within_call()
