@@ -186,12 +186,15 @@ def interrupted_at(place: int, within: Callable[[FrameType], bool], act: Callabl
             sys.setprofile(None)
             raise KeyboardInterrupt
 
+    gc.disable()  # Python drops what is raised while it collects
     try:
         sys.setprofile(interrupt)
         act()
         sys.setprofile(None)
     except KeyboardInterrupt:
         return True
+    finally:
+        gc.enable()
     return False
 
 
