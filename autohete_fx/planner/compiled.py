@@ -4,7 +4,7 @@
 when this file changes: so everything that is compiled is here, with every number that it is compiled with.
 
 ``WIDTH`` assignments are replayed side by side, and the innermost loop of nearly everything is over these, without a branch: so
-the compiler makes vector instructions of it, and a replayed block takes some tens of nanoseconds. What does not happen takes no
+the compiler makes vector instructions of it, and a walked block takes some tens of nanoseconds. What does not happen takes no
 time, or is there at ``NEVER``. Copies are looked for in *slots*: how many blocks ahead one up is issued, or after how many one
 down is awaited.
 """

@@ -3,10 +3,8 @@
 import copy
 import dataclasses
 import logging
-import sys
 import threading
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -18,18 +16,15 @@ import autohete_fx
 from autohete_fx import OptimizerStateError, Plan
 from autohete_fx.ir import Lane, Overlap, Schedule
 from autohete_fx.optim.in_place import Update
-from autohete_fx.runtime import calls
 from autohete_fx.runtime.updates import Updates
 from tests import training
 from tests.held_updates import (
     ALL_ON_HOST,
     OPTIMIZER_ON_HOST,
     STEP,
-    Cycle,
     Gate,
     Stack,
     Training,
-    collecting_all_the_time,
     eagerly,
     random_delays,
     saved,
@@ -220,47 +215,6 @@ def test_the_compiled_forward_waits_block_by_block(gate: Gate, monkeypatch: pyte
     timer.join()
     assert autohete_fx.compilations()[-1] is before, "the fence must not be seen by guards"
     assert torch.equal(*state.weights)
-
-
-@pytest.mark.parametrize("kind", ["callback", slow("__del__"), slow("finalize")])
-def test_what_the_garbage_collector_runs_is_no_part_of_a_call(
-    kind: str, gate: Gate, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
-    """A collection may begin between the entry of a compiled function and its code, where Dynamo looks at every frame."""
-    state = Training(gate)
-    within: list[bool] = []
-    waits: list[str] = []
-
-    def note(*_: object) -> None:
-        sys._getframe()  # which Dynamo cannot trace
-        within.append(calls.is_within_call())
-
-    class Closed(Cycle):
-        def __del__(self) -> None:
-            note()
-
-    def on_collection() -> None:
-        if kind == "callback":
-            note()
-        elif kind == "__del__":
-            Closed()
-        else:
-            weakref.finalize(Cycle(), note)
-
-    def wait_all(updates: Updates, but: Collection[int] = (), *, real: Callable[..., None] = Updates.wait_all) -> None:
-        waits.extend(["for all"] * (not but))
-        real(updates, but)
-
-    monkeypatch.setattr(Updates, "wait_all", wait_all)
-    gate.open_soon()
-    with collecting_all_the_time(on_collection):
-        state.model(torch.ones(8, 128))
-    assert any(within) and waits and not caplog.text
-    state.hold()
-    waits.clear()
-    gate.open_soon()
-    state.model(torch.ones(8, 128))
-    assert not waits, "calls of the function no longer overlap with updates"
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", slow("autohete")])

@@ -7,9 +7,10 @@ import errno
 import gc
 import os
 import shutil
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from autohete_fx import Activations, BlockDecision, HostMemoryError, Optimizer, 
 from autohete_fx.runtime import calls
 from autohete_fx.runtime.placement import placement_of
 from autohete_fx.runtime.tiers import HostTier
+from autohete_fx.runtime.updates import Updates
 from tests.held_updates import (
     ALL_ON_HOST,
     OPTIMIZER_ON_HOST,
@@ -234,6 +236,10 @@ def test_host_memory_that_is_refused_is_told_and_loses_nothing(
     torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
 
 
+def fail(*args: object) -> None:
+    raise OSError("the host is out of luck")
+
+
 @pytest.mark.parametrize("decision", [slow(OPTIMIZER_ON_HOST), ALL_ON_HOST], ids=["device", "host"])
 def test_a_failed_update_is_told_by_whoever_needs_it_and_loading_recovers(
     decision: BlockDecision, gate: Gate, monkeypatch: pytest.MonkeyPatch
@@ -242,9 +248,6 @@ def test_a_failed_update_is_told_by_whoever_needs_it_and_loading_recovers(
     gate.opened.set()
     state.optimizer.synchronize()
     checkpoint = copy.deepcopy((state.model.state_dict(), state.optimizer.state_dict()))
-
-    def fail(*args: object) -> None:
-        raise OSError("the host is out of luck")
 
     with monkeypatch.context() as patch:
         patch.setattr("autohete_fx.optim.updates._HostUpdate.run", fail)
@@ -270,15 +273,56 @@ def test_a_failed_update_is_told_by_whoever_needs_it_and_loading_recovers(
     state.optimizer.synchronize()
 
 
+# -- collections of garbage ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["callback", slow("__del__"), slow("finalize")])
+def test_what_the_garbage_collector_runs_is_no_part_of_a_call(
+    kind: str, gate: Gate, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """A collection may begin between the entry of a compiled function and its code, where Dynamo looks at every frame."""
+    state = Training(gate)
+    within: list[bool] = []
+    waits: list[str] = []
+
+    def note(*_: object) -> None:
+        sys._getframe()  # which Dynamo cannot trace
+        within.append(calls.is_within_call())
+
+    class Closed(Cycle):
+        def __del__(self) -> None:
+            note()
+
+    def on_collection() -> None:
+        if kind == "callback":
+            note()
+        elif kind == "__del__":
+            Closed()
+        else:
+            weakref.finalize(Cycle(), note)
+
+    def wait_all(updates: Updates, but: Collection[int] = (), *, real: Callable[..., None] = Updates.wait_all) -> None:
+        waits.extend(["for all"] * (not but))
+        real(updates, but)
+
+    monkeypatch.setattr(Updates, "wait_all", wait_all)
+    gate.open_soon()
+    with collecting_all_the_time(on_collection):
+        state.model(torch.ones(8, 128))
+    assert any(within) and waits and not caplog.text
+    state.hold()
+    waits.clear()
+    gate.open_soon()
+    state.model(torch.ones(8, 128))
+    assert not waits, "calls of the function no longer overlap with updates"
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_failed_update_is_told_where_nobody_heard_its_error(gate: Gate, monkeypatch: pytest.MonkeyPatch):
     """What Python drops, because a callback of a weak reference raised it."""
     state = Training(gate)
     gate.opened.set()
     references: list[weakref.ref[Cycle]] = []
-
-    def fail(*args: object) -> None:
-        raise OSError("the host is out of luck")
 
     def on_collection() -> None:
         references.append(weakref.ref(Cycle(), lambda reference: None))
