@@ -328,6 +328,7 @@ def costs_from_times(partition: Partition, times: tuple[BlockTimes, ...]) -> tup
         partition.num_outputs,
         device_type=partition.device_type,
         inner_backend=partition.inner_backend,
+        after=partition.after,
     )
     forward_workspaces = _forward_workspaces(partition, trace.forward)
     backward_workspaces = (

@@ -4,7 +4,8 @@ Enter the compiled forward and backward of a step, with example inputs; leaves t
 that before anything is compiled; this reads it off the code that will run, and is the judge of a budget. The wrapper
 is a Python function that allocates buffers, calls kernels and deletes buffers. It runs here with its generated kernels left
 out and its allocations fake, so that every buffer lives exactly as long as it will. Operators that the wrapper calls
-run as fakes too. What it cannot see is memory that kernels take past PyTorch's allocator.
+run as fakes too, and what `scratch` says that they take is added. What it cannot see is memory that kernels take past PyTorch's
+allocator.
 """
 
 import re
@@ -15,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from autohete_fx import ops
-from autohete_fx.profiler.node_kinds import aligned_bytes, innermost_call
-from autohete_fx.profiler.scratch import attention_scratch_bytes, gpu_attention_scratch_bytes
+from autohete_fx.profiler.node_kinds import aligned_bytes
+from autohete_fx.profiler.scratch import scratch_bytes
 
 _CALLED_KERNEL = re.compile(r"(cpp|pallas|cutedsl)_\w+")
 _LEFT_OUT = frozenset({"assert_size_stride", "assert_alignment"})
@@ -40,31 +41,42 @@ class CompiledCode:
     inputs: Sequence[Any]
 
 
-def dry_run(forward: CompiledCode, backward: CompiledCode, num_outputs: int, *, device_type: str) -> int | None:
+def dry_run(forward: CompiledCode, backward: CompiledCode | None, num_outputs: int, *, device_type: str) -> int | None:
     """Peak device bytes of a forward and the backward that follows it, parameters and inputs not counted.
 
     Args:
-        forward, backward: compiled for one step.
+        forward, backward: compiled for one step; no backward in inference.
         num_outputs: leading outputs of ``forward`` that are the caller's; the others are the leading inputs of
             ``backward``.
         device_type: whose memory is meant.
 
     Returns None where the code is no Python wrapper (``cpp_wrapper``), or the sizes of its inputs are symbolic.
     """
-    calls = [_python_call(code.graph) for code in (forward, backward)]
-    if calls[0] is None or calls[1] is None or not all(map(_is_sized, forward.inputs)):
+    call, calls_back = _python_call(forward.graph), None if backward is None else _python_call(backward.graph)
+    if call is None or (calls_back is None) != (backward is None) or not all(map(_is_sized, forward.inputs)):
         return None
     with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True), _Allocations(device_type) as memory:
-        outputs = list(_run(calls[0], [memory.fake(value, counted=False) for value in forward.inputs]))
+        outputs = list(_run(call, [memory.fake(value, counted=False) for value in forward.inputs]))
+        if backward is None or calls_back is None:
+            return memory.peak_bytes
         # What autograd holds between the passes: the caller's outputs stay, the saved tensors go one by one.
         saved, kept = outputs[num_outputs:], outputs[:num_outputs]
         del outputs
+        # No fake: tracing has made one like it of each, which the compiled code's metadata keeps.
+        traced_bytes = sum(value.nbytes for value in saved if _is_generator_state(value) and device_type == "cpu")
         tangents = [memory.fake(value, counted=True) for value in backward.inputs[len(saved) :]]
+        # Who calls a loss's backward() holds its gradient until that returns.
+        begins = [each for each in tangents if isinstance(each, torch.Tensor) and each.dim() == 0]
         arguments = [*saved, *tangents]
         del saved, tangents
-        gradients = _run(calls[1], arguments)
-        del kept, gradients
-        return memory.peak_bytes
+        gradients = _run(calls_back, arguments)
+        del kept, gradients, begins
+        return memory.peak_bytes + traced_bytes
+
+
+def _is_generator_state(value: Any) -> bool:
+    is_real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+    return is_real and value.dtype is torch.uint8 and value.dim() == 1
 
 
 def _is_sized(value: object) -> bool:
@@ -160,12 +172,7 @@ class _Allocations(TorchDispatchMode):
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor):
                 self._see(value)
-        name, inner_args = innermost_call(func, args)
-        if "_flash_attention_for_cpu" in name:
-            scratch = attention_scratch_bytes(name, inner_args[:3])
-        else:
-            scratch = gpu_attention_scratch_bytes(name, inner_args[1]) if "attention_backward" in name else 0
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + scratch)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + scratch_bytes(func, args, kwargs or {}))
         return result
 
     def _issue(self, func: Any, source: torch.Tensor) -> torch.Tensor:

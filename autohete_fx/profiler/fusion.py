@@ -48,9 +48,13 @@ class _Groups:
         return bits
 
     def can_merge(self, first: int, second: int) -> bool:
-        """One loop nest holds both, and no third group depends on one while the other depends on it."""
+        """One loop nest holds both, neither must come after the other, and no third group depends on one while the other depends
+        on it."""
         if not loops_match(self.kernel(first), self.kernel(second)):
             return False
+        for one, other in ((first, second), (second, first)):
+            if self.kernel(other).after & self.kernel(one).writes.keys():
+                return False
         for one, other in ((first, second), (second, first)):
             if any(self.above[p] >> one & 1 for p in self.producers[other] if p != one):
                 return False
@@ -102,7 +106,7 @@ def fuse_kernels(graph: KernelGraph) -> None:
     readers: dict[int, set[int]] = {}
     for order, kernel in enumerate(graph.kernels):
         reads = list(kernel.reads)
-        producers = {made_by[index] for index in reads if index in made_by}
+        producers = {made_by[index] for index in (*reads, *kernel.after) if index in made_by}
         for index in kernel.writes:
             if index in made_by:  # it changes memory in place: behind all who read it before
                 producers |= {made_by[index]} | readers.get(index, set())
@@ -165,6 +169,7 @@ def _absorb(kernel: Kernel, other: Kernel) -> None:
     kernel.nodes.update(other.nodes)
     kernel.reads.update(other.reads)
     kernel.writes.update(other.writes)
+    kernel.after |= other.after
     kernel.parts.extend(other.parts)
     kernel.rows = min(kernel.rows, other.rows)
     kernel.iterations = max(kernel.iterations, other.iterations)

@@ -51,6 +51,7 @@ class Kernel:
         workspace_bytes: scratch that lives during the call only.
         pinned: it issues or awaits a copy.
         parts: what a generated kernel was merged from.
+        after: storages that must be made before it runs, although it does not read them.
         register_bytes: buffers that merging did away with; the compiler's estimate of memory still counts them.
         iterations, rows: size of its loop nest, and of the outer part of it that reductions leave.
     """
@@ -65,6 +66,7 @@ class Kernel:
     pinned: bool = False
     parts: list[Part] = field(default_factory=list)
     register_bytes: int = 0
+    after: frozenset[int] = frozenset()
 
     @property
     def name(self) -> str:

@@ -10,7 +10,7 @@ buffer of the same size (`reuse`). On a CPU,
 neighbouring generated kernels become one call, so that the outputs of all are allocated before the first runs.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -96,6 +96,7 @@ def trace_step(
     device_type: str,
     inner_backend: str = "inductor",
     donates: bool = True,
+    after: Mapping[str, Sequence[str]] | None = None,
 ) -> StepTrace:
     """The device bytes of a forward graph and of the backward graph that follows it.
 
@@ -106,6 +107,7 @@ def trace_step(
         device_type, inner_backend: as in `trace_memory`.
         donates: whether backward may write over saved tensors (``torch._functorch.config.donated_buffer``). Over the gradients of
             outputs it never may.
+        after: for nodes of ``backward``, others that will have run before them, by name, beside their arguments.
     """
     graph = lower(forward, device_type=device_type, inner_backend=inner_backend)
     first = _trace(graph, device_type=device_type, inner_backend=inner_backend, saved={})
@@ -122,7 +124,7 @@ def trace_step(
         if holds_tensor(node):
             saved[node.name] = Storage(name=node.name, num_bytes=tensor_bytes(node.meta["val"], device_type))
     second = _trace(
-        lower(backward, device_type=device_type, inner_backend=inner_backend),
+        lower(backward, device_type=device_type, inner_backend=inner_backend, after=after),
         device_type=device_type,
         inner_backend=inner_backend,
         saved=saved,

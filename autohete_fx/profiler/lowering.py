@@ -11,7 +11,7 @@ that issues the copy, and a tensor that is copied to the host takes none.
 """
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +36,15 @@ class _Inline:
 
 
 class _Lowering:
-    def __init__(self, graph_module: fx.GraphModule, device_type: str, *, fuse: bool) -> None:
+    def __init__(
+        self, graph_module: fx.GraphModule, device_type: str, after: Mapping[str, Sequence[str]], *, fuse: bool
+    ) -> None:
         self.graph = graph_module.graph
         self.on_cpu = device_type == "cpu"
         self.device_type = device_type
         self.fuse = fuse
+        self.nodes = {node.name: node for node in self.graph.nodes}
+        self.after = {name: others for name, others in after.items() if name in self.nodes}
         self.result = KernelGraph()
         self.inline: dict[fx.Node, _Inline] = {}
         self.thresholds = kinds.realize_thresholds(device_type)
@@ -58,6 +62,7 @@ class _Lowering:
             elif node.op == "output":
                 self._output(node)
             elif node.op == "call_function":
+                self._realize_before(node)
                 self._call(node)
         self.result.storage_of = {node.name: indexes for node, indexes in self.stored.items() if indexes}
         return self.result
@@ -189,6 +194,8 @@ class _Lowering:
             self.stored[other] = (index,)
         size = kinds.num_elements(owner.meta["val"])
         self._add_generated(expression, {index: None}, size, size)
+        if not self.fuse:  # PyTorch's own kernel
+            self.result.kernels[-1].workspace_bytes = workspace_bytes(owner)
 
     def _reduction(self, node: fx.Node) -> None:
         inputs = self._tensor_inputs(node)
@@ -271,7 +278,14 @@ class _Lowering:
         self._add(Kernel(expression.nodes, reads, writes, True, 0, iterations, rows, parts=[part]))
 
     def _add(self, kernel: Kernel) -> None:
+        others = [self.nodes[other] for name in kernel.nodes for other in self.after.get(name, ())]
+        kernel.after = frozenset(index for other in others for index in self.stored.get(other, ()))
         self.result.kernels.append(kernel)
+
+    def _realize_before(self, node: fx.Node) -> None:
+        """What the node must come after is in memory before it runs."""
+        for other in self.after.get(node.name, ()):
+            self._in_memory(self.nodes[other])
 
     def _output(self, node: fx.Node) -> None:
         values: Any = node.args[0]
@@ -280,16 +294,23 @@ class _Lowering:
             self.result.outputs.append(stored[0] if stored else None)
 
 
-def lower(graph_module: fx.GraphModule, *, device_type: str, inner_backend: str = "inductor") -> KernelGraph:
+def lower(
+    graph_module: fx.GraphModule,
+    *,
+    device_type: str,
+    inner_backend: str = "inductor",
+    after: Mapping[str, Sequence[str]] | None = None,
+) -> KernelGraph:
     """The kernels of a graph, in graph order.
 
     Args:
         graph_module: an ATen graph with fake ``meta["val"]`` on every node.
         device_type: ``cpu`` or ``cuda``; CPU scalars in a CUDA graph take no device memory.
         inner_backend: ``inductor`` fuses; ``eager`` makes every node that is not a view a kernel.
+        after: for nodes, others that will have run before them, by name, beside their arguments.
     """
     fuse = inner_backend != "eager"
-    result = _Lowering(graph_module, device_type, fuse=fuse).run()
+    result = _Lowering(graph_module, device_type, after or {}, fuse=fuse).run()
     if fuse:
         fuse_kernels(result)
     return result

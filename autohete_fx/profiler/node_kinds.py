@@ -179,10 +179,16 @@ def unwrapped_call(node: fx.Node) -> tuple[str, tuple[Any, ...]]:
 
 def innermost_call(target: object, args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
     """Operator name and arguments, of the inner operator where a higher-order one runs it with a random state."""
+    inner, inner_args = innermost_operator(target, args)
+    return ".".join(str(inner).split(".")[:2]), inner_args
+
+
+def innermost_operator(target: object, args: tuple[Any, ...]) -> tuple[object, tuple[Any, ...]]:
+    """What `innermost_call` names."""
     for position, arg in enumerate(args):
         if isinstance(arg, torch._ops.OpOverload):
-            return ".".join(str(arg).split(".")[:2]), tuple(args[position + 1 :])
-    return ".".join(str(target).split(".")[:2]), args
+            return arg, tuple(args[position + 1 :])
+    return target, args
 
 
 def kind_of(node: fx.Node) -> Kind:

@@ -77,6 +77,7 @@ def _schedule(graph: KernelGraph, saved: Collection[str]) -> _Schedule:
             if index in last_writer:
                 before[place] |= buffers[index].readers
             last_writer[index] = place
+        before[place].update(last_writer[index] for index in kernel.after if index in last_writer)
         before[place].discard(place)
         for index in kernel.writes:
             buffers[index].readers.discard(place)

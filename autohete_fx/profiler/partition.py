@@ -1,8 +1,8 @@
 """What the profiler is given: the default partition of a joint graph, and what its inputs are."""
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -51,6 +51,7 @@ class Partition:
         block_of: node name to block index. Nodes that are not in it are placed by dataflow.
         params: placeholder name of ``forward`` to what it is.
         inner_backend: what compiles the graphs, ``inductor`` or ``eager``.
+        after: for nodes of ``backward``, others that will have run before them in a plan with copies or recomputation, by name.
     """
 
     forward: fx.GraphModule
@@ -60,6 +61,7 @@ class Partition:
     block_of: Mapping[str, int]
     params: Mapping[str, ParamInfo]
     inner_backend: str = "inductor"
+    after: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @functools.cached_property
     def device_type(self) -> str:

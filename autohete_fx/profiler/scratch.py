@@ -1,16 +1,20 @@
-"""Scratch memory of attention kernels, which PyTorch's allocator counts and no graph shows.
+"""Scratch memory of kernels, which PyTorch's allocator counts and no graph shows.
 
-Enter nodes, or operator names with fake tensors; leave bytes.
+Enter nodes, or operators with what they are called with; leave bytes: of attention by formulas, of all else as `probe` measures
+it. Without a probe, as where the device is not here, a bound stands for convolutions.
 """
 
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
-from autohete_fx.profiler.node_kinds import unwrapped_call
+from autohete_fx.profiler.node_kinds import innermost_operator
+from autohete_fx.profiler.probe import current
 from autohete_fx.saved import hint
 
 _GPU_ATTENTION_GRAINS = {
@@ -20,19 +24,101 @@ _GPU_ATTENTION_GRAINS = {
 }
 """What attention's backward on a GPU rounds the width of a head up to. Of cuDNN's, which chooses for itself, it is a guess."""
 
+_PRODUCTS = {"aten.mm": 0, "aten.bmm": 0, "aten.addmm": 1, "aten.baddbmm": 1}
+"""Products of two matrices, by the place of the first."""
+
 
 def workspace_bytes(node: fx.Node) -> int:
-    """Scratch that an ATen kernel allocates while it runs."""
-    name, args = unwrapped_call(node)
-    if name in _GPU_ATTENTION_GRAINS and isinstance(args[1], fx.Node):
-        return gpu_attention_scratch_bytes(name, args[1].meta["val"])
-    if "_flash_attention_for_cpu" not in name:
+    """Scratch that the kernel of a node takes while it runs."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda arg: arg.meta.get("val"))
+    return scratch_bytes(node.target, args, kwargs)
+
+
+def scratch_bytes(target: object, args: Any, kwargs: Any) -> int:
+    """Scratch that an operator takes beside its results: measured within `probe.probing`, else by formulas.
+
+    Those are exact for attention on a CPU, a bound for a convolution, and 0 for all that takes little or is not known. Attention
+    is never measured: on a GPU it reads random state, which is not there before its forward has run.
+
+    Args:
+        target: the operator; one of higher order, which runs another with a given random state, counts as that.
+        args, kwargs: what it is called with, tensors fake or real.
+    """
+    inner, inner_args = innermost_operator(target, args)
+    name = ".".join(str(inner).split(".")[:2])
+    if name in _GPU_ATTENTION_GRAINS:
+        return gpu_attention_scratch_bytes(name, inner_args[1]) if isinstance(inner_args[1], torch.Tensor) else 0
+    if "_flash_attention_for_cpu" in name:
+        # on another device it stands for that one's kernel
+        return attention_scratch_bytes(name, inner_args[:3]) if inner_args[0].device.type == "cpu" else 0
+    if "_attention" in name or is_blas_product(name, inner_args, kwargs):
         return 0
-    assert all(isinstance(arg, fx.Node) for arg in args[:3])
-    tensors = [arg.meta["val"] for arg in args[:3]]
-    if tensors[0].device.type != "cpu":
-        return 0  # it stands for another device's kernel
-    return attention_scratch_bytes(name, tensors)
+    bound_bytes = convolution_scratch_bytes(name, inner_args)
+    probe = current()
+    measured = None
+    if probe is not None:
+        # oneDNN and cuDNN hardly ever come near the bound, which would forbid to measure under a tight budget
+        likely = bound_bytes is not None and inner_args[0].device.type == "cpu" and inner_args[0].element_size() != 4
+        measured = probe.scratch_bytes(inner, inner_args, kwargs, bound_bytes if likely else None)
+    return (bound_bytes or 0) if measured is None else measured
+
+
+def is_blas_product(name: str, args: Sequence[Any], kwargs: Any) -> bool:
+    """A matrix product that a library takes as it is. What a CPU's takes for types of more than 16 bits is not PyTorch's memory;
+    what a GPU's takes it keeps."""
+    if name not in _PRODUCTS:
+        return False
+    matrices = [*args[_PRODUCTS[name] : _PRODUCTS[name] + 2], *([kwargs["out"]] if "out" in kwargs else [])]
+    if matrices[0].device.type == "cpu" and matrices[0].element_size() < 4:
+        return False
+    return all(_is_row_or_column_major(matrix) for matrix in matrices)
+
+
+def _is_row_or_column_major(matrix: torch.Tensor) -> bool:
+    """Whether BLAS has words for the strides of the last two dimensions."""
+    (rows, columns), (down, across) = map(hint, matrix.shape[-2:]), map(hint, matrix.stride()[-2:])
+    return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
+
+
+def convolution_scratch_bytes(name: str, args: Sequence[Any]) -> int | None:
+    """At most what a convolution, or its backward, takes; None for any other operator.
+
+    oneDNN and cuDNN bring each operand into a layout of their own, channels in sixteens; two of oneDNN's may stand beside each
+    other. Each of its threads sums up the weights' gradient by itself, and where no better algorithm is at hand writes down the
+    windows of all results of an image, so that a product of matrices does the work. PyTorch's own code, for types that oneDNN does
+    not take, does that for all images at once. As measured on CPUs; of cuDNN it is a guess.
+    """
+    if name not in ("aten.convolution", "aten.convolution_backward"):
+        return None
+    if name == "aten.convolution":
+        source, weight, transposed = args[0], args[1], args[6]
+        result_shape = torch.ops.aten.convolution.default(*(_as_meta(arg) for arg in args)).shape
+    else:
+        result_shape, source, weight, transposed = args[0].shape, args[1], args[2], args[7]
+    batch, channels, *places = map(hint, source.shape)
+    _, made, *made_places = map(hint, result_shape)
+    if transposed:  # the forward of one is the backward of the other
+        channels, made, places, made_places = made, channels, made_places, places
+    first, second, *window = map(hint, weight.shape)
+    item_bytes = source.element_size()
+    operands = batch * (_blocked(channels) * math.prod(places) + _blocked(made) * math.prod(made_places))
+    weights = _blocked(first) * _blocked(second) * math.prod(window) * max(4, item_bytes)
+    if source.device.type != "cpu":
+        return operands * item_bytes + weights
+    threads = torch.get_num_threads()
+    windows = channels * math.prod(window) * math.prod(made_places)
+    images = 2 * min(threads, batch) if item_bytes == 4 else max(2 * min(threads, batch), batch)
+    return 2 * operands * max(4, item_bytes) + (1 + threads) * weights + images * windows * item_bytes
+
+
+def _as_meta(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty([hint(size) for size in value.shape], dtype=value.dtype, device="meta")
+
+
+def _blocked(channels: int) -> int:
+    return -(-channels // 16) * 16
 
 
 def attention_scratch_bytes(name: str, tensors: Sequence[torch.Tensor]) -> int:

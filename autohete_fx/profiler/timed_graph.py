@@ -39,7 +39,7 @@ def compile_eager(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) 
 
 
 @contextlib.contextmanager
-def _outside_tracing() -> Iterator[None]:
+def outside_tracing() -> Iterator[None]:
     """Real tensors and a compiler state of our own, although the caller is in the middle of a compilation.
 
     Random state is put back: what a model draws must not depend on whether it was timed.
@@ -71,7 +71,7 @@ def integer_results(graph_module: fx.GraphModule) -> dict[int, fx.Node]:
     return {i: nodes[i] for i, d in dtypes.items() if not (d.is_floating_point or d.is_complex or d == torch.bool)}
 
 
-def _real_input(value: torch.Tensor, device: torch.device, known: torch.Tensor | None) -> torch.Tensor:
+def real_input(value: torch.Tensor, device: torch.device, known: torch.Tensor | None = None) -> torch.Tensor:
     """A tensor like a fake one: with the values of ``known``, else floats random, integers and booleans zero, so that every
     index is valid."""
     sizes, strides = [hint(s) for s in value.shape], [hint(s) for s in value.stride()]
@@ -103,7 +103,7 @@ class TimedGraph:
         self._integers = {index: node.name for index, node in integer_results(graph_module).items()}
         self._device_type = device_type
         self.best_s = float("inf")
-        with _outside_tracing():
+        with outside_tracing():
             self._run = compile_graph(graph_module, [value for value, _ in self._inputs.values()])
 
     def time(self, known: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -113,8 +113,8 @@ class TimedGraph:
         What takes the time may be what integers say, such as how many tokens an expert gets: ``known`` are those that the block's
         forward computes, by name, and its own are returned.
         """
-        with _outside_tracing():
-            inputs = [_real_input(value, device, known.get(name)) for name, (value, device) in self._inputs.items()]
+        with outside_tracing():
+            inputs = [real_input(value, device, known.get(name)) for name, (value, device) in self._inputs.items()]
             seconds: list[float] = []
             results = self._run(list(inputs))
             computed = {name: results[index] for index, name in self._integers.items()}

@@ -11,11 +11,15 @@ whose repetitions spread by 10%: no difference that could be measured.
 """
 
 import threading
+from collections.abc import Callable
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 
 from autohete_fx.runtime import cpu_counter
+
+Result = TypeVar("Result")
 
 _lock = threading.RLock()
 _open: "list[MemoryMeter]" = []
@@ -73,6 +77,14 @@ def device_live_bytes(device: torch.device | str) -> int:
     """Device bytes of live tensors, homes excluded: ``torch.cuda.memory_allocated``, or its like for a CPU device."""
     device = torch.device(device)
     return cpu_counter.live_bytes() if device.type == "cpu" else torch.cuda.memory_allocated(device)
+
+
+def peak_of(device: torch.device | str, run: Callable[[], Result]) -> tuple[int, Result]:
+    """Run something: the most bytes that were taken meanwhile above those at its start, and its result."""
+    with MemoryMeter(device) as meter:
+        result = run()
+        peak_bytes = meter.peak_bytes
+    return peak_bytes - meter.start_bytes, result
 
 
 def metered_peak_bytes(device: torch.device | str) -> int | None:
