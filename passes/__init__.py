@@ -25,7 +25,7 @@ from autohete_fx.passes.base import (
 from autohete_fx.passes.lower_lanes import lower_lanes
 from autohete_fx.passes.offload_activations import offload_activations
 from autohete_fx.passes.offload_gradients import offload_gradients
-from autohete_fx.passes.pin_positions import pin_positions
+from autohete_fx.passes.pin_positions import pin_positions, pinned_after, regions_apart
 from autohete_fx.passes.prefetch_parameters import prefetch_parameters, select_kept
 from autohete_fx.passes.reload_activations import reload_activations
 from autohete_fx.passes.sort_regions import sort_regions
@@ -116,7 +116,9 @@ __all__ = [
     "only",
     "output_args",
     "pin_positions",
+    "pinned_after",
     "prefetch_parameters",
+    "regions_apart",
     "reload_activations",
     "run",
     "select_kept",

@@ -4,7 +4,8 @@ Inductor moves nodes: it would sink a prefetch to just before its use and hoist 
 therefore tied to the matrix products around its slot, and the products of consecutive regions to each other, so that
 regions stay in order. Only products are anchors: an anchor's inputs and output become real buffers, which they are for
 products anyhow. An inserted node names its anchor in the argument ``after``; a product gets control dependencies,
-which wrap it into a graph of its own and are therefore few.
+which wrap it into a graph of its own and are therefore few. In backward, recomputation and sums over several regions have a place
+too (`keep_apart`).
 
 Of the nodes between two products, those that issue a copy, or wait for what the next region reads, name the last copy issued
 there before them, if there is one, instead of the product. Else the compiler could put a wait ahead of a copy, and a GPU does not
@@ -21,6 +22,7 @@ Emitted IR::
 
 import itertools
 import logging
+from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -28,23 +30,28 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.utils._ordered_set import OrderedSet
 
 from autohete_fx import annotations, ops
-from autohete_fx.passes.base import PassContext
-from autohete_fx.passes.sort_regions import order_to_keep, region_keys, reorder
+from autohete_fx.passes.anchors import anchors_by_region
+from autohete_fx.passes.base import PassContext, Stage
+from autohete_fx.passes.keep_apart import is_kernel, waits_for_regions
+from autohete_fx.passes.sort_regions import order_to_keep, region_keys, regions_of, reorder
 
 log = logging.getLogger(__name__)
 
-_ANCHOR_WORDS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "attention", "linear", "grouped_mm")
-
 
 def pin_positions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
-    """Add control dependencies for inserted nodes and recomputed regions; no-op for graphs that have neither."""
+    """Add control dependencies for inserted nodes and between regions; no-op for graphs without copies and recomputation."""
     graph = gm.graph
-    inserted = [n for n in graph.nodes if annotations.inserted(n) is not None]
-    if not inserted and not context.recomputes:
+    if not _is_pinned(graph, context):
         return gm
     keys = region_keys(graph, context)
-    anchors = _anchors_by_region(graph, keys)
-    wanted = _dependencies(inserted, keys, anchors)
+    regions = regions_of(graph, keys)
+    anchors = anchors_by_region(graph, regions)
+    wanted = _dependencies(graph, keys, anchors)
+    if context.stage is Stage.BACKWARD:
+        for node, earlier in waits_for_regions(graph, regions, anchors).items():
+            start = _stored(graph, node)
+            keys[start] = keys[node]
+            wanted.setdefault(start, []).extend(earlier)
     kept = order_to_keep(graph)
     if not reorder(graph, keys, {n: [*wanted.get(n, ()), *kept.get(n, ())] for n in {**wanted, **kept}}):
         # A later pass moved work across blocks. The result stays exact; only the overlap is the compiler's choice.
@@ -60,44 +67,49 @@ def pin_positions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     return gm
 
 
-def is_anchor(node: fx.Node) -> bool:
-    """Whether the node is a matrix product or another kernel that Inductor never fuses away.
-
-    One without a block may be: on a GPU Inductor replaces an ``addmm`` by a product of its own making and a sum.
-    """
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    if not isinstance(node.meta.get("val"), torch.Tensor):
-        return False
-    if annotations.block_of(node) is None and all(n.op == "placeholder" for n in node.all_input_nodes):
-        return False  # nothing tells its region
-    name = node.target._schema.name.split("::")[1].strip("_")
-    return any(
-        name == word or name.endswith("_" + word) or (word in ("attention", "linear") and word in name)
-        for word in _ANCHOR_WORDS
-    )
+def pinned_after(gm: fx.GraphModule, context: PassContext) -> dict[str, tuple[str, ...]]:
+    """For nodes of a backward graph that is not compiled yet, the nodes that pinning will have run before, by name. Of inserted
+    nodes nothing is said."""
+    if context.stage is not Stage.BACKWARD or not _is_pinned(gm.graph, context):
+        return {}
+    return regions_apart(gm, context)
 
 
-def _anchors_by_region(graph: fx.Graph, keys: dict[fx.Node, tuple[int, int]]) -> list[tuple[int, fx.Node, fx.Node]]:
-    """(region, first anchor, last anchor), in order, for regions that have one."""
-    found: dict[int, tuple[fx.Node, fx.Node]] = {}
-    for node in graph.nodes:
-        if is_anchor(node):
-            region = keys[node][0]
-            first = found[region][0] if region in found else node
-            found[region] = (first, node)
-    return [(region, *found[region]) for region in sorted(found)]
+def regions_apart(gm: fx.GraphModule, context: PassContext) -> dict[str, tuple[str, ...]]:
+    """Likewise as if the graph had copies."""
+    regions = regions_of(gm.graph, region_keys(gm.graph, context))
+    found = waits_for_regions(gm.graph, regions, anchors_by_region(gm.graph, regions))
+    return {node.name: tuple(other.name for other in earlier) for node, earlier in found.items()}
+
+
+def _is_pinned(graph: fx.Graph, context: PassContext) -> bool:
+    return context.recomputes or any(annotations.inserted(node) is not None for node in graph.nodes)
+
+
+def _stored(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The node, if the compiler makes a kernel of it. Else a node that has its value stored, because only a kernel can wait."""
+    strides = () if is_kernel(node) else node.meta["val"].stride()
+    if is_kernel(node) or not all(isinstance(stride, int) for stride in strides):
+        return node
+    with graph.inserting_after(node):
+        target = torch.ops.prims.inductor_force_stride_order.default
+        stored = graph.create_node("call_function", target, (node, list(strides)), name=f"stored_{node.name}")
+    stored.meta = dict(node.meta)
+    node.replace_all_uses_with(stored, delete_user_cb=lambda user: user is not stored)
+    return stored
 
 
 def _dependencies(
-    inserted: list[fx.Node], keys: dict[fx.Node, tuple[int, int]], anchors: list[tuple[int, fx.Node, fx.Node]]
+    graph: fx.Graph, keys: Mapping[fx.Node, tuple[int, int]], anchors: list[tuple[int, fx.Node, fx.Node]]
 ) -> dict[fx.Node, list[fx.Node]]:
+    """What must stand before the first anchor of each region, and before inserted nodes."""
     wanted: dict[fx.Node, list[fx.Node]] = {}
     for (_, _, last), (_, first, _) in itertools.pairwise(anchors):
         wanted.setdefault(first, []).append(last)
-    for node in inserted:
+    for node in graph.nodes:
         note = annotations.inserted(node)
-        assert note is not None
+        if note is None:
+            continue
         before = [last for region, _, last in anchors if region < note.slot]
         after = [first for region, first, _ in anchors if region >= note.slot]
         if before:

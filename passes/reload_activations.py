@@ -11,6 +11,7 @@ from torch import fx
 
 from autohete_fx import annotations, ops
 from autohete_fx.passes.base import PassContext, insert_copy
+from autohete_fx.passes.prefetch_parameters import readers_of
 
 
 def reload_activations(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
@@ -19,16 +20,19 @@ def reload_activations(gm: fx.GraphModule, context: PassContext) -> fx.GraphModu
         users = list(node.users)
         if not users:
             continue
-        block = context.offloaded[node.name]
-        first_use = min((context.region(b) for u in users if (b := annotations.block_of(u)) is not None), default=0)
-        distance = context.decision(block).prefetch_distance
+        readers = (
+            annotations.block_of(reader) for _, reader in readers_of(node)
+        )  # views of it may be of an earlier block
+        first_use = min((context.region(block) for block in readers if block is not None), default=0)
+        owner = context.offloaded[node.name]
+        distance = context.decision(owner).prefetch_distance
         copy = insert_copy(
             gm,
             ops.reload,
             node,
             context,
             what="activation",
-            block=block,
+            block=owner,
             issue_slot=max(0, first_use - distance),
             wait_slot=first_use,
         )

@@ -83,6 +83,13 @@ def region_keys(graph: fx.Graph, context: PassContext) -> dict[fx.Node, tuple[in
     return keys
 
 
+def regions_of(graph: fx.Graph, keys: Mapping[fx.Node, tuple[int, int]]) -> dict[fx.Node, int]:
+    """The region that each node stands in: its own, or an earlier one that reads it."""
+    nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    needed = {node: [n for n in node.all_input_nodes if n.op != "placeholder"] for node in nodes}
+    return {node: region for node, (region, _) in _least_of_users(nodes, keys, needed).items()}
+
+
 def reorder(
     graph: fx.Graph, keys: Mapping[fx.Node, tuple[int, int]], extra: Mapping[fx.Node, Iterable[fx.Node]]
 ) -> bool:

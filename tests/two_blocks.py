@@ -134,7 +134,7 @@ def real_inputs(gm: fx.GraphModule) -> list[Tensor]:
     return [values[node.name] for node in gm.graph.nodes if node.op == "placeholder"]
 
 
-class _Eager(fx.Interpreter):
+class Eager(fx.Interpreter):
     """Runs a graph node by node; control dependencies order nodes and compute nothing."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -147,7 +147,7 @@ def assert_same_results(given: fx.GraphModule, expected: fx.GraphModule) -> None
     """Both graphs, run on real tensors with a runtime of their own, return the same bits."""
     session = Session(SESSION, torch.device("cpu"))
     try:
-        pairs = zip(_Eager(given).run(*real_inputs(given)), _Eager(expected).run(*real_inputs(expected)), strict=True)
+        pairs = zip(Eager(given).run(*real_inputs(given)), Eager(expected).run(*real_inputs(expected)), strict=True)
         assert all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
         session.abandon()
     finally:

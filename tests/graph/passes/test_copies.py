@@ -74,6 +74,20 @@ return (None, grad_w0, grad_w1)""",
     )
 
 
+def test_a_reload_is_awaited_where_the_first_reader_of_a_view_stands():
+    """The view is of the block that made the value, its reader of the next one, whose backward is earlier."""
+    gm = backward()
+    node = {node.name: node for node in gm.graph.nodes}
+    with gm.graph.inserting_before(node["grad_w1"]):
+        view = gm.graph.call_function(aten.view.default, (node["gelu"], [SIDE, SIDE]))
+    view.meta["val"] = node["gelu"].meta["val"]
+    annotations.set_block(view, 0)
+    node["grad_w1"].replace_input_with(node["gelu"], view)
+    gm = passes.run(passes.only(passes.reload_activations), gm, context(Stage.BACKWARD, HOST), given=("blocks",))
+    notes = {node.name: note for node in gm.graph.nodes if (note := annotations.inserted(node))}
+    assert (notes["wait_gelu"].slot, notes["wait_first"].slot) == (0, 1)
+
+
 def test_prefetch_parameters():
     assert_expected_inline(
         code(rewritten("prefetch_parameters")),
