@@ -19,8 +19,9 @@ import torch
 from torch import fx
 from torch._dynamo.exc import ShortenTraceback
 
+from autohete_fx import assumptions, versions
 from autohete_fx import compilation as compilation_module
-from autohete_fx import versions
+from autohete_fx.assumptions import Assumptions
 from autohete_fx.capture.inputs import graph_inputs
 from autohete_fx.compilation import Compilation
 from autohete_fx.compiler import GraphCompiler
@@ -28,10 +29,12 @@ from autohete_fx.errors import AutoHeteError
 from autohete_fx.ir import LaneRecord, Overlap, Schedule
 from autohete_fx.model import GraphParameters, Model, find_model
 from autohete_fx.options import Options
+from autohete_fx.planner.infeasible import too_small
 from autohete_fx.runtime import calls, shortage
 from autohete_fx.runtime.fence import tensors_in
 from autohete_fx.runtime.session import Session
 from autohete_fx.runtime.steps import StepClock
+from autohete_fx.sizes import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -64,18 +67,27 @@ def autohete(
 
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[object], chosen: Options) -> Callable[..., object]:
     calls.note_compiled_graph(tensors_in(example_inputs))
-    inputs = graph_inputs(gm, example_inputs)
+    inputs = graph_inputs(gm, example_inputs, calls.modules_called())
     model = find_model(gm, inputs, chosen)
+    chosen = dataclasses.replace(chosen, micro_batches=max(chosen.micro_batches, model.micro_batches))
     begin = time.perf_counter()
     compiler = GraphCompiler(gm=gm, inputs=inputs, options=chosen, model=model)
-    compiled = compiler.compile(example_inputs)
+    try:
+        compiled = compiler.compile(example_inputs)
+    except AutoHeteError:
+        model.give_up_call()
+        raise
     result = compiler.finish(time.perf_counter() - begin)
     if result.training:
         clock = StepClock(model.session.device, chosen.micro_batches, _records_of(model.session))
         result = dataclasses.replace(result, clock=clock)
     compilation_module.record(result)
     log.info("%s", result)
-    return _owning(compiled, model, result, GraphParameters(inputs, result, model))
+    parameters = GraphParameters(inputs, result, model)
+    assumed = None
+    if result.training and result.device_budget_bytes is not None:
+        assumed = Assumptions(parameters, inputs, chosen.micro_batches)
+    return _owning(compiled, model, result, parameters, assumed)
 
 
 def _records_of(session: Session) -> Callable[[], tuple[LaneRecord, ...]]:
@@ -102,7 +114,11 @@ def surfacing(error: AutoHeteError) -> AutoHeteError:
 
 
 def _owning(
-    compiled: Callable[..., object], model: Model, compilation: Compilation, parameters: GraphParameters
+    compiled: Callable[..., object],
+    model: Model,
+    compilation: Compilation,
+    parameters: GraphParameters,
+    assumed: Assumptions | None,
 ) -> Callable[..., object]:
     """The compiled function, which keeps the model's runtime alive, times its steps, and cleans up behind an exception.
 
@@ -111,16 +127,19 @@ def _owning(
     """
     explain = functools.partial(_shortage, model.session.device, compilation)
     guarded = _cleaning_up(weakref.ref(model.session), explain)
-    backward = _adding(weakref.ref(model.session), guarded)
+    backward = _adding(weakref.ref(model.session), guarded, _refusal(compilation))
 
     @functools.wraps(compiled, updated=())
     def run(*args: object) -> object:
         if compilation.clock is not None and compilation.clock.begin_pass() == _STEPS_TO_LOG:
             log.info("after %d steps\n%s", _STEPS_TO_LOG, compilation.comparison_table())
         updates = model.session.updates
+        calls.note_model(model)
         calls.refuse_early(tensors_in(args), updates)
         calls.settle_others(updates)
         awaited = parameters.arrive(args)
+        if assumed is not None:
+            assumed.note_run()
         updates.wait_all(but=awaited)
         if updates.is_pending:
             for t in tensors_in(args):
@@ -163,10 +182,23 @@ def _cleaning_up(session: "weakref.ref[Session]", explain: Callable[[BaseExcepti
     return call
 
 
-def _adding(session: "weakref.ref[Session]", guarded: Callable[..., object]) -> Callable[..., object]:
+def _refusal(compilation: Compilation) -> AutoHeteError | None:
+    """Of a graph that does not fit even with a plan that takes least, where graphs behind it were to tell what all need: raised by
+    its backward, if there are none."""
+    peak, budget = compilation.plan.peak_bytes, compilation.device_budget_bytes
+    if compilation.unsettled is None or budget is None or peak <= budget:
+        return None
+    return surfacing(too_small(budget, peak, f"The plan that takes least needs {format_bytes(peak)}"))
+
+
+def _adding(
+    session: "weakref.ref[Session]", guarded: Callable[..., object], refusal: AutoHeteError | None
+) -> Callable[..., object]:
     """What calls a compiled backward: autograd does not get the gradients that updates under way add to ``.grad``."""
 
     def call(compiled: Callable[..., object], *args: object) -> object:
+        if refusal is not None:
+            raise refusal
         gradients, owner = guarded(compiled, *args), session()
         assert owner is not None and isinstance(gradients, list | tuple)
         return type(gradients)(owner.updates.early.left_to_autograd(gradients))
@@ -180,5 +212,7 @@ def _shortage(device: torch.device, compilation: Compilation, error: BaseExcepti
     use = shortage.device_use(error, device)
     return shortage.shortage_text(use, name, plan.peak_bytes, compilation.device_budget_bytes)
 
+
+calls.before_calls(assumptions.look)
 
 __all__ = ["autohete"]

@@ -15,6 +15,7 @@ from torch._inductor import config as inductor_config
 
 from autohete_fx import planning, versions
 from autohete_fx.capture.inputs import GraphInput
+from autohete_fx.compilation import Share
 from autohete_fx.ir import BlockGraph, Problem, Profile
 from autohete_fx.model import Model, graph_digest, origin_of, sources_digest
 from autohete_fx.optim.owners import optimizer_of
@@ -22,8 +23,10 @@ from autohete_fx.options import Options
 from autohete_fx.pass_identity import pass_identity
 from autohete_fx.profiler import ParamInfo
 from autohete_fx.resources import device_budget_bytes, host_budget_bytes, machine_of, tuning_bytes
-from autohete_fx.runtime.placement import placement_of
+from autohete_fx.runtime import calls
+from autohete_fx.runtime.placement import keep_in_place, placement_of
 from autohete_fx.runtime.tiers import is_home
+from autohete_fx.shares import Origin, Unsettled
 
 
 class CapturedGraph:
@@ -31,8 +34,14 @@ class CapturedGraph:
 
     Attributes:
         params: the parameters among the inputs, by name.
+        sharded: names of those that FSDP gathers for each call, which no plan may move.
         origin: what tells it from the model's other graphs.
         budget_bytes: peak device memory allowed; None for no limit.
+        others_bytes: device bytes that other training graphs of the model hold while this one runs.
+        trained_bytes: of optimizer states and gradients on the device, where the model is being trained.
+        digest: of the graph, its sizes included.
+        graph_break: why the graph ends before its function, and where; empty where it does not.
+        bucket_bytes: of gradient buckets of a DistributedDataParallel around it; None without one.
         machine: capacities and rates.
     """
 
@@ -44,16 +53,26 @@ class CapturedGraph:
         self.params: dict[str, torch.nn.Parameter] = {
             i.name: i.tensor for i in inputs if i.is_parameter and isinstance(i.tensor, torch.nn.Parameter)
         }
+        self.sharded = frozenset(i.name for i in inputs if i.is_sharded)
+        for name in self.sharded & self.params.keys():
+            keep_in_place(self.params[name])
         self.origin = origin_of(inputs)
         self.device = model.session.device
         self.budget_bytes = device_budget_bytes(self.device, options)
+        self.digest = graph_digest(gm, inputs, options)
+        self.graph_break = versions.graph_break_behind(gm) or ""
+        if torch.is_grad_enabled():
+            model.shares.note_graph(self.origin, self.digest, self.graph_break, calls.outermost())
+        self.others_bytes = model.shares.taken_by_others(self.origin, options.micro_batches)
+        self.trained_bytes = planning.trained_bytes(self.params.values()) if model.is_placed else 0
         self.machine = machine_of(self.device, model.session, options)
+        self.bucket_bytes = versions.ddp_bucket_bytes()
 
     def key(self) -> str:
         """Of everything that decides the plan and the code, the same in every process."""
         options = self.options
         parts = (
-            graph_digest(self.gm, self.inputs, options),
+            self.digest,
             self.model.session.digest,
             sources_digest(),
             dataclasses.replace(self.machine, host_bytes=0).digest,  # what is free changes by the minute
@@ -65,10 +84,35 @@ class CapturedGraph:
                 options.plan.digest if options.plan else None,
             ),
             tuple(self._placement_text(name) for name in sorted(self.params)),
-            self.model.taken_by_others(self.origin),
+            self.others_bytes,
+            0 if torch.is_grad_enabled() else self.trained_bytes,
+            (self.is_unsettled, self.decided, *(u.problem.digest for u in self.unsettled.values())),
+            self.bucket_bytes,
+            sorted(self.sharded),
             _surroundings(self.device),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether graphs of the same call may follow of which nothing is known, so that the plan is to take least."""
+        may_follow = bool(self.graph_break) or not calls.is_compiling_root()
+        is_free = self.budget_bytes is not None and self.options.plan is None
+        return is_free and may_follow and not self.model.shares.is_call_over
+
+    @property
+    def decided(self) -> Share | None:
+        """What was decided together with other graphs of the call; None where nothing was."""
+        share = self.model.shares.decided.get(self.origin)
+        return share if share is not None and share.digest == self.digest else None
+
+    @property
+    def unsettled(self) -> dict[Origin, Unsettled]:
+        """Other graphs of the call, in the order of their forwards, that are to be planned together with this one."""
+        if self.budget_bytes is None or self.options.plan is not None or self.is_unsettled or self.decided is not None:
+            return {}
+        noted = self.model.shares.unsettled
+        return {other: found for other, found in noted.items() if self.origin.runs_beside(other)}
 
     def _placement_text(self, name: str) -> tuple[object, ...]:
         param, placement = self.params[name], placement_of(self.params[name])
@@ -83,16 +127,20 @@ class CapturedGraph:
         return planning.param_infos(gm, self.inputs, self.params)
 
     def problem(self, blocks: BlockGraph, profile: Profile, *, training: bool) -> Problem:
-        """What the planner solves."""
+        """What the planner solves. Raises PlanError where the given plan moves what must stay."""
+        if training and self.sharded and self.options.plan is not None:
+            planning.refuse_moving(self.options.plan, blocks, self.sharded)
         limits = planning.Limits(
             device_budget_bytes=self.budget_bytes,
             host_budget_bytes=host_budget_bytes(self.device, self.options),
             fixed_bytes=planning.input_bytes(self.inputs)
             + self.small_bytes(training)
-            + self.model.taken_by_others(self.origin)
-            + tuning_bytes(self.device, self.options),
+            + (0 if training else self.trained_bytes)
+            + self.others_bytes
+            + tuning_bytes(self.device, self.options)
+            + (self.bucket_bytes or 0),
         )
-        return planning.make_problem(
+        problem = planning.make_problem(
             blocks,
             profile.costs,
             self.machine,
@@ -100,8 +148,20 @@ class CapturedGraph:
             limits,
             self.params,
             training=training,
-            keep_placement=self.model.is_placed,
+            keep_placement=self.model.is_placed and self.decided is None,
         )
+        if self.sharded:
+            problem = planning.leaving_parameters(problem)
+        return problem if self.bucket_bytes is None else planning.reducing_after_backward(problem)
+
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know about how a training step was planned."""
+        params = [param for name, param in self.params.items() if name not in self.sharded]
+        shards = (planning.NOTE_ON_SHARDS,) if self.sharded else ()
+        reduction = () if self.bucket_bytes is None else (planning.note_on_reduction(params, self.bucket_bytes),)
+        ends = (f"the graph ends before its function, at {self.graph_break}",) if self.graph_break else ()
+        least = (_NOTE_ON_LEAST,) if self.is_unsettled else ()
+        return (*planning.notes_on_optimizer(params), *shards, *reduction, *least, *ends)
 
     def small_bytes(self, training: bool) -> int:
         """Parameters that stay on the device whatever is decided, with their optimizer states and accumulated gradients."""
@@ -112,9 +172,14 @@ class CapturedGraph:
         if self.budget_bytes is None:
             return None
         taken = sum(param.nbytes for param in self.params.values() if not is_home(param))
-        taken += planning.input_bytes(self.inputs) + self.model.taken_by_others(self.origin)
+        taken += planning.input_bytes(self.inputs) + self.others_bytes + (self.bucket_bytes or 0)
         return max(0, self.budget_bytes - taken - tuning_bytes(self.device, self.options))
 
+
+_NOTE_ON_LEAST = (
+    "this plan takes least, because other graphs of the call may follow: before the second call all of them are planned"
+    " together"
+)
 
 _INDUCTOR_PASSES = (
     "pre_grad_custom_pass",

@@ -291,6 +291,11 @@ def _budgets(parsed: argparse.Namespace, machine: Machine) -> tuple[int, int]:
     """Bytes that a plan may take on the device and on the host."""
     device: Size = Share(1 - RESERVE_SHARE) if parsed.budget is None else parse_size(parsed.budget)
     host: Size = _HOST_SHARE if parsed.host_budget is None else parse_size(parsed.host_budget)
+    if parsed.budget is not None and resolve_bytes(device, machine.device_bytes) > machine.device_bytes:
+        raise OptionError(
+            f"--budget {parsed.budget} was given, but {machine.device_name} has {format_bytes(machine.device_bytes)} of device"
+            " memory. Expected was no more than that. Give less, such as --budget 90%, or name a larger device"
+        )
     return resolve_bytes(device, machine.device_bytes), resolve_bytes(host, machine.host_bytes)
 
 

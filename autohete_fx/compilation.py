@@ -9,7 +9,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autohete_fx.ir import Lane, Plan, Transfer
+from autohete_fx.ir import BlockDecision, Lane, Plan, Problem, Transfer
+from autohete_fx.ir.saved import spelled
 from autohete_fx.report import tables, timeline
 from autohete_fx.report.trace import Trace
 from autohete_fx.runtime.steps import StepClock
@@ -56,6 +57,23 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What was decided for an earlier graph of a call together with the last one.
+
+    Attributes:
+        digest: of that graph, its sizes included.
+        decisions: one a block.
+        least: those that take least, if its code needs more memory under ``decisions`` than was thought.
+        footprint: what it leaves on the device under ``decisions``.
+    """
+
+    digest: str
+    decisions: tuple[BlockDecision, ...]
+    least: tuple[BlockDecision, ...]
+    footprint: Footprint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Compilation:
     """One compiled graph.
 
@@ -65,6 +83,8 @@ class Compilation:
         device_budget_bytes: the limit that the plan keeps; None for none.
         owners: block index by parameter name.
         footprint: what it holds on the device beside other graphs.
+        shares: of earlier graphs of its call, in their order; empty where they stay as they are.
+        unsettled: where the plan takes least because later graphs of the call are not known yet: what it solves.
         graphs: texts of the forward and backward, or of the inference graph.
         transfers: inserted copies in schedule order.
         events: the predicted timeline of a step.
@@ -81,6 +101,8 @@ class Compilation:
     device_budget_bytes: int | None
     owners: Mapping[str, int]
     footprint: Footprint = Footprint()
+    shares: tuple[Share, ...] = ()
+    unsettled: Problem | None = None
     graphs: tuple[GraphText, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     events: tuple[LaneEvent, ...] = ()
@@ -163,6 +185,8 @@ class Compilation:
         raw = json.loads(text)
         raw["plan"] = Plan.from_json(raw["plan"])
         raw["footprint"] = Footprint(**raw["footprint"])
+        raw["shares"] = tuple(spelled(Share, share) for share in raw["shares"])
+        raw["unsettled"] = None if raw["unsettled"] is None else spelled(Problem, raw["unsettled"])
         raw["graphs"] = tuple(GraphText(**g) for g in raw["graphs"])
         raw["transfers"] = tuple(Transfer(**{**t, "lane": Lane(t["lane"])}) for t in raw["transfers"])
         raw["events"] = tuple(LaneEvent(**{**e, "lane": Lane(e["lane"])}) for e in raw["events"])

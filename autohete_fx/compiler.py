@@ -7,7 +7,10 @@ none of them runs and `finish` reads the stored `Compilation`.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import logging
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,18 +26,28 @@ from autohete_fx.captured import CapturedGraph
 from autohete_fx.compilation import Compilation
 from autohete_fx.errors import AutoHeteError, PassError
 from autohete_fx.inductor_hooks import LastPass, Partitioner, refuse_other_partitioner, run_without_code
-from autohete_fx.inference import rewrite_inference
+from autohete_fx.inference import InferenceGraph, rewrite_inference
 from autohete_fx.model import Model, place
 from autohete_fx.options import Options
 from autohete_fx.passes import PIPELINE, PassContext, Stage
-from autohete_fx.planner.infeasible import too_small
+from autohete_fx.planner.infeasible import advice_of, broken_up, too_small
 from autohete_fx.profiler import CompiledCode, dry_run
 from autohete_fx.profiler.cache import load_text, store_text
-from autohete_fx.runtime import kernels  # noqa: F401  (registers the ops' kernels)
+from autohete_fx.profiler.probe import Probe, probing
+from autohete_fx.runtime import (
+    cpu_counter,
+    kernels,  # noqa: F401  (registers the ops' kernels)
+)
+from autohete_fx.runtime.meter import peak_of
+from autohete_fx.shares import Unsettled
 from autohete_fx.sizes import format_bytes
 from autohete_fx.training import TrainingPlanner, TrainingStep
 
+log = logging.getLogger(__name__)
+
 _MAX_COMPILATIONS = 4
+_UNSEEN_BYTES = 1024
+"""What a named budget leaves for scalars that no compiled code allocates, such as constants of the graph."""
 _UNJUDGED = (
     "the compiled code could not be run without memory, as where sizes are symbolic or wrappers are C++: the predicted peak is"
     " that of the trace alone; compile with dynamic=False, or leave some of the budget free"
@@ -52,6 +65,7 @@ class GraphCompiler:
         self._withhold(int(load_text("withheld", self.base_key) or 0))
         self.compilation: Compilation | None = None
         self._step: TrainingStep | None = None
+        self._inference: InferenceGraph | None = None
         self._seconds: dict[str, float] = {}
         self._compiled: dict[Stage, CompiledCode] = {}
         self._final_context: PassContext | None = None
@@ -64,6 +78,23 @@ class GraphCompiler:
         The plan keeps the budget as far as a trace can tell; what was compiled is the judge. Where it needs more, the
         difference is withheld from the next plan.
         """
+        if self._keeps_freed:
+            cpu_counter.keep_freed()
+        with self._probing():
+            return self._compile(example_inputs)
+
+    @property
+    def _keeps_freed(self) -> bool:
+        """Where the device is a CPU, its allocator has to keep the budget too: glibc's holds more than tensors do."""
+        return self.captured.budget_bytes is not None and self.captured.device.type == "cpu" and sys.platform == "linux"
+
+    def _probing(self) -> contextlib.AbstractContextManager[None]:
+        """Where a budget has to be kept, what kernels take beside their results is measured on the device."""
+        device, budget = self.captured.device, self.captured.budget_bytes
+        counted = functools.partial(peak_of, device)
+        return probing(None if budget is None else Probe(device.type, counted, self.captured.free_bytes()))
+
+    def _compile(self, example_inputs: Sequence[Any]) -> Any:
         if self.captured.options.inner_backend == "eager":
             with self._own_config():
                 return versions.aot_eager(
@@ -114,7 +145,7 @@ class GraphCompiler:
                 self.compile(example_inputs)
         else:
             partitioner = Partitioner(self.partition, self.key)
-            with self._own_config():
+            with self._own_config(), self._probing():
                 run_without_code(self.captured.gm, example_inputs, partitioner, self._rewrite_inference)
             self._refuse_unjudged()
         assert self.compilation is not None
@@ -130,17 +161,41 @@ class GraphCompiler:
             result = dataclasses.replace(self.compilation, compile_s=seconds)
             store_text("compilation", self.key, result.to_json())
         model = self.captured.model
+        self._warn_of_inference(result)
         if result.training or not model.is_placed:
             place(self.captured.params, result, model)
         if result.training:
             model.is_placed = True
-            model.store_footprint(self.captured.origin, result.footprint)
+            self._share(result)
+        if self._keeps_freed:
+            cpu_counter.give_back()  # what parameters were in
         # Inductor keeps its configuration with the compiled code, and that refers to this object: the batch that the
         # graph was compiled with must not live as long.
         self._compiled.clear()
-        self._step = self._final_context = None
+        self._step = self._inference = self._final_context = None
         del self.captured
         return result
+
+    def _share(self, result: Compilation) -> None:
+        """Note what the graph takes beside others, and what they are to take beside it."""
+        captured, shares = self.captured, self.captured.model.shares
+        for other, share in zip(captured.unsettled, result.shares, strict=False):
+            shares.footprints[other], shares.decided[other] = share.footprint, share
+        if captured.unsettled:
+            shares.unsettled.clear()
+        unsettled = None
+        if result.unsettled is not None:
+            resident = planning.resident_bytes(result.unsettled, result.plan)
+            unsettled = Unsettled(
+                digest=captured.digest,
+                problem=result.unsettled,
+                decisions=result.plan.decisions,
+                footprint=result.footprint,
+                small_bytes=result.footprint.resident_bytes - resident,
+                modelled_bytes=planning.replayed(result.plan, result.unsettled).peak_bytes,
+                peak_bytes=result.plan.peak_bytes - captured.others_bytes,
+            )
+        shares.store(captured.origin, result.footprint, unsettled)
 
     # -- the budget -----------------------------------------------------------------------------------------------
 
@@ -154,6 +209,8 @@ class GraphCompiler:
     def _bytes_above_budget(self) -> int:
         """How much less the next plan may use: what the compiled code of a step takes above the budget, and what this plan's trace
         left unused. 0 where the code keeps the budget. From then on the plan's peak is that of the code."""
+        if self._inference is not None:
+            return self._inference_bytes_above_budget(self._inference)
         forward, backward = self._compiled.get(Stage.FORWARD), self._compiled.get(Stage.BACKWARD)
         if self._step is None or self.compilation is None or forward is None or backward is None:
             return 0
@@ -168,11 +225,37 @@ class GraphCompiler:
             return 0
         peak, traced = planning.traced_peak_bytes(problem, plan, peak), plan.peak_bytes
         self.compilation = dataclasses.replace(self.compilation, plan=dataclasses.replace(plan, peak_bytes=peak))
-        if self.captured.budget_bytes is None or peak <= self.captured.budget_bytes:
-            return 0
+        if self.captured.budget_bytes is None or peak <= self.captured.budget_bytes or self.captured.is_unsettled:
+            return 0  # of an unsettled graph it is known when the last graph of its call is
         if self._is_given or self._step.refusal is not None:
             raise self._over_budget(peak)
         return peak - self._budget_bytes + max(0, self._budget_bytes - self._withheld_bytes - traced)
+
+    def _inference_bytes_above_budget(self, graph: InferenceGraph) -> int:
+        """Likewise for an inference graph. Where training has placed the parameters, no other plan is to be had."""
+        code, plan = self._compiled.get(Stage.INFERENCE), graph.compilation.plan
+        peak = None if code is None else dry_run(code, None, 0, device_type=self.captured.device.type)
+        self._compiled.clear()
+        if peak is None:
+            return 0
+        peak = planning.traced_peak_bytes(graph.problem, plan, peak)
+        self.compilation = dataclasses.replace(graph.compilation, plan=dataclasses.replace(plan, peak_bytes=peak))
+        if self.captured.budget_bytes is None or self.captured.model.is_placed:
+            return 0
+        if peak > self._budget_bytes and self._withheld_bytes:
+            raise self._over_budget(peak)
+        return max(0, peak - self._budget_bytes)
+
+    def _warn_of_inference(self, result: Compilation) -> None:
+        """Where evaluation beside training takes more than the budget: it is exact, and fails only if the memory is not there."""
+        budget, peak = result.device_budget_bytes, result.plan.peak_bytes
+        if not result.training and budget is not None and peak > budget:
+            log.warning(
+                "a graph without gradients takes %s of device memory, with the optimizer states that training has there;"
+                " memory_budget is %s. Evaluate in smaller batches to keep it",
+                format_bytes(peak),
+                format_bytes(budget),
+            )
 
     def _refuse_unjudged(self) -> None:
         """Without compiled code that can be run on tensors without memory, what the trace says counts."""
@@ -188,7 +271,9 @@ class GraphCompiler:
         refusal = None if self._step is None else self._step.refusal
         why = "" if refusal is None else f". {refusal.held_up_by}"
         what = f"The compiled code needs {format_bytes(peak_bytes)}{why}"
-        return too_small(self._budget_bytes, peak_bytes, what)
+        advice = "" if self._step is None else advice_of(self._step.problem)
+        refusal = too_small(self._budget_bytes, peak_bytes + _UNSEEN_BYTES, what, advice=advice)
+        return broken_up(refusal, self.captured.model.shares.graph_breaks)
 
     @property
     def _is_given(self) -> bool:
@@ -206,6 +291,7 @@ class GraphCompiler:
             joint_inputs,
             keywords,
             given=self.captured.options.plan or (self._stored.plan if self._stored else None),
+            shares=self._stored.shares if self._stored else (),
             withheld_bytes=self._withheld_bytes,
             seconds=self._seconds,
         )
@@ -222,7 +308,9 @@ class GraphCompiler:
         return graphs.forward, graphs.backward
 
     def _rewrite_inference(self, gm: fx.GraphModule) -> PassContext:
-        self.compilation, context = rewrite_inference(self.captured, gm)
+        given = self._stored.plan if self._stored else None
+        self._inference = rewrite_inference(self.captured, gm, given=given, withheld_bytes=self._withheld_bytes)
+        self.compilation, context = self._inference.compilation, self._inference.context
         if self.captured.options.inner_backend == "eager":
             self._run_final(gm, context)
         return context

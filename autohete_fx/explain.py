@@ -17,6 +17,7 @@ from autohete_fx.compiler import GraphCompiler
 from autohete_fx.errors import AutoHeteError, CaptureError
 from autohete_fx.model import new_model
 from autohete_fx.options import Options
+from autohete_fx.runtime import calls
 
 
 def explain(
@@ -43,7 +44,7 @@ def explain(
     found: list[Compilation] = []
 
     def look(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., object]:
-        sources = graph_inputs(gm, example_inputs)
+        sources = graph_inputs(gm, example_inputs, calls.modules_called())
         owner = new_model(gm, sources, chosen)
         try:
             compiler = GraphCompiler(gm=gm, inputs=sources, options=chosen, model=owner)

@@ -1,10 +1,12 @@
 """Rewrite a graph that is compiled under ``no_grad``: fetch the parameters that live in host memory.
 
-In: a captured graph and its ATen form. Out: the graph, rewritten in place, its `Compilation` and the context that the
-last pass needs. Where a training graph has placed the parameters they stay; else they are placed for inference.
+In: a captured graph and its ATen form. Out: the graph, rewritten in place, and an `InferenceGraph`. Where a training graph has
+placed the parameters they stay, and what training has on the device beside them is counted; else they are placed for
+inference, within the budget as far as a trace of the rewritten graph can tell.
 """
 
 import dataclasses
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -13,16 +15,37 @@ from autohete_fx.capture.grouping import block_index, group_blocks
 from autohete_fx.capture.inputs import parameter_fqns
 from autohete_fx.captured import CapturedGraph
 from autohete_fx.compilation import Compilation, GraphText
+from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.ir import BlockDecision, BlockGraph, Plan, Problem
 from autohete_fx.passes import PIPELINE, PassContext, Stage
-from autohete_fx.profiler import Partition, profile_analytic
+from autohete_fx.planner.infeasible import advice_of, too_small
+from autohete_fx.profiler import Partition, profile_analytic, trace_step
 from autohete_fx.report.graph_text import graph_text, list_transfers
+from autohete_fx.rewriting import copy_graph
 from autohete_fx.runtime.placement import moved_states
 from autohete_fx.saved import output_args
 
+_MAX_CORRECTIONS = 8
 
-def rewrite_inference(captured: CapturedGraph, gm: fx.GraphModule) -> tuple[Compilation, PassContext]:
-    """Plan where parameters live if nothing has yet, and insert their fetches."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceGraph:
+    """A rewritten inference graph: what the user can look at, what the last pass needs again, and what the plan solves."""
+
+    compilation: Compilation
+    context: PassContext
+    problem: Problem
+
+
+def rewrite_inference(
+    captured: CapturedGraph, gm: fx.GraphModule, *, given: Plan | None, withheld_bytes: int
+) -> InferenceGraph:
+    """Plan where parameters live if nothing has yet, and insert their fetches.
+
+    Args:
+        given: a plan to replay where nothing has decided yet, instead of solving.
+        withheld_bytes: how much less than the budget the plan may use.
+    """
     blocks = group_blocks(gm, parameter_fqns(gm, captured.inputs))
     partition = Partition(
         forward=gm,
@@ -35,7 +58,23 @@ def rewrite_inference(captured: CapturedGraph, gm: fx.GraphModule) -> tuple[Comp
     )
     profile = profile_analytic(partition, captured.machine)
     problem = captured.problem(blocks, profile, training=False)
-    plan = _plan(captured, problem, blocks)
+    before = graph_text(gm)
+    plan = _plan(captured, problem, blocks, copy_graph(gm), given, withheld_bytes)
+    context = _rewrite(captured, gm, blocks, plan)
+    compilation = Compilation(
+        plan=dataclasses.replace(plan, peak_bytes=_traced_peak(captured, problem, plan, gm)),
+        training=False,
+        device_budget_bytes=captured.budget_bytes,
+        owners=planning.owners_of(blocks, captured.params),
+        graphs=(GraphText(graph="inference", before=before, after=graph_text(gm)),),
+        transfers=list_transfers(gm, "inference"),
+        events=planning.lane_events(problem, plan),
+        profile_source=profile.source,
+    )
+    return InferenceGraph(compilation=compilation, context=context, problem=problem)
+
+
+def _rewrite(captured: CapturedGraph, gm: fx.GraphModule, blocks: BlockGraph, plan: Plan) -> PassContext:
     owners = planning.owners_of(blocks, captured.params)
     context = PassContext(
         stage=Stage.INFERENCE,
@@ -46,26 +85,54 @@ def rewrite_inference(captured: CapturedGraph, gm: fx.GraphModule) -> tuple[Comp
         staying=rewriting.staying_states(gm, captured.inputs, moved_states(plan.decisions, owners, captured.params)),
         num_outputs=len(output_args(gm)),
     )
-    before = graph_text(gm)
     passes.run(PIPELINE, gm, context, verify_graph=captured.options.verify)
-    compilation = Compilation(
-        plan=plan,
-        training=False,
-        device_budget_bytes=captured.budget_bytes,
-        owners=owners,
-        graphs=(GraphText(graph="inference", before=before, after=graph_text(gm)),),
-        transfers=list_transfers(gm, "inference"),
-        events=planning.lane_events(problem, plan),
-        profile_source=profile.source,
-    )
-    return compilation, context
+    return context
 
 
-def _plan(captured: CapturedGraph, problem: Problem, blocks: BlockGraph) -> Plan:
-    if not captured.model.is_placed:
-        return planning.solved_plan(dataclasses.replace(problem, fixed_decisions=()), blocks, captured.options)
-    count = len(blocks.blocks)
-    decisions = tuple(d or BlockDecision() for d in problem.fixed_decisions) or (BlockDecision(),) * count
-    return planning.fitted_plan(
-        Plan(labels=problem.labels, decisions=decisions, schedule=problem.schedule), blocks, problem
+def _traced_peak(captured: CapturedGraph, problem: Problem, plan: Plan, gm: fx.GraphModule) -> int:
+    trace = trace_step(
+        gm,
+        None,
+        len(output_args(gm)),
+        device_type=captured.device.type,
+        inner_backend=captured.options.inner_backend,
     )
+    return planning.traced_peak_bytes(problem, plan, trace.peak_bytes)
+
+
+def _plan(
+    captured: CapturedGraph,
+    problem: Problem,
+    blocks: BlockGraph,
+    original: fx.GraphModule,
+    given: Plan | None,
+    withheld_bytes: int,
+) -> Plan:
+    if captured.model.is_placed:
+        count = len(blocks.blocks)
+        decisions = tuple(d or BlockDecision() for d in problem.fixed_decisions) or (BlockDecision(),) * count
+        placed = Plan(labels=problem.labels, decisions=decisions, schedule=problem.schedule)
+        return planning.fitted_plan(placed, blocks, problem)
+    if given is not None:
+        return planning.fitted_plan(given, blocks, problem)
+    problem = dataclasses.replace(problem, fixed_decisions=())
+    budget = captured.budget_bytes
+    allowed = usable = None if budget is None else budget - withheld_bytes
+    for _ in range(_MAX_CORRECTIONS):
+        limited = dataclasses.replace(problem, device_budget_bytes=allowed)
+        try:
+            plan = planning.solved_plan(limited, blocks, captured.options)
+        except InfeasiblePlanError as error:
+            if budget is None or allowed is None or allowed == budget or error.smallest_budget_bytes is None:
+                raise
+            smallest = error.smallest_budget_bytes + budget - allowed
+            raise too_small(budget, smallest, error.held_up_by, advice=advice_of(problem)) from error
+        if allowed is None or usable is None:
+            break
+        gm = copy_graph(original)
+        _rewrite(captured, gm, blocks, plan)
+        above = _traced_peak(captured, problem, plan, gm) - usable
+        if above <= 0:
+            break
+        allowed = min(allowed, plan.peak_bytes) - above - allowed // 1000
+    return plan

@@ -8,9 +8,10 @@ Each training graph leaves a note of the device memory that it takes beside the 
 import hashlib
 import logging
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -19,39 +20,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autohete_fx import versions
 from autohete_fx.capture.inputs import GraphInput
-from autohete_fx.compilation import Compilation, Footprint
+from autohete_fx.compilation import Compilation
 from autohete_fx.ir import Optimizer, Overlap
 from autohete_fx.optim.early import start_update
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.resources import host_budget_bytes
+from autohete_fx.runtime import calls
 from autohete_fx.runtime.placement import Placement, moved_states, place_param, placement_of
 from autohete_fx.runtime.session import Session, is_live
+from autohete_fx.shares import Origin, Shares
+from autohete_fx.sizes import format_bytes
 
 log = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).resolve().parent
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a graph comes from, which tells graphs that run beside each other from one graph compiled again.
-
-    Attributes:
-        function: what Dynamo compiled it of, by file and name.
-        part: of that function, between two graph breaks.
-        parameters: names of those that it reads.
-    """
-
-    function: str
-    part: str
-    parameters: frozenset[str]
-
-    def runs_beside(self, other: "Origin") -> bool:
-        """Whether one step runs both: other parts of a function, and graphs without a parameter in common. What else shares
-        parameters is the same, compiled again for another shape or another path through the model."""
-        is_other_part = self.function == other.function and self.part != other.part
-        return is_other_part or (bool(other.parameters) and self.parameters.isdisjoint(other.parameters))
 
 
 @dataclass(eq=False)
@@ -60,24 +43,45 @@ class Model:
 
     Attributes:
         session: its runtime.
-        footprints: what each of its training graphs takes on the device.
+        shares: what each of its training graphs takes on the device.
         is_placed: whether a training graph has decided where parameters live.
+        micro_batches: the most forward passes that a step of it was seen to take.
+        passes: those of the step that is under way.
+        codes: of the functions that its graphs were compiled of.
+        has_warned: whether the user was told that the budget counts one of several modules that share code.
     """
 
     session: Session
-    footprints: dict[Origin, Footprint] = field(default_factory=dict)
+    shares: Shares = field(default_factory=Shares)
     is_placed: bool = False
+    micro_batches: int = 1
+    passes: int = 0
+    codes: dict[Origin, CodeType] = field(default_factory=dict)
+    has_warned: bool = False
+    _versions: dict[Origin, int] = field(default_factory=dict)
 
-    def taken_by_others(self, graph: Origin) -> int:
-        """Device bytes that other training graphs of the model hold; of parameters that they share with this one, too."""
-        return sum(f.total_bytes for other, f in self.footprints.items() if graph.runs_beside(other))
+    def forget(self) -> None:
+        """Have all of its graphs compiled, and planned, again: plans need not put parameters where they are now."""
+        self.shares = Shares()
+        self.is_placed = False
+        self.compile_again(list(self.codes))
 
-    def store_footprint(self, graph: Origin, footprint: Footprint) -> None:
-        """Replace the notes of earlier versions of this graph."""
-        for other in list(self.footprints):
-            if not (graph.runs_beside(other) or graph.parameters.isdisjoint(other.parameters)):
-                del self.footprints[other]
-        self.footprints[graph] = footprint
+    def compile_again(self, graphs: Iterable[Origin]) -> None:
+        """Have Dynamo forget the code of these graphs."""
+        for graph in graphs:
+            code = self.codes.pop(graph, None)
+            if code is not None:
+                versions.forget_compiled(code)
+            self._versions[graph] = self.version_of(graph) + 1
+
+    def version_of(self, graph: Origin) -> int:
+        """How often its code was forgotten."""
+        return self._versions.get(graph, 0)
+
+    def give_up_call(self) -> None:
+        """A graph could not be compiled: if it is one of the first call, the next call begins from nothing."""
+        if not self.shares.is_call_over:
+            self.forget()
 
 
 _models: "WeakIdKeyDictionary" = WeakIdKeyDictionary()  # parameter -> weak reference to its Model
@@ -96,9 +100,16 @@ def find_model(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Option
     owners = {id(o): o for p in parameters if (o := optimizer_of(p)) is not None}
     siblings = [p for owner in owners.values() for group in owner.param_groups for p in group["params"]]
     known = (reference() for p in (*parameters, *siblings) if (reference := _models.get(p)) is not None)
-    model = next((m for m in known if m is not None), None) or new_model(gm, inputs, options)
+    model = next((m for m in known if m is not None), None)
+    if model is None and not parameters:
+        found = calls.model_of_call()  # what follows a graph break, such as a loss
+        model = found if isinstance(found, Model) and found.session.device == device_of(inputs) else None
+    model = model or new_model(gm, inputs, options)
     for parameter in parameters:
         _models[parameter] = weakref.ref(model)
+    code = versions.code_being_compiled()
+    if code is not None:
+        model.codes[origin_of(inputs)] = code
     return model
 
 
@@ -168,15 +179,25 @@ class GraphParameters:
         inputs: of the graph.
         compilation: what was decided for it.
         model: whose session the code refers to.
+
+    Attributes:
+        num_arrivals: how often it was called with others than the call before.
     """
 
     def __init__(self, inputs: Sequence[GraphInput], compilation: Compilation, model: Model) -> None:
-        self._compilation = compilation
-        self._model = model
+        self.compilation = compilation
+        self.model = model
         self._indices = {item.name: item.index for item in inputs if item.name in compilation.owners}
         self._seen: list[weakref.ref[torch.nn.Parameter]] = []
         self._awaited: frozenset[int] = frozenset()
-        self._has_warned = False
+        self._call: Callable[[], object] = _nothing
+        self.num_arrivals = 0
+
+    @property
+    def latest(self) -> dict[str, torch.nn.Parameter]:
+        """Those of the latest call, by name; none where it has not been called or any of them is gone."""
+        found = dict(zip(self._indices, (seen() for seen in self._seen), strict=False))
+        return {} if None in found.values() else {name: p for name, p in found.items() if p is not None}
 
     def arrive(self, args: Sequence[Any]) -> frozenset[int]:
         """Place those of a call that no plan has placed yet. Returns the identities of those whose updates the graph's nodes
@@ -187,27 +208,47 @@ class GraphParameters:
             self._warn_of_others(params)
             planned = {name for name, param in params.items() if _is_planned(param)}
             if len(planned) < len(params):
-                place(params, self._compilation, self._model, but=planned)
+                place(params, self.compilation, self.model, but=planned)
             self._seen = [weakref.ref(param) for param in params.values()]
+            self.num_arrivals += 1
             self._awaited = self._awaited_of(params)
         return self._awaited
 
     def _warn_of_others(self, params: Mapping[str, torch.nn.Parameter]) -> None:
         """Once, where training has a budget and the code comes to serve other parameters while those that it served live."""
         before, given = [seen() for seen in self._seen], set(map(id, params.values()))
-        is_limited = self._compilation.training and self._compilation.device_budget_bytes is not None
-        if before and is_limited and not self._has_warned and not any(p is None or id(p) in given for p in before):
-            self._has_warned = True
+        is_limited = self.compilation.training and self.compilation.device_budget_bytes is not None
+        call = calls.outermost()
+        is_same_call, self._call = call is not None and self._call() is call, weakref.ref(call) if call else _nothing
+        if not before or not is_limited or self.model.has_warned or any(p is None or id(p) in given for p in before):
+            return
+        self.model.has_warned = True
+        if is_same_call:
             log.warning(
-                "code that was compiled for one module serves another one of its class, and memory_budget counts one of them;"
-                " compile the module that holds them, such as the model whose blocks they are, to hold it to the budget"
+                "a call runs code that was compiled for one module for others of its class, too: Dynamo compiled them one by one,"
+                " because it could not compile the function that calls them (%s). memory_budget counts one of them. Each leaves %s"
+                " on the device between forward and backward and after it. Take the graph break out of the loop over them, which"
+                " TORCH_LOGS=graph_breaks names",
+                calls.eager_function() or "it was given up in an earlier call",
+                format_bytes(self.compilation.footprint.total_bytes),
+            )
+        else:
+            log.warning(
+                "the code that was compiled for one module serves another one of its class now, and the first one is still alive: a"
+                " variable or the traceback of an exception keeps it, or both are blocks of one model. Both are on the device, and"
+                " memory_budget counts one of them. Delete the first one and its optimizer, and call torch._dynamo.reset(), before"
+                " another one is made; or compile the module that holds both, where both are needed"
             )
 
     def _awaited_of(self, params: Mapping[str, torch.nn.Parameter]) -> frozenset[int]:
-        plan = self._compilation.plan
+        plan = self.compilation.plan
         if plan.schedule.overlap is Overlap.NONE:
             return frozenset()
-        return frozenset(id(params[name]) for name in moved_states(plan.decisions, self._compilation.owners, params))
+        return frozenset(id(params[name]) for name in moved_states(plan.decisions, self.compilation.owners, params))
+
+
+def _nothing() -> None:
+    """What a reference to nothing gives."""
 
 
 def _is_planned(param: torch.nn.Parameter) -> bool:

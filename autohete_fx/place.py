@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import torch
 
+from autohete_fx import versions
+from autohete_fx.errors import OptionError
 from autohete_fx.ir import Optimizer, Params
 from autohete_fx.runtime.placement import Placement, is_movable, place_param
 from autohete_fx.runtime.tiers import open_tier
@@ -30,7 +32,14 @@ def place(model: ModuleT, device: torch.device | str, *, offload_dir: str | None
 
     Raises:
         HostMemoryError: the parameters do not fit in host memory, or there is no such device.
+        OptionError: a parameter is a DTensor.
     """
+    for name, parameter in model.named_parameters():
+        if versions.is_dtensor(parameter):
+            raise OptionError(
+                f"the parameter {name} is a DTensor, which several ranks hold together, as fully_shard makes them; expected were"
+                " parameters that one process holds whole. Give FSDP's offload_policy=CPUOffloadPolicy() to fully_shard instead"
+            )
     tier = open_tier(device, offload_dir)
     for parameter in dict.fromkeys(model.parameters()):
         where = (Params.HOST, Optimizer.HOST) if is_movable(parameter) else (Params.DEVICE, Optimizer.DEVICE)

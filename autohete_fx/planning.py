@@ -7,14 +7,15 @@ difference taken off.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from autohete_fx.capture.inputs import GraphInput, parameter_fqns
-from autohete_fx.compilation import LaneEvent
+from autohete_fx.compilation import Footprint, LaneEvent
 from autohete_fx.errors import PlanError
 from autohete_fx.ir import (
     Activations,
@@ -32,13 +33,21 @@ from autohete_fx.ir import (
 )
 from autohete_fx.optim import AdamW, optimizer_of
 from autohete_fx.options import Options
+from autohete_fx.planner.baselines import fits
 from autohete_fx.planner.device_use import streaming_peak_bytes
 from autohete_fx.planner.figures import host_bytes
+from autohete_fx.planner.infeasible import infeasible
+from autohete_fx.planner.reasons import reasons_of
+from autohete_fx.planner.sharing import leanest
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import solve
 from autohete_fx.profiler import ParamInfo
 from autohete_fx.resources import is_symbolic
 from autohete_fx.runtime.placement import is_movable, placement_of
+from autohete_fx.runtime.tiers import is_home
+from autohete_fx.sizes import format_bytes
+
+_COUNTER_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,13 +113,28 @@ def input_bytes(inputs: Sequence[GraphInput]) -> int:
 
 
 def small_bytes(params: Iterable[torch.nn.Parameter], *, training: bool, micro_batches: int) -> int:
-    """Parameters that stay on the device whatever is decided, with their optimizer states and accumulated gradients."""
+    """Parameters that stay on the device whatever is decided, with their optimizer states and accumulated gradients. Counters of
+    optimizer steps, one a parameter, are on the CPU."""
+    params = list(params)
     small = [param for param in params if not is_movable(param)]
     total = sum(param.nbytes for param in small)
     if training:
+        total += sum(_COUNTER_BYTES for param in params if param.requires_grad and param.device.type == "cpu")
         total += sum(state_bytes(param) for param in small)
         if micro_batches > 1:
             total += sum(param.nbytes for param in small if param.requires_grad)
+    return total
+
+
+def trained_bytes(params: Iterable[torch.nn.Parameter]) -> int:
+    """What training has on the device beside parameters: optimizer states, where a plan has them there or none moves them, and
+    gradients that are there now."""
+    total = 0
+    for param in params:
+        placement = placement_of(param)
+        stays = placement is None or placement.optimizer is Optimizer.DEVICE or optimizer_of(param) is None
+        total += state_bytes(param) if stays else 0
+        total += param.grad.nbytes if param.grad is not None and not is_home(param.grad) else 0
     return total
 
 
@@ -152,6 +176,54 @@ def notes_on_optimizer(params: Sequence[torch.nn.Parameter]) -> tuple[str, ...]:
     )
 
 
+NOTE_ON_SHARDS = (
+    "FSDP (fully_shard) gathers these parameters for each call and frees them behind it, so no plan moves them: they are counted"
+    " whole on the device, with a gradient and two optimizer states each; activations alone can be recomputed or offloaded"
+)
+
+
+def leaving_parameters(problem: Problem) -> Problem:
+    """The problem with parameters and optimizer states left where they are."""
+    why = "FSDP (fully_shard) moves these parameters itself: shard them over more devices, or train without it"
+    return dataclasses.replace(
+        problem,
+        allow_host_params=False,
+        allow_host_optimizer=False,
+        fixed_decisions=(),
+        obstacles=(("host_params", why), ("host_optimizer", "")),
+    )
+
+
+def refuse_moving(plan: Plan, graph: BlockGraph, sharded: Set[str]) -> None:
+    """Raise PlanError where a given plan moves parameters, or their optimizer states, that FSDP shards."""
+    for block, label, decision in zip(graph.blocks, labels_of(graph.blocks), plan.decisions, strict=False):
+        places = {decision.optimizer, decision.other_states}
+        moves = decision.params is not Params.DEVICE or places != {Optimizer.DEVICE}
+        if moves and not sharded.isdisjoint(block.param_fqns):
+            raise PlanError(
+                f"the plan moves parameters or optimizer states of block {label!r}, which FSDP (fully_shard) shards and gathers by"
+                " itself. Expected was a plan that leaves them on the device. Make one with the option allow=['recompute',"
+                " 'offload_activations'], or train without fully_shard"
+            )
+
+
+def reducing_after_backward(problem: Problem) -> Problem:
+    """The problem inside of a DistributedDataParallel, which changes gradients in hooks that nobody sees: no update starts before
+    all of backward has run, nor is a norm taken before."""
+    overlap = Overlap.STEP if problem.schedule.overlap is Overlap.BACKWARD else problem.schedule.overlap
+    return dataclasses.replace(problem, schedule=Schedule(overlap=overlap))
+
+
+def note_on_reduction(params: Sequence[torch.nn.Parameter], bucket_bytes: int) -> str:
+    """What differs for a graph inside of a DistributedDataParallel."""
+    waits = any(owner.overlap is Overlap.BACKWARD for owner in _owners(params))
+    return (
+        f"DistributedDataParallel: its gradient buckets, {format_bytes(bucket_bytes)}, are counted on the device; the graph is"
+        " compiled whole, without Dynamo's DDPOptimizer, so reductions start when its backward ends"
+        + ("; updates start at optimizer.step() in spite of overlap='backward', because DDP changes gradients" * waits)
+    )
+
+
 def make_problem(
     graph: BlockGraph,
     costs: Sequence[BlockCost],
@@ -186,8 +258,23 @@ def make_problem(
         clips_gradients=training and clips_gradients(params.values()),
         training=training,
         fixed_decisions=fixed if any(d is not None for d in fixed) else (),
+        obstacles=_obstacles(params, options) if training else (),
     )
     return with_disk(problem) if allow_disk else problem
+
+
+def _obstacles(params: Mapping[str, torch.nn.Parameter], options: Options) -> tuple[tuple[str, str], ...]:
+    without = [p for p in params.values() if p.requires_grad and optimizer_of(p) is None]
+    if "host_optimizer" not in options.allow or not without:
+        return ()
+    states = format_bytes(sum(map(state_bytes, without)))
+    return (
+        (
+            "host_optimizer",
+            f"No autohete_fx.AdamW holds these parameters, so {states} of optimizer states are counted on the device: construct"
+            " autohete_fx.AdamW before the first training step, which lets them move to the host",
+        ),
+    )
 
 
 def with_disk(problem: Problem) -> Problem:
@@ -241,7 +328,7 @@ def fitted_plan(plan: Plan, graph: BlockGraph, problem: Problem) -> Plan:
     for label, decision in zip(labels, plan.decisions, strict=True):
         _refuse_unsupported(label, decision, problem.machine)
     problem = dataclasses.replace(problem, schedule=plan.schedule)
-    return _replayed(dataclasses.replace(plan, block_digests=digests), problem)
+    return replayed(dataclasses.replace(plan, block_digests=digests), problem)
 
 
 def recomputing(plan: Plan, problem: Problem) -> Plan:
@@ -251,10 +338,10 @@ def recomputing(plan: Plan, problem: Problem) -> Plan:
         dataclasses.replace(d, activations=Activations.RECOMPUTE) if d.activations in kept else d
         for d in plan.decisions
     )
-    return _replayed(dataclasses.replace(plan, decisions=tuple(decisions), status="feasible", reasons=None), problem)
+    return replayed(dataclasses.replace(plan, decisions=tuple(decisions), status="feasible", reasons=None), problem)
 
 
-def _replayed(plan: Plan, problem: Problem) -> Plan:
+def replayed(plan: Plan, problem: Problem) -> Plan:
     """The plan with what is predicted of it for a problem."""
     result = simulate(problem, plan.decisions)
     return dataclasses.replace(
@@ -282,6 +369,37 @@ def solved_plan(problem: Problem, graph: BlockGraph, options: Options) -> Plan:
     """The solver's plan. Raises InfeasiblePlanError where none fits."""
     plan = solve(problem, time_limit_s=options.solver_time_limit_s)
     return dataclasses.replace(plan, block_digests=tuple(block.digest for block in graph.blocks))
+
+
+def lean_plan(problem: Problem, graph: BlockGraph) -> Plan:
+    """A plan that leaves little on the device for other graphs. Raises InfeasiblePlanError where it does not fit."""
+    deadline = time.monotonic()
+    decisions = leanest(problem, deadline=deadline)
+    if decisions is None or not fits(problem, simulate(problem, decisions, events=False)):
+        raise infeasible(problem, deadline=deadline)
+    return decided_plan(problem, graph, decisions)
+
+
+def decided_plan(problem: Problem, graph: BlockGraph, decisions: tuple[BlockDecision, ...]) -> Plan:
+    """The plan of these decisions, with what is predicted of it."""
+    plan = Plan(
+        labels=problem.labels,
+        decisions=decisions,
+        block_digests=tuple(block.digest for block in graph.blocks),
+        schedule=problem.schedule,
+        status="feasible",
+    )
+    return dataclasses.replace(replayed(plan, problem), reasons=reasons_of(problem, decisions))
+
+
+def footprint_of(problem: Problem, decisions: Sequence[BlockDecision]) -> Footprint:
+    """What blocks leave on the device under decisions; nothing of what no decision changes."""
+    plan = Plan(labels=problem.labels, decisions=tuple(decisions))
+    return Footprint(
+        resident_bytes=resident_bytes(problem, plan),
+        held_bytes=held_bytes(problem, plan),
+        gradient_bytes=device_gradient_bytes(problem, plan),
+    )
 
 
 def lane_events(problem: Problem, plan: Plan) -> tuple[LaneEvent, ...]:

@@ -14,19 +14,21 @@ from dataclasses import dataclass
 from torch import fx
 from torch._functorch import config as functorch_config
 
-from autohete_fx import planning, rewriting
+from autohete_fx import passes, planning, rewriting
 from autohete_fx.capture.grouping import block_index, group_blocks
 from autohete_fx.capture.inputs import parameter_fqns
 from autohete_fx.captured import CapturedGraph
-from autohete_fx.compilation import Compilation, Footprint, GraphText
+from autohete_fx.compilation import Compilation, GraphText, Share
 from autohete_fx.errors import InfeasiblePlanError
-from autohete_fx.ir import BlockGraph, Plan, Problem, Profile
+from autohete_fx.ir import BlockDecision, BlockGraph, Plan, Problem, Profile
 from autohete_fx.passes import PassContext, Stage
-from autohete_fx.planner.infeasible import too_small
+from autohete_fx.planner.infeasible import advice_of, broken_up, too_small
+from autohete_fx.planner.sharing import leanest
 from autohete_fx.profiler import Partition, profile_analytic, profile_measured, trace_step
 from autohete_fx.report.graph_text import graph_text, list_transfers
 from autohete_fx.saved import offloadable
 from autohete_fx.sizes import format_bytes
+from autohete_fx.together import Together
 
 _MAX_CORRECTIONS = 8
 _RESERVE = 1 / 64
@@ -62,6 +64,7 @@ class _Rewritten:
     """A plan, whose peak is the traced one, and the graphs that it was written into."""
 
     plan: Plan
+    problem: Problem
     graphs: rewriting.Partitioned
     contexts: tuple[PassContext, PassContext]
     refusal: InfeasiblePlanError | None = None
@@ -75,6 +78,7 @@ class TrainingPlanner:
         joint: the joint graph; consumed.
         joint_inputs, keywords: what AOTAutograd gives a partitioner.
         given: a plan to replay instead of solving.
+        shares: where it is given, what was decided with it for earlier graphs of the call.
         withheld_bytes: how much less than the budget the plan may use.
         seconds: by stage, what earlier compilations of the graph took; what this one takes is added.
     """
@@ -87,6 +91,7 @@ class TrainingPlanner:
         keywords: dict[str, object],
         *,
         given: Plan | None,
+        shares: tuple[Share, ...] = (),
         withheld_bytes: int,
         seconds: dict[str, float],
     ) -> None:
@@ -101,6 +106,9 @@ class TrainingPlanner:
         self.withheld_bytes = withheld_bytes
         self.seconds = seconds
         self.offloadable: tuple[str, ...] = ()
+        self.shares = shares
+        self._candidates: list[tuple[BlockDecision, ...]] = []
+        self._takes_least = False
         with self._timed("grouping"):
             self.blocks: BlockGraph = group_blocks(self.joint, parameter_fqns(self.joint, captured.inputs))
 
@@ -112,20 +120,26 @@ class TrainingPlanner:
             profile = self._profile(split, may_measure)
         self.offloadable = tuple(node.name for node in offloadable(split.forward, split.num_outputs))
         before = (graph_text(split.forward), graph_text(split.backward))
-        problem = self.captured.problem(self.blocks, profile, training=True)
-        made = self._planned(problem, split, original)
+        try:
+            made = self._planned_beside(profile, split, original)
+        except InfeasiblePlanError as error:
+            raise broken_up(error, self.captured.model.shares.graph_breaks) from error
+        problem = made.problem
         plan, split, contexts = made.plan, made.graphs, made.contexts
-        passes = self.options.passes
-        split.forward = rewriting.run_user_passes(passes.forward, split.forward, contexts[0])
-        split.backward = rewriting.run_user_passes(passes.backward, split.backward, contexts[1])
+        theirs = self.options.passes
+        split.forward = rewriting.run_user_passes(theirs.forward, split.forward, contexts[0])
+        split.backward = rewriting.run_user_passes(theirs.backward, split.backward, contexts[1])
         compilation = self._report(problem, plan, profile, before, split)
-        return TrainingStep(
-            graphs=split, contexts=contexts, compilation=compilation, problem=problem, refusal=made.refusal
-        )
+        refusal = made.refusal and broken_up(made.refusal, self.captured.model.shares.graph_breaks)
+        return TrainingStep(graphs=split, contexts=contexts, compilation=compilation, problem=problem, refusal=refusal)
 
     def _split(self, joint: fx.GraphModule, plan: Plan) -> rewriting.Partitioned:
         context = PassContext(stage=Stage.JOINT, plan=plan, block_of=block_index(self.blocks))
         return rewriting.partition(joint, self.joint_inputs, context, self.keywords, self.options.verify)
+
+    def _unplanned(self, stage: Stage) -> PassContext:
+        """The context of a graph that no decision has changed."""
+        return PassContext(stage=stage, plan=rewriting.keep_everything(planning.labels_of(self.blocks.blocks)))
 
     def _profile(self, split: rewriting.Partitioned, may_measure: bool) -> Profile:
         partition = Partition(
@@ -136,11 +150,68 @@ class TrainingPlanner:
             block_of=block_index(self.blocks),
             params=self.captured.param_infos(split.forward),
             inner_backend=self.options.inner_backend,
+            after=passes.regions_apart(split.backward, self._unplanned(Stage.BACKWARD)),
         )
         machine = self.captured.machine
         if may_measure and self.options.profile == "measured" and self.captured.budget_bytes is not None:
             return profile_measured(partition, machine, max_bytes=self.captured.free_bytes())
         return profile_analytic(partition, machine)
+
+    def _planned_beside(self, profile: Profile, split: rewriting.Partitioned, original: fx.GraphModule) -> _Rewritten:
+        """Within the budget, as one graph of its call: see `autohete_fx.shares`."""
+        captured, budget = self.captured, self.captured.budget_bytes
+        problem = captured.problem(self.blocks, profile, training=True)
+        if captured.is_unsettled:
+            return self._unsettled(problem, split, original)
+        if captured.decided is not None:
+            self._candidates = [captured.decided.decisions, captured.decided.least]
+        together = Together(captured, problem)
+        if not together.others or budget is None:
+            return self._planned(problem, split, original)
+        if self.given is not None:  # found in the cache, with what was decided for the others
+            captured.others_bytes = together.beside(self.shares) if self.shares else together.beside_least()
+            return self._planned(captured.problem(self.blocks, profile, training=True), split, original)
+        with self._timed("solving"):
+            best = together.best(int((budget - self.withheld_bytes) * (1 - _RESERVE)))
+        if best is not None:
+            self.shares, own = best
+            self._candidates = [own]
+            captured.others_bytes = together.beside(self.shares)
+            made = self._tried(captured.problem(self.blocks, profile, training=True), split, original)
+            if made is not None and together.peak_beside(made.plan.decisions) <= budget:
+                return made
+            split = self._split(rewriting.copy_graph(original), rewriting.keep_everything(problem.labels))
+        self.shares = ()
+        captured.others_bytes = together.beside_least()
+        problem = captured.problem(self.blocks, profile, training=True)
+        least = leanest(problem, deadline=time.monotonic())
+        self._candidates = [] if least is None else [least]
+        made = self._planned(dataclasses.replace(problem, device_budget_bytes=None), split, original)
+        made = dataclasses.replace(made, problem=problem)
+        needed = max(made.plan.peak_bytes, together.peak_beside(made.plan.decisions))
+        if needed > budget - self.withheld_bytes:
+            smallest = int(needed / (1 - _RESERVE)) + 1 + self.withheld_bytes
+            what = f"The plans that take least need {format_bytes(needed)}"
+            raise too_small(budget, smallest, what, advice=advice_of(problem))
+        return made
+
+    def _unsettled(self, problem: Problem, split: rewriting.Partitioned, original: fx.GraphModule) -> _Rewritten:
+        """The plan that takes least, even if it does not fit: what would do is known when the last graph of the call is."""
+        self._takes_least = True
+        made = self._tried(problem, split, original)
+        if made is None:
+            split = self._split(rewriting.copy_graph(original), rewriting.keep_everything(problem.labels))
+            least = leanest(problem, deadline=time.monotonic())
+            self._candidates = [] if least is None else [least]
+            made = self._planned(dataclasses.replace(problem, device_budget_bytes=None), split, original)
+        return dataclasses.replace(made, problem=problem)
+
+    def _tried(self, problem: Problem, split: rewriting.Partitioned, original: fx.GraphModule) -> _Rewritten | None:
+        try:
+            made = self._planned(problem, split, original)
+        except InfeasiblePlanError:
+            return None
+        return made if made.refusal is None else None
 
     def _planned(self, problem: Problem, split: rewriting.Partitioned, original: fx.GraphModule) -> _Rewritten:
         """Plan and rewrite until the traced peak of the rewritten graphs keeps the budget.
@@ -148,7 +219,7 @@ class TrainingPlanner:
         Where no plan does, the one of least traced peak is returned, with the error to raise if its compiled code does not
         keep the budget either. Where its trace is far above the budget, the error is raised at once.
         """
-        usable = allowed = self._usable_bytes(problem, split)
+        usable = allowed = None if problem.device_budget_bytes is None else self._usable_bytes(problem, split)
         fresh: rewriting.Partitioned | None = split
         refused: InfeasiblePlanError | None = None
         for _ in range(_MAX_CORRECTIONS):
@@ -164,6 +235,8 @@ class TrainingPlanner:
             fresh = None  # consumed by the rewrite
             if usable is None or allowed is None or made.plan.peak_bytes <= usable:
                 return made
+            if self._candidates:
+                continue
             if refused is not None or self.given is not None:
                 break
             allowed = min(allowed, plan.peak_bytes) - (made.plan.peak_bytes - usable) - allowed // 1000
@@ -180,6 +253,7 @@ class TrainingPlanner:
             int(peak / (1 - _RESERVE)) + 1 + self.withheld_bytes,
             refused.held_up_by if refused else f"The plan needs {format_bytes(peak)}",
             smallest_host_bytes=refused.smallest_host_budget_bytes if refused else None,
+            advice=advice_of(problem),
         )
         if self.given is not None or peak * (1 - _WORST_TRACE) > self.captured.budget_bytes:
             raise refusal
@@ -193,8 +267,9 @@ class TrainingPlanner:
             if split is None or rewriting.changes_code(plan):
                 split = self._split(rewriting.copy_graph(original), plan)
             contexts = self._rewrite(split, plan)
-            peak = self._traced_peak(problem, plan, split, offloads=bool(contexts[0].offloaded))
-        return _Rewritten(plan=dataclasses.replace(plan, peak_bytes=peak), graphs=split, contexts=contexts)
+            peak = self._traced_peak(problem, plan, split, contexts)
+        plan = dataclasses.replace(plan, peak_bytes=peak)
+        return _Rewritten(plan=plan, problem=problem, graphs=split, contexts=contexts)
 
     def _usable_bytes(self, problem: Problem, split: rewriting.Partitioned) -> int | None:
         """What a traced peak may be; None for no limit."""
@@ -211,6 +286,11 @@ class TrainingPlanner:
         if self.given is not None:
             return planning.fitted_plan(self.given, self.blocks, problem)
         with self._timed("solving"):
+            self._candidates = [decisions for decisions in self._candidates if len(decisions) == len(problem.costs)]
+            if self._candidates:
+                return planning.decided_plan(problem, self.blocks, self._candidates.pop(0))
+            if self._takes_least:
+                return planning.lean_plan(problem, self.blocks)
             try:
                 return planning.solved_plan(problem, self.blocks, self.options)
             except InfeasiblePlanError:
@@ -231,8 +311,14 @@ class TrainingPlanner:
         )
 
     def _traced_peak(
-        self, problem: Problem, plan: Plan, split: rewriting.Partitioned, *, offloads: bool = False
+        self,
+        problem: Problem,
+        plan: Plan,
+        split: rewriting.Partitioned,
+        contexts: tuple[PassContext, PassContext] | None = None,
     ) -> int:
+        """``contexts``: with which the graphs were rewritten."""
+        offloads = contexts is not None and bool(contexts[0].offloaded)
         trace = trace_step(
             split.forward,
             split.backward,
@@ -240,29 +326,31 @@ class TrainingPlanner:
             device_type=self.captured.device.type,
             inner_backend=self.options.inner_backend,
             donates=functorch_config.donated_buffer and not offloads,
+            after=passes.pinned_after(split.backward, contexts[1]) if contexts else None,
         )
         return planning.traced_peak_bytes(problem, plan, trace.peak_bytes)
 
     def _report(
         self, problem: Problem, plan: Plan, profile: Profile, before: tuple[str, str], split: rewriting.Partitioned
     ) -> Compilation:
+        small_bytes = self.captured.small_bytes(training=True)
+        footprint = planning.footprint_of(problem, plan.decisions)
+        alone = dataclasses.replace(problem, fixed_bytes=problem.fixed_bytes - self.captured.others_bytes)
         return Compilation(
             plan=plan,
             training=True,
             device_budget_bytes=self.captured.budget_bytes,
             owners=planning.owners_of(self.blocks, self.captured.params),
-            footprint=Footprint(
-                resident_bytes=planning.resident_bytes(problem, plan) + self.captured.small_bytes(training=True),
-                held_bytes=planning.held_bytes(problem, plan),
-                gradient_bytes=planning.device_gradient_bytes(problem, plan),
-            ),
+            footprint=dataclasses.replace(footprint, resident_bytes=footprint.resident_bytes + small_bytes),
+            shares=self.shares,
+            unsettled=alone if self.captured.is_unsettled else None,
             graphs=(
                 GraphText(graph="forward", before=before[0], after=graph_text(split.forward)),
                 GraphText(graph="backward", before=before[1], after=graph_text(split.backward)),
             ),
             transfers=(*list_transfers(split.forward, "forward"), *list_transfers(split.backward, "backward")),
             events=planning.lane_events(problem, plan),
-            notes=planning.notes_on_optimizer(list(self.captured.params.values())),
+            notes=self.captured.notes(),
             profile_source=profile.source,
             compile_s=dict(self.seconds),
         )

@@ -6,9 +6,10 @@ import gc
 import inspect
 import re
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -107,11 +108,81 @@ def is_stance_default() -> bool:
     return eval_frame._stance.stance == "default" and eval_frame._stance.backend is None and not config.disable
 
 
-def on_cache_misses(begin: Callable[[], None], compiled: Callable[[], None], given_up: Callable[[], None]) -> None:
+class _Splits(threading.local):
+    """Whether Dynamo may split graphs for DistributedDataParallel in this thread now."""
+
+    are_off = False
+
+
+_splits = _Splits()
+
+
+@contextlib.contextmanager
+def _whole_graphs(are_wanted: bool) -> Iterator[None]:
+    before, _splits.are_off = _splits.are_off, are_wanted
+    try:
+        yield
+    finally:
+        _splits.are_off = before
+
+
+def turn_off_ddp_optimizer() -> None:
+    """From now on, graphs of our backend stay whole in a DistributedDataParallel.
+
+    Dynamo's DDPOptimizer, its default there, would split them into one a bucket of gradients, and none would count the others in
+    its budget.
+    """
+    from torch._dynamo import utils
+
+    mode_of = utils.get_optimize_ddp_mode
+
+    @functools.wraps(mode_of)
+    def mode() -> str:
+        found = mode_of()
+        return "no_optimization" if found == "ddp_optimizer" and _splits.are_off else found
+
+    utils.get_optimize_ddp_mode = mode
+
+
+def ddp_bucket_bytes() -> int | None:
+    """What the DistributedDataParallel whose forward runs now copies gradients into, for its reductions; None where none runs."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    ddp: Any = DistributedDataParallel._get_active_ddp_module()
+    if ddp is None:
+        return None
+    named = ddp.module.named_parameters()
+    return sum(p.nbytes for name, p in named if p.requires_grad and name not in ddp.parameters_to_ignore)
+
+
+def is_of_fsdp(placeholder: fx.Node) -> bool:
+    """Whether an input of Dynamo's graph is a parameter of a module that FSDP manages."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    guard_source: Any = getattr(source, "guard_source", None)
+    if callable(guard_source):
+        guard_source = guard_source()
+    return guard_source is not None and guard_source.is_fsdp_module()
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether it is a part of a tensor that several ranks hold together."""
+    module = sys.modules.get("torch.distributed.tensor")  # without it there is none
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def module_of_backend(backend: object) -> str:
+    """The module of a function, or of the one of which ``torch.compile`` makes another with options; empty where it has none."""
+    return getattr(getattr(backend, "compiler_fn", backend), "__module__", None) or ""
+
+
+def on_cache_misses(
+    begin: Callable[[CodeType | None], None], compiled: Callable[[], None], given_up: Callable[[CodeType], None]
+) -> None:
     """Call back around what Dynamo does with a frame for which it has no compiled code.
 
-    ``begin`` is called before, then ``compiled`` or, where the frame will run as it is (a limit, a mode, an operation that
-    cannot be traced), ``given_up``. Frames that Dynamo leaves alone by rule, such as PyTorch's own, give up nothing.
+    ``begin`` is called before, with the frame's code where Dynamo may compile it, then ``compiled`` or, where the frame will run as
+    it is (a limit, a mode, an operation that cannot be traced), ``given_up``. Frames that Dynamo leaves alone by rule, such as
+    PyTorch's own, give up nothing.
 
     What the garbage collector runs, its callbacks and finalizers, is no part of the program, though a collection may begin
     anywhere, also between the entry of a compiled function and its code. It runs as it is, behind ``begin``, which nobody would
@@ -127,14 +198,18 @@ def on_cache_misses(begin: Callable[[], None], compiled: Callable[[], None], giv
     def call(self: Any, frame: Any, *args: Any) -> Any:
         if _is_of_collector(frame.f_code):
             with contextlib.suppress(Exception):
-                begin()
+                begin(None)
             return ConvertFrameReturn(apply_to_code=False)
-        begin()
-        result = convert(self, frame, *args)
+        is_left_alone = trace_rules.check(frame.f_code)
+        begin(None if is_left_alone else frame.f_code)
+        backend = getattr(getattr(self, "_torchdynamo_orig_backend", None), "_torchdynamo_orig_backend", None)
+        backend = getattr(backend, "_torchdynamo_orig_backend", backend)
+        with _whole_graphs(module_of_backend(backend).startswith("autohete_fx.")):
+            result = convert(self, frame, *args)
         if result.guarded_code is not None:
             compiled()
-        elif not trace_rules.check(frame.f_code):
-            given_up()
+        elif not is_left_alone:
+            given_up(frame.f_code)
         return result
 
     CatchErrorsWrapper.__call__ = call  # type: ignore[method-assign]
@@ -161,15 +236,46 @@ def function_being_compiled() -> tuple[str, str]:
 
     What follows a graph break is to Dynamo a function of its own, whose name says which one it resumes.
     """
+    code = code_being_compiled()
+    return ("", "") if code is None else (function_of(code), code.co_qualname)
+
+
+def function_of(code: CodeType) -> str:
+    """The function of the user's that code belongs to, by file and name: its own, or what follows a graph break in it."""
     from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+
+    name = re.sub(rf"{TORCH_DYNAMO_RESUME_IN_PREFIX}_(\w+)_at_\d+", r"\1", code.co_qualname)
+    return f"{code.co_filename}:{name}"
+
+
+def graph_break_behind(gm: fx.GraphModule) -> str | None:
+    """Why Dynamo ended a graph before its function ends, and where: ``file:line: reason``; None where it did not."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    where = f"{reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno}: " if reason.user_stack else ""
+    return where + _first_line(reason.reason)
+
+
+def _first_line(reason: str) -> str:
+    """And what it explains."""
+    lines = [line.strip().removeprefix("Explanation: ") for line in reason.strip().splitlines()]
+    return "; ".join(line.rstrip(".") for line in lines[:2] if line)
+
+
+def code_being_compiled() -> CodeType | None:
+    """What Dynamo compiles in this thread; None where it does not compile."""
     from torch._dynamo.symbolic_convert import tls
 
     translator = getattr(tls, "current_tx", None)
-    if translator is None:
-        return "", ""
-    code = translator.output.root_tx.f_code
-    name = re.sub(rf"{TORCH_DYNAMO_RESUME_IN_PREFIX}_(\w+)_at_\d+", r"\1", code.co_qualname)
-    return f"{code.co_filename}:{name}", code.co_qualname
+    return None if translator is None else translator.output.root_tx.f_code
+
+
+def forget_compiled(code: CodeType) -> None:
+    """Let Dynamo drop all that it has compiled of this code. The next call that reaches it compiles afresh."""
+    from torch._dynamo.eval_frame import remove_from_cache
+
+    remove_from_cache(code)
 
 
 def frame_of_call(frame: FrameType | None) -> FrameType | None:
@@ -182,6 +288,25 @@ def frame_of_call(frame: FrameType | None) -> FrameType | None:
 def function_of_call(frame: FrameType | None) -> object:
     """What the call calls, by that frame."""
     return None if frame is None else frame.f_locals.get("fn")
+
+
+def modules_of(function: object) -> list[torch.nn.Module]:
+    """The modules that a compiled function is of: the one that it is, or is a method of, or those that it or a function that it
+    closes over closes over."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    known = (FunctionType, MethodType, torch.nn.Module)
+    functions, found = [function], []
+    for each in functions:
+        each = inspect.unwrap(each) if isinstance(each, FunctionType) else each
+        found.append(getattr(each, "__self__", each))
+        for cell in getattr(each, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # one that is still empty
+                content = cell.cell_contents
+                if isinstance(content, known) and all(content is not other for other in functions):
+                    functions.append(content)
+    modules = (each for each in found if isinstance(each, torch.nn.Module))
+    return [module.module if isinstance(module, DistributedDataParallel) else module for module in modules]
 
 
 def on_compiled_graphs(around: Callable[[fx.GraphModule, Callable[..., object]], Callable[..., object]]) -> None:
@@ -198,9 +323,10 @@ def on_compiled_graphs(around: Callable[[fx.GraphModule, Callable[..., object]],
 
 
 def on_calls_of_compiled_functions(
-    context_of: Callable[[object], Callable[[], contextlib.AbstractContextManager[None]]],
+    context_of: Callable[[object, object], Callable[[], contextlib.AbstractContextManager[None]]],
 ) -> None:
-    """Run every call of a function that is compiled from now on in a context: ``context_of(backend)`` makes such contexts.
+    """Run every call of a function that is compiled from now on in a context: what ``context_of(backend, function)`` returns makes
+    such contexts. The function is None where it is not known, such as of a decorator.
 
     The context is entered before guards are evaluated. Dynamo asks a backend for it, by the attribute ``backend_ctx_ctor``,
     but the object that it asks is its own wrapper, which has that attribute only if the backend is a plain function. Here
@@ -208,8 +334,10 @@ def on_calls_of_compiled_functions(
     """
     from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 
+    compile_code = inspect.unwrap(torch.compile).__code__
+
     def both_of(wrapper: Any) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        ours = context_of(wrapper._torchdynamo_orig_backend)
+        ours = context_of(wrapper._torchdynamo_orig_backend, given_to_compile())
         theirs = vars(wrapper).get("backend_ctx_ctor", contextlib.nullcontext)
 
         @contextlib.contextmanager
@@ -218,5 +346,11 @@ def on_calls_of_compiled_functions(
                 yield
 
         return ours if theirs is contextlib.nullcontext else both
+
+    def given_to_compile() -> object:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code is not compile_code:
+            frame = frame.f_back
+        return None if frame is None else frame.f_locals.get("model")
 
     WrapBackendDebug.backend_ctx_ctor = property(both_of)  # type: ignore[attr-defined]

@@ -38,7 +38,7 @@ assert "torch" not in sys.modules, "torch was imported before its environment wa
 
 pytest.register_assert_rewrite("tests.main_job", "tests.placed_job", "tests.training")
 
-_ORDER = ("unit", "graph", "e2e", "cuda")
+_ORDER = ("unit", "graph", "e2e", "dist", "cuda")
 
 
 def pytest_unconfigure() -> None:

@@ -8,7 +8,8 @@ Layers come from the module stacks (`layers`), from repeated structure where the
 (`structure`); all other nodes are placed by dataflow (`assign`). A graph that repeats nothing is one block.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -29,6 +30,10 @@ from autohete_fx.capture.paths import dotted, module_stack, scopes
 from autohete_fx.capture.structure import repeated_structure
 from autohete_fx.ir import Block, BlockGraph, BlockKind, Edge
 
+_WHOLE = "whole"
+_NAME_OF_WHOLE = "graph"
+"""Of the one block of a graph that repeats nothing, where its parameters have no module of their own below the outermost."""
+
 
 def group_blocks(joint: fx.GraphModule, param_fqns: Mapping[str, str]) -> BlockGraph:
     """Group a graph's nodes into blocks.
@@ -43,7 +48,6 @@ def group_blocks(joint: fx.GraphModule, param_fqns: Mapping[str, str]) -> BlockG
     nodes = split_joint(joint)
     parameters = find_parameters(nodes, param_fqns)
     layers = module_layers(nodes)
-    names = tuple(dotted(layer.scope[0]) for layer in layers)
     if layers:
         slots = Slots(tuple(layer.stack for layer in layers))
         slot_of = _assign(nodes, slots, _known_slots(nodes, layers), parameters)
@@ -51,10 +55,44 @@ def group_blocks(joint: fx.GraphModule, param_fqns: Mapping[str, str]) -> BlockG
         slots = structure.slots()
         slot_of = _assign(nodes, slots, structure.known(), parameters)
     else:
-        slots = Slots(("whole",))
+        slots = Slots((_WHOLE,))
         slot_of = dict.fromkeys(nodes.order, Slots.of_layer(0))
     check_order(nodes, slot_of)
+    names: tuple[str, ...] = ()
+    if layers:
+        names = _layer_names(layers, _parameter_names(nodes, parameters, slot_of, param_fqns))
+    elif slots.stacks == (_WHOLE,):
+        names = (_common_module(param_fqns.values()) or _NAME_OF_WHOLE,)
     return _block_graph(nodes, slots, names, slot_of, parameters, param_fqns)
+
+
+def _parameter_names(
+    joint: JointNodes, parameters: Parameters, slot_of: SlotMap, param_fqns: Mapping[str, str]
+) -> dict[int, list[str]]:
+    """Names of the parameters that each slot reads first."""
+    by_slot = _parameters_by_group(joint, parameters, slot_of)
+    return {slot: [param_fqns[node.name] for node in nodes] for slot, nodes in by_slot.items()}
+
+
+def _layer_names(layers: Sequence[Layer], parameters: Mapping[int, Sequence[str]]) -> tuple[str, ...]:
+    """Paths of the layers, as users know them. Behind a graph break in a module below the one that was compiled, module paths start
+    at that module, but parameters have their full names: what these have in front is restored."""
+    prefixes: dict[str, str] = {}  # by the root of a path
+    for index, layer in enumerate(layers):
+        path = layer.scope[0]
+        for fqn in parameters.get(Slots.of_layer(index), ()):
+            head, found, _ = f".{fqn}".partition(f".{dotted(path)}.")
+            if found:
+                prefixes.setdefault(path[0], head)
+    paths = (layer.scope[0] for layer in layers)
+    return tuple(f"{prefixes.get(path[0], '')}.{dotted(path)}".strip(".") for path in paths)
+
+
+def _common_module(fqns: Iterable[str]) -> str:
+    """The path of the innermost module that holds all parameters; empty for the outermost one."""
+    paths = [fqn.split(".")[:-1] for fqn in fqns]
+    same = itertools.takewhile(lambda steps: len(set(steps)) == 1, zip(*paths, strict=False))
+    return ".".join(steps[0] for steps in same)
 
 
 def block_index(graph: BlockGraph) -> dict[str, int]:

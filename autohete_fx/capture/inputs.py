@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-_ROOT = re.compile(r"^(?:[LG]\['(?P<root>[^']*)'\])")
+from autohete_fx import versions
+
+_ROOT = re.compile(r"^[LG]\['[^']*'\](?:\.__closure__\[\d+\]\.cell_contents)*")
 _STEP = re.compile(r"\['([^']*)'\]|\.([A-Za-z_]\w*)|\[(\d+)\]")
-_CONTAINERS = frozenset({"_modules", "_parameters", "_buffers", "_orig_mod"})
+_CONTAINERS = frozenset({"_modules", "_parameters", "_buffers", "_orig_mod", "__dict__"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class GraphInput:
         tensor: the real value where it is a tensor (parameters always are), else None.
         is_parameter: whether it is an ``nn.Parameter``.
         edge: position among the inputs that are tensors, which alone have an edge in autograd's graph: sizes have none.
+        is_sharded: whether it is a parameter that several ranks hold together, and FSDP gathers for the call.
     """
 
     index: int
@@ -35,21 +38,36 @@ class GraphInput:
     tensor: torch.Tensor | None
     is_parameter: bool
     edge: int | None
+    is_sharded: bool = False
 
 
 def clean_name(source: str) -> str:
-    """``L['self']._modules['a']._parameters['w']`` becomes ``a.w``; other roots than ``self`` and ``fn`` are dropped too."""
+    """``L['self']._modules['a']._parameters['w']`` becomes ``a.w``; other roots than ``self`` are dropped too, as is the
+    variable that a function closes over."""
     match = _ROOT.match(source)
     rest = source[match.end() :] if match else source
     steps = [next(group for group in step if group) for step in _STEP.findall(rest) if any(step)]
     return ".".join(step for step in steps if step not in _CONTAINERS) or source
 
 
-def graph_inputs(gm: fx.GraphModule, example_inputs: Sequence[object]) -> tuple[GraphInput, ...]:
-    """The inputs of Dynamo's graph, in order; two inputs with one cleaned name keep their source expressions."""
+def graph_inputs(
+    gm: fx.GraphModule, example_inputs: Sequence[object], called: Sequence[torch.nn.Module] = ()
+) -> tuple[GraphInput, ...]:
+    """The inputs of Dynamo's graph, in order; two inputs with one cleaned name keep their source expressions.
+
+    Args:
+        gm: the graph.
+        example_inputs: what it is called with; parameters as they are.
+        called: modules whose call Dynamo compiles, outermost first. Behind a graph break in a module below, names start at that
+            module; they are restored to those that the outer one has.
+    """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     sources = [_source_of(node) for node in placeholders]
-    names = [clean_name(source) for source in sources]
+    full_names = _full_names(called)
+    names = [
+        _restored(clean_name(source), full_names.get(id(value), ()))
+        for source, value in zip(sources, example_inputs, strict=True)
+    ]
     edges = itertools.count()
     return tuple(
         GraphInput(
@@ -58,9 +76,27 @@ def graph_inputs(gm: fx.GraphModule, example_inputs: Sequence[object]) -> tuple[
             tensor=value if isinstance(value, torch.Tensor) else None,
             is_parameter=isinstance(value, torch.nn.Parameter),
             edge=next(edges) if isinstance(value, torch.Tensor) else None,
+            is_sharded=isinstance(value, torch.nn.Parameter)
+            and (versions.is_of_fsdp(node) or versions.is_dtensor(value)),
         )
-        for index, (name, source, value) in enumerate(zip(names, sources, example_inputs, strict=True))
+        for index, (name, source, value, node) in enumerate(
+            zip(names, sources, example_inputs, placeholders, strict=True)
+        )
     )
+
+
+def _full_names(modules: Sequence[torch.nn.Module]) -> dict[int, list[str]]:
+    """Names of each parameter, by its identity."""
+    names: dict[int, list[str]] = {}
+    for module in modules:
+        for name, param in module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), []).append(name)
+    return names
+
+
+def _restored(name: str, full_names: Sequence[str]) -> str:
+    """The first of the full names that ends with a name; the name itself where none does."""
+    return next((full for full in full_names if f".{full}".endswith(f".{name}")), name)
 
 
 def _source_of(node: fx.Node) -> str:

@@ -5,7 +5,8 @@ outermost module first, from ``"<id>"`` or ``"<id>@<call>"`` (the second and lat
 ``("L['self'].model.layers.0", class or class name)``. Out: `ModuleCall` tuples with the path split into steps.
 
 The string has had several forms (``L['self']._modules['layers']._modules['0']``, ``L['m'].layers.0``,
-``G['model'].layers[0]``, ``layers.0`` after export); all come out as the same steps. The root (which variable
+``G['model'].layers[0]``, ``layers.0`` after export; with ``.__dict__['_modules']['model']`` below a module whose class
+has a ``__getattr__`` of its own, as PEFT's have); all come out as the same steps. The root (which variable
 held the model) stays the first step, because two models in one function may have equal paths below it; it is
 dropped from the names that users read.
 """
@@ -19,9 +20,9 @@ from torch import fx
 
 from autohete_fx.draws import makes_seeds
 
-_ROOT = re.compile(r"^[LG]\[(?:'([^']*)'|\"([^\"]*)\")\]")
+_ROOT = re.compile(r"^[LG]\[(?:'[^']*'|\"[^\"]*\")\](?:\.__closure__\[\d+\]\.cell_contents)*")
 _STEP = re.compile(r"\['([^']*)'\]|\[\"([^\"]*)\"\]|\[(\d+)\]|([^.\[\]]+)")
-_WRAPPERS = frozenset({"_modules", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_WRAPPERS = frozenset({"_modules", "__dict__", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 Path = tuple[str, ...]
 Scope = tuple[Path, str]

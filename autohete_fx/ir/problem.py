@@ -33,6 +33,8 @@ class Problem:
         training: False for an inference graph: no backward, gradients or optimizer.
         fixed_decisions: per block, decisions about params and optimizer that an earlier graph of the same model has
             made already, or None; empty for no such decisions. The ``activations`` of such a decision are free.
+        obstacles: pairs of a decision, by its word in the option ``allow``, that cannot be made here although the user
+            allows it, and a sentence on what would let it be made. For messages: no part of the digest.
     """
 
     labels: tuple[str, ...]
@@ -55,6 +57,7 @@ class Problem:
     micro_batches: int = 1
     training: bool = True
     fixed_decisions: tuple[BlockDecision | None, ...] = ()
+    obstacles: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.labels) == len(self.costs), "one label a block"
@@ -63,6 +66,6 @@ class Problem:
     @property
     def digest(self) -> str:
         """Stable across processes; equal for equal problems."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, default=lambda e: e.value).encode()).hexdigest()[
-            :16
-        ]
+        decides = {name: value for name, value in asdict(self).items() if name != "obstacles"}
+        text = json.dumps(decides, sort_keys=True, default=lambda e: e.value)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]

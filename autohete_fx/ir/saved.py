@@ -91,8 +91,8 @@ def checked(raw: Any, name: str, *kinds: type) -> Any:
 def spelled(of: type[Value], raw: Any) -> Value:
     """The dataclass ``of`` that an object spells: one entry a field, and every entry as the field is annotated.
 
-    Annotations are numbers, strings, booleans, enums of strings, dataclasses, tuples of any length of these, and what may be
-    None besides. Raises KeyError for what is missing, TypeError or ValueError for what is wrong.
+    Annotations are numbers, strings, booleans, enums of strings, dataclasses, tuples of these, and what may be None besides.
+    Raises KeyError for what is missing, TypeError or ValueError for what is wrong.
     """
     assert is_dataclass(of)
     values = {
@@ -124,8 +124,11 @@ def _value(name: str, raw: Any, annotation: Any) -> Any:
         (annotation,) = (part for part in get_args(annotation) if part is not NoneType)
         return None if raw is None else _value(name, raw, annotation)
     if get_origin(annotation) is tuple:
-        (each, _) = get_args(annotation)
-        return tuple(_element(name, index, part, each) for index, part in enumerate(raw))
+        kinds = get_args(annotation)
+        kinds = kinds[:1] * len(raw) if kinds[-1] is Ellipsis else kinds
+        if len(kinds) != len(raw):
+            raise ValueError(f"{name} has {len(raw)} entries; expected {len(kinds)}")
+        return tuple(_element(name, index, *pair) for index, pair in enumerate(zip(raw, kinds, strict=True)))
     if is_dataclass(annotation):
         assert isinstance(annotation, type)
         return spelled(annotation, raw)

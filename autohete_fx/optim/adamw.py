@@ -28,6 +28,7 @@ from autohete_fx.runtime.calls import is_within_call
 from autohete_fx.runtime.early import Consumed
 from autohete_fx.runtime.fence import watched
 from autohete_fx.runtime.placement import placement_of
+from autohete_fx.runtime.uncalled import Watch
 from autohete_fx.runtime.updates import Updates
 
 _IMPLEMENTATION: dict[str, Any] = {
@@ -128,6 +129,7 @@ class AdamW(torch.optim.Optimizer):
         self.grad_norm: Tensor | None = None
         self._is_accumulating = False
         self.host_copies = HostCopies()
+        self._watch = Watch()
         self._forget_groups()
         asked = {"amsgrad": amsgrad, "capturable": capturable, "differentiable": differentiable}
         hyperparameters = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
@@ -158,6 +160,7 @@ class AdamW(torch.optim.Optimizer):
         absent = {"overlap": Overlap.STEP, "max_grad_norm": None, "grad_norm": None, "_is_accumulating": False}
         self.__dict__ |= {name: value for name, value in absent.items() if name not in self.__dict__}
         self.host_copies = HostCopies()
+        self._watch = Watch()
         self._forget_groups()
         for group in self.param_groups:
             for param in group["params"]:
@@ -217,6 +220,8 @@ class AdamW(torch.optim.Optimizer):
             model.early.norms.clear()
         apply(updates, self.host_copies, may_overlap=self.overlap is not Overlap.NONE and is_guarded, scale=scale)
         self._groups, self._has_stepped = None, True
+        if not models:
+            self._watch.step([p for group in self.param_groups for p in group["params"]])
         if started and not is_guarded:
             self.synchronize()
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autohete_fx import versions
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Optimizer
 from autohete_fx.ops import contiguous_stride, is_dense
@@ -37,7 +38,13 @@ State = dict[str, Any]
 
 
 def check_param(param: Tensor) -> None:
-    """Raise OptimizerStateError for a parameter whose dtype AdamW has no exact update for."""
+    """Raise OptimizerStateError for a parameter that AdamW has no exact update for."""
+    if versions.is_dtensor(param):
+        raise OptimizerStateError(
+            f"a parameter of shape {tuple(param.shape)} is a DTensor, which several ranks hold together, as fully_shard makes"
+            " them; expected was a parameter that one process holds whole. Give DTensors to torch.optim.AdamW(fused=True):"
+            " FSDP's own offload_policy=CPUOffloadPolicy() keeps their states on the host"
+        )
     if param.dtype not in _FULL + _HALF:
         raise OptimizerStateError(
             f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; expected float32, float64, bfloat16 "

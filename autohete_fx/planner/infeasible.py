@@ -5,6 +5,7 @@ budget within the device budget as it is, so that either, if raised alone to wha
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autohete_fx.errors import InfeasiblePlanError
@@ -36,7 +37,6 @@ def infeasible(problem: Problem, *, deadline: float) -> InfeasiblePlanError:
         return _host_error(problem, smallest_host, deadline)
     replayed = simulate(replace(problem, device_budget_bytes=None), least)
     largest = ", ".join(f"{c.name} {format_bytes(c.num_bytes)}" for c in replayed.contributors[:_NAMED])
-    disallowed = _disallowed(problem)
     assert problem.device_budget_bytes is not None
     label = problem.labels[replayed.peak_block] if problem.labels else "a graph without blocks"
     return too_small(
@@ -44,7 +44,7 @@ def infeasible(problem: Problem, *, deadline: float) -> InfeasiblePlanError:
         replayed.peak_bytes,
         f"It is held up in the {replayed.peak_phase} of {label!r}, by {largest}",
         smallest_host_bytes=smallest_host,
-        advice=f"; or allow {disallowed}" if disallowed else "",
+        advice=advice_of(problem),
     )
 
 
@@ -66,6 +66,19 @@ def too_small(
         smallest_budget_bytes=smallest_bytes,
         smallest_host_budget_bytes=smallest_host_bytes,
         held_up_by=held_up_by,
+    )
+
+
+def broken_up(error: InfeasiblePlanError, graph_breaks: Sequence[str]) -> InfeasiblePlanError:
+    """The same error, which names the graph breaks that made the call more than one graph, if there are any."""
+    if not graph_breaks:
+        return error
+    what = f"Graph breaks make the call several graphs, which share the budget: {'; '.join(graph_breaks)}"
+    return InfeasiblePlanError(
+        f"{error}. {what}",
+        smallest_budget_bytes=error.smallest_budget_bytes,
+        smallest_host_budget_bytes=error.smallest_host_budget_bytes,
+        held_up_by=error.held_up_by,
     )
 
 
@@ -101,11 +114,20 @@ def _later(deadline: float) -> float:
     return max(deadline, time.monotonic() + _LEAST_S)
 
 
-def _disallowed(problem: Problem) -> str:
+def advice_of(problem: Problem) -> str:
+    """The end of an error's last sentence: what else may be decided if the user wants so, and what stands in its way."""
+    obstacles = dict(problem.obstacles)
+    disallowed = ", ".join(word for word in _disallowed(problem) if word not in obstacles)
+    return (f"; or allow {disallowed}" if disallowed else "") + "".join(
+        f". {what}" for what in obstacles.values() if what
+    )
+
+
+def _disallowed(problem: Problem) -> list[str]:
     words = {
         "recompute": problem.allow_recompute,
         "offload_activations": problem.allow_offload_activations,
         "host_params": problem.allow_host_params,
         "host_optimizer": problem.allow_host_optimizer,
     }
-    return ", ".join(word for word, allowed in words.items() if not allowed)
+    return [word for word, allowed in words.items() if not allowed]

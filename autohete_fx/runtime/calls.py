@@ -33,10 +33,11 @@ import weakref
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType, FunctionType, MethodType, TracebackType
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from autohete_fx import versions
 from autohete_fx.errors import OptimizerStateError
+from autohete_fx.runtime import uncalled
 from autohete_fx.runtime.fence import Fence, lower_fences, raise_fences, standing_fences, tensors_in
 from autohete_fx.runtime.updates import Updates
 
@@ -68,17 +69,24 @@ class CompiledFunction:
 
     Attributes:
         functions: those of its backend.
-        is_budgeted: whether that is ours and the function has not been called yet.
+        is_ours: whether that is the backend of this package.
+        has_returned: whether any call of the function has.
+
+    Args:
+        compiled: what it was made of; None where that is not known.
     """
 
-    def __init__(self, functions: CompiledFunctions, is_budgeted: bool) -> None:
+    def __init__(self, functions: CompiledFunctions, is_ours: bool, compiled: object) -> None:
         self.functions = functions
-        self.is_budgeted = is_budgeted
+        self.is_ours = is_ours
+        self.has_returned = False
+        if is_ours:
+            uncalled.await_call(self, compiled)
 
     def call(self) -> "_Call":
         """The context of one call."""
-        is_first, self.is_budgeted = self.is_budgeted, False
-        return _Call(self.functions, is_first)
+        uncalled.note_call(self)
+        return _Call(self)
 
 
 _known: list[tuple[weakref.ref[object], CompiledFunctions]] = []
@@ -101,18 +109,28 @@ class _Call:
     """One call, as a context.
 
     Attributes:
-        is_first: of a function that was compiled with our backend.
+        function: the one that is called.
+        handled: the exception that the caller was handling when the call began.
         frame: of the function that began it, on the stack as long as it runs; None where that is not known.
         fences: those that were lowered, and that are to be raised behind it.
+        kept: what lives at least as long.
+        model: of the graph that ran last.
+        eager_function: the first one that Dynamo could not compile, and where it begins; empty where there is none.
+        root: the first function of the user's for which Dynamo had no code, by file and name; None where there was none.
         failure: of an update, where a frame met it. The interpreter drops what callbacks of weak references and finalizers raise,
             and Dynamo then runs the rest of the call eagerly: nothing else in it may notice.
     """
 
-    def __init__(self, functions: CompiledFunctions, is_first: bool = False) -> None:
-        self.functions = functions
-        self.is_first = is_first
+    def __init__(self, function: CompiledFunction) -> None:
+        self.function = function
+        self.functions = function.functions
+        self.handled: BaseException | None = None
         self.frame: FrameType | None = None
         self.fences: list[Fence] = []
+        self.kept: list[object] = []
+        self.root: str | None = None
+        self.model: weakref.ref[object] | None = None
+        self.eager_function = ""
         self.failure: OptimizerStateError | None = None
         self.num_compilations = 0
         self.num_graphs_compiled = 0
@@ -123,11 +141,15 @@ class _Call:
     def __enter__(self) -> None:
         _calls()  # raises what an interrupted one has left lowered
         self.num_breaks = versions.num_graph_breaks()
+        self.handled = sys.exception()
         self.frame = versions.frame_of_call(sys._getframe())
         self.fences = standing_fences()
         try:
             _thread.calls.append(self)  # before the fences fall: from here on somebody knows of them
             lower_fences()
+            if len(_thread.calls) == 1:
+                for look in _looks:
+                    look(versions.function_of_call(self.frame), self.function.is_ours)
             is_stance_default = versions.is_stance_default()
             if not self.functions.is_whole or not is_stance_default:
                 if not is_stance_default or self._code() in self.functions.unseen:
@@ -141,13 +163,16 @@ class _Call:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if error is None and self.failure is not None:
+            # Dynamo gives its contexts no exception, also where one is on its way out of the call.
+            has_returned = sys.exception() is self.handled
+            if self.failure is not None:
                 raise self.failure
-            if error is None and (self.num_compilations or self.has_eager_frames):
+            if self.num_compilations or self.has_eager_frames:
                 self._judge()
-            has_compiled = self.has_run_graphs or self.num_compilations
-            if error is None and self.is_first and not has_compiled and versions.is_stance_default():
-                log.warning(_NOTHING_COMPILED)
+            if has_returned and self.function.is_ours and not self.function.has_returned:
+                self.function.has_returned = True
+                if not (self.has_run_graphs or self.num_compilations) and versions.is_stance_default():
+                    log.warning(_NOTHING_COMPILED)
             for updates in self.updates():
                 updates.prune()
         finally:
@@ -157,7 +182,7 @@ class _Call:
         """Raise what is still needed. An interrupt leaves the call to `_calls`, which does it again."""
         raise_fences([fence for fence in self.fences if (u := fence.updates) is not None and u.needs_fence])
         _thread.calls[:] = [call for call in _thread.calls if call is not self]
-        self.frame = None
+        self.frame = self.handled = None
 
     def updates(self) -> list[Updates]:
         """Those whose fences were lowered."""
@@ -204,6 +229,54 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_looks: list[Callable[[object, bool], None]] = []
+
+
+def before_calls(look: Callable[[object, bool], None]) -> None:
+    """From now on, before Dynamo looks for the code of a call that is within no other, call ``look`` with its function and with
+    whether our backend compiled it."""
+    _looks.append(look)
+
+
+def keep_until_end(value: object) -> None:
+    """Of the outermost call of this thread: nothing else need reference ``value`` until then."""
+    _calls()[0].kept.append(value)
+
+
+def note_model(model: object) -> None:
+    """A graph of the model runs in the outermost call of this thread, if there is one."""
+    for call in _calls()[:1]:
+        call.model = weakref.ref(model)
+
+
+def model_of_call() -> object:
+    """The model of the graph that ran last in the outermost call of this thread; None where none did."""
+    call = next(iter(_calls()), None)
+    return None if call is None or call.model is None else call.model()
+
+
+def is_compiling_root() -> bool:
+    """Whether what Dynamo compiles is the function that the outermost call of this thread is of, or what follows a graph break
+    in it: not a function that it calls, beside which others may run."""
+    calls = _calls()
+    return not calls or calls[0].root == versions.function_being_compiled()[0]
+
+
+def outermost() -> object:
+    """What stands for the outermost call of this thread; None outside of calls."""
+    return next(iter(_calls()), None)
+
+
+def eager_function() -> str:
+    """Which function of the outermost call Dynamo could not compile, and where it begins; empty where it compiled all."""
+    call = next(iter(_calls()), None)
+    return "" if call is None else call.eager_function
+
+
+def function_called() -> object:
+    """What the outermost call of this thread calls; None outside of calls."""
+    calls = _calls()
+    return versions.function_of_call(calls[0].frame) if calls else None
 
 
 def _calls() -> list[_Call]:
@@ -226,10 +299,16 @@ def _calls() -> list[_Call]:
 def note_compiled_graph(inputs: Iterable[Tensor]) -> None:
     """Our backend compiles a graph, and may move the parameters among its inputs."""
     tensors = list(inputs)
+    uncalled.note_graph(tensors)
     for updates in {found for call in _calls() for found in call.updates()}:
         updates.early.refuse(tensors)
     for call in _calls()[-1:]:
         call.num_graphs_compiled += 1
+
+
+def modules_called() -> list[nn.Module]:
+    """Those that the calls which this thread is in are of, the outermost first, as far as is known."""
+    return [module for call in _calls() for module in versions.modules_of(versions.function_of_call(call.frame))]
 
 
 def _watched(graph: fx.GraphModule, compiled: Callable[..., object]) -> Callable[..., object]:
@@ -285,8 +364,10 @@ def is_within_call() -> bool:
     return bool(_calls())
 
 
-def _begin_miss() -> None:
+def _begin_miss(code: CodeType | None) -> None:
     calls = _calls()
+    if calls and calls[0].root is None and code is not None:
+        calls[0].root = versions.function_of(code)
     try:
         for call in calls:
             call.settle()
@@ -300,7 +381,9 @@ def _note_compilation() -> None:
         call.num_compilations += 1
 
 
-def _note_eager_frame() -> None:
+def _note_eager_frame(code: CodeType) -> None:
+    for call in _calls()[:1]:
+        call.eager_function = call.eager_function or f"{code.co_qualname}, {code.co_filename}:{code.co_firstlineno}"
     for call in _calls():
         if call.functions.is_whole:
             log.warning(
@@ -311,13 +394,18 @@ def _note_eager_frame() -> None:
         call.has_eager_frames = True
 
 
+versions.turn_off_ddp_optimizer()
 versions.on_cache_misses(_begin_miss, _note_compilation, _note_eager_frame)
 versions.on_compiled_graphs(_watched)
 
 
 def _is_ours(backend: object) -> bool:
     """Whether a function, or what ``torch.compile`` makes of one and of options, is our backend."""
-    return getattr(getattr(backend, "compiler_fn", backend), "__module__", "") == "autohete_fx.backend"
+    return versions.module_of_backend(backend) == "autohete_fx.backend"
 
 
-versions.on_calls_of_compiled_functions(lambda backend: CompiledFunction(functions_of(backend), _is_ours(backend)).call)
+def _call_of(backend: object, compiled: object) -> Callable[[], _Call]:
+    return CompiledFunction(functions_of(backend), _is_ours(backend), compiled).call
+
+
+versions.on_calls_of_compiled_functions(_call_of)

@@ -47,9 +47,17 @@ class Placement:
 _placements = WeakIdKeyDictionary()
 
 
+_kept = WeakIdKeyDictionary()
+
+
+def keep_in_place(param: Tensor) -> None:
+    """Somebody else decides where the parameter is: from now on no plan moves it."""
+    _kept[param] = True
+
+
 def is_movable(param: Tensor) -> bool:
     """Whether a parameter follows its block's decisions; a small one stays on the device with all that belongs to it."""
-    return param.numel() * param.element_size() >= SMALLEST_COPY_BYTES
+    return param not in _kept and param.numel() * param.element_size() >= SMALLEST_COPY_BYTES
 
 
 def moved_states(

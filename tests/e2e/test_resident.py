@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import autohete_fx
+from autohete_fx.runtime import cpu_counter
 from autohete_fx.runtime.meter import device_live_bytes, rss_anon_bytes
 from tests.training import Sizes, batch, make
 
@@ -53,7 +54,7 @@ def peaks(optimizer_class: Any, **how: Any) -> tuple[int, int]:
 
     step(0)
     gc.collect()
-    no_tensors = rss_anon_bytes() - device_live_bytes("cpu") + others
+    no_tensors = rss_anon_bytes() - device_live_bytes("cpu") - cpu_counter.kept_bytes() + others
     witness = Witness()
     witness.start()
     with autohete_fx.MemoryMeter("cpu") as meter:

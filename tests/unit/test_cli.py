@@ -68,6 +68,14 @@ def test_wrong_usage_is_explained(arguments: list[str], capsys: pytest.CaptureFi
     assert caught.value.code == 2 and shown.out == "" and "usage: autohete" in shown.err
 
 
+def test_a_budget_that_the_device_has_not_is_refused_before_anything_is_traced(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["plan", "gpt2", "--device", "rtx-4090", "--budget", "200GiB"]) == 2
+    shown = capsys.readouterr()
+    assert (
+        shown.out == "" and "--budget 200GiB was given, but" in shown.err and "24.0 GiB of device memory" in shown.err
+    )
+
+
 @pytest.mark.slow
 def test_the_command_ends_without_a_traceback(tmp_path: Path):
     """As a user runs it."""

@@ -14,7 +14,12 @@ from autohete_fx.capture.paths import dotted, module_stack, scopes, split_path
         ("G['model'].layers[3].mlp", "layers.3.mlp"),
         ('L["m"].blocks["early"]', "blocks.early"),
         ("L['self']._orig_mod.h.1", "h.1"),
+        (
+            "L['self'].__dict__['_modules']['base_model'].__dict__['_modules']['model'].layers.0",
+            "base_model.model.layers.0",
+        ),
         ("layers.0.attn", "layers.0.attn"),
+        ("L['function'].__closure__[0].cell_contents.__closure__[1].cell_contents.layers.0", "layers.0"),
         ("L['m']", ""),
         ("", ""),
     ],

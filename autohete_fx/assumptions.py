@@ -1,0 +1,174 @@
+"""What plans assume of the program around their graphs, looked at before every call.
+
+A plan counts the optimizer states that will be on the device, and gradients of earlier micro-batches where there are any. Dynamo
+guards neither: it serves a model with code that was planned for ``autohete_fx.AdamW`` though another optimizer trains it now,
+perhaps another model of the same class, and serves every micro-batch of an accumulation that nobody announced.
+
+In: the graphs that were compiled for training within a budget, and each call before Dynamo looks for its code. Where more memory
+will be taken than a plan counts, Dynamo forgets the code, so that the call compiles and plans afresh. A function that is given
+parameters of which nothing tells beforehand is refused once.
+"""
+
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from types import CodeType
+
+import torch
+
+from autohete_fx import planning, versions
+from autohete_fx.capture.inputs import GraphInput
+from autohete_fx.errors import PlanError
+from autohete_fx.model import GraphParameters, Model, origin_of
+from autohete_fx.optim.owners import num_changes, optimizer_of
+from autohete_fx.runtime import calls
+from autohete_fx.runtime.placement import moved_states
+from autohete_fx.sizes import format_bytes
+
+log = logging.getLogger(__name__)
+
+
+class Assumptions:
+    """Those of the plan of one training graph.
+
+    Args:
+        parameters: of the graph.
+        inputs: of the graph, with which the plan was made.
+        micro_batches: that the plan counts with.
+    """
+
+    def __init__(self, parameters: GraphParameters, inputs: Sequence[GraphInput], micro_batches: int) -> None:
+        self.parameters = parameters
+        self.micro_batches = micro_batches
+        self.names = frozenset(parameters.compilation.owners)
+        planned = {item.name: item.tensor for item in inputs if item.name in self.names}
+        self.state_bytes = self._device_state_bytes(
+            {name: p for name, p in planned.items() if isinstance(p, torch.nn.Parameter)}
+        )
+        self._origin = origin_of(inputs)
+        self._version = parameters.model.version_of(self._origin)
+        self._num_changes = num_changes()
+        self._num_arrivals = 0
+        _known.add(self)
+
+    @property
+    def model(self) -> Model:
+        """That the graph belongs to."""
+        return self.parameters.model
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the graph's code still serves."""
+        return self._version == self.model.version_of(self._origin)
+
+    def note_run(self) -> None:
+        """The graph runs. Raises PlanError where it was given parameters whose optimizer it was not planned for."""
+        key = _key(calls.function_called())
+        if key is not None:
+            _entered.setdefault(key, weakref.WeakSet()).add(self)
+        if self._num_arrivals == self.parameters.num_arrivals:
+            return
+        self._num_arrivals = self.parameters.num_arrivals
+        missing = self.missing_bytes(self.parameters.latest)
+        if missing > 0:
+            self.model.forget()
+            raise PlanError(
+                f"code whose plan counts on autohete_fx.AdamW got a model without one: {format_bytes(missing)} of optimizer"
+                " states would be on the device beyond the plan. The code is dropped now. Call the function again: that plans"
+                " for the optimizer that there is"
+            )
+
+    def missing_bytes(self, params: Mapping[str, torch.nn.Parameter]) -> int:
+        """How many bytes of optimizer states there will be on the device beyond those that the plan counts."""
+        return self._device_state_bytes(params) - self.state_bytes
+
+    def has_lost_optimizer(self) -> bool:
+        """Whether the parameters' optimizers changed so that the plan's states are not all that will be on the device."""
+        if self._num_changes == num_changes():
+            return False
+        self._num_changes = num_changes()
+        return self.missing_bytes(self.parameters.latest) > 0
+
+    def finds_gradients(self) -> bool:
+        """Whether gradients of an earlier pass are there."""
+        return any(p.grad is not None for p in self.parameters.latest.values())
+
+    def _device_state_bytes(self, params: Mapping[str, torch.nn.Parameter]) -> int:
+        """Of the optimizers that update the parameters now."""
+        compilation = self.parameters.compilation
+        moved = moved_states(compilation.plan.decisions, compilation.owners, params) if params else {}
+        stays = (p for name, p in params.items() if name not in moved or optimizer_of(p) is None)
+        return sum(planning.state_bytes(p) for p in stays)
+
+
+_known: "weakref.WeakSet[Assumptions]" = weakref.WeakSet()
+_entered: "weakref.WeakKeyDictionary[object, weakref.WeakSet[Assumptions]]" = weakref.WeakKeyDictionary()
+"""By what a call calls: the graphs that have run in it."""
+
+
+def look(function: object, is_ours: bool) -> None:
+    """A call begins: have stale code forgotten. ``is_ours``: whether the function was compiled with our backend, whose code alone
+    could serve one that is called first."""
+    key = _key(function)
+    if key is None or not torch.is_grad_enabled():
+        return
+    if key not in _entered:
+        if is_ours and isinstance(key, torch.nn.Module):
+            _look_at_first_call(key)
+        return
+    graphs = [graph for graph in _entered[key] if graph.is_current]
+    for model in {graph.model for graph in graphs}:
+        of_model = [graph for graph in graphs if graph.model is model]
+        if any([graph.has_lost_optimizer() for graph in of_model]):
+            log.info("a compiled model has another optimizer now: it is planned again")
+            _plan_again(model)
+        if not model.shares.is_call_over:
+            waiting = model.shares.end_call()
+            if waiting:
+                log.info("all graphs of a call are known now: %d are compiled again for their shares", len(waiting))
+                calls.keep_until_end(model)
+                model.compile_again(waiting)
+        _look_at_gradients(model, of_model)
+
+
+def _look_at_first_call(module: torch.nn.Module) -> None:
+    """Dynamo serves a module with the code of another one of its class."""
+    params = dict(module.named_parameters())
+    for graph in list(_known):
+        if not graph.is_current or not graph.names <= params.keys():
+            continue
+        if graph.missing_bytes({name: params[name] for name in graph.names}) > 0:
+            for code in graph.model.codes.values():
+                versions.forget_compiled(code)
+
+
+def _look_at_gradients(model: Model, graphs: list[Assumptions]) -> None:
+    """Count the passes of a step. For plans of one pass, gradients of an earlier one are more than they count."""
+    is_later_pass = any(graph.finds_gradients() for graph in graphs)
+    passes, model.passes = model.passes, max(1, model.passes) + 1 if is_later_pass else 1
+    seen, planned = 2 if is_later_pass else passes, min(graph.micro_batches for graph in graphs)
+    if seen <= planned:
+        return
+    if planned == 1:
+        log.warning(
+            "a forward pass begins while gradients of an earlier one are there, which a plan for micro_batches=1 does not count:"
+            " the model is planned again. Set the option micro_batches to how many passes a step has, or let zero_grad() set"
+            " gradients to None"
+        )
+    model.micro_batches = max(model.micro_batches, seen)
+    _plan_again(model)
+
+
+def _plan_again(model: Model) -> None:
+    """In this call. Until its code is there again, nothing but the call references the model."""
+    calls.keep_until_end(model)
+    model.forget()
+
+
+def _key(function: object) -> object:
+    """What tells one function that is called from others: the module whose it is, or its code."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, torch.nn.Module):
+        return owner
+    code = getattr(function, "__code__", None)
+    return code if isinstance(code, CodeType) else None

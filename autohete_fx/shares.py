@@ -1,0 +1,163 @@
+"""What the training graphs of one model take of the device beside each other.
+
+Dynamo hands over the graphs of a call one by one, each when it runs first. Of those before the last nobody knows yet what they have
+to share with, so they are planned to take least, and are *unsettled*. When the call is over, or its last graph is there, all are
+planned as if they were one graph, and each gets its share; the unsettled ones are compiled again for it.
+"""
+
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autohete_fx.compilation import Footprint, Share
+from autohete_fx.ir import BlockDecision, Problem
+
+_MOST_CALLS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a graph comes from, which tells graphs that run beside each other from one graph compiled again.
+
+    Attributes:
+        function: what Dynamo compiled it of, by file and name.
+        part: of that function, between two graph breaks.
+        parameters: names of those that it reads.
+    """
+
+    function: str
+    part: str
+    parameters: frozenset[str]
+
+    def runs_beside(self, other: "Origin") -> bool:
+        """Whether one step runs both: other parts of a function, and graphs without a parameter in common. What else shares
+        parameters is the same, compiled again for another shape or another path through the model."""
+        is_other_part = self.function == other.function and self.part != other.part
+        return is_other_part or (bool(other.parameters) and self.parameters.isdisjoint(other.parameters))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unsettled:
+    """A graph that is planned to take least.
+
+    Attributes:
+        digest: of the graph, its sizes included.
+        problem: what its plan solves, as if no other graph took anything.
+        decisions: of its plan.
+        footprint: what it leaves on the device.
+        small_bytes: the part of that which no decision changes.
+        modelled_bytes, peak_bytes: its peak without other graphs, as the planner counts and as its code has it.
+    """
+
+    digest: str
+    problem: Problem
+    decisions: tuple[BlockDecision, ...]
+    footprint: Footprint
+    small_bytes: int
+    modelled_bytes: int
+    peak_bytes: int
+
+
+@dataclass(slots=True)
+class Shares:
+    """Of one model.
+
+    Attributes:
+        footprints: what each graph leaves on the device, or will once it is compiled for its share.
+        unsettled: the graphs of the first call that take least, in the order of their forwards.
+        decided: for those of them that are to be compiled again, what they will take.
+        is_call_over: whether all graphs of the first call are known.
+        graph_breaks: why graphs of the first call end before their functions, and where.
+        num_calls: how many calls were planned like the first one.
+    """
+
+    footprints: dict[Origin, Footprint] = field(default_factory=dict)
+    unsettled: dict[Origin, Unsettled] = field(default_factory=dict)
+    decided: dict[Origin, Share] = field(default_factory=dict)
+    is_call_over: bool = False
+    graph_breaks: list[str] = field(default_factory=list)
+    num_calls: int = 1
+    _call: weakref.ref[object] | None = None
+    _order: list[tuple[str, str]] = field(default_factory=list)
+
+    def taken_by_others(
+        self, graph: Origin, micro_batches: int, instead: Mapping[Origin, Footprint] | None = None
+    ) -> int:
+        """Device bytes that other graphs hold while this one runs; of parameters that they share with it, too.
+
+        In a call, those before it hold their activations, and those behind it have their gradients when its backward runs. Of
+        graphs of other calls nothing is known but that a step may run them, too.
+
+        Args:
+            instead: of footprints that are noted.
+        """
+        found = {**self.footprints, **(instead or {})}
+        return sum(
+            self._beside(graph, other, footprint, micro_batches)
+            for other, footprint in found.items()
+            if graph.runs_beside(other)
+        )
+
+    def _beside(self, graph: Origin, other: Origin, footprint: Footprint, micro_batches: int) -> int:
+        places = [_place(graph), _place(other)]
+        if not all(place in self._order for place in places):
+            return footprint.total_bytes
+        is_before = self._order.index(places[1]) < self._order.index(places[0])
+        held = footprint.held_bytes if is_before else 0
+        gradients = 0 if is_before and micro_batches == 1 else footprint.gradient_bytes
+        return footprint.resident_bytes + held + gradients
+
+    def note_graph(self, graph: Origin, digest: str, graph_break: str, call: object) -> None:
+        """A graph is compiled within a call: in the first one, the next that runs.
+
+        A graph of theirs that comes again for other sizes is the first of a call that is planned like the first one, since the
+        others are likely to come for these sizes, too. That happens `_MOST_CALLS` times at most, because code for earlier sizes is
+        forgotten then; afterwards such graphs take least.
+        """
+        is_new_call = call is None or self._call is None or self._call() is not call
+        self._call = None if call is None else weakref.ref(call)
+        share = self.decided.get(graph)
+        is_expected = share is not None and share.digest == digest
+        is_several = len(self._order) > 1
+        if self.is_call_over and is_new_call and is_several and _place(graph) in self._order and not is_expected:
+            self.is_call_over = False
+            self.decided.clear()
+            self.unsettled.clear()
+            self.num_calls += 1
+        if self.is_call_over:
+            return
+        if _place(graph) not in self._order:
+            self._order.append(_place(graph))
+        if graph_break and graph_break not in self.graph_breaks:
+            self.graph_breaks.append(graph_break)
+
+    def end_call(self) -> list[Origin]:
+        """The first call is over. Returns the graphs that are to be compiled again for their shares."""
+        self.is_call_over, self._call = True, None
+        if self.num_calls > _MOST_CALLS:
+            return []
+        unsettled = {_place(graph) for graph in self.unsettled}
+        return [*self.decided, *(self.unsettled if unsettled.issuperset(self._order) else ())]
+
+    def in_order(self, graphs: Iterable[Origin]) -> list[Origin]:
+        """Graphs of the first call, and others behind them, in the order of their forwards."""
+        return sorted(
+            graphs,
+            key=lambda graph: self._order.index(_place(graph)) if _place(graph) in self._order else len(self._order),
+        )
+
+    def store(self, graph: Origin, footprint: Footprint, unsettled: Unsettled | None) -> None:
+        """Replace the notes of earlier versions of this graph."""
+        noted: dict[Origin, Any]
+        for noted in (self.footprints, self.unsettled, self.decided):
+            for other in list(noted):
+                if not (graph.runs_beside(other) or graph.parameters.isdisjoint(other.parameters)):
+                    del noted[other]
+        self.footprints[graph] = footprint
+        if unsettled is not None:
+            self.unsettled[graph] = unsettled
+
+
+def _place(graph: Origin) -> tuple[str, str]:
+    return graph.function, graph.part

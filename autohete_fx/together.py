@@ -1,0 +1,83 @@
+"""Plan the graphs of one call together: what each of them may leave on the device, decided when the last of them is known.
+
+In: a graph's own problem, and the *unsettled* graphs of its call (`autohete_fx.shares`). Out: what these are to get under the best
+plan of all, as if they were one graph; they are compiled again for it. The graph is planned within what that leaves. Where
+this comes to nothing, they stay as they are, which is what takes least.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from autohete_fx import planning
+from autohete_fx.captured import CapturedGraph
+from autohete_fx.compilation import Footprint, Share
+from autohete_fx.errors import InfeasiblePlanError
+from autohete_fx.ir import BlockDecision, Problem
+from autohete_fx.planner.sharing import divided, joined
+from autohete_fx.planner.solve import solve
+from autohete_fx.shares import Origin
+
+
+class Together:
+    """A graph among the unsettled graphs of its call.
+
+    Args:
+        captured: the graph.
+        own: what its plan would solve beside them as they are.
+
+    Attributes:
+        others: the unsettled graphs, in the order of their forwards.
+    """
+
+    def __init__(self, captured: CapturedGraph, own: Problem) -> None:
+        self.others = captured.unsettled
+        self._captured = captured
+        self._shares, self._passes = captured.model.shares, captured.options.micro_batches
+        alone_bytes = self._taken(captured.origin, dict.fromkeys(self.others, Footprint()))
+        self._own = dataclasses.replace(own, fixed_bytes=own.fixed_bytes - captured.others_bytes + alone_bytes)
+
+    def best(self, budget_bytes: int) -> tuple[tuple[Share, ...], tuple[BlockDecision, ...]] | None:
+        """What the others get under the best plan of all, and what is decided for the graph itself; None where no plan keeps the
+        budget."""
+        problems = {origin: other.problem for origin, other in self.others.items()} | {self._captured.origin: self._own}
+        order = self._shares.in_order(problems)
+        excess = max(0, *(other.peak_bytes - other.modelled_bytes for other in self.others.values()))
+        problem = joined([problems[origin] for origin in order])
+        problem = dataclasses.replace(problem, device_budget_bytes=budget_bytes - excess)
+        try:
+            plan = solve(problem, time_limit_s=self._captured.options.solver_time_limit_s)
+        except InfeasiblePlanError:
+            return None
+        divided_plan = dict(zip(order, divided([problems[origin] for origin in order], plan.decisions), strict=True))
+        shares = tuple(self._share(origin, divided_plan[origin]) for origin in self.others)
+        return shares, divided_plan[self._captured.origin]
+
+    def _share(self, origin: Origin, decisions: tuple[BlockDecision, ...]) -> Share:
+        other = self.others[origin]
+        moved = planning.footprint_of(other.problem, decisions)
+        footprint = dataclasses.replace(moved, resident_bytes=moved.resident_bytes + other.small_bytes)
+        return Share(digest=other.digest, decisions=decisions, least=other.decisions, footprint=footprint)
+
+    def beside(self, shares: Sequence[Share]) -> int:
+        """Device bytes that others hold while the graph runs, where the unsettled ones get these."""
+        footprints = (share.footprint for share in shares)
+        return self._taken(self._captured.origin, dict(zip(self.others, footprints, strict=True)))
+
+    def beside_least(self) -> int:
+        """Likewise, where they stay as they are."""
+        return self._taken(self._captured.origin, {other: found.footprint for other, found in self.others.items()})
+
+    def peak_beside(self, decisions: Sequence[BlockDecision]) -> int:
+        """The highest peak of the others, in bytes, if they stay as they are and the graph gets these decisions."""
+        moved = planning.footprint_of(self._own, decisions)
+        resident = moved.resident_bytes + self._captured.small_bytes(training=True)
+        own = dataclasses.replace(moved, resident_bytes=resident)
+        return max(other.peak_bytes + self._beside(origin, own) for origin, other in self.others.items())
+
+    def _beside(self, origin: Origin, own: Footprint) -> int:
+        """What an unsettled graph has beside it, where all others of them take least."""
+        least = {other: found.footprint for other, found in self.others.items()}
+        return self._taken(origin, {**least, self._captured.origin: own})
+
+    def _taken(self, origin: Origin, instead: Mapping[Origin, Footprint]) -> int:
+        return self._shares.taken_by_others(origin, self._passes, instead)

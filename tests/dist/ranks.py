@@ -1,0 +1,47 @@
+"""Runs a function of a test's module in processes that make up a job, one a rank, on gloo."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(function: str, folder: Path, *args: Any, num_ranks: int = 2) -> list[Any]:
+    """What ``function`` (``module.name``) returned on each rank: values of JSON. Ranks meet in a file of the folder."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
+    commands = [
+        [sys.executable, "-W", "ignore", "-m", "tests.dist.ranks", function, str(folder), str(rank), str(num_ranks)]
+        for rank in range(num_ranks)
+    ]
+    processes = [
+        subprocess.Popen([*command, json.dumps(args)], cwd=ROOT, env=environment, stdout=-1, stderr=-1, text=True)
+        for command in commands
+    ]
+    try:
+        ended = [process.communicate(timeout=200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, ended, strict=True):
+        assert process.returncode == 0, errors[-4000:]
+    return [json.loads(output.splitlines()[-1]) for output, _ in ended]
+
+
+def main(function: str, folder: str, rank: str, num_ranks: str, args: str) -> None:
+    import torch.distributed as dist
+
+    meeting = f"file://{folder}/{function}"
+    dist.init_process_group("gloo", init_method=meeting, rank=int(rank), world_size=int(num_ranks))
+    module, _, name = function.rpartition(".")
+    result = getattr(importlib.import_module(module), name)(*json.loads(args))
+    dist.destroy_process_group()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

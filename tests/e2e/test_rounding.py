@@ -1,0 +1,75 @@
+"""16-bit training differs from plain Inductor's by rounding alone: in fp64 the same plan changes nothing.
+
+Inductor rounds what a kernel stores, and not what stays inside one. A plan that recomputes has other values stored. Its
+distance from plain Inductor is therefore like plain Inductor's own distance from eager, in the same run.
+"""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+import autohete_fx
+from autohete_fx import Activations, BlockDecision, Plan
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # transformers' own
+KEEP, RECOMPUTE = BlockDecision(), BlockDecision(activations=Activations.RECOMPUTE)
+DECISIONS = (KEEP, RECOMPUTE, BlockDecision(activations=Activations.SELECTIVE), RECOMPUTE, KEEP)
+LABELS = ("prologue", *(f"model.layers.{layer}" for layer in range(3)), "epilogue")
+CONFIG: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "use_cache": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def trained(kind: str, backend: str | None, steps: int) -> tuple[list[Tensor], list[Tensor]]:
+    """A trainer's loop: loss, clipped gradients, AdamW. Returns the first step's gradients and the last weights."""
+    torch.manual_seed(0)
+    model: Any = hf.LlamaForCausalLM(hf.LlamaConfig(**CONFIG)).train()
+    model = {"fp64": model.double, "bf16": model.bfloat16, "autocast": model.float}[kind]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    if backend is not None:
+        plan = Plan(labels=LABELS, decisions=DECISIONS)
+        options = {"options": {"plan": plan, "profile": "analytic"}} if backend == "autohete" else {}
+        model.compile(backend=backend, **options)
+    first: list[Tensor] = []
+    for step in range(steps):
+        tokens = torch.randint(3, 128, (8, 64), generator=torch.Generator().manual_seed(step))
+        with torch.autocast("cpu", dtype=torch.bfloat16) if kind == "autocast" else contextlib.nullcontext():
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        first = first or [p.grad.detach().clone() for p in model.parameters()]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch._dynamo.reset()
+    return first, [p.detach().clone() for p in model.parameters()]
+
+
+def distance(given: list[Tensor], expected: list[Tensor]) -> float:
+    return max((a.double() - b.double()).abs().max().item() for a, b in zip(given, expected, strict=True))
+
+
+def test_in_fp64_a_plan_that_recomputes_trains_as_plain_inductor_does():
+    given, expected = trained("fp64", "autohete", 6), trained("fp64", "inductor", 6)
+    assert autohete_fx.compilations()[-1].plan.decisions == DECISIONS
+    assert distance(given[0], expected[0]) < 1e-12
+    assert distance(given[1], expected[1]) < 1e-10
+
+
+@pytest.mark.parametrize("kind", ["bf16", "autocast"])
+def test_in_bf16_it_is_no_further_from_inductor_than_inductor_is_from_eager(kind: str):
+    (eager, _), (plain, _), (given, _) = (trained(kind, name, 1) for name in (None, "inductor", "autohete"))
+    assert distance(given, plain) <= 2 * distance(plain, eager)
+    assert distance(given, eager) <= 2 * distance(plain, eager)

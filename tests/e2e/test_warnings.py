@@ -1,0 +1,158 @@
+"""What is logged where a budget does not hold, and what is not."""
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autohete_fx
+from tests.layers import EAGER, Layers, make
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+class Looping(Layers):
+    """Dynamo compiles nothing of it; it raises where it is told to."""
+
+    raises = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = layer(x)
+        if self.raises:
+            raise ValueError("no such batch")
+        return x.sum()
+
+
+def refused(model: nn.Module) -> None:
+    with pytest.raises(autohete_fx.InfeasiblePlanError):
+        model(torch.randn(256, 128))
+
+
+@pytest.mark.parametrize("is_handling", [False, True])
+def test_a_refusal_is_not_told_beside_its_error_that_nothing_was_compiled(
+    is_handling: bool, caplog: pytest.LogCaptureFixture
+):
+    """Also where the caller handles another exception meanwhile, as a loop that tries again does."""
+    model = make()
+    model.compile(backend="autohete", options={**EAGER, "memory_budget": 1000})
+    for _ in range(2):
+        try:
+            if is_handling:
+                raise KeyError
+            refused(model)
+        except KeyError:
+            refused(model)
+    assert messages(caplog) == []
+
+
+@pytest.mark.parametrize("has_ours", [False, True])
+def test_a_refusal_without_our_optimizer_says_that_it_would_let_states_move(has_ours: bool):
+    model = make()
+    model.compile(backend="autohete", options={**EAGER, "memory_budget": 1000})
+    optimizer = (autohete_fx.AdamW if has_ours else torch.optim.AdamW)(model.parameters())
+    with pytest.raises(autohete_fx.InfeasiblePlanError) as caught:
+        model(torch.randn(256, 128)).backward()
+    message = str(caught.value)
+    advice = "so 516 KiB of optimizer states are counted on the device: construct autohete_fx.AdamW before"
+    assert optimizer and (advice in message) == (not has_ours) and "allow host_optimizer" not in message
+
+
+def test_an_error_of_the_users_is_told_nothing_either_and_the_next_call_is(caplog: pytest.LogCaptureFixture):
+    model = Looping()
+    model.compile(backend="autohete", options=EAGER)
+    with pytest.raises(ValueError, match="no such batch"):
+        model(torch.randn(8, 128))
+    assert messages(caplog) == []
+    model.raises = False
+    try:
+        raise KeyError
+    except KeyError:  # handled while the call returns
+        model(torch.randn(8, 128))
+    (message,) = messages(caplog)
+    assert message.startswith("Dynamo compiled nothing")
+
+
+class Task(nn.Module):
+    """As Lightning's modules are trained: by a method that is not forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def take_steps(step: Callable[[Tensor], Tensor], model: nn.Module, num_steps: int = 4) -> None:
+    optimizer = autohete_fx.AdamW(model.parameters())
+    for _ in range(num_steps):
+        step(torch.randn(64, 128)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_compiled_model_whose_other_method_is_called_is_told_once(caplog: pytest.LogCaptureFixture):
+    options = {**EAGER, "memory_budget": 10}
+    task = Task()
+    task.compile(backend="autohete", options=options)
+    take_steps(task.training_step, task, num_steps=1)
+    assert messages(caplog) == []
+    take_steps(task.training_step, task)
+    (message,) = messages(caplog)
+    assert message.startswith(
+        "the module Task was compiled with the backend autohete, but 2 steps of autohete_fx.AdamW"
+    )
+    task.training_step = torch.compile(task.training_step, backend="autohete", options=options)  # as it says
+    with pytest.raises(autohete_fx.InfeasiblePlanError):
+        take_steps(task.training_step, task)
+
+
+@pytest.mark.parametrize("what", ["module", "function"])
+def test_what_compile_returned_and_nobody_calls_is_named(what: str, caplog: pytest.LogCaptureFixture):
+    task = Task()
+
+    def loss_of(x: Tensor) -> Tensor:
+        return task(x)
+
+    compiled = torch.compile(task if what == "module" else loss_of, backend="autohete", options=EAGER)
+    take_steps(task, task)
+    (message,) = messages(caplog)
+    assert f"the {what} " in message and ("loss_of was" in message) == (what == "function") and compiled is not None
+
+
+def test_who_compiles_nothing_or_calls_what_is_compiled_is_told_nothing(caplog: pytest.LogCaptureFixture):
+    take_steps(model := make(), model)  # our optimizer alone
+    other, task = Task(), Task()
+    other.compile(backend="autohete", options=EAGER)  # of other parameters
+    task.net.compile(backend="autohete", options=EAGER)
+    take_steps(task.training_step, task)
+    traced = Task()
+    traced.compile(backend="autohete", options=EAGER)  # but called within what is compiled
+    take_steps(torch.compile(lambda x: traced(x), backend="autohete", options=EAGER), traced)
+    dropped = torch.compile(lambda x: x, backend="autohete", options=EAGER)
+    del dropped
+    gc.collect()
+    small = nn.Linear(128, 4)  # of which nothing is placed
+    take_steps(torch.compile(lambda x: small(x).sum(), backend="autohete", options=EAGER), small)
+    assert messages(caplog) == []
+
+
+def test_a_cell_that_runs_again_is_told_that_the_first_model_is_still_there(caplog: pytest.LogCaptureFixture):
+    kept = []
+    for _ in range(2):
+        model = make()
+        model.compile(backend="autohete", options={**EAGER, "memory_budget": "8MiB"})
+        take_steps(model, model, num_steps=1)
+        kept.append(model)  # as a traceback does
+    (message,) = messages(caplog)
+    assert "the first one is still alive: a variable or the traceback of an exception keeps it" in message
+    assert "Delete the first one and its optimizer, and call torch._dynamo.reset()" in message
