@@ -26,7 +26,7 @@ from autohete_fx.optim.early import start_update
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.resources import host_budget_bytes
-from autohete_fx.runtime import calls
+from autohete_fx.runtime import calls, unplanned
 from autohete_fx.runtime.placement import Placement, moved_states, place_param, placement_of
 from autohete_fx.runtime.session import Session, is_live
 from autohete_fx.shares import Origin, Shares
@@ -206,6 +206,11 @@ class GraphParameters:
         params = {name: given[index] for name, index in self._indices.items()}
         if not (self._seen and all(seen() is param for seen, param in zip(self._seen, params.values(), strict=True))):
             self._warn_of_others(params)
+            unplanned.note_graph(
+                params,
+                is_training=self.compilation.training,
+                is_limited=self.compilation.device_budget_bytes is not None,
+            )
             planned = {name for name, param in params.items() if _is_planned(param)}
             if len(planned) < len(params):
                 place(params, self.compilation, self.model, but=planned)

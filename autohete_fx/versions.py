@@ -9,8 +9,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from traceback import FrameSummary
 from types import CodeType, FrameType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -108,22 +109,28 @@ def is_stance_default() -> bool:
     return eval_frame._stance.stance == "default" and eval_frame._stance.backend is None and not config.disable
 
 
-class _Splits(threading.local):
-    """Whether Dynamo may split graphs for DistributedDataParallel in this thread now."""
+class _Frame(threading.local):
+    """The frame that Dynamo converts in this thread now.
 
-    are_off = False
+    Attributes:
+        is_split: whether Dynamo may split its graph for DistributedDataParallel.
+        loop_break: why and where a graph broke within a loop, because of which the frame runs as it is; empty where none did.
+    """
+
+    is_split = True
+    loop_break = ""
 
 
-_splits = _Splits()
+_frame = _Frame()
 
 
 @contextlib.contextmanager
-def _whole_graphs(are_wanted: bool) -> Iterator[None]:
-    before, _splits.are_off = _splits.are_off, are_wanted
+def _converting(*, is_split: bool) -> Iterator[None]:
+    before, _frame.is_split, _frame.loop_break = _frame.is_split, is_split, ""
     try:
         yield
     finally:
-        _splits.are_off = before
+        _frame.is_split = before
 
 
 def turn_off_ddp_optimizer() -> None:
@@ -139,7 +146,7 @@ def turn_off_ddp_optimizer() -> None:
     @functools.wraps(mode_of)
     def mode() -> str:
         found = mode_of()
-        return "no_optimization" if found == "ddp_optimizer" and _splits.are_off else found
+        return "no_optimization" if found == "ddp_optimizer" and not _frame.is_split else found
 
     utils.get_optimize_ddp_mode = mode
 
@@ -176,13 +183,13 @@ def module_of_backend(backend: object) -> str:
 
 
 def on_cache_misses(
-    begin: Callable[[CodeType | None], None], compiled: Callable[[], None], given_up: Callable[[CodeType], None]
+    begin: Callable[[CodeType | None], None], compiled: Callable[[], None], given_up: Callable[[CodeType, str], None]
 ) -> None:
     """Call back around what Dynamo does with a frame for which it has no compiled code.
 
     ``begin`` is called before, with the frame's code where Dynamo may compile it, then ``compiled`` or, where the frame will run as
-    it is (a limit, a mode, an operation that cannot be traced), ``given_up``. Frames that Dynamo leaves alone by rule, such as
-    PyTorch's own, give up nothing.
+    it is (a limit, a mode, an operation that cannot be traced), ``given_up``, with the break in a loop that led to it, as
+    ``file:line: reason``, or nothing. Frames that Dynamo leaves alone by rule, such as PyTorch's own, give up nothing.
 
     What the garbage collector runs, its callbacks and finalizers, is no part of the program, though a collection may begin
     anywhere, also between the entry of a compiled function and its code. It runs as it is, behind ``begin``, which nobody would
@@ -204,15 +211,29 @@ def on_cache_misses(
         begin(None if is_left_alone else frame.f_code)
         backend = getattr(getattr(self, "_torchdynamo_orig_backend", None), "_torchdynamo_orig_backend", None)
         backend = getattr(backend, "_torchdynamo_orig_backend", backend)
-        with _whole_graphs(module_of_backend(backend).startswith("autohete_fx.")):
+        with _converting(is_split=not module_of_backend(backend).startswith("autohete_fx.")):
             result = convert(self, frame, *args)
         if result.guarded_code is not None:
             compiled()
         elif not is_left_alone:
-            given_up(frame.f_code)
+            given_up(frame.f_code, _frame.loop_break)
         return result
 
     CatchErrorsWrapper.__call__ = call  # type: ignore[method-assign]
+    _note_loop_breaks()
+
+
+def _note_loop_breaks() -> None:
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+    give_up = InstructionTranslatorBase.raise_loop_graph_break
+
+    @functools.wraps(give_up)
+    def note(code: CodeType, error: Any) -> NoReturn:
+        _frame.loop_break = _located(getattr(error, "msg", str(error)), getattr(error, "real_stack", ()))
+        give_up(code, error)
+
+    InstructionTranslatorBase.raise_loop_graph_break = staticmethod(note)  # type: ignore[method-assign]
 
 
 def _is_of_collector(code: CodeType) -> bool:
@@ -253,8 +274,13 @@ def graph_break_behind(gm: fx.GraphModule) -> str | None:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
-    where = f"{reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno}: " if reason.user_stack else ""
-    return where + _first_line(reason.reason)
+    return _located(reason.reason, reason.user_stack)
+
+
+def _located(reason: str, stack: Sequence[FrameSummary]) -> str:
+    """A reason of Dynamo's in one line, after the innermost place of a stack of the user's: ``file:line: reason``."""
+    where = f"{stack[-1].filename}:{stack[-1].lineno}: " if stack else ""
+    return where + _first_line(reason)
 
 
 def _first_line(reason: str) -> str:

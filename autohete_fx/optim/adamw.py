@@ -28,7 +28,7 @@ from autohete_fx.runtime.calls import is_within_call
 from autohete_fx.runtime.early import Consumed
 from autohete_fx.runtime.fence import watched
 from autohete_fx.runtime.placement import placement_of
-from autohete_fx.runtime.uncalled import Watch
+from autohete_fx.runtime.unplanned import Watch
 from autohete_fx.runtime.updates import Updates
 
 _IMPLEMENTATION: dict[str, Any] = {
@@ -220,8 +220,7 @@ class AdamW(torch.optim.Optimizer):
             model.early.norms.clear()
         apply(updates, self.host_copies, may_overlap=self.overlap is not Overlap.NONE and is_guarded, scale=scale)
         self._groups, self._has_stepped = None, True
-        if not models:
-            self._watch.step([p for group in self.param_groups for p in group["params"]])
+        self._watch.step([p for group in self.param_groups for p in group["params"]], self.state)
         if started and not is_guarded:
             self.synchronize()
 

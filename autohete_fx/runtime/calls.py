@@ -37,7 +37,7 @@ from torch import Tensor, fx, nn
 
 from autohete_fx import versions
 from autohete_fx.errors import OptimizerStateError
-from autohete_fx.runtime import uncalled
+from autohete_fx.runtime import unplanned
 from autohete_fx.runtime.fence import Fence, lower_fences, raise_fences, standing_fences, tensors_in
 from autohete_fx.runtime.updates import Updates
 
@@ -81,11 +81,11 @@ class CompiledFunction:
         self.is_ours = is_ours
         self.has_returned = False
         if is_ours:
-            uncalled.await_call(self, compiled)
+            unplanned.await_call(self, compiled)
 
     def call(self) -> "_Call":
         """The context of one call."""
-        uncalled.note_call(self)
+        unplanned.note_call(self)
         return _Call(self)
 
 
@@ -115,7 +115,9 @@ class _Call:
         fences: those that were lowered, and that are to be raised behind it.
         kept: what lives at least as long.
         model: of the graph that ran last.
-        eager_function: the first one that Dynamo could not compile, and where it begins; empty where there is none.
+        eager_function: the first one that Dynamo could not compile because a graph breaks in a loop, where it begins and where it
+            breaks; where there is none, the first one that it could not compile; else empty.
+        breaks_in_loop: whether that is of the first kind.
         root: the first function of the user's for which Dynamo had no code, by file and name; None where there was none.
         failure: of an update, where a frame met it. The interpreter drops what callbacks of weak references and finalizers raise,
             and Dynamo then runs the rest of the call eagerly: nothing else in it may notice.
@@ -131,6 +133,7 @@ class _Call:
         self.root: str | None = None
         self.model: weakref.ref[object] | None = None
         self.eager_function = ""
+        self.breaks_in_loop = False
         self.failure: OptimizerStateError | None = None
         self.num_compilations = 0
         self.num_graphs_compiled = 0
@@ -268,7 +271,7 @@ def outermost() -> object:
 
 
 def eager_function() -> str:
-    """Which function of the outermost call Dynamo could not compile, and where it begins; empty where it compiled all."""
+    """Which function of the outermost call Dynamo could not compile, and why as far as is known; empty where it compiled all."""
     call = next(iter(_calls()), None)
     return "" if call is None else call.eager_function
 
@@ -299,7 +302,6 @@ def _calls() -> list[_Call]:
 def note_compiled_graph(inputs: Iterable[Tensor]) -> None:
     """Our backend compiles a graph, and may move the parameters among its inputs."""
     tensors = list(inputs)
-    uncalled.note_graph(tensors)
     for updates in {found for call in _calls() for found in call.updates()}:
         updates.early.refuse(tensors)
     for call in _calls()[-1:]:
@@ -381,9 +383,12 @@ def _note_compilation() -> None:
         call.num_compilations += 1
 
 
-def _note_eager_frame(code: CodeType) -> None:
+def _note_eager_frame(code: CodeType, loop_break: str) -> None:
     for call in _calls()[:1]:
-        call.eager_function = call.eager_function or f"{code.co_qualname}, {code.co_filename}:{code.co_firstlineno}"
+        function = f"{code.co_qualname}, {code.co_filename}:{code.co_firstlineno}"
+        if loop_break and not call.breaks_in_loop:
+            call.eager_function, call.breaks_in_loop = f"{function}, breaks at {loop_break}", True
+        call.eager_function = call.eager_function or function
     for call in _calls():
         if call.functions.is_whole:
             log.warning(

@@ -1,6 +1,7 @@
 """Graphs of one call share the budget as if they were one: a broken model trains where a whole one does."""
 
 import gc
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -176,7 +177,8 @@ def test_a_break_in_the_loop_over_blocks_is_named_with_what_it_costs(caplog: pyt
     expected, _ = plainly(make_in_loop(), "eager")
     job.assert_equal(given, expected, bitwise=True)
     (told,) = [r.getMessage() for r in caplog.records if "memory_budget counts one of them" in r.getMessage()]
-    assert "BrokenInLoop.forward" in told and "test_graph_breaks.py:" in told
+    begins = inspect.getsourcelines(BrokenInLoop.forward)[1]
+    assert f"BrokenInLoop.forward, {__file__}:{begins}, breaks at {__file__}:{begins + 2}: Call to" in told
     assert "Each leaves " in told and "iB on the device" in told
 
 

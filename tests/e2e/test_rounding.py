@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from torch import Tensor
+from torch import Tensor, nn
 
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Plan
@@ -38,6 +38,10 @@ def trained(kind: str, backend: str | None, steps: int) -> tuple[list[Tensor], l
     torch.manual_seed(0)
     model: Any = hf.LlamaForCausalLM(hf.LlamaConfig(**CONFIG)).train()
     model = {"fp64": model.double, "bf16": model.bfloat16, "autocast": model.float}[kind]()
+    if kind == "fp64":
+        for layer in model.model.layers:  # transformers' own compute in fp32, whatever they are given
+            layer.input_layernorm, layer.post_attention_layernorm = norm(), norm()
+        model.model.norm, model.model.rotary_emb = norm(), Rotary()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     if backend is not None:
         plan = Plan(labels=LABELS, decisions=DECISIONS)
@@ -47,7 +51,8 @@ def trained(kind: str, backend: str | None, steps: int) -> tuple[list[Tensor], l
     for step in range(steps):
         tokens = torch.randint(3, 128, (8, 64), generator=torch.Generator().manual_seed(step))
         with torch.autocast("cpu", dtype=torch.bfloat16) if kind == "autocast" else contextlib.nullcontext():
-            loss = model(input_ids=tokens, labels=tokens).loss
+            logits = model(input_ids=tokens).logits[:, :-1]
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         first = first or [p.grad.detach().clone() for p in model.parameters()]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -55,6 +60,17 @@ def trained(kind: str, backend: str | None, steps: int) -> tuple[list[Tensor], l
         optimizer.zero_grad()
     torch._dynamo.reset()
     return first, [p.detach().clone() for p in model.parameters()]
+
+
+class Rotary(nn.Module):
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        half = torch.arange(0, 16, 2, dtype=torch.float64) / 16
+        angles = position_ids[..., None] * 10_000.0**-half
+        return torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin()
+
+
+def norm() -> nn.RMSNorm:
+    return nn.RMSNorm(CONFIG["hidden_size"], eps=1e-6, dtype=torch.float64)
 
 
 def distance(given: list[Tensor], expected: list[Tensor]) -> float:

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -156,3 +157,37 @@ def test_a_cell_that_runs_again_is_told_that_the_first_model_is_still_there(capl
     (message,) = messages(caplog)
     assert "the first one is still alive: a variable or the traceback of an exception keeps it" in message
     assert "Delete the first one and its optimizer, and call torch._dynamo.reset()" in message
+
+
+class ComputedTwice(torch.autograd.Function):
+    """As reversible layers do: forward keeps no activations, and backward computes the layer once more, in eager code."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module, *_: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).backward(grad)
+        return x.grad, None, *(None for _ in ctx.layer.parameters())
+
+
+class Reversible(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = ComputedTwice.apply(x, layer, *layer.parameters())
+        return x.sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_gradients_that_come_from_eager_code_are_told_with_their_bytes(caplog: pytest.LogCaptureFixture):
+    torch.manual_seed(0)
+    model = Reversible()
+    model.compile(backend="autohete", options={**EAGER, "memory_budget": 2**25})
+    take_steps(model, model)
+    (told,) = [message for message in messages(caplog) if "come from eager code" in message]
+    assert "gradients of 4 parameters, such as layers.0.0.weight" in told and "768 KiB" in told

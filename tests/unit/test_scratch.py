@@ -72,9 +72,11 @@ def convolution(
     return (source, weight, None, *how), (torch.randn_like(result), source, weight, None, *how, [True, True, False])
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_of_convolutions_it_is_measured_and_never_above_the_bound(name: str, dtype: torch.dtype):
+def test_of_convolutions_it_is_measured_and_never_above_the_bound(name: str, dtype: torch.dtype, threads: int):
+    torch.set_num_threads(threads)
     formats = [torch.contiguous_format, *([torch.channels_last] if len(CONVOLUTIONS[name][0]) == 4 else [])]
     for memory_format in formats:
         forward, backward = convolution(name, dtype, memory_format)

@@ -1,0 +1,118 @@
+"""Training that goes past every plan.
+
+``model.compile()`` compiles what a call of the model runs, its forward. A loop that calls another method of it, such as a
+trainer's ``training_step``, runs that eagerly, and nothing that we have a hand in runs at all but the optimizer. Nor do we see a
+backward pass that computes blocks once more in eager code, as that of reversible layers does: their compiled graphs only infer.
+The optimizer therefore asks here when it has stepped: does a function still wait for its first call, and may its parameters be
+these? Has a parameter a gradient that comes from no graph of ours, though one reads it?
+"""
+
+import logging
+import weakref
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autohete_fx.sizes import format_bytes
+
+log = logging.getLogger(__name__)
+
+_STEPS = 2
+"""So many steps are taken before the user is told: one could be a warm-up."""
+
+_waiting: "weakref.WeakKeyDictionary[object, weakref.ref[object] | None]" = weakref.WeakKeyDictionary()
+"""By what lives as long as a compiled function: the module or function that was compiled, where that is known."""
+
+_read: "WeakIdKeyDictionary" = (
+    WeakIdKeyDictionary()
+)  # parameters that graphs of ours ran with -> their names where there is a budget
+_trained: "WeakIdKeyDictionary" = WeakIdKeyDictionary()  # those that training graphs of ours ran with
+
+
+def await_call(key: object, compiled: object) -> None:
+    """A function was compiled with our backend, and lives as long as ``key``; ``compiled``: what it was made of, None where that is
+    not known."""
+    owner = getattr(compiled, "__self__", None)
+    compiled = owner if isinstance(owner, nn.Module) else getattr(compiled, "__func__", compiled)
+    try:
+        _waiting[key] = None if compiled is None else weakref.ref(compiled)
+    except TypeError:  # what cannot be referenced weakly
+        _waiting[key] = None
+
+
+def note_call(key: object) -> None:
+    """It is called."""
+    _waiting.pop(key, None)
+
+
+def note_graph(parameters: Mapping[str, Tensor], *, is_training: bool, is_limited: bool) -> None:
+    """A graph of ours runs with these large parameters, by name. ``is_limited``: within a budget."""
+    _read.update({parameter: name if is_limited else None for name, parameter in parameters.items()})
+    if is_training:
+        _trained.update(dict.fromkeys(parameters.values(), True))
+
+
+class Watch:
+    """What one optimizer has seen of it."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._has_told = False
+
+    def step(self, params: Collection[Tensor], states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """The optimizer took a step.
+
+        Args:
+            params: all of its parameters.
+            states: those of the optimizer, by parameter.
+        """
+        if self._has_told:
+            return
+        told = _told_of_uncalled(params) or _told_of_eager(params, states)
+        self._num_steps = self._num_steps + 1 if told else 0
+        if self._num_steps == _STEPS:
+            self._has_told = True
+            log.warning("%s", told)
+
+
+def _told_of_uncalled(params: Collection[Tensor]) -> str:
+    """The warning of a function that nobody has called and that may be of these parameters; empty where there is none."""
+    name = _uncalled_of(params) if _waiting else None
+    if name is None:
+        return ""
+    return (
+        f"{name} was compiled with the backend autohete, but {_STEPS} steps of autohete_fx.AdamW went by without a call of it: they"
+        " run eagerly, which is exact, but no memory_budget holds. Compiling a module compiles what a call of the module runs, its"
+        " forward, and no other method. Call what torch.compile returned, or compile what the loop calls: model.training_step ="
+        ' torch.compile(model.training_step, backend="autohete", options=...), or the inner module whose forward it runs'
+    )
+
+
+def _uncalled_of(params: Collection[Tensor]) -> str | None:
+    if any(param in _read for param in params):
+        return None
+    given = set(map(id, params))
+    for key, reference in list(_waiting.items()):
+        compiled = None if reference is None else reference()
+        if isinstance(compiled, nn.Module):
+            if any(id(param) in given for param in compiled.parameters()):
+                return f"the module {type(compiled).__name__}"
+        elif key in _waiting:
+            return f"the function {getattr(compiled, '__qualname__', '')}".strip()
+    return None
+
+
+def _told_of_eager(params: Collection[Tensor], states: Mapping[Tensor, Mapping[str, Any]]) -> str:
+    """The warning of parameters that graphs within a budget read, but whose gradients come from none; empty where there is none."""
+    trained = [p for p in params if p.grad is not None and p not in _trained and _read.get(p) is not None]
+    if not trained:
+        return ""
+    made = [t for p in trained for t in (p.grad, *states[p].values()) if isinstance(t, Tensor)]
+    return (
+        f"gradients of {len(trained)} parameters, such as {_read[trained[0]]}, come from eager code, though compiled graphs read"
+        " them: their blocks are computed once more in a backward pass that torch.compile does not see, as that of reversible"
+        " layers, or in a call that was not compiled. That is exact, but memory_budget counts neither their"
+        f" {format_bytes(sum(t.nbytes for t in made))} of gradients and optimizer states nor what that backward pass takes"
+    )
