@@ -19,11 +19,11 @@ import torch
 from autohete_fx import planning, versions
 from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.errors import PlanError
+from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.model import GraphParameters, Model, origin_of
 from autohete_fx.optim.owners import num_changes, optimizer_of
 from autohete_fx.runtime import calls
 from autohete_fx.runtime.placement import moved_states
-from autohete_fx.sizes import format_bytes
 
 log = logging.getLogger(__name__)
 

@@ -27,6 +27,7 @@ from autohete_fx.compilation import Compilation
 from autohete_fx.compiler import GraphCompiler
 from autohete_fx.errors import AutoHeteError
 from autohete_fx.ir import LaneRecord, Overlap, Schedule
+from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.model import GraphParameters, Model, find_model
 from autohete_fx.options import Options
 from autohete_fx.planner.infeasible import too_small
@@ -34,7 +35,6 @@ from autohete_fx.runtime import calls, shortage
 from autohete_fx.runtime.fence import tensors_in
 from autohete_fx.runtime.session import Session
 from autohete_fx.runtime.steps import StepClock
-from autohete_fx.sizes import format_bytes
 
 log = logging.getLogger(__name__)
 

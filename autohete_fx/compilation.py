@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autohete_fx.ir import BlockDecision, Lane, Plan, Problem, Transfer
-from autohete_fx.ir.saved import spelled
+from autohete_fx.ir.files import spelled
 from autohete_fx.report import tables, timeline
 from autohete_fx.report.trace import Trace
 from autohete_fx.runtime.steps import StepClock

@@ -27,6 +27,7 @@ from autohete_fx.compilation import Compilation
 from autohete_fx.errors import AutoHeteError, PassError
 from autohete_fx.inductor_hooks import LastPass, Partitioner, refuse_other_partitioner, run_without_code
 from autohete_fx.inference import InferenceGraph, rewrite_inference
+from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.model import Model, place
 from autohete_fx.options import Options
 from autohete_fx.passes import PIPELINE, PassContext, Stage
@@ -40,7 +41,6 @@ from autohete_fx.runtime import (
 )
 from autohete_fx.runtime.meter import peak_of
 from autohete_fx.shares import Unsettled
-from autohete_fx.sizes import format_bytes
 from autohete_fx.training import TrainingPlanner, TrainingStep
 
 log = logging.getLogger(__name__)

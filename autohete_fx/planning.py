@@ -31,6 +31,7 @@ from autohete_fx.ir import (
     Problem,
     Schedule,
 )
+from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.optim import AdamW, optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.planner.baselines import fits
@@ -45,7 +46,6 @@ from autohete_fx.profiler import ParamInfo
 from autohete_fx.resources import is_symbolic
 from autohete_fx.runtime.placement import is_movable, placement_of
 from autohete_fx.runtime.tiers import is_home
-from autohete_fx.sizes import format_bytes
 
 _COUNTER_BYTES = 4
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from autohete_fx import planning
 from autohete_fx.ir import Lane
+from autohete_fx.ir.sizes import format_bytes, format_count, format_seconds
 from autohete_fx.report import plan_table
 from autohete_fx.report.plots import PlotPoint, draw_budget_curve
 from autohete_fx.report.tables import ComparisonRow, aligned, comparison_table
-from autohete_fx.sizes import format_bytes, format_count, format_seconds
 from autohete_fx.whatif import Prediction, Sweep
 
 

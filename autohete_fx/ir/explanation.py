@@ -24,7 +24,7 @@ from autohete_fx.ir.decision import BlockDecision, Optimizer
 from autohete_fx.ir.labels import label_pattern, run_label
 from autohete_fx.ir.lane import Lane
 from autohete_fx.ir.reasons import NO_TIME, Alternative, Memory, MemoryUse, Reasons
-from autohete_fx.sizes import format_bytes, format_seconds
+from autohete_fx.ir.sizes import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from autohete_fx.ir.plan import Plan

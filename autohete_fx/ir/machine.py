@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autohete_fx.errors import MachineError
-from autohete_fx.ir.saved import SavedAs, checked, refuse_unknown
+from autohete_fx.ir.files import SavedAs, checked, refuse_unknown
 
 MACHINE_SCHEMA_VERSION = 1
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from autohete_fx.errors import PlanError
 from autohete_fx.ir.decision import BlockDecision, Schedule
 from autohete_fx.ir.explanation import explanation
+from autohete_fx.ir.files import SavedAs, spelled
 from autohete_fx.ir.lane import LaneTime
 from autohete_fx.ir.reasons import Reasons
-from autohete_fx.ir.saved import SavedAs, spelled
 
 SCHEMA_VERSION = 4
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.ir import BlockDecision, Problem
+from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.planner.formulation import Program
 from autohete_fx.planner.simulate import simulate
-from autohete_fx.sizes import format_bytes
 
 _SEARCH_S = 5.0
 _LEAST_S = 1.0

@@ -3,11 +3,11 @@
 In: the values of ``ir`` and plain numbers, and for `graph_text` graphs. Out: text. Nothing here measures or decides.
 """
 
+from autohete_fx.ir.sizes import format_bytes, format_count, format_seconds
 from autohete_fx.report.progress import TrainingProgress
 from autohete_fx.report.tables import ComparisonRow, comparison_table, plan_table, transfers_table
 from autohete_fx.report.timeline import LaneEvent, render_timeline
 from autohete_fx.report.trace import Trace
-from autohete_fx.sizes import format_bytes, format_count, format_seconds
 
 __all__ = [
     "ComparisonRow",

@@ -7,7 +7,7 @@ from torch import fx
 
 from autohete_fx import annotations, ops
 from autohete_fx.ir import Transfer
-from autohete_fx.sizes import format_bytes
+from autohete_fx.ir.sizes import format_bytes
 
 
 def graph_text(gm: fx.GraphModule) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from autohete_fx.sizes import format_bytes
+from autohete_fx.ir.sizes import format_bytes
 
 __all__ = ["TrainingProgress"]
 

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from autohete_fx.ir import Activations, BlockCost, BlockDecision, Optimizer, Params, Plan, Transfer
 from autohete_fx.ir.labels import label_pattern, run_label
-from autohete_fx.sizes import format_bytes, format_seconds
+from autohete_fx.ir.sizes import format_bytes, format_seconds
 
 __all__ = ["ComparisonRow", "aligned", "comparison_table", "plan_table", "transfers_table"]
 

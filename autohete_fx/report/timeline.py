@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from autohete_fx.ir import Lane
-from autohete_fx.sizes import format_seconds
+from autohete_fx.ir.sizes import format_seconds
 
 __all__ = ["LaneEvent", "render_timeline"]
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autohete_fx.ir import Lane, LaneRecord
+from autohete_fx.ir.sizes import format_bytes, format_seconds
 from autohete_fx.report.tables import aligned
 from autohete_fx.report.timeline import LaneEvent
-from autohete_fx.sizes import format_bytes, format_seconds
 
 _PLANNED, _MEASURED = 1, 2
 _PROCESSES = {_PLANNED: "planned", _MEASURED: "measured"}

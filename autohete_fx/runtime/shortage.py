@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autohete_fx.sizes import format_bytes
+from autohete_fx.ir.sizes import format_bytes
 
 _REQUEST = re.compile(r"Tried to allocate ([\d.]+) (bytes|[KMG]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autohete_fx.sizes import format_bytes
+from autohete_fx.ir.sizes import format_bytes
 
 log = logging.getLogger(__name__)
 

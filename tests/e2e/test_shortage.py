@@ -7,10 +7,10 @@ import torch
 
 import autohete_fx
 from autohete_fx import BlockDecision, Params, Plan
+from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.optim import state
 from autohete_fx.runtime import shortage
 from autohete_fx.runtime.session import Session
-from autohete_fx.sizes import format_bytes
 from tests.held_updates import Stack, labels
 from tests.training import training_compilation
 
