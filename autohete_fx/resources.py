@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from autohete_fx import ops
+from autohete_fx.graph import ops
 from autohete_fx.ir import Lane, Machine
 from autohete_fx.options import Options, resolve_bytes
 from autohete_fx.profiler.machine import device_capacity_bytes, host_capacity_bytes, load_or_measure_machine

@@ -17,15 +17,16 @@ from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx._lazy_graph_module import _make_graph_module
 
-from autohete_fx import annotations, passes
+from autohete_fx import passes
 from autohete_fx.capture.inputs import GraphInput, parameter_fqns, placeholder_inputs
-from autohete_fx.draws import DRAWN_AGAIN
 from autohete_fx.errors import AutoHeteError, PassError
+from autohete_fx.graph import annotations
+from autohete_fx.graph.draws import DRAWN_AGAIN
+from autohete_fx.graph.saved import is_copy, output_args, storage_root, written_inputs
 from autohete_fx.ir import BlockDecision, Plan
 from autohete_fx.options import UserPass
 from autohete_fx.passes import PIPELINE, Pass, PassContext, Stage
 from autohete_fx.runtime.placement import moved_states
-from autohete_fx.saved import is_copy, output_args, storage_root, written_inputs
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from autohete_fx.capture.inputs import parameter_fqns
 from autohete_fx.captured import CapturedGraph
 from autohete_fx.compilation import Compilation, GraphText, Share
 from autohete_fx.errors import InfeasiblePlanError
+from autohete_fx.graph.saved import offloadable
 from autohete_fx.ir import BlockDecision, BlockGraph, Plan, Problem, Profile
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.passes import PassContext, Stage
@@ -27,7 +28,6 @@ from autohete_fx.planner.infeasible import advice_of, broken_up, too_small
 from autohete_fx.planner.sharing import leanest
 from autohete_fx.profiler import Partition, profile_analytic, profile_measured, trace_step
 from autohete_fx.report.graph_text import graph_text, list_transfers
-from autohete_fx.saved import offloadable
 from autohete_fx.together import Together
 
 _MAX_CORRECTIONS = 8

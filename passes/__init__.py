@@ -9,6 +9,7 @@ if __name__ != "autohete_fx.passes":
     raise ImportError(f"import autohete_fx.passes, not {__name__}: two copies of one module would not know each other")
 
 from autohete_fx.errors import PassError
+from autohete_fx.graph.saved import output_args
 from autohete_fx.passes.annotate_blocks import annotate_blocks
 from autohete_fx.passes.assign_lanes import assign_lanes
 from autohete_fx.passes.await_updates import await_updates
@@ -32,7 +33,6 @@ from autohete_fx.passes.sort_regions import sort_regions
 from autohete_fx.passes.start_updates import start_updates
 from autohete_fx.passes.tag_recompute import tag_recompute
 from autohete_fx.passes.take_norms import take_norms
-from autohete_fx.saved import output_args
 
 _FORWARD, _BACKWARD, _INFERENCE = Stage.FORWARD, Stage.BACKWARD, Stage.INFERENCE
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from autohete_fx import annotations
+from autohete_fx.graph import annotations
 
 _ANCHOR_WORDS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "attention", "linear", "grouped_mm")
 

@@ -2,7 +2,7 @@
 
 from torch import fx
 
-from autohete_fx import annotations
+from autohete_fx.graph import annotations
 from autohete_fx.passes.base import PassContext
 
 

@@ -10,7 +10,7 @@ import dataclasses
 
 from torch import fx
 
-from autohete_fx import annotations, ops
+from autohete_fx.graph import annotations, ops
 from autohete_fx.ir import Lane
 from autohete_fx.passes.base import PassContext, Stage
 

@@ -12,7 +12,7 @@ updates done when ``step()`` returns.
 
 from torch import fx
 
-from autohete_fx import annotations, ops
+from autohete_fx.graph import annotations, ops
 from autohete_fx.ir import Lane, Optimizer, Overlap, Params
 from autohete_fx.passes.base import PassContext, num_bytes, values_like
 from autohete_fx.passes.prefetch_parameters import readers_of, region_of

@@ -15,10 +15,10 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
-from autohete_fx import annotations, ops
 from autohete_fx.errors import PassError
+from autohete_fx.graph import annotations, ops
+from autohete_fx.graph.saved import offloadable, saved_views
 from autohete_fx.ir import Activations, BlockDecision, Lane, Plan
-from autohete_fx.saved import offloadable, saved_views
 
 log = logging.getLogger(__name__)
 

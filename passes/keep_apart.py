@@ -24,10 +24,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from autohete_fx import annotations
-from autohete_fx.draws import draws
+from autohete_fx.graph import annotations
+from autohete_fx.graph.draws import draws
+from autohete_fx.graph.saved import is_view, storage_root
 from autohete_fx.passes.anchors import is_anchor
-from autohete_fx.saved import is_view, storage_root
 
 _ADDING = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default})
 _CONVERT = torch.ops.prims.convert_element_type.default

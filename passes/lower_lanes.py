@@ -5,7 +5,7 @@
 
 from torch import fx
 
-from autohete_fx import annotations, ops
+from autohete_fx.graph import annotations, ops
 from autohete_fx.passes.base import PassContext
 
 

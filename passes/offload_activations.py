@@ -11,9 +11,9 @@ Emitted IR, where the graph returned ``gelu`` as a tensor saved for backward::
 
 from torch import fx
 
-from autohete_fx import ops
+from autohete_fx.graph import ops
+from autohete_fx.graph.saved import output_args
 from autohete_fx.passes.base import PassContext, insert_copy, output_node
-from autohete_fx.saved import output_args
 
 
 def offload_activations(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:

@@ -15,9 +15,9 @@ strides is made contiguous first.
 import torch
 from torch import fx
 
-from autohete_fx import annotations, ops
+from autohete_fx.graph import annotations, ops
+from autohete_fx.graph.saved import output_args
 from autohete_fx.passes.base import PassContext, insert_copy, output_node, values_like
-from autohete_fx.saved import output_args
 
 
 def offload_gradients(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:

@@ -29,7 +29,7 @@ from torch import fx
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch.utils._ordered_set import OrderedSet
 
-from autohete_fx import annotations, ops
+from autohete_fx.graph import annotations, ops
 from autohete_fx.passes.anchors import anchors_by_region
 from autohete_fx.passes.base import PassContext, Stage
 from autohete_fx.passes.keep_apart import is_kernel, waits_for_regions

@@ -18,10 +18,10 @@ backward, whose placeholder ``w`` now arrives on the device, has nothing to inse
 
 from torch import fx
 
-from autohete_fx import annotations, ops
+from autohete_fx.graph import annotations, ops
+from autohete_fx.graph.saved import is_view
 from autohete_fx.ir import Params
 from autohete_fx.passes.base import PassContext, Stage, insert_copy
-from autohete_fx.saved import is_view
 
 
 def prefetch_parameters(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:

@@ -9,7 +9,7 @@ Emitted IR, where ``gelu`` is a placeholder that now arrives in host memory::
 
 from torch import fx
 
-from autohete_fx import annotations, ops
+from autohete_fx.graph import annotations, ops
 from autohete_fx.passes.base import PassContext, insert_copy
 from autohete_fx.passes.prefetch_parameters import readers_of
 

@@ -21,10 +21,10 @@ from typing import Any
 
 from torch import fx
 
-from autohete_fx import annotations, ops
-from autohete_fx.draws import draws
+from autohete_fx.graph import annotations, ops
+from autohete_fx.graph.draws import draws
+from autohete_fx.graph.saved import is_view
 from autohete_fx.passes.base import PassContext
-from autohete_fx.saved import is_view
 
 _LOADS = (ops.prefetch, ops.reload)
 

@@ -16,11 +16,11 @@ gradient: the wait would have to come later, and hold the gradient on the device
 
 from torch import fx
 
-from autohete_fx import annotations, ops
+from autohete_fx.graph import annotations, ops
+from autohete_fx.graph.saved import output_args
 from autohete_fx.ir import Lane, Overlap
 from autohete_fx.passes.base import PassContext, num_bytes
 from autohete_fx.passes.sort_regions import readers_of_memory, region_keys
-from autohete_fx.saved import output_args
 
 
 def start_updates(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:

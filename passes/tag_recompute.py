@@ -18,12 +18,12 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from autohete_fx import annotations
-from autohete_fx.draws import makes_seeds
+from autohete_fx.graph import annotations
+from autohete_fx.graph.draws import makes_seeds
+from autohete_fx.graph.recompute import is_kept
+from autohete_fx.graph.saved import is_copy, is_view, storage_root, written_inputs
 from autohete_fx.ir import Activations
 from autohete_fx.passes.base import PassContext
-from autohete_fx.recomputation import is_kept
-from autohete_fx.saved import is_copy, is_view, storage_root, written_inputs
 
 
 def tag_recompute(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:

@@ -12,7 +12,7 @@ Nothing is inserted where the schedule takes no norms.
 
 from torch import fx
 
-from autohete_fx import annotations, ops
+from autohete_fx.graph import annotations, ops
 from autohete_fx.passes.base import PassContext, num_bytes
 
 

@@ -10,13 +10,14 @@ from torch import Tensor, fx, nn
 from torch._inductor import inductor_prims  # noqa: F401  (registers prims.inductor_seeds)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autohete_fx import BlockDecision, Plan, annotations
+from autohete_fx import BlockDecision, Plan
+from autohete_fx.graph import annotations
+from autohete_fx.graph.saved import output_args
 from autohete_fx.ir import Schedule
 from autohete_fx.passes import PassContext, Stage
 from autohete_fx.passes.base import output_node
 from autohete_fx.runtime import kernels  # noqa: F401  (registers the ops' kernels)
 from autohete_fx.runtime.session import Session
-from autohete_fx.saved import output_args
 
 SIDE = 128  # matrices of 64 KiB, the smallest that is worth a copy
 SESSION = "two blocks"

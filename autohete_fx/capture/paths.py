@@ -18,7 +18,7 @@ from functools import lru_cache
 
 from torch import fx
 
-from autohete_fx.draws import makes_seeds
+from autohete_fx.graph.draws import makes_seeds
 
 _ROOT = re.compile(r"^[LG]\[(?:'[^']*'|\"[^\"]*\")\](?:\.__closure__\[\d+\]\.cell_contents)*")
 _STEP = re.compile(r"\['([^']*)'\]|\[\"([^\"]*)\"\]|\[(\d+)\]|([^.\[\]]+)")

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from autohete_fx import versions
 from autohete_fx.errors import OptimizerStateError
+from autohete_fx.graph.ops import contiguous_stride, is_dense
 from autohete_fx.ir import Optimizer
-from autohete_fx.ops import contiguous_stride, is_dense
 from autohete_fx.optim.kernels import reconcile_master
 from autohete_fx.runtime.disk import DiskTier, Walk
 from autohete_fx.runtime.lanes import Lanes

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from autohete_fx.graph.recompute import is_kept
+from autohete_fx.graph.saved import offloadable
 from autohete_fx.ir import BlockCost, Machine, Profile, SelectiveCost
 from autohete_fx.profiler.flops import seconds_of
 from autohete_fx.profiler.kernels import Kernel, KernelGraph
@@ -17,8 +19,6 @@ from autohete_fx.profiler.liveness import MemoryTrace, trace_step
 from autohete_fx.profiler.lowering import lower
 from autohete_fx.profiler.node_kinds import Kind, extent_bytes, holds_tensor, kind_of, packet_name
 from autohete_fx.profiler.partition import ParamInfo, Partition
-from autohete_fx.recomputation import is_kept
-from autohete_fx.saved import offloadable
 
 _NOT_REDRAWN = ("prims.inductor_seeds", "aten.randint", "aten.rand", "aten.randn", "aten.bernoulli", "aten.randperm")
 

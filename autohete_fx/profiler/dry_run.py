@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from autohete_fx import ops
+from autohete_fx.graph import ops
 from autohete_fx.profiler.node_kinds import aligned_bytes
 from autohete_fx.profiler.scratch import scratch_bytes
 

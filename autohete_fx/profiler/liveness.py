@@ -78,7 +78,7 @@ def trace_memory(
     """The device bytes that one graph holds over time.
 
     Args:
-        graph_module: ATen graph with fake ``meta["val"]``; the ops of `autohete_fx.ops` may be in it.
+        graph_module: ATen graph with fake ``meta["val"]``; the ops of `autohete_fx.graph.ops` may be in it.
         device_type: whose memory is meant, ``cpu`` or ``cuda``.
         inner_backend: ``inductor`` or ``eager``.
         saved: placeholders whose bytes count and that are released after their last use, with their memory.

@@ -6,7 +6,7 @@ a buffer only where something needs it in memory, and neighbouring buffers are c
 here restate the ones of ``torch/_inductor/graph.py`` (``run_node``), ``ir.py`` (``StorageBox``) and
 ``scheduler.py`` (fusion) in terms of graph nodes, so that a graph's memory can be told without compiling it.
 
-The ops of `autohete_fx.ops` are known: a tensor that is copied to the device is in memory from the node
+The ops of `autohete_fx.graph.ops` are known: a tensor that is copied to the device is in memory from the node
 that issues the copy, and a tensor that is copied to the host takes none.
 """
 

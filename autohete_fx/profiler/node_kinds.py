@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autohete_fx import ops
-from autohete_fx.saved import hint
+from autohete_fx.graph import ops
+from autohete_fx.graph.saved import hint
 
 CUDA_ALIGNMENT_BYTES = 512
 """The CUDA caching allocator hands out multiples of this."""

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from autohete_fx.graph.saved import hint
 from autohete_fx.profiler.node_kinds import extent_bytes
 from autohete_fx.profiler.timed_graph import outside_tracing, real_input
-from autohete_fx.saved import hint
 
 PeakOf = Callable[[Callable[[], Any]], tuple[int, Any]]
 """Runs something; the most bytes that were taken meanwhile, above those at its start, and its result."""

@@ -13,7 +13,7 @@ import torch
 from torch import _guards, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autohete_fx.saved import hint
+from autohete_fx.graph.saved import hint
 
 CompileGraph = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Callable[[list[Any]], Any]]
 """A graph and its fake inputs to something that runs it on a list of real ones."""

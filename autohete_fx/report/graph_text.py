@@ -5,7 +5,7 @@ In: a rewritten graph. Out: text, and `ir.Transfer` values in schedule order.
 
 from torch import fx
 
-from autohete_fx import annotations, ops
+from autohete_fx.graph import annotations, ops
 from autohete_fx.ir import Transfer
 from autohete_fx.ir.sizes import format_bytes
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from autohete_fx.ops import is_dense
+from autohete_fx.graph.ops import is_dense
 
 _PIECE_BYTES = 64 * 2**20
 _SERIAL_ELEMENTS = 32767

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from autohete_fx import ops
+from autohete_fx.graph import ops
 from autohete_fx.ir import Lane
 from autohete_fx.runtime.session import session_by_digest
 

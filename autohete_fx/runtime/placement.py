@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autohete_fx.graph.ops import SMALLEST_COPY_BYTES
 from autohete_fx.ir import BlockDecision, Optimizer, Params
-from autohete_fx.ops import SMALLEST_COPY_BYTES
 from autohete_fx.runtime.disk import DiskTier
 from autohete_fx.runtime.tiers import HostTier, is_home
 from autohete_fx.runtime.updates import Updates

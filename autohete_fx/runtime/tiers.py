@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autohete_fx.errors import HostMemoryError
-from autohete_fx.ops import copied_strides
+from autohete_fx.graph.ops import copied_strides
 from autohete_fx.runtime.arena import ALIGNMENT_BYTES, Arena
 from autohete_fx.runtime.mapped_files import MakeChunk, check_directory, map_file, without_file
 from autohete_fx.runtime.pinned import cuda_unregister, pin

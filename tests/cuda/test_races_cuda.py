@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from autohete_fx.graph.ops import contiguous_stride
 from autohete_fx.ir import Lane
-from autohete_fx.ops import contiguous_stride
 from autohete_fx.runtime.lanes import Lanes
 from autohete_fx.runtime.tiers import HostTier, open_tier
 

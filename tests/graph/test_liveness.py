@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import autohete_fx.ops  # registers the ops that passes insert
+import autohete_fx.graph.ops  # registers the ops that passes insert
 from autohete_fx.profiler import trace_memory, trace_step
 from autohete_fx.profiler.liveness import MemoryTrace
 
@@ -92,7 +92,7 @@ def test_a_dead_buffer_is_released_where_keeping_it_would_raise_the_peak(x: torc
     assert found.end_bytes == ROW
 
 
-@pytest.mark.parametrize("issue", [autohete_fx.ops.prefetch, autohete_fx.ops.reload])
+@pytest.mark.parametrize("issue", [autohete_fx.graph.ops.prefetch, autohete_fx.graph.ops.reload])
 def test_a_copy_to_the_device_is_in_memory_from_its_issue_on(issue: torch._ops.OpOverload, x: torch.Tensor) -> None:
     def early(host: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         handle = issue(host, "s", 1, 0)

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import fx
 
-from autohete_fx import Activations, BlockDecision, Optimizer, Params, annotations, ops
+from autohete_fx import Activations, BlockDecision, Optimizer, Params
 from autohete_fx.errors import PassError
+from autohete_fx.graph import annotations, ops
+from autohete_fx.graph.saved import output_args
 from autohete_fx.ir import Overlap, Schedule
 from autohete_fx.passes import PIPELINE, Pass, PassContext, Stage, run, validate, verify
 from autohete_fx.passes.sort_regions import order_to_keep, region_keys, reorder
-from autohete_fx.saved import output_args
 from tests.two_blocks import backward, context, forward, forward_that_saves_a_weight
 
 HOST = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimizer=Optimizer.HOST)

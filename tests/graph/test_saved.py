@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autohete_fx.saved import is_view, offloadable, storage_root
+from autohete_fx.graph.saved import is_view, offloadable, storage_root
 
 ROWS, WIDTH = 64, 1024
 SAVED = ROWS * WIDTH * 4

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from autohete_fx.graph.ops import contiguous_stride
 from autohete_fx.ir import Lane, Optimizer, Overlap, Params, Schedule
-from autohete_fx.ops import contiguous_stride
 from autohete_fx.optim import AdamW
 from autohete_fx.runtime import stream_lane
 from autohete_fx.runtime.fence import lower_fences

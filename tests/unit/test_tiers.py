@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from autohete_fx.errors import HostMemoryError
-from autohete_fx.ops import contiguous_stride, is_dense
+from autohete_fx.graph.ops import contiguous_stride, is_dense
 from autohete_fx.runtime.arena import ALIGNMENT_BYTES as LINE
 from autohete_fx.runtime.arena import Arena, Chunk
 from autohete_fx.runtime.mapped_files import map_file

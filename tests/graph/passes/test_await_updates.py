@@ -4,10 +4,11 @@ import pytest
 from expecttest import assert_expected_inline
 from torch import fx
 
-from autohete_fx import BlockDecision, Optimizer, Params, PassError, annotations, passes
+from autohete_fx import BlockDecision, Optimizer, Params, PassError, passes
+from autohete_fx.graph import annotations
+from autohete_fx.graph.saved import is_view, storage_root
 from autohete_fx.ir import Lane, Overlap, Schedule
 from autohete_fx.passes import Stage
-from autohete_fx.saved import is_view, storage_root
 from tests.two_blocks import assert_same_results, code, context, forward, forward_that_saves_a_weight
 
 STEP = Schedule(overlap=Overlap.STEP)

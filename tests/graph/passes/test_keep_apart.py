@@ -8,7 +8,8 @@ from expecttest import assert_expected_inline
 from torch import fx
 from torch._inductor import inductor_prims  # noqa: F401  (registers prims.inductor_force_stride_order)
 
-from autohete_fx import Activations, BlockDecision, annotations, passes
+from autohete_fx import Activations, BlockDecision, passes
+from autohete_fx.graph import annotations
 from autohete_fx.passes import PassContext, Stage
 from tests.two_blocks import Eager, aten, code, context
 

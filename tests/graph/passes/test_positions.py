@@ -7,7 +7,8 @@ import torch
 from expecttest import assert_expected_inline
 from torch import fx
 
-from autohete_fx import Activations, BlockDecision, Optimizer, Params, annotations, ops, passes
+from autohete_fx import Activations, BlockDecision, Optimizer, Params, passes
+from autohete_fx.graph import annotations, ops
 from autohete_fx.passes import PassContext, PassFunction, Stage
 from autohete_fx.passes.base import insert_copy
 from tests.two_blocks import assert_same_results, aten, backward, code, context, forward

@@ -4,11 +4,12 @@ import pytest
 from expecttest import assert_expected_inline
 from torch import fx
 
-from autohete_fx import BlockDecision, Optimizer, Params, PassError, annotations, ops, passes
+from autohete_fx import BlockDecision, Optimizer, Params, PassError, passes
+from autohete_fx.graph import annotations, ops
+from autohete_fx.graph.saved import output_args
 from autohete_fx.ir import Lane, Overlap, Schedule
 from autohete_fx.passes import Stage
 from autohete_fx.passes.base import output_node
-from autohete_fx.saved import output_args
 from tests.two_blocks import SIDE, assert_same_results, aten, backward, code, context
 
 BACKWARD = Schedule(overlap=Overlap.BACKWARD)

@@ -10,7 +10,8 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput, PlainAOTOutput
 from torch.utils.checkpoint import CheckpointPolicy
 
-from autohete_fx import Activations, BlockDecision, annotations, passes
+from autohete_fx import Activations, BlockDecision, passes
+from autohete_fx.graph import annotations
 from autohete_fx.passes import Stage
 from tests.two_blocks import code, context, joint
 

@@ -4,7 +4,8 @@ import pytest
 from expecttest import assert_expected_inline
 from torch import fx
 
-from autohete_fx import BlockDecision, Optimizer, PassError, ops, passes
+from autohete_fx import BlockDecision, Optimizer, PassError, passes
+from autohete_fx.graph import ops
 from autohete_fx.ir import Overlap, Schedule
 from autohete_fx.passes import Stage
 from tests.two_blocks import assert_same_results, backward, code, context

@@ -19,7 +19,7 @@ class Inserted:
     """What an inserted node is for.
 
     Attributes:
-        op: its name in `autohete_fx.ops`, such as ``offload`` or ``wait``.
+        op: its name in `autohete_fx.graph.ops`, such as ``offload`` or ``wait``.
         what: ``parameter``, ``gradient`` or ``activation``.
         block: index of the block that owns the tensor.
         slot: position in the graph's order of regions: the node belongs after all matrix products of earlier

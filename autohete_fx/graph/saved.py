@@ -10,7 +10,7 @@ import operator
 import torch
 from torch import fx
 
-from autohete_fx.ops import SMALLEST_COPY_BYTES, is_dense
+from autohete_fx.graph.ops import SMALLEST_COPY_BYTES, is_dense
 
 
 def output_args(gm: fx.GraphModule) -> list[fx.Node | None]:
