@@ -17,12 +17,12 @@ from autohete_fx import planning, versions
 from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compilation import Share
 from autohete_fx.ir import BlockGraph, Problem, Profile
+from autohete_fx.machine.budgets import device_budget_bytes, host_budget_bytes, machine_of, tuning_bytes
 from autohete_fx.model import Model, graph_digest, origin_of, sources_digest
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.pass_identity import pass_identity
 from autohete_fx.profiler import ParamInfo
-from autohete_fx.resources import device_budget_bytes, host_budget_bytes, machine_of, tuning_bytes
 from autohete_fx.runtime import calls
 from autohete_fx.runtime.placement import keep_in_place, placement_of
 from autohete_fx.runtime.tiers import is_home

@@ -21,6 +21,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.exc import InductorError
 
 from autohete_fx import passes, planning, rewriting, versions
+from autohete_fx.cache import load_text, store_text
 from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.captured import CapturedGraph
 from autohete_fx.compilation import Compilation
@@ -33,8 +34,7 @@ from autohete_fx.options import Options
 from autohete_fx.passes import PIPELINE, PassContext, Stage
 from autohete_fx.planner.infeasible import advice_of, broken_up, too_small
 from autohete_fx.profiler import CompiledCode, dry_run
-from autohete_fx.profiler.cache import load_text, store_text
-from autohete_fx.profiler.probe import Probe, probing
+from autohete_fx.profiler.memory.probe import Probe, probing
 from autohete_fx.runtime import (
     cpu_counter,
     kernels,  # noqa: F401  (registers the ops' kernels)

@@ -23,10 +23,10 @@ from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compilation import Compilation
 from autohete_fx.ir import Optimizer, Overlap
 from autohete_fx.ir.sizes import format_bytes
+from autohete_fx.machine.budgets import host_budget_bytes
 from autohete_fx.optim.early import start_update
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
-from autohete_fx.resources import host_budget_bytes
 from autohete_fx.runtime import calls, unplanned
 from autohete_fx.runtime.placement import Placement, moved_states, place_param, placement_of
 from autohete_fx.runtime.session import Session, is_live

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autohete_fx.capture.inputs import GraphInput, parameter_fqns
+from autohete_fx.capture.inputs import GraphInput, is_symbolic, parameter_fqns
 from autohete_fx.compilation import Footprint, LaneEvent
 from autohete_fx.errors import PlanError
 from autohete_fx.ir import (
@@ -43,7 +43,6 @@ from autohete_fx.planner.sharing import leanest
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import solve
 from autohete_fx.profiler import ParamInfo
-from autohete_fx.resources import is_symbolic
 from autohete_fx.runtime.placement import is_movable, placement_of
 from autohete_fx.runtime.tiers import is_home
 

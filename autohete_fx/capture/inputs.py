@@ -122,3 +122,8 @@ def placeholder_inputs(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> dict
 def parameter_fqns(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> dict[str, str]:
     """Parameter name by placeholder name."""
     return {name: item.name for name, item in placeholder_inputs(gm, inputs).items() if item.is_parameter}
+
+
+def is_symbolic(tensor: torch.Tensor) -> bool:
+    """Whether any size is not a number yet."""
+    return any(not isinstance(size, int) for size in tensor.shape)

@@ -14,10 +14,10 @@ from autohete_fx.graph.recompute import is_kept
 from autohete_fx.graph.saved import offloadable
 from autohete_fx.ir import BlockCost, Machine, Profile, SelectiveCost
 from autohete_fx.profiler.flops import seconds_of
-from autohete_fx.profiler.kernels import Kernel, KernelGraph
-from autohete_fx.profiler.liveness import MemoryTrace, trace_step
-from autohete_fx.profiler.lowering import lower
-from autohete_fx.profiler.node_kinds import Kind, extent_bytes, holds_tensor, kind_of, packet_name
+from autohete_fx.profiler.memory.kernels import Kernel, KernelGraph
+from autohete_fx.profiler.memory.liveness import MemoryTrace, trace_step
+from autohete_fx.profiler.memory.lowering import lower
+from autohete_fx.profiler.memory.node_kinds import Kind, extent_bytes, holds_tensor, kind_of, packet_name
 from autohete_fx.profiler.partition import ParamInfo, Partition
 
 _NOT_REDRAWN = ("prims.inductor_seeds", "aten.randint", "aten.rand", "aten.randn", "aten.bernoulli", "aten.randperm")

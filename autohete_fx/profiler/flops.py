@@ -12,8 +12,8 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from autohete_fx.ir import Machine
-from autohete_fx.profiler.kernels import Kernel, KernelGraph
-from autohete_fx.profiler.node_kinds import hint, unwrapped_call
+from autohete_fx.profiler.memory.kernels import Kernel, KernelGraph
+from autohete_fx.profiler.memory.node_kinds import hint, unwrapped_call
 from autohete_fx.profiler.partition import Partition
 
 _WIDEST_ELEMENT_BYTES = 8

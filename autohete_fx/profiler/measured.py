@@ -16,13 +16,12 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _make_graph_module
 
+from autohete_fx.cache import load_text, machine_key, store_text
 from autohete_fx.ir import Machine, Profile
 from autohete_fx.profiler.analytic import BlockTimes, analytic_times, costs_from_times
-from autohete_fx.profiler.cache import load_text, store_text
-from autohete_fx.profiler.liveness import trace_memory
-from autohete_fx.profiler.lowering import lower
-from autohete_fx.profiler.machine import machine_key
-from autohete_fx.profiler.node_kinds import extent_bytes
+from autohete_fx.profiler.memory.liveness import trace_memory
+from autohete_fx.profiler.memory.lowering import lower
+from autohete_fx.profiler.memory.node_kinds import extent_bytes
 from autohete_fx.profiler.partition import Partition
 from autohete_fx.profiler.timed_graph import (
     CompileGraph,

@@ -25,7 +25,7 @@ import autohete_fx
 from autohete_fx.cli import link_of
 from autohete_fx.errors import HostMemoryError, InfeasiblePlanError
 from autohete_fx.ir import Machine
-from autohete_fx.profiler.machine import load_or_measure_machine
+from autohete_fx.machine.measure import load_or_measure_machine
 from autohete_fx.report import format_bytes
 
 FITS, DOES_NOT_FIT, CANNOT_RUN, FAILED, OUT_OF_TIME = "fits", "does not fit", "cannot run", "failed", "out of time"

@@ -18,10 +18,10 @@ from results import environment, print_figures, save
 
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.ir import BlockCost, BlockDecision, Overlap, Problem, Schedule
+from autohete_fx.machine.devices import find_device, machine_of_spec
 from autohete_fx.planner.anneal import prepare
 from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import solve
-from autohete_fx.profiler.devices import find_device, machine_of_spec
 
 _SHARES = (0.15, 0.2, 0.35, 0.5, 0.7, 0.9)
 _VOCABULARY = 50_000

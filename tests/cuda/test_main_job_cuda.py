@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import autohete_fx
+from autohete_fx.machine.budgets import device_budget_bytes
 from autohete_fx.options import Options
-from autohete_fx.resources import device_budget_bytes
 from autohete_fx.runtime.meter import device_live_bytes
 from autohete_fx.runtime.placement import is_movable
 from autohete_fx.runtime.tiers import is_home

@@ -14,7 +14,7 @@ from autohete_fx import cli
 from autohete_fx.errors import HostMemoryError
 from autohete_fx.graph.ops import contiguous_stride
 from autohete_fx.ir import Lane
-from autohete_fx.profiler.machine import measure_machine
+from autohete_fx.machine.measure import measure_machine
 from autohete_fx.runtime.lanes import COPY_LANES, Lanes
 from autohete_fx.runtime.meter import MemoryMeter, device_live_bytes
 from autohete_fx.runtime.pinned import pin

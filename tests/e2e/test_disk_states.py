@@ -314,7 +314,7 @@ def test_the_states_of_a_model_that_is_gone_take_no_disk_space(tmp_path: Path):
 
 def test_a_plan_for_a_disk_without_room_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("AUTOHETE_CACHE_DIR", str(tmp_path))  # the machine is measured anew
-    monkeypatch.setattr("autohete_fx.profiler.machine.measure_disk", lambda *args: 0.0)
+    monkeypatch.setattr("autohete_fx.machine.measure.measure_disk", lambda *args: 0.0)
     with pytest.raises(autohete_fx.PlanError, match=r"optimizer 'disk' for block .* had no room"):
         compiled(Stack())(X)
 
@@ -322,8 +322,6 @@ def test_a_plan_for_a_disk_without_room_is_refused(monkeypatch: pytest.MonkeyPat
 def test_the_disk_that_is_measured_is_that_of_the_states(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("AUTOHETE_CACHE_DIR", str(tmp_path / "cache"))
     measured: list[str | None] = []
-    monkeypatch.setattr(
-        "autohete_fx.profiler.machine.measure_disk", lambda directory: measured.append(directory) or 1e9
-    )
+    monkeypatch.setattr("autohete_fx.machine.measure.measure_disk", lambda directory: measured.append(directory) or 1e9)
     compiled(Stack(), offload_dir=str(tmp_path))(X)
     assert measured == [str(tmp_path)]

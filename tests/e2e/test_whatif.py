@@ -15,9 +15,9 @@ from autohete_fx import cli, planning
 from autohete_fx.blueprint import read_model
 from autohete_fx.depth import shallow_layers
 from autohete_fx.ir import BlockGraph, Machine, Plan, Problem
+from autohete_fx.machine.devices import find_device, machine_of_spec
 from autohete_fx.options import Options
 from autohete_fx.planner.baselines import BASELINES
-from autohete_fx.profiler.devices import find_device, machine_of_spec
 from autohete_fx.runtime.meter import MemoryMeter
 from autohete_fx.whatif import trace_model
 

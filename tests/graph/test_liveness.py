@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import autohete_fx.graph.ops  # registers the ops that passes insert
 from autohete_fx.profiler import trace_memory, trace_step
-from autohete_fx.profiler.liveness import MemoryTrace
+from autohete_fx.profiler.memory.liveness import MemoryTrace
 
 ROW = 64 * 1024 * 4  # bytes of one float32 tensor of the size that most tests use
 

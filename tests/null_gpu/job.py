@@ -9,9 +9,9 @@ from torch._inductor.graph import GraphLowering
 
 import autohete_fx
 from autohete_fx.ir import Overlap, Schedule
+from autohete_fx.machine.budgets import tuning_bytes
 from autohete_fx.options import Options
-from autohete_fx.profiler.scratch import gpu_attention_scratch_bytes
-from autohete_fx.resources import tuning_bytes
+from autohete_fx.profiler.memory.scratch import gpu_attention_scratch_bytes
 from tests.training import Sizes, batch, make, plan, training_compilation
 
 SIZES = Sizes(width=256, batch=4, time=128)

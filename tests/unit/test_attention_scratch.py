@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autohete_fx.profiler import CompiledCode, dry_run
-from autohete_fx.profiler.scratch import _has_onednn_products, attention_scratch_bytes, workspace_bytes
+from autohete_fx.profiler.memory.scratch import _has_onednn_products, attention_scratch_bytes, workspace_bytes
 from autohete_fx.runtime.meter import MemoryMeter, device_live_bytes
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -4,7 +4,7 @@ import pytest
 
 from autohete_fx.errors import OptionError
 from autohete_fx.ir import Machine
-from autohete_fx.profiler.devices import DEVICES, UPDATE_BYTES, DeviceSpec, find_device, machine_of_spec
+from autohete_fx.machine.devices import DEVICES, UPDATE_BYTES, DeviceSpec, find_device, machine_of_spec
 
 
 def machine(name: str) -> Machine:

@@ -7,8 +7,8 @@ import torch
 
 from autohete_fx.errors import HostMemoryError
 from autohete_fx.host_memory import available_bytes, capacity_bytes
+from autohete_fx.machine.budgets import host_budget_bytes
 from autohete_fx.options import Options
-from autohete_fx.resources import host_budget_bytes
 
 GIB = 2**30
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autohete_fx import cli
-from autohete_fx.profiler import link
+from autohete_fx.machine import link
 from autohete_fx.runtime.tiers import host_view, open_tier
 
 

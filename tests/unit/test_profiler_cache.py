@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autohete_fx.profiler import cache
+from autohete_fx import cache
 from tests.planner_problems import MACHINE
 
 

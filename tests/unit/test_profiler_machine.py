@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from autohete_fx.ir import Lane
-from autohete_fx.profiler import machine as machine_module
-from autohete_fx.profiler.machine import (
+from autohete_fx.machine import measure as machine_module
+from autohete_fx.machine.measure import (
     device_capacity_bytes,
     disk_capacity_bytes,
     host_capacity_bytes,

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autohete_fx.profiler import CompiledCode, dry_run, trace_memory
-from autohete_fx.profiler.probe import Probe, probing
-from autohete_fx.profiler.scratch import scratch_bytes, workspace_bytes
+from autohete_fx.profiler.memory.probe import Probe, probing
+from autohete_fx.profiler.memory.scratch import scratch_bytes, workspace_bytes
 from autohete_fx.runtime.meter import device_live_bytes, peak_of
 
 ATEN = torch.ops.aten

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autohete_fx import resources
+from autohete_fx.machine import budgets
 from autohete_fx.options import Options
 from autohete_fx.runtime.shortage import DeviceUse, budget_that_fits, device_use, requested_bytes, shortage_text
 
@@ -63,21 +63,21 @@ def test_the_figures_are_the_allocators(monkeypatch: pytest.MonkeyPatch):
 
 def test_without_a_budget_some_of_the_card_is_left_to_libraries_and_pieces(monkeypatch: pytest.MonkeyPatch):
     free, total = 70 * GIB, 80 * GIB
-    monkeypatch.setattr(resources, "device_capacity_bytes", lambda device: total)
+    monkeypatch.setattr(budgets, "device_capacity_bytes", lambda device: total)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
     device = torch.device("cuda", 0)
-    budget = resources.device_budget_bytes(device, Options())
+    budget = budgets.device_budget_bytes(device, Options())
     assert budget is not None and 65 * GIB < budget < 70 * GIB
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.1)
-    capped = resources.device_budget_bytes(device, Options())
+    capped = budgets.device_budget_bytes(device, Options())
     assert capped is not None and 7 * GIB < capped < 7.75 * GIB
-    assert resources.device_budget_bytes(device, Options.from_user({"memory_budget": "79GiB"}, None)) == 79 * GIB
+    assert budgets.device_budget_bytes(device, Options.from_user({"memory_budget": "79GiB"}, None)) == 79 * GIB
 
 
 def test_the_first_step_has_room_to_time_kernels_in(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=50 * 2**20))
     cuda, eager = torch.device("cuda", 0), Options.from_user({"inner_backend": "eager"}, None)
-    assert resources.tuning_bytes(cuda, Options()) == 50 * 2**20
-    assert resources.tuning_bytes(cuda, eager) == resources.tuning_bytes(torch.device("cpu"), Options()) == 0
+    assert budgets.tuning_bytes(cuda, Options()) == 50 * 2**20
+    assert budgets.tuning_bytes(cuda, eager) == budgets.tuning_bytes(torch.device("cpu"), Options()) == 0

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from autohete_fx.profiler import node_kinds as kinds
-from autohete_fx.profiler.fusion import fuse_kernels
-from autohete_fx.profiler.kernels import Kernel, KernelGraph, Part, Storage
-from autohete_fx.profiler.node_kinds import Kind
-from autohete_fx.profiler.scratch import workspace_bytes
+from autohete_fx.profiler.memory import node_kinds as kinds
+from autohete_fx.profiler.memory.fusion import fuse_kernels
+from autohete_fx.profiler.memory.kernels import Kernel, KernelGraph, Part, Storage
+from autohete_fx.profiler.memory.node_kinds import Kind
+from autohete_fx.profiler.memory.scratch import workspace_bytes
 
 
 @dataclass(slots=True)

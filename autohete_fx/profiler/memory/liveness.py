@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autohete_fx.profiler.kernels import Kernel, KernelGraph, Storage
-from autohete_fx.profiler.lowering import lower
-from autohete_fx.profiler.node_kinds import holds_tensor, tensor_bytes
-from autohete_fx.profiler.ordering import order_for_peak_memory
-from autohete_fx.profiler.reuse import Lifetimes, plan_reuse
+from autohete_fx.profiler.memory.kernels import Kernel, KernelGraph, Storage
+from autohete_fx.profiler.memory.lowering import lower
+from autohete_fx.profiler.memory.node_kinds import holds_tensor, tensor_bytes
+from autohete_fx.profiler.memory.ordering import order_for_peak_memory
+from autohete_fx.profiler.memory.reuse import Lifetimes, plan_reuse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

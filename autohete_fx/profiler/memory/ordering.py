@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from autohete_fx.profiler.kernels import Kernel, KernelGraph
+from autohete_fx.profiler.memory.kernels import Kernel, KernelGraph
 
 
 @dataclass(slots=True)

@@ -8,10 +8,13 @@ Files are replaced atomically and carry a version; a damaged one counts as absen
 import hashlib
 import json
 import os
+import platform
 import re
 import sys
 import tempfile
 from pathlib import Path
+
+import torch
 
 from autohete_fx.errors import MachineError
 from autohete_fx.ir import Machine
@@ -94,3 +97,29 @@ def load_machine(key: str) -> Machine | None:
         return Machine.from_json(text)
     except MachineError:  # of another version of this package: measured again
         return None
+
+
+def machine_key(device: torch.device, offload_dir: str | None = None) -> str:
+    """What the figures depend on: device, cores, threads, torch, and the file system of ``offload_dir``."""
+    directory = offload_dir or tempfile.gettempdir()
+    parts = [
+        device_name(device.type, device.index),
+        device.type,
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        torch.get_num_threads(),
+        torch.__version__,
+        os.stat(directory).st_dev,
+    ]
+    return "|".join(map(str, parts))
+
+
+def device_name(device_type: str, index: int | None) -> str:
+    """The GPU's name, or the CPU's model."""
+    if device_type == "cuda":
+        return torch.cuda.get_device_name(index)
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from autohete_fx.graph import ops
-from autohete_fx.profiler.node_kinds import aligned_bytes
-from autohete_fx.profiler.scratch import scratch_bytes
+from autohete_fx.profiler.memory.node_kinds import aligned_bytes
+from autohete_fx.profiler.memory.scratch import scratch_bytes
 
 _CALLED_KERNEL = re.compile(r"(cpp|pallas|cutedsl)_\w+")
 _LEFT_OUT = frozenset({"assert_size_stride", "assert_alignment"})

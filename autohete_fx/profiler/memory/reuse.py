@@ -11,8 +11,8 @@ memory it takes over. Two rules of ``torch/_inductor/codegen/wrapper.py`` and ``
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autohete_fx.profiler.kernels import Kernel, KernelGraph
-from autohete_fx.profiler.ordering import believed
+from autohete_fx.profiler.memory.kernels import Kernel, KernelGraph
+from autohete_fx.profiler.memory.ordering import believed
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ between them; consumers are tried before kernels that merely read the same buffe
 first part stood, as far as dependencies allow.
 """
 
-from autohete_fx.profiler.kernels import Kernel, KernelGraph
+from autohete_fx.profiler.memory.kernels import Kernel, KernelGraph
 
 _MAX_DISTANCE = 64
 """Kernels further apart than that stay apart, lest buffers live long."""

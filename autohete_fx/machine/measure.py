@@ -14,7 +14,6 @@ import functools
 import itertools
 import mmap
 import os
-import platform
 import shutil
 import tempfile
 import time
@@ -25,8 +24,8 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autohete_fx import host_memory
+from autohete_fx.cache import device_name, load_machine, machine_key, store_machine
 from autohete_fx.ir import Lane, Machine
-from autohete_fx.profiler.cache import load_machine, store_machine
 
 _REPEATS = 4
 _COPY_BYTES = {"cpu": 24 * 2**20, "cuda": 128 * 2**20}
@@ -88,18 +87,6 @@ def _is_in_ram(directory: str) -> bool:
 
 
 @functools.cache
-def device_name(device_type: str, index: int | None) -> str:
-    """The GPU's name, or the CPU's model."""
-    if device_type == "cuda":
-        return torch.cuda.get_device_name(index)
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def best_seconds(device: torch.device, run: Callable[[], object]) -> float:
     """Best of a few timed runs, after one that warms up."""
     best = float("inf")
@@ -337,20 +324,6 @@ def measure_machine(
             host_update_params_per_s=host_rate,
             **copies,
         )
-
-
-def machine_key(device: torch.device, offload_dir: str | None = None) -> str:
-    """What the figures depend on: device, cores, threads, torch, and the file system of ``offload_dir``."""
-    directory = offload_dir or tempfile.gettempdir()
-    parts = [
-        device_name(device.type, device.index),
-        device.type,
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        torch.get_num_threads(),
-        torch.__version__,
-        os.stat(directory).st_dev,
-    ]
-    return "|".join(map(str, parts))
 
 
 def load_or_measure_machine(

@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autohete_fx.graph.saved import hint
-from autohete_fx.profiler.node_kinds import extent_bytes
+from autohete_fx.profiler.memory.node_kinds import extent_bytes
 from autohete_fx.profiler.timed_graph import outside_tracing, real_input
 
 PeakOf = Callable[[Callable[[], Any]], tuple[int, Any]]

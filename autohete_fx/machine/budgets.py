@@ -10,8 +10,8 @@ import torch
 
 from autohete_fx.graph import ops
 from autohete_fx.ir import Lane, Machine
+from autohete_fx.machine.measure import device_capacity_bytes, host_capacity_bytes, load_or_measure_machine
 from autohete_fx.options import Options, resolve_bytes
-from autohete_fx.profiler.machine import device_capacity_bytes, host_capacity_bytes, load_or_measure_machine
 from autohete_fx.runtime.lanes import has_spare_core
 from autohete_fx.runtime.session import Session
 from autohete_fx.runtime.tiers import open_tier
@@ -80,8 +80,3 @@ def machine_of(device: torch.device, session: Session, options: Options) -> Mach
         copies_run_beside=has_spare_core(),
         offload_dir=options.offload_dir,
     )
-
-
-def is_symbolic(tensor: torch.Tensor) -> bool:
-    """Whether any size is not a number yet."""
-    return any(not isinstance(size, int) for size in tensor.shape)

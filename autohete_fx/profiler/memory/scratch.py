@@ -14,8 +14,8 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autohete_fx.graph.saved import hint
-from autohete_fx.profiler.node_kinds import innermost_operator
-from autohete_fx.profiler.probe import current
+from autohete_fx.profiler.memory.node_kinds import innermost_operator
+from autohete_fx.profiler.memory.probe import current
 
 _GPU_ATTENTION_GRAINS = {
     "aten._scaled_dot_product_flash_attention_backward": 32,
