@@ -35,12 +35,12 @@ from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.optim import AdamW, optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.planner.baselines import fits
-from autohete_fx.planner.device_use import streaming_peak_bytes
-from autohete_fx.planner.figures import host_bytes
 from autohete_fx.planner.infeasible import infeasible
+from autohete_fx.planner.model.device_use import streaming_peak_bytes
+from autohete_fx.planner.model.figures import host_bytes
+from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.reasons import reasons_of
 from autohete_fx.planner.sharing import leanest
-from autohete_fx.planner.simulate import simulate
 from autohete_fx.planner.solve import solve
 from autohete_fx.profiler import ParamInfo
 from autohete_fx.runtime.placement import is_movable, placement_of

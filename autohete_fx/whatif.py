@@ -30,8 +30,8 @@ from autohete_fx.optim import AdamW
 from autohete_fx.options import Options
 from autohete_fx.passes import PassContext, Stage
 from autohete_fx.planner.baselines import BASELINES, evaluate, fits
-from autohete_fx.planner.figures import overlap_of
 from autohete_fx.planner.infeasible import least_peak
+from autohete_fx.planner.model.figures import overlap_of
 from autohete_fx.planner.solve import solve
 from autohete_fx.profiler import Partition, profile_analytic
 from autohete_fx.profiler.flops import block_flops

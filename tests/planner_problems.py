@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
 from autohete_fx.ir import BlockCost, BlockDecision, Edge, Machine, Overlap, Problem, Schedule, SelectiveCost
-from autohete_fx.planner.simulate import simulate
+from autohete_fx.planner.model.simulate import simulate
 
 MACHINE = Machine(
     device_name="test",

@@ -17,11 +17,11 @@ from dataclasses import replace
 import numpy as np
 
 from autohete_fx.ir import Activations, BlockDecision, Optimizer, Overlap, Params, Plan, Problem, Schedule
-from autohete_fx.planner.figures import limits_of
-from autohete_fx.planner.improve import Search
-from autohete_fx.planner.replays import Replays
-from autohete_fx.planner.simulate import simulate
-from autohete_fx.planner.simulation import Simulation
+from autohete_fx.planner.model.figures import limits_of
+from autohete_fx.planner.model.simulate import simulate
+from autohete_fx.planner.model.simulation import Simulation
+from autohete_fx.planner.search.improve import Search
+from autohete_fx.planner.search.replays import Replays
 
 Decisions = tuple[BlockDecision, ...]
 

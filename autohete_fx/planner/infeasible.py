@@ -11,8 +11,8 @@ from dataclasses import replace
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.ir import BlockDecision, Problem
 from autohete_fx.ir.sizes import format_bytes
-from autohete_fx.planner.formulation import Program
-from autohete_fx.planner.simulate import simulate
+from autohete_fx.planner.bound.formulation import Program
+from autohete_fx.planner.model.simulate import simulate
 
 _SEARCH_S = 5.0
 _LEAST_S = 1.0

@@ -24,13 +24,13 @@ from autohete_fx.ir import (
     Reasons,
 )
 from autohete_fx.ir.reasons import NO_TIME
-from autohete_fx.planner.arrays import Rows, Seconds
-from autohete_fx.planner.choices import COPY_WEIGHT, choices, states_of, treatment_of
-from autohete_fx.planner.figures import limits_of
-from autohete_fx.planner.improve import LEAST_GAIN
-from autohete_fx.planner.replays import Replays
-from autohete_fx.planner.simulate import BACKWARD, FORWARD, OPTIMIZER_STEP, simulate
-from autohete_fx.planner.simulation import Simulation
+from autohete_fx.planner.model.choices import COPY_WEIGHT, choices, states_of, treatment_of
+from autohete_fx.planner.model.figures import limits_of
+from autohete_fx.planner.model.simulate import BACKWARD, FORWARD, OPTIMIZER_STEP, simulate
+from autohete_fx.planner.model.simulation import Simulation
+from autohete_fx.planner.search.arrays import Rows, Seconds
+from autohete_fx.planner.search.improve import LEAST_GAIN
+from autohete_fx.planner.search.replays import Replays
 
 _MORE_BYTES = 2**30
 _MORE_SHARE = 8

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from autohete_fx.ir import Activations, BlockCost, BlockDecision, Edge, Optimizer, Params, Problem
 from autohete_fx.planner.baselines import fits
-from autohete_fx.planner.choices import choices
 from autohete_fx.planner.infeasible import least_peak
-from autohete_fx.planner.simulate import simulate
+from autohete_fx.planner.model.choices import choices
+from autohete_fx.planner.model.simulate import simulate
 
 
 def joined(problems: Sequence[Problem]) -> Problem:

@@ -23,20 +23,20 @@ from dataclasses import replace
 import numpy as np
 
 from autohete_fx.ir import BlockDecision, Overlap, Plan, Problem
-from autohete_fx.planner.anneal import anneal, prepare, terms_of
-from autohete_fx.planner.arrays import Rows, Seconds
 from autohete_fx.planner.baselines import evaluate, fits
-from autohete_fx.planner.choices import MAX_PREFETCH_DISTANCE, choices, copies
-from autohete_fx.planner.figures import overlap_of, sends_at_once
-from autohete_fx.planner.formulation import RELATIVE_GAP, Program
-from autohete_fx.planner.improve import Search
+from autohete_fx.planner.bound.formulation import RELATIVE_GAP, Program
+from autohete_fx.planner.bound.relaxation import Relaxed, branch, relax
 from autohete_fx.planner.infeasible import infeasible, least_peak
+from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE, choices, copies
+from autohete_fx.planner.model.figures import overlap_of, sends_at_once
+from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.reasons import reasons_of
-from autohete_fx.planner.relaxation import Relaxed, branch, relax
-from autohete_fx.planner.replays import Replays
-from autohete_fx.planner.rounding import rounded, supported_choices, wasted_seconds
-from autohete_fx.planner.simulate import simulate
-from autohete_fx.planner.starts import simple_choices, starts
+from autohete_fx.planner.search.anneal import anneal, prepare, terms_of
+from autohete_fx.planner.search.arrays import Rows, Seconds
+from autohete_fx.planner.search.improve import Search
+from autohete_fx.planner.search.replays import Replays
+from autohete_fx.planner.search.rounding import rounded, supported_choices, wasted_seconds
+from autohete_fx.planner.search.starts import simple_choices, starts
 
 OPTIMAL_GAP = 0.005
 """A plan whose gap is at most this has status ``optimal``; for less, nothing is moved."""

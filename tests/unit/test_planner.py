@@ -19,10 +19,10 @@ from autohete_fx.ir import (
     SelectiveCost,
 )
 from autohete_fx.planner.baselines import BASELINES, fits
-from autohete_fx.planner.choices import MAX_PREFETCH_DISTANCE, durations, states_of
-from autohete_fx.planner.formulation import Program
-from autohete_fx.planner.relaxation import relax
-from autohete_fx.planner.simulate import simulate
+from autohete_fx.planner.bound.formulation import Program
+from autohete_fx.planner.bound.relaxation import relax
+from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE, durations, states_of
+from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.solve import OPTIMAL_GAP, solve
 from tests.planner_problems import MACHINE, cost, problem
 

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.ir import BlockDecision, Overlap, Plan, Problem, Schedule
-from autohete_fx.planner import compiled
-from autohete_fx.planner.anneal import HEAT, anneal, follow_the_best, new_walks, prepare, terms_of
 from autohete_fx.planner.baselines import fits
-from autohete_fx.planner.choices import (
+from autohete_fx.planner.bound.formulation import RELATIVE_GAP, Program
+from autohete_fx.planner.bound.relaxation import branch, relax
+from autohete_fx.planner.model.choices import (
     MAX_PREFETCH_DISTANCE,
     activation_choices,
     choices,
@@ -30,15 +30,15 @@ from autohete_fx.planner.choices import (
     joined,
     place_choices,
 )
-from autohete_fx.planner.compiled import WIDTH, walk_on
-from autohete_fx.planner.device_use import device_bytes
-from autohete_fx.planner.figures import disk_bytes, host_bytes, overlap_of, sends_at_once
-from autohete_fx.planner.formulation import RELATIVE_GAP, Program
-from autohete_fx.planner.improve import Search
-from autohete_fx.planner.relaxation import branch, relax
-from autohete_fx.planner.replays import Replays, new_figures, new_scratch
-from autohete_fx.planner.rounding import wasted_seconds
-from autohete_fx.planner.simulate import simulate
+from autohete_fx.planner.model.device_use import device_bytes
+from autohete_fx.planner.model.figures import disk_bytes, host_bytes, overlap_of, sends_at_once
+from autohete_fx.planner.model.simulate import simulate
+from autohete_fx.planner.search import compiled
+from autohete_fx.planner.search.anneal import HEAT, anneal, follow_the_best, new_walks, prepare, terms_of
+from autohete_fx.planner.search.compiled import WIDTH, walk_on
+from autohete_fx.planner.search.improve import Search
+from autohete_fx.planner.search.replays import Replays, new_figures, new_scratch
+from autohete_fx.planner.search.rounding import wasted_seconds
 from autohete_fx.planner.solve import OPTIMAL_GAP, solve
 from tests.planner_problems import QUIET, cost, problem, problems
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.ir import BlockDecision, Optimizer, Params, Plan, Problem
 from autohete_fx.planner.baselines import fits
-from autohete_fx.planner.simulate import simulate
+from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.solve import solve
 from tests.planner_problems import QUIET, cost, limited, problem, problems
 

@@ -14,10 +14,10 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from autohete_fx.planner.arrays import Rows, Seconds
-from autohete_fx.planner.choices import COPY_WEIGHT
-from autohete_fx.planner.figures import limits_of
-from autohete_fx.planner.replays import Replays
+from autohete_fx.planner.model.choices import COPY_WEIGHT
+from autohete_fx.planner.model.figures import limits_of
+from autohete_fx.planner.search.arrays import Rows, Seconds
+from autohete_fx.planner.search.replays import Replays
 
 LEAST_GAIN = 1e-9
 """A smaller share of a score is none."""

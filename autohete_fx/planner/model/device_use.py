@@ -20,7 +20,7 @@ from autohete_fx.ir import (
     Problem,
     staging_bytes,
 )
-from autohete_fx.planner.figures import last_readers, overlap_of
+from autohete_fx.planner.model.figures import last_readers, overlap_of
 
 Bytes = NDArray[np.int64]
 

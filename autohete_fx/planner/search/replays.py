@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autohete_fx.ir import BlockDecision, Overlap, Problem
-from autohete_fx.planner.arrays import Figures, Rows, Rules, Scratch, Seconds, Tables
-from autohete_fx.planner.choices import DURATIONS, MAX_PREFETCH_DISTANCE, choices, copies, durations
-from autohete_fx.planner.compiled import AHEAD, BEHIND, KINDS, NOWHERE, SLOTS, STATES, WIDTH, replay
-from autohete_fx.planner.device_use import device_bytes
-from autohete_fx.planner.figures import disk_bytes, host_bytes, limits_of, overlap_of, sends_at_once
+from autohete_fx.planner.model.choices import DURATIONS, MAX_PREFETCH_DISTANCE, choices, copies, durations
+from autohete_fx.planner.model.device_use import device_bytes
+from autohete_fx.planner.model.figures import disk_bytes, host_bytes, limits_of, overlap_of, sends_at_once
+from autohete_fx.planner.search.arrays import Figures, Rows, Rules, Scratch, Seconds, Tables
+from autohete_fx.planner.search.compiled import AHEAD, BEHIND, KINDS, NOWHERE, SLOTS, STATES, WIDTH, replay
 
 assert MAX_PREFETCH_DISTANCE < SLOTS
 

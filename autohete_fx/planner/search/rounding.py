@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autohete_fx.ir import Activations, BlockDecision, Optimizer, Problem
-from autohete_fx.planner.choices import activation_choices, joined, place_choices, place_of, treatment_of
+from autohete_fx.planner.model.choices import activation_choices, joined, place_choices, place_of, treatment_of
 
 Decisions = tuple[BlockDecision, ...]
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 
 from autohete_fx.ir import BlockDecision, Overlap, Problem
-from autohete_fx.planner.choices import (
+from autohete_fx.planner.model.choices import (
     COPY_WEIGHT,
     DURATIONS,
     Durations,
@@ -19,7 +19,7 @@ from autohete_fx.planner.choices import (
     joined,
     place_choices,
 )
-from autohete_fx.planner.figures import overlap_of, sends_at_once
+from autohete_fx.planner.model.figures import overlap_of, sends_at_once
 
 TICKS = 2**20
 

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from ortools.linear_solver.python import model_builder
 
-from autohete_fx.planner.formulation import Program
-from autohete_fx.planner.variables import TICKS
+from autohete_fx.planner.bound.formulation import Program
+from autohete_fx.planner.bound.variables import TICKS
 
 _TOLERANCE = 1e-5
 _PARAMETERS = "use_dual_simplex: true perturb_costs_in_dual_simplex: true"

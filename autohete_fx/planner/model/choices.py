@@ -17,7 +17,7 @@ from autohete_fx.ir import (
     Params,
     Problem,
 )
-from autohete_fx.planner.figures import (
+from autohete_fx.planner.model.figures import (
     UPDATED_ON_HOST,
     copy_s,
     device_update_s,

@@ -60,8 +60,8 @@ from autohete_fx.ir import (
     Problem,
     staging_bytes,
 )
-from autohete_fx.planner.device_memory import DeviceMemory
-from autohete_fx.planner.figures import (
+from autohete_fx.planner.model.device_memory import DeviceMemory
+from autohete_fx.planner.model.figures import (
     UPDATED_ON_HOST,
     copy_s,
     device_update_s,
@@ -74,9 +74,9 @@ from autohete_fx.planner.figures import (
     streamed_bytes,
     uploaded_bytes,
 )
-from autohete_fx.planner.shared_lane import SharedLane
-from autohete_fx.planner.simulation import Event, Simulation, events_since
-from autohete_fx.planner.update_lane import serve
+from autohete_fx.planner.model.shared_lane import SharedLane
+from autohete_fx.planner.model.simulation import Event, Simulation, events_since
+from autohete_fx.planner.model.update_lane import serve
 
 FORWARD = "forward"
 BACKWARD = "backward"

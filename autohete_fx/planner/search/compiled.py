@@ -15,7 +15,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from autohete_fx.planner.arrays import Figures, Heat, Rows, Rules, Scratch, Seconds, Tables, Terms, Walks
+from autohete_fx.planner.search.arrays import Figures, Heat, Rows, Rules, Scratch, Seconds, Tables, Terms, Walks
 
 _COMPILED: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"nnan", "nsz"}}
 """Without the interpreter's lock. That no number here is undefined the compiler may know: it then takes maxima by vectors, too."""

@@ -24,12 +24,12 @@ import time
 import numpy as np
 
 from autohete_fx.ir import BlockDecision
-from autohete_fx.planner.arrays import Heat, Rows, Rules, Seconds, Tables, Terms, Walks
-from autohete_fx.planner.choices import COPY_WEIGHT, copies, place_of, treatment_of
-from autohete_fx.planner.compiled import WIDTH, set_walks, walk_on
-from autohete_fx.planner.figures import limits_of
-from autohete_fx.planner.improve import Search
-from autohete_fx.planner.replays import Replays, new_figures, new_scratch, seconds
+from autohete_fx.planner.model.choices import COPY_WEIGHT, copies, place_of, treatment_of
+from autohete_fx.planner.model.figures import limits_of
+from autohete_fx.planner.search.arrays import Heat, Rows, Rules, Seconds, Tables, Terms, Walks
+from autohete_fx.planner.search.compiled import WIDTH, set_walks, walk_on
+from autohete_fx.planner.search.improve import Search
+from autohete_fx.planner.search.replays import Replays, new_figures, new_scratch, seconds
 
 _WALKED_BLOCKS = 26_624
 """Of all walks together. Where blocks are few walks are many, which else would soon be all in one valley."""

@@ -107,7 +107,8 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from autohete_fx.ir import BlockDecision, Overlap, Problem
-from autohete_fx.planner.choices import (
+from autohete_fx.planner.bound.variables import Linear, Variables
+from autohete_fx.planner.model.choices import (
     BACKWARD_PASS,
     FORWARD_AND_UPDATES_PASS,
     FORWARD_PASS,
@@ -115,9 +116,8 @@ from autohete_fx.planner.choices import (
     PassKind,
     joined,
 )
-from autohete_fx.planner.device_use import device_bytes
-from autohete_fx.planner.figures import disk_bytes, host_bytes
-from autohete_fx.planner.variables import Linear, Variables
+from autohete_fx.planner.model.device_use import device_bytes
+from autohete_fx.planner.model.figures import disk_bytes, host_bytes
 
 RELATIVE_GAP = 1e-3
 DETERMINISTIC_PER_SECOND = 0.15

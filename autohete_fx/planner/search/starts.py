@@ -13,10 +13,10 @@ from itertools import combinations
 import numpy as np
 
 from autohete_fx.ir import BlockDecision, Optimizer, Problem
-from autohete_fx.planner.arrays import Rows, Seconds
-from autohete_fx.planner.choices import choices, copies, joined
-from autohete_fx.planner.improve import Search
-from autohete_fx.planner.replays import Replays
+from autohete_fx.planner.model.choices import choices, copies, joined
+from autohete_fx.planner.search.arrays import Rows, Seconds
+from autohete_fx.planner.search.improve import Search
+from autohete_fx.planner.search.replays import Replays
 
 _SIZES = 24
 """How many sizes of the chosen set are tried where there are more blocks than that."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from autohete_fx.ir import Lane, LaneTime
-from autohete_fx.planner.device_memory import Contributor
+from autohete_fx.planner.model.device_memory import Contributor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

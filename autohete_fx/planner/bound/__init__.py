@@ -1,0 +1,1 @@
+"""What no decisions can beat: the integer program and its relaxation."""
