@@ -20,8 +20,8 @@ from autohete_fx.errors import (
 from autohete_fx.explain import explain
 from autohete_fx.ir import Activations, BlockDecision, Optimizer, Params, Plan
 from autohete_fx.optim import AdamW
-from autohete_fx.place import place
 from autohete_fx.runtime.meter import MemoryMeter
+from autohete_fx.runtime.place import place
 
 __version__ = "0.1.0"
 

@@ -22,7 +22,7 @@ from autohete_fx.errors import PlanError
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.model import GraphParameters, Model, origin_of
 from autohete_fx.optim.owners import num_changes, optimizer_of
-from autohete_fx.runtime import calls
+from autohete_fx.runtime.pending import calls
 from autohete_fx.runtime.placement import moved_states
 
 log = logging.getLogger(__name__)

@@ -31,8 +31,9 @@ from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.model import GraphParameters, Model, find_model
 from autohete_fx.options import Options
 from autohete_fx.planner.infeasible import too_small
-from autohete_fx.runtime import calls, shortage
-from autohete_fx.runtime.fence import tensors_in
+from autohete_fx.runtime import shortage
+from autohete_fx.runtime.pending import calls
+from autohete_fx.runtime.pending.fence import tensors_in
 from autohete_fx.runtime.session import Session
 from autohete_fx.runtime.steps import StepClock
 

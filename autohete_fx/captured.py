@@ -23,9 +23,9 @@ from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.pass_identity import pass_identity
 from autohete_fx.profiler import ParamInfo
-from autohete_fx.runtime import calls
+from autohete_fx.runtime.pending import calls
 from autohete_fx.runtime.placement import keep_in_place, placement_of
-from autohete_fx.runtime.tiers import is_home
+from autohete_fx.runtime.tiers.host import is_home
 from autohete_fx.shares import Origin, Unsettled
 
 

@@ -24,7 +24,7 @@ from autohete_fx.options import Options, Share, Size, parse_size, resolve_bytes
 from autohete_fx.planning import with_disk
 from autohete_fx.report import format_bytes, format_count, format_seconds, plan_table
 from autohete_fx.report.plots import require_matplotlib
-from autohete_fx.runtime.tiers import host_view, open_tier
+from autohete_fx.runtime.tiers.host import host_view, open_tier
 from autohete_fx.whatif import predict, sweep_budgets, trace_model, with_more
 from autohete_fx.whatif_report import (
     Setting,

@@ -17,7 +17,7 @@ from autohete_fx.compiler import GraphCompiler
 from autohete_fx.errors import AutoHeteError, CaptureError
 from autohete_fx.model import new_model
 from autohete_fx.options import Options
-from autohete_fx.runtime import calls
+from autohete_fx.runtime.pending import calls
 
 
 def explain(

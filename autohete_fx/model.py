@@ -27,7 +27,7 @@ from autohete_fx.machine.budgets import host_budget_bytes
 from autohete_fx.optim.early import start_update
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
-from autohete_fx.runtime import calls, unplanned
+from autohete_fx.runtime.pending import calls, unplanned
 from autohete_fx.runtime.placement import Placement, moved_states, place_param, placement_of
 from autohete_fx.runtime.session import Session, is_live
 from autohete_fx.shares import Origin, Shares

@@ -44,7 +44,7 @@ from autohete_fx.planner.sharing import leanest
 from autohete_fx.planner.solve import solve
 from autohete_fx.profiler import ParamInfo
 from autohete_fx.runtime.placement import is_movable, placement_of
-from autohete_fx.runtime.tiers import is_home
+from autohete_fx.runtime.tiers.host import is_home
 
 _COUNTER_BYTES = 4
 

@@ -91,7 +91,7 @@ def _clean_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.path.parent.name in ("e2e", "cuda"):
         import torch._dynamo
 
-        from autohete_fx.runtime.fence import lower_fences
+        from autohete_fx.runtime.pending.fence import lower_fences
 
         lower_fences()  # of a model that the traceback of a failed test keeps alive
         torch._dynamo.reset()

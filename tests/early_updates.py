@@ -8,7 +8,7 @@ import torch
 import autohete_fx
 from autohete_fx import BlockDecision, Plan
 from autohete_fx.ir import Overlap, Schedule
-from autohete_fx.runtime.updates import Updates
+from autohete_fx.runtime.pending.updates import Updates
 from tests.held_updates import OPTIMIZER_ON_HOST, Gate, Stack, labels, updates_of
 
 X = torch.ones(8, 128)

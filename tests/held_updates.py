@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import autohete_fx
 from autohete_fx import BlockDecision, Optimizer, Params, Plan
 from autohete_fx.ir import Lane, Overlap, Schedule
-from autohete_fx.runtime.lanes import Lanes
+from autohete_fx.runtime.lanes.lanes import Lanes
+from autohete_fx.runtime.lanes.ticket import Ticket
+from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import Placement, is_movable, place_param, placement_of
-from autohete_fx.runtime.ticket import Ticket
-from autohete_fx.runtime.tiers import HostTier, open_tier
-from autohete_fx.runtime.updates import Updates
+from autohete_fx.runtime.tiers.host import HostTier, open_tier
 
 STEP = Schedule(overlap=Overlap.STEP)
 OPTIMIZER_ON_HOST = BlockDecision(optimizer=Optimizer.HOST)

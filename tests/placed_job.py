@@ -18,7 +18,7 @@ import autohete_fx
 from autohete_fx import BlockDecision, Plan
 from autohete_fx.ir import Overlap, Schedule
 from autohete_fx.runtime.placement import is_movable
-from autohete_fx.runtime.tiers import is_home
+from autohete_fx.runtime.tiers.host import is_home
 from tests.held_updates import ALL_ON_HOST, OPTIMIZER_ON_HOST, Stack, eagerly, labels, saved, updated_at_once, weight_of
 from tests.main_job import slow
 from tests.training import Sizes, batch, copied, make

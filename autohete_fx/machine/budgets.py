@@ -12,9 +12,9 @@ from autohete_fx.graph import ops
 from autohete_fx.ir import Lane, Machine
 from autohete_fx.machine.measure import device_capacity_bytes, host_capacity_bytes, load_or_measure_machine
 from autohete_fx.options import Options, resolve_bytes
-from autohete_fx.runtime.lanes import has_spare_core
+from autohete_fx.runtime.lanes.lanes import has_spare_core
 from autohete_fx.runtime.session import Session
-from autohete_fx.runtime.tiers import open_tier
+from autohete_fx.runtime.tiers.host import open_tier
 
 _GRAIN = 64
 

@@ -23,9 +23,9 @@ from dataclasses import replace
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from autohete_fx import host_memory
 from autohete_fx.cache import device_name, load_machine, machine_key, store_machine
 from autohete_fx.ir import Lane, Machine
+from autohete_fx.runtime.tiers import ram
 
 _REPEATS = 4
 _COPY_BYTES = {"cpu": 24 * 2**20, "cuda": 128 * 2**20}
@@ -54,7 +54,7 @@ def device_capacity_bytes(device: torch.device) -> int:
     """Memory of the device; for a CPU the physical RAM, or what a container may use of it."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return host_memory.capacity_bytes()
+    return ram.capacity_bytes()
 
 
 def host_capacity_bytes(device: torch.device, offload_dir: str | None = None) -> int:

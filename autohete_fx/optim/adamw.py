@@ -24,12 +24,12 @@ from autohete_fx.optim.loading import read_groups, read_states
 from autohete_fx.optim.owners import optimizer_of, register_owner
 from autohete_fx.optim.state import MASTER, check_grad, check_param, complete, place_of, reconcile, settle, state_bytes
 from autohete_fx.optim.updates import apply
-from autohete_fx.runtime.calls import is_within_call
-from autohete_fx.runtime.early import Consumed
-from autohete_fx.runtime.fence import watched
+from autohete_fx.runtime.pending.backward import Consumed
+from autohete_fx.runtime.pending.calls import is_within_call
+from autohete_fx.runtime.pending.fence import watched
+from autohete_fx.runtime.pending.unplanned import Watch
+from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import placement_of
-from autohete_fx.runtime.unplanned import Watch
-from autohete_fx.runtime.updates import Updates
 
 _IMPLEMENTATION: dict[str, Any] = {
     "amsgrad": False,

@@ -1,7 +1,8 @@
 """Clipping by the norm of all gradients, as part of a step.
 
-In: the gradients of a step, the norms of those that backward has taken (`autohete_fx.runtime.norms`), and the norm that they may
-have together. Out: that norm, and what to multiply each gradient by. The arithmetic is `torch.nn.utils.clip_grad_norm_`'s.
+In: the gradients of a step, the norms of those that backward has taken (`autohete_fx.runtime.pending.norms`), and the norm that
+they may have together. Out: that norm, and what to multiply each gradient by. The arithmetic is
+`torch.nn.utils.clip_grad_norm_`'s.
 Norms that are missing are taken where the gradients are: the host takes those of gradients in homes and multiplies them as it
 updates, the device does its own. Where all norms are of one processor results are bitwise those of PyTorch; else norms of single
 gradients were summed in another order, and differ in the last digits.
@@ -26,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from autohete_fx.runtime.norms import norms_of
-from autohete_fx.runtime.tiers import host_view, is_home
+from autohete_fx.runtime.pending.norms import norms_of
+from autohete_fx.runtime.tiers.host import host_view, is_home
 
 
 def total_norm(grads: Sequence[Tensor], known: Sequence[Tensor | None]) -> Tensor:

@@ -17,8 +17,8 @@ from autohete_fx.optim.in_place import Update
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.optim.state import is_settled, place_of
 from autohete_fx.optim.updates import frozen, is_read_in_place, prepared, start
-from autohete_fx.runtime.early import Consumed
-from autohete_fx.runtime.ticket import Ticket
+from autohete_fx.runtime.lanes.ticket import Ticket
+from autohete_fx.runtime.pending.backward import Consumed
 
 
 def start_update(

@@ -15,9 +15,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autohete_fx.ir import Lane
 from autohete_fx.optim.fingerprint import fingerprint, fingerprint_into
 from autohete_fx.optim.state import Place, layout_of
-from autohete_fx.runtime.lanes import Lanes
-from autohete_fx.runtime.ticket import Ticket
-from autohete_fx.runtime.tiers import HostTier, host_view
+from autohete_fx.runtime.lanes.lanes import Lanes
+from autohete_fx.runtime.lanes.ticket import Ticket
+from autohete_fx.runtime.tiers.host import HostTier, host_view
 
 
 class HostCopy:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autohete_fx.runtime.tiers import HostTier
+from autohete_fx.runtime.tiers.host import HostTier
 
 
 class GradientBuffers:

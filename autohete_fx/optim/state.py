@@ -22,10 +22,10 @@ from autohete_fx.graph.ops import contiguous_stride, is_dense
 from autohete_fx.ir import Optimizer
 from autohete_fx.optim.kernels import reconcile_master
 from autohete_fx.runtime.disk import DiskTier, Walk
-from autohete_fx.runtime.lanes import Lanes
+from autohete_fx.runtime.lanes.lanes import Lanes
+from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import placement_of
-from autohete_fx.runtime.tiers import HostTier, is_home
-from autohete_fx.runtime.updates import Updates
+from autohete_fx.runtime.tiers.host import HostTier, is_home
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"

@@ -41,10 +41,10 @@ from autohete_fx.optim.state import (
     state_dtype,
     state_names,
 )
-from autohete_fx.runtime.lanes import Lanes
-from autohete_fx.runtime.ticket import Ticket
-from autohete_fx.runtime.tiers import host_view, is_home
-from autohete_fx.runtime.updates import Updates
+from autohete_fx.runtime.lanes.lanes import Lanes
+from autohete_fx.runtime.lanes.ticket import Ticket
+from autohete_fx.runtime.pending.updates import Updates
+from autohete_fx.runtime.tiers.host import host_view, is_home
 
 _SLOTS = 3
 """One fills, one empties, and one is in between."""

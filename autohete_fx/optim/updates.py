@@ -14,7 +14,7 @@ place, now or when they are needed.
 * States on disk are updated in RAM, a window of a parameter at a time; what the next update needs first comes while one is
   computed, on every device.
 * Where the schedule lets updates overlap, those of host states are work of the update lane on every device, and the step
-  returns before they are done (`autohete_fx.runtime.updates` has who waits). The block that the next forward needs
+  returns before they are done (`autohete_fx.runtime.pending.updates` has who waits). The block that the next forward needs
   first comes first.
 """
 
@@ -36,10 +36,10 @@ from autohete_fx.optim.kernels import prepare_mixed
 from autohete_fx.optim.staging import GradientBuffers, shaped
 from autohete_fx.optim.state import STEP, layout_of, needs_master
 from autohete_fx.optim.streamed import Staging, can_stream, stream
-from autohete_fx.runtime.lanes import Lanes
-from autohete_fx.runtime.ticket import Ticket
-from autohete_fx.runtime.tiers import HostTier, host_view
-from autohete_fx.runtime.updates import Updates
+from autohete_fx.runtime.lanes.lanes import Lanes
+from autohete_fx.runtime.lanes.ticket import Ticket
+from autohete_fx.runtime.pending.updates import Updates
+from autohete_fx.runtime.tiers.host import HostTier, host_view
 
 
 def apply(

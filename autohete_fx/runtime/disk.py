@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from autohete_fx.runtime.lanes import Lanes
-from autohete_fx.runtime.mapped_files import FileChunk
-from autohete_fx.runtime.ticket import Ticket
-from autohete_fx.runtime.tiers import MappedFileTier, without_modes
+from autohete_fx.runtime.lanes.lanes import Lanes
+from autohete_fx.runtime.lanes.ticket import Ticket
+from autohete_fx.runtime.tiers.host import MappedFileTier, without_modes
+from autohete_fx.runtime.tiers.mapped_files import FileChunk
 
 WINDOW_BYTES = 8 * 2**20
 """Of all states of one parameter together: enough to keep a disk busy, and little beside any RAM."""

@@ -19,8 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autohete_fx.graph.ops import SMALLEST_COPY_BYTES
 from autohete_fx.ir import BlockDecision, Optimizer, Params
 from autohete_fx.runtime.disk import DiskTier
-from autohete_fx.runtime.tiers import HostTier, is_home
-from autohete_fx.runtime.updates import Updates
+from autohete_fx.runtime.pending.updates import Updates
+from autohete_fx.runtime.tiers.host import HostTier, is_home
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ import torch
 
 from autohete_fx.ir import Lane
 from autohete_fx.runtime.disk import DiskTier
-from autohete_fx.runtime.lanes import Lanes
-from autohete_fx.runtime.ticket import Ticket
-from autohete_fx.runtime.tiers import HostTier, open_tier
-from autohete_fx.runtime.updates import Updates
+from autohete_fx.runtime.lanes.lanes import Lanes
+from autohete_fx.runtime.lanes.ticket import Ticket
+from autohete_fx.runtime.pending.updates import Updates
+from autohete_fx.runtime.tiers.host import HostTier, open_tier
 
 _COPY = "_autohete_copy"
 """The attribute of a handle's storage; see `tiers` for how long PyTorch keeps it."""

@@ -25,9 +25,9 @@ from autohete_fx.ir import BlockCost, Lane, Machine, Profile
 from autohete_fx.passes import PassContext, Stage
 from autohete_fx.passes.sort_regions import region_keys, reorder
 from autohete_fx.profiler import Partition
-from autohete_fx.runtime.lanes import Lanes
-from autohete_fx.runtime.thread_lane import ThreadTicket
-from autohete_fx.runtime.ticket import LaneRecord, Ticket
+from autohete_fx.runtime.lanes.lanes import Lanes
+from autohete_fx.runtime.lanes.thread import ThreadTicket
+from autohete_fx.runtime.lanes.ticket import LaneRecord, Ticket
 
 _INSTANT = 1e15
 _SLACK_S = 4e-3

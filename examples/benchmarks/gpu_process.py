@@ -20,7 +20,7 @@ from typing import Any
 from gpu_child import DOES_NOT_FIT, FAILED, OUT_OF_TIME
 from systems import Case
 
-from autohete_fx import host_memory
+from autohete_fx.runtime.tiers import ram
 
 _POLL_S = 0.2
 _HOST_RESERVE = 0.04
@@ -121,7 +121,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 def _host_share() -> float:
     """Of host memory, what is available."""
-    return host_memory.available_bytes() / host_memory.capacity_bytes()
+    return ram.available_bytes() / ram.capacity_bytes()
 
 
 def _last_words(log: Path) -> str:

@@ -29,10 +29,10 @@ from torch.nn import Parameter
 
 import autohete_fx
 from autohete_fx.ir import Optimizer, Overlap, Params, Schedule
-from autohete_fx.runtime.lanes import Lanes
+from autohete_fx.runtime.lanes.lanes import Lanes
+from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import Placement, place_param
-from autohete_fx.runtime.tiers import HostTier, open_tier
-from autohete_fx.runtime.updates import Updates
+from autohete_fx.runtime.tiers.host import HostTier, open_tier
 
 Run = Callable[[], object]
 

@@ -32,9 +32,9 @@ import autohete_fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
 from autohete_fx.ir import Lane, LaneRecord, Overlap, Schedule
 from autohete_fx.runtime import session
-from autohete_fx.runtime.lanes import Lanes
-from autohete_fx.runtime.ticket import Ticket
-from autohete_fx.runtime.updates import Updates
+from autohete_fx.runtime.lanes.lanes import Lanes
+from autohete_fx.runtime.lanes.ticket import Ticket
+from autohete_fx.runtime.pending.updates import Updates
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import GPT, GPTConfig

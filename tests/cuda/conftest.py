@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from autohete_fx.runtime.lanes.stream import StreamTicket
 from autohete_fx.runtime.session import Session
-from autohete_fx.runtime.stream_lane import StreamTicket
 from tests.held_updates import use_lanes
 
 CARD_BYTES = 768 * 2**20

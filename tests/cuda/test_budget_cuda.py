@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import autohete_fx
-from autohete_fx.runtime import pinned, tiers
+from autohete_fx.runtime.tiers import host, pinned
 from tests import training
 from tests.training import Model, Sizes, batch, make
 
@@ -109,10 +109,10 @@ def test_the_arena_is_pinned_in_pieces_where_the_driver_refuses_a_large_one():
         asked.append(num_bytes)
         return 2 if num_bytes > 100 * MIB else pinned.cuda_register(address, num_bytes)
 
-    arena = tiers.Arena(lambda n: pinned.pin(n, register), growth_bytes=MIB)
+    arena = host.Arena(lambda n: pinned.pin(n, register), growth_bytes=MIB)
     arena.reserve(300 * MIB)
     assert asked[0] == 300 * MIB and 300 * MIB <= arena.reserved_bytes < 301 * MIB
-    tier = tiers.PinnedTier(torch.device("cuda", torch.cuda.current_device()), arena=arena)
+    tier = host.PinnedTier(torch.device("cuda", torch.cuda.current_device()), arena=arena)
     t = tier.empty_strided((50 * MIB // 4,), (1,), torch.float32).fill_(3)
     torch.cuda.synchronize()
     assert bool((tier.host_view(t) == 3).all()) and torch.zeros(1, device="cuda").item() == 0

@@ -10,7 +10,7 @@ from autohete_fx.machine.budgets import device_budget_bytes
 from autohete_fx.options import Options
 from autohete_fx.runtime.meter import device_live_bytes
 from autohete_fx.runtime.placement import is_movable
-from autohete_fx.runtime.tiers import is_home
+from autohete_fx.runtime.tiers.host import is_home
 from tests.main_job import MainJob
 from tests.training import Model, Sizes, batch, copied, make
 

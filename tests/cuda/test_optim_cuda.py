@@ -9,11 +9,11 @@ from torch.nn import Parameter
 from autohete_fx.ir import Optimizer, Overlap, Params, Schedule, staging_bytes
 from autohete_fx.optim import AdamW
 from autohete_fx.optim.fingerprint import fingerprint
-from autohete_fx.runtime.fence import lower_fences
-from autohete_fx.runtime.lanes import Lanes
+from autohete_fx.runtime.lanes.lanes import Lanes
+from autohete_fx.runtime.pending.fence import lower_fences
+from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import Placement, place_param
-from autohete_fx.runtime.tiers import HostTier, is_home, open_tier
-from autohete_fx.runtime.updates import Updates
+from autohete_fx.runtime.tiers.host import HostTier, is_home, open_tier
 
 SHAPES = ((256, 512), (512,), (), (1000, 333))
 

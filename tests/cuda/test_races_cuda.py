@@ -12,8 +12,8 @@ from torch import Tensor
 
 from autohete_fx.graph.ops import contiguous_stride
 from autohete_fx.ir import Lane
-from autohete_fx.runtime.lanes import Lanes
-from autohete_fx.runtime.tiers import HostTier, open_tier
+from autohete_fx.runtime.lanes.lanes import Lanes
+from autohete_fx.runtime.tiers.host import HostTier, open_tier
 
 COUNT = 4 * 2**20
 LONG = 100_000_000  # cycles: some 50 milliseconds

@@ -15,10 +15,10 @@ from autohete_fx.errors import HostMemoryError
 from autohete_fx.graph.ops import contiguous_stride
 from autohete_fx.ir import Lane
 from autohete_fx.machine.measure import measure_machine
-from autohete_fx.runtime.lanes import COPY_LANES, Lanes
+from autohete_fx.runtime.lanes.lanes import COPY_LANES, Lanes
 from autohete_fx.runtime.meter import MemoryMeter, device_live_bytes
-from autohete_fx.runtime.pinned import pin
-from autohete_fx.runtime.tiers import HostTier, is_home, open_tier
+from autohete_fx.runtime.tiers.host import HostTier, is_home, open_tier
+from autohete_fx.runtime.tiers.pinned import pin
 
 MIB = 2**20
 

@@ -13,7 +13,7 @@ import autohete_fx
 from autohete_fx.errors import InfeasiblePlanError, PlanError
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.runtime.meter import device_live_bytes
-from autohete_fx.runtime.tiers import is_home
+from autohete_fx.runtime.tiers.host import is_home
 from tests import training as job
 
 SIZES = job.Sizes(width=128, heads=4, layers=4, batch=2, time=128)

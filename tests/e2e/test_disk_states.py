@@ -29,9 +29,9 @@ from autohete_fx.optim.state import MOMENTS
 from autohete_fx.planning import with_disk
 from autohete_fx.runtime import disk
 from autohete_fx.runtime.disk import DiskTier, Walk
-from autohete_fx.runtime.early import Early
+from autohete_fx.runtime.pending.backward import Early
 from autohete_fx.runtime.placement import Placement, place_param, placement_of
-from autohete_fx.runtime.tiers import is_home, open_tier
+from autohete_fx.runtime.tiers.host import is_home, open_tier
 from tests import training
 from tests.held_updates import Stack, labels, use_lanes, weight_of
 from tests.planner_problems import MACHINE, cost, problem
@@ -135,7 +135,7 @@ def test_training_is_bitwise_exact_under_random_delays(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_without_a_spare_core_states_on_disk_are_those_on_the_host(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     """16-bit parameters have masters there too."""
-    monkeypatch.setattr("autohete_fx.runtime.lanes.has_spare_core", lambda: False)
+    monkeypatch.setattr("autohete_fx.runtime.lanes.lanes.has_spare_core", lambda: False)
     sizes = training.Sizes(width=128, layers=2)
     names = ("prologue", "layers.0", "layers.1", "epilogue")
     seen = []

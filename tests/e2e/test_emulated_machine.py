@@ -13,9 +13,9 @@ from torch import Tensor
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Compilation, Optimizer, Params, Plan
 from autohete_fx.ir import Lane, Overlap, Schedule
+from autohete_fx.runtime.lanes.ticket import LaneRecord, Ticket
+from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import placement_of
-from autohete_fx.runtime.ticket import LaneRecord, Ticket
-from autohete_fx.runtime.updates import Updates
 from examples.benchmarks.emulated import Emulation, Speeds
 from tests import training
 from tests.main_job import slow

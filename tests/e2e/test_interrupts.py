@@ -18,9 +18,9 @@ import autohete_fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
 from autohete_fx.ir import Lane, Overlap, Schedule
 from autohete_fx.optim import adamw
-from autohete_fx.runtime import calls, fence, updates
+from autohete_fx.runtime.lanes.ticket import Ticket
+from autohete_fx.runtime.pending import calls, fence, updates
 from autohete_fx.runtime.session import Session, _sessions
-from autohete_fx.runtime.ticket import Ticket
 from tests.held_updates import ALL_ON_HOST, STEP, Gate, Stack, labels, updates_of, use_lanes
 from tests.main_job import slow
 

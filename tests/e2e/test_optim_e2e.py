@@ -14,7 +14,7 @@ from torch import nn
 from autohete_fx.ir import Optimizer, Params
 from autohete_fx.optim import AdamW
 from autohete_fx.runtime.placement import Placement, place_param
-from autohete_fx.runtime.tiers import HostTier, open_tier
+from autohete_fx.runtime.tiers.host import HostTier, open_tier
 
 PLACES = [(params, optimizer) for params in Params for optimizer in (Optimizer.DEVICE, Optimizer.HOST)]
 PLACE_IDS = [f"params_{p.value}-states_{o.value}" for p, o in PLACES]

@@ -16,7 +16,7 @@ import autohete_fx
 from autohete_fx import OptimizerStateError, Plan
 from autohete_fx.ir import Lane, Overlap, Schedule
 from autohete_fx.optim.in_place import Update
-from autohete_fx.runtime.updates import Updates
+from autohete_fx.runtime.pending.updates import Updates
 from tests import training
 from tests.held_updates import (
     ALL_ON_HOST,

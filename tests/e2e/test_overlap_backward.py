@@ -12,7 +12,7 @@ import autohete_fx
 from autohete_fx import BlockDecision
 from autohete_fx.ir import Lane, Overlap, Schedule
 from autohete_fx.planning import schedule_of
-from autohete_fx.runtime.early import Early
+from autohete_fx.runtime.pending.backward import Early
 from tests import training
 from tests.early_updates import Loop, X, overlapping
 from tests.held_updates import ALL_ON_HOST, OPTIMIZER_ON_HOST, Gate, Stack, random_delays, use_lanes

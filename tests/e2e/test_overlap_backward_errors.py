@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import autohete_fx
 from autohete_fx import OptimizerStateError
 from autohete_fx.ir import Overlap
-from autohete_fx.runtime.fence import Fence
+from autohete_fx.runtime.pending.fence import Fence
 from tests.early_updates import Loop, X
 from tests.held_updates import Gate, Stack
 from tests.main_job import slow

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, HostMemoryError, Optimizer, OptimizerStateError, Params, Plan
-from autohete_fx.runtime import calls
+from autohete_fx.runtime.pending import calls
+from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import placement_of
-from autohete_fx.runtime.tiers import HostTier
-from autohete_fx.runtime.updates import Updates
+from autohete_fx.runtime.tiers.host import HostTier
 from tests.held_updates import (
     ALL_ON_HOST,
     OPTIMIZER_ON_HOST,
@@ -175,7 +175,7 @@ def test_host_memory_that_is_refused_is_told_and_loses_nothing(
         X.repeat(32, 1) if work == "forward" else X
     )  # so many that activations leave the device, or so few that none does
     folder.mkdir()
-    monkeypatch.setattr("autohete_fx.runtime.tiers._FILE_GROWTH_BYTES", 1)  # every home a file of its own
+    monkeypatch.setattr("autohete_fx.runtime.tiers.host._FILE_GROWTH_BYTES", 1)  # every home a file of its own
     monkeypatch.setattr(
         HostTier, "reserve", lambda tier, num_bytes: None
     )  # as where more is needed than the plan has counted

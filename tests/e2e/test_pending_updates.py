@@ -19,9 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autohete_fx
 from autohete_fx import Plan
-from autohete_fx.runtime.fence import Fence, standing_fences
-from autohete_fx.runtime.ticket import Ticket
-from autohete_fx.runtime.updates import Updates
+from autohete_fx.runtime.lanes.ticket import Ticket
+from autohete_fx.runtime.pending.fence import Fence, standing_fences
+from autohete_fx.runtime.pending.updates import Updates
 from tests.held_updates import OPTIMIZER_ON_HOST, STEP, Gate, Stack, Training, labels, weight_of
 from tests.main_job import slow
 

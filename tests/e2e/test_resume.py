@@ -16,7 +16,7 @@ import autohete_fx
 from autohete_fx import BlockDecision, Optimizer, Params, Plan
 from autohete_fx.ir import Overlap, Schedule
 from autohete_fx.runtime import session
-from autohete_fx.runtime.lanes import Lanes
+from autohete_fx.runtime.lanes.lanes import Lanes
 from tests import training
 
 folder, steps, states = sys.argv[1], int(sys.argv[2]), Optimizer(sys.argv[3])

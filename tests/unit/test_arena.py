@@ -6,8 +6,8 @@ import mmap
 import pytest
 
 from autohete_fx.errors import HostMemoryError
-from autohete_fx.runtime.arena import ALIGNMENT_BYTES as LINE
-from autohete_fx.runtime.arena import Arena, Chunk
+from autohete_fx.runtime.tiers.arena import ALIGNMENT_BYTES as LINE
+from autohete_fx.runtime.tiers.arena import Arena, Chunk
 
 MIB = 2**20
 

@@ -18,7 +18,7 @@ from autohete_fx.errors import HostMemoryError, OptimizerStateError
 from autohete_fx.ir import Lane
 from autohete_fx.runtime import disk
 from autohete_fx.runtime.disk import DiskTier, Walk
-from autohete_fx.runtime.lanes import Lanes
+from autohete_fx.runtime.lanes.lanes import Lanes
 
 WINDOW = 64 * mmap.PAGESIZE
 WINDOWS_IN_RAM = disk.RESIDENT_BYTES // disk.WINDOW_BYTES

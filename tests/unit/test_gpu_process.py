@@ -35,7 +35,7 @@ def test_how_a_process_ended_is_told(gpu_process: Any, program: str, outcome: st
 
 
 def test_a_process_is_ended_before_the_host_runs_out_of_memory(gpu_process: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_process.host_memory, "available_bytes", lambda: 1)
+    monkeypatch.setattr(gpu_process.ram, "available_bytes", lambda: 1)
     process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], start_new_session=True)
     assert gpu_process._waited(process, 60.0) == ("does not fit", "host memory ran out")
     gpu_process._end(process)

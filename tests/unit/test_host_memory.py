@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from autohete_fx.errors import HostMemoryError
-from autohete_fx.host_memory import available_bytes, capacity_bytes
 from autohete_fx.machine.budgets import host_budget_bytes
 from autohete_fx.options import Options
+from autohete_fx.runtime.tiers.ram import available_bytes, capacity_bytes
 
 GIB = 2**30
 

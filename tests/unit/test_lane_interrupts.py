@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from autohete_fx.ir import Lane
-from autohete_fx.runtime.lanes import Lanes
-from autohete_fx.runtime.thread_lane import ThreadLane, ThreadTicket
-from autohete_fx.runtime.ticket import Ticket
+from autohete_fx.runtime.lanes.lanes import Lanes
+from autohete_fx.runtime.lanes.thread import ThreadLane, ThreadTicket
+from autohete_fx.runtime.lanes.ticket import Ticket
 
 
 def works(lanes: Lanes) -> bool:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from autohete_fx.ir import Lane
-from autohete_fx.runtime.copies import copy_on_this_thread, has_spare_core
-from autohete_fx.runtime.lanes import COPY_LANES, Lanes
-from autohete_fx.runtime.ticket import Ticket
+from autohete_fx.runtime.lanes.copies import copy_on_this_thread, has_spare_core
+from autohete_fx.runtime.lanes.lanes import COPY_LANES, Lanes
+from autohete_fx.runtime.lanes.ticket import Ticket
 
 
 class Gate:
@@ -207,7 +207,7 @@ def test_every_layout_is_copied(make_dst: Callable[[], torch.Tensor], make_src: 
 
 
 def test_copies_longer_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autohete_fx.runtime.copies._PIECE_BYTES", 1000)
+    monkeypatch.setattr("autohete_fx.runtime.lanes.copies._PIECE_BYTES", 1000)
     dst, src = torch.zeros(1777), torch.randn(1777)
     copy_on_this_thread(dst, src)
     assert torch.equal(dst, src)

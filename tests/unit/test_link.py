@@ -7,7 +7,7 @@ import torch
 
 from autohete_fx import cli
 from autohete_fx.machine import link
-from autohete_fx.runtime.tiers import host_view, open_tier
+from autohete_fx.runtime.tiers.host import host_view, open_tier
 
 
 def test_a_cpu_device_has_no_link_and_says_so():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autohete_fx.runtime.meter import MemoryMeter, device_live_bytes, rss_anon_bytes
-from autohete_fx.runtime.tiers import open_tier
+from autohete_fx.runtime.tiers.host import open_tier
 
 MIB = 2**20
 

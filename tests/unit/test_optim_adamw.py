@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from autohete_fx.ir import Optimizer, Params
 from autohete_fx.optim import AdamW, optimizer_of
 from autohete_fx.runtime.placement import Placement, place_param
-from autohete_fx.runtime.tiers import HostTier, is_home, open_tier
+from autohete_fx.runtime.tiers.host import HostTier, is_home, open_tier
 
 SHAPES = ((33, 7), (5,), (), (1,), (0, 4), (200, 300))
 PLACES = [(params, optimizer) for params in Params for optimizer in (Optimizer.DEVICE, Optimizer.HOST)]

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autohete_fx.errors import HostMemoryError
 from autohete_fx.ir import Optimizer, Params
 from autohete_fx.optim import AdamW, kernels, updates
-from autohete_fx.runtime.lanes import Lanes
+from autohete_fx.runtime.lanes.lanes import Lanes
 from autohete_fx.runtime.meter import MemoryMeter
 from autohete_fx.runtime.placement import Placement, place_param
-from autohete_fx.runtime.tiers import HostTier, open_tier
+from autohete_fx.runtime.tiers.host import HostTier, open_tier
 
 HALF = [torch.bfloat16, torch.float16]
 GROUP: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}

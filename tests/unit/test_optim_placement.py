@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from autohete_fx.errors import HostMemoryError
 from autohete_fx.ir import Optimizer, Params
 from autohete_fx.runtime.placement import Placement, place_param, placement_of
-from autohete_fx.runtime.tiers import HostTier, is_home, open_tier
+from autohete_fx.runtime.tiers.host import HostTier, is_home, open_tier
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ from torch.nn import Parameter
 from autohete_fx.errors import HostMemoryError
 from autohete_fx.ir import Lane, Optimizer, Overlap, Params, Schedule
 from autohete_fx.optim import AdamW
-from autohete_fx.runtime.arena import ALIGNMENT_BYTES
-from autohete_fx.runtime.fence import lower_fences
-from autohete_fx.runtime.lanes import Lanes
+from autohete_fx.runtime.lanes.lanes import Lanes
+from autohete_fx.runtime.lanes.ticket import Ticket
+from autohete_fx.runtime.pending.fence import lower_fences
+from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import Placement, place_param
-from autohete_fx.runtime.ticket import Ticket
-from autohete_fx.runtime.tiers import HostTier, open_tier
-from autohete_fx.runtime.updates import Updates
+from autohete_fx.runtime.tiers.arena import ALIGNMENT_BYTES
+from autohete_fx.runtime.tiers.host import HostTier, open_tier
 
 COUNT, LENGTH = 12, 1 << 16
 KEPT_BYTES, STAGED_BYTES = COUNT * LENGTH * 12, 2 * LENGTH * 4 + ALIGNMENT_BYTES

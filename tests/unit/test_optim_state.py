@@ -15,7 +15,7 @@ from autohete_fx.ir import Optimizer, Params
 from autohete_fx.optim import AdamW, optimizer_of
 from autohete_fx.runtime.disk import DiskTier
 from autohete_fx.runtime.placement import Placement, place_param
-from autohete_fx.runtime.tiers import HostTier, is_home, open_tier
+from autohete_fx.runtime.tiers.host import HostTier, is_home, open_tier
 
 DTYPES = [torch.float32, torch.bfloat16]
 

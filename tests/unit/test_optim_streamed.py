@@ -21,12 +21,12 @@ from autohete_fx.optim import AdamW
 from autohete_fx.optim.in_place import Update
 from autohete_fx.optim.state import Place
 from autohete_fx.optim.streamed import Staging
-from autohete_fx.runtime.fence import lower_fences
-from autohete_fx.runtime.lanes import Lanes
+from autohete_fx.runtime.lanes.lanes import Lanes
 from autohete_fx.runtime.meter import MemoryMeter, device_live_bytes
+from autohete_fx.runtime.pending.fence import lower_fences
+from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import Placement, place_param
-from autohete_fx.runtime.tiers import HostTier, is_home, open_tier
-from autohete_fx.runtime.updates import Updates
+from autohete_fx.runtime.tiers.host import HostTier, is_home, open_tier
 
 SHAPES = ((300, 333), (70001,), (5,), (), (0, 3), (64, 1024))
 

@@ -15,13 +15,13 @@ import torch
 from autohete_fx.graph.ops import contiguous_stride
 from autohete_fx.ir import Lane, Optimizer, Overlap, Params, Schedule
 from autohete_fx.optim import AdamW
-from autohete_fx.runtime import stream_lane
-from autohete_fx.runtime.fence import lower_fences
-from autohete_fx.runtime.lanes import Lanes
+from autohete_fx.runtime.lanes import stream
+from autohete_fx.runtime.lanes.lanes import Lanes
+from autohete_fx.runtime.lanes.ticket import Ticket
+from autohete_fx.runtime.pending.fence import lower_fences
+from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import Placement, place_param
-from autohete_fx.runtime.ticket import Ticket
-from autohete_fx.runtime.tiers import open_tier
-from autohete_fx.runtime.updates import Updates
+from autohete_fx.runtime.tiers.host import open_tier
 
 
 class Log:
@@ -100,9 +100,9 @@ def test_a_copy_is_issued_behind_the_moment_of_its_submission(log: Log):
 def test_what_updates_copy_waits_behind_nothing_that_waits_for_the_device(log: Log, monkeypatch: pytest.MonkeyPatch):
     """A backward issues its fetches long before the device gets there."""
     streams: list[object] = []
-    issue = stream_lane.StreamTicket.issue
+    issue = stream.StreamTicket.issue
     monkeypatch.setattr(
-        stream_lane.StreamTicket, "issue", lambda ticket, stream: (streams.append(stream), issue(ticket, stream))
+        stream.StreamTicket, "issue", lambda ticket, stream: (streams.append(stream), issue(ticket, stream))
     )
     lanes = Lanes("cuda")
     update, opened = held_update(lanes)
@@ -210,7 +210,7 @@ def test_what_follows_a_copy_is_held_until_somebody_waited(wait: str, log: Log):
 def test_from_home_to_home_the_device_copies(log: Log, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Host views on both sides would make it a copy of the CPU's, which waits for no stream."""
     viewed: list[torch.Tensor] = []
-    monkeypatch.setattr(stream_lane, "host_view", lambda t: viewed.append(t) or t)
+    monkeypatch.setattr(stream, "host_view", lambda t: viewed.append(t) or t)
     tier = open_tier("cpu", str(tmp_path))
     here, there = (tier.empty_strided((4,), contiguous_stride((4,)), torch.float32).fill_(n) for n in (1, 2))
     lanes = Lanes("cuda")

@@ -16,11 +16,11 @@ import torch
 
 from autohete_fx.errors import HostMemoryError
 from autohete_fx.graph.ops import contiguous_stride, is_dense
-from autohete_fx.runtime.arena import ALIGNMENT_BYTES as LINE
-from autohete_fx.runtime.arena import Arena, Chunk
-from autohete_fx.runtime.mapped_files import map_file
-from autohete_fx.runtime.pinned import cuda_unregister, pin
-from autohete_fx.runtime.tiers import HostTier, PinnedTier, is_home, lease_view, open_tier, span
+from autohete_fx.runtime.tiers.arena import ALIGNMENT_BYTES as LINE
+from autohete_fx.runtime.tiers.arena import Arena, Chunk
+from autohete_fx.runtime.tiers.host import HostTier, PinnedTier, is_home, lease_view, open_tier, span
+from autohete_fx.runtime.tiers.mapped_files import map_file
+from autohete_fx.runtime.tiers.pinned import cuda_unregister, pin
 
 MIB = 2**20
 
@@ -352,7 +352,7 @@ def test_unpinning_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None
 
 _CHILD = """
 import os, sys, torch
-from autohete_fx.runtime.tiers import open_tier
+from autohete_fx.runtime.tiers.host import open_tier
 def rss_anon():
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("RssAnon"))
 tier = open_tier("cpu", sys.argv[1])

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autohete_fx.errors import HostMemoryError
 from autohete_fx.graph.ops import copied_strides
-from autohete_fx.runtime.arena import ALIGNMENT_BYTES, Arena
-from autohete_fx.runtime.mapped_files import MakeChunk, check_directory, map_file, without_file
-from autohete_fx.runtime.pinned import cuda_unregister, pin
+from autohete_fx.runtime.tiers.arena import ALIGNMENT_BYTES, Arena
+from autohete_fx.runtime.tiers.mapped_files import MakeChunk, check_directory, map_file, without_file
+from autohete_fx.runtime.tiers.pinned import cuda_unregister, pin
 
 _LEASE = "_autohete_lease"
 """The attribute of a home's storage that holds its lease. PyTorch keeps a storage's Python object, attributes included,

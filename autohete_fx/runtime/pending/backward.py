@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from autohete_fx.errors import OptimizerStateError
-from autohete_fx.runtime.addresses import address_of
-from autohete_fx.runtime.norms import Norms
-from autohete_fx.runtime.ticket import Ticket
+from autohete_fx.runtime.lanes.ticket import Ticket
+from autohete_fx.runtime.pending.addresses import address_of
+from autohete_fx.runtime.pending.norms import Norms
 
 _ADVICE = (
     " With overlap='backward' its update began when the gradient came. Use overlap='step' for loops that touch gradients or"

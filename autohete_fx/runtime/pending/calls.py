@@ -37,9 +37,9 @@ from torch import Tensor, fx, nn
 
 from autohete_fx import versions
 from autohete_fx.errors import OptimizerStateError
-from autohete_fx.runtime import unplanned
-from autohete_fx.runtime.fence import Fence, lower_fences, raise_fences, standing_fences, tensors_in
-from autohete_fx.runtime.updates import Updates
+from autohete_fx.runtime.pending import unplanned
+from autohete_fx.runtime.pending.fence import Fence, lower_fences, raise_fences, standing_fences, tensors_in
+from autohete_fx.runtime.pending.updates import Updates
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Schedule
-from autohete_fx.runtime.addresses import address_of
-from autohete_fx.runtime.early import Early
-from autohete_fx.runtime.fence import Fence, raise_fences
-from autohete_fx.runtime.lanes import Lanes
-from autohete_fx.runtime.ticket import Ticket
+from autohete_fx.runtime.lanes.lanes import Lanes
+from autohete_fx.runtime.lanes.ticket import Ticket
+from autohete_fx.runtime.pending.addresses import address_of
+from autohete_fx.runtime.pending.backward import Early
+from autohete_fx.runtime.pending.fence import Fence, raise_fences
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,9 +16,9 @@ import mmap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from autohete_fx import host_memory
 from autohete_fx.errors import HostMemoryError
-from autohete_fx.runtime.arena import Chunk, bytes_text
+from autohete_fx.runtime.tiers import ram
+from autohete_fx.runtime.tiers.arena import Chunk, bytes_text
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,7 @@ def pin(
     where the driver refuses.
     """
     num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    available = host_memory.available_bytes()
+    available = ram.available_bytes()
     if num_bytes > available:
         raise HostMemoryError(
             f"asked to pin {bytes_text(num_bytes)}, but {bytes_text(available)} of RAM are available; "

@@ -5,10 +5,10 @@ stands on the stack of PyTorch's modes, in the thread that called ``step()``. Ev
 it, whoever makes it: an operator, ``state_dict()``, ``torch.save``, ``deepcopy``, ``.numpy()``. A call that is given a tensor
 over pending memory, be it the parameter, a view of it that was made before, its gradient or its states, waits first; a
 backward pass waits for everything. Where updates start in backward the mode stands from forward on: see
-`autohete_fx.runtime.early`.
+`autohete_fx.runtime.pending.backward`.
 Metadata, and setting a gradient to None, wait for nothing.
 
-What compiled code does is not seen here; see `autohete_fx.runtime.calls`. Nor is what never passes PyTorch's Python API in
+What compiled code does is not seen here; see `autohete_fx.runtime.pending.calls`. Nor is what never passes PyTorch's Python API in
 this thread:
 
 * a pointer that was asked for before the step, a NumPy array over a tensor among them;
@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
 if TYPE_CHECKING:
-    from autohete_fx.runtime.updates import Updates
+    from autohete_fx.runtime.pending.updates import Updates
 
 _PROPERTIES = (
     "_backward_hooks _post_accumulate_grad_hooks _version device dtype grad_fn is_cpu is_cuda is_leaf is_meta"

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from autohete_fx.ir import Lane, LaneRecord
-from autohete_fx.runtime.ticket import Ticket, failure_of, when_all_ready
-from autohete_fx.runtime.tiers import host_view, is_home
+from autohete_fx.runtime.lanes.ticket import Ticket, failure_of, when_all_ready
+from autohete_fx.runtime.tiers.host import host_view, is_home
 
 _ORIGIN_LASTS_S = 60.0
 """CUDA tells milliseconds between two events as a float, which an hour after the first can tell no microseconds."""

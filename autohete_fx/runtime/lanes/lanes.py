@@ -3,10 +3,10 @@
 In: pairs of tensors, or work for the CPU, with a priority. Out: tickets to wait on, and a record of what ran when. Why
 one object: it alone knows what is in flight and keeps it referenced.
 
-* On a CUDA device a copy lane is two streams (`stream_lane`), which share the link: what compiled code copies waits there for the
+* On a CUDA device a copy lane is two streams (`stream`), which share the link: what compiled code copies waits there for the
   device to come to the block that it was issued for, a whole backward ahead, and what updates copy must not wait behind
   that. Priorities order nothing that has been issued.
-* On a CPU device with a core to spare a copy lane is a thread with a priority queue (`thread_lane`). Copies run without
+* On a CPU device with a core to spare a copy lane is a thread with a priority queue (`thread`). Copies run without
   the GIL and on that one thread: an OpenMP team of the copy's own would fight the compute.
 * On a CPU device whose cores all compute there is nothing to overlap with. A thread would take a core from a team that
   waits for its slowest member, and cost the step more than the copy itself: work is done where it is submitted, with
@@ -53,10 +53,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from autohete_fx.ir import Lane, LaneRecord
-from autohete_fx.runtime.copies import Copy, cpu_copy, has_spare_core
-from autohete_fx.runtime.stream_lane import Moment, StreamLane
-from autohete_fx.runtime.thread_lane import Pace, ThreadLane, ThreadTicket
-from autohete_fx.runtime.ticket import Ticket
+from autohete_fx.runtime.lanes.copies import Copy, cpu_copy, has_spare_core
+from autohete_fx.runtime.lanes.stream import Moment, StreamLane
+from autohete_fx.runtime.lanes.thread import Pace, ThreadLane, ThreadTicket
+from autohete_fx.runtime.lanes.ticket import Ticket
 
 _RECORDS = 8192
 _NOTABLE_S = 20e-6

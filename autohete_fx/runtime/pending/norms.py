@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _has_foreach_support
 
-from autohete_fx.runtime.addresses import address_of
-from autohete_fx.runtime.tiers import lease_of
+from autohete_fx.runtime.pending.addresses import address_of
+from autohete_fx.runtime.tiers.host import lease_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from autohete_fx import versions
 from autohete_fx.errors import OptionError
 from autohete_fx.ir import Optimizer, Params
 from autohete_fx.runtime.placement import Placement, is_movable, place_param
-from autohete_fx.runtime.tiers import open_tier
+from autohete_fx.runtime.tiers.host import open_tier
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 

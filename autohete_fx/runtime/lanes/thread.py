@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from autohete_fx.ir import Lane, LaneRecord
-from autohete_fx.runtime.ticket import Ticket, failure_of, when_all_ready
+from autohete_fx.runtime.lanes.ticket import Ticket, failure_of, when_all_ready
 
 Pace = Callable[[Ticket], float]
 """Seconds by which a lane is slower than the host at some work. They pass first, so that whoever does not wait reads what

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from autohete_fx.errors import HostMemoryError, OptimizerStateError
-from autohete_fx.runtime.arena import Chunk, bytes_text
+from autohete_fx.runtime.tiers.arena import Chunk, bytes_text
 
 MakeChunk = Callable[[mmap.mmap, int], Chunk]
 """Makes a chunk of a mapping and the descriptor of its file, which is open during the call."""
