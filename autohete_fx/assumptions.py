@@ -16,9 +16,10 @@ from types import CodeType
 
 import torch
 
-from autohete_fx import planning, versions
+from autohete_fx import planning
 from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.errors import PlanError
+from autohete_fx.internals import dynamo
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.model import GraphParameters, Model, origin_of
 from autohete_fx.optim.owners import num_changes, optimizer_of
@@ -139,7 +140,7 @@ def _look_at_first_call(module: torch.nn.Module) -> None:
             continue
         if graph.missing_bytes({name: params[name] for name in graph.names}) > 0:
             for code in graph.model.codes.values():
-                versions.forget_compiled(code)
+                dynamo.forget_compiled(code)
 
 
 def _look_at_gradients(model: Model, graphs: list[Assumptions]) -> None:

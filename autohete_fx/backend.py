@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.exc import ShortenTraceback
 
-from autohete_fx import assumptions, versions
+from autohete_fx import assumptions
 from autohete_fx import compilation as compilation_module
 from autohete_fx.assumptions import Assumptions
 from autohete_fx.capture.inputs import graph_inputs
 from autohete_fx.compilation import Compilation
 from autohete_fx.compiler import GraphCompiler
 from autohete_fx.errors import AutoHeteError
+from autohete_fx.internals import dynamo, versions
 from autohete_fx.ir import LaneRecord, Overlap, Schedule
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.model import GraphParameters, Model, find_model
@@ -63,7 +63,7 @@ def autohete(
     try:
         return _compile(gm, example_inputs, Options.from_user(options, mode))
     except AutoHeteError as error:
-        raise surfacing(error) from error.__cause__
+        raise dynamo.surfacing(error) from error.__cause__
 
 
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[object], chosen: Options) -> Callable[..., object]:
@@ -100,18 +100,6 @@ def _records_of(session: Session) -> Callable[[], tuple[LaneRecord, ...]]:
         return () if found is None else found.lanes.records()
 
     return records
-
-
-def surfacing(error: AutoHeteError) -> AutoHeteError:
-    """The same error, of a class that Dynamo lets through: it wraps any other in a BackendCompilerFailed."""
-    kind = type(error)
-    surfacing = type(
-        kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__, "first_useful_frame": None}
-    )
-    copy = surfacing.__new__(surfacing, *error.args)
-    copy.args = error.args
-    copy.__dict__.update(error.__dict__)
-    return copy
 
 
 def _owning(
@@ -189,7 +177,7 @@ def _refusal(compilation: Compilation) -> AutoHeteError | None:
     peak, budget = compilation.plan.peak_bytes, compilation.device_budget_bytes
     if compilation.unsettled is None or budget is None or peak <= budget:
         return None
-    return surfacing(too_small(budget, peak, f"The plan that takes least needs {format_bytes(peak)}"))
+    return dynamo.surfacing(too_small(budget, peak, f"The plan that takes least needs {format_bytes(peak)}"))
 
 
 def _adding(

@@ -13,9 +13,10 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
-from autohete_fx import planning, versions
+from autohete_fx import planning
 from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compilation import Share
+from autohete_fx.internals import dynamo, versions
 from autohete_fx.ir import BlockGraph, Problem, Profile
 from autohete_fx.machine.budgets import device_budget_bytes, host_budget_bytes, machine_of, tuning_bytes
 from autohete_fx.model import Model, graph_digest, origin_of, sources_digest
@@ -60,7 +61,7 @@ class CapturedGraph:
         self.device = model.session.device
         self.budget_bytes = device_budget_bytes(self.device, options)
         self.digest = graph_digest(gm, inputs, options)
-        self.graph_break = versions.graph_break_behind(gm) or ""
+        self.graph_break = dynamo.graph_break_behind(gm) or ""
         if torch.is_grad_enabled():
             model.shares.note_graph(self.origin, self.digest, self.graph_break, calls.outermost())
         self.others_bytes = model.shares.taken_by_others(self.origin, options.micro_batches)

@@ -20,14 +20,15 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.exc import InductorError
 
-from autohete_fx import passes, planning, rewriting, versions
+from autohete_fx import passes, planning, rewriting
 from autohete_fx.cache import load_text, store_text
 from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.captured import CapturedGraph
 from autohete_fx.compilation import Compilation
 from autohete_fx.errors import AutoHeteError, PassError
-from autohete_fx.inductor_hooks import LastPass, Partitioner, refuse_other_partitioner, run_without_code
 from autohete_fx.inference import InferenceGraph, rewrite_inference
+from autohete_fx.internals import versions
+from autohete_fx.internals.inductor import LastPass, Partitioner, refuse_other_partitioner, run_without_code
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.model import Model, place
 from autohete_fx.options import Options

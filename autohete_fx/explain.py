@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import fx
 
-from autohete_fx import versions
-from autohete_fx.backend import surfacing
 from autohete_fx.capture.inputs import graph_inputs
 from autohete_fx.compilation import Compilation
 from autohete_fx.compiler import GraphCompiler
 from autohete_fx.errors import AutoHeteError, CaptureError
+from autohete_fx.internals import dynamo, versions
 from autohete_fx.model import new_model
 from autohete_fx.options import Options
 from autohete_fx.runtime.pending import calls
@@ -50,7 +49,7 @@ def explain(
             compiler = GraphCompiler(gm=gm, inputs=sources, options=chosen, model=owner)
             found.append(compiler.look(example_inputs))
         except AutoHeteError as error:
-            raise surfacing(error) from error.__cause__
+            raise dynamo.surfacing(error) from error.__cause__
         finally:
             owner.session.close()  # a compilation that follows must not take this for a twin
         return gm.forward

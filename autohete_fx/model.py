@@ -18,9 +18,9 @@ import torch
 from torch import fx
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autohete_fx import versions
 from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compilation import Compilation
+from autohete_fx.internals import dynamo
 from autohete_fx.ir import Optimizer, Overlap
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.machine.budgets import host_budget_bytes
@@ -71,7 +71,7 @@ class Model:
         for graph in graphs:
             code = self.codes.pop(graph, None)
             if code is not None:
-                versions.forget_compiled(code)
+                dynamo.forget_compiled(code)
             self._versions[graph] = self.version_of(graph) + 1
 
     def version_of(self, graph: Origin) -> int:
@@ -89,7 +89,7 @@ _models: "WeakIdKeyDictionary" = WeakIdKeyDictionary()  # parameter -> weak refe
 
 def origin_of(inputs: Sequence[GraphInput]) -> Origin:
     """Of the graph that Dynamo is compiling now."""
-    function, part = versions.function_being_compiled()
+    function, part = dynamo.function_being_compiled()
     return Origin(function, part, frozenset(item.name for item in inputs if item.is_parameter))
 
 
@@ -107,7 +107,7 @@ def find_model(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Option
     model = model or new_model(gm, inputs, options)
     for parameter in parameters:
         _models[parameter] = weakref.ref(model)
-    code = versions.code_being_compiled()
+    code = dynamo.code_being_compiled()
     if code is not None:
         model.codes[origin_of(inputs)] = code
     return model

@@ -18,13 +18,13 @@ from torch._dynamo.exc import Unsupported
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autohete_fx import planning, rewriting
-from autohete_fx.backend import surfacing
 from autohete_fx.blueprint import Blueprint, Sketch
 from autohete_fx.capture.grouping import block_index, group_blocks
 from autohete_fx.capture.inputs import GraphInput, graph_inputs, parameter_fqns
 from autohete_fx.depth import TracedStep, deepened, shallow_layers
 from autohete_fx.errors import AutoHeteError, CaptureError
-from autohete_fx.inductor_hooks import Partitioner, run_without_code
+from autohete_fx.internals import dynamo
+from autohete_fx.internals.inductor import Partitioner, run_without_code
 from autohete_fx.ir import Machine, Overlap, Plan, Problem
 from autohete_fx.optim import AdamW
 from autohete_fx.options import Options
@@ -108,7 +108,7 @@ def _traced_step(name: str, sketch: Sketch, machine: Machine, options: Options) 
             try:
                 step, split = _profiled(joint, joint_inputs, keywords, inputs, machine, options, sketch.batch)
             except AutoHeteError as error:
-                raise surfacing(error) from error.__cause__
+                raise dynamo.surfacing(error) from error.__cause__
             found.append(step)
             return split.forward, split.backward
 

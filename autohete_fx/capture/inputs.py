@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autohete_fx import versions
+from autohete_fx.internals import versions
 
 _ROOT = re.compile(r"^[LG]\['[^']*'\](?:\.__closure__\[\d+\]\.cell_contents)*")
 _STEP = re.compile(r"\['([^']*)'\]|\.([A-Za-z_]\w*)|\[(\d+)\]")

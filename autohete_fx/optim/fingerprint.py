@@ -12,7 +12,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from autohete_fx.optim.inductor import LONGEST, Kernel, compile_kernel
+from autohete_fx.internals.small_kernels import LONGEST, Kernel, compile_kernel
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autohete_fx.optim.inductor import LONGEST, Kernel, compile_kernel
+from autohete_fx.internals.small_kernels import LONGEST, Kernel, compile_kernel
 
 _TILE = 1 << 18
 """Elements of a tile where eager arithmetic needs temporaries; a multiple of every vector length."""

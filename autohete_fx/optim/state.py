@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autohete_fx import versions
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.graph.ops import contiguous_stride, is_dense
+from autohete_fx.internals import versions
 from autohete_fx.ir import Optimizer
 from autohete_fx.optim.kernels import reconcile_master
 from autohete_fx.runtime.disk import DiskTier, Walk

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from autohete_fx import versions
 from autohete_fx.errors import OptionError
+from autohete_fx.internals import versions
 from autohete_fx.ir import Optimizer, Params
 from autohete_fx.runtime.placement import Placement, is_movable, place_param
 from autohete_fx.runtime.tiers.host import open_tier

@@ -35,8 +35,8 @@ from types import CodeType, FrameType, FunctionType, MethodType, TracebackType
 
 from torch import Tensor, fx, nn
 
-from autohete_fx import versions
 from autohete_fx.errors import OptimizerStateError
+from autohete_fx.internals import dynamo
 from autohete_fx.runtime.pending import unplanned
 from autohete_fx.runtime.pending.fence import Fence, lower_fences, raise_fences, standing_fences, tensors_in
 from autohete_fx.runtime.pending.updates import Updates
@@ -143,17 +143,17 @@ class _Call:
 
     def __enter__(self) -> None:
         _calls()  # raises what an interrupted one has left lowered
-        self.num_breaks = versions.num_graph_breaks()
+        self.num_breaks = dynamo.num_graph_breaks()
         self.handled = sys.exception()
-        self.frame = versions.frame_of_call(sys._getframe())
+        self.frame = dynamo.frame_of_call(sys._getframe())
         self.fences = standing_fences()
         try:
             _thread.calls.append(self)  # before the fences fall: from here on somebody knows of them
             lower_fences()
             if len(_thread.calls) == 1:
                 for look in _looks:
-                    look(versions.function_of_call(self.frame), self.function.is_ours)
-            is_stance_default = versions.is_stance_default()
+                    look(dynamo.function_of_call(self.frame), self.function.is_ours)
+            is_stance_default = dynamo.is_stance_default()
             if not self.functions.is_whole or not is_stance_default:
                 if not is_stance_default or self._code() in self.functions.unseen:
                     self.refuse_early()
@@ -174,7 +174,7 @@ class _Call:
                 self._judge()
             if has_returned and self.function.is_ours and not self.function.has_returned:
                 self.function.has_returned = True
-                if not (self.has_run_graphs or self.num_compilations) and versions.is_stance_default():
+                if not (self.has_run_graphs or self.num_compilations) and dynamo.is_stance_default():
                     log.warning(_NOTHING_COMPILED)
             for updates in self.updates():
                 updates.prune()
@@ -203,7 +203,7 @@ class _Call:
                 updates.wait_all()
 
     def _judge(self) -> None:
-        broke = versions.num_graph_breaks() != self.num_breaks
+        broke = dynamo.num_graph_breaks() != self.num_breaks
         if broke or self.has_eager_frames or self.num_compilations != 1 or self.num_graphs_seen > 1:
             self.functions.unseen.add(self._code())
             for updates in self.updates():
@@ -223,7 +223,7 @@ class _Call:
 
     def _code(self) -> CodeType:
         """Of the function that is called; of all modules together."""
-        return getattr(versions.function_of_call(self.frame), "__code__", _Call.__enter__.__code__)
+        return getattr(dynamo.function_of_call(self.frame), "__code__", _Call.__enter__.__code__)
 
 
 class _Thread(threading.local):
@@ -262,7 +262,7 @@ def is_compiling_root() -> bool:
     """Whether what Dynamo compiles is the function that the outermost call of this thread is of, or what follows a graph break
     in it: not a function that it calls, beside which others may run."""
     calls = _calls()
-    return not calls or calls[0].root == versions.function_being_compiled()[0]
+    return not calls or calls[0].root == dynamo.function_being_compiled()[0]
 
 
 def outermost() -> object:
@@ -279,7 +279,7 @@ def eager_function() -> str:
 def function_called() -> object:
     """What the outermost call of this thread calls; None outside of calls."""
     calls = _calls()
-    return versions.function_of_call(calls[0].frame) if calls else None
+    return dynamo.function_of_call(calls[0].frame) if calls else None
 
 
 def _calls() -> list[_Call]:
@@ -310,7 +310,7 @@ def note_compiled_graph(inputs: Iterable[Tensor]) -> None:
 
 def modules_called() -> list[nn.Module]:
     """Those that the calls which this thread is in are of, the outermost first, as far as is known."""
-    return [module for call in _calls() for module in versions.modules_of(versions.function_of_call(call.frame))]
+    return [module for call in _calls() for module in dynamo.modules_of(dynamo.function_of_call(call.frame))]
 
 
 def _watched(graph: fx.GraphModule, compiled: Callable[..., object]) -> Callable[..., object]:
@@ -369,7 +369,7 @@ def is_within_call() -> bool:
 def _begin_miss(code: CodeType | None) -> None:
     calls = _calls()
     if calls and calls[0].root is None and code is not None:
-        calls[0].root = versions.function_of(code)
+        calls[0].root = dynamo.function_of(code)
     try:
         for call in calls:
             call.settle()
@@ -399,18 +399,18 @@ def _note_eager_frame(code: CodeType, loop_break: str) -> None:
         call.has_eager_frames = True
 
 
-versions.turn_off_ddp_optimizer()
-versions.on_cache_misses(_begin_miss, _note_compilation, _note_eager_frame)
-versions.on_compiled_graphs(_watched)
+dynamo.turn_off_ddp_optimizer()
+dynamo.on_cache_misses(_begin_miss, _note_compilation, _note_eager_frame)
+dynamo.on_compiled_graphs(_watched)
 
 
 def _is_ours(backend: object) -> bool:
     """Whether a function, or what ``torch.compile`` makes of one and of options, is our backend."""
-    return versions.module_of_backend(backend) == "autohete_fx.backend"
+    return dynamo.module_of_backend(backend) == "autohete_fx.backend"
 
 
 def _call_of(backend: object, compiled: object) -> Callable[[], _Call]:
     return CompiledFunction(functions_of(backend), _is_ours(backend), compiled).call
 
 
-versions.on_calls_of_compiled_functions(_call_of)
+dynamo.on_calls_of_compiled_functions(_call_of)

@@ -1,4 +1,4 @@
-"""Everything that differs between the supported versions of PyTorch, 2.11 to 2.15."""
+"""Dynamo: what it compiles now and why it breaks graphs, and hooks around its calls, its compilations and its failures."""
 
 import contextlib
 import functools
@@ -15,82 +15,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch.fx.graph import _BoxedCodeGen
+
+from autohete_fx.errors import AutoHeteError
 
 _ENTRY = "compile_wrapper"  # the function of Dynamo's that calls a compiled function
-
-
-def custom_passes(configured: object) -> tuple[Callable[[fx.Graph], None], ...]:
-    """What stands in one of Inductor's custom pass options, as a tuple: 2.13 allows sequences, 2.11 one pass."""
-    if configured is None:
-        return ()
-    return tuple(configured) if isinstance(configured, list | tuple) else (configured,)  # type: ignore[return-value]
-
-
-def run_as_is(graph: fx.GraphModule, inputs: Sequence[object]) -> Callable[[list[object]], object]:
-    """A graph that runs node by node, each value freed after its last use."""
-    graph.graph.set_codegen(_BoxedCodeGen())
-    graph.recompile()
-
-    def run(args: list[object]) -> object:
-        return graph(args)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
-
-
-def aot_eager(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[object],
-    *,
-    partition_fn: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
-    inference_pass: Callable[[fx.GraphModule], object],
-) -> Callable[..., object]:
-    """AOTAutograd with graphs that run as they are."""
-    from torch._dynamo.backends.common import aot_autograd
-
-    def infer(graph: fx.GraphModule, inputs: Sequence[object]) -> Callable[[list[object]], object]:
-        inference_pass(graph)
-        return run_as_is(graph, inputs)
-
-    backend: Any = aot_autograd(
-        fw_compiler=run_as_is, bw_compiler=run_as_is, inference_compiler=infer, partition_fn=partition_fn
-    )
-    return backend(gm, list(example_inputs))
-
-
-def compile_apart(function: Callable[..., object], backend: Callable[..., object]) -> Callable[..., object]:
-    """``torch.compile``, with what is compiled kept apart from what other calls compile of the same code: it does not count
-    towards their limit of recompilations, nor theirs towards its own.
-
-    2.11 and 2.12 keep what is compiled with the code of a function, so there the function is called by one with code of its own.
-    """
-    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-        apart: dict[str, Any] = {"isolate_recompiles": True}  # of which the overloads do not know
-        return torch.compile(function, backend=backend, **apart)
-
-    def call(*args: object, **kwargs: object) -> object:
-        return function(*args, **kwargs)
-
-    call.__code__ = call.__code__.replace()
-    return torch.compile(call, backend=backend)
-
-
-def around_backward(outputs: object, around: Callable[..., object]) -> None:
-    """From now on, run the compiled backward of what a compiled forward returned as ``around(backward, *args)``.
-
-    AOTAutograd makes an autograd function of each forward that it compiles, and looks up on it what runs the backward.
-    """
-    for output in outputs if isinstance(outputs, list | tuple) else (outputs,):
-        function = getattr(getattr(output, "grad_fn", None), "_forward_cls", None)
-        backward = getattr(function, "_backward_impl", None)
-        if function is None or backward is None:
-            continue
-        if not hasattr(backward, "_autohete_is_around"):
-            run = functools.wraps(backward)(functools.partial(around, backward))
-            run._autohete_is_around = True  # type: ignore[attr-defined]
-            function._backward_impl = staticmethod(run)
-        return
 
 
 def num_graph_breaks() -> int:
@@ -149,32 +77,6 @@ def turn_off_ddp_optimizer() -> None:
         return "no_optimization" if found == "ddp_optimizer" and not _frame.is_split else found
 
     utils.get_optimize_ddp_mode = mode
-
-
-def ddp_bucket_bytes() -> int | None:
-    """What the DistributedDataParallel whose forward runs now copies gradients into, for its reductions; None where none runs."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    ddp: Any = DistributedDataParallel._get_active_ddp_module()
-    if ddp is None:
-        return None
-    named = ddp.module.named_parameters()
-    return sum(p.nbytes for name, p in named if p.requires_grad and name not in ddp.parameters_to_ignore)
-
-
-def is_of_fsdp(placeholder: fx.Node) -> bool:
-    """Whether an input of Dynamo's graph is a parameter of a module that FSDP manages."""
-    source = getattr(placeholder, "_dynamo_source", None)
-    guard_source: Any = getattr(source, "guard_source", None)
-    if callable(guard_source):
-        guard_source = guard_source()
-    return guard_source is not None and guard_source.is_fsdp_module()
-
-
-def is_dtensor(tensor: object) -> bool:
-    """Whether it is a part of a tensor that several ranks hold together."""
-    module = sys.modules.get("torch.distributed.tensor")  # without it there is none
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def module_of_backend(backend: object) -> str:
@@ -380,3 +282,17 @@ def on_calls_of_compiled_functions(
         return None if frame is None else frame.f_locals.get("model")
 
     WrapBackendDebug.backend_ctx_ctor = property(both_of)  # type: ignore[attr-defined]
+
+
+def surfacing(error: AutoHeteError) -> AutoHeteError:
+    """The same error, of a class that Dynamo lets through: it wraps any other in a BackendCompilerFailed."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    kind = type(error)
+    surfacing_kind = type(
+        kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__, "first_useful_frame": None}
+    )
+    copy = surfacing_kind.__new__(surfacing_kind, *error.args)
+    copy.args = error.args
+    copy.__dict__.update(error.__dict__)
+    return copy

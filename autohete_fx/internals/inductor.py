@@ -9,8 +9,8 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
-from autohete_fx import versions
 from autohete_fx.errors import OptionError
+from autohete_fx.internals import versions
 
 
 def refuse_other_partitioner() -> None:
