@@ -7,7 +7,8 @@ Three lines change in a training script::
     model.compile(backend="autohete", options={"memory_budget": "20GiB"})
 """
 
-from autohete_fx.compilation import Compilation, compilations
+from autohete_fx.compiler.compilation import Compilation, compilations
+from autohete_fx.compiler.explain import explain
 from autohete_fx.errors import (
     AutoHeteError,
     HostMemoryError,
@@ -17,7 +18,6 @@ from autohete_fx.errors import (
     PassError,
     PlanError,
 )
-from autohete_fx.explain import explain
 from autohete_fx.ir import Activations, BlockDecision, Optimizer, Params, Plan
 from autohete_fx.optim import AdamW
 from autohete_fx.runtime.meter import MemoryMeter

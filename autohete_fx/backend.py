@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from autohete_fx import assumptions
-from autohete_fx import compilation as compilation_module
-from autohete_fx.assumptions import Assumptions
 from autohete_fx.capture.inputs import graph_inputs
-from autohete_fx.compilation import Compilation
-from autohete_fx.compiler import GraphCompiler
+from autohete_fx.compiler import assumptions
+from autohete_fx.compiler import compilation as compilation_module
+from autohete_fx.compiler.assumptions import Assumptions
+from autohete_fx.compiler.compilation import Compilation
+from autohete_fx.compiler.graph import GraphCompiler
+from autohete_fx.compiler.model import GraphParameters, Model, find_model
 from autohete_fx.errors import AutoHeteError
 from autohete_fx.internals import dynamo, versions
 from autohete_fx.ir import LaneRecord, Overlap, Schedule
 from autohete_fx.ir.sizes import format_bytes
-from autohete_fx.model import GraphParameters, Model, find_model
 from autohete_fx.options import Options
 from autohete_fx.planner.infeasible import too_small
 from autohete_fx.runtime import shortage

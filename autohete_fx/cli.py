@@ -15,13 +15,13 @@ import torch
 
 from autohete_fx.architectures import ARCHITECTURES
 from autohete_fx.blueprint import read_model
+from autohete_fx.compiler.planning import with_disk
 from autohete_fx.errors import AutoHeteError, OptionError
 from autohete_fx.ir import Machine, Overlap, Plan, Schedule
 from autohete_fx.machine.devices import DEVICES, RESERVE_SHARE, find_device, machine_of_spec
 from autohete_fx.machine.link import Link, measure_link
 from autohete_fx.machine.measure import measure_machine
 from autohete_fx.options import Options, Share, Size, parse_size, resolve_bytes
-from autohete_fx.planning import with_disk
 from autohete_fx.report import format_bytes, format_count, format_seconds, plan_table
 from autohete_fx.report.plots import require_matplotlib
 from autohete_fx.runtime.tiers.host import host_view, open_tier

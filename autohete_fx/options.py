@@ -20,7 +20,6 @@ from typing import Any
 
 from autohete_fx.errors import OptionError, unknown_word
 from autohete_fx.ir import Plan
-from autohete_fx.pass_identity import pass_identity
 
 __all__ = ["ALLOWED_DECISIONS", "Options", "Share", "Size", "UserPass", "UserPasses", "parse_size", "resolve_bytes"]
 
@@ -121,20 +120,6 @@ class Options:
             if name not in _PARSERS:
                 raise OptionError(unknown_word("option", name, _PARSERS))
         return Options(**{name: _PARSERS[name](name, value) for name, value in given.items()})
-
-    def digest_fields(self) -> tuple[tuple[str, str], ...]:
-        """What shapes generated code, as (name, text) pairs that are equal in every process; for cache keys.
-
-        The plan is not among them: compiled code depends on the plan that was *used*, whether it was given or
-        solved for, so the caller adds that plan's digest. Budgets and limits act through the plan alone.
-        Warns where a user's pass has no identity that outlives this process.
-        """
-        passes = ((f"passes.{f.name}", getattr(self.passes, f.name)) for f in fields(UserPasses))
-        return (
-            ("inner_backend", self.inner_backend),
-            ("micro_batches", str(self.micro_batches)),
-            *((point, ",".join(pass_identity(user_pass) for user_pass in chosen)) for point, chosen in passes),
-        )
 
 
 def resolve_bytes(size: Size, total_bytes: int) -> int:

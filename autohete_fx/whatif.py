@@ -17,10 +17,10 @@ from torch import fx
 from torch._dynamo.exc import Unsupported
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autohete_fx import planning, rewriting
 from autohete_fx.blueprint import Blueprint, Sketch
 from autohete_fx.capture.grouping import block_index, group_blocks
 from autohete_fx.capture.inputs import GraphInput, graph_inputs, parameter_fqns
+from autohete_fx.compiler import planning, rewriting
 from autohete_fx.depth import TracedStep, deepened, shallow_layers
 from autohete_fx.errors import AutoHeteError, CaptureError
 from autohete_fx.internals import dynamo

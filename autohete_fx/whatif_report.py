@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autohete_fx import planning
+from autohete_fx.compiler import planning
 from autohete_fx.ir import Lane
 from autohete_fx.ir.sizes import format_bytes, format_count, format_seconds
 from autohete_fx.report import plan_table

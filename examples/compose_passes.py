@@ -15,9 +15,10 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import autohete_fx
-from autohete_fx import Activations, BlockDecision, Plan, passes, planning, rewriting
+from autohete_fx import Activations, BlockDecision, Plan, passes
 from autohete_fx.capture.grouping import block_index, group_blocks
 from autohete_fx.capture.inputs import graph_inputs, parameter_fqns
+from autohete_fx.compiler import planning, rewriting
 from autohete_fx.graph import ops
 from autohete_fx.passes import PassContext, Stage
 

@@ -127,3 +127,9 @@ def parameter_fqns(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> dict[str
 def is_symbolic(tensor: torch.Tensor) -> bool:
     """Whether any size is not a number yet."""
     return any(not isinstance(size, int) for size in tensor.shape)
+
+
+def device_of(inputs: Sequence[GraphInput]) -> torch.device:
+    """Where the graph computes: the accelerator if any input is on one."""
+    devices = [item.tensor.device for item in inputs if item.tensor is not None]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch.fx.node import has_side_effect
 
-from autohete_fx import training
+from autohete_fx.compiler import training
 from autohete_fx.ir import BlockCost, Lane, Machine, Profile
 from autohete_fx.passes import PassContext, Stage
 from autohete_fx.passes.sort_regions import region_keys, reorder
@@ -135,8 +135,8 @@ class Emulation:
         with (
             mock.patch.object(ThreadTicket, "wait", wait),
             mock.patch("autohete_fx.runtime.session.Lanes", lanes),
-            mock.patch("autohete_fx.training.profile_analytic", profile),
-            mock.patch("autohete_fx.captured.machine_of", lambda *_: self.speeds.machine),
+            mock.patch("autohete_fx.compiler.training.profile_analytic", profile),
+            mock.patch("autohete_fx.compiler.captured.machine_of", lambda *_: self.speeds.machine),
         ):
             yield self
         del _running[self.uuid()]

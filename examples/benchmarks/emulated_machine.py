@@ -32,7 +32,7 @@ from emulated import Emulation, Speeds
 from results import environment, print_figures, save
 
 import autohete_fx
-from autohete_fx.compilation import LaneEvent
+from autohete_fx.compiler.compilation import LaneEvent
 from autohete_fx.ir import Activations, BlockDecision, Lane, Optimizer, Overlap, Params, Plan, Schedule
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autohete_fx
-from autohete_fx import planning
+from autohete_fx.compiler import planning
 from autohete_fx.ir import Overlap, Schedule
 from tests.dist import ranks
 from tests.layers import EAGER

@@ -19,13 +19,14 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from autohete_fx import Activations, BlockDecision, Optimizer, Params, PassError, Plan, passes, rewriting
+from autohete_fx import Activations, BlockDecision, Optimizer, Params, PassError, Plan, passes
 from autohete_fx.capture.grouping import block_index, group_blocks
 from autohete_fx.capture.inputs import GraphInput, graph_inputs, parameter_fqns
+from autohete_fx.compiler import rewriting
+from autohete_fx.compiler.planning import labels_of, owners_of
 from autohete_fx.graph import ops
 from autohete_fx.ir import BlockGraph
 from autohete_fx.passes import PassContext, Stage
-from autohete_fx.planning import labels_of, owners_of
 from autohete_fx.runtime import kernels  # noqa: F401  (registers the ops' kernels)
 from autohete_fx.runtime.placement import Placement, place_param
 from autohete_fx.runtime.session import Session

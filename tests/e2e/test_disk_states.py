@@ -24,9 +24,9 @@ from autohete_fx import (
     Params,
     Plan,
 )
+from autohete_fx.compiler.planning import with_disk
 from autohete_fx.ir import Overlap, Schedule
 from autohete_fx.optim.state import MOMENTS
-from autohete_fx.planning import with_disk
 from autohete_fx.runtime import disk
 from autohete_fx.runtime.disk import DiskTier, Walk
 from autohete_fx.runtime.pending.backward import Early

@@ -38,7 +38,7 @@ def test_it_may_be_asked_more_often_than_code_may_be_compiled_again():
 def test_a_budget_that_only_the_trace_keeps_is_told(monkeypatch: pytest.MonkeyPatch):
     for can_run in (True, False):
         if not can_run:
-            monkeypatch.setattr("autohete_fx.compiler.dry_run", lambda *_, **__: None)
+            monkeypatch.setattr("autohete_fx.compiler.graph.dry_run", lambda *_, **__: None)
         model = job.make("cpu")
         options = {"profile": "analytic", "memory_budget": f"{64 + can_run}MiB"}  # code of its own
         model.compile(backend="autohete", options=options)

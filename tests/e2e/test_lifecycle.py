@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import autohete_fx
-from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan, training
-from autohete_fx.compiler import GraphCompiler
+from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
+from autohete_fx.compiler import training
+from autohete_fx.compiler.graph import GraphCompiler
 from autohete_fx.runtime.placement import placement_of
 from tests import training as job
 from tests.held_updates import use_lanes
@@ -272,5 +273,5 @@ def test_plans_count_what_kernels_are_timed_in(monkeypatch: pytest.MonkeyPatch):
         return autohete_fx.explain(make(), torch.randn(256, 128), options={"profile": "analytic"})[0].plan.peak_bytes
 
     without = peak_bytes()
-    monkeypatch.setattr("autohete_fx.captured.tuning_bytes", lambda device, options: 2**20)
+    monkeypatch.setattr("autohete_fx.compiler.captured.tuning_bytes", lambda device, options: 2**20)
     assert peak_bytes() == without + 2**20

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autohete_fx
-from autohete_fx import Activations, BlockDecision, Optimizer, Plan, planning
+from autohete_fx import Activations, BlockDecision, Optimizer, Plan
+from autohete_fx.compiler import planning
 from autohete_fx.ir import Problem
 from autohete_fx.runtime.meter import device_live_bytes
 from autohete_fx.runtime.placement import placement_of

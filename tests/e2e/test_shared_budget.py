@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import autohete_fx
 from autohete_fx import BlockDecision, Params
-from autohete_fx.model import _models
+from autohete_fx.compiler.model import _models
 from autohete_fx.runtime.tiers.host import is_home
 from tests import training as job
 from tests.layers import EAGER, assert_bitwise, make, plain, plan_of, train

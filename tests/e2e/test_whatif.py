@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import autohete_fx
-from autohete_fx import cli, planning
+from autohete_fx import cli
 from autohete_fx.blueprint import read_model
+from autohete_fx.compiler import planning
 from autohete_fx.depth import shallow_layers
 from autohete_fx.ir import BlockGraph, Machine, Plan, Problem
 from autohete_fx.machine.devices import find_device, machine_of_spec

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch._guards import TracingContext, detect_fake_mode, tracing
 
-from autohete_fx import Activations, BlockDecision, Plan, rewriting
+from autohete_fx import Activations, BlockDecision, Plan
 from autohete_fx.capture.grouping import block_index
+from autohete_fx.compiler import rewriting
+from autohete_fx.compiler.planning import labels_of
 from autohete_fx.passes import PassContext, Stage
-from autohete_fx.planning import labels_of
 from autohete_fx.profiler import Partition
 from autohete_fx.profiler.analytic import BlockTimes, costs_from_times, saved_tensors
 from tests.joint_graphs import Captured, capture_one

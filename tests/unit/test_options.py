@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from autohete_fx.compiler.keys import option_fields
 from autohete_fx.errors import OptionError
 from autohete_fx.options import Options, Share, parse_size, resolve_bytes
 
@@ -72,16 +73,16 @@ def test_modes_are_refused():
         Options.from_user({}, mode="max-autotune")
 
 
-def test_digest_fields_tell_passes_apart():
+def test_option_fields_tell_passes_apart():
     def one(gm: object, context: object) -> None:
         return None
 
     def other(gm: object, context: object) -> None:
         print(gm)
 
-    digests = {Options.from_user({"passes": {"forward": p}}).digest_fields() for p in (one, other)}
+    digests = {option_fields(Options.from_user({"passes": {"forward": p}})) for p in (one, other)}
     assert len(digests) == 2
-    assert Options.from_user({"passes": {"forward": one}}).digest_fields() in digests
+    assert option_fields(Options.from_user({"passes": {"forward": one}})) in digests
 
 
 def test_a_directory_is_tried_and_left_as_it_was(tmp_path: Path):

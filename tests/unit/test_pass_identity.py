@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import autohete_fx
-from autohete_fx.pass_identity import pass_identity
+from autohete_fx.compiler.pass_identity import pass_identity
 
 LIMIT = 3
 
@@ -145,7 +145,7 @@ def test_what_cannot_be_digested_is_never_shared_and_says_what_to_do(held: objec
 PROGRAM = """
 import functools
 import sys
-from autohete_fx.pass_identity import pass_identity
+from autohete_fx.compiler.pass_identity import pass_identity
 
 class Word:
     def __init__(self, word):

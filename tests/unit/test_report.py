@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import fx, nn
 
-from autohete_fx.compilation import LaneEvent
+from autohete_fx.compiler.compilation import LaneEvent
 from autohete_fx.graph import annotations
 from autohete_fx.ir import (
     Activations,

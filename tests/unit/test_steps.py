@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from autohete_fx.compilation import Compilation
+from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.ir import Plan
 from autohete_fx.runtime import cpu_counter
 from autohete_fx.runtime.steps import StepClock

@@ -14,8 +14,8 @@ from unittest import mock
 from torch import Tensor, bfloat16
 
 import autohete_fx
-from autohete_fx import planning
 from autohete_fx.backend import autohete
+from autohete_fx.compiler import planning
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Activations, Lane, Optimizer, Overlap, Params, Plan, Problem, Schedule
 from autohete_fx.planner.baselines import BASELINES, fits

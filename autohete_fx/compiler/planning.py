@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autohete_fx.capture.inputs import GraphInput, is_symbolic, parameter_fqns
-from autohete_fx.compilation import Footprint, LaneEvent
+from autohete_fx.compiler.compilation import Footprint, LaneEvent
 from autohete_fx.errors import PlanError
 from autohete_fx.ir import (
     Activations,

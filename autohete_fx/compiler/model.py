@@ -10,7 +10,6 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -18,8 +17,10 @@ import torch
 from torch import fx
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autohete_fx.capture.inputs import GraphInput
-from autohete_fx.compilation import Compilation
+from autohete_fx.capture.inputs import GraphInput, device_of
+from autohete_fx.compiler.compilation import Compilation
+from autohete_fx.compiler.keys import graph_digest
+from autohete_fx.compiler.shares import Origin, Shares
 from autohete_fx.internals import dynamo
 from autohete_fx.ir import Optimizer, Overlap
 from autohete_fx.ir.sizes import format_bytes
@@ -30,11 +31,8 @@ from autohete_fx.options import Options
 from autohete_fx.runtime.pending import calls, unplanned
 from autohete_fx.runtime.placement import Placement, moved_states, place_param, placement_of
 from autohete_fx.runtime.session import Session, is_live
-from autohete_fx.shares import Origin, Shares
 
 log = logging.getLogger(__name__)
-
-_PACKAGE = Path(__file__).resolve().parent
 
 
 @dataclass(eq=False)
@@ -260,42 +258,3 @@ def _is_planned(param: torch.nn.Parameter) -> bool:
     """Whether a plan has placed it; ``autohete_fx.place`` puts parameters on the host for none."""
     placement = placement_of(param)
     return placement is not None and placement.updates is not None
-
-
-def device_of(inputs: Sequence[GraphInput]) -> torch.device:
-    """Where the graph computes: the accelerator if any input is on one."""
-    devices = [item.tensor.device for item in inputs if item.tensor is not None]
-    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
-
-
-def graph_digest(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options) -> str:
-    """Of the graph, its inputs' layouts and the options that shape code; the same in every process."""
-    layouts = [
-        (
-            i.name,
-            str(i.tensor.dtype),
-            tuple(map(str, i.tensor.shape)),
-            tuple(map(str, i.tensor.stride())),
-            i.tensor.requires_grad,
-        )
-        if i.tensor is not None
-        else (i.name,)
-        for i in inputs
-    ]
-    parts = [
-        gm.code,
-        layouts,
-        options.digest_fields(),
-        torch.is_grad_enabled(),
-        str(device_of(inputs)),
-        torch.__version__,
-    ]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-def sources_digest() -> str:
-    """Of this package's own code: another version of a pass must not find the old one's compiled code."""
-    digest = hashlib.sha256()
-    for path in sorted([*_PACKAGE.rglob("*.py"), *(_PACKAGE / "passes").glob("*.py")]):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]

@@ -20,17 +20,20 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.exc import InductorError
 
-from autohete_fx import passes, planning, rewriting
+from autohete_fx import passes
 from autohete_fx.cache import load_text, store_text
 from autohete_fx.capture.inputs import GraphInput
-from autohete_fx.captured import CapturedGraph
-from autohete_fx.compilation import Compilation
+from autohete_fx.compiler import planning, rewriting
+from autohete_fx.compiler.captured import CapturedGraph
+from autohete_fx.compiler.compilation import Compilation
+from autohete_fx.compiler.inference import InferenceGraph, rewrite_inference
+from autohete_fx.compiler.model import Model, place
+from autohete_fx.compiler.shares import Unsettled
+from autohete_fx.compiler.training import TrainingPlanner, TrainingStep
 from autohete_fx.errors import AutoHeteError, PassError
-from autohete_fx.inference import InferenceGraph, rewrite_inference
 from autohete_fx.internals import versions
 from autohete_fx.internals.inductor import LastPass, Partitioner, refuse_other_partitioner, run_without_code
 from autohete_fx.ir.sizes import format_bytes
-from autohete_fx.model import Model, place
 from autohete_fx.options import Options
 from autohete_fx.passes import PIPELINE, PassContext, Stage
 from autohete_fx.planner.infeasible import advice_of, broken_up, too_small
@@ -41,8 +44,6 @@ from autohete_fx.runtime import (
     kernels,  # noqa: F401  (registers the ops' kernels)
 )
 from autohete_fx.runtime.meter import peak_of
-from autohete_fx.shares import Unsettled
-from autohete_fx.training import TrainingPlanner, TrainingStep
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autohete_fx import passes, planning, rewriting
+from autohete_fx import passes
 from autohete_fx.capture.grouping import block_index, group_blocks
 from autohete_fx.capture.inputs import parameter_fqns
-from autohete_fx.captured import CapturedGraph
-from autohete_fx.compilation import Compilation, GraphText
+from autohete_fx.compiler import planning, rewriting
+from autohete_fx.compiler.captured import CapturedGraph
+from autohete_fx.compiler.compilation import Compilation, GraphText
+from autohete_fx.compiler.rewriting import copy_graph
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.graph.saved import output_args
 from autohete_fx.ir import BlockDecision, BlockGraph, Plan, Problem
@@ -22,7 +24,6 @@ from autohete_fx.passes import PIPELINE, PassContext, Stage
 from autohete_fx.planner.infeasible import advice_of, too_small
 from autohete_fx.profiler import Partition, profile_analytic, trace_step
 from autohete_fx.report.graph_text import graph_text, list_transfers
-from autohete_fx.rewriting import copy_graph
 from autohete_fx.runtime.placement import moved_states
 
 _MAX_CORRECTIONS = 8

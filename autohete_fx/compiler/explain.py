@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from autohete_fx.capture.inputs import graph_inputs
-from autohete_fx.compilation import Compilation
-from autohete_fx.compiler import GraphCompiler
+from autohete_fx.compiler.compilation import Compilation
+from autohete_fx.compiler.graph import GraphCompiler
+from autohete_fx.compiler.model import new_model
 from autohete_fx.errors import AutoHeteError, CaptureError
 from autohete_fx.internals import dynamo, versions
-from autohete_fx.model import new_model
 from autohete_fx.options import Options
 from autohete_fx.runtime.pending import calls
 

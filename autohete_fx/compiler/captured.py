@@ -10,24 +10,22 @@ from collections.abc import Sequence
 
 import torch
 from torch import fx
-from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
 
-from autohete_fx import planning
 from autohete_fx.capture.inputs import GraphInput
-from autohete_fx.compilation import Share
+from autohete_fx.compiler import planning
+from autohete_fx.compiler.compilation import Share
+from autohete_fx.compiler.keys import graph_digest, sources_digest, surroundings
+from autohete_fx.compiler.model import Model, origin_of
+from autohete_fx.compiler.shares import Origin, Unsettled
 from autohete_fx.internals import dynamo, versions
 from autohete_fx.ir import BlockGraph, Problem, Profile
 from autohete_fx.machine.budgets import device_budget_bytes, host_budget_bytes, machine_of, tuning_bytes
-from autohete_fx.model import Model, graph_digest, origin_of, sources_digest
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
-from autohete_fx.pass_identity import pass_identity
 from autohete_fx.profiler import ParamInfo
 from autohete_fx.runtime.pending import calls
 from autohete_fx.runtime.placement import keep_in_place, placement_of
 from autohete_fx.runtime.tiers.host import is_home
-from autohete_fx.shares import Origin, Unsettled
 
 
 class CapturedGraph:
@@ -90,7 +88,7 @@ class CapturedGraph:
             (self.is_unsettled, self.decided, *(u.problem.digest for u in self.unsettled.values())),
             self.bucket_bytes,
             sorted(self.sharded),
-            _surroundings(self.device),
+            surroundings(self.device),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
@@ -181,27 +179,3 @@ _NOTE_ON_LEAST = (
     "this plan takes least, because other graphs of the call may follow: before the second call all of them are planned"
     " together"
 )
-
-_INDUCTOR_PASSES = (
-    "pre_grad_custom_pass",
-    "joint_custom_pre_pass",
-    "joint_custom_post_pass",
-    "post_grad_custom_pre_pass",
-    "post_grad_custom_post_pass",
-)
-
-
-def _surroundings(device: torch.device) -> tuple[object, ...]:
-    """State of the process that shapes the joint graph or its code: a plan made under another does not fit.
-
-    PyTorch's own cache keys hold the same. Inductor's options for custom passes are not in its portable configuration.
-    """
-    user_passes = [versions.custom_passes(getattr(inductor_config, name)) for name in _INDUCTOR_PASSES]
-    configs = (inductor_config, functorch_config)
-    return (
-        [sorted(config.save_config_portable(ignore_private_configs=False).items()) for config in configs],
-        [[pass_identity(p) for p in passes] for passes in user_passes],
-        [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted({"cpu", device.type})],
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-    )

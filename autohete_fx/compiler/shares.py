@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autohete_fx.compilation import Footprint, Share
+from autohete_fx.compiler.compilation import Footprint, Share
 from autohete_fx.ir import BlockDecision, Problem
 
 _MOST_CALLS = 4

@@ -16,12 +16,12 @@ from types import CodeType
 
 import torch
 
-from autohete_fx import planning
 from autohete_fx.capture.inputs import GraphInput
+from autohete_fx.compiler import planning
+from autohete_fx.compiler.model import GraphParameters, Model, origin_of
 from autohete_fx.errors import PlanError
 from autohete_fx.internals import dynamo
 from autohete_fx.ir.sizes import format_bytes
-from autohete_fx.model import GraphParameters, Model, origin_of
 from autohete_fx.optim.owners import num_changes, optimizer_of
 from autohete_fx.runtime.pending import calls
 from autohete_fx.runtime.placement import moved_states

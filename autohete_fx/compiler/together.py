@@ -1,21 +1,21 @@
 """Plan the graphs of one call together: what each of them may leave on the device, decided when the last of them is known.
 
-In: a graph's own problem, and the *unsettled* graphs of its call (`autohete_fx.shares`). Out: what these are to get under the best
-plan of all, as if they were one graph; they are compiled again for it. The graph is planned within what that leaves. Where
+In: a graph's own problem, and the *unsettled* graphs of its call (`autohete_fx.compiler.shares`). Out: what these are to get under
+the best plan of all, as if they were one graph; they are compiled again for it. The graph is planned within what that leaves. Where
 this comes to nothing, they stay as they are, which is what takes least.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from autohete_fx import planning
-from autohete_fx.captured import CapturedGraph
-from autohete_fx.compilation import Footprint, Share
+from autohete_fx.compiler import planning
+from autohete_fx.compiler.captured import CapturedGraph
+from autohete_fx.compiler.compilation import Footprint, Share
+from autohete_fx.compiler.shares import Origin
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.ir import BlockDecision, Problem
 from autohete_fx.planner.sharing import divided, joined
 from autohete_fx.planner.solve import solve
-from autohete_fx.shares import Origin
 
 
 class Together:

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from torch import fx
 from torch._functorch import config as functorch_config
 
-from autohete_fx import passes, planning, rewriting
+from autohete_fx import passes
 from autohete_fx.capture.grouping import block_index, group_blocks
 from autohete_fx.capture.inputs import parameter_fqns
-from autohete_fx.captured import CapturedGraph
-from autohete_fx.compilation import Compilation, GraphText, Share
+from autohete_fx.compiler import planning, rewriting
+from autohete_fx.compiler.captured import CapturedGraph
+from autohete_fx.compiler.compilation import Compilation, GraphText, Share
+from autohete_fx.compiler.together import Together
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.graph.saved import offloadable
 from autohete_fx.ir import BlockDecision, BlockGraph, Plan, Problem, Profile
@@ -28,7 +30,6 @@ from autohete_fx.planner.infeasible import advice_of, broken_up, too_small
 from autohete_fx.planner.sharing import leanest
 from autohete_fx.profiler import Partition, profile_analytic, profile_measured, trace_step
 from autohete_fx.report.graph_text import graph_text, list_transfers
-from autohete_fx.together import Together
 
 _MAX_CORRECTIONS = 8
 _RESERVE = 1 / 64
@@ -158,7 +159,7 @@ class TrainingPlanner:
         return profile_analytic(partition, machine)
 
     def _planned_beside(self, profile: Profile, split: rewriting.Partitioned, original: fx.GraphModule) -> _Rewritten:
-        """Within the budget, as one graph of its call: see `autohete_fx.shares`."""
+        """Within the budget, as one graph of its call: see `autohete_fx.compiler.shares`."""
         captured, budget = self.captured, self.captured.budget_bytes
         problem = captured.problem(self.blocks, profile, training=True)
         if captured.is_unsettled:

@@ -1,0 +1,93 @@
+"""What makes the keys of caches: ours of plans, AOTAutograd's and Inductor's of code.
+
+In: a graph with its inputs, the options, this package's own source and the state of the process. Out: texts and digests that are
+equal in two processes where the same plan and the same code serve.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+
+from autohete_fx.capture.inputs import GraphInput, device_of
+from autohete_fx.compiler.pass_identity import pass_identity
+from autohete_fx.internals import versions
+from autohete_fx.options import Options, UserPasses
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_INDUCTOR_PASSES = (
+    "pre_grad_custom_pass",
+    "joint_custom_pre_pass",
+    "joint_custom_post_pass",
+    "post_grad_custom_pre_pass",
+    "post_grad_custom_post_pass",
+)
+
+
+def graph_digest(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options) -> str:
+    """Of the graph, its inputs' layouts and the options that shape code; the same in every process."""
+    layouts = [
+        (
+            i.name,
+            str(i.tensor.dtype),
+            tuple(map(str, i.tensor.shape)),
+            tuple(map(str, i.tensor.stride())),
+            i.tensor.requires_grad,
+        )
+        if i.tensor is not None
+        else (i.name,)
+        for i in inputs
+    ]
+    parts = [
+        gm.code,
+        layouts,
+        option_fields(options),
+        torch.is_grad_enabled(),
+        str(device_of(inputs)),
+        torch.__version__,
+    ]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def option_fields(options: Options) -> tuple[tuple[str, str], ...]:
+    """What shapes generated code, as (name, text) pairs that are equal in every process; for cache keys.
+
+    The plan is not among them: compiled code depends on the plan that was *used*, whether it was given or
+    solved for, so the caller adds that plan's digest. Budgets and limits act through the plan alone.
+    Warns where a user's pass has no identity that outlives this process.
+    """
+    passes = ((f"passes.{f.name}", getattr(options.passes, f.name)) for f in fields(UserPasses))
+    return (
+        ("inner_backend", options.inner_backend),
+        ("micro_batches", str(options.micro_batches)),
+        *((point, ",".join(pass_identity(user_pass) for user_pass in chosen)) for point, chosen in passes),
+    )
+
+
+def sources_digest() -> str:
+    """Of this package's own code: another version of a pass must not find the old one's compiled code."""
+    digest = hashlib.sha256()
+    for path in sorted([*_PACKAGE.rglob("*.py"), *(_PACKAGE / "passes").glob("*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def surroundings(device: torch.device) -> tuple[object, ...]:
+    """State of the process that shapes the joint graph or its code: a plan made under another does not fit.
+
+    PyTorch's own cache keys hold the same. Inductor's options for custom passes are not in its portable configuration.
+    """
+    user_passes = [versions.custom_passes(getattr(inductor_config, name)) for name in _INDUCTOR_PASSES]
+    configs = (inductor_config, functorch_config)
+    return (
+        [sorted(config.save_config_portable(ignore_private_configs=False).items()) for config in configs],
+        [[pass_identity(p) for p in passes] for passes in user_passes],
+        [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted({"cpu", device.type})],
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
