@@ -13,8 +13,6 @@ from pathlib import Path
 
 import torch
 
-from autohete_fx.architectures import ARCHITECTURES
-from autohete_fx.blueprint import read_model
 from autohete_fx.compiler.planning import with_disk
 from autohete_fx.errors import AutoHeteError, OptionError
 from autohete_fx.ir import Machine, Overlap, Plan, Schedule
@@ -24,16 +22,13 @@ from autohete_fx.machine.measure import measure_machine
 from autohete_fx.options import Options, Share, Size, parse_size, resolve_bytes
 from autohete_fx.report import format_bytes, format_count, format_seconds, plan_table
 from autohete_fx.report.plots import require_matplotlib
+from autohete_fx.report.why import why
 from autohete_fx.runtime.tiers.host import host_view, open_tier
-from autohete_fx.whatif import predict, sweep_budgets, trace_model, with_more
-from autohete_fx.whatif_report import (
-    Setting,
-    draw_sweep,
-    prediction_json,
-    prediction_text,
-    sweep_json,
-    sweep_text,
-)
+from autohete_fx.whatif.architectures import ARCHITECTURES
+from autohete_fx.whatif.blueprint import read_model
+from autohete_fx.whatif.predict import predict, sweep_budgets, with_more
+from autohete_fx.whatif.report import Setting, draw_sweep, prediction_json, prediction_text, sweep_json, sweep_text
+from autohete_fx.whatif.trace import trace_model
 
 __all__ = ["main"]
 
@@ -192,7 +187,7 @@ def link_of(device: torch.device) -> Link | None:
 
 def _show(parsed: argparse.Namespace) -> str:
     plan = Plan.load(parsed.plan)
-    return f"{plan_table(plan)}\n\n{plan.explain()}" if parsed.explain else plan_table(plan)
+    return f"{plan_table(plan)}\n\n{why(plan)}" if parsed.explain else plan_table(plan)
 
 
 def _doctor(parsed: argparse.Namespace) -> str:

@@ -17,7 +17,7 @@ free = autohete_fx.explain(model, tokens, tokens, options={"profile": "analytic"
 half = {"memory_budget": free.predicted_peak_bytes // 2, "profile": "analytic"}
 found = autohete_fx.explain(model, tokens, tokens, options=half)[0]
 print(found.plan_table(), "\n")
-print(found.plan.explain(), "\n")
+print(found.why(), "\n")
 print(found.timeline(), "\n")
 print("\n".join(found.transfers_table().splitlines()[:12]), "\n")
 inserted = [line for line in found.readable("backward").splitlines() if " lane " in line]

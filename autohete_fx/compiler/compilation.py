@@ -13,6 +13,7 @@ from autohete_fx.ir import BlockDecision, Lane, Plan, Problem, Transfer
 from autohete_fx.ir.files import spelled
 from autohete_fx.report import tables, timeline
 from autohete_fx.report.trace import Trace
+from autohete_fx.report.why import why
 from autohete_fx.runtime.steps import StepClock
 
 
@@ -149,6 +150,10 @@ class Compilation:
     def plan_table(self) -> str:
         """The decisions as a table."""
         return tables.plan_table(self.plan)
+
+    def why(self) -> str:
+        """Why the plan decides so, in words: see `autohete_fx.report.why`."""
+        return why(self.plan)
 
     def transfers_table(self) -> str:
         """The inserted copies in schedule order."""

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from autohete_fx.errors import PlanError
 from autohete_fx.ir.decision import BlockDecision, Schedule
-from autohete_fx.ir.explanation import explanation
 from autohete_fx.ir.files import SavedAs, spelled
 from autohete_fx.ir.lane import LaneTime
 from autohete_fx.ir.reasons import Reasons
@@ -35,7 +34,7 @@ class Plan:
             by hand.
         problem_digest: of the problem that it solves; empty for a plan made by hand.
         solve_s: seconds that the solver took.
-        reasons: why it decides so, for `explain`; None where nobody recorded any.
+        reasons: why it decides so, for `Compilation.why`; None where nobody recorded any.
     """
 
     labels: tuple[str, ...]
@@ -71,11 +70,6 @@ class Plan:
         decisions, schedule = [asdict(d) for d in self.decisions], asdict(self.schedule)
         decided = [self.schema_version, self.labels, self.block_digests, decisions, schedule]
         return hashlib.sha256(json.dumps(decided, sort_keys=True, default=lambda e: e.value).encode()).hexdigest()[:16]
-
-    def explain(self) -> str:
-        """Why it decides so, in words: what binds, and for every block what was chosen, what the next best choice would
-        have cost, and which better one memory forbids. Of a plan that was not solved: that no reasons are known."""
-        return explanation(self)
 
     def to_json(self) -> str:
         """The plan as JSON text; ``from_json`` gives back an equal plan."""

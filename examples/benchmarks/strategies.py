@@ -20,14 +20,14 @@ from typing import Any
 
 from results import environment, print_figures, save
 
-from autohete_fx.blueprint import read_model
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.ir import Overlap, Problem, Schedule
 from autohete_fx.machine.devices import RESERVE_SHARE, find_device, machine_of_spec
 from autohete_fx.options import Options
 from autohete_fx.planner.baselines import BASELINES, fits
 from autohete_fx.planner.solve import solve
-from autohete_fx.whatif import trace_model
+from autohete_fx.whatif.blueprint import read_model
+from autohete_fx.whatif.trace import trace_model
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def test_solved_plans_stream_and_keep_their_budgets(overlap: str | None):
     assert any(decision.optimizer is Optimizer.STREAMED for decision in found.plan.decisions)
     assert peak <= budget and found.plan.peak_bytes == pytest.approx(peak, rel=0.1)
     assert_equal(given, expected, bitwise=True)
-    assert "streamed" in found.plan_table() and "streamed" in found.plan.explain()
+    assert "streamed" in found.plan_table() and "streamed" in found.why()
     labels = {(record.lane, record.label) for record in emulation.records()}
     assert {(Lane.H2D, "states"), (Lane.D2H, "states")} <= labels
 

@@ -12,15 +12,16 @@ import torch
 
 import autohete_fx
 from autohete_fx import cli
-from autohete_fx.blueprint import read_model
 from autohete_fx.compiler import planning
-from autohete_fx.depth import shallow_layers
 from autohete_fx.ir import BlockGraph, Machine, Plan, Problem
 from autohete_fx.machine.devices import find_device, machine_of_spec
 from autohete_fx.options import Options
 from autohete_fx.planner.baselines import BASELINES
+from autohete_fx.report.why import why
 from autohete_fx.runtime.meter import MemoryMeter
-from autohete_fx.whatif import trace_model
+from autohete_fx.whatif.blueprint import read_model
+from autohete_fx.whatif.depth import shallow_layers
+from autohete_fx.whatif.trace import trace_model
 
 TINY = {
     "model_type": "llama",
@@ -125,7 +126,7 @@ def test_a_plan_is_printed_and_saved_without_memory_for_weights(tmp_path: Path, 
         assert f"\n{lane} " in out
     saved = Plan.load(file)
     assert saved.labels == ("prologue", "model.layers.0", "model.layers.1", "epilogue")
-    assert out.endswith(f"\nwhy\n{saved.explain()}\n") and "next best: " in saved.explain()
+    assert out.endswith(f"\nwhy\n{why(saved)}\n") and "next best: " in why(saved)
     assert 0 < saved.peak_bytes <= 8 * 2**30 and saved.host_bytes > 2**30
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from autohete_fx.architectures import ARCHITECTURES
-from autohete_fx.blueprint import Blueprint, Sketch, read_model
 from autohete_fx.errors import OptionError
+from autohete_fx.whatif.architectures import ARCHITECTURES
+from autohete_fx.whatif.blueprint import Blueprint, Sketch, read_model
 from tests.main_job import slow
 
 TINY = {

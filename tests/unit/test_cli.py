@@ -11,6 +11,7 @@ import pytest
 from autohete_fx import cli
 from autohete_fx.ir import BlockDecision, Machine, Params, Plan
 from autohete_fx.report import plan_table
+from autohete_fx.report.why import why
 
 PLAN = Plan(
     labels=("a", "b"), decisions=(BlockDecision(), BlockDecision(params=Params.HOST)), step_s=0.5, peak_bytes=2**30
@@ -23,7 +24,7 @@ def test_show_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr()
     assert shown.out == plan_table(PLAN) + "\n" and shown.err == ""
     assert cli.main(["show", "--explain", str(tmp_path / "plan.json")]) == 0
-    assert capsys.readouterr().out == f"{plan_table(PLAN)}\n\n{PLAN.explain()}\n"
+    assert capsys.readouterr().out == f"{plan_table(PLAN)}\n\n{why(PLAN)}\n"
 
 
 def write(folder: Path, name: str, text: str) -> str:

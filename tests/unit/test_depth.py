@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from autohete_fx.depth import TracedStep, deepened, shallow_layers
 from autohete_fx.ir import BlockCost, BlockKind, Edge, Problem
 from autohete_fx.machine.devices import find_device, machine_of_spec
+from autohete_fx.whatif.depth import TracedStep, deepened, shallow_layers
 
 MACHINE = machine_of_spec(find_device("a100"))
 

@@ -31,6 +31,7 @@ from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.model.simulation import Simulation
 from autohete_fx.planner.reasons import reasons_of
 from autohete_fx.planner.solve import solve
+from autohete_fx.report.why import why
 from tests.planner_problems import QUIET, cost, problem, problems
 
 KEEP = BlockDecision()
@@ -141,7 +142,7 @@ def test_what_is_said_of_the_whole_is_what_replays_find(limited: Problem):
     for time in found.meanwhile:
         assert 0 < time.busy_s <= min(found.waits_s, busy_s[time.lane]) * (1 + 1e-9)
     assert found.more_step_s <= plan.step_s * (1 + 1e-9)
-    assert plan.explain().count("\n") >= 3
+    assert why(plan).count("\n") >= 3
     if limited.device_budget_bytes is not None:
         roomy = dataclasses.replace(limited, device_budget_bytes=limited.device_budget_bytes + found.more_bytes)
         assert solve(roomy, time_limit_s=1.0).lower_bound_s <= found.more_step_s * (1 + 1e-6)
@@ -168,8 +169,8 @@ def test_memory_that_forbids_the_better_choice_is_named_with_the_moment():
         "    its only other choice does not fit\n"
         f"    better but for memory: keep, 1.00 s faster ({1 / plan.step_s:.1%}), needs {lacking} B more device memory than there"
         f" is in the {keeps.peak_phase} of layers.{keeps.peak_block}\n"
-    ) in plan.explain() + "\n"
-    assert plan.reasons.more_bytes < lacking and "would take as long, if one block" in plan.explain()
+    ) in why(plan) + "\n"
+    assert plan.reasons.more_bytes < lacking and "would take as long, if one block" in why(plan)
 
 
 def test_more_memory_changes_as_many_blocks_as_then_fit():
@@ -186,7 +187,7 @@ def test_more_memory_changes_as_many_blocks_as_then_fit():
         if fits(roomy, replayed := simulate(roomy, [RECOMPUTE] * count + [KEEP] * (8 - count)))
     )
     assert plan.reasons.more_step_s == pytest.approx(best) and best < plan.step_s
-    assert f"more the step would take at most {best:.1f} s ({1 - best / plan.step_s:.1%} less)" in plan.explain()
+    assert f"more the step would take at most {best:.1f} s ({1 - best / plan.step_s:.1%} less)" in why(plan)
 
 
 def test_the_lane_that_compute_waits_for_binds():
@@ -219,8 +220,8 @@ def test_of_very_many_choices_those_are_tried_that_change_one_thing():
 
 def test_an_empty_plan_and_one_that_nobody_solved_say_so():
     empty = solve(problem([], fixed_bytes=7))
-    assert empty.reasons is not None and empty.explain().count("\n") == 3
-    told = zero_offload(problem([cost()] * 2)).explain()
+    assert empty.reasons is not None and why(empty).count("\n") == 3
+    told = why(zero_offload(problem([cost()] * 2)))
     assert told.startswith("no reasons are recorded with this plan (status 'zero-offload')")
     assert "`autohete plan`" in told and "\n" not in told
 
@@ -241,7 +242,7 @@ def explained(decisions: tuple[BlockDecision, ...], blocks: tuple[BlockReasons, 
         busy_s=(LaneTime(lane=Lane.COMPUTE, busy_s=9.0),),
         reasons=Reasons(blocks=blocks, **given_reasons),  # pyright: ignore
     )
-    return plan.explain().splitlines()
+    return why(plan).splitlines()
 
 
 def test_blocks_of_which_the_same_is_said_are_one_row_with_ranges():

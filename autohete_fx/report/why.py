@@ -18,16 +18,14 @@ Consecutive blocks about which the same is to be said are taken together, figure
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from autohete_fx.ir.decision import BlockDecision, Optimizer
 from autohete_fx.ir.labels import label_pattern, run_label
 from autohete_fx.ir.lane import Lane
+from autohete_fx.ir.plan import Plan
 from autohete_fx.ir.reasons import NO_TIME, Alternative, Memory, MemoryUse, Reasons
 from autohete_fx.ir.sizes import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from autohete_fx.ir.plan import Plan
 
 _WAITING = 0.1
 """Compute that waits for a smaller share of the step is what binds."""
@@ -43,8 +41,9 @@ class _Amount(NamedTuple):
 _Sentence = tuple[str | _Amount, ...]
 
 
-def explanation(plan: "Plan") -> str:
-    """What `Plan.explain` returns."""
+def why(plan: Plan) -> str:
+    """Why a plan decides so, in words: what binds, and for every block what was chosen, what the next best choice would have cost,
+    and which better one memory forbids. Of a plan that was not solved: that no reasons are known."""
     if plan.reasons is None:
         return (
             f"no reasons are recorded with this plan (status {plan.status!r}): the solver, which records them, did not make it for"
@@ -67,7 +66,7 @@ def explanation(plan: "Plan") -> str:
 # -- what binds ------------------------------------------------------------------------------------------------------
 
 
-def _lanes(plan: "Plan", reasons: Reasons) -> str:
+def _lanes(plan: Plan, reasons: Reasons) -> str:
     step, working = format_seconds(plan.step_s), {time.lane: time.busy_s for time in plan.busy_s}
     longest_first = sorted(reasons.meanwhile, key=lambda time: -time.busy_s)
     meanwhile = ", ".join(f"{time.lane.value} works {format_seconds(time.busy_s)}" for time in longest_first)
@@ -81,7 +80,7 @@ def _lanes(plan: "Plan", reasons: Reasons) -> str:
     return f"{works}{waits}"
 
 
-def _memory(plan: "Plan", reasons: Reasons, use: MemoryUse) -> str:
+def _memory(plan: Plan, reasons: Reasons, use: MemoryUse) -> str:
     used = f"{format_bytes(use.used_bytes)}{_at(plan, use)}"
     if use.limit_bytes is None:
         return f"{use.memory.value} has no limit: {used}"
@@ -97,14 +96,14 @@ def _memory(plan: "Plan", reasons: Reasons, use: MemoryUse) -> str:
     return f"{use.memory.value} {'binds' if binds else 'does not bind'}: {left}{more}"
 
 
-def _at(plan: "Plan", use: MemoryUse) -> str:
+def _at(plan: Plan, use: MemoryUse) -> str:
     return "" if use.block is None else f" in the {use.phase} of {plan.labels[use.block]}"
 
 
 # -- block by block --------------------------------------------------------------------------------------------------
 
 
-def _sentences(plan: "Plan", block: int) -> Iterator[_Sentence]:
+def _sentences(plan: Plan, block: int) -> Iterator[_Sentence]:
     assert plan.reasons is not None
     reasons, decision = plan.reasons.blocks[block], plan.decisions[block]
     own, *elsewhere = _words(decision)
@@ -120,7 +119,7 @@ def _sentences(plan: "Plan", block: int) -> Iterator[_Sentence]:
         yield "better but for memory: ", *_alternative(plan, decision, reasons.barred), *lacking
 
 
-def _alternative(plan: "Plan", chosen: BlockDecision, other: Alternative) -> _Sentence:
+def _alternative(plan: Plan, chosen: BlockDecision, other: Alternative) -> _Sentence:
     what = ", ".join(_differing(other.decision, chosen))
     more_s, copies_s, least_s = other.step_s - plan.step_s, other.more_copies_s, NO_TIME * plan.step_s
     copies: _Sentence = ()
@@ -133,7 +132,7 @@ def _alternative(plan: "Plan", chosen: BlockDecision, other: Alternative) -> _Se
     return f"{what}, ", _Amount(abs(more_s), format_seconds), f" {direction} (", share, ")", *copies
 
 
-def _lacking(plan: "Plan", uses: Sequence[MemoryUse]) -> Iterator[str | _Amount]:
+def _lacking(plan: Plan, uses: Sequence[MemoryUse]) -> Iterator[str | _Amount]:
     for i, use in enumerate(uses):
         yield " and " if i else ", needs "
         yield _Amount(use.lacking_bytes, format_bytes)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autohete_fx.architectures import find_architecture
 from autohete_fx.errors import OptionError
+from autohete_fx.whatif.architectures import find_architecture
 
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop")
 _LONGEST_LINE = 160

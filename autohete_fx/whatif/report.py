@@ -12,7 +12,8 @@ from autohete_fx.ir.sizes import format_bytes, format_count, format_seconds
 from autohete_fx.report import plan_table
 from autohete_fx.report.plots import PlotPoint, draw_budget_curve
 from autohete_fx.report.tables import ComparisonRow, aligned, comparison_table
-from autohete_fx.whatif import Prediction, Sweep
+from autohete_fx.report.why import why
+from autohete_fx.whatif.predict import Prediction, Sweep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ def prediction_text(setting: Setting, given: Prediction, more: Sequence[Predicti
         rows = [_row(given.name, given), *(_row(prediction.name, prediction) for prediction in more)]
         lines += ["", "what more would buy", comparison_table(rows, baseline=given.name)]
     if explain:
-        lines += ["", "why", plan.explain()]
+        lines += ["", "why", why(plan)]
     return "\n".join(lines)
 
 

@@ -1,0 +1,149 @@
+"""Trace a model that nobody has: from a `Blueprint` and a `Machine` to a step's graphs and what they cost there.
+
+The model is traced as the backend traces it (Dynamo, AOTAutograd's joint graph, Inductor's joint passes, grouping, the default
+partition) from fake tensors on a CPU; the graphs are then read as graphs of the machine's device, and the analytic profiler prices
+them with its rates.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx
+from torch._dynamo.exc import Unsupported
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autohete_fx.capture.grouping import block_index, group_blocks
+from autohete_fx.capture.inputs import GraphInput, graph_inputs, parameter_fqns
+from autohete_fx.compiler import planning, rewriting
+from autohete_fx.errors import AutoHeteError, CaptureError
+from autohete_fx.internals import dynamo
+from autohete_fx.internals.inductor import Partitioner, run_without_code
+from autohete_fx.ir import Machine
+from autohete_fx.optim import AdamW
+from autohete_fx.options import Options
+from autohete_fx.passes import PassContext, Stage
+from autohete_fx.profiler import Partition, profile_analytic
+from autohete_fx.profiler.flops import block_flops
+from autohete_fx.profiler.retarget import retarget
+from autohete_fx.whatif.blueprint import Blueprint, Sketch
+from autohete_fx.whatif.depth import TracedStep, deepened, shallow_layers
+
+
+def trace_model(blueprint: Blueprint, machine: Machine, options: Options) -> TracedStep:
+    """What one training step of the model costs on the machine, all of its layers included.
+
+    Raises:
+        CaptureError: the model does not compile to one graph.
+    """
+    if blueprint.num_layers is not None:
+        fewest = shallow_layers(blueprint.num_layers, blueprint.period)
+        if fewest is not None:
+            shallow = _trace(blueprint, fewest, machine, options)
+            deeper = _trace(blueprint, fewest + blueprint.period, machine, options)
+            whole = deepened(shallow, deeper, num_layers=blueprint.num_layers, period=blueprint.period)
+            if whole is not None:
+                return whole
+    return _trace(blueprint, None, machine, options)
+
+
+def _trace(blueprint: Blueprint, num_layers: int | None, machine: Machine, options: Options) -> TracedStep:
+    mode = FakeTensorMode()
+    sketch = blueprint.build(mode, num_layers)
+    with mode:
+        return _traced_step(blueprint.name, sketch, machine, options)
+
+
+def _traced_step(name: str, sketch: Sketch, machine: Machine, options: Options) -> TracedStep:
+    """Compile one step as the backend would, up to where code would be generated."""
+    optimizer = AdamW(sketch.module.parameters())  # says what its states take, and that they can live on the host
+    found: list[TracedStep] = []
+
+    def look(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., object]:
+        inputs = graph_inputs(gm, example_inputs)
+
+        def partition(
+            joint: fx.GraphModule, joint_inputs: Sequence[object], **keywords: object
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            try:
+                step, split = _profiled(joint, joint_inputs, keywords, inputs, machine, options, sketch.batch)
+            except AutoHeteError as error:
+                raise dynamo.surfacing(error) from error.__cause__
+            found.append(step)
+            return split.forward, split.backward
+
+        return run_without_code(gm, example_inputs, Partitioner(partition, "what-if"))
+
+    torch._dynamo.reset()
+    try:
+        torch.compile(sketch.loss, backend=look, fullgraph=True, dynamic=False)(*sketch.inputs)
+    except Unsupported as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CaptureError(
+            f"{name} does not compile to one graph: {reason}; plan it where it runs, with autohete_fx.explain"
+        ) from error
+    finally:
+        torch._dynamo.reset()
+    del optimizer
+    if len(found) != 1:
+        raise CaptureError(f"{name} has nothing to train: no parameter requires a gradient")
+    return found[0]
+
+
+def _profiled(
+    joint: fx.GraphModule,
+    joint_inputs: Sequence[object],
+    keywords: dict[str, object],
+    inputs: Sequence[GraphInput],
+    machine: Machine,
+    options: Options,
+    batch: tuple[int, int],
+) -> tuple[TracedStep, rewriting.Partitioned]:
+    """Group, partition and price a joint graph, as for training with an analytic profile."""
+    rewriting.separate_written_inputs(joint)
+    params = {item.name: item.tensor for item in inputs if isinstance(item.tensor, torch.nn.Parameter)}
+    blocks = group_blocks(joint, parameter_fqns(joint, inputs))
+    neutral = rewriting.keep_everything(planning.labels_of(blocks.blocks))
+    context = PassContext(stage=Stage.JOINT, plan=neutral, block_of=block_index(blocks))
+    split = rewriting.partition(joint, joint_inputs, context, keywords)
+    graphs = [rewriting.copy_graph(graph) for graph in (split.forward, split.backward)]
+    if machine.device_type != "cpu":
+        for graph in graphs:
+            retarget(graph, torch.device(machine.device_type, 0))
+    partition = Partition(
+        forward=graphs[0],
+        backward=graphs[1],
+        num_outputs=split.num_outputs,
+        blocks=blocks,
+        block_of=block_index(blocks),
+        params=planning.param_infos(graphs[0], inputs, params),
+    )
+    limits = planning.Limits(
+        device_budget_bytes=None,
+        host_budget_bytes=None,
+        fixed_bytes=planning.input_bytes(inputs)
+        + planning.small_bytes(params.values(), training=True, micro_batches=options.micro_batches),
+    )
+    problem = planning.make_problem(
+        blocks,
+        profile_analytic(partition, machine).costs,
+        machine,
+        options,
+        limits,
+        params,
+        training=True,
+        keep_placement=False,
+    )
+    kinds = tuple(block.kind for block in blocks.blocks)
+    layers = sum(kind is kind.LAYER for kind in kinds)
+    step = TracedStep(
+        problem=problem,
+        kinds=kinds,
+        flops=block_flops(partition),
+        num_params=sum(param.numel() for param in params.values()),
+        traced_layers=layers,
+        batch=batch,
+    )
+    return step, split
+
+
+# -- from a problem to answers ---------------------------------------------------------------------------------------
