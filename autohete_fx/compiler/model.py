@@ -25,8 +25,8 @@ from autohete_fx.internals import dynamo
 from autohete_fx.ir import Optimizer, Overlap
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.machine.budgets import host_budget_bytes
-from autohete_fx.optim.early import start_update
 from autohete_fx.optim.owners import optimizer_of
+from autohete_fx.optim.start import start_update
 from autohete_fx.options import Options
 from autohete_fx.runtime.pending import calls, unplanned
 from autohete_fx.runtime.placement import Placement, moved_states, place_param, placement_of

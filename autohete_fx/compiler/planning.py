@@ -32,7 +32,8 @@ from autohete_fx.ir import (
     Schedule,
 )
 from autohete_fx.ir.sizes import format_bytes
-from autohete_fx.optim import AdamW, optimizer_of
+from autohete_fx.optim.base import Owner
+from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.planner.baselines import fits
 from autohete_fx.planner.infeasible import infeasible
@@ -143,7 +144,7 @@ def host_optimizer_allowed(params: Sequence[torch.nn.Parameter]) -> bool:
     return bool(trainable) and all(optimizer_of(p) is not None for p in trainable)
 
 
-def _owners(params: Iterable[torch.nn.Parameter]) -> list[AdamW]:
+def _owners(params: Iterable[torch.nn.Parameter]) -> list[Owner]:
     """The optimizer of each trainable parameter that has one of ours."""
     return [owner for p in params if p.requires_grad and (owner := optimizer_of(p)) is not None]
 

@@ -17,11 +17,11 @@ from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Overlap
 from autohete_fx.optim import clipping
 from autohete_fx.optim.arguments import as_floats, check_hyperparameters, checked_norm, overlap_named
-from autohete_fx.optim.early import check_group
 from autohete_fx.optim.host_copy import HostCopies
 from autohete_fx.optim.in_place import Update
 from autohete_fx.optim.loading import read_groups, read_states
 from autohete_fx.optim.owners import optimizer_of, register_owner
+from autohete_fx.optim.start import check_group
 from autohete_fx.optim.state import MASTER, check_grad, check_param, complete, place_of, reconcile, settle, state_bytes
 from autohete_fx.optim.updates import apply
 from autohete_fx.runtime.pending.backward import Consumed

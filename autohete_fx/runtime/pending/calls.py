@@ -38,7 +38,7 @@ from torch import Tensor, fx, nn
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.internals import dynamo
 from autohete_fx.runtime.pending import unplanned
-from autohete_fx.runtime.pending.fence import Fence, lower_fences, raise_fences, standing_fences, tensors_in
+from autohete_fx.runtime.pending.fence import Fence, Guarded, lower_fences, raise_fences, standing_fences, tensors_in
 from autohete_fx.runtime.pending.updates import Updates
 
 log = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ class _Call:
         _thread.calls[:] = [call for call in _thread.calls if call is not self]
         self.frame = self.handled = None
 
-    def updates(self) -> list[Updates]:
+    def updates(self) -> list[Guarded]:
         """Those whose fences were lowered."""
         return [fence.updates for fence in self.fences if fence.updates is not None]
 
@@ -196,7 +196,7 @@ class _Call:
         for updates in self.updates():
             updates.early.refuse_unseen("a compiled function that may use any parameter was called")
 
-    def settle(self, but: Updates | None = None) -> None:
+    def settle(self, but: Guarded | None = None) -> None:
         """Wait for the updates whose fences were lowered, except those of one model."""
         for updates in self.updates():
             if updates is not but:
@@ -348,13 +348,13 @@ def guard_backward(updates: Updates) -> None:
         updates.early.is_expected = True
 
 
-def refuse_early(args: Iterable[Tensor], updates: Updates) -> None:
+def refuse_early(args: Iterable[Tensor], updates: Guarded) -> None:
     """Raise OptimizerStateError where a graph gets a parameter whose update started in a backward that no step followed."""
     for other in {updates, *(found for call in _calls() for found in call.updates())}:
         other.early.refuse(args)
 
 
-def settle_others(updates: Updates) -> None:
+def settle_others(updates: Guarded) -> None:
     """Wait for the updates of other models whose fences were lowered: a model's graph waits for its own alone, and Dynamo may
     serve a call with the graph of another model of the same class."""
     for call in _calls():

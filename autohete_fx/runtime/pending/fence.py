@@ -22,7 +22,7 @@ Below the fence stands only the mode of ``torch.set_default_device``, which insi
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,8 +30,7 @@ from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
-if TYPE_CHECKING:
-    from autohete_fx.runtime.pending.updates import Updates
+from autohete_fx.runtime.pending.backward import Early
 
 _PROPERTIES = (
     "_backward_hooks _post_accumulate_grad_hooks _version device dtype grad_fn is_cpu is_cuda is_leaf is_meta"
@@ -60,15 +59,47 @@ _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.
 forwards of the user's, all below the fence."""
 
 
+class Guarded(Protocol):
+    """What a fence stands before: memory that something else may be writing.
+
+    Attributes:
+        early: what started in backward, until a step takes it over.
+    """
+
+    early: Early
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether anything may be under way."""
+        ...
+
+    @property
+    def needs_fence(self) -> bool:
+        """Whether the program must be watched."""
+        ...
+
+    def wait_for(self, t: Tensor) -> None:
+        """Wait until the memory of ``t`` is up to date."""
+        ...
+
+    def wait_all(self) -> None:
+        """Wait for all that is under way."""
+        ...
+
+    def prune(self) -> None:
+        """Let go of what is over."""
+        ...
+
+
 class Fence(TorchFunctionMode):
     """The mode of one model's pending updates. It does not keep them alive."""
 
-    def __init__(self, updates: "Updates") -> None:
+    def __init__(self, updates: Guarded) -> None:
         super().__init__()
         self._updates = weakref.ref(updates)
 
     @property
-    def updates(self) -> "Updates | None":
+    def updates(self) -> Guarded | None:
         """Whose memory it guards; None once the model is gone."""
         return self._updates()
 
@@ -114,7 +145,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 @contextlib.contextmanager
-def watched(tensors: Callable[[], list[Tensor]], *, but: "Collection[Updates]") -> Iterator[None]:
+def watched(tensors: Callable[[], list[Tensor]], *, but: Collection[Guarded]) -> Iterator[None]:
     """What the fences of this thread do around a call that gets some tensors, but for those of the updates in ``but``. For many
     calls below the fences: each look at a property passes them, and an optimizer's step has thousands."""
     others = [updates for fence in standing_fences() if (updates := fence.updates) is not None and updates not in but]
