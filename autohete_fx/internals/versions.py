@@ -108,3 +108,12 @@ def is_dtensor(tensor: object) -> bool:
     """Whether it is a part of a tensor that several ranks hold together."""
     module = sys.modules.get("torch.distributed.tensor")  # without it there is none
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+@functools.cache
+def backward_holds_arguments() -> bool:
+    """Whether AOTAutograd keeps the gradients of outputs that a backward is given until it has returned, as 2.11 does; later ones
+    release them after their last use."""
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    return not hasattr(runtime_wrappers, "_codegen_backward_prologue")

@@ -115,21 +115,22 @@ def test_a_function_that_is_given_another_model_is_refused_once_and_then_plans_f
     }
 
     @torch.compile(backend="autohete", options=options)
-    def loss_of(model: nn.Module) -> torch.Tensor:
-        return model(job.batch("cpu", 0, sizes=SIZES))
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x)
 
+    x = job.batch("cpu", 0, sizes=SIZES)
     models = [job.make("cpu", SIZES) for _ in range(2)]
     optimizer = autohete_fx.AdamW(models[0].parameters(), lr=1e-3)
     torch.manual_seed(0)
-    loss_of(models[0]).backward()
+    loss_of(models[0], x).backward()
     expected = models[0].head.weight.grad.clone()
     optimizer.step()
     optimizer.zero_grad()
     with pytest.raises(PlanError, match="Call the function again"):
-        loss_of(models[1])
+        loss_of(models[1], x)
     earlier = autohete_fx.compilations()
     torch.manual_seed(0)
-    loss_of(models[1]).backward()
+    loss_of(models[1], x).backward()
     assert num_since(earlier) == 1
     assert torch.equal(models[1].head.weight.grad, expected)
 

@@ -4,13 +4,13 @@ Inductor rounds what a kernel stores, and not what stays inside one. A plan that
 distance from plain Inductor is therefore like plain Inductor's own distance from eager, in the same run.
 """
 
-import contextlib
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Plan
@@ -50,7 +50,7 @@ def trained(kind: str, backend: str | None, steps: int) -> tuple[list[Tensor], l
     first: list[Tensor] = []
     for step in range(steps):
         tokens = torch.randint(3, 128, (8, 64), generator=torch.Generator().manual_seed(step))
-        with torch.autocast("cpu", dtype=torch.bfloat16) if kind == "autocast" else contextlib.nullcontext():
+        with surroundings(kind):
             logits = model(input_ids=tokens).logits[:, :-1]
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
@@ -60,6 +60,12 @@ def trained(kind: str, backend: str | None, steps: int) -> tuple[list[Tensor], l
         optimizer.zero_grad()
     torch._dynamo.reset()
     return first, [p.detach().clone() for p in model.parameters()]
+
+
+def surroundings(kind: str) -> Any:
+    if kind == "fp64":
+        return sdpa_kernel(SDPBackend.MATH)  # of the other one PyTorch 2.11 compiles no backward in fp64
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "autocast")
 
 
 class Rotary(nn.Module):

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from autohete_fx.graph import ops
+from autohete_fx.internals import versions
 from autohete_fx.profiler.memory.node_kinds import aligned_bytes
 from autohete_fx.profiler.memory.scratch import scratch_bytes
 
@@ -66,7 +67,8 @@ def dry_run(forward: CompiledCode, backward: CompiledCode | None, num_outputs: i
         traced_bytes = sum(value.nbytes for value in saved if _is_generator_state(value) and device_type == "cpu")
         tangents = [memory.fake(value, counted=True) for value in backward.inputs[len(saved) :]]
         # Who calls a loss's backward() holds its gradient until that returns.
-        begins = [each for each in tangents if isinstance(each, torch.Tensor) and each.dim() == 0]
+        are_held = versions.backward_holds_arguments()
+        begins = [each for each in tangents if isinstance(each, torch.Tensor) and (are_held or each.dim() == 0)]
         arguments = [*saved, *tangents]
         del saved, tangents
         gradients = _run(calls_back, arguments)

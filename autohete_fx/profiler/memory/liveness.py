@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autohete_fx.internals import versions
 from autohete_fx.profiler.memory.kernels import Kernel, KernelGraph, Storage
 from autohete_fx.profiler.memory.lowering import lower
 from autohete_fx.profiler.memory.node_kinds import holds_tensor, tensor_bytes
@@ -119,16 +120,18 @@ def trace_step(
     for node, index in zip(placeholders, graph.outputs[num_outputs:], strict=False):
         if index is not None and not graph.storages[index].is_input:
             saved[node.name] = graph.storages[index]
+    held = {id(graph.storages[index]) for index in kept}
     for node in placeholders[len(graph.outputs) - num_outputs :]:
         # A gradient of an output: autograd brings one for each, zeros for what the loss does not depend on.
         if holds_tensor(node):
             saved[node.name] = Storage(name=node.name, num_bytes=tensor_bytes(node.meta["val"], device_type))
+            held |= {id(saved[node.name])} if versions.backward_holds_arguments() else set()
     second = _trace(
         lower(backward, device_type=device_type, inner_backend=inner_backend, after=after),
         device_type=device_type,
         inner_backend=inner_backend,
         saved=saved,
-        held={id(graph.storages[index]) for index in kept},
+        held=held,
         lent={node.name for node in placeholders[len(graph.outputs) - num_outputs if donates else 0 :]},
     )
     return StepTrace(forward=first, backward=second)
