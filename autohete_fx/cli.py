@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from autohete_fx.compiler.planning import with_disk
+from autohete_fx.compiler.problem import with_disk
 from autohete_fx.errors import AutoHeteError, OptionError
 from autohete_fx.ir import Machine, Overlap, Plan, Schedule
 from autohete_fx.machine.devices import DEVICES, RESERVE_SHARE, find_device, machine_of_spec

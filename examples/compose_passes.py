@@ -18,8 +18,9 @@ import autohete_fx
 from autohete_fx import Activations, BlockDecision, Plan, passes
 from autohete_fx.capture.grouping import block_index, group_blocks
 from autohete_fx.capture.inputs import graph_inputs, parameter_fqns
-from autohete_fx.compiler import planning, rewriting
+from autohete_fx.compiler import rewriting
 from autohete_fx.graph import ops
+from autohete_fx.ir.labels import labels_of
 from autohete_fx.passes import PassContext, Stage
 
 CONFIG = GPTConfig(layers=2)
@@ -48,7 +49,7 @@ def recomputing(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[.
 
     def partition(joint: fx.GraphModule, joint_inputs: Sequence[object], **keywords: Any) -> Any:
         blocks = group_blocks(joint, parameter_fqns(joint, inputs))
-        labels = planning.labels_of(blocks.blocks)
+        labels = labels_of(blocks.blocks)
         decisions = (BlockDecision(activations=Activations.RECOMPUTE),) * len(labels)
         plan = Plan(labels=labels, decisions=decisions)
         context = PassContext(stage=Stage.JOINT, plan=plan, block_of=block_index(blocks))

@@ -17,8 +17,8 @@ from types import CodeType
 import torch
 
 from autohete_fx.capture.inputs import GraphInput
-from autohete_fx.compiler import planning
 from autohete_fx.compiler.model import GraphParameters, Model, origin_of
+from autohete_fx.compiler.problem import state_bytes
 from autohete_fx.errors import PlanError
 from autohete_fx.internals import dynamo
 from autohete_fx.ir.sizes import format_bytes
@@ -99,7 +99,7 @@ class Assumptions:
         compilation = self.parameters.compilation
         moved = moved_states(compilation.plan.decisions, compilation.owners, params) if params else {}
         stays = (p for name, p in params.items() if name not in moved or optimizer_of(p) is None)
-        return sum(planning.state_bytes(p) for p in stays)
+        return sum(state_bytes(p) for p in stays)
 
 
 _known: "weakref.WeakSet[Assumptions]" = weakref.WeakSet()

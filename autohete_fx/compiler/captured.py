@@ -12,10 +12,24 @@ import torch
 from torch import fx
 
 from autohete_fx.capture.inputs import GraphInput
-from autohete_fx.compiler import planning
 from autohete_fx.compiler.compilation import Share
 from autohete_fx.compiler.keys import graph_digest, sources_digest, surroundings
 from autohete_fx.compiler.model import Model, origin_of
+from autohete_fx.compiler.problem import (
+    NOTE_ON_SHARDS,
+    Limits,
+    input_bytes,
+    leaving_parameters,
+    make_problem,
+    note_on_reduction,
+    notes_on_optimizer,
+    param_infos,
+    reducing_after_backward,
+    refuse_moving,
+    small_bytes,
+    state_bytes,
+    trained_bytes,
+)
 from autohete_fx.compiler.shares import Origin, Unsettled
 from autohete_fx.internals import dynamo, versions
 from autohete_fx.ir import BlockGraph, Problem, Profile
@@ -63,7 +77,7 @@ class CapturedGraph:
         if torch.is_grad_enabled():
             model.shares.note_graph(self.origin, self.digest, self.graph_break, calls.outermost())
         self.others_bytes = model.shares.taken_by_others(self.origin, options.micro_batches)
-        self.trained_bytes = planning.trained_bytes(self.params.values()) if model.is_placed else 0
+        self.trained_bytes = trained_bytes(self.params.values()) if model.is_placed else 0
         self.machine = machine_of(self.device, model.session, options)
         self.bucket_bytes = versions.ddp_bucket_bytes()
 
@@ -118,28 +132,28 @@ class CapturedGraph:
         where = ("", "") if placement is None else (placement.params.value, placement.optimizer.value)
         owner = optimizer_of(param)
         clips = owner is not None and owner.max_grad_norm is not None
-        updated = ("", -1) if owner is None else (owner.overlap.value, clips, planning.state_bytes(param))
+        updated = ("", -1) if owner is None else (owner.overlap.value, clips, state_bytes(param))
         return (name, *where, *updated)
 
     def param_infos(self, gm: fx.GraphModule) -> dict[str, ParamInfo]:
         """What the profiler must know of the parameters that can move, by placeholder of ``gm``."""
-        return planning.param_infos(gm, self.inputs, self.params)
+        return param_infos(gm, self.inputs, self.params)
 
     def problem(self, blocks: BlockGraph, profile: Profile, *, training: bool) -> Problem:
         """What the planner solves. Raises PlanError where the given plan moves what must stay."""
         if training and self.sharded and self.options.plan is not None:
-            planning.refuse_moving(self.options.plan, blocks, self.sharded)
-        limits = planning.Limits(
+            refuse_moving(self.options.plan, blocks, self.sharded)
+        limits = Limits(
             device_budget_bytes=self.budget_bytes,
             host_budget_bytes=host_budget_bytes(self.device, self.options),
-            fixed_bytes=planning.input_bytes(self.inputs)
+            fixed_bytes=input_bytes(self.inputs)
             + self.small_bytes(training)
             + (0 if training else self.trained_bytes)
             + self.others_bytes
             + tuning_bytes(self.device, self.options)
             + (self.bucket_bytes or 0),
         )
-        problem = planning.make_problem(
+        problem = make_problem(
             blocks,
             profile.costs,
             self.machine,
@@ -150,28 +164,28 @@ class CapturedGraph:
             keep_placement=self.model.is_placed and self.decided is None,
         )
         if self.sharded:
-            problem = planning.leaving_parameters(problem)
-        return problem if self.bucket_bytes is None else planning.reducing_after_backward(problem)
+            problem = leaving_parameters(problem)
+        return problem if self.bucket_bytes is None else reducing_after_backward(problem)
 
     def notes(self) -> tuple[str, ...]:
         """What the user should know about how a training step was planned."""
         params = [param for name, param in self.params.items() if name not in self.sharded]
-        shards = (planning.NOTE_ON_SHARDS,) if self.sharded else ()
-        reduction = () if self.bucket_bytes is None else (planning.note_on_reduction(params, self.bucket_bytes),)
+        shards = (NOTE_ON_SHARDS,) if self.sharded else ()
+        reduction = () if self.bucket_bytes is None else (note_on_reduction(params, self.bucket_bytes),)
         ends = (f"the graph ends before its function, at {self.graph_break}",) if self.graph_break else ()
         least = (_NOTE_ON_LEAST,) if self.is_unsettled else ()
-        return (*planning.notes_on_optimizer(params), *shards, *reduction, *least, *ends)
+        return (*notes_on_optimizer(params), *shards, *reduction, *least, *ends)
 
     def small_bytes(self, training: bool) -> int:
         """Parameters that stay on the device whatever is decided, with their optimizer states and accumulated gradients."""
-        return planning.small_bytes(self.params.values(), training=training, micro_batches=self.options.micro_batches)
+        return small_bytes(self.params.values(), training=training, micro_batches=self.options.micro_batches)
 
     def free_bytes(self) -> int | None:
         """What the budget leaves beside the inputs and the parameters that are on the device now."""
         if self.budget_bytes is None:
             return None
         taken = sum(param.nbytes for param in self.params.values() if not is_home(param))
-        taken += planning.input_bytes(self.inputs) + self.others_bytes + (self.bucket_bytes or 0)
+        taken += input_bytes(self.inputs) + self.others_bytes + (self.bucket_bytes or 0)
         return max(0, self.budget_bytes - taken - tuning_bytes(self.device, self.options))
 
 

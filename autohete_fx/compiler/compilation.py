@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from autohete_fx.ir import BlockDecision, Lane, Plan, Problem, Transfer
 from autohete_fx.ir.files import spelled
+from autohete_fx.planner.model.footprint import Footprint
+from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.report import tables, timeline
 from autohete_fx.report.trace import Trace
 from autohete_fx.report.why import why
@@ -35,26 +37,6 @@ class GraphText:
     graph: str
     before: str
     after: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Footprint:
-    """Device bytes of a graph that other graphs of the same model must leave alone.
-
-    Attributes:
-        resident_bytes: parameters and optimizer states on the device, always there.
-        held_bytes: activations between the graph's forward and backward.
-        gradient_bytes: gradients on the device after its backward.
-    """
-
-    resident_bytes: int = 0
-    held_bytes: int = 0
-    gradient_bytes: int = 0
-
-    @property
-    def total_bytes(self) -> int:
-        """What a later graph of the same step finds taken."""
-        return self.resident_bytes + self.held_bytes + self.gradient_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +83,7 @@ class Compilation:
     training: bool
     device_budget_bytes: int | None
     owners: Mapping[str, int]
-    footprint: Footprint = Footprint()
+    footprint: Footprint = field(default_factory=Footprint)
     shares: tuple[Share, ...] = ()
     unsettled: Problem | None = None
     graphs: tuple[GraphText, ...] = ()
@@ -213,3 +195,9 @@ def record(compilation: Compilation) -> None:
 def compilations() -> list[Compilation]:
     """The compilations of this process, oldest first (the last 64)."""
     return list(_compilations)
+
+
+def lane_events(problem: Problem, plan: Plan) -> tuple[LaneEvent, ...]:
+    """The predicted timeline of a step."""
+    events = simulate(dataclasses.replace(problem, schedule=plan.schedule), plan.decisions).events
+    return tuple(LaneEvent(lane=e.lane, label=e.label, block=e.block, start_s=e.start_s, end_s=e.end_s) for e in events)

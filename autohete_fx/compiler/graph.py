@@ -23,7 +23,7 @@ from torch._inductor.exc import InductorError
 from autohete_fx import passes
 from autohete_fx.cache import load_text, store_text
 from autohete_fx.capture.inputs import GraphInput
-from autohete_fx.compiler import planning, rewriting
+from autohete_fx.compiler import rewriting
 from autohete_fx.compiler.captured import CapturedGraph
 from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.compiler.inference import InferenceGraph, rewrite_inference
@@ -36,7 +36,9 @@ from autohete_fx.internals.inductor import LastPass, Partitioner, refuse_other_p
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.options import Options
 from autohete_fx.passes import PIPELINE, PassContext, Stage
+from autohete_fx.planner import given
 from autohete_fx.planner.infeasible import advice_of, broken_up, too_small
+from autohete_fx.planner.model.footprint import resident_bytes, traced_peak_bytes
 from autohete_fx.profiler import CompiledCode, dry_run
 from autohete_fx.profiler.memory.probe import Probe, probing
 from autohete_fx.runtime import (
@@ -187,14 +189,14 @@ class GraphCompiler:
             shares.unsettled.clear()
         unsettled = None
         if result.unsettled is not None:
-            resident = planning.resident_bytes(result.unsettled, result.plan)
+            resident = resident_bytes(result.unsettled, result.plan)
             unsettled = Unsettled(
                 digest=captured.digest,
                 problem=result.unsettled,
                 decisions=result.plan.decisions,
                 footprint=result.footprint,
                 small_bytes=result.footprint.resident_bytes - resident,
-                modelled_bytes=planning.replayed(result.plan, result.unsettled).peak_bytes,
+                modelled_bytes=given.replayed(result.plan, result.unsettled).peak_bytes,
                 peak_bytes=result.plan.peak_bytes - captured.others_bytes,
             )
         shares.store(captured.origin, result.footprint, unsettled)
@@ -225,7 +227,7 @@ class GraphCompiler:
             if self.captured.budget_bytes is not None:
                 self.compilation = dataclasses.replace(self.compilation, notes=(*self.compilation.notes, _UNJUDGED))
             return 0
-        peak, traced = planning.traced_peak_bytes(problem, plan, peak), plan.peak_bytes
+        peak, traced = traced_peak_bytes(problem, plan, peak), plan.peak_bytes
         self.compilation = dataclasses.replace(self.compilation, plan=dataclasses.replace(plan, peak_bytes=peak))
         if self.captured.budget_bytes is None or peak <= self.captured.budget_bytes or self.captured.is_unsettled:
             return 0  # of an unsettled graph it is known when the last graph of its call is
@@ -240,7 +242,7 @@ class GraphCompiler:
         self._compiled.clear()
         if peak is None:
             return 0
-        peak = planning.traced_peak_bytes(graph.problem, plan, peak)
+        peak = traced_peak_bytes(graph.problem, plan, peak)
         self.compilation = dataclasses.replace(graph.compilation, plan=dataclasses.replace(plan, peak_bytes=peak))
         if self.captured.budget_bytes is None or self.captured.model.is_placed:
             return 0

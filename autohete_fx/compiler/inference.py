@@ -13,15 +13,18 @@ from torch import fx
 from autohete_fx import passes
 from autohete_fx.capture.grouping import block_index, group_blocks
 from autohete_fx.capture.inputs import parameter_fqns
-from autohete_fx.compiler import planning, rewriting
+from autohete_fx.compiler import rewriting
 from autohete_fx.compiler.captured import CapturedGraph
-from autohete_fx.compiler.compilation import Compilation, GraphText
+from autohete_fx.compiler.compilation import Compilation, GraphText, lane_events
+from autohete_fx.compiler.problem import owners_of
 from autohete_fx.compiler.rewriting import copy_graph
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.graph.saved import output_args
 from autohete_fx.ir import BlockDecision, BlockGraph, Plan, Problem
 from autohete_fx.passes import PIPELINE, PassContext, Stage
+from autohete_fx.planner.given import fitted_plan, solved_plan
 from autohete_fx.planner.infeasible import advice_of, too_small
+from autohete_fx.planner.model.footprint import traced_peak_bytes
 from autohete_fx.profiler import Partition, profile_analytic, trace_step
 from autohete_fx.report.graph_text import graph_text, list_transfers
 from autohete_fx.runtime.placement import moved_states
@@ -66,17 +69,17 @@ def rewrite_inference(
         plan=dataclasses.replace(plan, peak_bytes=_traced_peak(captured, problem, plan, gm)),
         training=False,
         device_budget_bytes=captured.budget_bytes,
-        owners=planning.owners_of(blocks, captured.params),
+        owners=owners_of(blocks, captured.params),
         graphs=(GraphText(graph="inference", before=before, after=graph_text(gm)),),
         transfers=list_transfers(gm, "inference"),
-        events=planning.lane_events(problem, plan),
+        events=lane_events(problem, plan),
         profile_source=profile.source,
     )
     return InferenceGraph(compilation=compilation, context=context, problem=problem)
 
 
 def _rewrite(captured: CapturedGraph, gm: fx.GraphModule, blocks: BlockGraph, plan: Plan) -> PassContext:
-    owners = planning.owners_of(blocks, captured.params)
+    owners = owners_of(blocks, captured.params)
     context = PassContext(
         stage=Stage.INFERENCE,
         plan=plan,
@@ -98,7 +101,7 @@ def _traced_peak(captured: CapturedGraph, problem: Problem, plan: Plan, gm: fx.G
         device_type=captured.device.type,
         inner_backend=captured.options.inner_backend,
     )
-    return planning.traced_peak_bytes(problem, plan, trace.peak_bytes)
+    return traced_peak_bytes(problem, plan, trace.peak_bytes)
 
 
 def _plan(
@@ -113,16 +116,16 @@ def _plan(
         count = len(blocks.blocks)
         decisions = tuple(d or BlockDecision() for d in problem.fixed_decisions) or (BlockDecision(),) * count
         placed = Plan(labels=problem.labels, decisions=decisions, schedule=problem.schedule)
-        return planning.fitted_plan(placed, blocks, problem)
+        return fitted_plan(placed, blocks, problem)
     if given is not None:
-        return planning.fitted_plan(given, blocks, problem)
+        return fitted_plan(given, blocks, problem)
     problem = dataclasses.replace(problem, fixed_decisions=())
     budget = captured.budget_bytes
     allowed = usable = None if budget is None else budget - withheld_bytes
     for _ in range(_MAX_CORRECTIONS):
         limited = dataclasses.replace(problem, device_budget_bytes=allowed)
         try:
-            plan = planning.solved_plan(limited, blocks, captured.options)
+            plan = solved_plan(limited, blocks, time_limit_s=captured.options.solver_time_limit_s)
         except InfeasiblePlanError as error:
             if budget is None or allowed is None or allowed == budget or error.smallest_budget_bytes is None:
                 raise

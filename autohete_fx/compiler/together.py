@@ -8,12 +8,12 @@ this comes to nothing, they stay as they are, which is what takes least.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from autohete_fx.compiler import planning
 from autohete_fx.compiler.captured import CapturedGraph
 from autohete_fx.compiler.compilation import Footprint, Share
 from autohete_fx.compiler.shares import Origin
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.ir import BlockDecision, Problem
+from autohete_fx.planner.model.footprint import footprint_of
 from autohete_fx.planner.sharing import divided, joined
 from autohete_fx.planner.solve import solve
 
@@ -54,7 +54,7 @@ class Together:
 
     def _share(self, origin: Origin, decisions: tuple[BlockDecision, ...]) -> Share:
         other = self.others[origin]
-        moved = planning.footprint_of(other.problem, decisions)
+        moved = footprint_of(other.problem, decisions)
         footprint = dataclasses.replace(moved, resident_bytes=moved.resident_bytes + other.small_bytes)
         return Share(digest=other.digest, decisions=decisions, least=other.decisions, footprint=footprint)
 
@@ -69,7 +69,7 @@ class Together:
 
     def peak_beside(self, decisions: Sequence[BlockDecision]) -> int:
         """The highest peak of the others, in bytes, if they stay as they are and the graph gets these decisions."""
-        moved = planning.footprint_of(self._own, decisions)
+        moved = footprint_of(self._own, decisions)
         resident = moved.resident_bytes + self._captured.small_bytes(training=True)
         own = dataclasses.replace(moved, resident_bytes=resident)
         return max(other.peak_bytes + self._beside(origin, own) for origin, other in self.others.items())

@@ -17,16 +17,20 @@ from torch._functorch import config as functorch_config
 from autohete_fx import passes
 from autohete_fx.capture.grouping import block_index, group_blocks
 from autohete_fx.capture.inputs import parameter_fqns
-from autohete_fx.compiler import planning, rewriting
+from autohete_fx.compiler import rewriting
 from autohete_fx.compiler.captured import CapturedGraph
-from autohete_fx.compiler.compilation import Compilation, GraphText, Share
+from autohete_fx.compiler.compilation import Compilation, GraphText, Share, lane_events
+from autohete_fx.compiler.problem import owners_of
 from autohete_fx.compiler.together import Together
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.graph.saved import offloadable
 from autohete_fx.ir import BlockDecision, BlockGraph, Plan, Problem, Profile
+from autohete_fx.ir.labels import labels_of
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.passes import PassContext, Stage
+from autohete_fx.planner import given
 from autohete_fx.planner.infeasible import advice_of, broken_up, too_small
+from autohete_fx.planner.model.footprint import footprint_of, traced_peak_bytes
 from autohete_fx.planner.sharing import leanest
 from autohete_fx.profiler import Partition, profile_analytic, profile_measured, trace_step
 from autohete_fx.report.graph_text import graph_text, list_transfers
@@ -116,7 +120,7 @@ class TrainingPlanner:
     def run(self, *, may_measure: bool) -> TrainingStep:
         """Profile, plan and rewrite. ``may_measure``: whether timing blocks on the device is worth its while."""
         original = rewriting.copy_graph(self.joint)
-        split = self._split(self.joint, rewriting.keep_everything(planning.labels_of(self.blocks.blocks)))
+        split = self._split(self.joint, rewriting.keep_everything(labels_of(self.blocks.blocks)))
         with self._timed("profiling"):
             profile = self._profile(split, may_measure)
         self.offloadable = tuple(node.name for node in offloadable(split.forward, split.num_outputs))
@@ -140,7 +144,7 @@ class TrainingPlanner:
 
     def _unplanned(self, stage: Stage) -> PassContext:
         """The context of a graph that no decision has changed."""
-        return PassContext(stage=stage, plan=rewriting.keep_everything(planning.labels_of(self.blocks.blocks)))
+        return PassContext(stage=stage, plan=rewriting.keep_everything(labels_of(self.blocks.blocks)))
 
     def _profile(self, split: rewriting.Partitioned, may_measure: bool) -> Profile:
         partition = Partition(
@@ -243,7 +247,7 @@ class TrainingPlanner:
             allowed = min(allowed, plan.peak_bytes) - (made.plan.peak_bytes - usable) - allowed // 1000
         if self.given is None and problem.allow_recompute:
             # The planner adds up blocks; recomputing all of them may need less than what it takes for the least.
-            everything = self._made(problem, planning.recomputing(made.plan, problem), original, None)
+            everything = self._made(problem, given.recomputing(made.plan, problem), original, None)
             made = min(made, everything, key=lambda each: each.plan.peak_bytes)
         assert self.captured.budget_bytes is not None and usable is not None
         peak = made.plan.peak_bytes
@@ -285,20 +289,21 @@ class TrainingPlanner:
 
     def _plan(self, problem: Problem) -> Plan:
         if self.given is not None:
-            return planning.fitted_plan(self.given, self.blocks, problem)
+            return given.fitted_plan(self.given, self.blocks, problem)
         with self._timed("solving"):
             self._candidates = [decisions for decisions in self._candidates if len(decisions) == len(problem.costs)]
             if self._candidates:
-                return planning.decided_plan(problem, self.blocks, self._candidates.pop(0))
+                return given.decided_plan(problem, self.blocks, self._candidates.pop(0))
             if self._takes_least:
-                return planning.lean_plan(problem, self.blocks)
+                return given.lean_plan(problem, self.blocks)
             try:
-                return planning.solved_plan(problem, self.blocks, self.options)
+                return given.solved_plan(problem, self.blocks, time_limit_s=self.options.solver_time_limit_s)
             except InfeasiblePlanError:
                 if not problem.fixed_decisions:
                     raise
                 # Parameters placed for an earlier graph of the model leave no plan: move them, which is always exact.
-                return planning.solved_plan(dataclasses.replace(problem, fixed_decisions=()), self.blocks, self.options)
+                free = dataclasses.replace(problem, fixed_decisions=())
+                return given.solved_plan(free, self.blocks, time_limit_s=self.options.solver_time_limit_s)
 
     def _rewrite(self, split: rewriting.Partitioned, plan: Plan) -> tuple[PassContext, PassContext]:
         return rewriting.rewrite_training(
@@ -306,7 +311,7 @@ class TrainingPlanner:
             plan,
             self.captured.model.session.digest,
             self.captured.inputs,
-            planning.owners_of(self.blocks, self.captured.params),
+            owners_of(self.blocks, self.captured.params),
             self.options.verify,
             offloadable=self.offloadable,
         )
@@ -329,19 +334,19 @@ class TrainingPlanner:
             donates=functorch_config.donated_buffer and not offloads,
             after=passes.pinned_after(split.backward, contexts[1]) if contexts else None,
         )
-        return planning.traced_peak_bytes(problem, plan, trace.peak_bytes)
+        return traced_peak_bytes(problem, plan, trace.peak_bytes)
 
     def _report(
         self, problem: Problem, plan: Plan, profile: Profile, before: tuple[str, str], split: rewriting.Partitioned
     ) -> Compilation:
         small_bytes = self.captured.small_bytes(training=True)
-        footprint = planning.footprint_of(problem, plan.decisions)
+        footprint = footprint_of(problem, plan.decisions)
         alone = dataclasses.replace(problem, fixed_bytes=problem.fixed_bytes - self.captured.others_bytes)
         return Compilation(
             plan=plan,
             training=True,
             device_budget_bytes=self.captured.budget_bytes,
-            owners=planning.owners_of(self.blocks, self.captured.params),
+            owners=owners_of(self.blocks, self.captured.params),
             footprint=dataclasses.replace(footprint, resident_bytes=footprint.resident_bytes + small_bytes),
             shares=self.shares,
             unsettled=alone if self.captured.is_unsettled else None,
@@ -350,7 +355,7 @@ class TrainingPlanner:
                 GraphText(graph="backward", before=before[1], after=graph_text(split.backward)),
             ),
             transfers=(*list_transfers(split.forward, "forward"), *list_transfers(split.backward, "backward")),
-            events=planning.lane_events(problem, plan),
+            events=lane_events(problem, plan),
             notes=self.captured.notes(),
             profile_source=profile.source,
             compile_s=dict(self.seconds),

@@ -3,6 +3,8 @@
 import re
 from collections.abc import Sequence
 
+from autohete_fx.ir.block import Block
+
 _LAST_NUMBER = re.compile(r"\d+(?!.*\d)")
 
 
@@ -24,3 +26,9 @@ def run_label(labels: Sequence[str]) -> str:
     if first is None or last is None or labels[0] == labels[-1]:
         return f"{labels[0]} ({len(labels)})"
     return f"{labels[0][: first.end()]}-{last.group()}{labels[0][first.end() :]} ({len(labels)})"
+
+
+def labels_of(blocks: Sequence[Block]) -> tuple[str, ...]:
+    """One name a block; a kind that occurs twice gets its index."""
+    labels = [block.label for block in blocks]
+    return tuple(label if labels.count(label) == 1 else f"{label}@{index}" for index, label in enumerate(labels))

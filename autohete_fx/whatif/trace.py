@@ -14,11 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autohete_fx.capture.grouping import block_index, group_blocks
 from autohete_fx.capture.inputs import GraphInput, graph_inputs, parameter_fqns
-from autohete_fx.compiler import planning, rewriting
+from autohete_fx.compiler import rewriting
+from autohete_fx.compiler.problem import Limits, input_bytes, make_problem, param_infos, small_bytes
 from autohete_fx.errors import AutoHeteError, CaptureError
 from autohete_fx.internals import dynamo
 from autohete_fx.internals.inductor import Partitioner, run_without_code
 from autohete_fx.ir import Machine
+from autohete_fx.ir.labels import labels_of
 from autohete_fx.optim import AdamW
 from autohete_fx.options import Options
 from autohete_fx.passes import PassContext, Stage
@@ -102,7 +104,7 @@ def _profiled(
     rewriting.separate_written_inputs(joint)
     params = {item.name: item.tensor for item in inputs if isinstance(item.tensor, torch.nn.Parameter)}
     blocks = group_blocks(joint, parameter_fqns(joint, inputs))
-    neutral = rewriting.keep_everything(planning.labels_of(blocks.blocks))
+    neutral = rewriting.keep_everything(labels_of(blocks.blocks))
     context = PassContext(stage=Stage.JOINT, plan=neutral, block_of=block_index(blocks))
     split = rewriting.partition(joint, joint_inputs, context, keywords)
     graphs = [rewriting.copy_graph(graph) for graph in (split.forward, split.backward)]
@@ -115,15 +117,15 @@ def _profiled(
         num_outputs=split.num_outputs,
         blocks=blocks,
         block_of=block_index(blocks),
-        params=planning.param_infos(graphs[0], inputs, params),
+        params=param_infos(graphs[0], inputs, params),
     )
-    limits = planning.Limits(
+    limits = Limits(
         device_budget_bytes=None,
         host_budget_bytes=None,
-        fixed_bytes=planning.input_bytes(inputs)
-        + planning.small_bytes(params.values(), training=True, micro_batches=options.micro_batches),
+        fixed_bytes=input_bytes(inputs)
+        + small_bytes(params.values(), training=True, micro_batches=options.micro_batches),
     )
-    problem = planning.make_problem(
+    problem = make_problem(
         blocks,
         profile_analytic(partition, machine).costs,
         machine,

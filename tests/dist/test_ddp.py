@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autohete_fx
-from autohete_fx.compiler import planning
+from autohete_fx.compiler.problem import note_on_reduction, reducing_after_backward
 from autohete_fx.ir import Overlap, Schedule
 from tests.dist import ranks
 from tests.layers import EAGER
@@ -96,9 +96,9 @@ def test_ddp_trains_as_before_within_the_budget_from_one_graph(tmp_path: Path):
 
 def test_no_update_starts_and_no_norm_is_taken_before_gradients_are_reduced():
     given = problem([cost()], schedule=Schedule(overlap=Overlap.BACKWARD, takes_norms=True), clips_gradients=True)
-    assert planning.reducing_after_backward(given).schedule == Schedule(overlap=Overlap.STEP)
+    assert reducing_after_backward(given).schedule == Schedule(overlap=Overlap.STEP)
     parameter = nn.Parameter(torch.zeros(4))
     for overlap in ("backward", "step"):
         optimizer = autohete_fx.AdamW([parameter], overlap=overlap)
-        note = planning.note_on_reduction([parameter], 16)
+        note = note_on_reduction([parameter], 16)
         assert ("updates start at optimizer.step() in spite" in note) == (optimizer.overlap is Overlap.BACKWARD)

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 import autohete_fx
 from autohete_fx import BlockDecision, OptimizerStateError, Plan
-from autohete_fx.compiler.planning import clips_gradients, schedule_of
+from autohete_fx.compiler.problem import clips_gradients, schedule_of
 from autohete_fx.ir import Overlap, Schedule
 from autohete_fx.runtime.pending.norms import Norms
 from tests.held_updates import ALL_ON_HOST, OPTIMIZER_ON_HOST, Stack, labels, random_delays, use_lanes

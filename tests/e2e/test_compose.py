@@ -23,9 +23,10 @@ from autohete_fx import Activations, BlockDecision, Optimizer, Params, PassError
 from autohete_fx.capture.grouping import block_index, group_blocks
 from autohete_fx.capture.inputs import GraphInput, graph_inputs, parameter_fqns
 from autohete_fx.compiler import rewriting
-from autohete_fx.compiler.planning import labels_of, owners_of
+from autohete_fx.compiler.problem import owners_of
 from autohete_fx.graph import ops
 from autohete_fx.ir import BlockGraph
+from autohete_fx.ir.labels import labels_of
 from autohete_fx.passes import PassContext, Stage
 from autohete_fx.runtime import kernels  # noqa: F401  (registers the ops' kernels)
 from autohete_fx.runtime.placement import Placement, place_param

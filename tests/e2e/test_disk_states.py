@@ -24,7 +24,7 @@ from autohete_fx import (
     Params,
     Plan,
 )
-from autohete_fx.compiler.planning import with_disk
+from autohete_fx.compiler.problem import with_disk
 from autohete_fx.ir import Overlap, Schedule
 from autohete_fx.optim.state import MOMENTS
 from autohete_fx.runtime import disk

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import autohete_fx
 from autohete_fx import BlockDecision
-from autohete_fx.compiler.planning import schedule_of
+from autohete_fx.compiler.problem import schedule_of
 from autohete_fx.ir import Lane, Overlap, Schedule
 from autohete_fx.runtime.pending.backward import Early
 from tests import training

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Plan
-from autohete_fx.compiler import planning
 from autohete_fx.ir import Problem
+from autohete_fx.planner import given
 from autohete_fx.runtime.meter import device_live_bytes
 from autohete_fx.runtime.placement import placement_of
 from tests import training
@@ -140,13 +140,13 @@ def test_a_weight_that_is_read_in_parts_is_fetched_whole(decision: BlockDecision
 def problems(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     """What the plans that are given from now on are fitted to."""
     seen: list[Problem] = []
-    fitted_plan = planning.fitted_plan
+    fitted_plan = given.fitted_plan
 
     def look(plan: Plan, graph: Any, problem: Problem) -> Plan:
         seen.append(problem)
         return fitted_plan(plan, graph, problem)
 
-    monkeypatch.setattr(planning, "fitted_plan", look)
+    monkeypatch.setattr(given, "fitted_plan", look)
     return seen
 
 

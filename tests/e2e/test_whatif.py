@@ -12,10 +12,10 @@ import torch
 
 import autohete_fx
 from autohete_fx import cli
-from autohete_fx.compiler import planning
 from autohete_fx.ir import BlockGraph, Machine, Plan, Problem
 from autohete_fx.machine.devices import find_device, machine_of_spec
 from autohete_fx.options import Options
+from autohete_fx.planner import given
 from autohete_fx.planner.baselines import BASELINES
 from autohete_fx.report.why import why
 from autohete_fx.runtime.meter import MemoryMeter
@@ -69,13 +69,13 @@ def make():
 def test_costs_are_those_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The problem that the backend solves on this machine, for the same model with real weights."""
     solved: list[Problem] = []
-    solve = planning.solved_plan
+    solve = given.solved_plan
 
-    def keep(problem: Problem, graph: BlockGraph, options: Options) -> Plan:
+    def keep(problem: Problem, graph: BlockGraph, **how: Any) -> Plan:
         solved.append(problem)
-        return solve(problem, graph, options)
+        return solve(problem, graph, **how)
 
-    monkeypatch.setattr(planning, "solved_plan", keep)
+    monkeypatch.setattr(given, "solved_plan", keep)
     (tmp_path / "models.py").write_text(FACTORY)
     namespace: dict[str, Any] = {}
     exec(FACTORY, namespace)

@@ -7,7 +7,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from autohete_fx import Activations, BlockDecision, Plan
 from autohete_fx.capture.grouping import block_index
 from autohete_fx.compiler import rewriting
-from autohete_fx.compiler.planning import labels_of
+from autohete_fx.ir.labels import labels_of
 from autohete_fx.passes import PassContext, Stage
 from autohete_fx.profiler import Partition
 from autohete_fx.profiler.analytic import BlockTimes, costs_from_times, saved_tensors

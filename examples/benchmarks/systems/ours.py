@@ -15,9 +15,9 @@ from torch import Tensor, bfloat16
 
 import autohete_fx
 from autohete_fx.backend import autohete
-from autohete_fx.compiler import planning
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Activations, Lane, Optimizer, Overlap, Params, Plan, Problem, Schedule
+from autohete_fx.planner import given
 from autohete_fx.planner.baselines import BASELINES, fits
 from autohete_fx.planner.solve import solve
 from autohete_fx.runtime.placement import placement_of
@@ -75,7 +75,7 @@ class Ours(System):
     def loss_of(self, tokens: Tensor, targets: Tensor) -> Tensor:
         if self._problems:
             return self.model(tokens, targets)
-        with mock.patch.object(planning, "solve", self._solve):  # only to see the problem
+        with mock.patch.object(given, "solve", self._solve):  # only to see the problem
             return self.model(tokens, targets)
 
     def _solve(self, problem: Problem, **how: Any) -> Plan:

@@ -1,13 +1,10 @@
-"""From a captured graph to a plan: groups, costs, limits and the solver, put together.
+"""From a captured graph to a problem: costs, limits, places that are taken already, and what parameters and optimizers allow.
 
-In: a default partition and its blocks, the parameters behind them, the options and what other graphs of the model
-hold. Out: a `Plan`, and what it was made from. The planner's per-block memory model is checked against a trace of the
-rewritten graphs (`traced_peak_bytes`); where a plan's trace is above the budget, the problem is solved again with the
-difference taken off.
+In: the blocks of a default partition and what they cost, the parameters behind them, the options and what other graphs of the model
+hold. Out: a `Problem`, which `autohete_fx.planner.given` and the solver make plans for, and notes for the user.
 """
 
 import dataclasses
-import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -15,7 +12,6 @@ import torch
 from torch import fx
 
 from autohete_fx.capture.inputs import GraphInput, is_symbolic, parameter_fqns
-from autohete_fx.compiler.compilation import Footprint, LaneEvent
 from autohete_fx.errors import PlanError
 from autohete_fx.ir import (
     Activations,
@@ -31,18 +27,12 @@ from autohete_fx.ir import (
     Problem,
     Schedule,
 )
+from autohete_fx.ir.labels import labels_of
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.optim.base import Owner
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
-from autohete_fx.planner.baselines import fits
-from autohete_fx.planner.infeasible import infeasible
-from autohete_fx.planner.model.device_use import streaming_peak_bytes
 from autohete_fx.planner.model.figures import host_bytes
-from autohete_fx.planner.model.simulate import simulate
-from autohete_fx.planner.reasons import reasons_of
-from autohete_fx.planner.sharing import leanest
-from autohete_fx.planner.solve import solve
 from autohete_fx.profiler import ParamInfo
 from autohete_fx.runtime.placement import is_movable, placement_of
 from autohete_fx.runtime.tiers.host import is_home
@@ -63,12 +53,6 @@ class Limits:
     device_budget_bytes: int | None
     host_budget_bytes: int | None
     fixed_bytes: int
-
-
-def labels_of(blocks: Sequence[Block]) -> tuple[str, ...]:
-    """One name a block; a kind that occurs twice gets its index."""
-    labels = [block.label for block in blocks]
-    return tuple(label if labels.count(label) == 1 else f"{label}@{index}" for index, label in enumerate(labels))
 
 
 def owners_of(graph: BlockGraph, params: Mapping[str, torch.nn.Parameter]) -> dict[str, int]:
@@ -303,147 +287,3 @@ def _placed_decision(block: Block, params: Mapping[str, torch.nn.Parameter]) -> 
         num_moved_states=count if 0 < count < len(places) else None,
         other_states=next((place for place in places if place is not optimizer), Optimizer.DEVICE),
     )
-
-
-def fitted_plan(plan: Plan, graph: BlockGraph, problem: Problem) -> Plan:
-    """A given plan with this graph's predictions, and its reasons where it was solved for just this problem.
-
-    Raises PlanError where it was made for another graph.
-    """
-    labels = labels_of(graph.blocks)
-    digests = tuple(block.digest for block in graph.blocks)
-    if plan.labels != labels:
-        different = [pair for pair in zip(plan.labels, labels, strict=False) if pair[0] != pair[1]]
-        what = f"its block {different[0][0]!r} is {different[0][1]!r} here" if different else "the counts differ"
-        raise PlanError(
-            f"the plan does not fit this graph: it has {len(plan.labels)} blocks, the graph {len(labels)}; {what};"
-            " make a plan for this model, or leave the option 'plan' out"
-        )
-    if plan.block_digests and plan.block_digests != digests:
-        index = next(i for i, pair in enumerate(zip(plan.block_digests, digests, strict=True)) if pair[0] != pair[1])
-        raise PlanError(
-            f"the plan does not fit this graph: block {labels[index]!r} had other operators, shapes or dtypes when the plan"
-            " was made; make a plan for this model and batch, or leave the option 'plan' out"
-        )
-    for label, decision in zip(labels, plan.decisions, strict=True):
-        _refuse_unsupported(label, decision, problem.machine)
-    problem = dataclasses.replace(problem, schedule=plan.schedule)
-    return replayed(dataclasses.replace(plan, block_digests=digests), problem)
-
-
-def recomputing(plan: Plan, problem: Problem) -> Plan:
-    """The plan with all activations recomputed that it keeps, be it in part."""
-    kept = (Activations.KEEP, Activations.SELECTIVE)
-    decisions = (
-        dataclasses.replace(d, activations=Activations.RECOMPUTE) if d.activations in kept else d
-        for d in plan.decisions
-    )
-    return replayed(dataclasses.replace(plan, decisions=tuple(decisions), status="feasible", reasons=None), problem)
-
-
-def replayed(plan: Plan, problem: Problem) -> Plan:
-    """The plan with what is predicted of it for a problem."""
-    result = simulate(problem, plan.decisions)
-    return dataclasses.replace(
-        plan,
-        step_s=result.step_s,
-        peak_bytes=result.peak_bytes,
-        host_bytes=result.host_bytes,
-        busy_s=result.busy_s,
-        reasons=plan.reasons if plan.problem_digest == problem.digest else None,
-        gap=max(0.0, 1 - plan.lower_bound_s / result.step_s) if plan.lower_bound_s else plan.gap,
-        problem_digest=problem.digest,
-    )
-
-
-def _refuse_unsupported(label: str, decision: BlockDecision, machine: Machine) -> None:
-    """What the runtime cannot do here."""
-    if Optimizer.DISK in (decision.optimizer, decision.other_states) and not machine.disk_bytes_per_s:
-        raise PlanError(
-            f"the plan decides optimizer 'disk' for block {label!r}, but when this machine was measured its disk had no room;"
-            " free some there, or give another offload_dir"
-        )
-
-
-def solved_plan(problem: Problem, graph: BlockGraph, options: Options) -> Plan:
-    """The solver's plan. Raises InfeasiblePlanError where none fits."""
-    plan = solve(problem, time_limit_s=options.solver_time_limit_s)
-    return dataclasses.replace(plan, block_digests=tuple(block.digest for block in graph.blocks))
-
-
-def lean_plan(problem: Problem, graph: BlockGraph) -> Plan:
-    """A plan that leaves little on the device for other graphs. Raises InfeasiblePlanError where it does not fit."""
-    deadline = time.monotonic()
-    decisions = leanest(problem, deadline=deadline)
-    if decisions is None or not fits(problem, simulate(problem, decisions, events=False)):
-        raise infeasible(problem, deadline=deadline)
-    return decided_plan(problem, graph, decisions)
-
-
-def decided_plan(problem: Problem, graph: BlockGraph, decisions: tuple[BlockDecision, ...]) -> Plan:
-    """The plan of these decisions, with what is predicted of it."""
-    plan = Plan(
-        labels=problem.labels,
-        decisions=decisions,
-        block_digests=tuple(block.digest for block in graph.blocks),
-        schedule=problem.schedule,
-        status="feasible",
-    )
-    return dataclasses.replace(replayed(plan, problem), reasons=reasons_of(problem, decisions))
-
-
-def footprint_of(problem: Problem, decisions: Sequence[BlockDecision]) -> Footprint:
-    """What blocks leave on the device under decisions; nothing of what no decision changes."""
-    plan = Plan(labels=problem.labels, decisions=tuple(decisions))
-    return Footprint(
-        resident_bytes=resident_bytes(problem, plan),
-        held_bytes=held_bytes(problem, plan),
-        gradient_bytes=device_gradient_bytes(problem, plan),
-    )
-
-
-def lane_events(problem: Problem, plan: Plan) -> tuple[LaneEvent, ...]:
-    """The predicted timeline of a step."""
-    events = simulate(dataclasses.replace(problem, schedule=plan.schedule), plan.decisions).events
-    return tuple(LaneEvent(lane=e.lane, label=e.label, block=e.block, start_s=e.start_s, end_s=e.end_s) for e in events)
-
-
-def resident_bytes(problem: Problem, plan: Plan) -> int:
-    """Parameters and optimizer states on the device."""
-    pairs = list(zip(problem.costs, plan.decisions, strict=True))
-    params = sum(cost.param_bytes for cost, decision in pairs if decision.params is Params.DEVICE)
-    if not problem.training:
-        return params
-    return params + sum(cost.part_at(cost.optimizer_bytes, d, Optimizer.DEVICE) for cost, d in pairs)
-
-
-def device_gradient_bytes(problem: Problem, plan: Plan) -> int:
-    """Gradients that stay on the device until the step."""
-    pairs = zip(problem.costs, plan.decisions, strict=True)
-    return sum(cost.part_at(cost.grad_bytes, d, Optimizer.DEVICE, Optimizer.STREAMED) for cost, d in pairs)
-
-
-def held_bytes(problem: Problem, plan: Plan) -> int:
-    """Activations, and copies of parameters that stay, on the device between forward and backward."""
-    total = 0
-    for cost, decision in zip(problem.costs, plan.decisions, strict=True):
-        total += cost.param_bytes if decision.keeps_fetched else 0
-        total += cost.held_bytes(decision.activations)
-        if decision.activations is Activations.OFFLOAD:
-            total -= cost.offloaded_bytes(decision.num_offloaded)
-    return total
-
-
-def traced_peak_bytes(problem: Problem, plan: Plan, intermediate_bytes: int) -> int:
-    """Peak device memory of a step, given the traced peak of the rewritten graphs' intermediates.
-
-    The trace knows fusion and the order of nodes, which the per-block model does not. With several micro-batches the
-    gradients of the earlier ones are there all along. What streamed states need until their update has only the model.
-    """
-    resident = problem.fixed_bytes + resident_bytes(problem, plan)
-    if not problem.training:
-        return resident + intermediate_bytes
-    gradients = device_gradient_bytes(problem, plan)
-    accumulated = gradients if problem.micro_batches > 1 else 0
-    streaming = streaming_peak_bytes(problem, plan.decisions)
-    return max(resident + max(accumulated + intermediate_bytes, gradients), streaming)

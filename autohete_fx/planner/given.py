@@ -1,0 +1,113 @@
+"""Plans for a problem: solved for it, given by the user or the cache, or decided together with other graphs.
+
+In: a `Problem` and what is to be decided. Out: a `Plan` with what is predicted of it. Raises `PlanError` where a plan does not fit,
+`InfeasiblePlanError` where none does.
+"""
+
+import dataclasses
+import time
+
+from autohete_fx.errors import PlanError
+from autohete_fx.ir import (
+    Activations,
+    BlockDecision,
+    BlockGraph,
+    Machine,
+    Optimizer,
+    Plan,
+    Problem,
+)
+from autohete_fx.ir.labels import labels_of
+from autohete_fx.planner.baselines import fits
+from autohete_fx.planner.infeasible import infeasible
+from autohete_fx.planner.model.simulate import simulate
+from autohete_fx.planner.reasons import reasons_of
+from autohete_fx.planner.sharing import leanest
+from autohete_fx.planner.solve import solve
+
+
+def fitted_plan(plan: Plan, graph: BlockGraph, problem: Problem) -> Plan:
+    """A given plan with this graph's predictions, and its reasons where it was solved for just this problem.
+
+    Raises PlanError where it was made for another graph.
+    """
+    labels = labels_of(graph.blocks)
+    digests = tuple(block.digest for block in graph.blocks)
+    if plan.labels != labels:
+        different = [pair for pair in zip(plan.labels, labels, strict=False) if pair[0] != pair[1]]
+        what = f"its block {different[0][0]!r} is {different[0][1]!r} here" if different else "the counts differ"
+        raise PlanError(
+            f"the plan does not fit this graph: it has {len(plan.labels)} blocks, the graph {len(labels)}; {what};"
+            " make a plan for this model, or leave the option 'plan' out"
+        )
+    if plan.block_digests and plan.block_digests != digests:
+        index = next(i for i, pair in enumerate(zip(plan.block_digests, digests, strict=True)) if pair[0] != pair[1])
+        raise PlanError(
+            f"the plan does not fit this graph: block {labels[index]!r} had other operators, shapes or dtypes when the plan"
+            " was made; make a plan for this model and batch, or leave the option 'plan' out"
+        )
+    for label, decision in zip(labels, plan.decisions, strict=True):
+        _refuse_unsupported(label, decision, problem.machine)
+    problem = dataclasses.replace(problem, schedule=plan.schedule)
+    return replayed(dataclasses.replace(plan, block_digests=digests), problem)
+
+
+def recomputing(plan: Plan, problem: Problem) -> Plan:
+    """The plan with all activations recomputed that it keeps, be it in part."""
+    kept = (Activations.KEEP, Activations.SELECTIVE)
+    decisions = (
+        dataclasses.replace(d, activations=Activations.RECOMPUTE) if d.activations in kept else d
+        for d in plan.decisions
+    )
+    return replayed(dataclasses.replace(plan, decisions=tuple(decisions), status="feasible", reasons=None), problem)
+
+
+def replayed(plan: Plan, problem: Problem) -> Plan:
+    """The plan with what is predicted of it for a problem."""
+    result = simulate(problem, plan.decisions)
+    return dataclasses.replace(
+        plan,
+        step_s=result.step_s,
+        peak_bytes=result.peak_bytes,
+        host_bytes=result.host_bytes,
+        busy_s=result.busy_s,
+        reasons=plan.reasons if plan.problem_digest == problem.digest else None,
+        gap=max(0.0, 1 - plan.lower_bound_s / result.step_s) if plan.lower_bound_s else plan.gap,
+        problem_digest=problem.digest,
+    )
+
+
+def _refuse_unsupported(label: str, decision: BlockDecision, machine: Machine) -> None:
+    """What the runtime cannot do here."""
+    if Optimizer.DISK in (decision.optimizer, decision.other_states) and not machine.disk_bytes_per_s:
+        raise PlanError(
+            f"the plan decides optimizer 'disk' for block {label!r}, but when this machine was measured its disk had no room;"
+            " free some there, or give another offload_dir"
+        )
+
+
+def solved_plan(problem: Problem, graph: BlockGraph, *, time_limit_s: float) -> Plan:
+    """The solver's plan. Raises InfeasiblePlanError where none fits."""
+    plan = solve(problem, time_limit_s=time_limit_s)
+    return dataclasses.replace(plan, block_digests=tuple(block.digest for block in graph.blocks))
+
+
+def lean_plan(problem: Problem, graph: BlockGraph) -> Plan:
+    """A plan that leaves little on the device for other graphs. Raises InfeasiblePlanError where it does not fit."""
+    deadline = time.monotonic()
+    decisions = leanest(problem, deadline=deadline)
+    if decisions is None or not fits(problem, simulate(problem, decisions, events=False)):
+        raise infeasible(problem, deadline=deadline)
+    return decided_plan(problem, graph, decisions)
+
+
+def decided_plan(problem: Problem, graph: BlockGraph, decisions: tuple[BlockDecision, ...]) -> Plan:
+    """The plan of these decisions, with what is predicted of it."""
+    plan = Plan(
+        labels=problem.labels,
+        decisions=decisions,
+        block_digests=tuple(block.digest for block in graph.blocks),
+        schedule=problem.schedule,
+        status="feasible",
+    )
+    return dataclasses.replace(replayed(plan, problem), reasons=reasons_of(problem, decisions))
