@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from autohete_fx.graph import annotations
+from autohete_fx.internals.operators import OpOverload
 
 _ANCHOR_WORDS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "attention", "linear", "grouped_mm")
 
@@ -18,7 +19,7 @@ def is_anchor(node: fx.Node) -> bool:
 
     One without a block may be: on a GPU Inductor replaces an ``addmm`` by a product of its own making and a sum.
     """
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     if not isinstance(node.meta.get("val"), torch.Tensor):
         return False

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 
 from autohete_fx.errors import PassError
 from autohete_fx.graph import annotations, ops
 from autohete_fx.graph.saved import offloadable, saved_views
+from autohete_fx.internals.modes import detect_fake_mode
+from autohete_fx.internals.operators import OpOverload
 from autohete_fx.ir import Activations, BlockDecision, Lane, Plan
 
 log = logging.getLogger(__name__)
@@ -205,7 +206,7 @@ def values_like(value: torch.Tensor) -> contextlib.AbstractContextManager[object
 
 def insert_copy(
     gm: fx.GraphModule,
-    target: torch._ops.OpOverload,
+    target: OpOverload,
     src: fx.Node,
     context: PassContext,
     *,

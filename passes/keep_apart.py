@@ -27,6 +27,7 @@ from torch import fx
 from autohete_fx.graph import annotations
 from autohete_fx.graph.draws import draws
 from autohete_fx.graph.saved import is_view, storage_root
+from autohete_fx.internals.operators import OpOverload
 from autohete_fx.passes.anchors import is_anchor
 
 _ADDING = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default})
@@ -119,7 +120,7 @@ def _starts_of_recomputation(graph: fx.Graph, regions: Mapping[fx.Node, int]) ->
 
 def is_kernel(node: fx.Node) -> bool:
     """Whether the compiler makes a kernel of the node whoever reads it."""
-    is_reduction = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.reduction in node.target.tags
+    is_reduction = isinstance(node.target, OpOverload) and torch.Tag.reduction in node.target.tags
     return is_reduction or is_anchor(node)
 
 

@@ -26,10 +26,10 @@ from collections.abc import Mapping
 
 import torch
 from torch import fx
-from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-from torch.utils._ordered_set import OrderedSet
 
 from autohete_fx.graph import annotations, ops
+from autohete_fx.internals.inductor import preserve_node_ordering
+from autohete_fx.internals.operators import OrderedSet
 from autohete_fx.passes.anchors import anchors_by_region
 from autohete_fx.passes.base import PassContext, Stage
 from autohete_fx.passes.keep_apart import is_kernel, waits_for_regions

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch._inductor.config as inductor_config
 from torch import fx
 from torch.utils.flop_counter import flop_registry
+
+from autohete_fx.internals.configs import inductor_config
+from autohete_fx.internals.operators import OpOverload
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ def storage_bytes(node: fx.Node) -> int:
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node's result shares its first argument's storage."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view and bool(node.all_input_nodes)
+    return isinstance(node.target, OpOverload) and node.target.is_view and bool(node.all_input_nodes)
 
 
 def is_getitem(node: fx.Node) -> bool:
@@ -131,7 +133,7 @@ def storage_owner(node: fx.Node) -> fx.Node:
 def is_heavy(node: fx.Node) -> bool:
     """Whether a node is a matrix product, a convolution or an attention: what makes a layer a layer."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.overloadpacket in flop_registry
+    return isinstance(target, OpOverload) and target.overloadpacket in flop_registry
 
 
 def work(node: fx.Node) -> int:

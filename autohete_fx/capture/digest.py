@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autohete_fx.capture.dataflow import size_hint
+from autohete_fx.internals.operators import HigherOrderOperator, OpOverload
 
 DIGEST_LENGTH = 16
 """Hexadecimal digits: 64 bits, enough for the handful of blocks of one graph."""
@@ -62,9 +63,9 @@ def _operator(node: fx.Node) -> str:
     target = node.target
     if node.op == "get_attr":
         return f"get_attr {_attribute(node)}"
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return target.name()
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         return f"higher_order::{target.name()}"
     return target if isinstance(target, str) else f"{target.__module__}.{target.__qualname__}"
 

@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from autohete_fx.capture.assign import (
     BackwardAssignment,
@@ -28,6 +27,7 @@ from autohete_fx.capture.digest import combine, group_digest
 from autohete_fx.capture.layers import Layer, module_layers
 from autohete_fx.capture.paths import dotted, module_stack, scopes
 from autohete_fx.capture.structure import repeated_structure
+from autohete_fx.internals.operators import tree_leaves
 from autohete_fx.ir import Block, BlockGraph, BlockKind, Edge
 
 _WHOLE = "whole"
@@ -144,8 +144,8 @@ def _owner_slots(joint: JointNodes, parameters: Parameters, slot_of: SlotMap) ->
 def _gradients(joint: JointNodes, owners: Mapping[fx.Node, int]) -> SlotMap:
     """Nodes that the graph returns as gradients of parameters, with these parameters' slots."""
     slot_of_input = {node.meta["desc"]: slot for node, slot in owners.items() if "desc" in node.meta}
-    results = pytree.tree_leaves(joint.output.args[0])
-    descs = pytree.tree_leaves(joint.output.meta.get("desc", ()))
+    results = tree_leaves(joint.output.args[0])
+    descs = tree_leaves(joint.output.meta.get("desc", ()))
     gradients: SlotMap = {}
     for result, desc in zip(results, descs, strict=False):
         slot = slot_of_input.get(getattr(desc, "grad_of", None))

@@ -15,10 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
-from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.exc import InductorError
 
 from autohete_fx import passes
 from autohete_fx.cache import load_text, store_text
@@ -32,7 +28,16 @@ from autohete_fx.compiler.shares import Unsettled
 from autohete_fx.compiler.training import TrainingPlanner, TrainingStep
 from autohete_fx.errors import AutoHeteError, PassError
 from autohete_fx.internals import versions
-from autohete_fx.internals.inductor import LastPass, Partitioner, refuse_other_partitioner, run_without_code
+from autohete_fx.internals.configs import functorch_config, inductor_config
+from autohete_fx.internals.inductor import (
+    InductorError,
+    LastPass,
+    Partitioner,
+    compile_fx,
+    compile_fx_inner,
+    refuse_other_partitioner,
+    run_without_code,
+)
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.options import Options
 from autohete_fx.passes import PIPELINE, PassContext, Stage

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import torch
 from torch import fx
-from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
 
 from autohete_fx.capture.inputs import GraphInput, device_of
 from autohete_fx.compiler.pass_identity import pass_identity
 from autohete_fx.internals import versions
+from autohete_fx.internals.configs import functorch_config, inductor_config
 from autohete_fx.options import Options, UserPasses
 
 _PACKAGE = Path(__file__).resolve().parents[1]

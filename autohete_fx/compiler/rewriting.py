@@ -13,9 +13,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch import config as functorch_config
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.fx._lazy_graph_module import _make_graph_module
 
 from autohete_fx import passes
 from autohete_fx.capture.inputs import GraphInput, parameter_fqns, placeholder_inputs
@@ -23,6 +20,8 @@ from autohete_fx.errors import AutoHeteError, PassError
 from autohete_fx.graph import annotations
 from autohete_fx.graph.draws import DRAWN_AGAIN
 from autohete_fx.graph.saved import is_copy, output_args, storage_root, written_inputs
+from autohete_fx.internals.configs import functorch_config
+from autohete_fx.internals.partitioning import make_graph_module, min_cut_rematerialization_partition
 from autohete_fx.ir import BlockDecision, Plan
 from autohete_fx.options import UserPass
 from autohete_fx.passes import PIPELINE, Pass, PassContext, Stage
@@ -49,7 +48,7 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     copied: Any = graph.graph_copy(gm.graph, {}, return_output_node=True)  # the outputs, and the old output node
     graph.output(copied[0]).meta = copy.copy(copied[1].meta)
-    return _make_graph_module(gm, graph)
+    return make_graph_module(gm, graph)
 
 
 def separate_written_inputs(joint: fx.GraphModule) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
-from torch._functorch import config as functorch_config
 
 from autohete_fx import passes
 from autohete_fx.capture.grouping import block_index, group_blocks
@@ -24,6 +23,7 @@ from autohete_fx.compiler.problem import owners_of
 from autohete_fx.compiler.together import Together
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.graph.saved import offloadable
+from autohete_fx.internals.configs import functorch_config
 from autohete_fx.ir import BlockDecision, BlockGraph, Plan, Problem, Profile
 from autohete_fx.ir.labels import labels_of
 from autohete_fx.ir.sizes import format_bytes

@@ -2,9 +2,10 @@
 
 import torch
 from torch import fx
-from torch._prims import rng_prims
 
-DRAWN_AGAIN = (rng_prims.run_and_save_rng_state, rng_prims.run_with_rng_state)
+from autohete_fx.internals.operators import OpOverload, run_and_save_rng_state, run_with_rng_state
+
+DRAWN_AGAIN = (run_and_save_rng_state, run_with_rng_state)
 """What PyTorch's partitioner makes of a random operation that is computed again: the first runs in forward, the second in
 backward."""
 
@@ -14,11 +15,11 @@ _SEEDS = ("prims::inductor_seed", "prims::inductor_seeds")
 
 def draws(node: fx.Node) -> bool:
     """Whether the node draws from a generator, which has other numbers for whatever draws behind it."""
-    is_random = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-    return is_random or node.target is rng_prims.run_and_save_rng_state
+    is_random = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return is_random or node.target is run_and_save_rng_state
 
 
 def makes_seeds(node: fx.Node) -> bool:
     """Whether a node makes the seeds that random numbers of any module are made from. PyTorch 2.15 says that the first module that
     draws has made it."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _SEEDS
+    return isinstance(node.target, OpOverload) and node.target._schema.name in _SEEDS

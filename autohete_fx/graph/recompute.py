@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch.partitioners import get_default_op_list
+
+from autohete_fx.internals.operators import OpOverload
+from autohete_fx.internals.partitioning import get_default_op_list
 
 _SMALL_SHARE = 4
 """A value so many times smaller than what it is made from is kept. It is a norm's statistic or a dropout's mask: to make it
@@ -35,7 +37,7 @@ def is_kept(node: fx.Node) -> bool:
 @functools.cache
 def _is_cheap(target: Any) -> bool:
     """Whether an operator does no more than walk over its arguments. One that is not known is expensive."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return target in get_default_op_list().fusible_ops
     if torch.Tag.pointwise in target.tags or target.overloadpacket in get_default_op_list().fusible_ops:
         return True

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from autohete_fx.graph.ops import SMALLEST_COPY_BYTES, is_dense
+from autohete_fx.internals.operators import OpOverload
 
 
 def output_args(gm: fx.GraphModule) -> list[fx.Node | None]:
@@ -27,7 +28,7 @@ def is_view(node: fx.Node) -> bool:
         return is_view(node.all_input_nodes[0])
     if node.target is torch.ops.aten._unsafe_view.default:  # its schema does not say so
         return True
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
     returns = node.target._schema.returns
     return len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write

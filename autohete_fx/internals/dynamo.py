@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
+from torch._dynamo.exc import Unsupported as Unsupported
 
 from autohete_fx.errors import AutoHeteError
 

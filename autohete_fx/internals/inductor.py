@@ -6,11 +6,26 @@ from typing import Any
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.codecache import CppCodeCache
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._inductor.exc import InductorError
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 
 from autohete_fx.errors import OptionError
 from autohete_fx.internals import versions
+
+__all__ = [
+    "CppCodeCache",
+    "InductorError",
+    "LastPass",
+    "Partitioner",
+    "compile_fx",
+    "compile_fx_inner",
+    "preserve_node_ordering",
+    "refuse_other_partitioner",
+    "run_without_code",
+]
 
 
 def refuse_other_partitioner() -> None:

@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autohete_fx.cache import device_name, load_machine, machine_key, store_machine
+from autohete_fx.internals.modes import unset_fake_temporarily
 from autohete_fx.ir import Lane, Machine
 from autohete_fx.runtime.tiers import ram
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from autohete_fx.errors import OptimizerStateError
+from autohete_fx.internals.modes import DisableTorchFunction
+from autohete_fx.internals.tensors import current_graph_task_id
 from autohete_fx.ir import Overlap
 from autohete_fx.optim import clipping
 from autohete_fx.optim.arguments import as_floats, check_hyperparameters, checked_norm, overlap_named
@@ -190,11 +192,11 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         # What ends a node of a backward pass forgets which modes were entered in it, the fence too.
-        is_guarded = not is_within_call() and torch._C._current_graph_task_id() == -1
+        is_guarded = not is_within_call() and current_graph_task_id() == -1
         models = self._models()
         try:
             try:
-                with watched(self._gradients, but=models), torch._C.DisableTorchFunction():
+                with watched(self._gradients, but=models), DisableTorchFunction():
                     self._step(models, is_guarded=is_guarded)
             finally:
                 _guard(models)

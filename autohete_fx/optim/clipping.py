@@ -25,8 +25,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from autohete_fx.internals.tensors import group_by_device_and_dtype
 from autohete_fx.runtime.pending.norms import norms_of
 from autohete_fx.runtime.tiers.host import host_view, is_home
 
@@ -46,7 +46,7 @@ def total_norm(grads: Sequence[Tensor], known: Sequence[Tensor | None]) -> Tenso
     tensors = [host_view(grad) if there else grad for grad, there in zip(grads, by_host, strict=True)]
     norms: list[Tensor] = []  # in the order that PyTorch adds them up in
     listed: list[Tensor | None] = list(tensors)
-    for [_], places in _group_tensors_by_device_and_dtype([listed], with_indices=True).values():
+    for [_], places in group_by_device_and_dtype([listed], with_indices=True).values():
         missing = iter(norms_of([tensors[at] for at in places if known[at] is None]))
         norms += [next(missing) if (norm := known[at]) is None else norm for at in places]
     device = grads[0].device

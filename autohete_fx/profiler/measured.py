@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
-from torch.fx._lazy_graph_module import _make_graph_module
 
 from autohete_fx.cache import load_text, machine_key, store_text
+from autohete_fx.internals.partitioning import make_graph_module
 from autohete_fx.ir import Machine, Profile
 from autohete_fx.profiler.analytic import BlockTimes, analytic_times, costs_from_times
 from autohete_fx.profiler.memory.liveness import trace_memory
@@ -79,7 +79,7 @@ def extract_block(
     ]
     output = graph.output(tuple(results))
     output.meta["val"] = tuple(node.meta["val"] for node in results)
-    return _make_graph_module(graph_module, graph)
+    return make_graph_module(graph_module, graph)
 
 
 def values_not_stored(graph_module: fx.GraphModule, device_type: str, inner_backend: str) -> frozenset[str]:

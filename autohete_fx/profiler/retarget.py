@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
+
+from autohete_fx.internals.modes import FakeTensor
 
 
 def retarget(graph_module: fx.GraphModule, device: torch.device) -> None:

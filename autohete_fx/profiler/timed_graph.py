@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import _guards, fx
-from torch.utils._python_dispatch import _disable_current_modes
+from torch import fx
 
 from autohete_fx.graph.saved import hint
+from autohete_fx.internals.modes import compile_context, disable_current_modes, tracing
 
 CompileGraph = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Callable[[list[Any]], Any]]
 """A graph and its fake inputs to something that runs it on a list of real ones."""
@@ -25,8 +25,8 @@ _RUN_LIMIT_S = 0.4
 
 def compile_inductor(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[[list[Any]], Any]:
     """Compile with Inductor, without the passes that the surrounding compilation has installed."""
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
+    from autohete_fx.internals.configs import inductor_config as config
+    from autohete_fx.internals.inductor import compile_fx_inner
 
     with config.patch({"post_grad_custom_post_pass": None, "post_grad_custom_pre_pass": None}):
         return compile_fx_inner(graph_module, list(inputs), is_inference=False)
@@ -45,9 +45,9 @@ def outside_tracing() -> Iterator[None]:
     Random state is put back: what a model draws must not depend on whether it was timed.
     """
     with (
-        _disable_current_modes(),
-        _guards.tracing(None),
-        _guards.compile_context(None),
+        disable_current_modes(),
+        tracing(None),
+        compile_context(None),
         torch.no_grad(),
         torch.random.fork_rng(devices=range(torch.cuda.device_count())),
     ):

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from autohete_fx.internals.modes import FakeTensor
 from autohete_fx.runtime.tiers.host import is_home
 
 _SOURCE = r"""
@@ -312,7 +312,7 @@ class _OlderStorage:
 @functools.cache
 def _counter() -> CDLL:
     """The library, compiled, installed and aware of the tensors that exist. One per process, as is the allocator."""
-    from torch._inductor.codecache import CppCodeCache
+    from autohete_fx.internals.inductor import CppCodeCache
 
     directory = Path(torch.__file__).parent / "lib"
     library = CppCodeCache.load(_SOURCE, extra_flags=(f"-L{directory}", "-Wl,--no-as-needed", "-lc10"))

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autohete_fx.graph.ops import SMALLEST_COPY_BYTES
+from autohete_fx.internals.modes import disable_current_modes
 from autohete_fx.ir import BlockDecision, Optimizer, Params
 from autohete_fx.runtime.disk import DiskTier
 from autohete_fx.runtime.pending.updates import Updates
@@ -103,7 +103,7 @@ def place_param(param: Tensor, placement: Placement) -> None:
     """
     # Compilers place parameters in the middle of tracing, and users may compile under inference mode; the parameter
     # outlives both as an ordinary tensor.
-    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+    with disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         tier, data = placement.tier, param.data
         if placement.params is Params.HOST:
             if not tier.owns(data):

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autohete_fx.errors import OptionError
+from autohete_fx.internals.modes import FakeTensorMode
 from autohete_fx.whatif.architectures import find_architecture
 
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop")

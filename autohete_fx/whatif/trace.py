@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
-from torch._dynamo.exc import Unsupported
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autohete_fx.capture.grouping import block_index, group_blocks
 from autohete_fx.capture.inputs import GraphInput, graph_inputs, parameter_fqns
@@ -18,7 +16,9 @@ from autohete_fx.compiler import rewriting
 from autohete_fx.compiler.problem import Limits, input_bytes, make_problem, param_infos, small_bytes
 from autohete_fx.errors import AutoHeteError, CaptureError
 from autohete_fx.internals import dynamo
+from autohete_fx.internals.dynamo import Unsupported
 from autohete_fx.internals.inductor import Partitioner, run_without_code
+from autohete_fx.internals.modes import FakeTensorMode
 from autohete_fx.ir import Machine
 from autohete_fx.ir.labels import labels_of
 from autohete_fx.optim import AdamW
@@ -75,7 +75,7 @@ def _traced_step(name: str, sketch: Sketch, machine: Machine, options: Options) 
 
         return run_without_code(gm, example_inputs, Partitioner(partition, "what-if"))
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     try:
         torch.compile(sketch.loss, backend=look, fullgraph=True, dynamic=False)(*sketch.inputs)
     except Unsupported as error:
@@ -84,7 +84,7 @@ def _traced_step(name: str, sketch: Sketch, machine: Machine, options: Options) 
             f"{name} does not compile to one graph: {reason}; plan it where it runs, with autohete_fx.explain"
         ) from error
     finally:
-        torch._dynamo.reset()
+        torch.compiler.reset()
     del optimizer
     if len(found) != 1:
         raise CaptureError(f"{name} has nothing to train: no parameter requires a gradient")

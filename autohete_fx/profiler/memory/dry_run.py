@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter
 
 from autohete_fx.graph import ops
 from autohete_fx.internals import versions
+from autohete_fx.internals.modes import FakeTensor, FakeTensorMode, TorchDispatchMode, disable_current_modes
+from autohete_fx.internals.operators import tree_iter
 from autohete_fx.profiler.memory.node_kinds import aligned_bytes
 from autohete_fx.profiler.memory.scratch import scratch_bytes
 
@@ -56,7 +55,7 @@ def dry_run(forward: CompiledCode, backward: CompiledCode | None, num_outputs: i
     call, calls_back = _python_call(forward.graph), None if backward is None else _python_call(backward.graph)
     if call is None or (calls_back is None) != (backward is None) or not all(map(_is_sized, forward.inputs)):
         return None
-    with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True), _Allocations(device_type) as memory:
+    with disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True), _Allocations(device_type) as memory:
         outputs = list(_run(call, [memory.fake(value, counted=False) for value in forward.inputs]))
         if backward is None or calls_back is None:
             return memory.peak_bytes

@@ -16,6 +16,7 @@ from torch import fx
 
 from autohete_fx.graph import ops
 from autohete_fx.graph.saved import hint
+from autohete_fx.internals.operators import OpOverload
 
 CUDA_ALIGNMENT_BYTES = 512
 """The CUDA caching allocator hands out multiples of this."""
@@ -186,7 +187,7 @@ def innermost_call(target: object, args: tuple[Any, ...]) -> tuple[str, tuple[An
 def innermost_operator(target: object, args: tuple[Any, ...]) -> tuple[object, tuple[Any, ...]]:
     """What `innermost_call` names."""
     for position, arg in enumerate(args):
-        if isinstance(arg, torch._ops.OpOverload):
+        if isinstance(arg, OpOverload):
             return arg, tuple(args[position + 1 :])
     return target, args
 
@@ -211,7 +212,7 @@ def kind_of(node: fx.Node) -> Kind:
     if name in _POINTWISE:
         return Kind.POINTWISE
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         if torch.Tag.pointwise in target.tags:
             return Kind.POINTWISE
         infos = [ret.alias_info for ret in target._schema.returns]
@@ -350,7 +351,7 @@ class RealizeThresholds:
 
 def realize_thresholds(device_type: str) -> RealizeThresholds:
     """The installed Inductor's thresholds."""
-    from torch._inductor import config
+    from autohete_fx.internals.configs import inductor_config as config
 
     # 2.13 gives a CPU thresholds of its own, 2.11 has one for all
     def pick(name: str, fallback: str, cpu_name: str) -> int:

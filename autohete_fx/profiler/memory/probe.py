@@ -13,9 +13,9 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from autohete_fx.graph.saved import hint
+from autohete_fx.internals.operators import OpOverload, tree_leaves, tree_map
 from autohete_fx.profiler.memory.node_kinds import extent_bytes
 from autohete_fx.profiler.timed_graph import outside_tracing, real_input
 
@@ -51,7 +51,7 @@ class Probe:
         Returns None where it cannot be measured: its values decide how much it takes, the limit forbids it, or it refuses inputs
         of random floats and integers that are zero.
         """
-        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        if not isinstance(target, OpOverload) or target.namespace != "aten":
             return None
         tensors = _tensors((args, kwargs))
         if not self._can_run(target, tensors):
@@ -64,7 +64,7 @@ class Probe:
             self._known[key] = self._measured(target, args, kwargs) if fits else None
         return self._known[key]
 
-    def _can_run(self, target: torch._ops.OpOverload, tensors: list[torch.Tensor]) -> bool:
+    def _can_run(self, target: OpOverload, tensors: list[torch.Tensor]) -> bool:
         infos = [each.alias_info for each in target._schema.returns]
         is_view = any(info is not None and not info.is_write for info in infos)
         if not tensors or is_view or any(tag in target.tags for tag in _SIZES_BY_VALUE):
@@ -74,7 +74,7 @@ class Probe:
         # An index that is out of bounds is an error on a CPU, and the end of the process on CUDA.
         return self._device_type == "cpu" or all(t.is_floating_point() for t in tensors)
 
-    def _measured(self, target: torch._ops.OpOverload, args: Any, kwargs: Any) -> int | None:
+    def _measured(self, target: OpOverload, args: Any, kwargs: Any) -> int | None:
         found: list[int] = []
         with outside_tracing():
             try:

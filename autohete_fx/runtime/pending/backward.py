@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from autohete_fx.errors import OptimizerStateError
+from autohete_fx.internals.tensors import current_autograd_node
 from autohete_fx.runtime.lanes.ticket import Ticket
 from autohete_fx.runtime.pending.addresses import address_of
 from autohete_fx.runtime.pending.norms import Norms
@@ -149,7 +150,7 @@ class Early:
         Returns:
             Whether it did.
         """
-        node: Any = torch._C._current_autograd_node()
+        node: Any = current_autograd_node()
         if node is None or edge >= len(node.next_functions):
             return False
         param = getattr(node.next_functions[edge][0], "variable", None)

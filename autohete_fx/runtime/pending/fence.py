@@ -26,10 +26,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._C import _get_function_stack_at, _len_torch_function_stack
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
+from torch.overrides import TorchFunctionMode
 
+from autohete_fx.internals.modes import DeviceContext, function_modes, pop_function_mode, push_function_mode
 from autohete_fx.runtime.pending.backward import Early
 
 _PROPERTIES = (
@@ -189,7 +188,7 @@ def _is_default_device(mode: object) -> bool:
 
 def _modes() -> list[Any]:
     """This thread's, lowest first."""
-    return [_get_function_stack_at(at) for at in range(_len_torch_function_stack())]
+    return function_modes()
 
 
 def _exchange(wanted: list[Any], *, where_interrupted: list[Any]) -> None:
@@ -202,7 +201,7 @@ def _exchange(wanted: list[Any], *, where_interrupted: list[Any]) -> None:
 
 
 def _set_modes(modes: list[Any]) -> None:
-    while _len_torch_function_stack():
-        _pop_mode()
+    while function_modes():
+        pop_function_mode()
     for mode in modes:
-        _push_mode(mode)
+        push_function_mode(mode)

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._foreach_utils import _has_foreach_support
 
+from autohete_fx.internals.tensors import has_foreach_support
 from autohete_fx.runtime.pending.addresses import address_of
 from autohete_fx.runtime.tiers.host import lease_of
 
@@ -69,6 +69,6 @@ def _layout_of(t: Tensor) -> tuple[Any, ...]:
 
 def norms_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Of tensors of one device and dtype, as ``torch.nn.utils.get_total_norm`` takes them: how many there are changes no bit."""
-    if tensors and _has_foreach_support(list(tensors), tensors[0].device):
+    if tensors and has_foreach_support(list(tensors), tensors[0].device):
         return torch.ops.aten._foreach_norm.Scalar(list(tensors), 2.0)
     return [torch.linalg.vector_norm(t, 2.0) for t in tensors]

@@ -16,10 +16,11 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from autohete_fx.errors import HostMemoryError
 from autohete_fx.graph.ops import copied_strides
+from autohete_fx.internals.modes import DisableTorchFunction, disable_current_modes, has_dispatch_modes
+from autohete_fx.internals.tensors import storage_at
 from autohete_fx.runtime.tiers.arena import ALIGNMENT_BYTES, Arena
 from autohete_fx.runtime.tiers.mapped_files import MakeChunk, check_directory, map_file, without_file
 from autohete_fx.runtime.tiers.pinned import cuda_unregister, pin
@@ -203,7 +204,7 @@ class PinnedTier(HostTier):
 
     def _storage(self, lease: "ctypes.Array[ctypes.c_char]") -> torch.UntypedStorage:
         # This storage has no deleter; the lease that the caller hangs on it is what keeps the bytes.
-        storage = torch._C._construct_storage_from_data_pointer(ctypes.addressof(lease), self.device, len(lease))
+        storage = storage_at(ctypes.addressof(lease), self.device, len(lease))
         return cast(torch.UntypedStorage, storage)  # PyTorch's stub names the C++ type
 
 
@@ -239,7 +240,7 @@ def is_home(t: torch.Tensor) -> bool:
 
 def lease_of(t: torch.Tensor) -> "ctypes.Array[ctypes.c_char] | None":
     """The lease of a home; None for any other tensor."""
-    with torch._C.DisableTorchFunction():  # asked in between, it is no use of the tensor
+    with DisableTorchFunction():  # asked in between, it is no use of the tensor
         return getattr(t.untyped_storage(), _LEASE, None) if is_home(t) else None
 
 
@@ -261,8 +262,7 @@ def lease_view(t: torch.Tensor) -> torch.Tensor:
 
 def without_modes() -> contextlib.AbstractContextManager[object]:
     """No modes inside. In training there are none, and to look for them takes longer than all else here."""
-    active = torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()
-    return _disable_current_modes() if active else contextlib.nullcontext()
+    return disable_current_modes() if has_dispatch_modes() else contextlib.nullcontext()
 
 
 def span(size: Sequence[int], stride: Sequence[int]) -> int:

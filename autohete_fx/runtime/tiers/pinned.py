@@ -37,10 +37,11 @@ def cuda_register(address: int, num_bytes: int) -> int:
 def _clear_last_error() -> None:
     """CUDA keeps the error of a refused call, and PyTorch would raise it behind the next kernel, whatever that is."""
     import torch
-    from torch.utils._python_dispatch import _disable_current_modes
+
+    from autohete_fx.internals.modes import disable_current_modes
 
     # A kernel that raises, and thereby clears, the error that we know of; tracing would launch none.
-    with _disable_current_modes(), contextlib.suppress(RuntimeError):
+    with disable_current_modes(), contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 
 
@@ -92,12 +93,13 @@ def pin(
 def _populate(mapping: mmap.mmap) -> None:
     """Have the kernel find all pages, large ones if it has them, on all threads."""
     import torch
-    from torch.utils._python_dispatch import _disable_current_modes
+
+    from autohete_fx.internals.modes import disable_current_modes
 
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without it makes this slower, not wrong
             mapping.madvise(getattr(mmap, advice))
-    with _disable_current_modes():
+    with disable_current_modes():
         # More often than each page: PyTorch gives every thread tens of thousands of elements, however far apart they are.
         torch.frombuffer(mapping, dtype=torch.uint8)[:: mmap.PAGESIZE // 8].fill_(0)
 

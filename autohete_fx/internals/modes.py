@@ -1,0 +1,38 @@
+"""Modes that stand between a call of PyTorch's and its kernel, and tensors without memory."""
+
+from torch._C import DisableTorchFunction, _get_function_stack_at, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._guards import compile_context, detect_fake_mode, tracing
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.overrides import _pop_mode as pop_function_mode
+from torch.overrides import _push_mode as push_function_mode
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+
+__all__ = [
+    "DeviceContext",
+    "DisableTorchFunction",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "compile_context",
+    "detect_fake_mode",
+    "disable_current_modes",
+    "function_modes",
+    "has_dispatch_modes",
+    "pop_function_mode",
+    "push_function_mode",
+    "tracing",
+    "unset_fake_temporarily",
+]
+
+
+def function_modes() -> list[object]:
+    """Those on this thread's stack, the lowest first."""
+    return [_get_function_stack_at(at) for at in range(_len_torch_function_stack())]
+
+
+def has_dispatch_modes() -> bool:
+    """Whether any mode of the dispatcher is on, of tracing or of a user."""
+    return bool(_len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch())

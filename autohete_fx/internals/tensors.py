@@ -1,0 +1,15 @@
+"""Storages over given memory, PyTorch's grouping of tensors for its foreach kernels, and the backward that runs."""
+
+from torch._C import _construct_storage_from_data_pointer as storage_at
+from torch._C import _current_autograd_node as current_autograd_node
+from torch._C import _current_graph_task_id as current_graph_task_id
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_by_device_and_dtype
+from torch.utils._foreach_utils import _has_foreach_support as has_foreach_support
+
+__all__ = [
+    "current_autograd_node",
+    "current_graph_task_id",
+    "group_by_device_and_dtype",
+    "has_foreach_support",
+    "storage_at",
+]
