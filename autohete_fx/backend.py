@@ -24,7 +24,8 @@ from autohete_fx.compiler import compilation as compilation_module
 from autohete_fx.compiler.assumptions import Assumptions
 from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.compiler.graph import GraphCompiler
-from autohete_fx.compiler.model import GraphParameters, Model, find_model
+from autohete_fx.compiler.model import Model, find_model
+from autohete_fx.compiler.parameters import GraphParameters
 from autohete_fx.errors import AutoHeteError
 from autohete_fx.internals import dynamo, versions
 from autohete_fx.ir import LaneRecord, Overlap, Schedule

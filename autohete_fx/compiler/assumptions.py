@@ -17,7 +17,8 @@ from types import CodeType
 import torch
 
 from autohete_fx.capture.inputs import GraphInput
-from autohete_fx.compiler.model import GraphParameters, Model, origin_of
+from autohete_fx.compiler.model import Model, origin_of
+from autohete_fx.compiler.parameters import GraphParameters
 from autohete_fx.compiler.problem import state_bytes
 from autohete_fx.errors import PlanError
 from autohete_fx.internals import dynamo

@@ -23,7 +23,8 @@ from autohete_fx.compiler import rewriting
 from autohete_fx.compiler.captured import CapturedGraph
 from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.compiler.inference import InferenceGraph, rewrite_inference
-from autohete_fx.compiler.model import Model, place
+from autohete_fx.compiler.model import Model
+from autohete_fx.compiler.parameters import place
 from autohete_fx.compiler.shares import Unsettled
 from autohete_fx.compiler.training import TrainingPlanner, TrainingStep
 from autohete_fx.errors import AutoHeteError, PassError

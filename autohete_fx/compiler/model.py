@@ -2,34 +2,28 @@
 
 A graph break makes several graphs of one model, a new shape or ``no_grad`` another; they are told to be one model by
 the parameters that they read, or by the autohete_fx optimizer that holds them.
-Each training graph leaves a note of the device memory that it takes beside the others. Their parameters are placed here.
+Each training graph leaves a note of the device memory that it takes beside the others.
 """
 
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autohete_fx.capture.inputs import GraphInput, device_of
-from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.compiler.keys import graph_digest
 from autohete_fx.compiler.shares import Origin, Shares
 from autohete_fx.internals import dynamo
-from autohete_fx.ir import Optimizer, Overlap
-from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.machine.budgets import host_budget_bytes
 from autohete_fx.optim.owners import optimizer_of
-from autohete_fx.optim.start import start_update
 from autohete_fx.options import Options
-from autohete_fx.runtime.pending import calls, unplanned
-from autohete_fx.runtime.placement import Placement, moved_states, place_param, placement_of
+from autohete_fx.runtime.pending import calls
 from autohete_fx.runtime.session import Session, is_live
 
 log = logging.getLogger(__name__)
@@ -104,7 +98,7 @@ def find_model(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Option
         model = found if isinstance(found, Model) and found.session.device == device_of(inputs) else None
     model = model or new_model(gm, inputs, options)
     for parameter in parameters:
-        _models[parameter] = weakref.ref(model)
+        note_model(parameter, model)
     code = dynamo.code_being_compiled()
     if code is not None:
         model.codes[origin_of(inputs)] = code
@@ -134,127 +128,6 @@ def _fresh_digest(digest: str) -> str:
     return candidate
 
 
-def place(
-    params: Mapping[str, torch.nn.Parameter], compilation: Compilation, model: Model, *, but: Collection[str] = ()
-) -> None:
-    """Put parameters of the model where the plan has their blocks'.
-
-    Args:
-        params: by name, at least those that ``compilation`` knows the owners of.
-        but: names of those that stay where they are.
-    """
-    plan, session = compilation.plan, model.session
-    session.updates.early.starter = start_update
-    moved = moved_states(plan.decisions, compilation.owners, params)
-    for name, block in compilation.owners.items():
-        if name in but:
-            continue
-        decision = plan.decisions[block]
-        optimizer = moved.get(name, Optimizer.DEVICE)
-        _models[params[name]] = weakref.ref(model)
-        placement = Placement(
-            params=decision.params,
-            optimizer=optimizer,
-            tier=session.tier,
-            block=block,
-            updates=session.updates,
-            disk=session.disk if optimizer is Optimizer.DISK else None,
-        )
-        place_param(params[name], placement)
-    # Now rather than in the first step: at once, no more than that, and a refusal finds a model that has not trained. What a second
-    # model or graph takes of the same tier comes as it is needed: it cannot be told from a second shape of what is there.
-    session.tier.reserve(plan.host_bytes)
-
-
-class GraphParameters:
-    """The movable parameters that a compiled graph is called with.
-
-    Dynamo serves a second model of one class and options with the first one's code, and tells nobody. The parameters of
-    that model join the first one's session, on which the code runs, and are placed when they first come. Where the first model is
-    still there, the budget does not count the second one, which a warning says.
-
-    Args:
-        inputs: of the graph.
-        compilation: what was decided for it.
-        model: whose session the code refers to.
-
-    Attributes:
-        num_arrivals: how often it was called with others than the call before.
-    """
-
-    def __init__(self, inputs: Sequence[GraphInput], compilation: Compilation, model: Model) -> None:
-        self.compilation = compilation
-        self.model = model
-        self._indices = {item.name: item.index for item in inputs if item.name in compilation.owners}
-        self._seen: list[weakref.ref[torch.nn.Parameter]] = []
-        self._awaited: frozenset[int] = frozenset()
-        self._call: Callable[[], object] = _nothing
-        self.num_arrivals = 0
-
-    @property
-    def latest(self) -> dict[str, torch.nn.Parameter]:
-        """Those of the latest call, by name; none where it has not been called or any of them is gone."""
-        found = dict(zip(self._indices, (seen() for seen in self._seen), strict=False))
-        return {} if None in found.values() else {name: p for name, p in found.items() if p is not None}
-
-    def arrive(self, args: Sequence[Any]) -> frozenset[int]:
-        """Place those of a call that no plan has placed yet. Returns the identities of those whose updates the graph's nodes
-        wait for."""
-        given = args[0] if len(args) == 1 and isinstance(args[0], list) else args  # one list where the call is boxed
-        params = {name: given[index] for name, index in self._indices.items()}
-        if not (self._seen and all(seen() is param for seen, param in zip(self._seen, params.values(), strict=True))):
-            self._warn_of_others(params)
-            unplanned.note_graph(
-                params,
-                is_training=self.compilation.training,
-                is_limited=self.compilation.device_budget_bytes is not None,
-            )
-            planned = {name for name, param in params.items() if _is_planned(param)}
-            if len(planned) < len(params):
-                place(params, self.compilation, self.model, but=planned)
-            self._seen = [weakref.ref(param) for param in params.values()]
-            self.num_arrivals += 1
-            self._awaited = self._awaited_of(params)
-        return self._awaited
-
-    def _warn_of_others(self, params: Mapping[str, torch.nn.Parameter]) -> None:
-        """Once, where training has a budget and the code comes to serve other parameters while those that it served live."""
-        before, given = [seen() for seen in self._seen], set(map(id, params.values()))
-        is_limited = self.compilation.training and self.compilation.device_budget_bytes is not None
-        call = calls.outermost()
-        is_same_call, self._call = call is not None and self._call() is call, weakref.ref(call) if call else _nothing
-        if not before or not is_limited or self.model.has_warned or any(p is None or id(p) in given for p in before):
-            return
-        self.model.has_warned = True
-        if is_same_call:
-            log.warning(
-                "a call runs code that was compiled for one module for others of its class, too: Dynamo compiled them one by one,"
-                " because it could not compile the function that calls them (%s). memory_budget counts one of them. Each leaves %s"
-                " on the device between forward and backward and after it. Take the graph break out of the loop over them, which"
-                " TORCH_LOGS=graph_breaks names",
-                calls.eager_function() or "it was given up in an earlier call",
-                format_bytes(self.compilation.footprint.total_bytes),
-            )
-        else:
-            log.warning(
-                "the code that was compiled for one module serves another one of its class now, and the first one is still alive: a"
-                " variable or the traceback of an exception keeps it, or both are blocks of one model. Both are on the device, and"
-                " memory_budget counts one of them. Delete the first one and its optimizer, and call torch._dynamo.reset(), before"
-                " another one is made; or compile the module that holds both, where both are needed"
-            )
-
-    def _awaited_of(self, params: Mapping[str, torch.nn.Parameter]) -> frozenset[int]:
-        plan = self.compilation.plan
-        if plan.schedule.overlap is Overlap.NONE:
-            return frozenset()
-        return frozenset(id(params[name]) for name in moved_states(plan.decisions, self.compilation.owners, params))
-
-
-def _nothing() -> None:
-    """What a reference to nothing gives."""
-
-
-def _is_planned(param: torch.nn.Parameter) -> bool:
-    """Whether a plan has placed it; ``autohete_fx.place`` puts parameters on the host for none."""
-    placement = placement_of(param)
-    return placement is not None and placement.updates is not None
+def note_model(parameter: torch.Tensor, model: Model) -> None:
+    """A parameter belongs to a model."""
+    _models[parameter] = weakref.ref(model)

@@ -17,13 +17,13 @@ from autohete_fx import Activations, BlockDecision, Plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # transformers' own
 KEEP, RECOMPUTE = BlockDecision(), BlockDecision(activations=Activations.RECOMPUTE)
-DECISIONS = (KEEP, RECOMPUTE, BlockDecision(activations=Activations.SELECTIVE), RECOMPUTE, KEEP)
-LABELS = ("prologue", *(f"model.layers.{layer}" for layer in range(3)), "epilogue")
+DECISIONS = (KEEP, RECOMPUTE, BlockDecision(activations=Activations.SELECTIVE), KEEP)
+LABELS = ("prologue", *(f"model.layers.{layer}" for layer in range(2)), "epilogue")
 CONFIG: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
