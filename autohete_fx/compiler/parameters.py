@@ -124,7 +124,7 @@ class GraphParameters:
             log.warning(
                 "the code that was compiled for one module serves another one of its class now, and the first one is still alive: a"
                 " variable or the traceback of an exception keeps it, or both are blocks of one model. Both are on the device, and"
-                " memory_budget counts one of them. Delete the first one and its optimizer, and call torch._dynamo.reset(), before"
+                " memory_budget counts one of them. Delete the first one and its optimizer, and call torch.compiler.reset(), before"
                 " another one is made; or compile the module that holds both, where both are needed"
             )
 

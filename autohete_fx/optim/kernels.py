@@ -1,6 +1,6 @@
 """The arithmetic of AdamW: two kernels, on tensors that stay where they are.
 
-* **Full precision** (fp32 and fp64 parameters): ``torch._fused_adamw_``, the kernel of
+* **Full precision** (fp32 and fp64 parameters): ``torch.ops.aten._fused_adamw_``, the kernel of
   ``torch.optim.AdamW(fused=True)``, so results are bitwise its own wherever the tensors live.
 * **Mixed** (bf16 and fp16 parameters): one pass over the memory. In: gradient, weight, fp32 master and moments. Out:
   weight, master and moments. 28 bytes a parameter, and 2 more because the old weight is read too. The reference is
@@ -50,7 +50,7 @@ def update_full_precision(
     steps: list[Tensor],
     group: Mapping[str, Any],
 ) -> None:
-    """One step of ``torch._fused_adamw_`` on tensors of one dtype and device; increments ``steps``. No temporaries."""
+    """One step of ``torch.ops.aten._fused_adamw_`` on tensors of one dtype and device; increments ``steps``. No temporaries."""
     torch.ops.aten._foreach_add_.Scalar(steps, 1)
     update_at_step(params, grads, exp_avgs, exp_avg_sqs, steps, group)
 

@@ -106,7 +106,7 @@ def trace_step(
         num_outputs: leading outputs of ``forward`` that are the caller's; the others are the leading placeholders
             of ``backward``, in order.
         device_type, inner_backend: as in `trace_memory`.
-        donates: whether backward may write over saved tensors (``torch._functorch.config.donated_buffer``). Over the gradients of
+        donates: whether backward may write over saved tensors (AOTAutograd's ``donated_buffer``). Over the gradients of
             outputs it never may.
         after: for nodes of ``backward``, others that will have run before them, by name, beside their arguments.
     """
