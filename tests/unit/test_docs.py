@@ -1,5 +1,6 @@
 """README is short, and what it and docs/ point to is there."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -37,3 +38,13 @@ def test_rooms_of_the_house_are_there():
     for room in rooms:
         found = [ROOT / "autohete_fx" / room, *(ROOT / "autohete_fx").glob(f"*/{room}")]
         assert any(path.is_dir() for path in found), room
+
+
+def test_words_of_warnings_and_errors_are_said():
+    sources = (ast.parse(path.read_text()) for path in (ROOT / "autohete_fx").rglob("*.py"))
+    said = [node.value for tree in sources for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    texts = [text for text in said if isinstance(text, str)]
+    quoted = re.findall(r'^\| "([^"]+)"', (ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.M)
+    assert len(quoted) > 8
+    for words in quoted:
+        assert any(words in text for text in texts), words
