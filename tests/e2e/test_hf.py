@@ -9,6 +9,7 @@ import torch
 import transformers as hf
 
 import autohete_fx
+from autohete_fx.internals import versions
 from tests import training
 
 pytestmark = pytest.mark.slow
@@ -38,6 +39,9 @@ OPT = {
 GPT2 = {"vocab_size": 128, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "use_cache": False}
 BERT = {key: LLAMA[key] for key in list(LLAMA)[:5]} | {"max_position_embeddings": 128}
 T5 = {"vocab_size": 128, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "use_cache": False}
+
+SHARE = 0.62 if versions.backward_holds_arguments() else 0.6
+"""Of plain's peak. PyTorch 2.11 holds the gradient of the logits, too, which no plan moves."""
 
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)),
@@ -80,13 +84,13 @@ def foreign_bytes() -> int:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore")  # transformers' own
-def test_trains_equal_to_plain_at_60_percent(name: str):
+def test_trains_equal_to_plain_within_a_share_of_its_memory(name: str):
     before = foreign_bytes()
     model = make(name)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     model.compile(backend="aot_eager")
     expected, plain_peak = train(model, optimizer)
-    budget = int((plain_peak - before) * 0.6)
+    budget = int((plain_peak - before) * SHARE)
     del model, optimizer
     torch._dynamo.reset()
     before = foreign_bytes()
