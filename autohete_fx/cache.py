@@ -5,6 +5,7 @@ Enter a kind, a key and text; the same text leaves in a later process. The direc
 Files are replaced atomically and carry a version; a damaged one counts as absent and is written again.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -113,6 +114,7 @@ def machine_key(device: torch.device, offload_dir: str | None = None) -> str:
     return "|".join(map(str, parts))
 
 
+@functools.cache
 def device_name(device_type: str, index: int | None) -> str:
     """The GPU's name, or the CPU's model."""
     if device_type == "cuda":

@@ -86,7 +86,6 @@ def _is_in_ram(directory: str) -> bool:
         return any(each[2] == number and each[each.index("-") + 1] in ("tmpfs", "ramfs") for each in mounts)
 
 
-@functools.cache
 def best_seconds(device: torch.device, run: Callable[[], object]) -> float:
     """Best of a few timed runs, after one that warms up."""
     best = float("inf")
