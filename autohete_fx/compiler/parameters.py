@@ -89,7 +89,7 @@ class GraphParameters:
         params = {name: given[index] for name, index in self._indices.items()}
         if not (self._seen and all(seen() is param for seen, param in zip(self._seen, params.values(), strict=True))):
             self._warn_of_others(params)
-            unplanned.note_graph(
+            unplanned.note_run(
                 params,
                 is_training=self.compilation.training,
                 is_limited=self.compilation.device_budget_bytes is not None,

@@ -191,3 +191,25 @@ def test_gradients_that_come_from_eager_code_are_told_with_their_bytes(caplog: p
     take_steps(model, model)
     (told,) = [message for message in messages(caplog) if "come from eager code" in message]
     assert "gradients of 4 parameters, such as layers.0.0.weight" in told and "768 KiB" in told
+
+
+def test_a_function_that_waits_is_not_told_of_small_parameters_that_another_one_trains(
+    caplog: pytest.LogCaptureFixture,
+):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    @torch.compile(backend="autohete", options=EAGER)
+    def loss_of(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    @torch.compile(backend="autohete", options=EAGER)
+    def not_called_yet(x: Tensor) -> Tensor:
+        return model(x)
+
+    optimizer = autohete_fx.AdamW(model.parameters())
+    for _ in range(4):
+        loss_of(torch.randn(4, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not_called_yet is not None and messages(caplog) == []

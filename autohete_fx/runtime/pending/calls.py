@@ -302,6 +302,7 @@ def _calls() -> list[_Call]:
 def note_compiled_graph(inputs: Iterable[Tensor]) -> None:
     """Our backend compiles a graph, and may move the parameters among its inputs."""
     tensors = list(inputs)
+    unplanned.note_compilation(tensors)
     for updates in {found for call in _calls() for found in call.updates()}:
         updates.early.refuse(tensors)
     for call in _calls()[-1:]:

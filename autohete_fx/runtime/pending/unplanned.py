@@ -9,7 +9,7 @@ these? Has a parameter a gradient that comes from no graph of ours, though one r
 
 import logging
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,10 +25,11 @@ _STEPS = 2
 _waiting: "weakref.WeakKeyDictionary[object, weakref.ref[object] | None]" = weakref.WeakKeyDictionary()
 """By what lives as long as a compiled function: the module or function that was compiled, where that is known."""
 
-_read: "WeakIdKeyDictionary" = (
+_compiled: "WeakIdKeyDictionary" = WeakIdKeyDictionary()  # parameters that some graph of ours reads
+_trained: "WeakIdKeyDictionary" = WeakIdKeyDictionary()  # large ones that a training graph of ours ran with
+_inferred: "WeakIdKeyDictionary" = (
     WeakIdKeyDictionary()
-)  # parameters that graphs of ours ran with -> their names where there is a budget
-_trained: "WeakIdKeyDictionary" = WeakIdKeyDictionary()  # those that training graphs of ours ran with
+)  # others that one without gradients ran with in a budget -> their names
 
 
 def await_call(key: object, compiled: object) -> None:
@@ -47,11 +48,19 @@ def note_call(key: object) -> None:
     _waiting.pop(key, None)
 
 
-def note_graph(parameters: Mapping[str, Tensor], *, is_training: bool, is_limited: bool) -> None:
-    """A graph of ours runs with these large parameters, by name. ``is_limited``: within a budget."""
-    _read.update({parameter: name if is_limited else None for name, parameter in parameters.items()})
-    if is_training:
-        _trained.update(dict.fromkeys(parameters.values(), True))
+def note_compilation(inputs: Iterable[Tensor]) -> None:
+    """Our backend compiles a graph with these inputs."""
+    _compiled.update({t: True for t in inputs if isinstance(t, nn.Parameter)})
+
+
+def note_run(parameters: Mapping[str, Tensor], *, is_training: bool, is_limited: bool) -> None:
+    """A graph of ours gets these large parameters, by name. ``is_limited``: within a budget."""
+    for name, parameter in parameters.items():
+        if is_training:
+            _trained[parameter] = True
+            _inferred.pop(parameter, None)
+        elif is_limited and parameter not in _trained:
+            _inferred[parameter] = name
 
 
 class Watch:
@@ -91,7 +100,7 @@ def _told_of_uncalled(params: Collection[Tensor]) -> str:
 
 
 def _uncalled_of(params: Collection[Tensor]) -> str | None:
-    if any(param in _read for param in params):
+    if any(param in _compiled for param in params):
         return None
     given = set(map(id, params))
     for key, reference in list(_waiting.items()):
@@ -106,13 +115,15 @@ def _uncalled_of(params: Collection[Tensor]) -> str | None:
 
 def _told_of_eager(params: Collection[Tensor], states: Mapping[Tensor, Mapping[str, Any]]) -> str:
     """The warning of parameters that graphs within a budget read, but whose gradients come from none; empty where there is none."""
-    trained = [p for p in params if p.grad is not None and p not in _trained and _read.get(p) is not None]
+    if not _inferred:
+        return ""
+    trained = [p for p in params if p in _inferred and p.grad is not None]
     if not trained:
         return ""
     made = [t for p in trained for t in (p.grad, *states[p].values()) if isinstance(t, Tensor)]
     return (
-        f"gradients of {len(trained)} parameters, such as {_read[trained[0]]}, come from eager code, though compiled graphs read"
-        " them: their blocks are computed once more in a backward pass that torch.compile does not see, as that of reversible"
+        f"gradients of {len(trained)} parameters, such as {_inferred[trained[0]]}, come from eager code, though compiled graphs"
+        " read them: their blocks are computed once more in a backward pass that torch.compile does not see, as that of reversible"
         " layers, or in a call that was not compiled. That is exact, but memory_budget counts neither their"
         f" {format_bytes(sum(t.nbytes for t in made))} of gradients and optimizer states nor what that backward pass takes"
     )
