@@ -88,7 +88,4 @@ def _left_bytes(cost: BlockCost, decision: BlockDecision) -> int:
     kept = cost.param_bytes if decision.params is Params.DEVICE or decision.keeps_fetched else 0
     states = cost.part_at(cost.optimizer_bytes, decision, Optimizer.DEVICE)
     gradients = cost.part_at(cost.grad_bytes, decision, Optimizer.DEVICE, Optimizer.STREAMED)
-    held = cost.held_bytes(decision.activations)
-    if decision.activations is Activations.OFFLOAD:
-        held -= cost.offloaded_bytes(decision.num_offloaded)
-    return kept + states + gradients + held
+    return kept + states + gradients + cost.activations(decision).staying_bytes

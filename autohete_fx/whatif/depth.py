@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from autohete_fx.ir import BlockCost, BlockKind, Edge, Problem, SelectiveCost
+from autohete_fx.ir import ActivationCost, BlockCost, BlockKind, Edge, Problem
 from autohete_fx.ir.labels import renumbered
 
 _HEAD, _TAIL = 2, 1
@@ -106,7 +106,8 @@ _COST_NAMES = tuple(field.name for field in dataclasses.fields(BlockCost) if fie
 
 
 def _row_of(cost: BlockCost) -> _Figures:
-    selective = () if cost.selective is None else dataclasses.astuple(cost.selective)
+    kept = cost.selective
+    selective = () if kept is None else (kept.held_bytes, kept.recompute_s)
     lists = (cost.offloadable, cost.trained, selective)
     figures = (getattr(cost, name) for name in _COST_NAMES)
     return (*figures, *map(len, lists), *(n for each in lists for n in each))
@@ -125,7 +126,7 @@ def _cost_of(row: _Figures) -> BlockCost:
         **costs,
         offloadable=tuple(int(n) for n in offloadable),
         trained=tuple(int(n) for n in trained),
-        selective=SelectiveCost(saved_bytes=int(selective[0]), recompute_s=selective[1]) if selective else None,
+        selective=ActivationCost(held_bytes=int(selective[0]), recompute_s=selective[1]) if selective else None,
     )
 
 

@@ -208,10 +208,10 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
         return Durations(
             forward_work=cost.forward_s + machine.copy_share * fetch_s, forward_up=fetch_s, forward_down=0.0
         )
-    offloads, tensors = decision.activations is Activations.OFFLOAD, cost.offloaded_tensors(decision.num_offloaded)
-    offloaded = cost.offloaded_bytes(decision.num_offloaded) if offloads else 0
-    offload_s = down_s(offloaded, tensors)
-    backward_up_s = up_s(offloaded, tensors) + (0.0 if decision.keeps_fetched else fetch_s)
+    activations = cost.activations(decision)
+    offloaded = activations.offloaded_bytes, activations.offloaded_tensors
+    offload_s = down_s(*offloaded)
+    backward_up_s = up_s(*offloaded) + (0.0 if decision.keeps_fetched else fetch_s)
     gradient_bytes = cost.part_at(cost.grad_bytes, decision, *UPDATED_ON_HOST)
     gradients_s = down_s(gradient_bytes, cost.tensors_at(decision, *UPDATED_ON_HOST))
     upload_s, states_s = up_s(uploaded_bytes(cost, decision)), up_s(streamed_bytes(cost, decision))
@@ -219,9 +219,7 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
         forward_work=cost.forward_s + machine.copy_share * (fetch_s + offload_s),
         forward_up=fetch_s,
         forward_down=offload_s,
-        backward_work=cost.backward_s
-        + cost.again_s(decision.activations)
-        + machine.copy_share * (backward_up_s + gradients_s),
+        backward_work=cost.backward_s + activations.recompute_s + machine.copy_share * (backward_up_s + gradients_s),
         backward_up=backward_up_s,
         backward_down=gradients_s,
         update_work=device_update_s(problem, block, decision, Optimizer.STREAMED),

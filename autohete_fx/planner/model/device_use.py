@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autohete_fx.ir import (
-    Activations,
     BlockCost,
     BlockDecision,
     Optimizer,
@@ -90,17 +89,15 @@ class _Held:
 def _held(problem: Problem, cost: BlockCost, decision: BlockDecision) -> tuple[int, ...]:
     """The bytes of `_Held` for one block, in its order."""
     fetched = cost.param_bytes if decision.params is Params.HOST else 0
-    around = held = cost.held_bytes(decision.activations)
-    if decision.activations is Activations.OFFLOAD:
-        held -= cost.offloaded_bytes(decision.num_offloaded)
+    activations = cost.activations(decision)
     staying = cost.part_at(cost.grad_bytes, decision, Optimizer.DEVICE, Optimizer.STREAMED)
     return (
         cost.param_bytes - fetched + cost.part_at(cost.optimizer_bytes, decision, Optimizer.DEVICE),
         fetched,
         cost.saved_bytes + cost.forward_workspace_bytes,
         cost.saved_bytes + cost.backward_workspace_bytes,
-        around,
-        held,
+        activations.held_bytes,
+        activations.staying_bytes,
         cost.boundary_bytes,
         cost.grad_bytes,
         staying,

@@ -3,7 +3,7 @@
 The simulator and what it judges share these, because there is nothing to replay in them.
 """
 
-from autohete_fx.ir import Activations, BlockCost, BlockDecision, Lane, Machine, Optimizer, Overlap, Params, Problem
+from autohete_fx.ir import BlockCost, BlockDecision, Lane, Machine, Optimizer, Overlap, Params, Problem
 
 UPDATED_ON_HOST = tuple(place for place in Optimizer if place.updates_on_host)
 
@@ -40,8 +40,7 @@ def host_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
         total += cost.part_at(cost.grad_bytes, decision, *UPDATED_ON_HOST) * (2 if problem.micro_batches > 1 else 1)
         if decision.params is Params.DEVICE and problem.machine.device_type != "cpu":
             total += cost.part_at(cost.param_bytes, decision, *UPDATED_ON_HOST)
-    if problem.training and decision.activations is Activations.OFFLOAD:
-        total += cost.offloaded_bytes(decision.num_offloaded)
+        total += cost.activations(decision).offloaded_bytes
     return total
 
 

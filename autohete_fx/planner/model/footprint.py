@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autohete_fx.ir import (
-    Activations,
     BlockDecision,
     Optimizer,
     Params,
@@ -64,9 +63,7 @@ def held_bytes(problem: Problem, plan: Plan) -> int:
     total = 0
     for cost, decision in zip(problem.costs, plan.decisions, strict=True):
         total += cost.param_bytes if decision.keeps_fetched else 0
-        total += cost.held_bytes(decision.activations)
-        if decision.activations is Activations.OFFLOAD:
-            total -= cost.offloaded_bytes(decision.num_offloaded)
+        total += cost.activations(decision).staying_bytes
     return total
 
 
