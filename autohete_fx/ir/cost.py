@@ -1,4 +1,4 @@
-"""What a block costs, in seconds and bytes."""
+"""The costs of a block, in seconds and bytes."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from autohete_fx.ir.decision import Activations, BlockDecision, Optimizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCost:
-    """What one treatment of a block's activations costs: all that the rest of the planner knows of a treatment.
+    """The cost of one treatment of a block's activations: all that the rest of the planner knows of a treatment.
 
     Attributes:
         held_bytes: device bytes from forward to backward, before anything leaves; at least the block's ``boundary_bytes``.
@@ -71,7 +71,7 @@ class BlockCost:
     num_grad_tensors: int = 1
 
     def activations(self, decision: BlockDecision) -> ActivationCost:
-        """What the decision's treatment of the activations costs. A treatment that the block has no figures of keeps them."""
+        """The cost of the decision's treatment of the activations. A treatment that the block has no figures of keeps them."""
         if decision.activations is Activations.RECOMPUTE:
             return ActivationCost(held_bytes=self.boundary_bytes, recompute_s=self.recompute_s)
         if decision.activations is Activations.SELECTIVE and self.selective is not None:
@@ -85,8 +85,8 @@ class BlockCost:
         return ActivationCost(held_bytes=self.saved_bytes)
 
     def part_at(self, num_bytes: int, decision: BlockDecision, *places: Optimizer) -> int:
-        """Of a quantity of all trainable parameters, bytes or elements: the part that belongs to parameters whose optimizer states
-        are at one of ``places``."""
+        """The part of a quantity of all trainable parameters, bytes or elements, that belongs to parameters whose optimizer
+        states are at one of ``places``."""
         count = decision.num_moved_states
         first = num_bytes if count is None else num_bytes * sum(self.trained[:count]) // max(1, self.num_params)
         return first * (decision.optimizer in places) + (num_bytes - first) * (decision.other_states in places)

@@ -1,4 +1,4 @@
-"""What every block costs, told from the graphs alone: seconds by the roofline, bytes by liveness.
+"""The costs of every block, told from the graphs alone: seconds by the roofline, bytes by liveness.
 
 Enters a `Partition` and a `Machine`; leaves a `Profile`. Nothing runs on the device.
 """

@@ -2,9 +2,9 @@
 
 Enter the same model traced at two depths, one period of layers apart; leaves what a trace of all its layers would give, or
 None where that cannot be told. Layers that are built alike cost alike, but not equally: the first and last lie beside
-something else, and small things add up over depth, such as the gradients of small parameters, which stay on the device. So
-every figure is taken to be linear: in the depth for a block at a given distance from the beginning or from the end, and in
-the position for the layers between. What two traces can tell of that is checked: the layers between lie on one line, the
+something else, and small things add up over depth, such as the gradients of small parameters, which stay on the device. Every
+figure is therefore taken to be linear: in the depth for a block at a given distance from the beginning or from the end, and in
+the position for the layers between. Two traces check a part of that: the layers between lie on one line, the
 same in both.
 """
 

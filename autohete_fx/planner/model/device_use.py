@@ -1,6 +1,6 @@
 """Device memory under each decision: in come blocks and decisions, out come the bytes that each holds while any block runs.
 
-What a block holds on the device depends on its own decision alone, so what all hold is a sum. The simulator does not use these
+The bytes that a block holds depend on its own decision alone, so those of all blocks are a sum. The simulator does not use these
 figures: it holds and frees buffers by itself, and judges them.
 """
 
@@ -25,7 +25,7 @@ Bytes = NDArray[np.int64]
 
 
 def device_bytes(problem: Problem, blocks: Sequence[int], decisions: Sequence[BlockDecision]) -> Bytes:
-    """What blocks hold on the device in every span, each under the decision at its place, at its own prefetch distance: by
+    """Device bytes of blocks in every span, each under the decision at its place, at its own prefetch distance: by
     place and span.
 
     Spans are the pieces of work of blocks 0..n-1 in a pass, pass after pass: the first forward of a step, which under an

@@ -19,8 +19,8 @@ A copy up for b is due at the start of the forward of ``max(0, b - prefetch_dist
 at the start of the backward of ``min(last, b + prefetch_distance)``. A copy down of b is waited for as many blocks after
 it: at the end of the forward of ``min(last, b + prefetch_distance)`` and of the backward of ``max(0, b - prefetch_distance)``.
 
-What the updates overlap with is the schedule's (`autohete_fx.ir.Overlap`; a CPU device always has NONE, since host and
-device are the same cores there).
+The schedule says what updates overlap with (`autohete_fx.ir.Overlap`; a CPU device always has NONE, since host and device are
+the same cores there).
 
     NONE        after the last backward: device updates; then for each block in order its uploads and its streamed update,
                 like a forward that computes nothing else; the next step begins when all lanes are done
