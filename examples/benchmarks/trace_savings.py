@@ -105,9 +105,9 @@ def compiled(name: str, budget_bytes: int, trace: str) -> dict[str, Any]:
         training.trace_step = traced
     compilations, compile_fx = [0], GraphCompiler._compile_fx
 
-    def counted(compiler: GraphCompiler, example_inputs: Sequence[Any]) -> Any:
+    def counted(self: GraphCompiler, example_inputs: Sequence[Any]) -> Any:
         compilations[0] += 1
-        return compile_fx(compiler, example_inputs)
+        return compile_fx(self, example_inputs)
 
     GraphCompiler._compile_fx = counted
     torch.manual_seed(0)
