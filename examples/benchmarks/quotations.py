@@ -79,9 +79,8 @@ def percent(share: float) -> str:
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """In Markdown."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)).replace(
-        "| --- |", "|---|"
-    )
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
+    return "\n".join([lines[0], f"|{'---|' * len(header)}", *lines[1:]])
 
 
 # -- rows -----------------------------------------------------------------------------------------------------------
@@ -336,6 +335,17 @@ def _ever_faster(result: Result) -> str:
     return f"{count} of {len(others)} that fit {verb} faster than ours, whose proven gaps are at most {percent(gap)}."
 
 
+def step_caption() -> str:
+    """Of the picture that `step_picture.py` draws."""
+    result = read("step_timeline")
+    run = result.rows
+    return (
+        f"A step of {run['step s']:.2f} s ({run['predicted step s']:.2f} s predicted) of a GPT of {run['layers']} layers in"
+        f" {percent(run['budget bytes'] / run['whole bytes'])} of its memory, as the lanes ran it on a machine that is emulated on"
+        f" {result.machine}."
+    )
+
+
 # -- what autohete plan prints --------------------------------------------------------------------------------------
 
 _WIDTH = 127
@@ -393,6 +403,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "measured": measured,
     "emulated_machine.best": best_on_emulated_machines,
     "strategies": strategies,
+    "step.caption": step_caption,
     "plan.short": plan_in_short,
     "plan": plan,
     "plan.reasons": plan_reasons,

@@ -1,6 +1,7 @@
 """README is short, what it and docs/ point to is there, and their figures are those of the result files."""
 
 import ast
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,18 @@ def test_a_figure_that_drifted_is_told_with_its_line(figures: Any):
         good.replace("The worst is ", ""),
     ):
         assert list(figures.differences("page.md", bad)), bad
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_picture_is_that_of_its_run(theme: str, benchmarks: Path):
+    """`python examples/benchmarks/step_picture.py` draws it."""
+    import step_picture  # pyright: ignore[reportMissingImports]
+
+    run = json.loads(step_picture.DATA.read_text())["rows"]
+    drawn, page = step_picture.draw(run, step_picture.THEMES[theme]), (ROOT / "README.md").read_text()
+    assert step_picture.path_of(theme).read_text() == drawn
+    assert f'"docs/step-{theme}.svg"' in page and len(drawn) < 60_000
+    forward_s = min(bar["begin s"] for bar in run["bars"] if bar["what"] == "forward")
+    assert forward_s < max(bar["end s"] for bar in run["bars"] if bar["what"] == "update"), "as the README says of it"
+    run["bars"][0]["end s"] += 0.1
+    assert step_picture.draw(run, step_picture.THEMES[theme]) != drawn
