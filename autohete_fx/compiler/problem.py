@@ -29,8 +29,7 @@ from autohete_fx.ir import (
 )
 from autohete_fx.ir.labels import labels_of
 from autohete_fx.ir.sizes import format_bytes
-from autohete_fx.optim.base import Owner
-from autohete_fx.optim.owners import optimizer_of
+from autohete_fx.optim.owners import Owner, optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.planner.model.figures import host_bytes
 from autohete_fx.profiler import ParamInfo

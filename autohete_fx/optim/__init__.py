@@ -1,4 +1,4 @@
-"""The optimizer: ``AdamW`` whose states and step follow the plan, and who updates which parameter."""
+"""Optimizers whose states and step follow the plan, and who updates which parameter."""
 
 from autohete_fx.optim.adamw import AdamW
 from autohete_fx.optim.owners import optimizer_of

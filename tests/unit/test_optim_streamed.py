@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Lane, Optimizer, Overlap, Params, Schedule, staging_bytes
 from autohete_fx.optim import AdamW
+from autohete_fx.optim.adamw import ADAMW
 from autohete_fx.optim.in_place import Update
 from autohete_fx.optim.state import Place
 from autohete_fx.optim.streamed import Staging
@@ -217,13 +218,14 @@ def test_device_memory_is_what_the_planner_counts_whichever_lane_is_late(late: L
 def test_pieces_cover_a_tensor_and_fit_their_slots(length: int, widest: int):
     param, largest = Parameter(torch.zeros(length)), Parameter(torch.zeros(widest))
     place = Place(torch.device("cpu"))
-    staging = Staging([Update(p, p, {}, {}, place) for p in (param, largest)])
-    pieces = staging.pieces(param)
+    update, other = (Update(ADAMW, p, p, {}, {}, place) for p in (param, largest))
+    staging = Staging([update, other])
+    pieces = staging.pieces(update)
     assert [n for piece in pieces for n in range(piece.start, piece.stop)] == list(range(length))
     lengths = [piece.stop - piece.start for piece in pieces]
     assert all(n % 64 == 0 for n in lengths[:-1]) and (len(pieces) == 1 or lengths[-1] >= 64)
     for n in lengths:
-        first, second = staging.take(param, n)
+        first, second = staging.take(update, n)
         assert len(first) == len(second) == n and (second.data_ptr() - first.data_ptr()) % 256 == 0
 
 
