@@ -40,6 +40,7 @@ class BlockCost:
         num_params: trainable parameters, in elements.
         trained: the elements of each trainable parameter, smallest first, ``num_params`` in all; empty where it is not
             known how they divide.
+        update_share: bytes that an update of ``num_params`` reads and writes, over those of an AdamW update, whose rates are known.
         selective: of selective recomputation; None where that would free nothing.
         num_param_tensors, num_grad_tensors: in how many copies the parameters move, and their gradients.
     """
@@ -57,6 +58,7 @@ class BlockCost:
     optimizer_bytes: int
     num_params: int
     trained: tuple[int, ...] = ()
+    update_share: float = 1.0
     selective: SelectiveCost | None = None
     num_param_tensors: int = 1
     num_grad_tensors: int = 1
@@ -74,6 +76,10 @@ class BlockCost:
         if activations is Activations.SELECTIVE:
             return self.selective.recompute_s if self.selective is not None else 0.0
         return self.recompute_s if activations is Activations.RECOMPUTE else 0.0
+
+    def updated_at(self, decision: BlockDecision, *places: Optimizer) -> float:
+        """Of trainable parameters, those that belong to ``places``, in updates of AdamW's that take as long."""
+        return self.update_share * self.part_at(self.num_params, decision, *places)
 
     def part_at(self, num_bytes: int, decision: BlockDecision, *places: Optimizer) -> int:
         """Of a quantity of all trainable parameters, bytes or elements: the part that belongs to parameters whose optimizer states
