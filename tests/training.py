@@ -246,10 +246,15 @@ class ReferenceLion:
         return {"state": {n: {"exp_avg": m} for n, m in enumerate(self.momenta)}}
 
 
-def lion(model: nn.Module, overlap: str | None = "step", **how: Any) -> autohete_fx.Lion:
+def adamw(model: nn.Module, overlap: str | None = "step") -> autohete_fx.AdamW:
+    """Ours, with the hyperparameters of its reference."""
+    return autohete_fx.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, overlap=overlap)
+
+
+def lion(model: nn.Module, overlap: str | None = "step") -> autohete_fx.Lion:
     """Ours, with the hyperparameters of its reference."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    return autohete_fx.Lion(trained, lr=1e-3, weight_decay=0.1, overlap=overlap, **how)
+    return autohete_fx.Lion(trained, lr=1e-3, weight_decay=0.1, overlap=overlap)
 
 
 def ours(
@@ -257,12 +262,11 @@ def ours(
     inner: str,
     options: dict[str, Any],
     overlap: str | None = "step",
-    optimizer: Any = None,
+    made: Callable[[nn.Module, str | None], Any] = adamw,
     **how: Any,
 ) -> list[Tensor]:
-    """What training with the backend gives, by AdamW unless there is another optimizer."""
-    if optimizer is None:
-        optimizer = autohete_fx.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, overlap=overlap)
+    """What training with the backend gives, by an optimizer that is made for the model and an overlap."""
+    optimizer = made(model, overlap)
     model.compile(backend="autohete", options={"inner_backend": inner, "profile": "analytic", **options})
     result = train(model, optimizer, **how)
     torch._dynamo.reset()

@@ -49,17 +49,16 @@ def test_training_is_bitwise_exact_under_random_delays(name: str, overlap: str |
     """With dropout and fresh data. Losses, gradients, parameters and states are compared."""
     monkeypatch.setattr(disk, "WINDOW_BYTES", 2**15)
     use_lanes(monkeypatch, is_host=False, pace=random_delays(0.002))
-    model = make("cpu")
-    given = ours(model, "eager", {"plan": planned(name, overlap)}, optimizer=lion(model, overlap))
+    given = ours(make("cpu"), "eager", {"plan": planned(name, overlap)}, overlap, lion)
     assert_equal(given, plain(make("cpu")), bitwise=True)
 
 
 @pytest.mark.parametrize("name", ["streamed", slow("disk"), slow("mixed")])
 def test_clipping_and_micro_batches(name: str, monkeypatch: pytest.MonkeyPatch):
     use_lanes(monkeypatch, is_host=False)
-    model, how = make("cpu"), {"clip": True, "micro_batches": 2}
+    how = {"clip": True, "micro_batches": 2}
     options = {"plan": planned(name, "step"), "micro_batches": 2}
-    given = ours(model, "eager", options, optimizer=lion(model), **how)
+    given = ours(make("cpu"), "eager", options, "step", lion, **how)
     assert_equal(given, plain(make("cpu"), **how), bitwise=True)
 
 
@@ -71,7 +70,7 @@ def test_a_bf16_model_trains_as_with_states_on_the_device(name: str, monkeypatch
     for plan in ("keep", name):
         use_lanes(monkeypatch, is_host=False, pace=random_delays(0.002))
         model = make("cpu", sizes).bfloat16()
-        seen.append(ours(model, "eager", {"plan": planned(plan, "step")}, optimizer=lion(model), sizes=sizes))
+        seen.append(ours(model, "eager", {"plan": planned(plan, "step")}, "step", lion, sizes=sizes))
     assert_equal(seen[1], seen[0], bitwise=True)
 
 
@@ -84,20 +83,19 @@ SIZES = Sizes(width=256, batch=4, time=32, layers=4)
 def test_solved_plans_keep_their_budgets(update_params_per_s: float, expected: Optimizer):
     """On an emulated machine, whose host is slow enough that it pays to stream, or fast enough that it does not."""
     training.warm_up("cpu")
-    reference, foreign, peaks = make("cpu", SIZES), device_live_bytes("cpu"), []
-    values = plain(reference, sizes=SIZES, peaks=peaks)
-    del reference
+    foreign, peaks = device_live_bytes("cpu"), []
+    values = plain(make("cpu", SIZES), sizes=SIZES, peaks=peaks)
     gc.collect()
     budget = int(0.6 * (max(peaks) - foreign))
     speeds = Speeds(forward_s=2e-3, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, update_params_per_s=update_params_per_s)
-    model, peaks = make("cpu", SIZES), []
+    peaks = []
     with Emulation(speeds).running() as emulation:
-        foreign = device_live_bytes("cpu") - sum(p.nbytes for p in model.parameters())
+        foreign = device_live_bytes("cpu")
         options = {**emulation.options, "memory_budget": budget}
-        given = ours(model, "eager", options, optimizer=lion(model), sizes=SIZES, peaks=peaks)
+        given = ours(make("cpu", SIZES), "eager", options, "step", lion, sizes=SIZES, peaks=peaks)
     found = training.training_compilation()
     peak = max(peaks) - foreign
-    places = {decision.optimizer for decision in found.plan.decisions}
+    places = {place for decision in found.plan.decisions for place in (decision.optimizer, decision.other_states)}
     assert expected in places, places
     assert peak <= budget and found.plan.peak_bytes == pytest.approx(peak, rel=0.1)
     assert_equal(given, values, bitwise=True)
