@@ -1,4 +1,4 @@
-"""What all optimizers of ours share: when and where updates run, where states lie, clipping, checkpoints.
+"""The part that all optimizers share: when and where updates run, where states lie, clipping, checkpoints.
 
 In: a rule, parameters, gradients, and the placements that a compiled model records. Out: parameters as the rule's arithmetic makes
 them, with the states where the plan wants them. An optimizer never asks for a plan: a parameter without a placement has its states
@@ -220,7 +220,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             updates.wait_all()
 
     def _models(self) -> set[Updates]:
-        """What is under way, for each model that has parameters here."""
+        """The updates under way, for each model that has parameters here."""
         placements = (placement_of(p) for group in self.param_groups for p in group["params"])
         return {p.updates for p in placements if p is not None and p.updates is not None}
 

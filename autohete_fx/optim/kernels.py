@@ -28,7 +28,7 @@ from autohete_fx.internals.small_kernels import LONGEST, Kernel, compile_kernel
 from autohete_fx.optim.rule import Rule
 
 HALF = (torch.bfloat16, torch.float16)
-"""Of parameters whose exact value lives in an fp32 master."""
+"""Dtypes of parameters whose exact value lives in an fp32 master."""
 
 _TILE = 1 << 18
 """Elements of a tile where eager arithmetic needs temporaries; a multiple of every vector length."""

@@ -1,4 +1,4 @@
-"""What tells one optimizer of ours from another: its states, its hyperparameters and its arithmetic.
+"""The differences between optimizers: their states, hyperparameters and arithmetic.
 
 A `Rule` is a value. Everything else is the same for all optimizers: when and where updates run (`base`, `updates`), where states
 lie (`state`), kernels that pass over the memory once (`kernels`), and checkpoints (`loading`). A further optimizer is a file with a
@@ -18,8 +18,8 @@ Group = Mapping[str, Any]
 class Advance(Protocol):
     """One step of a parameter, without a change of what it is given: the new value and the new moments.
 
-    All tensors are of one dtype, fp32 or fp64. Of an element-wise rule they are flat, and any piece of a parameter. It is traced
-    and compiled, so it must not read a value. Of another rule they have the parameter's shape. Coefficients have no dimension.
+    All tensors are of one dtype, fp32 or fp64. An element-wise rule gets flat ones, of any piece of a parameter. It is traced and
+    compiled, so it must not read a value. Another rule gets tensors of the parameter's shape. Coefficients have no dimension.
     """
 
     def __call__(
@@ -76,5 +76,5 @@ class Rule:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the hyperparameters that an update computes with."""
+        """The names of the hyperparameters that an update computes with."""
         return tuple(name for name, _ in self.hyperparameters)

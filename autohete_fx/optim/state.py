@@ -32,7 +32,7 @@ MASTER = "master"
 STEP = "step"
 
 _MEASURED_MOMENTS = 2
-"""Of AdamW, whose updates `machine.measure` times."""
+"""AdamW's, whose updates `machine.measure` times."""
 
 _FULL = (torch.float32, torch.float64)
 
@@ -160,7 +160,7 @@ class Place:
         return t.device == self.device and (not is_home(t) if self.tier is None else self.tier.owns(t))
 
     def step_device(self, rule: Rule, param: Tensor) -> torch.device:
-        """Of the step counter: an accelerator's fused kernel reads it there, everything else on the CPU."""
+        """The step counter's: an accelerator's fused kernel reads it there, everything else on the CPU."""
         is_on_device = self.tier is None or self.is_streamed
         return self.device if is_on_device and uses_fused(rule, param) else torch.device("cpu")
 

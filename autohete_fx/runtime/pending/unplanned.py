@@ -64,7 +64,7 @@ def note_run(parameters: Mapping[str, Tensor], *, is_training: bool, is_limited:
 
 
 class Watch:
-    """What one optimizer, by its name, has seen of it."""
+    """The observations of one optimizer, given by its name."""
 
     def __init__(self, optimizer: str) -> None:
         self._optimizer = optimizer
