@@ -19,7 +19,7 @@ from autohete_fx.errors import (
     PlanError,
 )
 from autohete_fx.ir import Activations, BlockDecision, Optimizer, Params, Plan
-from autohete_fx.optim import AdamW
+from autohete_fx.optim import AdamW, Lion
 from autohete_fx.runtime.meter import MemoryMeter
 from autohete_fx.runtime.place import place
 
@@ -33,6 +33,7 @@ __all__ = [
     "Compilation",
     "HostMemoryError",
     "InfeasiblePlanError",
+    "Lion",
     "MemoryMeter",
     "Optimizer",
     "OptimizerStateError",

@@ -12,7 +12,7 @@ import functools
 import gc
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,13 +184,13 @@ def train(
             seen.extend(map(copied, between(model)))
     seen.extend(map(copied, model.parameters()))
     states = optimizer.state_dict()["state"]
-    seen.extend(copied(states[i][name]) for i in sorted(states) for name in ("exp_avg", "exp_avg_sq"))
+    seen.extend(copied(states[i][name]) for i in sorted(states) for name in sorted(states[i]) if name.startswith("exp"))
     return seen
 
 
 def collecting(optimizer: Any) -> contextlib.AbstractContextManager[None]:
     """Around the micro-batches of a step but the last."""
-    return optimizer.accumulate() if isinstance(optimizer, autohete_fx.AdamW) else contextlib.nullcontext()
+    return optimizer.accumulate() if hasattr(optimizer, "accumulate") else contextlib.nullcontext()
 
 
 class ReferenceAdamW:
@@ -219,9 +219,53 @@ class ReferenceAdamW:
         return self.optimizer.state_dict()
 
 
-def ours(model: Model, inner: str, options: dict[str, Any], overlap: str | None = "step", **how: Any) -> list[Tensor]:
-    """What training with the backend gives."""
-    optimizer = autohete_fx.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, overlap=overlap)
+class ReferenceLion:
+    """Lion as its paper has it (arXiv 2302.06675), one operation after another, on fp32 or fp64 parameters."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-3, betas: Any = (0.9, 0.99), weight_decay: float = 0.1):
+        self.params, self.lr, self.betas, self.weight_decay = list(params), lr, betas, weight_decay
+        self.momenta = [torch.zeros_like(p) for p in self.params]
+        self.sign = 1.0  # -1.0 to ascend
+
+    @torch.no_grad()
+    def step(self) -> None:
+        beta1, beta2 = self.betas
+        for p, m in zip(self.params, self.momenta, strict=True):
+            if p.grad is not None:
+                g = self.sign * p.grad
+                update = torch.sign(beta1 * m + (1 - beta1) * g)
+                p.copy_(p * (1 - self.lr * self.weight_decay) - self.lr * update)
+                m.copy_(beta2 * m + (1 - beta2) * g)
+
+    def zero_grad(self) -> None:
+        for p in self.params:
+            p.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": {n: {"exp_avg": m} for n, m in enumerate(self.momenta)}}
+
+
+def adamw(model: nn.Module, overlap: str | None = "step") -> autohete_fx.AdamW:
+    """Ours, with the hyperparameters of its reference."""
+    return autohete_fx.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, overlap=overlap)
+
+
+def lion(model: nn.Module, overlap: str | None = "step") -> autohete_fx.Lion:
+    """Ours, with the hyperparameters of its reference."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return autohete_fx.Lion(trained, lr=1e-3, weight_decay=0.1, overlap=overlap)
+
+
+def ours(
+    model: Model,
+    inner: str,
+    options: dict[str, Any],
+    overlap: str | None = "step",
+    made: Callable[[nn.Module, str | None], Any] = adamw,
+    **how: Any,
+) -> list[Tensor]:
+    """What training with the backend gives, by an optimizer that is made for the model and an overlap."""
+    optimizer = made(model, overlap)
     model.compile(backend="autohete", options={"inner_backend": inner, "profile": "analytic", **options})
     result = train(model, optimizer, **how)
     torch._dynamo.reset()

@@ -29,8 +29,7 @@ from autohete_fx.ir import (
 )
 from autohete_fx.ir.labels import labels_of
 from autohete_fx.ir.sizes import format_bytes
-from autohete_fx.optim.base import Owner
-from autohete_fx.optim.owners import optimizer_of
+from autohete_fx.optim.owners import Owner, optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.planner.model.figures import host_bytes
 from autohete_fx.profiler import ParamInfo
@@ -86,11 +85,22 @@ def moved_states(
 
 
 def state_bytes(param: torch.nn.Parameter) -> int:
-    """Optimizer states that a parameter will have: what our AdamW says, else two states of its own dtype."""
+    """Optimizer states that a parameter will have: what an optimizer of ours says, else two states of its own dtype."""
     if not param.requires_grad:
         return 0
     owner = optimizer_of(param)
     return owner.state_bytes_of(param) if owner is not None else 2 * param.numel() * param.element_size()
+
+
+def update_share(param: torch.nn.Parameter) -> float:
+    """What an update moves, over what one of AdamW's does; as much where the optimizer is none of ours."""
+    owner = optimizer_of(param)
+    return 1.0 if owner is None else owner.update_share_of(param)
+
+
+def is_elementwise(params: Iterable[torch.nn.Parameter]) -> bool:
+    """Whether all updates may be cut into pieces and windows, as plans count them: whole states would take more memory."""
+    return all(owner.rule.is_elementwise for owner in _owners(params))
 
 
 def param_infos(
@@ -108,6 +118,7 @@ def param_infos(
             num_elements=param.numel(),
             requires_grad=param.requires_grad,
             state_bytes=state_bytes(param),
+            update_share=update_share(param),
         )
     return infos
 
@@ -180,8 +191,8 @@ def notes_on_optimizer(params: Sequence[torch.nn.Parameter]) -> tuple[str, ...]:
     if not trainable or host_optimizer_allowed(params):
         return ()
     return (
-        "no autohete_fx.AdamW holds these parameters: two states per parameter were counted on the device and the"
-        " optimizer stays there; construct autohete_fx.AdamW before the first training step to let it move",
+        "no optimizer of autohete_fx holds these parameters: two states per parameter were counted on the device and the"
+        " optimizer stays there; construct one, such as autohete_fx.AdamW, before the first training step to let it move",
     )
 
 
@@ -261,7 +272,7 @@ def make_problem(
         allow_host_optimizer="host_optimizer" in options.allow and host_optimizer_allowed(list(params.values())),
         allow_moving_some_states=True,
         # Where host and device share a memory, states have no way to go.
-        allow_streamed_optimizer=machine.device_type != "cpu",
+        allow_streamed_optimizer=machine.device_type != "cpu" and is_elementwise(params.values()),
         micro_batches=options.micro_batches,
         schedule=schedule_of(list(params.values()), machine),
         clips_gradients=training and clips_gradients(params.values()),
@@ -269,7 +280,7 @@ def make_problem(
         fixed_decisions=fixed if any(d is not None for d in fixed) else (),
         obstacles=_obstacles(params, options) if training else (),
     )
-    return with_disk(problem) if allow_disk else problem
+    return with_disk(problem) if allow_disk and is_elementwise(params.values()) else problem
 
 
 def _obstacles(params: Mapping[str, torch.nn.Parameter], options: Options) -> tuple[tuple[str, str], ...]:
@@ -280,8 +291,8 @@ def _obstacles(params: Mapping[str, torch.nn.Parameter], options: Options) -> tu
     return (
         (
             "host_optimizer",
-            f"No autohete_fx.AdamW holds these parameters, so {states} of optimizer states are counted on the device: construct"
-            " autohete_fx.AdamW before the first training step, which lets them move to the host",
+            f"No optimizer of autohete_fx holds these parameters, so {states} of optimizer states are counted on the device:"
+            " construct one, such as autohete_fx.AdamW, before the first training step, which lets them move to the host",
         ),
     )
 

@@ -49,6 +49,7 @@ class BlockCost:
         num_params: trainable parameters, in elements.
         trained: the elements of each trainable parameter, smallest first, ``num_params`` in all; empty where it is not
             known how they divide.
+        update_share: bytes that an update of ``num_params`` reads and writes, over those of an AdamW update, whose rates are known.
         selective: of computing again only what is cheap to compute; None where that would free nothing.
         num_param_tensors, num_grad_tensors: in how many copies the parameters move, and their gradients.
     """
@@ -66,6 +67,7 @@ class BlockCost:
     optimizer_bytes: int
     num_params: int
     trained: tuple[int, ...] = ()
+    update_share: float = 1.0
     selective: ActivationCost | None = None
     num_param_tensors: int = 1
     num_grad_tensors: int = 1
@@ -83,6 +85,10 @@ class BlockCost:
                 offloaded_tensors=len(self.offloadable[: decision.num_offloaded]),
             )
         return ActivationCost(held_bytes=self.saved_bytes)
+
+    def updated_at(self, decision: BlockDecision, *places: Optimizer) -> float:
+        """Updates of the trainable parameters that belong to ``places``, as so many of AdamW's that take as long."""
+        return self.update_share * self.part_at(self.num_params, decision, *places)
 
     def part_at(self, num_bytes: int, decision: BlockDecision, *places: Optimizer) -> int:
         """The part of a quantity of all trainable parameters, bytes or elements, that belongs to parameters whose optimizer

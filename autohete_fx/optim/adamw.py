@@ -1,58 +1,129 @@
-"""``AdamW``: the optimizer whose states and step follow the plan.
+"""``AdamW``: the parameters of ``torch.optim.AdamW``, and its arithmetic.
 
-In: parameters, gradients, and the placements that a compiled model records. Out: the parameters of
-``torch.optim.AdamW``, with the states where the plan wants them. It never asks for a plan: a parameter without a
-placement has its states on its device, states move at the first ``step()`` after a placement changed, and so the
-order of constructing the optimizer and compiling does not matter.
+* Full precision (fp32 and fp64 parameters): ``torch.ops.aten._fused_adamw_``, the kernel of ``torch.optim.AdamW(fused=True)``, so
+  results are bitwise its own wherever the tensors live.
+* Mixed (bf16 and fp16 parameters): the reference is ``torch.optim.AdamW(fused=True)`` on the fp32 master with ``grad.float()``.
+  From equal states one step differs from it by a few units in the last place of fp32, because the bias corrections are folded
+  into other constants.
 """
 
-import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, TypeVar, cast
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from autohete_fx.errors import OptimizerStateError
-from autohete_fx.internals.modes import DisableTorchFunction
-from autohete_fx.internals.tensors import current_graph_task_id
-from autohete_fx.ir import Overlap
-from autohete_fx.optim import clipping
-from autohete_fx.optim.arguments import as_floats, check_hyperparameters, checked_norm, overlap_named
-from autohete_fx.optim.host_copy import HostCopies
-from autohete_fx.optim.in_place import Update
-from autohete_fx.optim.loading import read_groups, read_states
-from autohete_fx.optim.owners import optimizer_of, register_owner
-from autohete_fx.optim.start import check_group
-from autohete_fx.optim.state import MASTER, check_grad, check_param, complete, place_of, reconcile, settle, state_bytes
-from autohete_fx.optim.updates import apply
-from autohete_fx.runtime.pending.backward import Consumed
-from autohete_fx.runtime.pending.calls import is_within_call
-from autohete_fx.runtime.pending.fence import watched
-from autohete_fx.runtime.pending.unplanned import Watch
-from autohete_fx.runtime.pending.updates import Updates
-from autohete_fx.runtime.placement import placement_of
-
-_IMPLEMENTATION: dict[str, Any] = {
-    "amsgrad": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": True,
-    "decoupled_weight_decay": True,
-}
-"""What ``torch.optim.AdamW`` keeps in its groups to choose an implementation. Ours computes as its fused one does, and
-saying so lets a loaded ``torch.optim.AdamW`` go on with the same arithmetic."""
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+from autohete_fx.optim.arguments import check_at_least_0, checked_betas, refuse
+from autohete_fx.optim.base import PlannedOptimizer
+from autohete_fx.optim.rule import Group, Rule
 
 
-def _untraced(method: _Method) -> _Method:
-    """Run as it is even where the caller is compiled."""
-    return cast("_Method", torch.compiler.disable(method))
+def _checked(group: Group) -> dict[str, Any]:
+    refuse(group, ("amsgrad", "capturable", "differentiable"), "AdamW")
+    check_at_least_0(group, ("lr", "eps", "weight_decay"))
+    return {"betas": checked_betas(group["betas"])}
 
 
-class AdamW(torch.optim.Optimizer):
+def _foreign(group: Group) -> str | None:
+    if group.get("amsgrad"):
+        return "has amsgrad=True, which is not supported: use torch.optim.AdamW"
+    if not group.get("decoupled_weight_decay", True):
+        return (
+            "is of torch.optim.Adam (decoupled_weight_decay=False), whose weight decay is another; expected AdamW's:"
+            " make it with AdamW.state_dict()"
+        )
+    return None
+
+
+def _coefficients(group: Mapping[str, Any], step: float) -> tuple[float, ...]:
+    """Computed in double precision; the bias corrections are folded into the last two."""
+    beta1, beta2 = group["betas"]
+    lr = float(group["lr"])
+    root = math.sqrt(1.0 - beta2**step)
+    return (
+        -1.0 if group["maximize"] else 1.0,
+        lr * group["weight_decay"],
+        1.0 - beta1,
+        beta2,
+        1.0 - beta2,
+        lr * root / (1.0 - beta1**step),
+        group["eps"] * root,
+    )
+
+
+def _advance(
+    value: Tensor, grad: Tensor, moments: Sequence[Tensor], coefficients: Sequence[Tensor]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    sign, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, eps = coefficients
+    exp_avg, exp_avg_sq = moments
+    first = exp_avg + one_minus_beta1 * (sign * grad - exp_avg)
+    second = beta2 * exp_avg_sq + one_minus_beta2 * grad * grad
+    return value - decay * value - step_size * first / (second.sqrt() + eps), (first, second)
+
+
+def _fused(
+    params: list[Tensor], grads: list[Tensor], moments: Sequence[list[Tensor]], steps: list[Tensor], group: Group
+) -> None:
+    beta1, beta2 = group["betas"]
+    lr = _learning_rate(group, params[0].device)
+    # Left to itself PyTorch takes the overload of numbers for either, and waits for the device to read the tensor.
+    kernel = torch.ops.aten._fused_adamw_.tensor_lr if isinstance(lr, Tensor) else torch.ops.aten._fused_adamw_.default
+    kernel(
+        params,
+        grads,
+        *moments,
+        [],
+        steps,
+        amsgrad=False,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+    )
+
+
+def _learning_rate(group: Mapping[str, Any], device: torch.device) -> Any:
+    """A tensor rate stays a tensor only on its own accelerator, where reading it would wait for the device."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and (device.type == "cpu" or lr.device.type == "cpu"):
+        return float(lr)
+    return lr.float() if isinstance(lr, Tensor) else lr  # the kernel reads no other dtype
+
+
+ADAMW = Rule(
+    name="AdamW",
+    moments=("exp_avg", "exp_avg_sq"),
+    hyperparameters=(
+        ("lr", 0.01),
+        ("betas", (0.9, 0.999)),
+        ("eps", 1e-8),
+        ("weight_decay", 0.1),
+        ("maximize", False),
+    ),
+    checked=_checked,
+    coefficients=_coefficients,
+    advance=_advance,
+    # Fewer operations, and what the fused kernel of torch does.
+    may_contract=True,
+    fused=_fused,
+    # What torch.optim.AdamW keeps in its groups to choose an implementation. Ours computes as its fused one does, and saying so
+    # lets a loaded torch.optim.AdamW go on with the same arithmetic.
+    implementation=(
+        ("amsgrad", False),
+        ("foreach", None),
+        ("capturable", False),
+        ("differentiable", False),
+        ("fused", True),
+        ("decoupled_weight_decay", True),
+    ),
+    foreign=_foreign,
+)
+
+
+class AdamW(PlannedOptimizer):
     """``torch.optim.AdamW``, with states and update on the device or on the host, as the plan says.
 
     Results, wherever states and parameters live:
@@ -62,28 +133,8 @@ class AdamW(torch.optim.Optimizer):
     * bf16 and fp16 parameters: fp32 moments and an fp32 master weight, named ``master``; within fp32 rounding of
       ``torch.optim.AdamW(fused=True)`` on the master with ``grad.float()``, then rounded to the parameter.
 
-    An edit of a parameter between steps (``load_state_dict``, ``param.data.mul_``, ...) is honoured however it is made:
-    fp32 parameters have no second copy, and a 16-bit weight that is no longer the rounding of its master replaces it,
-    element by element.
-
-    ``step()`` needs no device memory beyond the states, which the first step creates, and 8 bytes for each parameter that is
-    updated on the host, and for streamed states what their pieces pass through, at most 192 MiB; a parameter or gradient of an
-    unusual layout or dtype costs one temporary copy of that tensor at a time.
-
-    With ``overlap="step"`` updates on the host start at ``step()``, in the order in which the next forward needs them, and
-    may still run when it returns. Whatever is done to the gradients before ``step()`` counts, as always. Whoever then reads
-    or writes a parameter, a gradient or a state, in compiled or in eager code, gets the updated value and waits for it if
-    need be; nobody has to call ``synchronize()`` but who reads in another thread than the one that calls ``step()``, by
-    TorchScript, or through a NumPy array made before. Steps do not overlap with what follows where the backend sees no use
-    in it (a CPU device), in a model whose graph breaks, inside a compiled function, and inside a backward pass.
-
-    With ``overlap="backward"`` they start as soon as gradients come, from the second step on, where the backward pass of a
-    compiled model gives all of a gradient; what it does not, starts at ``step()``. That is for loops that do nothing to
-    gradients and parameters between ``backward()`` and ``step()``: reading gradients is allowed there, anything else is an
-    OptimizerStateError that says so, raised at once or by ``step()``. So is a change of a hyperparameter, and a second
-    forward or backward pass: collect gradients of several micro-batches within ``accumulate()``. ``max_grad_norm`` clips;
-    its updates need the norm of all gradients and start at ``step()``, before which gradients may be edited; backward takes
-    the norms. Hooks of intermediate tensors, which run within backward, must not read parameters.
+    `autohete_fx.optim.base.PlannedOptimizer` says what ``step()`` takes in memory, what ``overlap`` allows, and what an edit of a
+    parameter does.
 
     Attributes:
         grad_norm: the norm of all gradients before the last step clipped them, a tensor without dimensions; None where no
@@ -108,6 +159,8 @@ class AdamW(torch.optim.Optimizer):
             none of float32, float64, bfloat16, float16.
     """
 
+    rule = ADAMW
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -126,245 +179,6 @@ class AdamW(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
     ) -> None:
         del foreach, fused
-        self.overlap = overlap_named(overlap)
-        self.max_grad_norm = checked_norm(max_grad_norm)
-        self.grad_norm: Tensor | None = None
-        self._is_accumulating = False
-        self.host_copies = HostCopies()
-        self._watch = Watch()
-        self._forget_groups()
-        asked = {"amsgrad": amsgrad, "capturable": capturable, "differentiable": differentiable}
         hyperparameters = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        check_hyperparameters({**hyperparameters, **asked})
-        super().__init__(params, {**hyperparameters, "betas": as_floats(betas), **_IMPLEMENTATION})
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in ``torch.optim``; raises OptimizerStateError, before anything is added, for what AdamW cannot train."""
-        group = {**param_group, "params": param_group["params"]}
-        check_hyperparameters({**self.defaults, **group})
-        if "betas" in group:
-            group["betas"] = as_floats(group["betas"])
-        self._forget_groups()
-        before = len(self.param_groups)
-        super().add_param_group({**group, **_IMPLEMENTATION})
-        try:
-            for param in self.param_groups[-1]["params"]:
-                if param.requires_grad:  # a frozen one may be quantized
-                    check_param(param)
-        except OptimizerStateError:
-            del self.param_groups[before:]
-            raise
-        for param in self.param_groups[-1]["params"]:
-            register_owner(param, self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        absent = {"overlap": Overlap.STEP, "max_grad_norm": None, "grad_norm": None, "_is_accumulating": False}
-        self.__dict__ |= {name: value for name, value in absent.items() if name not in self.__dict__}
-        self.host_copies = HostCopies()
-        self._watch = Watch()
-        self._forget_groups()
-        for group in self.param_groups:
-            for param in group["params"]:
-                register_owner(param, self)
-
-    @_untraced
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step for every parameter that has a gradient.
-
-        Before any parameter changes, all gradients are checked, missing states are created and states whose placement
-        has changed are moved.
-
-        Args:
-            closure: reevaluates the model and returns the loss.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            OptimizerStateError: a sparse or complex gradient.
-            HostMemoryError: no room for host states; no parameter has changed.
-            torch.OutOfMemoryError: no room for states on the device, or for pieces of streamed ones; likewise.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        # What ends a node of a backward pass forgets which modes were entered in it, the fence too.
-        is_guarded = not is_within_call() and current_graph_task_id() == -1
-        models = self._models()
-        try:
-            try:
-                with watched(self._gradients, but=models), DisableTorchFunction():
-                    self._step(models, is_guarded=is_guarded)
-            finally:
-                _guard(models)
-        except BaseException as error:
-            _guard(models)  # an interrupt may have come before the fence stood
-            if isinstance(error, torch.OutOfMemoryError):  # states are made when the plan's peak may be reached
-                for model in models:
-                    if model.shortage is not None:
-                        error.add_note(model.shortage(error))
-            raise
-        return loss
-
-    def _gradients(self) -> list[Tensor]:
-        """And the parameters that have them."""
-        params = [p for group in self.param_groups for p in group["params"]]
-        return [t for p in params if p.grad is not None for t in (p, p.grad)]
-
-    def _step(self, models: Collection[Updates], *, is_guarded: bool) -> None:
-        started = self._started_in_backward(models)
-        updates = self._updates(started, models)
-        scale = self._clipping(updates)
-        for model in models:
-            model.early.norms.clear()
-        apply(updates, self.host_copies, may_overlap=self.overlap is not Overlap.NONE and is_guarded, scale=scale)
-        self._groups, self._has_stepped = None, True
-        self._watch.step([p for group in self.param_groups for p in group["params"]], self.state)
-        if started and not is_guarded:
-            self.synchronize()
-
-    @contextlib.contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Around the forward and backward passes of all micro-batches of a step but the last: gradients are collected.
-
-        With ``overlap="backward"`` no update starts within it. The last micro-batch, outside of it, starts them: each adds its
-        gradient to what was collected, as autograd would, and updates. With any other overlap it does nothing.
-        """
-        before, self._is_accumulating = self._is_accumulating, True
-        try:
-            yield
-        finally:
-            self._is_accumulating = before
-
-    @_untraced
-    def synchronize(self) -> None:
-        """Return when every update is done. Raises OptimizerStateError for one that failed."""
-        for updates in self._models():
-            updates.wait_all()
-
-    def _models(self) -> set[Updates]:
-        """What is under way, for each model that has parameters here."""
-        placements = (placement_of(p) for group in self.param_groups for p in group["params"])
-        return {p.updates for p in placements if p is not None and p.updates is not None}
-
-    @property
-    def starts_in_backward(self) -> bool:
-        """Whether updates may start in a backward pass now. The first step creates states and compiles kernels."""
-        may_start = self.overlap is Overlap.BACKWARD and self.max_grad_norm is None
-        return may_start and self._has_stepped and not self._is_accumulating
-
-    def _clipping(self, updates: Iterable[Update]) -> Tensor | None:
-        if self.max_grad_norm is None:
-            return None
-        norms = [None if u.place.updates is None else u.place.updates.early.norms.of(u.grad) for u in updates]
-        self.grad_norm = clipping.total_norm([u.grad for u in updates], norms)
-        return clipping.factor(self.grad_norm, self.max_grad_norm)
-
-    def group_of(self, param: Tensor) -> dict[str, Any] | None:
-        """The group of a parameter; None where it has none."""
-        if self._groups is None:
-            self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
-        return self._groups.get(id(param))
-
-    def _forget_groups(self) -> None:
-        self._groups: dict[int, dict[str, Any]] | None = None
-        self._has_stepped = False
-
-    def _started_in_backward(self, models: Iterable[Updates]) -> frozenset[int]:
-        """Take over what has started. Returns the identities of its parameters.
-
-        Raises:
-            OptimizerStateError: a gradient or a hyperparameter is no longer what the update was started with.
-        """
-        params = [p for group in self.param_groups for p in group["params"]]
-        found: list[tuple[Updates, list[Consumed]]] = []
-        for updates in models:
-            started = updates.early.of(params)
-            for consumed in started:
-                consumed.check()
-                group = self.group_of(consumed.param)
-                assert group is not None
-                if optimizer_of(consumed.param) is not self:
-                    raise consumed.error("an optimizer stepped that is not the latest one of its parameters")
-                check_group(consumed, group)
-            found.append((updates, started))
-        for updates, started in found:
-            updates.early.settle(started)
-        return frozenset(id(consumed.param) for _, started in found for consumed in started)
-
-    def _updates(self, started: Collection[int], models: Iterable[Updates]) -> list[Update]:
-        all_params = ((p, g) for g in self.param_groups for p in g["params"])
-        with_grad = [(p, g) for p, g in all_params if p.grad is not None and id(p) not in started]
-        for param, _ in with_grad:
-            check_param(param)
-            check_grad(param, param.grad)
-        updates = []
-        for param, group in with_grad:
-            state, place = self.state[param], place_of(param)
-            for model in models:
-                model.wait_for(param)
-                model.wait_for(param.grad)
-            settle(param, state, place)
-            complete(param, state, place)
-            updates.append(Update(param, param.grad, state, group, place))
-        return updates
-
-    def state_bytes_of(self, param: Tensor) -> int:
-        """Bytes of the states that steps hold for ``param``, master included; 0 for a frozen one without states."""
-        return state_bytes(param) if param.requires_grad or self.state.get(param) else 0
-
-    @_untraced
-    @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:
-        """A dict shaped as ``torch.optim.AdamW`` makes it; 16-bit parameters have a ``master`` beside the moments.
-
-        Its tensors are references to the states, as in ``torch.optim``: they follow later steps, and ``deepcopy`` or
-        ``torch.save`` makes a snapshot. A state on the host reads as an ordinary tensor. Masters agree with their
-        parameters, edits included. Takes no step and creates no state.
-        """
-        for updates in self._models():
-            updates.early.refuse_unseen("the optimizer's state dict was asked for")
-        self.synchronize()
-        for param, state in self.state.items():
-            if isinstance(param, Tensor) and MASTER in state:
-                settle(param, state, place_of(param))
-                if MASTER in state:
-                    reconcile(param, state[MASTER], place_of(param))
-        return super().state_dict()
-
-    @_untraced
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict of this class or of ``torch.optim.AdamW``, in fp32 and into the places of the plan.
-
-        All or nothing: states and groups change only when every check has passed and every new state exists, so old and
-        new states need memory side by side for that moment. Values are copied. A 16-bit parameter whose dict has no
-        master starts from its own value.
-
-        Raises:
-            OptimizerStateError: says what the dict has, what was expected, and what to do.
-            HostMemoryError: no room for host states.
-        """
-        loaded = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = pre_hook(self, loaded)
-            if replaced is not None:
-                loaded = replaced
-        for updates in self._models():
-            updates.forget_failures()
-        groups = read_groups(loaded, self.param_groups, _IMPLEMENTATION)
-        states = read_states(loaded, self.param_groups, self.state)
-        self.state.clear()
-        self.state.update(states)
-        self.param_groups[:] = groups
-        self._forget_groups()
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-
-def _guard(models: Iterable[Updates]) -> None:
-    for updates in models:
-        updates.guard()
+        asked = {"amsgrad": amsgrad, "capturable": capturable, "differentiable": differentiable}
+        super().__init__(params, {**hyperparameters, **asked}, overlap=overlap, max_grad_norm=max_grad_norm)

@@ -1,4 +1,4 @@
-"""The arguments of `AdamW`: in come a user's values, out come ours, or an OptimizerStateError that says what was expected."""
+"""The arguments of optimizers: in come a user's values, out come ours, or an OptimizerStateError that says what was expected."""
 
 from collections.abc import Collection, Mapping
 from numbers import Real
@@ -24,31 +24,35 @@ def checked_norm(norm: float | None) -> float | None:
     return None if norm is None else float(norm)
 
 
-def as_floats(betas: tuple[float | Tensor, float | Tensor]) -> tuple[float, float]:
-    """Betas that were checked."""
-    return float(betas[0]), float(betas[1])
-
-
-def check_hyperparameters(values: Mapping[str, Any]) -> None:
-    """Those of a group, with what was asked of the implementation."""
-    for name in ("amsgrad", "capturable", "differentiable"):
+def refuse(values: Mapping[str, Any], names: Collection[str], optimizer: str) -> None:
+    """What was asked of the implementation, by name, where it is none of these. ``optimizer`` is the name of it."""
+    for name in names:
         if values.get(name):
             raise OptimizerStateError(
-                f"{name}=True is not supported by autohete_fx.AdamW; leave it out, or use torch.optim.AdamW, whose "
+                f"{name}=True is not supported by autohete_fx.{optimizer}; leave it out, or use torch.optim.{optimizer}, whose "
                 "states the plan then counts on the device"
             )
-    lr = values["lr"]
+
+
+def check_at_least_0(values: Mapping[str, Any], names: Collection[str]) -> None:
+    """Numbers that are not negative, by name; ``lr`` may be a tensor of one element."""
+    lr = values.get("lr")
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise OptimizerStateError(f"lr is a tensor of {lr.numel()} elements; expected one element")
-    for name in ("lr", "eps", "weight_decay"):
+    for name in names:
         if not (_is_number(values[name]) and values[name] >= 0.0):  # NaN too
             raise OptimizerStateError(f"{name} is {values[name]!r}; expected a number of at least 0")
-    betas = values["betas"]
+
+
+def checked_betas(betas: Any) -> tuple[float, float]:
+    """Two decay rates."""
     if not (isinstance(betas, Collection) and len(betas) == 2 and all(map(_is_number, betas))):
         raise OptimizerStateError(f"betas is {betas!r}; expected two numbers, each at least 0 and less than 1")
     for index, beta in enumerate(betas):
         if not 0.0 <= beta < 1.0:
             raise OptimizerStateError(f"betas[{index}] is {float(beta)}; expected at least 0 and less than 1")
+    first, second = betas
+    return float(first), float(second)
 
 
 def _is_number(value: object) -> bool:

@@ -1,39 +1,348 @@
-"""What the rest of the package knows of an optimizer that steps where a plan says."""
+"""The part that all optimizers share: when and where updates run, where states lie, clipping, checkpoints.
 
-from collections import defaultdict
-from typing import Any, Protocol
+In: a rule, parameters, gradients, and the placements that a compiled model records. Out: parameters as the rule's arithmetic makes
+them, with the states where the plan wants them. An optimizer never asks for a plan: a parameter without a placement has its states
+on its device, states move at the first ``step()`` after a placement changed, and so the order of constructing the optimizer and
+compiling does not matter.
+"""
 
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
 from torch import Tensor
 
+from autohete_fx.errors import OptimizerStateError
+from autohete_fx.internals.modes import DisableTorchFunction
+from autohete_fx.internals.tensors import current_graph_task_id
 from autohete_fx.ir import Overlap
+from autohete_fx.optim import clipping
+from autohete_fx.optim.arguments import checked_norm, overlap_named
 from autohete_fx.optim.host_copy import HostCopies
+from autohete_fx.optim.in_place import Update
+from autohete_fx.optim.loading import read_groups, read_states
+from autohete_fx.optim.owners import optimizer_of, register_owner
+from autohete_fx.optim.rule import Group, Rule
+from autohete_fx.optim.start import check_group
+from autohete_fx.optim.state import (
+    MASTER,
+    check_grad,
+    check_param,
+    complete,
+    place_of,
+    reconcile,
+    settle,
+    state_bytes,
+    update_share,
+)
+from autohete_fx.optim.updates import apply
+from autohete_fx.runtime.pending.backward import Consumed
+from autohete_fx.runtime.pending.calls import is_within_call
+from autohete_fx.runtime.pending.fence import watched
+from autohete_fx.runtime.pending.unplanned import Watch
+from autohete_fx.runtime.pending.updates import Updates
+from autohete_fx.runtime.placement import placement_of
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-class Owner(Protocol):
-    """An optimizer whose states plans may move, and whose updates may overlap with compute.
+def _untraced(method: _Method) -> _Method:
+    """Run as it is even where the caller is compiled."""
+    return cast("_Method", torch.compiler.disable(method))
+
+
+class PlannedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose states and update are on the device, on the host or on disk, as the plan says. A subclass names its rule.
+
+    Where states and parameters live changes no value, but for the rounding of the processor that does the update: the CPU for
+    states on the host and on disk, the device for its own and for streamed ones. 16-bit parameters have fp32 states, an fp32 master
+    weight among them.
+
+    An edit of a parameter between steps (``load_state_dict``, ``param.data.mul_``, ...) is honoured however it is made:
+    fp32 parameters have no second copy, and a 16-bit weight that is no longer the rounding of its master replaces it,
+    element by element.
+
+    ``step()`` needs no device memory beyond the states, which the first step creates, and 8 bytes for each parameter that is
+    updated on the host, and for streamed states what their pieces pass through, at most 192 MiB; a parameter or gradient of an
+    unusual layout or dtype costs one temporary copy of that tensor at a time.
+
+    With ``overlap="step"`` updates on the host start at ``step()``, in the order in which the next forward needs them, and
+    may still run when it returns. Whatever is done to the gradients before ``step()`` counts, as always. Whoever then reads
+    or writes a parameter, a gradient or a state, in compiled or in eager code, gets the updated value and waits for it if
+    need be; nobody has to call ``synchronize()`` but who reads in another thread than the one that calls ``step()``, by
+    TorchScript, or through a NumPy array made before. Steps do not overlap with what follows where the backend sees no use
+    in it (a CPU device), in a model whose graph breaks, inside a compiled function, and inside a backward pass.
+
+    With ``overlap="backward"`` they start as soon as gradients come, from the second step on, where the backward pass of a
+    compiled model gives all of a gradient; what it does not, starts at ``step()``. That is for loops that do nothing to
+    gradients and parameters between ``backward()`` and ``step()``: reading gradients is allowed there, anything else is an
+    OptimizerStateError that says so, raised at once or by ``step()``. So is a change of a hyperparameter, and a second
+    forward or backward pass: collect gradients of several micro-batches within ``accumulate()``. ``max_grad_norm`` clips;
+    its updates need the norm of all gradients and start at ``step()``, before which gradients may be edited; backward takes
+    the norms. Hooks of intermediate tensors, which run within backward, must not read parameters.
 
     Attributes:
-        overlap: what its updates may overlap with.
-        max_grad_norm: that gradients are clipped to; None where they are not.
-        param_groups, state: as in ``torch.optim``.
-        host_copies: of its parameters.
+        grad_norm: the norm of all gradients before the last step clipped them, a tensor without dimensions; None where no
+            step has.
+
+    Args:
+        params: parameters, named parameters, or groups, as for ``torch.optim``.
+        hyperparameters: the defaults of groups, and what else the rule is to check.
+        overlap: ``"step"``, ``"backward"``, or None: updates on the host are done when ``step()`` returns.
+        max_grad_norm: in ``step()``, clip all gradients by their total norm first, as ``torch.nn.utils.clip_grad_norm_``
+            does: bitwise so where one processor takes all norms, else within the rounding of norms. None: do not.
+
+    Raises:
+        OptimizerStateError: a hyperparameter out of range, an option that is not supported, a parameter to train whose dtype is
+            none of float32, float64, bfloat16, float16.
     """
 
-    overlap: Overlap
-    max_grad_norm: float | None
-    param_groups: list[dict[str, Any]]
-    state: defaultdict[Tensor, Any]
-    host_copies: HostCopies
+    rule: ClassVar[Rule]
+
+    def __init__(
+        self, params: Iterable[Any], hyperparameters: Group, *, overlap: str | None, max_grad_norm: float | None
+    ) -> None:
+        self.overlap = overlap_named(overlap)
+        self.max_grad_norm = checked_norm(max_grad_norm)
+        self.grad_norm: Tensor | None = None
+        self._is_accumulating = False
+        self.host_copies = HostCopies()
+        self._watch = Watch(self.rule.name)
+        self._forget_groups()
+        ours = {**hyperparameters, **self.rule.checked(hyperparameters)}
+        super().__init__(params, {**{name: ours[name] for name in self.rule.names}, **dict(self.rule.implementation)})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in ``torch.optim``; raises OptimizerStateError, before anything is added, for what cannot be trained."""
+        group = {**param_group, "params": param_group["params"]}
+        ours = self.rule.checked({**self.defaults, **group})
+        group |= {name: value for name, value in ours.items() if name in group}
+        self._forget_groups()
+        before = len(self.param_groups)
+        super().add_param_group({**group, **dict(self.rule.implementation)})
+        try:
+            for param in self.param_groups[-1]["params"]:
+                if param.requires_grad:  # a frozen one may be quantized
+                    check_param(param)
+        except OptimizerStateError:
+            del self.param_groups[before:]
+            raise
+        for param in self.param_groups[-1]["params"]:
+            register_owner(param, self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        absent = {"overlap": Overlap.STEP, "max_grad_norm": None, "grad_norm": None, "_is_accumulating": False}
+        self.__dict__ |= {name: value for name, value in absent.items() if name not in self.__dict__}
+        self.host_copies = HostCopies()
+        self._watch = Watch(self.rule.name)
+        self._forget_groups()
+        for group in self.param_groups:
+            for param in group["params"]:
+                register_owner(param, self)
+
+    @_untraced
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step for every parameter that has a gradient.
+
+        Before any parameter changes, all gradients are checked, missing states are created and states whose placement
+        has changed are moved.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            OptimizerStateError: a sparse or complex gradient.
+            HostMemoryError: no room for host states; no parameter has changed.
+            torch.OutOfMemoryError: no room for states on the device, or for pieces of streamed ones; likewise.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # What ends a node of a backward pass forgets which modes were entered in it, the fence too.
+        is_guarded = not is_within_call() and current_graph_task_id() == -1
+        models = self._models()
+        try:
+            try:
+                with watched(self._gradients, but=models), DisableTorchFunction():
+                    self._step(models, is_guarded=is_guarded)
+            finally:
+                _guard(models)
+        except BaseException as error:
+            _guard(models)  # an interrupt may have come before the fence stood
+            if isinstance(error, torch.OutOfMemoryError):  # states are made when the plan's peak may be reached
+                for model in models:
+                    if model.shortage is not None:
+                        error.add_note(model.shortage(error))
+            raise
+        return loss
+
+    def _gradients(self) -> list[Tensor]:
+        """And the parameters that have them."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        return [t for p in params if p.grad is not None for t in (p, p.grad)]
+
+    def _step(self, models: Collection[Updates], *, is_guarded: bool) -> None:
+        started = self._started_in_backward(models)
+        updates = self._updates(started, models)
+        scale = self._clipping(updates)
+        for model in models:
+            model.early.norms.clear()
+        apply(updates, self.host_copies, may_overlap=self.overlap is not Overlap.NONE and is_guarded, scale=scale)
+        self._groups, self._has_stepped = None, True
+        self._watch.step([p for group in self.param_groups for p in group["params"]], self.state)
+        if started and not is_guarded:
+            self.synchronize()
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Around the forward and backward passes of all micro-batches of a step but the last: gradients are collected.
+
+        With ``overlap="backward"`` no update starts within it. The last micro-batch, outside of it, starts them: each adds its
+        gradient to what was collected, as autograd would, and updates. With any other overlap it does nothing.
+        """
+        before, self._is_accumulating = self._is_accumulating, True
+        try:
+            yield
+        finally:
+            self._is_accumulating = before
+
+    @_untraced
+    def synchronize(self) -> None:
+        """Return when every update is done. Raises OptimizerStateError for one that failed."""
+        for updates in self._models():
+            updates.wait_all()
+
+    def _models(self) -> set[Updates]:
+        """The updates under way, for each model that has parameters here."""
+        placements = (placement_of(p) for group in self.param_groups for p in group["params"])
+        return {p.updates for p in placements if p is not None and p.updates is not None}
 
     @property
     def starts_in_backward(self) -> bool:
-        """Whether updates may start in a backward pass now."""
-        ...
+        """Whether updates may start in a backward pass now. The first step creates states and compiles kernels."""
+        may_start = self.overlap is Overlap.BACKWARD and self.max_grad_norm is None
+        return may_start and self._has_stepped and not self._is_accumulating
+
+    def _clipping(self, updates: Iterable[Update]) -> Tensor | None:
+        if self.max_grad_norm is None:
+            return None
+        norms = [None if u.place.updates is None else u.place.updates.early.norms.of(u.grad) for u in updates]
+        self.grad_norm = clipping.total_norm([u.grad for u in updates], norms)
+        return clipping.factor(self.grad_norm, self.max_grad_norm)
 
     def group_of(self, param: Tensor) -> dict[str, Any] | None:
         """The group of a parameter; None where it has none."""
-        ...
+        if self._groups is None:
+            self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        return self._groups.get(id(param))
+
+    def _forget_groups(self) -> None:
+        self._groups: dict[int, dict[str, Any]] | None = None
+        self._has_stepped = False
+
+    def _started_in_backward(self, models: Iterable[Updates]) -> frozenset[int]:
+        """Take over what has started. Returns the identities of its parameters.
+
+        Raises:
+            OptimizerStateError: a gradient or a hyperparameter is no longer what the update was started with.
+        """
+        params = [p for group in self.param_groups for p in group["params"]]
+        found: list[tuple[Updates, list[Consumed]]] = []
+        for updates in models:
+            started = updates.early.of(params)
+            for consumed in started:
+                consumed.check()
+                group = self.group_of(consumed.param)
+                assert group is not None
+                if optimizer_of(consumed.param) is not self:
+                    raise consumed.error("an optimizer stepped that is not the latest one of its parameters")
+                check_group(self.rule, consumed, group)
+            found.append((updates, started))
+        for updates, started in found:
+            updates.early.settle(started)
+        return frozenset(id(consumed.param) for _, started in found for consumed in started)
+
+    def _updates(self, started: Collection[int], models: Iterable[Updates]) -> list[Update]:
+        all_params = ((p, g) for g in self.param_groups for p in g["params"])
+        with_grad = [(p, g) for p, g in all_params if p.grad is not None and id(p) not in started]
+        for param, _ in with_grad:
+            check_param(param)
+            check_grad(param, param.grad)
+        updates = []
+        for param, group in with_grad:
+            state, place = self.state[param], place_of(param)
+            for model in models:
+                model.wait_for(param)
+                model.wait_for(param.grad)
+            settle(self.rule, param, state, place)
+            complete(self.rule, param, state, place)
+            updates.append(Update(self.rule, param, param.grad, state, group, place))
+        return updates
 
     def state_bytes_of(self, param: Tensor) -> int:
-        """Bytes of the states that steps hold for ``param``."""
-        ...
+        """Bytes of the states that steps hold for ``param``, master included; 0 for a frozen one without states."""
+        return state_bytes(self.rule, param) if param.requires_grad or self.state.get(param) else 0
+
+    def update_share_of(self, param: Tensor) -> float:
+        """Bytes that an update of ``param`` reads and writes, over those of an AdamW update."""
+        return update_share(self.rule, param)
+
+    @_untraced
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """A dict shaped as ``torch.optim`` makes it; 16-bit parameters have a ``master`` beside the moments.
+
+        Its tensors are references to the states, as in ``torch.optim``: they follow later steps, and ``deepcopy`` or
+        ``torch.save`` makes a snapshot. A state on the host reads as an ordinary tensor. Masters agree with their
+        parameters, edits included. Takes no step and creates no state.
+        """
+        for updates in self._models():
+            updates.early.refuse_unseen("the optimizer's state dict was asked for")
+        self.synchronize()
+        for param, state in self.state.items():
+            if isinstance(param, Tensor) and MASTER in state:
+                settle(self.rule, param, state, place_of(param))
+                if MASTER in state:
+                    reconcile(param, state[MASTER], place_of(param))
+        return super().state_dict()
+
+    @_untraced
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state dict of this class, or of ``torch.optim``'s of its name, in fp32 and into the places of the plan.
+
+        All or nothing: states and groups change only when every check has passed and every new state exists, so old and
+        new states need memory side by side for that moment. Values are copied. A 16-bit parameter whose dict has no
+        master starts from its own value.
+
+        Raises:
+            OptimizerStateError: says what the dict has, what was expected, and what to do.
+            HostMemoryError: no room for host states.
+        """
+        loaded = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, loaded)
+            if replaced is not None:
+                loaded = replaced
+        for updates in self._models():
+            updates.forget_failures()
+        groups = read_groups(self.rule, loaded, self.param_groups)
+        states = read_states(self.rule, loaded, self.param_groups, self.state)
+        self.state.clear()
+        self.state.update(states)
+        self.param_groups[:] = groups
+        self._forget_groups()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+
+def _guard(models: Iterable[Updates]) -> None:
+    for updates in models:
+        updates.guard()

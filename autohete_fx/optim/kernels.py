@@ -1,15 +1,13 @@
-"""The arithmetic of AdamW: two kernels, on tensors that stay where they are.
+"""One pass over the memory for each update: kernels for the arithmetic of any rule, on tensors that stay where they are.
 
-* **Full precision** (fp32 and fp64 parameters): ``torch.ops.aten._fused_adamw_``, the kernel of
-  ``torch.optim.AdamW(fused=True)``, so results are bitwise its own wherever the tensors live.
-* **Mixed** (bf16 and fp16 parameters): one pass over the memory. In: gradient, weight, fp32 master and moments. Out:
-  weight, master and moments. 28 bytes a parameter, and 2 more because the old weight is read too. The reference is
-  ``torch.optim.AdamW(fused=True)`` on the fp32 master with ``grad.float()``; from equal states one step differs from
-  it by a few units in the last place of fp32, because the bias corrections are folded into other constants.
+* **Full precision** (fp32 and fp64 parameters). In: gradient, parameter, moments. Out: parameter and moments. A rule whose
+  arithmetic PyTorch has as a fused kernel uses that one instead (`rule.Rule.fused`).
+* **Mixed** (bf16 and fp16 parameters). In: gradient, weight, fp32 master and moments. Out: weight, master and moments. For
+  AdamW that is 28 bytes a parameter, and 2 more because the old weight is read too.
 
-The mixed pass is traced once for (weight dtype, gradient dtype, device), with a symbolic length and with every
-hyperparameter in a small tensor, and compiled by Inductor (`inductor`). On a CPU the C++ wrapper is asked for, which lets go
-of the GIL.
+An element-wise rule is traced once for (weight dtype, gradient dtype, device), with a symbolic length and with every
+hyperparameter in a small tensor, and compiled by Inductor (`internals.small_kernels`). On a CPU the C++ wrapper is asked for, which
+lets go of the GIL. Other rules get whole parameters, in eager operations.
 
 **A weight that is no longer a nearest 16-bit value of its master has been edited by the user, and wins**, element by
 element: its master is then read from the weight. Comparing the data is the only complete test: version counters miss
@@ -18,9 +16,8 @@ keep is master bits below the weight's precision, where the edited value is what
 """
 
 import functools
-import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +25,10 @@ import torch
 from torch import Tensor
 
 from autohete_fx.internals.small_kernels import LONGEST, Kernel, compile_kernel
+from autohete_fx.optim.rule import Rule
+
+HALF = (torch.bfloat16, torch.float16)
+"""Dtypes of parameters whose exact value lives in an fp32 master."""
 
 _TILE = 1 << 18
 """Elements of a tile where eager arithmetic needs temporaries; a multiple of every vector length."""
@@ -36,95 +37,32 @@ _SMALL = 1 << 15
 """Up to this length one thread of a CPU does it all: waking the others takes as long."""
 
 _ROW = 32
-"""Beyond that a CPU takes two rows of so many elements at once. Vectors of 16-bit values are half as wide as fp32's, and Inductor
-loads and stores them under a mask: a load close behind a store waits for it, which takes most of the time of one row at a time."""
-
-_NUM_COEFFICIENTS = 7
-
-
-def update_full_precision(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    steps: list[Tensor],
-    group: Mapping[str, Any],
-) -> None:
-    """One step of ``torch.ops.aten._fused_adamw_`` on tensors of one dtype and device; increments ``steps``. No temporaries."""
-    torch.ops.aten._foreach_add_.Scalar(steps, 1)
-    update_at_step(params, grads, exp_avgs, exp_avg_sqs, steps, group)
+"""Beyond that a CPU takes two rows of so many elements at once, of 16-bit weights. Vectors of 16-bit values are half as wide as
+fp32's, and Inductor loads and stores them under a mask: a load close behind a store waits for it, which takes most of the time of
+one row at a time."""
 
 
-def update_at_step(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    steps: list[Tensor],
-    group: Mapping[str, Any],
-) -> None:
-    """`update_full_precision` where ``steps`` count this step already: tensors that are updated in pieces have one counter."""
-    beta1, beta2 = group["betas"]
-    lr = _learning_rate(group, params[0].device)
-    # Left to itself PyTorch takes the overload of numbers for either, and waits for the device to read the tensor.
-    kernel = torch.ops.aten._fused_adamw_.tensor_lr if isinstance(lr, Tensor) else torch.ops.aten._fused_adamw_.default
-    kernel(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        [],
-        steps,
-        amsgrad=False,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
-    )
+def update(rule: Rule, weight: Tensor, grad: Tensor, states: Sequence[Tensor], coefs: Tensor) -> None:
+    """One step, in place, on tensors of one device and size: flat ones of an element-wise rule, else of the parameter's shape.
 
-
-def _learning_rate(group: Mapping[str, Any], device: torch.device) -> Any:
-    """A tensor rate stays a tensor only on its own accelerator, where reading it would wait for the device."""
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and (device.type == "cpu" or lr.device.type == "cpu"):
-        return float(lr)
-    return lr.float() if isinstance(lr, Tensor) else lr  # the kernel reads no other dtype
-
-
-def coefficients(group: Mapping[str, Any], step: float) -> tuple[float, ...]:
-    """What ``_mixed`` needs of a group at a step (1 for the first), computed in double precision."""
-    beta1, beta2 = group["betas"]
-    lr = float(group["lr"])
-    root = math.sqrt(1.0 - beta2**step)
-    return (
-        -1.0 if group["maximize"] else 1.0,
-        lr * group["weight_decay"],
-        1.0 - beta1,
-        beta2,
-        1.0 - beta2,
-        lr * root / (1.0 - beta1**step),
-        group["eps"] * root,
-    )
-
-
-def update_mixed(
-    weight: Tensor, grad: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, coefs: Tensor
-) -> None:
-    """One mixed step, in place, on flat tensors of one length and device; ``coefs`` holds ``coefficients`` in fp32.
-
-    ``weight`` and ``grad`` are 16-bit (the gradient may be fp32), the rest fp32.
+    Args:
+        weight: the parameter.
+        grad: of the parameter's dtype; of a 16-bit one it may be 16-bit or fp32.
+        states: of a 16-bit parameter its master, fp32; then the moments, fp32, or fp64 for an fp64 parameter.
+        coefs: what ``rule.coefficients`` gives, in the dtype of the moments.
     """
     length = weight.numel()
     if not length:
         return
+    if not rule.is_elementwise:
+        _advance(rule, weight, grad, states, coefs)
+        return
     small = weight.device.type == "cpu" and length <= _SMALL
-    kernel = _compiled_mixed(weight.dtype, grad.dtype, weight.device, small)
+    kernel = _compiled(rule, weight.dtype, grad.dtype, weight.device, small)
+    tensors = (weight, grad, *states)
     # One element is a shape of its own for the tracer, and not worth a kernel.
     if kernel is None or length < 2:
-        return _mixed_in_tiles(weight, grad, master, exp_avg, exp_avg_sq, coefs)
-    tensors = (weight, grad, master, exp_avg, exp_avg_sq)
+        return _in_tiles(rule, tensors, coefs)
     if length <= LONGEST:
         kernel([*tensors, coefs])
         return
@@ -134,10 +72,10 @@ def update_mixed(
         kernel([*parts, coefs])
 
 
-def prepare_mixed(weight_dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device) -> None:
-    """Compile now what ``update_mixed`` will need, so that it cannot fail or warn half way through a step."""
+def prepare(rule: Rule, weight_dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device) -> None:
+    """Compile now what ``update`` will need, so that it cannot fail or warn half way through a step."""
     for small in (False, True) if device.type == "cpu" else (False,):
-        _compiled_mixed(weight_dtype, grad_dtype, device, small)
+        _compiled(rule, weight_dtype, grad_dtype, device, small)
 
 
 def reconcile_master(weight: Tensor, master: Tensor) -> None:
@@ -165,36 +103,39 @@ def _current(weight: Tensor, master: Tensor) -> Tensor:
     return torch.where(edit == 0.0, master, w)
 
 
-def _mixed(
-    weight: Tensor, grad: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, coefs: Tensor
-) -> tuple[()]:
-    """The mixed pass as traced; as few operations as the arithmetic allows, for it is not far from compute bound."""
-    sign, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, eps = coefs.unbind()
-    g = grad.float()
-    current = _current(weight, master)
-    first = exp_avg + one_minus_beta1 * (sign * g - exp_avg)
-    second = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    updated = current - decay * current - step_size * first / (second.sqrt() + eps)
-    weight.copy_(updated)
-    master.copy_(updated)
-    exp_avg.copy_(first)
-    exp_avg_sq.copy_(second)
+def _advance(rule: Rule, weight: Tensor, grad: Tensor, states: Sequence[Tensor], coefs: Tensor) -> tuple[()]:
+    """The pass as traced; as few operations as the arithmetic allows, for it is not far from compute bound."""
+    numbers = coefs.unbind()
+    is_mixed = weight.dtype in HALF
+    moments = states[1:] if is_mixed else states
+    gradient = grad.float() if is_mixed else grad
+    value = _current(weight, states[0]) if is_mixed else weight
+    value, advanced = rule.advance(value, gradient, moments, numbers)
+    weight.copy_(value)
+    if is_mixed:
+        states[0].copy_(value)
+    for moment, new in zip(moments, advanced, strict=True):
+        moment.copy_(new)
     return ()
 
 
-def _mixed_in_tiles(
-    weight: Tensor, grad: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, coefs: Tensor
-) -> None:
+def _in_tiles(rule: Rule, tensors: Sequence[Tensor], coefs: Tensor) -> None:
     """The same in eager operations, with temporaries of a few tiles."""
-    for w, g, m, a, v in zip(*(t.split(_TILE) for t in (weight, grad, master, exp_avg, exp_avg_sq)), strict=True):
-        _mixed(w, g, m, a, v, coefs)
+    for weight, grad, *states in zip(*(t.split(_TILE) for t in tensors), strict=True):
+        _advance(rule, weight, grad, states, coefs)
 
 
-def _mixed_pair(*tensors: Tensor) -> tuple[()]:
-    """Two mixed passes, given by pairs of tensors and the coefficients."""
+def _one(rule: Rule, *tensors: Tensor) -> tuple[()]:
+    """One pass, given by its tensors and the coefficients."""
+    weight, grad, *states, coefs = tensors
+    return _advance(rule, weight, grad, states, coefs)
+
+
+def _pair(rule: Rule, *tensors: Tensor) -> tuple[()]:
+    """Two passes, given by pairs of tensors and the coefficients."""
     *pairs, coefs = tensors
-    for weight, grad, master, exp_avg, exp_avg_sq in (pairs[0::2], pairs[1::2]):
-        _mixed(weight, grad, master, exp_avg, exp_avg_sq, coefs)
+    for weight, grad, *states in (pairs[0::2], pairs[1::2]):
+        _advance(rule, weight, grad, states, coefs)
     return ()
 
 
@@ -214,27 +155,27 @@ def _in_pairs(pair: Kernel, single: Kernel) -> Kernel:
 
 
 @functools.cache
-def _compiled_mixed(
-    weight_dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device, small: bool
+def _compiled(
+    rule: Rule, weight_dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device, small: bool
 ) -> Kernel | None:
-    """The mixed pass by Inductor; None, with a warning, where Inductor cannot compile (no C++ compiler, say)."""
+    """The pass by Inductor; None, with a warning, where Inductor cannot compile (no C++ compiler, say)."""
     single = None
     if device.type == "cpu" and not small:
-        single = _compiled_mixed(weight_dtype, grad_dtype, device, True)
+        single = _compiled(rule, weight_dtype, grad_dtype, device, True)
         if single is None:
             return None  # which has been said
     try:
         # PyTorch's own deprecations; where a user made warnings errors, they would read as "cannot compile" here.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            kernel = _compile_mixed((weight_dtype, grad_dtype), device, small)
-            if single is not None:
+            kernel = _compile(rule, (weight_dtype, grad_dtype), device, small)
+            if single is not None and weight_dtype in HALF:
                 kernel = _in_pairs(kernel, single)
-            _verify(kernel, (weight_dtype, grad_dtype), device)
+            _verify(kernel, rule, (weight_dtype, grad_dtype), device)
             return kernel
     except Exception as error:  # the toolchain's errors share no base class
         warnings.warn(
-            f"autohete_fx.AdamW could not compile its update for {weight_dtype} parameters "
+            f"autohete_fx.{rule.name} could not compile its update for {weight_dtype} parameters "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}); "
             "it steps in eager operations: equally exact, several times slower. Install a working C++ compiler "
             "(or Triton, on a GPU) to have the fast one.",
@@ -244,34 +185,53 @@ def _compiled_mixed(
         return None
 
 
-def _compile_mixed(dtypes: Sequence[torch.dtype], device: torch.device, small: bool) -> Kernel:
-    compile_ = partial(compile_kernel, device=device, fixed=[(_NUM_COEFFICIENTS, torch.float32)])
-    dtypes = (*dtypes, *[torch.float32] * 3)
+def _compile(rule: Rule, dtypes: Sequence[torch.dtype], device: torch.device, small: bool) -> Kernel:
+    is_mixed = dtypes[0] in HALF
+    state = torch.float32 if is_mixed else dtypes[0]
+    every = (*dtypes, *[state] * (len(rule.moments) + is_mixed))
+    compile_ = partial(compile_kernel, device=device, fixed=[(len(_examples(rule)), state)])
+    one = partial(_one, rule)
     if device.type != "cpu":
-        return compile_(_mixed, dtypes)
-    # Contracted multiply-adds are fewer operations, and what the fused kernel of torch does.
-    settings: dict[str, Any] = {"cpp.enable_floating_point_contract_flag": "fast"}
+        return compile_(one, every)
+    settings: dict[str, Any] = {}
+    if rule.may_contract:
+        settings["cpp.enable_floating_point_contract_flag"] = "fast"
     if small:
-        return compile_(_mixed, dtypes, settings=settings | {"cpp.threads": 1})
+        return compile_(one, every, settings=settings | {"cpp.threads": 1})
     # Threads are asked for at run time, so torch.set_num_threads is honoured without compiling again.
     settings |= {"cpp_wrapper": True, "cpp.dynamic_threads": True}
-    return compile_(_mixed_pair, [dtype for dtype in dtypes for _ in range(2)], row=(_ROW, 2 * _ROW), settings=settings)
+    if not is_mixed:
+        return compile_(one, every, settings=settings)
+    in_pairs = [dtype for dtype in every for _ in range(2)]
+    return compile_(partial(_pair, rule), in_pairs, row=(_ROW, 2 * _ROW), settings=settings)
 
 
-def _verify(kernel: Kernel, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+def _examples(rule: Rule) -> tuple[float, ...]:
+    """Coefficients to check kernels with."""
+    return rule.coefficients(dict(rule.hyperparameters), 2.0)
+
+
+def _verify(kernel: Kernel, rule: Rule, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
     """Compare a kernel with the eager operations, edited weights included, before any parameter is trusted to it."""
     weight_dtype, grad_dtype = dtypes
+    is_mixed = weight_dtype in HALF
+    state = torch.float32 if is_mixed else weight_dtype
     generator = torch.Generator("cpu").manual_seed(0)
-    master, grad, exp_avg, exp_avg_sq = torch.randn(4, 1003, generator=generator, dtype=torch.float32, device="cpu")
-    weight = master.to(weight_dtype)
+    values = torch.randn(2 + len(rule.moments), 1003, generator=generator, dtype=state, device="cpu")
+    value, grad, *moments = values
+    weight = value.to(weight_dtype, copy=True)
     weight[::5] *= 1.5
-    given = [weight, grad.to(grad_dtype), master, exp_avg, exp_avg_sq.square()]
-    group = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
-    coefs = torch.tensor(coefficients(group, 2.0), dtype=torch.float32, device=device)
-    expected, found = ([t.clone().to(device) for t in given] for _ in range(2))
-    _mixed_in_tiles(expected[0], expected[1], expected[2], expected[3], expected[4], coefs)
+    # Not below zero, for a moment may be of squares.
+    states = {
+        **({"master": value} if is_mixed else {}),
+        **dict(zip(rule.moments, map(torch.abs, moments), strict=True)),
+    }
+    given = {"weight": weight, "grad": grad.to(grad_dtype), **states}
+    coefs = torch.tensor(_examples(rule), dtype=state, device=device)
+    expected, found = ([t.clone().to(device) for t in given.values()] for _ in range(2))
+    _in_tiles(rule, expected, coefs)
     kernel([*found, coefs])
-    for name, e, f in zip(("weight", "grad", "master", "exp_avg", "exp_avg_sq"), expected, found, strict=True):
+    for name, e, f in zip(given, expected, found, strict=True):
         tolerance = torch.finfo(e.dtype).eps
-        if not torch.allclose(f.float(), e.float(), rtol=4 * tolerance, atol=tolerance):
+        if not torch.allclose(f.to(state), e.to(state), rtol=4 * tolerance, atol=tolerance):
             raise AssertionError(f"the compiled update disagrees with eager in {name}")

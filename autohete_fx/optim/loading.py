@@ -1,6 +1,6 @@
 """Reading a state dict: everything is checked and built before anything is replaced.
 
-In: a dict shaped as ``torch.optim.AdamW`` makes it, from it or from ours, and the optimizer's own groups. Out: new
+In: a dict shaped as ``torch.optim`` makes it, from it or from ours, and the optimizer's rule and its own groups. Out: new
 groups and new states, in the places that the placements ask for. ``torch.optim.Optimizer.load_state_dict`` is not
 used because it casts states to the parameter's dtype, which loses the fp32 states of 16-bit parameters.
 """
@@ -13,55 +13,54 @@ import torch
 from torch import Tensor
 
 from autohete_fx.errors import OptimizerStateError
-from autohete_fx.optim.state import MASTER, MOMENTS, STEP, State, needs_master, place_of, state_names
+from autohete_fx.optim.rule import Rule
+from autohete_fx.optim.state import MASTER, STEP, State, needs_master, place_of, state_names
 
 Group = dict[str, Any]
 
-_REQUIRED = ("lr", "betas", "eps", "weight_decay")
-_SAME = "make it with state_dict() of an AdamW with the same parameters in the same groups"
+_LATE = {"maximize": False}
+"""Hyperparameters that dicts of early PyTorch lack, and what they meant."""
 
 
-def read_groups(state_dict: Mapping[str, Any], groups: Sequence[Group], implementation: Group) -> list[Group]:
-    """The loaded hyperparameters over the optimizer's own parameters.
+def _same(rule: Rule) -> str:
+    """What to do about a dict of others."""
+    return f"make it with {rule.name}.state_dict(), of the same parameters in the same groups"
 
-    Args:
-        implementation: keys that say how the step is computed, with our values; those of the dict are not taken over.
+
+def read_groups(rule: Rule, state_dict: Mapping[str, Any], groups: Sequence[Group]) -> list[Group]:
+    """The loaded hyperparameters over the optimizer's own parameters. Keys that say how the step is computed are not taken over.
 
     Raises OptimizerStateError where the dict is of another form, or of another optimizer.
     """
+    same = _same(rule)
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise OptimizerStateError(
-                f"the state dict has keys {list(state_dict)}; expected 'state' and 'param_groups': {_SAME}"
+                f"the state dict has keys {list(state_dict)}; expected 'state' and 'param_groups': {same}"
             )
     loaded = deepcopy(state_dict["param_groups"])
     given, expected = [len(g["params"]) for g in loaded], [len(g["params"]) for g in groups]
     if given != expected:
         raise OptimizerStateError(
             f"the state dict has {len(given)} groups of {given} parameters; expected {len(expected)} of {expected}: "
-            f"{_SAME}"
+            f"{same}"
         )
     result = []
     for index, (new, own) in enumerate(zip(loaded, groups, strict=True)):
-        lacking = [key for key in _REQUIRED if key not in new]
+        lacking = [key for key in rule.names if key not in new and key not in _LATE]
         if lacking:
-            raise OptimizerStateError(f"group {index} of the state dict lacks {lacking}; it is not AdamW's: {_SAME}")
-        if new.get("amsgrad"):
             raise OptimizerStateError(
-                f"group {index} of the state dict has amsgrad=True, which is not supported: use torch.optim.AdamW"
+                f"group {index} of the state dict lacks {lacking}; it is not {rule.name}'s: {same}"
             )
-        if not new.get("decoupled_weight_decay", True):
-            raise OptimizerStateError(
-                f"group {index} of the state dict is of torch.optim.Adam (decoupled_weight_decay=False), whose weight "
-                f"decay is another; expected AdamW's: {_SAME}"
-            )
-        kept = {"maximize": False, **({"param_names": own["param_names"]} if "param_names" in own else {})}
-        result.append({**kept, **new, **implementation, "params": own["params"]})
+        if (why := rule.foreign(new)) is not None:
+            raise OptimizerStateError(f"group {index} of the state dict {why}")
+        kept = {**_LATE, **({"param_names": own["param_names"]} if "param_names" in own else {})}
+        result.append({**kept, **new, **dict(rule.implementation), "params": own["params"]})
     return result
 
 
 def read_states(
-    state_dict: Mapping[str, Any], groups: Sequence[Group], current: Mapping[Tensor, State]
+    rule: Rule, state_dict: Mapping[str, Any], groups: Sequence[Group], current: Mapping[Tensor, State]
 ) -> dict[Tensor, State]:
     """New states of every parameter that the dict has any for. What the dict holds is copied, never aliased.
 
@@ -78,20 +77,20 @@ def read_states(
     unknown = [key for key in states if key not in set(keys)]
     if unknown:
         raise OptimizerStateError(
-            f"the state dict has states for {unknown[:5]}, which are in none of its groups: {_SAME}"
+            f"the state dict has states for {unknown[:5]}, which are in none of its groups: {_same(rule)}"
         )
     for key, param in zip(keys, params, strict=True):
         if states.get(key):
-            _check(key, param, states[key])
+            _check(rule, key, param, states[key])
     return {
-        param: _build(param, states[key], current.get(param, {}))
+        param: _build(rule, param, states[key], current.get(param, {}))
         for key, param in zip(keys, params, strict=True)
         if states.get(key)
     }
 
 
-def _check(key: object, param: Tensor, entry: Mapping[str, Any]) -> None:
-    required, allowed = (STEP, *MOMENTS), (STEP, *state_names(param))
+def _check(rule: Rule, key: object, param: Tensor, entry: Mapping[str, Any]) -> None:
+    required, allowed = (STEP, *rule.moments), (STEP, *state_names(rule, param))
     missing, unknown = [n for n in required if n not in entry], [n for n in entry if n not in allowed]
     if MASTER in unknown:
         raise OptimizerStateError(
@@ -101,7 +100,7 @@ def _check(key: object, param: Tensor, entry: Mapping[str, Any]) -> None:
     if missing or unknown:
         raise OptimizerStateError(
             f"the state of parameter {key} has {list(entry)}; expected {list(allowed)}"
-            f"{' (master may be absent)' if needs_master(param) else ''}: {_SAME}"
+            f"{' (master may be absent)' if needs_master(param) else ''}: {_same(rule)}"
         )
     step = entry[STEP]
     if not isinstance(step, (int, float)) and not (isinstance(step, Tensor) and step.numel() == 1):
@@ -117,7 +116,7 @@ def _check(key: object, param: Tensor, entry: Mapping[str, Any]) -> None:
         if t.shape != param.shape:
             raise OptimizerStateError(
                 f"state {name!r} of parameter {key} has shape {tuple(t.shape)}; expected the parameter's "
-                f"{tuple(param.shape)}: the parameters are others, or in another order; {_SAME}"
+                f"{tuple(param.shape)}: the parameters are others, or in another order; {_same(rule)}"
             )
 
 
@@ -125,12 +124,12 @@ def _described(value: Any) -> str:
     return f"a {value.dtype} tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def _build(param: Tensor, entry: Mapping[str, Any], current: Mapping[str, Any]) -> State:
+def _build(rule: Rule, param: Tensor, entry: Mapping[str, Any], current: Mapping[str, Any]) -> State:
     place = place_of(param)
     given = entry[STEP]
     step = given.detach().reshape(()).clone() if isinstance(given, Tensor) else torch.tensor(float(given))
-    state: State = {STEP: step.to(dtype=torch.float32, device=place.step_device(param))}
-    for name in state_names(param):
+    state: State = {STEP: step.to(dtype=torch.float32, device=place.step_device(rule, param))}
+    for name in state_names(rule, param):
         if name in entry:
             t = entry[name]
             state[name] = t if t is current.get(name) else place.fill(place.empty(param), t.detach())

@@ -6,11 +6,52 @@ changed. Both sides are held weakly: asking keeps nothing alive.
 """
 
 import weakref
+from collections import defaultdict
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autohete_fx.optim.base import Owner
+from autohete_fx.ir import Overlap
+from autohete_fx.optim.host_copy import HostCopies
+from autohete_fx.optim.rule import Rule
+
+
+class Owner(Protocol):
+    """An optimizer whose states plans may move, and whose updates may overlap with compute.
+
+    Attributes:
+        rule: what it computes.
+        overlap: what its updates may overlap with.
+        max_grad_norm: that gradients are clipped to; None where they are not.
+        param_groups, state: as in ``torch.optim``.
+        host_copies: of its parameters.
+    """
+
+    rule: ClassVar[Rule]
+    overlap: Overlap
+    max_grad_norm: float | None
+    param_groups: list[dict[str, Any]]
+    state: defaultdict[Tensor, Any]
+    host_copies: HostCopies
+
+    @property
+    def starts_in_backward(self) -> bool:
+        """Whether updates may start in a backward pass now."""
+        ...
+
+    def group_of(self, param: Tensor) -> dict[str, Any] | None:
+        """The group of a parameter; None where it has none."""
+        ...
+
+    def state_bytes_of(self, param: Tensor) -> int:
+        """Bytes of the states that steps hold for ``param``."""
+        ...
+
+    def update_share_of(self, param: Tensor) -> float:
+        """Bytes that an update of ``param`` reads and writes, over those of an AdamW update."""
+        ...
+
 
 _owners = WeakIdKeyDictionary()
 _num_changes = 0

@@ -15,6 +15,7 @@ from autohete_fx.errors import HostMemoryError
 from autohete_fx.ir import Overlap
 from autohete_fx.optim.in_place import Update
 from autohete_fx.optim.owners import optimizer_of
+from autohete_fx.optim.rule import Rule
 from autohete_fx.optim.state import is_settled, place_of
 from autohete_fx.optim.updates import frozen, is_read_in_place, prepared, start
 from autohete_fx.runtime.lanes.ticket import Ticket
@@ -32,11 +33,11 @@ def start_update(
         return None
     group, state = optimizer.group_of(param), optimizer.state.get(param, {})
     overlaps = model.schedule.overlap is Overlap.BACKWARD and model.lanes.in_background and tier.owns(home)
-    if group is None or not overlaps or not is_settled(param, state, place):
+    if group is None or not overlaps or not is_settled(optimizer.rule, param, state, place):
         return None
     grad, addend = (home, None) if collected is None else (collected, home)
     # What is written behind the program's back counts once, now.
-    update = Update(param, grad.data, state, frozen(group), place, addend=addend)
+    update = Update(optimizer.rule, param, grad.data, state, frozen(group), place, addend=addend)
     if collected is not None and not is_read_in_place(update, model.lanes):
         return None
     try:
@@ -51,9 +52,9 @@ def start_update(
     return Consumed(param, grad.detach(), version, states, update.group)
 
 
-def check_group(consumed: Consumed, group: dict[str, object]) -> None:
+def check_group(rule: Rule, consumed: Consumed, group: dict[str, object]) -> None:
     """Raise OptimizerStateError where a hyperparameter is no longer what the update computed with."""
     now = frozen(group)
-    for name in ("lr", "betas", "eps", "weight_decay", "maximize"):
+    for name in rule.names:
         if consumed.hyperparameters[name] != now[name]:
             raise consumed.error(f"{name} was changed from {consumed.hyperparameters[name]} to {now[name]}")

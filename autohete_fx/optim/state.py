@@ -1,7 +1,7 @@
 """The states of one parameter: which there are, how they lie, and where.
 
-In: a parameter, its state dictionary (the ``optimizer.state[param]`` of ``torch.optim``) and its placement. Out: the
-same dictionary with every state present, in fp32 (fp64 for fp64 parameters), laid out as the parameter is, and in
+In: a parameter, its optimizer's rule, its state dictionary (``torch.optim``'s ``optimizer.state[param]``) and its placement. Out:
+the same dictionary with every state present, in fp32 (fp64 for fp64 parameters), laid out as the parameter is, and in
 the place that the placement asks for. States move without loss whenever the placement has changed, one tensor at
 a time.
 
@@ -20,32 +20,34 @@ from autohete_fx.errors import OptimizerStateError
 from autohete_fx.graph.ops import contiguous_stride, is_dense
 from autohete_fx.internals import versions
 from autohete_fx.ir import Optimizer
-from autohete_fx.optim.kernels import reconcile_master
+from autohete_fx.optim.kernels import HALF, reconcile_master
+from autohete_fx.optim.rule import Rule
 from autohete_fx.runtime.disk import DiskTier, Walk
 from autohete_fx.runtime.lanes.lanes import Lanes
 from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import placement_of
 from autohete_fx.runtime.tiers.host import HostTier, is_home
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
 STEP = "step"
 
+_MEASURED_MOMENTS = 2
+"""AdamW's, whose updates `machine.measure` times."""
+
 _FULL = (torch.float32, torch.float64)
-_HALF = (torch.bfloat16, torch.float16)
 
 State = dict[str, Any]
 
 
 def check_param(param: Tensor) -> None:
-    """Raise OptimizerStateError for a parameter that AdamW has no exact update for."""
+    """Raise OptimizerStateError for a parameter that there is no exact update for."""
     if versions.is_dtensor(param):
         raise OptimizerStateError(
             f"a parameter of shape {tuple(param.shape)} is a DTensor, which several ranks hold together, as fully_shard makes"
             " them; expected was a parameter that one process holds whole. Give DTensors to torch.optim.AdamW(fused=True):"
             " FSDP's own offload_policy=CPUOffloadPolicy() keeps their states on the host"
         )
-    if param.dtype not in _FULL + _HALF:
+    if param.dtype not in _FULL + HALF:
         raise OptimizerStateError(
             f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; expected float32, float64, bfloat16 "
             "or float16. Give parameters of other dtypes (complex ones as torch.view_as_real) to another optimizer"
@@ -53,7 +55,7 @@ def check_param(param: Tensor) -> None:
 
 
 def check_grad(param: Tensor, grad: Tensor) -> None:
-    """Raise OptimizerStateError for a gradient that AdamW cannot use exactly."""
+    """Raise OptimizerStateError for a gradient that no update can use exactly."""
     if grad.layout is not torch.strided:
         raise OptimizerStateError(
             f"the gradient of a parameter of shape {tuple(param.shape)} is sparse ({grad.layout}); expected a dense "
@@ -68,7 +70,7 @@ def check_grad(param: Tensor, grad: Tensor) -> None:
 
 def needs_master(param: Tensor) -> bool:
     """Whether the parameter is 16-bit, so that its exact value lives in an fp32 master."""
-    return param.dtype in _HALF
+    return param.dtype in HALF
 
 
 def state_dtype(param: Tensor) -> torch.dtype:
@@ -76,14 +78,30 @@ def state_dtype(param: Tensor) -> torch.dtype:
     return torch.float32 if needs_master(param) else param.dtype
 
 
-def state_names(param: Tensor) -> tuple[str, ...]:
-    """The states as large as the parameter."""
-    return (*MOMENTS, MASTER) if needs_master(param) else MOMENTS
+def state_names(rule: Rule, param: Tensor) -> tuple[str, ...]:
+    """The states as large as the parameter, in the order in which kernels take them."""
+    return (MASTER, *rule.moments) if needs_master(param) else rule.moments
 
 
-def state_bytes(param: Tensor) -> int:
+def state_bytes(rule: Rule, param: Tensor) -> int:
     """Bytes of the states that the parameter will have: moments, and master for a 16-bit one."""
-    return len(state_names(param)) * state_dtype(param).itemsize * param.numel()
+    return len(state_names(rule, param)) * state_dtype(param).itemsize * param.numel()
+
+
+def update_share(rule: Rule, param: Tensor) -> float:
+    """Bytes that an update of the parameter reads and writes, over those of an AdamW update, whose rates are measured."""
+    return _updated_bytes(param, len(rule.moments)) / _updated_bytes(param, _MEASURED_MOMENTS)
+
+
+def _updated_bytes(param: Tensor, num_moments: int) -> int:
+    """The gradient and a 16-bit weight are read, all else is read and written."""
+    states = num_moments + needs_master(param)
+    return 2 * states * state_dtype(param).itemsize + 3 * param.element_size()
+
+
+def uses_fused(rule: Rule, param: Tensor) -> bool:
+    """Whether PyTorch's own kernel updates the parameter. Else coefficients are needed, and a kernel of ours."""
+    return rule.fused is not None and not needs_master(param)
 
 
 def layout_of(param: Tensor) -> tuple[int, ...]:
@@ -141,10 +159,10 @@ class Place:
             return self.disk.owns(t)
         return t.device == self.device and (not is_home(t) if self.tier is None else self.tier.owns(t))
 
-    def step_device(self, param: Tensor) -> torch.device:
-        """Of the step counter: the accelerator's own kernel reads it there, everything else on the CPU."""
+    def step_device(self, rule: Rule, param: Tensor) -> torch.device:
+        """The step counter's: an accelerator's fused kernel reads it there, everything else on the CPU."""
         is_on_device = self.tier is None or self.is_streamed
-        return self.device if is_on_device and not needs_master(param) else torch.device("cpu")
+        return self.device if is_on_device and uses_fused(rule, param) else torch.device("cpu")
 
 
 def place_of(param: Tensor) -> Place:
@@ -163,7 +181,7 @@ def place_of(param: Tensor) -> Place:
     )
 
 
-def settle(param: Tensor, state: State, place: Place) -> None:
+def settle(rule: Rule, param: Tensor, state: State, place: Place) -> None:
     """Bring the states that exist to ``place``, values kept. Drops a master that the parameter no longer needs.
 
     Raises:
@@ -172,7 +190,7 @@ def settle(param: Tensor, state: State, place: Place) -> None:
     """
     if not needs_master(param):
         state.pop(MASTER, None)
-    for name in state_names(param):
+    for name in state_names(rule, param):
         t = state.get(name)
         if t is None or _is_as_wanted(t, param, place):
             continue
@@ -183,14 +201,16 @@ def settle(param: Tensor, state: State, place: Place) -> None:
             )
         state[name] = place.fill(place.empty(param), t)
     step = state.get(STEP)
-    if step is not None and step.device != place.step_device(param):
-        state[STEP] = step.to(place.step_device(param))
+    if step is not None and step.device != place.step_device(rule, param):
+        state[STEP] = step.to(place.step_device(rule, param))
 
 
-def is_settled(param: Tensor, state: State, place: Place) -> bool:
+def is_settled(rule: Rule, param: Tensor, state: State, place: Place) -> bool:
     """Whether `settle` and `complete` have nothing to do."""
-    step, states = state.get(STEP), [state.get(name) for name in state_names(param)]
-    is_there = step is not None and step.device == place.step_device(param) and needs_master(param) == (MASTER in state)
+    step, states = state.get(STEP), [state.get(name) for name in state_names(rule, param)]
+    is_there = (
+        step is not None and step.device == place.step_device(rule, param) and needs_master(param) == (MASTER in state)
+    )
     return is_there and all(t is not None and _is_as_wanted(t, param, place) for t in states)
 
 
@@ -199,17 +219,17 @@ def _is_as_wanted(t: Tensor, param: Tensor, place: Place) -> bool:
     return is_alike and place.holds(t)
 
 
-def complete(param: Tensor, state: State, place: Place) -> None:
+def complete(rule: Rule, param: Tensor, state: State, place: Place) -> None:
     """Add the states that are missing: zero moments and step, and the parameter's own value as master.
 
     They are allocated before any is added, so HostMemoryError leaves the state as it was.
     """
-    missing = [name for name in state_names(param) if name not in state]
+    missing = [name for name in state_names(rule, param) if name not in state]
     made = {name: place.empty(param) for name in missing}
     for name, t in made.items():
         place.fill(t, param if name == MASTER else None)
     if STEP not in state:
-        made = {STEP: torch.zeros((), dtype=torch.float32, device=place.step_device(param)), **made}
+        made = {STEP: torch.zeros((), dtype=torch.float32, device=place.step_device(rule, param)), **made}
     state.update(made)
 
 

@@ -1,7 +1,7 @@
 """Updates that the device does of states that live on the host: they pass through it in pieces.
 
 In: updates whose states are homes and whose gradients are on the device. Out: what the device's own update gives, bit by bit; the
-states at home again. An update works on each element alone, so any piece of a tensor can be updated by itself::
+states at home again. An element-wise rule works on each element alone, so any piece of a tensor can be updated by itself::
 
     h2d      states of piece 1 | states of piece 2, kernel of piece 1 | ...       into one of a few slots on the device
     kernel   behind the copies, on their stream: the gradient is read where it is
@@ -27,10 +27,8 @@ from torch import Tensor
 
 from autohete_fx.ir import Lane, staging_bytes
 from autohete_fx.optim.in_place import Update
-from autohete_fx.optim.kernels import coefficients, update_at_step, update_mixed
+from autohete_fx.optim.kernels import update
 from autohete_fx.optim.state import (
-    MASTER,
-    MOMENTS,
     STEP,
     Place,
     State,
@@ -40,6 +38,7 @@ from autohete_fx.optim.state import (
     state_bytes,
     state_dtype,
     state_names,
+    uses_fused,
 )
 from autohete_fx.runtime.lanes.lanes import Lanes
 from autohete_fx.runtime.lanes.ticket import Ticket
@@ -56,19 +55,22 @@ _MOST_BYTES = 192 * 2**20
 
 
 def can_stream(u: Update) -> bool:
-    """Whether pieces of the parameter, its gradient and its states lie alike. Others are updated in their homes."""
-    is_alike = u.param.numel() > 0 and u.param.stride() == u.grad.stride() == layout_of(u.param)
+    """Whether the update may be cut, and pieces of the parameter, its gradient and its states lie alike. Others are updated in
+    their homes, which the device reads and writes across the link: whole states would not fit the slots that plans count."""
+    is_alike = (
+        u.rule.is_elementwise and u.param.numel() > 0 and u.param.stride() == u.grad.stride() == layout_of(u.param)
+    )
     return is_alike and (needs_master(u.param) or u.grad.dtype == u.param.dtype)
 
 
 class Staging:
     """What the updates of one step need beside parameters, gradients and states: it is allocated here or not at all.
 
-    Device memory for pieces of states, in some slots, used in turn; and for 16-bit parameters the coefficients of the step,
-    which come out of homes so that nothing waits for them.
+    Device memory for pieces of states, in some slots, used in turn; and the coefficients of the step for kernels of ours, which
+    come out of homes so that nothing waits for them.
 
     Attributes:
-        coefs: by identity of the parameter, what the kernel of 16-bit ones reads.
+        coefs: by identity of the parameter, what a kernel of ours reads.
 
     Raises:
         torch.OutOfMemoryError, HostMemoryError: no room; nothing has changed.
@@ -77,48 +79,48 @@ class Staging:
     def __init__(self, updates: Sequence[Update]) -> None:
         by_block: Counter[int] = Counter()
         for u in updates:
-            by_block[u.place.block] += state_bytes(u.param)
+            by_block[u.place.block] += state_bytes(u.rule, u.param)
         a_third = min(sum(map(staging_bytes, by_block.values())), _MOST_BYTES) // _SLOTS
-        least = max(2 * _GRAIN * _bytes_per_element(u.param) for u in updates)
+        least = max(2 * _GRAIN * _bytes_per_element(u) for u in updates)
         self._slot_bytes = max(a_third // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES, least)
         self._memory = torch.empty(_SLOTS, self._slot_bytes, dtype=torch.uint8, device=updates[0].param.device)
         self._freed_by: list[Sequence[Ticket]] = [()] * _SLOTS
         self._next = 0
         self.coefs: dict[int, Tensor] = {}
         self._homes: list[Tensor] = []
-        made: dict[tuple[int, float], Tensor] = {}
+        made: dict[tuple[int, float, torch.dtype], Tensor] = {}
         for u in updates:
-            if needs_master(u.param):
-                key = id(u.group), float(u.state[STEP]) + 1
+            if not uses_fused(u.rule, u.param):
+                key = id(u.group), float(u.state[STEP]) + 1, state_dtype(u.param)
                 if key not in made:
-                    made[key] = self._on_device(coefficients(u.group, key[1]), u.place)
+                    made[key] = self._on_device(u.rule.coefficients(u.group, key[1]), key[2], u.place)
                 self.coefs[id(u.param)] = made[key]
 
-    def _on_device(self, values: Sequence[float], place: Place) -> Tensor:
+    def _on_device(self, values: Sequence[float], dtype: torch.dtype, place: Place) -> Tensor:
         assert place.tier is not None
-        home = place.tier.empty_strided((len(values),), (1,), torch.float32)
-        host_view(home).copy_(torch.tensor(values, dtype=torch.float32, device="cpu"))
+        home = place.tier.empty_strided((len(values),), (1,), dtype)
+        host_view(home).copy_(torch.tensor(values, dtype=dtype, device="cpu"))
         self._homes.append(home)
         return home.clone()
 
-    def pieces(self, param: Tensor) -> list[slice]:
+    def pieces(self, u: Update) -> list[slice]:
         """Where a parameter is cut, into pieces of about one size. None is shorter than a grain, unless the parameter is."""
-        grains, most = -(-param.numel() // _GRAIN), self._slot_bytes // _bytes_per_element(param) // _GRAIN - 1
-        length, size = param.numel(), -(-grains // -(-grains // most)) * _GRAIN
+        grains, most = -(-u.param.numel() // _GRAIN), self._slot_bytes // _bytes_per_element(u) // _GRAIN - 1
+        length, size = u.param.numel(), -(-grains // -(-grains // most)) * _GRAIN
         begins = list(range(0, length, size))
         if len(begins) > 1 and length - begins[-1] < _GRAIN:
             begins.pop()
         return [slice(begin, end) for begin, end in zip(begins, [*begins[1:], length], strict=True)]
 
-    def take(self, param: Tensor, length: int) -> list[Tensor]:
+    def take(self, u: Update, length: int) -> list[Tensor]:
         """Memory for so many elements of each state of a parameter, and of itself where it lives on the host. Waits for the next
         slot."""
         for ticket in self._freed_by[self._next]:
             with contextlib.suppress(Exception):  # told by the update that it belongs to
                 ticket.synchronize()
         aligned = -(-length // _GRAIN) * _GRAIN  # compiled kernels copy what is not
-        dtypes = _staged_dtypes(param)
-        parts = self._memory[self._next][: aligned * _bytes_per_element(param)].split(
+        dtypes = _staged_dtypes(u)
+        parts = self._memory[self._next][: aligned * _bytes_per_element(u)].split(
             [aligned * t.itemsize for t in dtypes]
         )
         return [part.view(dtype)[:length] for part, dtype in zip(parts, dtypes, strict=True)]
@@ -129,13 +131,13 @@ class Staging:
         self._next = (self._next + 1) % _SLOTS
 
 
-def _staged_dtypes(param: Tensor) -> list[torch.dtype]:
+def _staged_dtypes(u: Update) -> list[torch.dtype]:
     """Of what passes through the device: the parameter's states, and where it lives on the host itself."""
-    return [state_dtype(param)] * len(state_names(param)) + [param.dtype] * is_home(param)
+    return [state_dtype(u.param)] * len(state_names(u.rule, u.param)) + [u.param.dtype] * is_home(u.param)
 
 
-def _bytes_per_element(param: Tensor) -> int:
-    return sum(dtype.itemsize for dtype in _staged_dtypes(param))
+def _bytes_per_element(u: Update) -> int:
+    return sum(dtype.itemsize for dtype in _staged_dtypes(u))
 
 
 def stream(lanes: Lanes, updates: Sequence[Update], staging: Staging, model: Updates | None) -> list[Ticket]:
@@ -180,11 +182,11 @@ class _Streamed:
     def issue(self) -> None:
         """Give all pieces to the lanes."""
         u = self.update
-        block, states = u.place.block, [u.state[name] for name in state_names(u.param)]
+        block, states = u.place.block, [u.state[name] for name in state_names(u.rule, u.param)]
         homes = list(map(flat, [*states, u.param] if is_home(u.param) else states))
-        for at in self.staging.pieces(u.param):
+        for at in self.staging.pieces(u):
             parts = [home[at] for home in homes]
-            staged = self.staging.take(u.param, len(parts[0]))
+            staged = self.staging.take(u, len(parts[0]))
             kernel = functools.partial(self.update_piece, at, staged)
             up: list[Ticket] = []
             copy = functools.partial(self.lanes.submit, label="states", for_update=True)
@@ -198,13 +200,14 @@ class _Streamed:
     def update_piece(self, at: slice, staged: Sequence[Tensor]) -> None:
         """Behind the copies up, on their lane: no allocation, which would be of that stream."""
         u = self.update
-        states = dict(zip(state_names(u.param), staged, strict=False))
-        param, grad = staged[-1] if len(staged) > len(states) else flat(u.param)[at], flat(u.grad)[at]
-        exp_avg, exp_avg_sq = (states[name] for name in MOMENTS)
-        if needs_master(u.param):
-            update_mixed(param, grad, states[MASTER], exp_avg, exp_avg_sq, self.staging.coefs[id(u.param)])
+        count = len(state_names(u.rule, u.param))
+        states, passing = staged[:count], staged[count:]
+        param, grad = passing[0] if passing else flat(u.param)[at], flat(u.grad)[at]
+        if uses_fused(u.rule, u.param):
+            assert u.rule.fused is not None
+            u.rule.fused([param], [grad], [[state] for state in states], [u.state[STEP]], u.group)
         else:
-            update_at_step([param], [grad], [exp_avg], [exp_avg_sq], [u.state[STEP]], u.group)
+            update(u.rule, param, grad, states, self.staging.coefs[id(u.param)])
 
     def finish(self) -> None:
         """Wait until the device has no more use for what this refers to, and let go of it."""

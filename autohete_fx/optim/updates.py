@@ -32,9 +32,9 @@ from autohete_fx.ir import Lane, Overlap
 from autohete_fx.optim import clipping
 from autohete_fx.optim.host_copy import Edits, HostCopies, HostCopy
 from autohete_fx.optim.in_place import Coefficients, Update, apply_in_place, apply_one, walk_of
-from autohete_fx.optim.kernels import prepare_mixed
+from autohete_fx.optim.kernels import prepare
 from autohete_fx.optim.staging import GradientBuffers, shaped
-from autohete_fx.optim.state import STEP, layout_of, needs_master
+from autohete_fx.optim.state import STEP, layout_of, needs_master, uses_fused
 from autohete_fx.optim.streamed import Staging, can_stream, stream
 from autohete_fx.runtime.lanes.lanes import Lanes
 from autohete_fx.runtime.lanes.ticket import Ticket
@@ -55,10 +55,10 @@ def apply(
         torch.OutOfMemoryError: likewise for staging of streamed states.
     """
     for u in updates:
-        if needs_master(u.param):
+        if u.rule.is_elementwise and not uses_fused(u.rule, u.param):
             on_device = u.place.tier is None or u.place.is_streamed
             processor = u.param.device if on_device else torch.device("cpu")
-            prepare_mixed(u.param.dtype, u.grad.dtype, processor)
+            prepare(u.rule, u.param.dtype, u.grad.dtype if needs_master(u.param) else u.param.dtype, processor)
     here = [u for u in updates if u.place.tier is None]
     by_model: defaultdict[Updates | None, list[Update]] = defaultdict(list)
     for u in updates:

@@ -104,12 +104,12 @@ def work_bound_s(problem: Problem) -> float:
         return forward_s
     machine = problem.machine
     passes_s = problem.micro_batches * (forward_s + sum(cost.backward_s for cost in problem.costs))
-    num_params = sum(cost.num_params for cost in problem.costs)
+    num_updates = sum(cost.update_share * cost.num_params for cost in problem.costs)
     on_device, on_host = machine.device_update_params_per_s, machine.host_update_params_per_s
     if machine.device_type == "cpu":
-        return passes_s + num_params / max(on_device, on_host)
+        return passes_s + num_updates / max(on_device, on_host)
     hidden = on_host * passes_s if overlap_of(problem) is not Overlap.NONE else 0.0
-    return passes_s + max(0.0, num_params - hidden) / (on_device + on_host)
+    return passes_s + max(0.0, num_updates - hidden) / (on_device + on_host)
 
 
 def _solved(problem: Problem, time_limit_s: float) -> tuple[tuple[BlockDecision, ...], float]:

@@ -4,7 +4,7 @@ Enters a `Partition` and a `Machine`; leaves a `Profile`. Nothing runs on the de
 """
 
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -236,6 +236,7 @@ class _Owned:
     optimizer_bytes: int = 0
     num_params: int = 0
     trained: tuple[int, ...] = ()
+    update_share: float = 1.0
     num_param_tensors: int = 1
     num_grad_tensors: int = 1
 
@@ -266,11 +267,20 @@ def _owned(partition: Partition) -> list[_Owned]:
                 optimizer_bytes=sum(info.state_bytes for info in trained),
                 num_params=sum(info.num_elements for info in trained),
                 trained=tuple(sorted(info.num_elements for info in trained)),
+                update_share=_update_share(trained),
                 num_param_tensors=max(1, len(infos)),
                 num_grad_tensors=max(1, len(trained)),
             )
         )
     return owned
+
+
+def _update_share(trained: Sequence[ParamInfo]) -> float:
+    """The mean over all elements."""
+    shares = {info.update_share for info in trained}
+    if len(shares) < 2:
+        return next(iter(shares), 1.0)
+    return sum(info.update_share * info.num_elements for info in trained) / sum(info.num_elements for info in trained)
 
 
 def _phases(trace: MemoryTrace, graph_module: fx.GraphModule, placed: Mapping[str, int], *, reverse: bool) -> list[int]:
@@ -354,6 +364,7 @@ def costs_from_times(partition: Partition, times: tuple[BlockTimes, ...]) -> tup
                 optimizer_bytes=params.optimizer_bytes,
                 num_params=params.num_params,
                 trained=params.trained,
+                update_share=params.update_share,
                 num_param_tensors=params.num_param_tensors,
                 num_grad_tensors=params.num_grad_tensors,
                 selective=ActivationCost(held_bytes=selective, recompute_s=seconds.selective_s)

@@ -28,6 +28,7 @@ class ParamInfo:
         num_bytes, num_elements: of the parameter.
         requires_grad: it is trained.
         state_bytes: optimizer states of a trained parameter, master weights included.
+        update_share: bytes that its update reads and writes, over those of an AdamW update.
     """
 
     fqn: str
@@ -35,6 +36,7 @@ class ParamInfo:
     num_elements: int
     requires_grad: bool
     state_bytes: int
+    update_share: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

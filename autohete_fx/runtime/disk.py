@@ -153,12 +153,16 @@ class Walk:
         lanes: have the disk lane.
         homes: written as the work goes on.
         reads: whether the work needs what they hold.
+        is_cut: whether the work may be done window by window. Else there is one window, and RAM for all that the homes hold.
     """
 
-    def __init__(self, tier: DiskTier, lanes: Lanes, homes: Sequence[Tensor], *, reads: bool = True) -> None:
+    def __init__(
+        self, tier: DiskTier, lanes: Lanes, homes: Sequence[Tensor], *, reads: bool = True, is_cut: bool = True
+    ) -> None:
         self._tier = tier
         self._lanes = lanes
-        self._slices = _slices(homes[0].numel(), sum(t.itemsize for t in homes))
+        length = homes[0].numel()
+        self._slices = _slices(length, sum(t.itemsize for t in homes)) if is_cut else [slice(0, length)][:length]
         self._windows = [_Window(tier, [home[part] for home in homes]) for part in self._slices]
         self._reads = reads
         self._first: Ticket | None = None

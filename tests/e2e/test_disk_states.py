@@ -26,7 +26,7 @@ from autohete_fx import (
 )
 from autohete_fx.compiler.problem import with_disk
 from autohete_fx.ir import Overlap, Schedule
-from autohete_fx.optim.state import MOMENTS
+from autohete_fx.optim.adamw import ADAMW
 from autohete_fx.runtime import disk
 from autohete_fx.runtime.disk import DiskTier, Walk
 from autohete_fx.runtime.pending.backward import Early
@@ -80,7 +80,7 @@ def pair() -> tuple[Stack, autohete_fx.AdamW, Stack, torch.optim.AdamW]:
 def assert_alike(model: nn.Module, optimizer: Any, twin: nn.Module, reference: Any) -> None:
     torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        for name in (*MOMENTS, "step"):
+        for name in (*ADAMW.moments, "step"):
             assert torch.equal(optimizer.state[p][name].cpu(), reference.state[q][name])
 
 
@@ -183,7 +183,7 @@ def test_states_move_wherever_a_placement_sends_them(tmp_path: Path):
             place_param(p, Placement(params=Params.DEVICE, optimizer=optimizer_place, block=block, **tiers))
         assert train(model, optimizer, range(step, step + 1)) == train(twin, reference, range(step, step + 1))
         for p in model.parameters():
-            for name in MOMENTS:
+            for name in ADAMW.moments:
                 home = optimizer.state[p][name]
                 assert tiers["disk"].owns(home) == (optimizer_place is Optimizer.DISK)
                 assert is_home(home) == (optimizer_place is not Optimizer.DEVICE)

@@ -111,7 +111,7 @@ def test_a_failed_update_leaves_no_copy_that_is_trusted(monkeypatch: pytest.Monk
     checkpoint = copy.deepcopy([pair.models[0].state_dict(), pair.optimizers[0].state_dict()])
     before = pair.downloads()
 
-    apply = in_place._apply_full
+    apply = in_place._apply_fused
 
     def fail(batch: Sequence[in_place.Update]) -> None:
         if batch[0].place.tier is not None:
@@ -119,7 +119,7 @@ def test_a_failed_update_leaves_no_copy_that_is_trusted(monkeypatch: pytest.Monk
         apply(batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(in_place, "_apply_full", fail)
+        patch.setattr(in_place, "_apply_fused", fail)
         pair.models[0](pair.batch).backward()
         with pytest.raises(OptimizerStateError, match="out of luck"):
             pair.optimizers[0].step()

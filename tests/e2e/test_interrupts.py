@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
 from autohete_fx.ir import Lane, Overlap, Schedule
-from autohete_fx.optim import adamw
+from autohete_fx.optim import base
 from autohete_fx.runtime.lanes.ticket import Ticket
 from autohete_fx.runtime.pending import calls, fence, updates
 from autohete_fx.runtime.session import Session, _sessions
@@ -163,12 +163,12 @@ OF_A_CALL = [
     updates.Updates.prune,
 ]
 OF_A_STEP = [
-    inspect.unwrap(adamw.AdamW.step),
+    inspect.unwrap(base.PlannedOptimizer.step),
     inspect.unwrap(fence.watched),
-    adamw.AdamW._step,
-    adamw._guard,
-    adamw.AdamW._models,
-    adamw.apply,
+    base.PlannedOptimizer._step,
+    base._guard,
+    base.PlannedOptimizer._models,
+    base.apply,
     updates.Updates.guard,
     updates.Updates.prune,
     fence.raise_fences,

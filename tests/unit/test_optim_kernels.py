@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autohete_fx.errors import HostMemoryError
 from autohete_fx.ir import Optimizer, Params
 from autohete_fx.optim import AdamW, kernels, updates
+from autohete_fx.optim.adamw import ADAMW
 from autohete_fx.runtime.lanes.lanes import Lanes
 from autohete_fx.runtime.meter import MemoryMeter
 from autohete_fx.runtime.placement import Placement, place_param
@@ -37,9 +38,9 @@ def tier(tmp_path: Path) -> HostTier:
 @pytest.fixture
 def uncompiled() -> Iterator[None]:
     """No kernel compiled before or after."""
-    kernels._compiled_mixed.cache_clear()
+    kernels._compiled.cache_clear()
     yield
-    kernels._compiled_mixed.cache_clear()
+    kernels._compiled.cache_clear()
 
 
 def states(length: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
@@ -53,14 +54,21 @@ def step_reference(tensors: list[Tensor], step: int) -> list[Tensor]:
     """torch's fused kernel on the master, then the rounding."""
     weight, grad, master, exp_avg, exp_avg_sq = (t.clone() for t in tensors)
     steps = [torch.tensor(float(step - 1))]
-    kernels.update_full_precision([master], [grad.float()], [exp_avg], [exp_avg_sq], steps, GROUP)
+    step_fused([master], [grad.float()], [exp_avg], [exp_avg_sq], steps)
     return [weight.copy_(master), grad, master, exp_avg, exp_avg_sq]
 
 
+def step_fused(params: list[Tensor], grads: list[Tensor], *moments_and_steps: list[Tensor]) -> None:
+    *moments, steps = moments_and_steps
+    for step in steps:
+        step += 1
+    assert ADAMW.fused is not None
+    ADAMW.fused(params, grads, moments, steps, GROUP)
+
+
 def step_mixed(tensors: list[Tensor], group: dict[str, Any], step: int) -> None:
-    weight, grad, master, exp_avg, exp_avg_sq = tensors
-    coefs = torch.tensor(kernels.coefficients(group, step))
-    kernels.update_mixed(weight, grad, master, exp_avg, exp_avg_sq, coefs)
+    weight, grad, *states = tensors
+    kernels.update(ADAMW, weight, grad, states, torch.tensor(ADAMW.coefficients(group, step)))
 
 
 def ulps(a: Tensor, b: Tensor, scale: Tensor) -> float:
@@ -160,7 +168,7 @@ def test_slices_of_the_fused_kernel_are_bitwise_the_whole() -> None:
     for tensors, pieces in ((whole, 1), (parts, 5)):
         for piece in range(pieces):
             p, g, m, v = (t.chunk(pieces)[piece] for t in (tensors[0], tensors[1], tensors[2], tensors[3].abs_()))
-            kernels.update_full_precision([p], [g], [m], [v], [torch.tensor(4.0)], GROUP)
+            step_fused([p], [g], [m], [v], [torch.tensor(4.0)])
     for a, b in zip(whole, parts, strict=True):
         assert torch.equal(a, b)
 
@@ -170,7 +178,7 @@ def test_without_a_compiler_it_warns_once_and_is_exact(monkeypatch: pytest.Monke
     def fail(*_: object) -> None:
         raise RuntimeError("no compiler here")
 
-    monkeypatch.setattr(kernels, "_compile_mixed", fail)
+    monkeypatch.setattr(kernels, "_compile", fail)
     p = Parameter(torch.randn(300, 200).bfloat16())
     master = Parameter(p.detach().float())
     optimizer, expected = AdamW([p]), torch.optim.AdamW([master], fused=True)
@@ -187,9 +195,9 @@ def test_without_a_compiler_it_warns_once_and_is_exact(monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("uncompiled")
 def test_a_kernel_that_computes_something_else_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_compile_mixed", lambda *_: lambda tensors: tensors[2].add_(1e-3))
+    monkeypatch.setattr(kernels, "_compile", lambda *_: lambda tensors: tensors[2].add_(1e-3))
     with pytest.warns(RuntimeWarning, match="disagrees with eager in"):
-        kernels.prepare_mixed(torch.bfloat16, torch.bfloat16, torch.device("cpu"))
+        kernels.prepare(ADAMW, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -198,7 +206,7 @@ def test_the_users_inductor_passes_are_left_alone() -> None:
         raise AssertionError("this pass is for the user's graphs")
 
     with inductor_config.patch(post_grad_custom_post_pass=refuse, post_grad_custom_pre_pass=refuse):
-        kernels.prepare_mixed(torch.bfloat16, torch.bfloat16, torch.device("cpu"))
+        kernels.prepare(ADAMW, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
         assert inductor_config.post_grad_custom_post_pass is refuse
 
 
@@ -208,14 +216,14 @@ def test_it_compiles_where_warnings_are_errors_and_under_other_defaults() -> Non
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            kernels.prepare_mixed(torch.bfloat16, torch.bfloat16, torch.device("cpu"))
+            kernels.prepare(ADAMW, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
     finally:
         torch.set_default_dtype(torch.float32)
 
 
 def test_neither_length_nor_threads_nor_hyperparameters_compile_again() -> None:
     step_mixed(states(50_000, torch.bfloat16), GROUP, 1)
-    count = kernels._compiled_mixed.cache_info().misses
+    count = kernels._compiled.cache_info().misses
     threads = torch.get_num_threads()
     results = []
     try:
@@ -227,7 +235,7 @@ def test_neither_length_nor_threads_nor_hyperparameters_compile_again() -> None:
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert kernels._compiled_mixed.cache_info().misses == count
+    assert kernels._compiled.cache_info().misses == count
 
 
 def test_the_gil_is_released() -> None:
@@ -303,7 +311,7 @@ def test_staging_that_finds_no_room_changes_nothing(tmp_path: Path) -> None:
 def test_a_step_takes_no_device_memory_but_its_states(dtype: torch.dtype, where: Optimizer, tier: HostTier) -> None:
     params = [Parameter(torch.randn(512, 512).to(dtype)) for _ in range(4)]
     optimizer = AdamW(params)
-    kernels.prepare_mixed(torch.bfloat16, torch.bfloat16, torch.device("cpu"))
+    kernels.prepare(ADAMW, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
     gc.collect()  # what compiling leaves behind, fake tensors among it, is no business of the meter
     for p in params:
         place_param(p, Placement(params=Params.DEVICE, optimizer=where, tier=tier, block=0))
@@ -346,5 +354,6 @@ def test_an_accelerator_is_not_asked_for_a_rate_that_it_holds(is_tensor: bool):
     with FakeTensorMode():
         p, g, m, v, step, lr = (torch.empty(size, device="cuda") for size in ((8,), (8,), (8,), (8,), (), ()))
     with Called() as called:
-        kernels.update_at_step([p], [g], [m], [v], [step], {**GROUP, "lr": lr if is_tensor else 0.01})
+        assert ADAMW.fused is not None
+        ADAMW.fused([p], [g], [[m], [v]], [step], {**GROUP, "lr": lr if is_tensor else 0.01})
     assert called.names == [f"aten._fused_adamw_.{'tensor_lr' if is_tensor else 'default'}"]

@@ -17,7 +17,9 @@ from torch.nn import Parameter
 
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Lane, Optimizer, Overlap, Params, Schedule, staging_bytes
-from autohete_fx.optim import AdamW
+from autohete_fx.optim import AdamW, Lion
+from autohete_fx.optim.adamw import ADAMW
+from autohete_fx.optim.base import PlannedOptimizer
 from autohete_fx.optim.in_place import Update
 from autohete_fx.optim.state import Place
 from autohete_fx.optim.streamed import Staging
@@ -43,6 +45,7 @@ class Twins:
         dtype: torch.dtype = torch.float32,
         params_at: Params = Params.DEVICE,
         overlap: Overlap = Overlap.STEP,
+        kind: type[PlannedOptimizer] = AdamW,
         **how: Any,
     ) -> None:
         self.tier, self.updates = tier, Updates(lanes)
@@ -50,13 +53,14 @@ class Twins:
         torch.manual_seed(0)
         self.params = [Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
         self.others = [Parameter(p.detach().clone()) for p in self.params]
-        self.optimizer = AdamW(self.params, lr=1e-2, weight_decay=0.1, **how)
-        self.reference = AdamW(self.others, lr=1e-2, weight_decay=0.1, **how)
+        how = {"lr": 1e-2, "weight_decay": 0.1, "max_grad_norm": None, **how}
+        self.optimizer: Any = kind(self.params, **how)
+        self.reference: Any = kind(self.others, **how)
         for index, p in enumerate(self.params):
             self.place(p, index // 2, params_at, Optimizer.STREAMED)
 
     @property
-    def optimizers(self) -> tuple[AdamW, AdamW]:
+    def optimizers(self) -> tuple[Any, Any]:
         return self.optimizer, self.reference
 
     def place(self, p: Parameter, block: int, params: Params, optimizer: Optimizer) -> None:
@@ -103,13 +107,14 @@ def tier(tmp_path: Path) -> HostTier:
     [torch.float32, *(pytest.param(t, marks=pytest.mark.slow) for t in (torch.float64, torch.bfloat16))],
     ids=str,
 )
+@pytest.mark.parametrize("kind", [AdamW, Lion])
 def test_updates_are_the_devices_own_bit_by_bit(
-    dtype: torch.dtype, params_at: Params, overlap: Overlap, tier: HostTier
+    kind: type[PlannedOptimizer], dtype: torch.dtype, params_at: Params, overlap: Overlap, tier: HostTier
 ):
     """Edits of parameters, gradients and states between steps, rates that change, and everything late at random."""
     chance = random.Random(0)
     with two_memories(in_background=True, num_update_workers=4, pace=lambda ticket: chance.uniform(0, 1e-3)) as lanes:
-        twins = Twins(tier, lanes, dtype=dtype, params_at=params_at, overlap=overlap)
+        twins = Twins(tier, lanes, dtype=dtype, params_at=params_at, overlap=overlap, kind=kind)
         for step in range(5):
             twins.backward()
             for optimizer, params in zip(twins.optimizers, (twins.params, twins.others), strict=True):
@@ -217,13 +222,14 @@ def test_device_memory_is_what_the_planner_counts_whichever_lane_is_late(late: L
 def test_pieces_cover_a_tensor_and_fit_their_slots(length: int, widest: int):
     param, largest = Parameter(torch.zeros(length)), Parameter(torch.zeros(widest))
     place = Place(torch.device("cpu"))
-    staging = Staging([Update(p, p, {}, {}, place) for p in (param, largest)])
-    pieces = staging.pieces(param)
+    update, other = (Update(ADAMW, p, p, {}, {}, place) for p in (param, largest))
+    staging = Staging([update, other])
+    pieces = staging.pieces(update)
     assert [n for piece in pieces for n in range(piece.start, piece.stop)] == list(range(length))
     lengths = [piece.stop - piece.start for piece in pieces]
     assert all(n % 64 == 0 for n in lengths[:-1]) and (len(pieces) == 1 or lengths[-1] >= 64)
     for n in lengths:
-        first, second = staging.take(param, n)
+        first, second = staging.take(update, n)
         assert len(first) == len(second) == n and (second.data_ptr() - first.data_ptr()) % 256 == 0
 
 

@@ -56,7 +56,7 @@ def device_update_s(problem: Problem, block: int, decision: BlockDecision, place
     device, it reads and writes parameters at home there; what is streamed passes through it."""
     cost, machine = problem.costs[block], problem.machine
     num_params = cost.part_at(cost.num_params, decision, place)
-    seconds = num_params / machine.device_update_params_per_s
+    seconds = cost.updated_at(decision, place) / machine.device_update_params_per_s
     if place is Optimizer.DEVICE and decision.params is Params.HOST and num_params:
         num_bytes = cost.param_bytes * num_params / cost.num_params
         seconds += num_bytes / machine.h2d_bytes_per_s + num_bytes / machine.d2h_bytes_per_s
@@ -88,7 +88,7 @@ def host_update_s(problem: Problem, block: int, decision: BlockDecision) -> floa
     """Seconds to update a block's parameters on the host: what the slower of computing and of the disk takes."""
     cost, machine = problem.costs[block], problem.machine
     lost_s = machine.copy_share * copy_s(machine, Lane.H2D, uploaded_bytes(cost, decision))
-    computed_s = cost.part_at(cost.num_params, decision, *UPDATED_ON_HOST) / machine.host_update_params_per_s + lost_s
+    computed_s = cost.updated_at(decision, *UPDATED_ON_HOST) / machine.host_update_params_per_s + lost_s
     return max(computed_s, disk_s(problem, block, decision))
 
 

@@ -64,9 +64,10 @@ def note_run(parameters: Mapping[str, Tensor], *, is_training: bool, is_limited:
 
 
 class Watch:
-    """The observations of one optimizer."""
+    """The observations of one optimizer, given by its name."""
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: str) -> None:
+        self._optimizer = optimizer
         self._num_steps = 0
         self._has_told = False
 
@@ -79,23 +80,24 @@ class Watch:
         """
         if self._has_told:
             return
-        told = _told_of_uncalled(params) or _told_of_eager(params, states)
+        told = _told_of_uncalled(params, self._optimizer) or _told_of_eager(params, states)
         self._num_steps = self._num_steps + 1 if told else 0
         if self._num_steps == _STEPS:
             self._has_told = True
             log.warning("%s", told)
 
 
-def _told_of_uncalled(params: Collection[Tensor]) -> str:
+def _told_of_uncalled(params: Collection[Tensor], optimizer: str) -> str:
     """The warning of a function that nobody has called and that may be of these parameters; empty where there is none."""
     name = _uncalled_of(params) if _waiting else None
     if name is None:
         return ""
     return (
-        f"{name} was compiled with the backend autohete, but {_STEPS} steps of autohete_fx.AdamW went by without a call of it: they"
-        " run eagerly, which is exact, but no memory_budget holds. Compiling a module compiles what a call of the module runs, its"
-        " forward, and no other method. Call what torch.compile returned, or compile what the loop calls: model.training_step ="
-        ' torch.compile(model.training_step, backend="autohete", options=...), or the inner module whose forward it runs'
+        f"{name} was compiled with the backend autohete, but {_STEPS} steps of autohete_fx.{optimizer} went by without a call of"
+        " it: they run eagerly, which is exact, but no memory_budget holds. Compiling a module compiles what a call of the module"
+        " runs, its forward, and no other method. Call what torch.compile returned, or compile what the loop calls:"
+        ' model.training_step = torch.compile(model.training_step, backend="autohete", options=...), or the inner module whose'
+        " forward it runs"
     )
 
 

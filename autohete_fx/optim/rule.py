@@ -1,0 +1,80 @@
+"""The differences between optimizers: their states, hyperparameters and arithmetic.
+
+A `Rule` is a value. Everything else is the same for all optimizers: when and where updates run (`base`, `updates`), where states
+lie (`state`), kernels that pass over the memory once (`kernels`), and checkpoints (`loading`). A further optimizer is a file with a
+rule and a constructor, beside `adamw` and `lion`, and two lines that export it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+Group = Mapping[str, Any]
+"""Hyperparameters, as in ``torch.optim``'s ``param_groups``."""
+
+
+class Advance(Protocol):
+    """One step of a parameter, without a change of what it is given: the new value and the new moments.
+
+    All tensors are of one dtype, fp32 or fp64. An element-wise rule gets flat ones, of any piece of a parameter. It is traced and
+    compiled, so it must not read a value. Another rule gets tensors of the parameter's shape. Coefficients have no dimension.
+    """
+
+    def __call__(
+        self, value: Tensor, grad: Tensor, moments: Sequence[Tensor], coefficients: Sequence[Tensor], /
+    ) -> tuple[Tensor, tuple[Tensor, ...]]: ...
+
+
+class Fused(Protocol):
+    """PyTorch's own kernel, in place, over lists of tensors of one dtype and device. ``steps`` count this step already."""
+
+    def __call__(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        moments: Sequence[list[Tensor]],
+        steps: list[Tensor],
+        group: Group,
+        /,
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """An optimizer's own part.
+
+    Attributes:
+        name: of the optimizer, in messages.
+        moments: names of the states as large as a parameter. A 16-bit parameter has an fp32 master weight besides.
+        hyperparameters: names of those that an update computes with, and values that kernels are checked with.
+        checked: hyperparameters of a user, defaults included, to those that must be changed into ours. Raises
+            OptimizerStateError, which says what was expected.
+        coefficients: hyperparameters and the step, 1 for the first, to the numbers that ``advance`` gets.
+        advance: the arithmetic.
+        may_contract: a CPU may take a product and a sum in one rounding. No where a last bit can turn a whole step, as a sign does:
+            then compiled and eager operations agree bit by bit.
+        fused: in the place of ``advance`` for fp32 and fp64 parameters; None where PyTorch has no such kernel.
+        is_elementwise: an element's update depends on no other element. Else a parameter is never cut: it is updated whole.
+        implementation: further keys of groups, with our values, which no state dict changes.
+        foreign: hyperparameters of a state dict to why they are not this optimizer's and what to do, as the end of a sentence about
+            the group; None where they may be.
+    """
+
+    name: str
+    moments: tuple[str, ...]
+    hyperparameters: tuple[tuple[str, Any], ...]
+    checked: Callable[[Group], dict[str, Any]]
+    coefficients: Callable[[Group, float], tuple[float, ...]]
+    advance: Advance
+    may_contract: bool = False
+    fused: Fused | None = None
+    is_elementwise: bool = True
+    implementation: tuple[tuple[str, Any], ...] = ()
+    foreign: Callable[[Group], str | None] = lambda group: None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the hyperparameters that an update computes with."""
+        return tuple(name for name, _ in self.hyperparameters)
