@@ -25,7 +25,7 @@ from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.compiler.fitting import Budget, Planned, Rewritten
 from autohete_fx.compiler.inference import InferencePlanner
 from autohete_fx.compiler.model import Model
-from autohete_fx.compiler.parameters import place
+from autohete_fx.compiler.parameters import place_parameters
 from autohete_fx.compiler.shares import Unsettled
 from autohete_fx.compiler.training import TrainingPlanner
 from autohete_fx.errors import AutoHeteError, InfeasiblePlanError, PassError
@@ -174,7 +174,7 @@ class GraphCompiler:
         model = self.captured.model
         self._warn_of_inference(result)
         if result.training or not model.is_placed:
-            place(self.captured.params, result, model)
+            place_parameters(self.captured.params, result, model)
         if result.training:
             model.is_placed = True
             self._share(result)

@@ -19,7 +19,7 @@ from autohete_fx.runtime.placement import Placement, place_param, placement_of
 log = logging.getLogger(__name__)
 
 
-def place(
+def place_parameters(
     params: Mapping[str, torch.nn.Parameter], compilation: Compilation, model: Model, *, but: Collection[str] = ()
 ) -> None:
     """Put parameters of the model where the plan has their blocks'.
@@ -95,7 +95,7 @@ class GraphParameters:
             )
             planned = {name for name, param in params.items() if _is_planned(param)}
             if len(planned) < len(params):
-                place(params, self.compilation, self.model, but=planned)
+                place_parameters(params, self.compilation, self.model, but=planned)
             self._seen = [weakref.ref(param) for param in params.values()]
             self.num_arrivals += 1
             self._awaited = self._awaited_of(params)

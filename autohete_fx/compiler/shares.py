@@ -100,7 +100,7 @@ class Shares:
         )
 
     def _beside(self, graph: Origin, other: Origin, footprint: Footprint, micro_batches: int) -> int:
-        places = [_place(graph), _place(other)]
+        places = [_part_of(graph), _part_of(other)]
         if not all(place in self._order for place in places):
             return footprint.total_bytes
         is_before = self._order.index(places[1]) < self._order.index(places[0])
@@ -120,15 +120,15 @@ class Shares:
         share = self.decided.get(graph)
         is_expected = share is not None and share.digest == digest
         is_several = len(self._order) > 1
-        if self.is_call_over and is_new_call and is_several and _place(graph) in self._order and not is_expected:
+        if self.is_call_over and is_new_call and is_several and _part_of(graph) in self._order and not is_expected:
             self.is_call_over = False
             self.decided.clear()
             self.unsettled.clear()
             self.num_calls += 1
         if self.is_call_over:
             return
-        if _place(graph) not in self._order:
-            self._order.append(_place(graph))
+        if _part_of(graph) not in self._order:
+            self._order.append(_part_of(graph))
         if graph_break and graph_break not in self.graph_breaks:
             self.graph_breaks.append(graph_break)
 
@@ -137,14 +137,16 @@ class Shares:
         self.is_call_over, self._call = True, None
         if self.num_calls > _MOST_CALLS:
             return []
-        unsettled = {_place(graph) for graph in self.unsettled}
+        unsettled = {_part_of(graph) for graph in self.unsettled}
         return [*self.decided, *(self.unsettled if unsettled.issuperset(self._order) else ())]
 
     def in_order(self, graphs: Iterable[Origin]) -> list[Origin]:
         """Graphs of the first call, and others behind them, in the order of their forwards."""
         return sorted(
             graphs,
-            key=lambda graph: self._order.index(_place(graph)) if _place(graph) in self._order else len(self._order),
+            key=lambda graph: (
+                self._order.index(_part_of(graph)) if _part_of(graph) in self._order else len(self._order)
+            ),
         )
 
     def store(self, graph: Origin, footprint: Footprint, unsettled: Unsettled | None) -> None:
@@ -159,5 +161,5 @@ class Shares:
             self.unsettled[graph] = unsettled
 
 
-def _place(graph: Origin) -> tuple[str, str]:
+def _part_of(graph: Origin) -> tuple[str, str]:
     return graph.function, graph.part

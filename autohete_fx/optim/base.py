@@ -30,10 +30,10 @@ from autohete_fx.optim.state import (
     check_grad,
     check_param,
     complete,
-    place_of,
     reconcile,
     settle,
     state_bytes,
+    state_placement_of,
     update_share,
 )
 from autohete_fx.optim.updates import apply
@@ -167,19 +167,19 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         # What ends a node of a backward pass forgets which modes were entered in it, the fence too.
         is_guarded = not is_within_call() and current_graph_task_id() == -1
-        models = self._models()
+        pending = self._pending()
         try:
             try:
-                with watched(self._gradients, but=models), DisableTorchFunction():
-                    self._step(models, is_guarded=is_guarded)
+                with watched(self._gradients, but=pending), DisableTorchFunction():
+                    self._step(pending, is_guarded=is_guarded)
             finally:
-                _guard(models)
+                _guard(pending)
         except BaseException as error:
-            _guard(models)  # an interrupt may have come before the fence stood
+            _guard(pending)  # an interrupt may have come before the fence stood
             if isinstance(error, torch.OutOfMemoryError):  # states are made when the plan's peak may be reached
-                for model in models:
-                    if model.shortage is not None:
-                        error.add_note(model.shortage(error))
+                for each in pending:
+                    if each.shortage is not None:
+                        error.add_note(each.shortage(error))
             raise
         return loss
 
@@ -188,12 +188,12 @@ class PlannedOptimizer(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         return [t for p in params if p.grad is not None for t in (p, p.grad)]
 
-    def _step(self, models: Collection[Updates], *, is_guarded: bool) -> None:
-        started = self._started_in_backward(models)
-        updates = self._updates(started, models)
+    def _step(self, pending: Collection[Updates], *, is_guarded: bool) -> None:
+        started = self._started_in_backward(pending)
+        updates = self._updates(started, pending)
         scale = self._clipping(updates)
-        for model in models:
-            model.early.norms.clear()
+        for each in pending:
+            each.early.norms.clear()
         apply(updates, self.host_copies, may_overlap=self.overlap is not Overlap.NONE and is_guarded, scale=scale)
         self._groups, self._has_stepped = None, True
         self._watch.step([p for group in self.param_groups for p in group["params"]], self.state)
@@ -216,10 +216,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
     @_untraced
     def synchronize(self) -> None:
         """Return when every update is done. Raises OptimizerStateError for one that failed."""
-        for updates in self._models():
+        for updates in self._pending():
             updates.wait_all()
 
-    def _models(self) -> set[Updates]:
+    def _pending(self) -> set[Updates]:
         """The updates under way, for each model that has parameters here."""
         placements = (placement_of(p) for group in self.param_groups for p in group["params"])
         return {p.updates for p in placements if p is not None and p.updates is not None}
@@ -233,7 +233,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def _clipping(self, updates: Iterable[Update]) -> Tensor | None:
         if self.max_grad_norm is None:
             return None
-        norms = [None if u.place.updates is None else u.place.updates.early.norms.of(u.grad) for u in updates]
+        norms = [None if u.placement.updates is None else u.placement.updates.early.norms.of(u.grad) for u in updates]
         self.grad_norm = clipping.total_norm([u.grad for u in updates], norms)
         return clipping.factor(self.grad_norm, self.max_grad_norm)
 
@@ -247,7 +247,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._groups: dict[int, dict[str, Any]] | None = None
         self._has_stepped = False
 
-    def _started_in_backward(self, models: Iterable[Updates]) -> frozenset[int]:
+    def _started_in_backward(self, pending: Iterable[Updates]) -> frozenset[int]:
         """Take over what has started. Returns the identities of its parameters.
 
         Raises:
@@ -255,7 +255,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """
         params = [p for group in self.param_groups for p in group["params"]]
         found: list[tuple[Updates, list[Consumed]]] = []
-        for updates in models:
+        for updates in pending:
             started = updates.early.of(params)
             for consumed in started:
                 consumed.check()
@@ -269,7 +269,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             updates.early.settle(started)
         return frozenset(id(consumed.param) for _, started in found for consumed in started)
 
-    def _updates(self, started: Collection[int], models: Iterable[Updates]) -> list[Update]:
+    def _updates(self, started: Collection[int], pending: Iterable[Updates]) -> list[Update]:
         all_params = ((p, g) for g in self.param_groups for p in g["params"])
         with_grad = [(p, g) for p, g in all_params if p.grad is not None and id(p) not in started]
         for param, _ in with_grad:
@@ -277,13 +277,13 @@ class PlannedOptimizer(torch.optim.Optimizer):
             check_grad(param, param.grad)
         updates = []
         for param, group in with_grad:
-            state, place = self.state[param], place_of(param)
-            for model in models:
-                model.wait_for(param)
-                model.wait_for(param.grad)
-            settle(self.rule, param, state, place)
-            complete(self.rule, param, state, place)
-            updates.append(Update(self.rule, param, param.grad, state, group, place))
+            state, placement = self.state[param], state_placement_of(param)
+            for each in pending:
+                each.wait_for(param)
+                each.wait_for(param.grad)
+            settle(self.rule, param, state, placement)
+            complete(self.rule, param, state, placement)
+            updates.append(Update(self.rule, param, param.grad, state, group, placement))
         return updates
 
     def state_bytes_of(self, param: Tensor) -> int:
@@ -303,14 +303,14 @@ class PlannedOptimizer(torch.optim.Optimizer):
         ``torch.save`` makes a snapshot. A state on the host reads as an ordinary tensor. Masters agree with their
         parameters, edits included. Takes no step and creates no state.
         """
-        for updates in self._models():
+        for updates in self._pending():
             updates.early.refuse_unseen("the optimizer's state dict was asked for")
         self.synchronize()
         for param, state in self.state.items():
             if isinstance(param, Tensor) and MASTER in state:
-                settle(self.rule, param, state, place_of(param))
+                settle(self.rule, param, state, state_placement_of(param))
                 if MASTER in state:
-                    reconcile(param, state[MASTER], place_of(param))
+                    reconcile(param, state[MASTER], state_placement_of(param))
         return super().state_dict()
 
     @_untraced
@@ -331,7 +331,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             replaced = pre_hook(self, loaded)
             if replaced is not None:
                 loaded = replaced
-        for updates in self._models():
+        for updates in self._pending():
             updates.forget_failures()
         groups = read_groups(self.rule, loaded, self.param_groups)
         states = read_states(self.rule, loaded, self.param_groups, self.state)
@@ -343,6 +343,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
 
-def _guard(models: Iterable[Updates]) -> None:
-    for updates in models:
+def _guard(pending: Iterable[Updates]) -> None:
+    for updates in pending:
         updates.guard()

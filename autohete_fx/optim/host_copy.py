@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autohete_fx.ir import Lane
 from autohete_fx.optim.fingerprint import fingerprint, fingerprint_into
-from autohete_fx.optim.state import Place, layout_of
+from autohete_fx.optim.state import StatePlacement, layout_of
 from autohete_fx.runtime.lanes.lanes import Lanes
 from autohete_fx.runtime.lanes.ticket import Ticket
 from autohete_fx.runtime.tiers.host import HostTier, host_view
@@ -29,9 +29,9 @@ class HostCopy:
             update of the parameter is under way.
     """
 
-    def __init__(self, param: Tensor, place: Place) -> None:
-        assert place.tier is not None
-        self.home = place.tier.empty_strided(param.shape, layout_of(param), param.dtype)
+    def __init__(self, param: Tensor, placement: StatePlacement) -> None:
+        assert placement.tier is not None
+        self.home = placement.tier.empty_strided(param.shape, layout_of(param), param.dtype)
         self.is_current = False
         # On an oddly laid out parameter no kernel can walk; it comes down every time. That is rare.
         self._sent = fingerprint(param) if param.stride() == layout_of(param) else None
@@ -61,12 +61,12 @@ class HostCopies:
     def __init__(self) -> None:
         self._copies = WeakIdKeyDictionary()
 
-    def of(self, param: Tensor, place: Place) -> HostCopy:
+    def of(self, param: Tensor, placement: StatePlacement) -> HostCopy:
         """The copy of a parameter, made if there is none that fits. Raises HostMemoryError."""
         found: HostCopy | None = self._copies.get(param)
-        assert place.tier is not None
-        if found is None or not found.fits(param, place.tier):
-            found = self._copies[param] = HostCopy(param, place)
+        assert placement.tier is not None
+        if found is None or not found.fits(param, placement.tier):
+            found = self._copies[param] = HostCopy(param, placement)
         return found
 
     def discard(self, param: Tensor) -> None:

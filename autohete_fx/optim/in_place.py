@@ -19,8 +19,8 @@ from autohete_fx.optim.kernels import update
 from autohete_fx.optim.rule import Rule
 from autohete_fx.optim.state import (
     STEP,
-    Place,
     State,
+    StatePlacement,
     flat,
     laid_out,
     layout_of,
@@ -47,7 +47,7 @@ class Update:
     grad: Tensor
     state: State
     group: dict[str, Any]
-    place: Place
+    placement: StatePlacement
     addend: Tensor | None = None
     scale: Tensor | None = None
 
@@ -99,7 +99,7 @@ def apply_one(u: Update, param: Tensor, grad: Tensor, state: State, walk: Walk |
     elif not uses_fused(u.rule, u.param):
         _apply_own(u, param, grad, state, coefs)
     else:
-        _apply_fused([Update(u.rule, param, grad, state, u.group, u.place)])
+        _apply_fused([Update(u.rule, param, grad, state, u.group, u.placement)])
 
 
 def _plain(param: Tensor, grad: Tensor) -> bool:
@@ -122,10 +122,10 @@ def _apply_fused(batch: Sequence[Update]) -> None:
 
 def walk_of(u: Update) -> Walk | None:
     """Over the states of an update; None where they are not on disk."""
-    if u.place.disk is None:
+    if u.placement.disk is None:
         return None
     homes = [flat(u.state[name]) for name in state_names(u.rule, u.param)]
-    return Walk(u.place.disk, u.place.lanes, homes, is_cut=u.rule.is_elementwise)
+    return Walk(u.placement.disk, u.placement.lanes, homes, is_cut=u.rule.is_elementwise)
 
 
 def _apply_in_windows(u: Update, walk: Walk, param: Tensor, grad: Tensor, coefs: Coefficients) -> None:
@@ -141,7 +141,7 @@ def _apply_in_windows(u: Update, walk: Walk, param: Tensor, grad: Tensor, coefs:
         if not u.rule.is_elementwise:
             pieces, values = (weight, gradient), [t.as_strided(weight.shape, weight.stride()) for t in states]
         state = {STEP: step.clone(), **dict(zip(state_names(u.rule, u.param), values, strict=True))}
-        part = Update(u.rule, *pieces, state, u.group, u.place)
+        part = Update(u.rule, *pieces, state, u.group, u.placement)
         if uses_fused(u.rule, u.param):
             _apply_fused([part])
         else:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.optim.rule import Rule
-from autohete_fx.optim.state import MASTER, STEP, State, needs_master, place_of, state_names
+from autohete_fx.optim.state import MASTER, STEP, State, needs_master, state_names, state_placement_of
 
 Group = dict[str, Any]
 
@@ -125,12 +125,12 @@ def _described(value: Any) -> str:
 
 
 def _build(rule: Rule, param: Tensor, entry: Mapping[str, Any], current: Mapping[str, Any]) -> State:
-    place = place_of(param)
+    placement = state_placement_of(param)
     given = entry[STEP]
     step = given.detach().reshape(()).clone() if isinstance(given, Tensor) else torch.tensor(float(given))
-    state: State = {STEP: step.to(dtype=torch.float32, device=place.step_device(rule, param))}
+    state: State = {STEP: step.to(dtype=torch.float32, device=placement.step_device(rule, param))}
     for name in state_names(rule, param):
         if name in entry:
             t = entry[name]
-            state[name] = t if t is current.get(name) else place.fill(place.empty(param), t.detach())
+            state[name] = t if t is current.get(name) else placement.fill(placement.empty(param), t.detach())
     return state

@@ -16,7 +16,7 @@ from autohete_fx.ir import Overlap
 from autohete_fx.optim.in_place import Update
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.optim.rule import Rule
-from autohete_fx.optim.state import is_settled, place_of
+from autohete_fx.optim.state import is_settled, state_placement_of
 from autohete_fx.optim.updates import frozen, is_read_in_place, prepared, start
 from autohete_fx.runtime.lanes.ticket import Ticket
 from autohete_fx.runtime.pending.backward import Consumed
@@ -27,27 +27,33 @@ def start_update(
 ) -> Consumed | None:
     """Start the update of ``param`` with the gradient in ``home``, added to what was collected, behind the tickets. See
     `runtime.early.Starter`."""
-    optimizer, place = optimizer_of(param), place_of(param)
-    model, tier = place.updates, place.tier
-    if optimizer is None or not optimizer.starts_in_backward or model is None or tier is None or place.is_streamed:
+    optimizer, placement = optimizer_of(param), state_placement_of(param)
+    pending, tier = placement.updates, placement.tier
+    if (
+        optimizer is None
+        or not optimizer.starts_in_backward
+        or pending is None
+        or tier is None
+        or placement.is_streamed
+    ):
         return None
     group, state = optimizer.group_of(param), optimizer.state.get(param, {})
-    overlaps = model.schedule.overlap is Overlap.BACKWARD and model.lanes.in_background and tier.owns(home)
-    if group is None or not overlaps or not is_settled(optimizer.rule, param, state, place):
+    overlaps = pending.schedule.overlap is Overlap.BACKWARD and pending.lanes.in_background and tier.owns(home)
+    if group is None or not overlaps or not is_settled(optimizer.rule, param, state, placement):
         return None
     grad, addend = (home, None) if collected is None else (collected, home)
     # What is written behind the program's back counts once, now.
-    update = Update(optimizer.rule, param, grad.data, state, frozen(group), place, addend=addend)
-    if collected is not None and not is_read_in_place(update, model.lanes):
+    update = Update(optimizer.rule, param, grad.data, state, frozen(group), placement, addend=addend)
+    if collected is not None and not is_read_in_place(update, pending.lanes):
         return None
     try:
-        ready = prepared([update], model.lanes, optimizer.host_copies)
+        ready = prepared([update], pending.lanes, optimizer.host_copies)
     except HostMemoryError:
         return None
     if collected is not None:
         torch.autograd.graph.increment_version(collected)
     version = grad._version
-    start(ready, model, after=after, priority=priority)
+    start(ready, pending, after=after, priority=priority)
     states = tuple(t for t in state.values() if isinstance(t, Tensor))
     return Consumed(param, grad.detach(), version, states, update.group)
 

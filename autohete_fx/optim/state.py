@@ -112,7 +112,7 @@ def layout_of(param: Tensor) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StatePlacement:
     """Where a parameter's states belong: homes of ``disk``, else of ``tier``, or memory of ``device`` where there is neither.
 
     ``tier`` is also where gradients and copies of parameters that the host updates are; states on disk need it for those.
@@ -165,13 +165,13 @@ class Place:
         return self.device if is_on_device and uses_fused(rule, param) else torch.device("cpu")
 
 
-def place_of(param: Tensor) -> Place:
+def state_placement_of(param: Tensor) -> StatePlacement:
     """Where the states of ``param`` belong now. A user who moved it off the tier's device gets states beside it."""
     placement = placement_of(param)
     if placement is None:
-        return Place(param.device)
+        return StatePlacement(param.device)
     leaves = placement.optimizer is not Optimizer.DEVICE and placement.tier.device == param.device
-    return Place(
+    return StatePlacement(
         param.device,
         placement.tier if leaves else None,
         placement.block,
@@ -181,8 +181,8 @@ def place_of(param: Tensor) -> Place:
     )
 
 
-def settle(rule: Rule, param: Tensor, state: State, place: Place) -> None:
-    """Bring the states that exist to ``place``, values kept. Drops a master that the parameter no longer needs.
+def settle(rule: Rule, param: Tensor, state: State, placement: StatePlacement) -> None:
+    """Bring the states that exist to ``placement``, values kept. Drops a master that the parameter no longer needs.
 
     Raises:
         HostMemoryError: the tier has no room; states that have moved stay moved, nothing is lost.
@@ -192,54 +192,56 @@ def settle(rule: Rule, param: Tensor, state: State, place: Place) -> None:
         state.pop(MASTER, None)
     for name in state_names(rule, param):
         t = state.get(name)
-        if t is None or _is_as_wanted(t, param, place):
+        if t is None or _is_as_wanted(t, param, placement):
             continue
         if t.shape != param.shape:
             raise OptimizerStateError(
                 f"a parameter has shape {tuple(param.shape)} and its state {name!r} has {tuple(t.shape)}: it was "
                 "resized after a step. Build a new optimizer, or clear optimizer.state[param]"
             )
-        state[name] = place.fill(place.empty(param), t)
+        state[name] = placement.fill(placement.empty(param), t)
     step = state.get(STEP)
-    if step is not None and step.device != place.step_device(rule, param):
-        state[STEP] = step.to(place.step_device(rule, param))
+    if step is not None and step.device != placement.step_device(rule, param):
+        state[STEP] = step.to(placement.step_device(rule, param))
 
 
-def is_settled(rule: Rule, param: Tensor, state: State, place: Place) -> bool:
+def is_settled(rule: Rule, param: Tensor, state: State, placement: StatePlacement) -> bool:
     """Whether `settle` and `complete` have nothing to do."""
     step, states = state.get(STEP), [state.get(name) for name in state_names(rule, param)]
     is_there = (
-        step is not None and step.device == place.step_device(rule, param) and needs_master(param) == (MASTER in state)
+        step is not None
+        and step.device == placement.step_device(rule, param)
+        and needs_master(param) == (MASTER in state)
     )
-    return is_there and all(t is not None and _is_as_wanted(t, param, place) for t in states)
+    return is_there and all(t is not None and _is_as_wanted(t, param, placement) for t in states)
 
 
-def _is_as_wanted(t: Tensor, param: Tensor, place: Place) -> bool:
+def _is_as_wanted(t: Tensor, param: Tensor, placement: StatePlacement) -> bool:
     is_alike = t.shape == param.shape and t.stride() == layout_of(param) and t.dtype == state_dtype(param)
-    return is_alike and place.holds(t)
+    return is_alike and placement.holds(t)
 
 
-def complete(rule: Rule, param: Tensor, state: State, place: Place) -> None:
+def complete(rule: Rule, param: Tensor, state: State, placement: StatePlacement) -> None:
     """Add the states that are missing: zero moments and step, and the parameter's own value as master.
 
     They are allocated before any is added, so HostMemoryError leaves the state as it was.
     """
     missing = [name for name in state_names(rule, param) if name not in state]
-    made = {name: place.empty(param) for name in missing}
+    made = {name: placement.empty(param) for name in missing}
     for name, t in made.items():
-        place.fill(t, param if name == MASTER else None)
+        placement.fill(t, param if name == MASTER else None)
     if STEP not in state:
-        made = {STEP: torch.zeros((), dtype=torch.float32, device=place.step_device(rule, param)), **made}
+        made = {STEP: torch.zeros((), dtype=torch.float32, device=placement.step_device(rule, param)), **made}
     state.update(made)
 
 
-def reconcile(param: Tensor, master: Tensor, place: Place) -> None:
-    """Make a 16-bit parameter's master, which lies at ``place``, agree with edits of the parameter."""
+def reconcile(param: Tensor, master: Tensor, placement: StatePlacement) -> None:
+    """Make a 16-bit parameter's master, which lies at ``placement``, agree with edits of the parameter."""
     weight, home = flat(laid_out(param, master)), flat(master)
-    if place.disk is None:
+    if placement.disk is None:
         reconcile_master(weight, home)
     else:
-        walk = Walk(place.disk, place.lanes, [home])
+        walk = Walk(placement.disk, placement.lanes, [home])
         walk.run(lambda window, parts: reconcile_master(weight[window].to(home.device), parts[0]))
 
 

@@ -30,8 +30,8 @@ from autohete_fx.optim.in_place import Update
 from autohete_fx.optim.kernels import update
 from autohete_fx.optim.state import (
     STEP,
-    Place,
     State,
+    StatePlacement,
     flat,
     layout_of,
     needs_master,
@@ -79,7 +79,7 @@ class Staging:
     def __init__(self, updates: Sequence[Update]) -> None:
         by_block: Counter[int] = Counter()
         for u in updates:
-            by_block[u.place.block] += state_bytes(u.rule, u.param)
+            by_block[u.placement.block] += state_bytes(u.rule, u.param)
         a_third = min(sum(map(staging_bytes, by_block.values())), _MOST_BYTES) // _SLOTS
         least = max(2 * _GRAIN * _bytes_per_element(u) for u in updates)
         self._slot_bytes = max(a_third // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES, least)
@@ -93,12 +93,12 @@ class Staging:
             if not uses_fused(u.rule, u.param):
                 key = id(u.group), float(u.state[STEP]) + 1, state_dtype(u.param)
                 if key not in made:
-                    made[key] = self._on_device(u.rule.coefficients(u.group, key[1]), key[2], u.place)
+                    made[key] = self._on_device(u.rule.coefficients(u.group, key[1]), key[2], u.placement)
                 self.coefs[id(u.param)] = made[key]
 
-    def _on_device(self, values: Sequence[float], dtype: torch.dtype, place: Place) -> Tensor:
-        assert place.tier is not None
-        home = place.tier.empty_strided((len(values),), (1,), dtype)
+    def _on_device(self, values: Sequence[float], dtype: torch.dtype, placement: StatePlacement) -> Tensor:
+        assert placement.tier is not None
+        home = placement.tier.empty_strided((len(values),), (1,), dtype)
         host_view(home).copy_(torch.tensor(values, dtype=dtype, device="cpu"))
         self._homes.append(home)
         return home.clone()
@@ -140,19 +140,19 @@ def _bytes_per_element(u: Update) -> int:
     return sum(dtype.itemsize for dtype in _staged_dtypes(u))
 
 
-def stream(lanes: Lanes, updates: Sequence[Update], staging: Staging, model: Updates | None) -> list[Ticket]:
-    """Give updates to the lanes, behind what the device was given so far. ``model`` learns which are under way; without one the
+def stream(lanes: Lanes, updates: Sequence[Update], staging: Staging, pending: Updates | None) -> list[Ticket]:
+    """Give updates to the lanes, behind what the device was given so far. ``pending`` learns which are under way; without one the
     caller waits for these tickets."""
     torch.ops.aten._foreach_add_.Scalar([u.state[STEP] for u in updates], 1)
     groups = {id(u.group): {**u.group, "lr": _as_it_is(u.group["lr"])} for u in updates}
     behind, tickets = lanes.now(), []
-    for u in sorted(updates, key=lambda each: each.place.block):
+    for u in sorted(updates, key=lambda each: each.placement.block):
         as_it_is = dataclasses.replace(u, state=dict(u.state), group=groups[id(u.group)])
         ticket = _Streamed(as_it_is, staging, lanes, behind).submit()
-        if model is None:
+        if pending is None:
             tickets.append(ticket)
         else:
-            model.add(ticket, u.param, _states(u.state), lent=(u.grad,))
+            pending.add(ticket, u.param, _states(u.state), lent=(u.grad,))
     return tickets
 
 
@@ -177,12 +177,12 @@ class _Streamed:
 
     def submit(self) -> Ticket:
         """The ticket is complete when the parameter is updated and its states are at home."""
-        return self.lanes.stream(self.update.place.block, self.issue, self.finish)
+        return self.lanes.stream(self.update.placement.block, self.issue, self.finish)
 
     def issue(self) -> None:
         """Give all pieces to the lanes."""
         u = self.update
-        block, states = u.place.block, [u.state[name] for name in state_names(u.rule, u.param)]
+        block, states = u.placement.block, [u.state[name] for name in state_names(u.rule, u.param)]
         homes = list(map(flat, [*states, u.param] if is_home(u.param) else states))
         for at in self.staging.pieces(u):
             parts = [home[at] for home in homes]

@@ -56,36 +56,36 @@ def apply(
     """
     for u in updates:
         if u.rule.is_elementwise and not uses_fused(u.rule, u.param):
-            on_device = u.place.tier is None or u.place.is_streamed
+            on_device = u.placement.tier is None or u.placement.is_streamed
             processor = u.param.device if on_device else torch.device("cpu")
             prepare(u.rule, u.param.dtype, u.grad.dtype if needs_master(u.param) else u.param.dtype, processor)
-    here = [u for u in updates if u.place.tier is None]
-    by_model: defaultdict[Updates | None, list[Update]] = defaultdict(list)
+    here = [u for u in updates if u.placement.tier is None]
+    by_pending: defaultdict[Updates | None, list[Update]] = defaultdict(list)
     for u in updates:
-        if u.place.tier is not None:
-            by_model[u.place.updates].append(u)
+        if u.placement.tier is not None:
+            by_pending[u.placement.updates].append(u)
     started, streams = [], []
-    for model, mine in by_model.items():
-        lanes = model.lanes if model is not None else Lanes(mine[0].param.device)
-        overlaps = may_overlap and model is not None and model.schedule.overlap is not Overlap.NONE
+    for pending, mine in by_pending.items():
+        lanes = pending.lanes if pending is not None else Lanes(mine[0].param.device)
+        overlaps = may_overlap and pending is not None and pending.schedule.overlap is not Overlap.NONE
         if lanes.is_host and not (overlaps and lanes.in_background):
             here += mine
             continue
-        streamed = [] if lanes.is_host else [u for u in mine if u.place.is_streamed]
+        streamed = [] if lanes.is_host else [u for u in mine if u.placement.is_streamed]
         here += [u for u in streamed if not can_stream(u)]
-        on_host = [u for u in mine if lanes.is_host or not u.place.is_streamed]
+        on_host = [u for u in mine if lanes.is_host or not u.placement.is_streamed]
         if on_host:
-            started.append((prepared(on_host, lanes, host_copies), model if overlaps else None))
+            started.append((prepared(on_host, lanes, host_copies), pending if overlaps else None))
         if streamed := [u for u in streamed if can_stream(u)]:
-            streams.append((lanes, streamed, Staging(streamed), model if overlaps else None))
+            streams.append((lanes, streamed, Staging(streamed), pending if overlaps else None))
     on_device = [*here, *(u for _, streamed, _, _ in streams for u in streamed)]
     for u in on_device:
         host_copies.discard(u.param)
     if scale is not None:
         clipping.scale((u.grad for u in on_device), scale)
-        started = [(_scaled(ready, scale), model) for ready, model in started]
+        started = [(_scaled(ready, scale), pending) for ready, pending in started]
     # The host first: it waits for the gradients, and must not wait for the device's updates too.
-    begin = [(ready.lanes, functools.partial(start, ready, model)) for ready, model in started]
+    begin = [(ready.lanes, functools.partial(start, ready, pending)) for ready, pending in started]
     begin += [(lanes, functools.partial(stream, lanes, *what)) for lanes, *what in streams]
     tickets: list[Ticket] = []
     for lanes, give in begin:
@@ -119,14 +119,14 @@ class Prepared:
 
 def prepared(updates: Sequence[Update], lanes: Lanes, host_copies: HostCopies) -> Prepared:
     """Take the host memory that the updates need. Raises HostMemoryError; no parameter has changed."""
-    tier = updates[0].place.tier
+    tier = updates[0].placement.tier
     assert tier is not None
     with_copies = []
     for u in updates:
         is_there = lanes.is_host or _at_home(u.param, u.param, tier)
         if is_there:
             host_copies.discard(u.param)
-        with_copies.append((u, None if is_there else host_copies.of(u.param, u.place)))
+        with_copies.append((u, None if is_there else host_copies.of(u.param, u.placement)))
     staged = [u.grad.nbytes for u in updates if not is_read_in_place(u, lanes)]
     staging = GradientBuffers(tier, staged, lanes.num_update_workers) if staged else None
     edits = Edits([(u.param, copy) for u, copy in with_copies if copy is not None], lanes, tier)
@@ -151,31 +151,31 @@ def _scaled(ready: Prepared, scale: Tensor) -> Prepared:
 
 def is_read_in_place(u: Update, lanes: Lanes) -> bool:
     """Whether the CPU updates from the gradient itself, not from a copy."""
-    assert u.place.tier is not None
-    return lanes.is_host or _at_home(u.grad, u.param, u.place.tier)
+    assert u.placement.tier is not None
+    return lanes.is_host or _at_home(u.grad, u.param, u.placement.tier)
 
 
 def start(
-    ready: Prepared, model: Updates | None, *, after: Sequence[Ticket] = (), priority: int | None = None
+    ready: Prepared, pending: Updates | None, *, after: Sequence[Ticket] = (), priority: int | None = None
 ) -> list[Ticket]:
-    """Give updates to the lanes, behind the tickets and what the device was given so far; ``model`` learns which are under
+    """Give updates to the lanes, behind the tickets and what the device was given so far; ``pending`` learns which are under
     way, without one the caller waits for these tickets. Without a priority the schedule's order is that of the blocks. What is
     sent up always goes in their order."""
     behind, coefs = (ready.lanes.now(), *after), Coefficients()
     groups = {id(u.group): frozen(u.group) for u, _ in ready.updates}
-    has_priority = model is None or model.schedule.priority
+    has_priority = pending is None or pending.schedule.priority
     # Gradients come from the last block to the first.
-    ordered = sorted(ready.updates, key=lambda each: each[0].place.block, reverse=not has_priority)
+    ordered = sorted(ready.updates, key=lambda each: each[0].placement.block, reverse=not has_priority)
     tickets = []
     for u, copy in ordered:
         as_it_is = dataclasses.replace(u, state=dict(u.state), group=groups[id(u.group)])
-        rank = priority if priority is not None else u.place.block if has_priority else 0
+        rank = priority if priority is not None else u.placement.block if has_priority else 0
         updated, uploaded = _HostUpdate(as_it_is, rank, ready, behind, coefs, copy).submit()
-        if model is None:
+        if pending is None:
             tickets.append(uploaded)
         else:
             others = (u.grad, *(t for t in u.state.values() if isinstance(t, Tensor)))
-            model.add(uploaded, u.param, others, made_by=updated)
+            pending.add(uploaded, u.param, others, made_by=updated)
     return tickets
 
 
@@ -219,7 +219,7 @@ class _HostUpdate:
             return updated, updated
         uploaded = self.lanes.submit(
             Lane.H2D,
-            self.update.place.block,
+            self.update.placement.block,
             param.detach(),
             copy.home,
             (updated, *self.after),

@@ -21,7 +21,7 @@ from autohete_fx.optim import AdamW, Lion
 from autohete_fx.optim.adamw import ADAMW
 from autohete_fx.optim.base import PlannedOptimizer
 from autohete_fx.optim.in_place import Update
-from autohete_fx.optim.state import Place
+from autohete_fx.optim.state import StatePlacement
 from autohete_fx.optim.streamed import Staging
 from autohete_fx.runtime.lanes.lanes import Lanes
 from autohete_fx.runtime.meter import MemoryMeter, device_live_bytes
@@ -221,7 +221,7 @@ def test_device_memory_is_what_the_planner_counts_whichever_lane_is_late(late: L
 @given(length=st.integers(1, 20_000), widest=st.integers(1, 40_000))
 def test_pieces_cover_a_tensor_and_fit_their_slots(length: int, widest: int):
     param, largest = Parameter(torch.zeros(length)), Parameter(torch.zeros(widest))
-    place = Place(torch.device("cpu"))
+    place = StatePlacement(torch.device("cpu"))
     update, other = (Update(ADAMW, p, p, {}, {}, place) for p in (param, largest))
     staging = Staging([update, other])
     pieces = staging.pieces(update)
