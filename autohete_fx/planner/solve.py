@@ -51,9 +51,9 @@ RELAXATION_SHARE = 0.5
 """Of the time limit, by the clock, for the relaxation, without which nothing is proven; it takes a tenth of this for few blocks."""
 REASONS_SHARE = 0.08
 """Likewise for saying why, at the end."""
-REPLAYED_BLOCKS_PER_SECOND, WALKED_BLOCKS_PER_SECOND = 1_500_000, 5_000_000
+REPLAYED_BLOCKS_PER_SECOND, WALKED_BLOCKS_PER_SECOND = 1_500_000, 4_000_000
 """Of local search and of annealing on a usual core."""
-SHARED_LANE, SHARED_LANE_BLOCKS = 4, 12
+SHARED_LANE, SHARED_LANE_BLOCKS = 2, 16
 """Where `figures.sends_at_once`, blocks take that many times as long to replay, or as often as the others go into their number."""
 PROGRAM_BLOCKS = 8
 """For more blocks CP-SAT does not try the integer programs: in the time there is it gets little further than their relaxation."""
@@ -68,7 +68,7 @@ ENOUGH = 0.001
 """Annealing looks no further where a plan's gap is this."""
 MOST_CHOICES = 200_000
 """Where blocks times all their choices are more, the search is among those that the relaxation uses, and mixtures of these."""
-_STARTS, _IMPROVED_STARTS, _ROUNDINGS = 12, 2, 2
+_STARTS, _IMPROVED_STARTS, _ROUNDINGS, _POLISHED = 12, 2, 2, 3
 
 
 def solve(problem: Problem, *, time_limit_s: float = 10.0) -> Plan:
@@ -173,9 +173,9 @@ class _Found:
             wasted_s = (
                 wasted_seconds(self.problem, relaxed.wasted_s, search.replays.settings) if relaxed is not None else None
             )
-            self._anneal(search, wasted_s)
-            self._allow(search, POLISHING_SHARE)
-            self._keep(search, search.improve(search.replays.row(self.best)))
+            for row in self._anneal(search, wasted_s):
+                self._allow(search, POLISHING_SHARE / _POLISHED)
+                self._keep(search, search.improve(row))
 
     @property
     def _is_done(self) -> bool:
@@ -226,8 +226,8 @@ class _Found:
             if not self._is_done:
                 self._keep(search, search.improve(fitting[i]))
 
-    def _anneal(self, search: Search, wasted_s: Seconds | None) -> None:
-        """Walk from what was found."""
+    def _anneal(self, search: Search, wasted_s: Seconds | None) -> Rows:
+        """Walk from what was found; returns the best of all."""
         share = ANNEALING_SHARE if self.num_blocks > PROGRAM_BLOCKS else POLISHING_SHARE
         share *= min(1.0, self.num_blocks / MANY_BLOCKS)
         if sends_at_once(self.problem):
@@ -235,7 +235,7 @@ class _Found:
         work, enough_s = int(share * self.time_limit_s * WALKED_BLOCKS_PER_SECOND), self.bound_s * (1 + ENOUGH)
         begin = np.array([search.replays.row(each) for each in (self.best, *self.patterns, *self.near)])
         terms = terms_of(search.replays, wasted_s, self.relaxed_s if wasted_s is not None else 0.0)
-        self._keep(search, anneal(search, terms, begin, work=work, enough_s=enough_s))
+        return anneal(search, terms, begin, work=work, enough_s=enough_s)[:_POLISHED]
 
     def _anything(self) -> tuple[BlockDecision, ...]:
         decisions = least_peak(self.problem, deadline=self.deadline)

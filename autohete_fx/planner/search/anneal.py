@@ -32,7 +32,7 @@ from autohete_fx.planner.search.passes import Seconds
 from autohete_fx.planner.search.replays import Replays
 from autohete_fx.planner.search.walks import Heat, Prices, Terms, Walks
 
-WALKS = 512
+WALKS = 256
 DISTANCES = 1, 3
 """The prefetch distances that walks give: each takes time in every replay, and local search knows the others."""
 HEAT = Heat(
@@ -44,10 +44,13 @@ HEAT = Heat(
     exchanges=0.2,
     changes_of_two=0.45,
     given=0.6,
+    far=0.3,
     mating=10,
-    offers=4,
+    offers=8,
     lateness=(0.2, 0.8),
 )
+_OTHERS = 32
+"""Walks whose ends are looked at."""
 _MOST_UNITS = 2**23
 """Of memory: half as many as float32 counts, since what blocks take is rounded up."""
 _ROUNDS = 100
@@ -56,7 +59,8 @@ _ROUNDS = 100
 
 def anneal(search: Search, terms: Terms, starts: Rows, *, work: int, enough_s: float = 0.0, heat: Heat = HEAT) -> Rows:
     """Walk from all ``starts``, which keep the budgets, until ``work`` blocks are replayed, a step takes ``enough_s`` or less, or
-    the search's deadline is there. ``terms`` are of the search's replays."""
+    the search's deadline is there; returns the best found, and after it where the best of other walks are that keep the budgets.
+    ``terms`` are of the search's replays."""
     random, blocks = np.random.default_rng(0), search.replays.num_blocks
     numbers = at_distances(search.replays, terms, starts)
     scores = search.score(starts)
@@ -79,7 +83,11 @@ def anneal(search: Search, terms: Terms, starts: Rows, *, work: int, enough_s: f
         else:
             walks.mate(prices, random)
     found = np.concatenate([starts, (walks.best - search.replays.first)[None]])
-    return found[int(np.argmin(search.score(found)))]
+    others = (
+        np.unique(walks.rows[:, np.argsort(walks.prices, kind="stable")[:_OTHERS]], axis=1).T - search.replays.first
+    )
+    found = np.concatenate([found, others[search.fitting(others)]])
+    return found[np.argsort(search.score(found), kind="stable")]
 
 
 def at_distances(replays: Replays, terms: Terms, starts: Rows) -> Rows:

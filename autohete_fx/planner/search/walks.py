@@ -45,6 +45,9 @@ class Terms(NamedTuple):
     settings: Rows
 
 
+_DISTANCE = 2
+
+
 class Heat(NamedTuple):
     """How walks walk.
 
@@ -55,6 +58,7 @@ class Heat(NamedTuple):
         near: how far the second of two blocks is half of the time, at most.
         exchanges, changes_of_two: shares of changes where two blocks exchange what they do, or where two change.
         given: share of changes to what some block of some walk does.
+        far: share of changes that also change the prefetch distance.
         mating: every so many rounds walks mate.
         offers: changes that a walk is offered in a round.
         lateness: what walks pay at first for a second by which blocks of the first pass are done later on average, nothing at last:
@@ -69,6 +73,7 @@ class Heat(NamedTuple):
     exchanges: float
     changes_of_two: float
     given: float
+    far: float
     mating: int
     offers: int
     lateness: tuple[float, ...]
@@ -223,10 +228,10 @@ class Walks:
         return blocks, old, new
 
     def _other(self, heat: Heat, random: np.random.Generator, blocks: Rows, old: Rows) -> Rows:
-        """Settings that differ in one part: it is what some block of some walk has, or any."""
+        """Settings that differ in one part, which is what some block of some walk has, or any; and some in their distance, too."""
         terms, shape = self.terms, blocks.shape
         part, donor, walk = (self._any(random, 1, most, shape)[0] for most in (3, self.blocks, self.count))
-        chance = random.random((2, *shape), np.float32)
+        chance = random.random((3, *shape), np.float32)
         given = terms.parts[part, self.rows[donor, walk]]
         anything = (chance[0] * terms.counts[part, blocks]).astype(np.int64)
         new = np.where(chance[1] < heat.given, given, anything)
