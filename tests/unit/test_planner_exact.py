@@ -150,11 +150,11 @@ def test_annealing_keeps_the_budgets_and_scores_no_worse(limited: Problem):
         return
     terms = terms_of(search.replays)
     found = anneal(search, terms, starts, work=200_000)
-    assert search.fitting(found[None])[0] and search.score(found[None])[0] <= search.score(starts).min()
+    assert search.fitting(found).all() and search.score(found)[0] <= search.score(starts).min()
     assert np.array_equal(anneal(search, terms, starts, work=200_000), found)
     search.deadline = 0.0
     stopped = anneal(search, terms, starts, work=200_000)
-    assert search.score(stopped[None])[0] <= search.score(starts).min()
+    assert search.score(stopped)[0] <= search.score(starts).min()
 
 
 @settings(max_examples=30, **QUIET)
