@@ -62,7 +62,7 @@ BRANCHED_BLOCKS = 32
 BRANCHES_PER_SECOND = 1000
 """Of the time limit, over the square of the number of blocks, by which what a branch takes grows: as with the search, work is
 counted, so that every run proves the same."""
-MANY_BLOCKS = 24
+MANY_BLOCKS = 16
 """With fewer, annealing has no more to find after less work, in proportion."""
 ENOUGH = 0.001
 """Annealing looks no further where a plan's gap is this."""
