@@ -1,4 +1,4 @@
-"""What is worth keeping between processes: machine figures, block timings, plans. One directory a user.
+"""Results that are worth keeping between processes: machine figures, block timings, plans. One directory a user.
 
 Enter a kind, a key and text; the same text leaves in a later process. The directory is ``AUTOHETE_CACHE_DIR``, else
 ``autohete_fx`` under the user's cache directory, else, where that cannot be written, under the temporary directory.
@@ -101,7 +101,7 @@ def load_machine(key: str) -> Machine | None:
 
 
 def machine_key(device: torch.device, offload_dir: str | None = None) -> str:
-    """What the figures depend on: device, cores, threads, torch, and the file system of ``offload_dir``."""
+    """Everything that the figures depend on: device, cores, threads, torch, and the file system of ``offload_dir``."""
     directory = offload_dir or tempfile.gettempdir()
     parts = [
         device_name(device.type, device.index),

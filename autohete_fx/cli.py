@@ -168,7 +168,7 @@ def machine_text(machine: Machine) -> str:
 
 
 def link_text(link: Link | None) -> str:
-    """What a link does beside single copies, one figure a line."""
+    """The figures of a link beside single copies, one a line."""
     names = ("both ways at once", "kernel reads host memory", "kernel writes host memory")
     if link is None:
         return "\n".join(f"  {name:<28}not applicable: a CPU device has one memory with its host" for name in names)

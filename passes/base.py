@@ -1,7 +1,7 @@
 """The contract of a pass, and the runner.
 
 A pass is a plain function ``(GraphModule, PassContext) -> GraphModule``. It rewrites the graph that it is given and
-returns it; it reads the plan and never a cost. What it needs and what it leaves is declared beside it in a `Pass`.
+returns it; it reads the plan and never a cost. A `Pass` beside it declares its needs and its results.
 `run` lints, recompiles, verifies and logs; passes do none of that.
 """
 
@@ -37,7 +37,7 @@ class Stage(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassContext:
-    """What a pass may know besides the graph.
+    """All that a pass may know besides the graph.
 
     Attributes:
         stage: the kind of graph.

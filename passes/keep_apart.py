@@ -1,4 +1,4 @@
-"""What must wait for the region before it in a backward graph, lest the compiler merges the work of many regions.
+"""The nodes that must wait for the region before them in a backward graph, lest the compiler merges the work of many regions.
 
 In: a backward graph in the order of its regions, and the matrix products of each. Out: for nodes, the nodes that must stand
 before them. The last pass makes control dependencies of these; the trace of a graph's memory reckons with them.

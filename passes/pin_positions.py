@@ -7,8 +7,8 @@ products anyhow. An inserted node names its anchor in the argument ``after``; a 
 which wrap it into a graph of its own and are therefore few. In backward, recomputation and sums over several regions have a place
 too (`keep_apart`).
 
-Of the nodes between two products, those that issue a copy, or wait for what the next region reads, name the last copy issued
-there before them, if there is one, instead of the product. Else the compiler could put a wait ahead of a copy, and a GPU does not
+Nodes between two products that issue a copy, or wait for what the next region reads, name the last copy issued there before
+them, if there is one, instead of the product. Else the compiler could put a wait ahead of a copy, and a GPU does not
 begin a copy before the waits ahead of it are over. To be named keeps no more alive than the copy's handle, of eight bytes. Waits
 that let go of memory stay tied to the product alone: they come as soon as they may.
 
@@ -68,8 +68,8 @@ def pin_positions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
 
 
 def pinned_after(gm: fx.GraphModule, context: PassContext) -> dict[str, tuple[str, ...]]:
-    """For nodes of a backward graph that is not compiled yet, the nodes that pinning will have run before, by name. Of inserted
-    nodes nothing is said."""
+    """For nodes of a backward graph that is not compiled yet, the nodes that pinning will have run before, by name. Inserted
+    nodes are left out."""
     if context.stage is not Stage.BACKWARD or not _is_pinned(gm.graph, context):
         return {}
     return regions_apart(gm, context)

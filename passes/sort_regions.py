@@ -2,8 +2,8 @@
 
 A region is one block's part of a graph. Within a region: copies down of its slot and waits for them, which let go
 of memory, copies up, which take some, waits for what it reads, then its own nodes in the order that they had.
-Dependencies always win over this order: what an earlier region reads stands there, whichever block it is of. What draws random
-numbers keeps its order, or each would draw another's.
+Dependencies always win over this order: what an earlier region reads stands there, whichever block it is of. Draws of random
+numbers keep their order, or each would draw another's.
 
 ::
 
@@ -38,8 +38,8 @@ def sort_regions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
 
 
 def order_to_keep(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """What must stand before a node though it reads nothing of it: before the start of an update, all that reads the parameter's
-    memory; before what draws random numbers, what draws before it."""
+    """The nodes that must stand before a node though it reads nothing of them: before the start of an update, all that reads the
+    parameter's memory; before what draws random numbers, what draws before it."""
     found = {later: [earlier] for earlier, later in _consecutive_draws(graph)}
     for node in graph.nodes:
         if node.op == "call_function" and node.target is ops.start_update:
@@ -66,7 +66,7 @@ def region_keys(graph: fx.Graph, context: PassContext) -> dict[fx.Node, tuple[in
     """Per node (region, rank within it): rank -1 copies down, waits for them and what stands between, 0 copies up, 1 waits for
     copies up, 2 everything else.
 
-    What draws random numbers is of no region before that of what draws before it: seeds are of the prologue, but attention of
+    A draw of random numbers is of no region before that of the draw before it: seeds are of the prologue, but attention of
     the first block may draw before they are made.
     """
     keys: dict[fx.Node, tuple[int, int]] = {}
@@ -95,7 +95,7 @@ def reorder(
 ) -> bool:
     """Stable topological sort by key under data and ``extra`` dependencies. False, and no change, on a cycle.
 
-    What a node depends on is sorted by that node's key where it is smaller: else all that is ready in between would come
+    The arguments of a node are sorted by that node's key where it is smaller: else all that is ready in between would come
     before the node, as if the regions were one.
     """
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]

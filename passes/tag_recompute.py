@@ -6,7 +6,7 @@ was expensive, which is MUST_SAVE; the partitioner saves as much of that as back
 only on what backward needs, because the partitioner saves the arguments of everything with that tag. Where what is kept
 is one result of several, such as a norm's, the node that makes them is kept with all its results: the partitioner heeds
 no tag on a single one. Random seeds stay untagged: the partitioner saves them, so that dropout draws the same mask again.
-What is read of an input that forward writes to is kept whatever the plan decides, because backward would find the new value there.
+Reads of an input that forward writes to are kept whatever the plan decides, because backward would find the new value there.
 Checkpointing of the user's has tags too, whose regions are numbered otherwise than blocks: none is left in a block that the
 plan recomputes.
 """

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
-from autohete_fx.ir import BlockCost, BlockDecision, Edge, Machine, Overlap, Problem, Schedule, SelectiveCost
+from autohete_fx.ir import ActivationCost, BlockCost, BlockDecision, Edge, Machine, Overlap, Problem, Schedule
 from autohete_fx.planner.model.simulate import simulate
 
 MACHINE = Machine(
@@ -76,8 +76,8 @@ def _costs(draw: st.DrawFn) -> BlockCost:
     sizes = _tensors(param // 4 if trained else 0, draw(st.sampled_from([1, 1, 2])))[::-1]
     boundary = int(saved * draw(st.floats(0.0, 0.6)))
     recompute_s = forward_s * draw(st.floats(0.5, 1.1))
-    selective = SelectiveCost(
-        saved_bytes=boundary + (saved - boundary) * draw(st.integers(1, 9)) // 10,
+    selective = ActivationCost(
+        held_bytes=boundary + (saved - boundary) * draw(st.integers(1, 9)) // 10,
         recompute_s=recompute_s * draw(st.floats(0.0, 0.5)),
     )
     return BlockCost(

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
 from autohete_fx.runtime.meter import device_live_bytes
-from autohete_fx.runtime.placement import moved_states
 
 LABELS = ("prologue", "layers.0", "layers.1", "layers.2", "epilogue")
 HOST = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimizer=Optimizer.HOST)
@@ -233,7 +232,7 @@ def plain(model: Model, inner: str, **how: Any) -> list[Tensor]:
     """What training without the backend gives, each parameter stepped where the last compilation of ours has it. Many tests ask
     for the same: equal models are trained once, and the one given may come back untrained."""
     on_host = (
-        frozenset() if device_of(model) == "cpu" else stepped_on_host(model)
+        frozenset() if device_of(model) == "cpu" else stepped_on_host()
     )  # on a CPU device both are the same processor
     key = (inner, STEPS, on_host, tuple(sorted(how.items(), key=lambda item: item[0])), _identity(model))
     if key not in _trained_plainly:
@@ -255,11 +254,9 @@ def _identity(model: Model) -> str:
     return told.hexdigest()
 
 
-def stepped_on_host(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters that the last compilation of ours steps on the host: of a block it may be some. ``model`` tells
-    their sizes."""
-    compilation = training_compilation()
-    moved = moved_states(compilation.plan.decisions, compilation.owners, dict(model.named_parameters()))
+def stepped_on_host() -> frozenset[str]:
+    """Names of the parameters that the last compilation of ours steps on the host: of a block it may be some."""
+    moved = training_compilation().moved
     return frozenset(name for name, place in moved.items() if place.updates_on_host)
 
 

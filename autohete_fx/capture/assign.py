@@ -4,7 +4,7 @@ In: the joint graph's nodes and, for some forward nodes (and backward ones, wher
 to. Out: a slot for every node. Slots are numbered in forward execution order: one before the first layer, one per
 layer, one after each layer (used where two stacks meet), the last one being the epilogue.
 
-What holds for the result, whatever the input (`check_order` says so): no forward edge goes from a higher slot to a
+The result has three properties, whatever the input (`check_order` checks them): no forward edge goes from a higher slot to a
 lower one, no backward edge from a lower slot to a higher one, and the results of one operator stay with it. A node
 whose slot is unknown or would break that is placed by dataflow:
 

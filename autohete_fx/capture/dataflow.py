@@ -1,4 +1,4 @@
-"""What the grouping needs to know of a joint graph's nodes: which depend on tangents, sizes, aliases, work.
+"""Facts about a joint graph's nodes that the grouping needs: which depend on tangents, sizes, aliases, work.
 
 In: AOTAutograd's joint graph (placeholders for primals and tangents), or an inference graph (no tangents). Out: a
 `JointNodes` with the nodes in order and the sets that every later step asks for. Sizes of symbolic shapes are hints,

@@ -1,4 +1,4 @@
-"""What a group of nodes computes, as a hash that names do not enter.
+"""A hash of what a group of nodes computes, which names do not enter.
 
 In: nodes in graph order. Out: hexadecimal digests, equal for groups with the same operators, arguments, shapes,
 strides, dtypes and wiring; the same in every process. Symbolic sizes count by their hints: a plan depends on numbers.

@@ -1,4 +1,4 @@
-"""What stands behind a graph's placeholders: from AOTAutograd's graphs back to the user's parameters.
+"""The tensors that a graph's placeholders stand for: from AOTAutograd's graphs back to the user's parameters.
 
 Dynamo's graph says for each placeholder where its value comes from, such as
 ``L['self']._modules['layers']._modules['0']._parameters['weight']``. AOTAutograd's placeholders say, in

@@ -1,4 +1,4 @@
-"""What plans assume of the program around their graphs, looked at before every call.
+"""The assumptions that plans make of the program around their graphs, checked before every call.
 
 A plan counts the optimizer states that will be on the device, and gradients of earlier micro-batches where there are any. Dynamo
 guards neither: it serves a model with code that was planned for ``autohete_fx.AdamW`` though another optimizer trains it now,
@@ -25,7 +25,6 @@ from autohete_fx.internals import dynamo
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.optim.owners import num_changes, optimizer_of
 from autohete_fx.runtime.pending import calls
-from autohete_fx.runtime.placement import moved_states
 
 log = logging.getLogger(__name__)
 
@@ -97,8 +96,7 @@ class Assumptions:
 
     def _device_state_bytes(self, params: Mapping[str, torch.nn.Parameter]) -> int:
         """Of the optimizers that update the parameters now."""
-        compilation = self.parameters.compilation
-        moved = moved_states(compilation.plan.decisions, compilation.owners, params) if params else {}
+        moved = self.parameters.compilation.moved
         stays = (p for name, p in params.items() if name not in moved or optimizer_of(p) is None)
         return sum(state_bytes(p) for p in stays)
 

@@ -82,7 +82,7 @@ class CapturedGraph:
         self.bucket_bytes = versions.ddp_bucket_bytes()
 
     def key(self) -> str:
-        """Of everything that decides the plan and the code, the same in every process."""
+        """A digest of everything that decides the plan and the code, the same in every process."""
         options = self.options
         parts = (
             self.digest,
@@ -115,7 +115,7 @@ class CapturedGraph:
 
     @property
     def decided(self) -> Share | None:
-        """What was decided together with other graphs of the call; None where nothing was."""
+        """The decisions made together with other graphs of the call; None where there are none."""
         share = self.model.shares.decided.get(self.origin)
         return share if share is not None and share.digest == self.digest else None
 
@@ -136,11 +136,11 @@ class CapturedGraph:
         return (name, *where, *updated)
 
     def param_infos(self, gm: fx.GraphModule) -> dict[str, ParamInfo]:
-        """What the profiler must know of the parameters that can move, by placeholder of ``gm``."""
+        """The facts that the profiler needs of the parameters that can move, by placeholder of ``gm``."""
         return param_infos(gm, self.inputs, self.params)
 
     def problem(self, blocks: BlockGraph, profile: Profile, *, training: bool) -> Problem:
-        """What the planner solves. Raises PlanError where the given plan moves what must stay."""
+        """The problem that the planner solves. Raises PlanError where the given plan moves what must stay."""
         if training and self.sharded and self.options.plan is not None:
             refuse_moving(self.options.plan, blocks, self.sharded)
         limits = Limits(
@@ -168,7 +168,7 @@ class CapturedGraph:
         return problem if self.bucket_bytes is None else reducing_after_backward(problem)
 
     def notes(self) -> tuple[str, ...]:
-        """What the user should know about how a training step was planned."""
+        """Remarks for the user about how a training step was planned."""
         params = [param for name, param in self.params.items() if name not in self.sharded]
         shards = (NOTE_ON_SHARDS,) if self.sharded else ()
         reduction = () if self.bucket_bytes is None else (note_on_reduction(params, self.bucket_bytes),)
@@ -181,7 +181,7 @@ class CapturedGraph:
         return small_bytes(self.params.values(), training=training, micro_batches=self.options.micro_batches)
 
     def free_bytes(self) -> int | None:
-        """What the budget leaves beside the inputs and the parameters that are on the device now."""
+        """Bytes that the budget leaves beside the inputs and the parameters that are on the device now."""
         if self.budget_bytes is None:
             return None
         taken = sum(param.nbytes for param in self.params.values() if not is_home(param))

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autohete_fx.ir import BlockDecision, Lane, Plan, Problem, Transfer
+from autohete_fx.ir import BlockDecision, Lane, Optimizer, Plan, Problem, Transfer
 from autohete_fx.ir.files import spelled
 from autohete_fx.planner.model.footprint import Footprint
 from autohete_fx.planner.model.simulate import simulate
@@ -41,7 +41,7 @@ class GraphText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What was decided for an earlier graph of a call together with the last one.
+    """The decisions for an earlier graph of a call, made together with the last one.
 
     Attributes:
         digest: of that graph, its sizes included.
@@ -65,6 +65,7 @@ class Compilation:
         training: False for a graph compiled under ``no_grad``.
         device_budget_bytes: the limit that the plan keeps; None for none.
         owners: block index by parameter name.
+        moved: where the optimizer states are that leave the device, by parameter name.
         footprint: what it holds on the device beside other graphs.
         shares: of earlier graphs of its call, in their order; empty where they stay as they are.
         unsettled: where the plan takes least because later graphs of the call are not known yet: what it solves.
@@ -83,6 +84,7 @@ class Compilation:
     training: bool
     device_budget_bytes: int | None
     owners: Mapping[str, int]
+    moved: Mapping[str, Optimizer] = field(default_factory=dict)
     footprint: Footprint = field(default_factory=Footprint)
     shares: tuple[Share, ...] = ()
     unsettled: Problem | None = None
@@ -117,7 +119,7 @@ class Compilation:
         return None if self.clock is None else self.clock.peak_bytes
 
     def comparison_table(self) -> str:
-        """What was predicted and what was measured so far, side by side."""
+        """Prediction and measurement so far, side by side."""
         rows = [
             tables.ComparisonRow(name="measured", step_s=self.measured_step_s, peak_bytes=self.measured_peak_bytes),
             tables.ComparisonRow(name="predicted", step_s=self.predicted_step_s, peak_bytes=self.predicted_peak_bytes),
@@ -171,6 +173,7 @@ class Compilation:
         """Read what `to_json` wrote; ``cached`` becomes True. Raises ValueError, KeyError or TypeError on anything else."""
         raw = json.loads(text)
         raw["plan"] = Plan.from_json(raw["plan"])
+        raw["moved"] = {name: Optimizer(place) for name, place in raw["moved"].items()}
         raw["footprint"] = Footprint(**raw["footprint"])
         raw["shares"] = tuple(spelled(Share, share) for share in raw["shares"])
         raw["unsettled"] = None if raw["unsettled"] is None else spelled(Problem, raw["unsettled"])

@@ -22,12 +22,13 @@ from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compiler import rewriting
 from autohete_fx.compiler.captured import CapturedGraph
 from autohete_fx.compiler.compilation import Compilation
-from autohete_fx.compiler.inference import InferenceGraph, rewrite_inference
+from autohete_fx.compiler.fitting import Budget, Planned, Rewritten
+from autohete_fx.compiler.inference import InferencePlanner
 from autohete_fx.compiler.model import Model
 from autohete_fx.compiler.parameters import place
 from autohete_fx.compiler.shares import Unsettled
-from autohete_fx.compiler.training import TrainingPlanner, TrainingStep
-from autohete_fx.errors import AutoHeteError, PassError
+from autohete_fx.compiler.training import TrainingPlanner
+from autohete_fx.errors import AutoHeteError, InfeasiblePlanError, PassError
 from autohete_fx.internals import versions
 from autohete_fx.internals.configs import functorch_config, inductor_config
 from autohete_fx.internals.inductor import (
@@ -43,7 +44,7 @@ from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.options import Options
 from autohete_fx.passes import PIPELINE, PassContext, Stage
 from autohete_fx.planner import given
-from autohete_fx.planner.infeasible import advice_of, broken_up, too_small
+from autohete_fx.planner.infeasible import advice_of, broken_up
 from autohete_fx.planner.model.footprint import resident_bytes, traced_peak_bytes
 from autohete_fx.profiler import CompiledCode, dry_run
 from autohete_fx.profiler.memory.probe import Probe, probing
@@ -56,8 +57,6 @@ from autohete_fx.runtime.meter import peak_of
 log = logging.getLogger(__name__)
 
 _MAX_COMPILATIONS = 4
-_UNSEEN_BYTES = 1024
-"""What a named budget leaves for scalars that no compiled code allocates, such as constants of the graph."""
 _UNJUDGED = (
     "the compiled code could not be run without memory, as where sizes are symbolic or wrappers are C++: the predicted peak is"
     " that of the trace alone; compile with dynamic=False, or leave some of the budget free"
@@ -74,8 +73,7 @@ class GraphCompiler:
         self.base_key = self.captured.key()
         self._withhold(int(load_text("withheld", self.base_key) or 0))
         self.compilation: Compilation | None = None
-        self._step: TrainingStep | None = None
-        self._inference: InferenceGraph | None = None
+        self._planned: Rewritten | None = None
         self._seconds: dict[str, float] = {}
         self._compiled: dict[Stage, CompiledCode] = {}
         self._final_context: PassContext | None = None
@@ -90,8 +88,12 @@ class GraphCompiler:
         """
         if self._keeps_freed:
             cpu_counter.keep_freed()
-        with self._probing():
-            return self._compile(example_inputs)
+        try:
+            with self._probing():
+                return self._compile(example_inputs)
+        except AutoHeteError:
+            self.captured.model.give_up_call()
+            raise
 
     @property
     def _keeps_freed(self) -> bool:
@@ -120,15 +122,14 @@ class GraphCompiler:
                 fresh = inductor_config.patch(force_disable_caches=True)
                 with functorch_config.patch(enable_autograd_cache=False), fresh:
                     compiled = self._compile_fx(example_inputs)
-            above = self._bytes_above_budget()
-            if not above:
+            withheld = self._judge(is_last=attempt == _MAX_COMPILATIONS)
+            if withheld is None:
                 return compiled
             # The last attempt withholds all of the budget and so gets the plan of least peak: its code must fit, not its trace.
             all_of_it = attempt == _MAX_COMPILATIONS - 1
-            self._withhold(self._budget_bytes if all_of_it else self._withheld_bytes + above)
+            self._withhold(self._budget.device_bytes if self._budget and all_of_it else withheld)
             store_text("withheld", self.base_key, str(self._withheld_bytes))
-        assert self.compilation is not None
-        raise self._over_budget(self.compilation.plan.peak_bytes)
+        raise AssertionError("the last attempt keeps the budget or raises")
 
     def _own_config(self) -> contextlib.AbstractContextManager[None]:
         """The partitioner may turn donated buffers off for this graph alone. The backward is compiled with the forward,
@@ -182,7 +183,7 @@ class GraphCompiler:
         # Inductor keeps its configuration with the compiled code, and that refers to this object: the batch that the
         # graph was compiled with must not live as long.
         self._compiled.clear()
-        self._step = self._inference = self._final_context = None
+        self._planned = self._final_context = None
         del self.captured
         return result
 
@@ -211,50 +212,38 @@ class GraphCompiler:
 
     def _withhold(self, num_bytes: int) -> None:
         """Plan with that much less than the budget. Code compiled for another figure is other code."""
+        budget = self.captured.budget_bytes
         self._withheld_bytes = num_bytes
+        self._budget = None if budget is None else Budget(device_bytes=budget, withheld_bytes=num_bytes)
         self.key = hashlib.sha256(f"{self.base_key}/{num_bytes}".encode()).hexdigest()[:24]
         stored = load_text("compilation", self.key)
         self._stored = None if stored is None else Compilation.from_json(stored)
 
-    def _bytes_above_budget(self) -> int:
-        """How much less the next plan may use: what the compiled code of a step takes above the budget, and what this plan's trace
-        left unused. 0 where the code keeps the budget. From then on the plan's peak is that of the code."""
-        if self._inference is not None:
-            return self._inference_bytes_above_budget(self._inference)
-        forward, backward = self._compiled.get(Stage.FORWARD), self._compiled.get(Stage.BACKWARD)
-        if self._step is None or self.compilation is None or forward is None or backward is None:
-            return 0
-        problem, plan = self._step.problem, self.compilation.plan
-        num_outputs = self._step.graphs.num_outputs
-        peak = dry_run(forward, backward, num_outputs, device_type=self.captured.device.type)
+    def _judge(self, *, is_last: bool) -> int | None:
+        """See what the compiled code takes; from then on that is the plan's peak. Returns None where it will do, else how much of
+        the budget to withhold from the next plan. Raises InfeasiblePlanError where no other plan is to be had."""
+        planned, compilation, captured = self._planned, self.compilation, self.captured
+        codes = [self._compiled.get(context.stage) for context in planned.contexts] if planned else []
         self._compiled.clear()
+        if planned is None or compilation is None or not codes or codes[0] is None or codes[-1] is None:
+            return None
+        backward = codes[1] if compilation.training else None
+        peak = dry_run(codes[0], backward, planned.num_outputs, device_type=captured.device.type)
         if peak is None:
             self._refuse_unjudged()
-            if self.captured.budget_bytes is not None:
-                self.compilation = dataclasses.replace(self.compilation, notes=(*self.compilation.notes, _UNJUDGED))
-            return 0
-        peak, traced = traced_peak_bytes(problem, plan, peak), plan.peak_bytes
-        self.compilation = dataclasses.replace(self.compilation, plan=dataclasses.replace(plan, peak_bytes=peak))
-        if self.captured.budget_bytes is None or peak <= self.captured.budget_bytes or self.captured.is_unsettled:
-            return 0  # of an unsettled graph it is known when the last graph of its call is
-        if self._is_given or self._step.refusal is not None:
-            raise self._over_budget(peak)
-        return peak - self._budget_bytes + max(0, self._budget_bytes - self._withheld_bytes - traced)
-
-    def _inference_bytes_above_budget(self, graph: InferenceGraph) -> int:
-        """Likewise for an inference graph. Where training has placed the parameters, no other plan is to be had."""
-        code, plan = self._compiled.get(Stage.INFERENCE), graph.compilation.plan
-        peak = None if code is None else dry_run(code, None, 0, device_type=self.captured.device.type)
-        self._compiled.clear()
-        if peak is None:
-            return 0
-        peak = traced_peak_bytes(graph.problem, plan, peak)
-        self.compilation = dataclasses.replace(graph.compilation, plan=dataclasses.replace(plan, peak_bytes=peak))
-        if self.captured.budget_bytes is None or self.captured.model.is_placed:
-            return 0
-        if peak > self._budget_bytes and self._withheld_bytes:
-            raise self._over_budget(peak)
-        return max(0, peak - self._budget_bytes)
+            if self._budget is not None and compilation.training:
+                self.compilation = dataclasses.replace(compilation, notes=(*compilation.notes, _UNJUDGED))
+            return None
+        peak, traced = traced_peak_bytes(planned.problem, compilation.plan, peak), compilation.plan.peak_bytes
+        plan = dataclasses.replace(compilation.plan, peak_bytes=peak)
+        self.compilation = dataclasses.replace(compilation, plan=plan)
+        # An unsettled graph is judged with the last graph of its call; one that found its parameters placed by training only warns.
+        is_free = captured.is_unsettled if compilation.training else captured.model.is_placed
+        if self._budget is None or peak <= self._budget.device_bytes or is_free:
+            return None
+        if is_last or self._is_given(compilation.training) or planned.refusal is not None:
+            raise self._over_budget(self._budget, planned, peak)
+        return self._budget.withheld_after(peak, traced)
 
     def _warn_of_inference(self, result: Compilation) -> None:
         """Where evaluation beside training takes more than the budget: it is exact, and fails only if the memory is not there."""
@@ -269,25 +258,17 @@ class GraphCompiler:
 
     def _refuse_unjudged(self) -> None:
         """Without compiled code that can be run on tensors without memory, what the trace says counts."""
-        if self._step is not None and self._step.refusal is not None:
-            raise self._step.refusal
+        if self._planned is not None and self._planned.refusal is not None:
+            raise self._planned.refusal
 
-    @property
-    def _budget_bytes(self) -> int:
-        assert self.captured.budget_bytes is not None
-        return self.captured.budget_bytes
-
-    def _over_budget(self, peak_bytes: int) -> Exception:
-        refusal = None if self._step is None else self._step.refusal
-        why = "" if refusal is None else f". {refusal.held_up_by}"
-        what = f"The compiled code needs {format_bytes(peak_bytes)}{why}"
-        advice = "" if self._step is None else advice_of(self._step.problem)
-        refusal = too_small(self._budget_bytes, peak_bytes + _UNSEEN_BYTES, what, advice=advice)
+    def _over_budget(self, budget: Budget, planned: Rewritten, peak_bytes: int) -> InfeasiblePlanError:
+        why = planned.refusal.held_up_by if planned.refusal else ""
+        refusal = budget.refusal_of_code(peak_bytes, why, advice=advice_of(planned.problem))
         return broken_up(refusal, self.captured.model.shares.graph_breaks)
 
-    @property
-    def _is_given(self) -> bool:
-        return self.captured.options.plan is not None or self._stored is not None
+    def _is_given(self, training: bool) -> bool:
+        """Whether the plan is not ours to change."""
+        return self._stored is not None or (training and self.captured.options.plan is not None)
 
     # -- what Inductor calls back ---------------------------------------------------------------------------------
 
@@ -302,36 +283,41 @@ class GraphCompiler:
             keywords,
             given=self.captured.options.plan or (self._stored.plan if self._stored else None),
             shares=self._stored.shares if self._stored else (),
-            withheld_bytes=self._withheld_bytes,
+            budget=self._budget,
             seconds=self._seconds,
         )
-        self._step = planner.run(may_measure=self._stored is None)
-        self.compilation = self._step.compilation
-        if self._step.contexts[0].offloaded:
+        self._note(planner.run(may_measure=self._stored is None))
+        assert self._planned is not None
+        if self._planned.contexts[0].offloaded:
             # A saved tensor that arrives in host memory must not become the backward code's scratch.
             functorch_config.donated_buffer = False
-        graphs = self._step.graphs
         if self.captured.options.inner_backend == "eager":  # no compiler will call `pin`
             self._refuse_unjudged()
-            for gm, context in zip((graphs.forward, graphs.backward), self._step.contexts, strict=True):
+            for gm, context in zip(self._planned.graphs, self._planned.contexts, strict=True):
                 self._run_final(gm, context)
-        return graphs.forward, graphs.backward
+        forward, backward = self._planned.graphs
+        return forward, backward
 
     def _rewrite_inference(self, gm: fx.GraphModule) -> PassContext:
         given = self._stored.plan if self._stored else None
-        self._inference = rewrite_inference(self.captured, gm, given=given, withheld_bytes=self._withheld_bytes)
-        self.compilation, context = self._inference.compilation, self._inference.context
+        self._note(InferencePlanner(self.captured, gm, given=given, budget=self._budget).run())
+        assert self._planned is not None
+        (context,) = self._planned.contexts
         if self.captured.options.inner_backend == "eager":
+            self._refuse_unjudged()
             self._run_final(gm, context)
         return context
+
+    def _note(self, planned: Planned) -> None:
+        self._planned, self.compilation = planned.rewritten, planned.compilation
 
     def compile_inner(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **keywords: Any) -> Any:
         """Inductor's inner compiler, told which graph it is so that `pin` knows."""
         if keywords.get("is_inference"):
             context = self._rewrite_inference(gm)
         else:
-            assert self._step is not None, "a graph with gradients came past the partitioner"
-            context = self._step.contexts[1 if keywords.get("is_backward") else 0]
+            assert self._planned is not None, "a graph with gradients came past the partitioner"
+            context = self._planned.contexts[1 if keywords.get("is_backward") else 0]
         self._final_context = context
         try:
             compiled = compile_fx_inner(gm, example_inputs, **keywords)

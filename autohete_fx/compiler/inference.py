@@ -1,12 +1,11 @@
 """Rewrite a graph that is compiled under ``no_grad``: fetch the parameters that live in host memory.
 
-In: a captured graph and its ATen form. Out: the graph, rewritten in place, and an `InferenceGraph`. Where a training graph has
+In: a captured graph and its ATen form. Out: the graph, rewritten in place, and its `Planned`. Where a training graph has
 placed the parameters they stay, and what training has on the device beside them is counted; else they are placed for
-inference, within the budget as far as a trace of the rewritten graph can tell.
+inference, within the budget as far as a trace of the rewritten graph can tell (`autohete_fx.compiler.fitting`).
 """
 
 import dataclasses
-from dataclasses import dataclass
 
 from torch import fx
 
@@ -16,127 +15,115 @@ from autohete_fx.capture.inputs import parameter_fqns
 from autohete_fx.compiler import rewriting
 from autohete_fx.compiler.captured import CapturedGraph
 from autohete_fx.compiler.compilation import Compilation, GraphText, lane_events
-from autohete_fx.compiler.problem import owners_of
-from autohete_fx.compiler.rewriting import copy_graph
-from autohete_fx.errors import InfeasiblePlanError
+from autohete_fx.compiler.fitting import Budget, Planned, Rewritten, fitted
+from autohete_fx.compiler.problem import moved_states, owners_of
 from autohete_fx.graph.saved import output_args
-from autohete_fx.ir import BlockDecision, BlockGraph, Plan, Problem
+from autohete_fx.ir import BlockDecision, Plan, Problem
 from autohete_fx.passes import PIPELINE, PassContext, Stage
 from autohete_fx.planner.given import fitted_plan, solved_plan
-from autohete_fx.planner.infeasible import advice_of, too_small
 from autohete_fx.planner.model.footprint import traced_peak_bytes
 from autohete_fx.profiler import Partition, profile_analytic, trace_step
 from autohete_fx.report.graph_text import graph_text, list_transfers
-from autohete_fx.runtime.placement import moved_states
-
-_MAX_CORRECTIONS = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InferenceGraph:
-    """A rewritten inference graph: what the user can look at, what the last pass needs again, and what the plan solves."""
-
-    compilation: Compilation
-    context: PassContext
-    problem: Problem
-
-
-def rewrite_inference(
-    captured: CapturedGraph, gm: fx.GraphModule, *, given: Plan | None, withheld_bytes: int
-) -> InferenceGraph:
-    """Plan where parameters live if nothing has yet, and insert their fetches.
+class InferencePlanner:
+    """One graph without a backward on its way to a `Planned`.
 
     Args:
+        captured: the graph's surroundings.
+        gm: its ATen form.
         given: a plan to replay where nothing has decided yet, instead of solving.
-        withheld_bytes: how much less than the budget the plan may use.
+        budget: None for no limit.
     """
-    blocks = group_blocks(gm, parameter_fqns(gm, captured.inputs))
-    partition = Partition(
-        forward=gm,
-        backward=None,
-        num_outputs=len(output_args(gm)),
-        blocks=blocks,
-        block_of=block_index(blocks),
-        params={n: dataclasses.replace(i, state_bytes=0) for n, i in captured.param_infos(gm).items()},
-        inner_backend=captured.options.inner_backend,
-    )
-    profile = profile_analytic(partition, captured.machine)
-    problem = captured.problem(blocks, profile, training=False)
-    before = graph_text(gm)
-    plan = _plan(captured, problem, blocks, copy_graph(gm), given, withheld_bytes)
-    context = _rewrite(captured, gm, blocks, plan)
-    compilation = Compilation(
-        plan=dataclasses.replace(plan, peak_bytes=_traced_peak(captured, problem, plan, gm)),
-        training=False,
-        device_budget_bytes=captured.budget_bytes,
-        owners=owners_of(blocks, captured.params),
-        graphs=(GraphText(graph="inference", before=before, after=graph_text(gm)),),
-        transfers=list_transfers(gm, "inference"),
-        events=lane_events(problem, plan),
-        profile_source=profile.source,
-    )
-    return InferenceGraph(compilation=compilation, context=context, problem=problem)
 
+    def __init__(
+        self, captured: CapturedGraph, gm: fx.GraphModule, *, given: Plan | None, budget: Budget | None
+    ) -> None:
+        self.captured = captured
+        self.gm = gm
+        self.given = given
+        self.budget = budget
+        self.num_outputs = len(output_args(gm))
+        self.blocks = group_blocks(gm, parameter_fqns(gm, captured.inputs))
+        self.owners = owners_of(self.blocks, captured.params)
 
-def _rewrite(captured: CapturedGraph, gm: fx.GraphModule, blocks: BlockGraph, plan: Plan) -> PassContext:
-    owners = owners_of(blocks, captured.params)
-    context = PassContext(
-        stage=Stage.INFERENCE,
-        plan=plan,
-        session=captured.model.session.digest,
-        block_of=block_index(blocks),
-        owners=rewriting.owners_by_placeholder(gm, captured.inputs, owners),
-        staying=rewriting.staying_states(gm, captured.inputs, moved_states(plan.decisions, owners, captured.params)),
-        num_outputs=len(output_args(gm)),
-    )
-    passes.run(PIPELINE, gm, context, verify_graph=captured.options.verify)
-    return context
+    def run(self) -> Planned:
+        """Plan where parameters live if nothing has yet, and insert their fetches."""
+        profile = profile_analytic(self._partition(), self.captured.machine)
+        problem = self.captured.problem(self.blocks, profile, training=False)
+        before, original = graph_text(self.gm), rewriting.copy_graph(self.gm)
+        found = self._planned(problem, original)
+        made = dataclasses.replace(self._made(found.problem, found.plan, self.gm), refusal=found.refusal)
+        compilation = Compilation(
+            plan=made.plan,
+            training=False,
+            device_budget_bytes=self.captured.budget_bytes,
+            owners=self.owners,
+            moved=made.moved,
+            graphs=(GraphText(graph="inference", before=before, after=graph_text(self.gm)),),
+            transfers=list_transfers(self.gm, "inference"),
+            events=lane_events(made.problem, made.plan),
+            profile_source=profile.source,
+        )
+        return Planned(rewritten=made, compilation=compilation)
 
+    def _partition(self) -> Partition:
+        infos = self.captured.param_infos(self.gm)
+        return Partition(
+            forward=self.gm,
+            backward=None,
+            num_outputs=self.num_outputs,
+            blocks=self.blocks,
+            block_of=block_index(self.blocks),
+            params={name: dataclasses.replace(info, state_bytes=0) for name, info in infos.items()},
+            inner_backend=self.captured.options.inner_backend,
+        )
 
-def _traced_peak(captured: CapturedGraph, problem: Problem, plan: Plan, gm: fx.GraphModule) -> int:
-    trace = trace_step(
-        gm,
-        None,
-        len(output_args(gm)),
-        device_type=captured.device.type,
-        inner_backend=captured.options.inner_backend,
-    )
-    return traced_peak_bytes(problem, plan, trace.peak_bytes)
+    def _planned(self, problem: Problem, original: fx.GraphModule) -> Rewritten:
+        def rewrite(plan: Plan) -> Rewritten:
+            return self._made(problem, plan, rewriting.copy_graph(original))
 
+        given = self.given
+        if self.captured.model.is_placed:
+            decisions = tuple(d or BlockDecision() for d in problem.fixed_decisions)
+            decisions = decisions or (BlockDecision(),) * len(problem.costs)
+            given = Plan(labels=problem.labels, decisions=decisions, schedule=problem.schedule)
+        if given is not None:
+            return rewrite(fitted_plan(given, self.blocks, problem))
+        problem = dataclasses.replace(problem, fixed_decisions=())
 
-def _plan(
-    captured: CapturedGraph,
-    problem: Problem,
-    blocks: BlockGraph,
-    original: fx.GraphModule,
-    given: Plan | None,
-    withheld_bytes: int,
-) -> Plan:
-    if captured.model.is_placed:
-        count = len(blocks.blocks)
-        decisions = tuple(d or BlockDecision() for d in problem.fixed_decisions) or (BlockDecision(),) * count
-        placed = Plan(labels=problem.labels, decisions=decisions, schedule=problem.schedule)
-        return fitted_plan(placed, blocks, problem)
-    if given is not None:
-        return fitted_plan(given, blocks, problem)
-    problem = dataclasses.replace(problem, fixed_decisions=())
-    budget = captured.budget_bytes
-    allowed = usable = None if budget is None else budget - withheld_bytes
-    for _ in range(_MAX_CORRECTIONS):
-        limited = dataclasses.replace(problem, device_budget_bytes=allowed)
-        try:
-            plan = solved_plan(limited, blocks, time_limit_s=captured.options.solver_time_limit_s)
-        except InfeasiblePlanError as error:
-            if budget is None or allowed is None or allowed == budget or error.smallest_budget_bytes is None:
-                raise
-            smallest = error.smallest_budget_bytes + budget - allowed
-            raise too_small(budget, smallest, error.held_up_by, advice=advice_of(problem)) from error
-        if allowed is None or usable is None:
-            break
-        gm = copy_graph(original)
-        _rewrite(captured, gm, blocks, plan)
-        above = _traced_peak(captured, problem, plan, gm) - usable
-        if above <= 0:
-            break
-        allowed = min(allowed, plan.peak_bytes) - above - allowed // 1000
-    return plan
+        def solve(limited: Problem) -> Plan:
+            return solved_plan(limited, self.blocks, time_limit_s=self.captured.options.solver_time_limit_s)
+
+        usable = None if self.budget is None else self.budget.usable_bytes
+        return fitted(problem, self.budget, usable, [solve], rewrite)
+
+    def _made(self, problem: Problem, plan: Plan, gm: fx.GraphModule) -> Rewritten:
+        """``gm`` rewritten for a plan, in place."""
+        captured = self.captured
+        moved = moved_states(plan.decisions, self.owners, captured.params)
+        context = PassContext(
+            stage=Stage.INFERENCE,
+            plan=plan,
+            session=captured.model.session.digest,
+            block_of=block_index(self.blocks),
+            owners=rewriting.owners_by_placeholder(gm, captured.inputs, self.owners),
+            staying=rewriting.staying_states(gm, captured.inputs, moved),
+            num_outputs=self.num_outputs,
+        )
+        passes.run(PIPELINE, gm, context, verify_graph=captured.options.verify)
+        trace = trace_step(
+            gm,
+            None,
+            self.num_outputs,
+            device_type=captured.device.type,
+            inner_backend=captured.options.inner_backend,
+        )
+        return Rewritten(
+            plan=dataclasses.replace(plan, peak_bytes=traced_peak_bytes(problem, plan, trace.peak_bytes)),
+            problem=problem,
+            moved=moved,
+            graphs=(gm,),
+            contexts=(context,),
+            num_outputs=self.num_outputs,
+        )

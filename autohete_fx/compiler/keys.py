@@ -1,4 +1,4 @@
-"""What makes the keys of caches: ours of plans, AOTAutograd's and Inductor's of code.
+"""Parts of the caches' keys: of ours, which keeps plans, and of AOTAutograd's and Inductor's, which keep code.
 
 In: a graph with its inputs, the options, this package's own source and the state of the process. Out: texts and digests that are
 equal in two processes where the same plan and the same code serve.
@@ -29,7 +29,7 @@ _INDUCTOR_PASSES = (
 
 
 def graph_digest(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options) -> str:
-    """Of the graph, its inputs' layouts and the options that shape code; the same in every process."""
+    """A digest of the graph, its inputs' layouts and the options that shape code; the same in every process."""
     layouts = [
         (
             i.name,
@@ -54,7 +54,7 @@ def graph_digest(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Opti
 
 
 def option_fields(options: Options) -> tuple[tuple[str, str], ...]:
-    """What shapes generated code, as (name, text) pairs that are equal in every process; for cache keys.
+    """The options that shape generated code, as (name, text) pairs that are equal in every process; for cache keys.
 
     The plan is not among them: compiled code depends on the plan that was *used*, whether it was given or
     solved for, so the caller adds that plan's digest. Budgets and limits act through the plan alone.
@@ -69,7 +69,7 @@ def option_fields(options: Options) -> tuple[tuple[str, str], ...]:
 
 
 def sources_digest() -> str:
-    """Of this package's own code: another version of a pass must not find the old one's compiled code."""
+    """A digest of this package's own code: another version of a pass must not find the old one's compiled code."""
     digest = hashlib.sha256()
     for path in sorted([*_PACKAGE.rglob("*.py"), *(_PACKAGE / "passes").glob("*.py")]):
         digest.update(path.read_bytes())

@@ -80,7 +80,7 @@ _models: "WeakIdKeyDictionary" = WeakIdKeyDictionary()  # parameter -> weak refe
 
 
 def origin_of(inputs: Sequence[GraphInput]) -> Origin:
-    """Of the graph that Dynamo is compiling now."""
+    """The origin of the graph that Dynamo is compiling now."""
     function, part = dynamo.function_being_compiled()
     return Origin(function, part, frozenset(item.name for item in inputs if item.is_parameter))
 

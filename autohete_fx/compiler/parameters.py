@@ -14,7 +14,7 @@ from autohete_fx.ir import Optimizer, Overlap
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.optim.start import start_update
 from autohete_fx.runtime.pending import calls, unplanned
-from autohete_fx.runtime.placement import Placement, moved_states, place_param, placement_of
+from autohete_fx.runtime.placement import Placement, place_param, placement_of
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +30,11 @@ def place(
     """
     plan, session = compilation.plan, model.session
     session.updates.early.starter = start_update
-    moved = moved_states(plan.decisions, compilation.owners, params)
     for name, block in compilation.owners.items():
         if name in but:
             continue
         decision = plan.decisions[block]
-        optimizer = moved.get(name, Optimizer.DEVICE)
+        optimizer = compilation.moved.get(name, Optimizer.DEVICE)
         note_model(params[name], model)
         placement = Placement(
             params=decision.params,
@@ -129,10 +128,9 @@ class GraphParameters:
             )
 
     def _awaited_of(self, params: Mapping[str, torch.nn.Parameter]) -> frozenset[int]:
-        plan = self.compilation.plan
-        if plan.schedule.overlap is Overlap.NONE:
+        if self.compilation.plan.schedule.overlap is Overlap.NONE:
             return frozenset()
-        return frozenset(id(params[name]) for name in moved_states(plan.decisions, self.compilation.owners, params))
+        return frozenset(id(params[name]) for name in self.compilation.moved)
 
 
 def _nothing() -> None:

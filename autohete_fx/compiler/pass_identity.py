@@ -1,4 +1,4 @@
-"""What makes compiled code that a user's pass shaped differ from other compiled code.
+"""The identity of a user's pass, which tells the compiled code that it shaped from other compiled code.
 
 In: a callable. Out: a string for the keys of our cache of plans, AOTAutograd's and Inductor's. It is equal in two processes only
 where the callable says so itself, as Inductor's custom passes do: were two different passes to share a key, the second program

@@ -60,6 +60,31 @@ def owners_of(graph: BlockGraph, params: Mapping[str, torch.nn.Parameter]) -> di
     return {fqn: block.index for block in graph.blocks for fqn in block.param_fqns if is_movable(params[fqn])}
 
 
+def moved_states(
+    decisions: Sequence[BlockDecision], owners: Mapping[str, int], params: Mapping[str, torch.Tensor]
+) -> dict[str, Optimizer]:
+    """Where the optimizer states are of the trainable parameters whose states leave the device, by name. Where a block's decision
+    says of how many, they are the smallest, and of equally large ones the first by name.
+
+    Args:
+        owners: block by name of each movable parameter.
+    """
+    trained: dict[int, list[str]] = {}
+    for name, block in owners.items():
+        if params[name].requires_grad and decisions[block].optimizer is not Optimizer.DEVICE:
+            trained.setdefault(block, []).append(name)
+    for names in trained.values():
+        names.sort(key=lambda name: (params[name].numel(), name))
+    moved = {}
+    for block, names in trained.items():
+        decision = decisions[block]
+        count = len(names) if decision.num_moved_states is None else decision.num_moved_states
+        moved.update(dict.fromkeys(names[:count], decision.optimizer))
+        if decision.other_states is not Optimizer.DEVICE:
+            moved.update(dict.fromkeys(names[count:], decision.other_states))
+    return moved
+
+
 def state_bytes(param: torch.nn.Parameter) -> int:
     """Optimizer states that a parameter will have: what our AdamW says, else two states of its own dtype."""
     if not param.requires_grad:

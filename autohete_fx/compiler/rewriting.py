@@ -22,10 +22,9 @@ from autohete_fx.graph.draws import DRAWN_AGAIN
 from autohete_fx.graph.saved import is_copy, output_args, storage_root, written_inputs
 from autohete_fx.internals.configs import functorch_config
 from autohete_fx.internals.partitioning import make_graph_module, min_cut_rematerialization_partition
-from autohete_fx.ir import BlockDecision, Plan
+from autohete_fx.ir import BlockDecision, Optimizer, Plan
 from autohete_fx.options import UserPass
 from autohete_fx.passes import PIPELINE, Pass, PassContext, Stage
-from autohete_fx.runtime.placement import moved_states
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +52,7 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
 
 def separate_written_inputs(joint: fx.GraphModule) -> None:
     """Give the graph a copy of each input that forward writes to and the graph also reads, such as a running mean or the vectors of
-    a spectral norm: the memory of the input itself has the new value when backward runs. What backward needs of the copy is saved;
+    a spectral norm: the memory of the input itself has the new value when backward runs. Backward's part of the copy is saved;
     where it needs nothing, Inductor fuses the copy with what reads it. ``torch.compile`` alone makes none, and can be wrong.
     """
     for written in written_inputs(joint):
@@ -107,6 +106,7 @@ def rewrite_training(
     session: str,
     inputs: Sequence[GraphInput],
     owners: Mapping[str, int],
+    moved: Mapping[str, Optimizer],
     verify: bool = True,
     pipeline: Sequence[Pass] = PIPELINE,
     offloadable: Sequence[str] | None = None,
@@ -117,11 +117,11 @@ def rewrite_training(
         split: rewritten in place.
         session: digest of the runtime session that the copies will run in.
         owners: block by parameter name.
+        moved: where optimizer states are that leave the device, by parameter name.
         pipeline: the passes; those of other stages are left out.
         offloadable: what the profiler counted as such, largest first (`saved.offloadable`); None: what ``split`` saves.
     """
     forward_owners = owners_by_placeholder(split.forward, inputs, owners)
-    moved = moved_states(plan.decisions, owners, {i.name: i.tensor for i in inputs if i.tensor is not None})
     sent = {name: owners[name] for name, place in moved.items() if place.updates_on_host}
     gradients = _parameters_of_gradients(split.backward, inputs, sent)
     forward = PassContext(

@@ -1,7 +1,7 @@
-"""What the training graphs of one model take of the device beside each other.
+"""Device memory that the training graphs of one model take beside each other.
 
-Dynamo hands over the graphs of a call one by one, each when it runs first. Of those before the last nobody knows yet what they have
-to share with, so they are planned to take least, and are *unsettled*. When the call is over, or its last graph is there, all are
+Dynamo hands over the graphs of a call one by one, each when it runs first. Those before the last do not know yet with whom
+they share, and are planned to take least: they are *unsettled*. When the call is over, or its last graph is there, all are
 planned as if they were one graph, and each gets its share; the unsettled ones are compiled again for it.
 """
 
@@ -31,8 +31,8 @@ class Origin:
     parameters: frozenset[str]
 
     def runs_beside(self, other: "Origin") -> bool:
-        """Whether one step runs both: other parts of a function, and graphs without a parameter in common. What else shares
-        parameters is the same, compiled again for another shape or another path through the model."""
+        """Whether one step runs both: other parts of a function, and graphs without a parameter in common. Any other graph that
+        shares parameters is the same, compiled again for another shape or another path through the model."""
         is_other_part = self.function == other.function and self.part != other.part
         return is_other_part or (bool(other.parameters) and self.parameters.isdisjoint(other.parameters))
 
@@ -61,7 +61,7 @@ class Unsettled:
 
 @dataclass(slots=True)
 class Shares:
-    """Of one model.
+    """The shares of one model's graphs.
 
     Attributes:
         footprints: what each graph leaves on the device, or will once it is compiled for its share.
@@ -86,8 +86,8 @@ class Shares:
     ) -> int:
         """Device bytes that other graphs hold while this one runs; of parameters that they share with it, too.
 
-        In a call, those before it hold their activations, and those behind it have their gradients when its backward runs. Of
-        graphs of other calls nothing is known but that a step may run them, too.
+        In a call, those before it hold their activations, and those behind it have their gradients when its backward runs. All that
+        is known of graphs of other calls is that a step may run them, too.
 
         Args:
             instead: of footprints that are noted.

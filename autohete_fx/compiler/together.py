@@ -37,7 +37,7 @@ class Together:
         self._own = dataclasses.replace(own, fixed_bytes=own.fixed_bytes - captured.others_bytes + alone_bytes)
 
     def best(self, budget_bytes: int) -> tuple[tuple[Share, ...], tuple[BlockDecision, ...]] | None:
-        """What the others get under the best plan of all, and what is decided for the graph itself; None where no plan keeps the
+        """The others' shares under the best plan of all, and the decisions for the graph itself; None where no plan keeps the
         budget."""
         problems = {origin: other.problem for origin, other in self.others.items()} | {self._captured.origin: self._own}
         order = self._shares.in_order(problems)

@@ -1,4 +1,4 @@
-"""What our stages write on graph nodes: the only code that touches ``node.meta`` under our keys.
+"""The notes that our stages write on graph nodes: the only code that touches ``node.meta`` under our keys.
 
 Two annotations exist. Every node of the captured graph carries the index of its block; partitioning and the
 compiler's passes copy it along. Every node that a pass inserts carries an `Inserted`.
@@ -16,7 +16,7 @@ _INSERTED = "autohete_inserted"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inserted:
-    """What an inserted node is for.
+    """The purpose of an inserted node.
 
     Attributes:
         op: its name in `autohete_fx.graph.ops`, such as ``offload`` or ``wait``.

@@ -108,8 +108,8 @@ def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
 def copied_strides(src: torch.Tensor) -> tuple[int, ...]:
     """Strides of a copy of ``src``: its own where it is dense, else its order of dimensions without the gaps.
 
-    So has ``torch.empty_like``, and backward was traced on ``src``: attention's makes gradients like the queries that it is given,
-    and a view of one may need the order.
+    The same holds for ``torch.empty_like``, and backward was traced on ``src``: attention's makes gradients like the queries that
+    it is given, and a view of one may need the order.
     """
     return tuple(src.stride()) if is_dense(src.shape, src.stride()) else torch.empty_like(src, device="meta").stride()
 

@@ -1,4 +1,4 @@
-"""What a forward graph saves for backward, by the memory that holds it, and which of it can leave for host memory.
+"""The values that a forward graph saves for backward, by the memory that holds them, and which can leave for host memory.
 
 In: a partitioned forward graph with fake ``meta["val"]``. Out: nodes of it. The profiler counts what can leave and the
 passes move it: the rule stands here, below both, so that they mean the same tensors.

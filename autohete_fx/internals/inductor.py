@@ -1,4 +1,4 @@
-"""What Inductor's configuration must hold so that it calls back into one compilation: a partitioner and a last pass."""
+"""The entries of Inductor's configuration that call back into one compilation: a partitioner and a last pass."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

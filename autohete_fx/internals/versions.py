@@ -1,4 +1,4 @@
-"""What differs between the supported versions of PyTorch, 2.11 to 2.15, or is theirs alone."""
+"""Differences between the supported versions of PyTorch, 2.11 to 2.15, or is theirs alone."""
 
 import functools
 import inspect
@@ -12,7 +12,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 
 def custom_passes(configured: object) -> tuple[Callable[[fx.Graph], None], ...]:
-    """What stands in one of Inductor's custom pass options, as a tuple: 2.13 allows sequences, 2.11 one pass."""
+    """The passes in one of Inductor's custom pass options, as a tuple: 2.13 allows sequences, 2.11 one pass."""
     if configured is None:
         return ()
     return tuple(configured) if isinstance(configured, list | tuple) else (configured,)  # type: ignore[return-value]
@@ -85,7 +85,7 @@ def around_backward(outputs: object, around: Callable[..., object]) -> None:
 
 
 def ddp_bucket_bytes() -> int | None:
-    """What the DistributedDataParallel whose forward runs now copies gradients into, for its reductions; None where none runs."""
+    """Bytes of the buckets into which the DistributedDataParallel that runs now copies gradients; None where none runs."""
     from torch.nn.parallel import DistributedDataParallel
 
     ddp: Any = DistributedDataParallel._get_active_ddp_module()

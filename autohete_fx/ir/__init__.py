@@ -5,7 +5,7 @@ name. Units are in the names: ``_s`` seconds, ``_bytes``, ``_bytes_per_s``.
 """
 
 from autohete_fx.ir.block import Block, BlockGraph, BlockKind, Edge
-from autohete_fx.ir.cost import BlockCost, Profile, SelectiveCost
+from autohete_fx.ir.cost import ActivationCost, BlockCost, Profile
 from autohete_fx.ir.decision import Activations, BlockDecision, Optimizer, Overlap, Params, Schedule, staging_bytes
 from autohete_fx.ir.lane import Lane, LaneTime
 from autohete_fx.ir.machine import Machine
@@ -17,6 +17,7 @@ from autohete_fx.ir.transfer import Transfer
 
 __all__ = [
     "SCHEMA_VERSION",
+    "ActivationCost",
     "Activations",
     "Alternative",
     "Block",
@@ -40,7 +41,6 @@ __all__ = [
     "Profile",
     "Reasons",
     "Schedule",
-    "SelectiveCost",
     "Transfer",
     "staging_bytes",
 ]

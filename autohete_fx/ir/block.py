@@ -38,7 +38,7 @@ class Block:
 
     @property
     def label(self) -> str:
-        """What tables print: the module path, or the kind where there is none."""
+        """The name that tables print: the module path, or the kind where there is none."""
         return self.module_fqn or self.kind.value
 
 

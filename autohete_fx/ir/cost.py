@@ -1,4 +1,4 @@
-"""What a block costs, in seconds and bytes."""
+"""The costs of a block, in seconds and bytes."""
 
 from dataclasses import dataclass
 
@@ -6,16 +6,25 @@ from autohete_fx.ir.decision import Activations, BlockDecision, Optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SelectiveCost:
-    """What a block costs when only what is cheap to compute is computed again in its backward.
+class ActivationCost:
+    """The cost of one treatment of a block's activations: all that the rest of the planner knows of a treatment.
 
     Attributes:
-        saved_bytes: device bytes that live from forward to backward; at least the block's ``boundary_bytes``.
-        recompute_s: extra seconds in backward.
+        held_bytes: device bytes from forward to backward, before anything leaves; at least the block's ``boundary_bytes``.
+        recompute_s: extra seconds in backward for what is computed again.
+        offloaded_bytes: of ``held_bytes``, what leaves for host memory after forward and is back for backward.
+        offloaded_tensors: in how many copies each way.
     """
 
-    saved_bytes: int
-    recompute_s: float
+    held_bytes: int
+    recompute_s: float = 0.0
+    offloaded_bytes: int = 0
+    offloaded_tensors: int = 0
+
+    @property
+    def staying_bytes(self) -> int:
+        """Device bytes between forward and backward, once everything that leaves has left."""
+        return self.held_bytes - self.offloaded_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +49,7 @@ class BlockCost:
         num_params: trainable parameters, in elements.
         trained: the elements of each trainable parameter, smallest first, ``num_params`` in all; empty where it is not
             known how they divide.
-        selective: of selective recomputation; None where that would free nothing.
+        selective: of computing again only what is cheap to compute; None where that would free nothing.
         num_param_tensors, num_grad_tensors: in how many copies the parameters move, and their gradients.
     """
 
@@ -57,27 +66,27 @@ class BlockCost:
     optimizer_bytes: int
     num_params: int
     trained: tuple[int, ...] = ()
-    selective: SelectiveCost | None = None
+    selective: ActivationCost | None = None
     num_param_tensors: int = 1
     num_grad_tensors: int = 1
 
-    def held_bytes(self, activations: Activations) -> int:
-        """Device bytes that live from forward to backward, before anything leaves for host memory."""
-        if activations is Activations.RECOMPUTE:
-            return self.boundary_bytes
-        if activations is Activations.SELECTIVE and self.selective is not None:
-            return self.selective.saved_bytes
-        return self.saved_bytes
-
-    def again_s(self, activations: Activations) -> float:
-        """Extra seconds in backward for what is computed again."""
-        if activations is Activations.SELECTIVE:
-            return self.selective.recompute_s if self.selective is not None else 0.0
-        return self.recompute_s if activations is Activations.RECOMPUTE else 0.0
+    def activations(self, decision: BlockDecision) -> ActivationCost:
+        """The cost of the decision's treatment of the activations. A treatment that the block has no figures of keeps them."""
+        if decision.activations is Activations.RECOMPUTE:
+            return ActivationCost(held_bytes=self.boundary_bytes, recompute_s=self.recompute_s)
+        if decision.activations is Activations.SELECTIVE and self.selective is not None:
+            return self.selective
+        if decision.activations is Activations.OFFLOAD:
+            return ActivationCost(
+                held_bytes=self.saved_bytes,
+                offloaded_bytes=self.offloaded_bytes(decision.num_offloaded),
+                offloaded_tensors=len(self.offloadable[: decision.num_offloaded]),
+            )
+        return ActivationCost(held_bytes=self.saved_bytes)
 
     def part_at(self, num_bytes: int, decision: BlockDecision, *places: Optimizer) -> int:
-        """Of a quantity of all trainable parameters, bytes or elements: the part that belongs to parameters whose optimizer states
-        are at one of ``places``."""
+        """The part of a quantity of all trainable parameters, bytes or elements, that belongs to parameters whose optimizer
+        states are at one of ``places``."""
         count = decision.num_moved_states
         first = num_bytes if count is None else num_bytes * sum(self.trained[:count]) // max(1, self.num_params)
         return first * (decision.optimizer in places) + (num_bytes - first) * (decision.other_states in places)
@@ -85,10 +94,6 @@ class BlockCost:
     def offloaded_bytes(self, count: int | None = None) -> int:
         """Bytes of the ``count`` largest tensors that can leave; of all of them where None."""
         return sum(self.offloadable[:count])
-
-    def offloaded_tensors(self, count: int | None = None) -> int:
-        """In how many copies those leave."""
-        return len(self.offloadable[:count])
 
     def tensors_at(self, decision: BlockDecision, *places: Optimizer) -> int:
         """Gradients of parameters with optimizer states at ``places``."""

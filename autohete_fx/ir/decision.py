@@ -7,7 +7,7 @@ from autohete_fx.errors import PlanError
 
 
 class Activations(enum.Enum):
-    """What happens to a block's saved activations between its forward and its backward."""
+    """The treatment of a block's saved activations between its forward and its backward."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
@@ -47,7 +47,7 @@ def staging_bytes(state_bytes: int) -> int:
 
 
 class Overlap(enum.Enum):
-    """What the optimizer's updates on the host overlap with."""
+    """The work that the optimizer's updates on the host overlap with."""
 
     NONE = "none"
     """Nothing: they run inside ``optimizer.step()``."""

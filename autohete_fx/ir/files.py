@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedAs:
-    """What files of one kind are called, and what is said of a wrong one.
+    """The name of files of one kind, and the advice about a wrong one.
 
     Attributes:
         kind: such as ``plan``.

@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """Of what it decides, not of what it predicts; stable across processes."""
+        """A digest of the decisions, not of the predictions; stable across processes."""
         decisions, schedule = [asdict(d) for d in self.decisions], asdict(self.schedule)
         decided = [self.schema_version, self.labels, self.block_digests, decisions, schedule]
         return hashlib.sha256(json.dumps(decided, sort_keys=True, default=lambda e: e.value).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""What the planner is given."""
+"""The planner's input."""
 
 import hashlib
 import json

@@ -11,7 +11,7 @@ NO_TIME = 1e-6
 
 
 class Memory(enum.Enum):
-    """What has a capacity that a plan must keep."""
+    """A memory whose capacity a plan must keep."""
 
     DEVICE = "device memory"
     HOST = "host memory"
@@ -61,7 +61,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockReasons:
-    """What else one block could have been decided to, at whatever prefetch distance, all other blocks as they are.
+    """The other decisions that one block could have got, at whatever prefetch distance, all other blocks as they are.
 
     Better is what the planner takes for better: less time, and of plans about as fast the one that copies less.
 

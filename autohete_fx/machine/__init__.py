@@ -1,1 +1,1 @@
-"""What the machine has: rates that are measured or looked up, and budgets."""
+"""The machine: rates that are measured or looked up, and budgets."""

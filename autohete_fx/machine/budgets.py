@@ -1,4 +1,4 @@
-"""What the machine has: budgets from options, and the measured machine.
+"""The machine's budgets, from options, and its measured rates.
 
 In: a device and the options. Out: bytes and an `ir.Machine`.
 """
@@ -43,16 +43,16 @@ def device_budget_bytes(device: torch.device, options: Options) -> int | None:
 
 
 def tuning_bytes(device: torch.device, options: Options) -> int:
-    """What Inductor takes in the first step beside the step's own tensors: it times variants of each of Triton's kernels where that
-    first runs, and empties the device's cache in between by filling a buffer of its size."""
+    """Device bytes that Inductor takes in the first step beside the step's own tensors: it times variants of each of Triton's
+    kernels where that first runs, and empties the device's cache in between by filling a buffer of its size."""
     if device.type != "cuda" or options.inner_backend == "eager":
         return 0
     return torch.cuda.get_device_properties(device).L2_cache_size
 
 
 def host_budget_bytes(device: torch.device, options: Options) -> int | None:
-    """Host memory allowed for homes: the option, else what the tier has. What is pinned no other program can have: of RAM an eighth
-    stays for this process and the system."""
+    """Host memory allowed for homes: the option, else what the tier has. No other program can have pinned
+    memory: an eighth of RAM stays for this process and the system."""
     total = host_capacity_bytes(device, options.offload_dir)
     if options.host_budget is not None:
         return resolve_bytes(options.host_budget, total)

@@ -59,7 +59,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What a device is assumed to be plugged into.
+    """The host that a device is assumed to be plugged into.
 
     Attributes:
         name: platform and memory channels.
@@ -312,7 +312,7 @@ def find_device(name: str) -> DeviceSpec:
 
 
 def machine_of_spec(spec: DeviceSpec, *, tf32: bool = False) -> Machine:
-    """What the planner assumes of a device. ``tf32``: fp32 products run on tensor cores in TF32."""
+    """The machine that the planner assumes for a device. ``tf32``: fp32 products run on tensor cores in TF32."""
     return Machine(
         device_name=spec.title,
         device_type="cuda",  # ROCm's PyTorch calls its devices so too

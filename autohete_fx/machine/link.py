@@ -17,7 +17,7 @@ _BYTES = 2**27
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What a link does beside single copies.
+    """The figures of a link beside single copies.
 
     Attributes:
         both_ways_bytes_per_s: of a copy up and one down at the same time, summed.

@@ -104,7 +104,7 @@ class _Changes:
         self.fastest_first = np.lexsort((self._lacking(), np.round(self.step_s / (NO_TIME * self.own_score))))
 
     def reasons(self, block: int) -> BlockReasons:
-        """Of one block."""
+        """The reasons of one block."""
         settings = self.replays.settings[block]
         here = self.blocks == block
         barred = here & ~self.fitting & self._is_better()

@@ -1,6 +1,6 @@
 """Graphs that run one after another in a step, and share the device: their problems as one, and the plan that takes least.
 
-In: the problems of graphs in the order of their forwards; their backwards come in the opposite order. So the blocks of all
+In: the problems of graphs in the order of their forwards; their backwards come in the opposite order. The blocks of all
 make up one problem, as if the graph between them had not been broken. Out: that problem, and its decisions graph by graph.
 Why: planned one after the other, the first graph takes the whole budget.
 """
@@ -38,7 +38,7 @@ def joined(problems: Sequence[Problem]) -> Problem:
 
 
 def divided(problems: Sequence[Problem], decisions: Sequence[BlockDecision]) -> Iterator[tuple[BlockDecision, ...]]:
-    """Of decisions for the blocks of all, those of each problem."""
+    """The decisions for each problem's blocks, out of those for the blocks of all."""
     begin = 0
     for problem in problems:
         yield tuple(decisions[begin : begin + len(problem.costs)])
@@ -48,7 +48,7 @@ def divided(problems: Sequence[Problem], decisions: Sequence[BlockDecision]) -> 
 def leanest(problem: Problem, *, deadline: float) -> tuple[BlockDecision, ...] | None:
     """Decisions that leave little on the device between a graph's forward and its backward, and after it.
 
-    Of those that keep the budgets, the ones that leave least; else, of those that keep the host budget, the ones that come nearest.
+    The decisions that keep the budgets and leave least; else those that keep the host budget and come nearest.
     None where there are none.
 
     Reloads make peaks: what leaves least offloads, what takes a little less at its peak recomputes.
@@ -80,7 +80,7 @@ def _leaving_least(problem: Problem, *, offloads: bool) -> tuple[BlockDecision, 
 
 
 def left_bytes(problem: Problem, decisions: Sequence[BlockDecision]) -> int:
-    """What a graph leaves on the device: between its passes, and after them."""
+    """Bytes that a graph leaves on the device: between its passes, and after them."""
     return sum(_left_bytes(cost, decision) for cost, decision in zip(problem.costs, decisions, strict=True))
 
 
@@ -88,7 +88,4 @@ def _left_bytes(cost: BlockCost, decision: BlockDecision) -> int:
     kept = cost.param_bytes if decision.params is Params.DEVICE or decision.keeps_fetched else 0
     states = cost.part_at(cost.optimizer_bytes, decision, Optimizer.DEVICE)
     gradients = cost.part_at(cost.grad_bytes, decision, Optimizer.DEVICE, Optimizer.STREAMED)
-    held = cost.held_bytes(decision.activations)
-    if decision.activations is Activations.OFFLOAD:
-        held -= cost.offloaded_bytes(decision.num_offloaded)
-    return kept + states + gradients + held
+    return kept + states + gradients + cost.activations(decision).staying_bytes

@@ -1,4 +1,4 @@
-"""What blocks cost: the default partition of a joint graph and a `Machine` enter, a `Profile` leaves.
+"""The costs of blocks: the default partition of a joint graph and a `Machine` enter, a `Profile` leaves.
 
 ``profile_analytic`` tells seconds from FLOPs and bytes, ``profile_measured`` times the distinct blocks on the
 device; both take a `Partition` and count bytes by liveness. ``trace_step`` tells the peak of any pair of graphs,

@@ -1,4 +1,4 @@
-"""What every block costs, told from the graphs alone: seconds by the roofline, bytes by liveness.
+"""The costs of every block, told from the graphs alone: seconds by the roofline, bytes by liveness.
 
 Enters a `Partition` and a `Machine`; leaves a `Profile`. Nothing runs on the device.
 """
@@ -12,7 +12,7 @@ from torch import fx
 
 from autohete_fx.graph.recompute import is_kept
 from autohete_fx.graph.saved import offloadable
-from autohete_fx.ir import BlockCost, Machine, Profile, SelectiveCost
+from autohete_fx.ir import ActivationCost, BlockCost, Machine, Profile
 from autohete_fx.profiler.flops import seconds_of
 from autohete_fx.profiler.memory.kernels import Kernel, KernelGraph
 from autohete_fx.profiler.memory.liveness import MemoryTrace, trace_step
@@ -356,7 +356,7 @@ def costs_from_times(partition: Partition, times: tuple[BlockTimes, ...]) -> tup
                 trained=params.trained,
                 num_param_tensors=params.num_param_tensors,
                 num_grad_tensors=params.num_grad_tensors,
-                selective=SelectiveCost(saved_bytes=selective, recompute_s=seconds.selective_s)
+                selective=ActivationCost(held_bytes=selective, recompute_s=seconds.selective_s)
                 if selective < saved_bytes
                 else None,
             )

@@ -1,4 +1,4 @@
-"""What every block costs, with seconds timed on the device: each distinct block once, compiled on its own.
+"""The costs of every block, with seconds timed on the device: each distinct block once, compiled on its own.
 
 Enters a `Partition` and a `Machine`; leaves a `Profile`. Blocks with one digest share one timing, and timings are
 kept between processes. Bytes are those of `analytic`. A block that cannot be timed (its working set is above
@@ -93,7 +93,7 @@ def values_not_stored(graph_module: fx.GraphModule, device_type: str, inner_back
 
 
 def structure_digest(graph_module: fx.GraphModule | None) -> str:
-    """Of operators, wiring, sizes and dtypes, whatever the names."""
+    """A digest of operators, wiring, sizes and dtypes, whatever the names."""
     if graph_module is None:
         return ""
     number: dict[fx.Node, int] = {}

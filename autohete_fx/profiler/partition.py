@@ -1,4 +1,4 @@
-"""What the profiler is given: the default partition of a joint graph, and what its inputs are."""
+"""The profiler's input: the default partition of a joint graph, and the nature of its inputs."""
 
 import functools
 from collections.abc import Mapping, Sequence

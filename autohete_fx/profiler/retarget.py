@@ -2,7 +2,7 @@
 
 Fake CUDA tensors cannot run autograd where there is no driver, so a step for a GPU that is not there is traced on a CPU.
 Every value of its graphs is then said to be on the GPU, because kinds of devices differ in what counts: rounding of
-allocations, which expressions the compiler stores, which kernels it fuses. What stays of the CPU: attention is the CPU's
+allocations, which expressions the compiler stores, which kernels it fuses. Two things stay those of the CPU: attention is the CPU's
 fused operator, which saves and computes what CUDA's does (its output and one number a row), and decompositions that PyTorch
 chooses by device.
 """

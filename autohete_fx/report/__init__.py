@@ -1,4 +1,4 @@
-"""What people read: plans and transfers as tables, lanes as a timeline, training as a progress bar.
+"""Output for people: plans and transfers as tables, lanes as a timeline, training as a progress bar.
 
 In: the values of ``ir`` and plain numbers, and for `graph_text` graphs. Out: text. Nothing here measures or decides.
 """

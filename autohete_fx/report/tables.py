@@ -154,7 +154,10 @@ def _byte_totals(plan: Plan, costs: Sequence[BlockCost]) -> Iterator[str]:
     moved = {
         "activations": (
             [cost.saved_bytes for cost in costs],
-            [_freed_activation_bytes(cost, decision) for cost, decision in zip(costs, plan.decisions, strict=True)],
+            [
+                cost.saved_bytes - cost.activations(decision).staying_bytes
+                for cost, decision in zip(costs, plan.decisions, strict=True)
+            ],
         ),
         "parameters": (
             [cost.param_bytes for cost in costs],
@@ -170,12 +173,6 @@ def _byte_totals(plan: Plan, costs: Sequence[BlockCost]) -> Iterator[str]:
     }
     for name, (total, freed) in moved.items():
         yield f"{name:<16}{format_bytes(sum(total))} in all, {format_bytes(sum(freed))} of it off the device"
-
-
-def _freed_activation_bytes(cost: BlockCost, decision: BlockDecision) -> int:
-    if decision.activations is Activations.OFFLOAD:
-        return cost.offloaded_bytes(decision.num_offloaded)
-    return cost.saved_bytes - cost.held_bytes(decision.activations)
 
 
 def _predictions(plan: Plan) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What the lanes were planned to do and what they did, for a table or a trace viewer.
+"""The lanes' plan and their records side by side, for a table or a trace viewer.
 
 In: the planned events of one step, the records of the runtime, and when measured steps began. Out: a table of lanes, and
 Chrome's trace format, which Perfetto (https://ui.perfetto.dev) opens.

@@ -43,7 +43,7 @@ _Sentence = tuple[str | _Amount, ...]
 
 def why(plan: Plan) -> str:
     """Why a plan decides so, in words: what binds, and for every block what was chosen, what the next best choice would have cost,
-    and which better one memory forbids. Of a plan that was not solved: that no reasons are known."""
+    and which better one memory forbids. For a plan that was not solved it says that no reasons are known."""
     if plan.reasons is None:
         return (
             f"no reasons are recorded with this plan (status {plan.status!r}): the solver, which records them, did not make it for"

@@ -285,7 +285,7 @@ def keep_freed() -> None:
 
 
 def kept_bytes() -> int:
-    """Of memory that no tensor has, what stays resident for the next."""
+    """Bytes that no tensor has and that stay resident for the next."""
     return _counter().autohete_kept()
 
 

@@ -7,7 +7,7 @@ kept by luck.
 
 A state on disk is a tensor over a shared mapping of an unnamed file, on the CPU whatever the compute device, so any code
 can read and write it at any time. Pages that are so touched stay in RAM until the next walk over them, or until the kernel
-needs their room. What walks have in RAM are windows in buffers: that of an update which is worked on, the one that comes
+needs their room. Walks have windows in RAM, in buffers: that of an update which is worked on, the one that comes
 behind it, and the first one of the next update; and in the kernel the pages of one on its way in and of one on its way out.
 """
 
@@ -126,7 +126,7 @@ class _Window:
             self._tier.give_buffer(buffer)
 
     def parts(self) -> list[Tensor]:
-        """What is in RAM, a flat tensor for each home."""
+        """The part in RAM, a flat tensor for each home."""
         assert self._buffer is not None
         found, offset = [], 0
         with without_modes(), torch.inference_mode(False):

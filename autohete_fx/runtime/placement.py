@@ -8,7 +8,6 @@ copy is simply a parameter that nobody placed, in ordinary memory).
 A parameter without a record lives where its data lives, and its optimizer states live beside it.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autohete_fx.graph.ops import SMALLEST_COPY_BYTES
 from autohete_fx.internals.modes import disable_current_modes
-from autohete_fx.ir import BlockDecision, Optimizer, Params
+from autohete_fx.ir import Optimizer, Params
 from autohete_fx.runtime.disk import DiskTier
 from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.tiers.host import HostTier, is_home
@@ -58,31 +57,6 @@ def keep_in_place(param: Tensor) -> None:
 def is_movable(param: Tensor) -> bool:
     """Whether a parameter follows its block's decisions; a small one stays on the device with all that belongs to it."""
     return param not in _kept and param.numel() * param.element_size() >= SMALLEST_COPY_BYTES
-
-
-def moved_states(
-    decisions: Sequence[BlockDecision], owners: Mapping[str, int], params: Mapping[str, Tensor]
-) -> dict[str, Optimizer]:
-    """Where the optimizer states are of the trainable parameters whose states leave the device, by name. Where a block's decision
-    says of how many, they are the smallest, and of equally large ones the first by name.
-
-    Args:
-        owners: block by name of each movable parameter.
-    """
-    trained: dict[int, list[str]] = {}
-    for name, block in owners.items():
-        if params[name].requires_grad and decisions[block].optimizer is not Optimizer.DEVICE:
-            trained.setdefault(block, []).append(name)
-    for names in trained.values():
-        names.sort(key=lambda name: (params[name].numel(), name))
-    moved = {}
-    for block, names in trained.items():
-        decision = decisions[block]
-        count = len(names) if decision.num_moved_states is None else decision.num_moved_states
-        moved.update(dict.fromkeys(names[:count], decision.optimizer))
-        if decision.other_states is not Optimizer.DEVICE:
-            moved.update(dict.fromkeys(names[count:], decision.other_states))
-    return moved
 
 
 def placement_of(param: Tensor) -> Placement | None:

@@ -1,7 +1,7 @@
-"""What to say when the device's allocator refuses memory although a plan was to keep its budget.
+"""The message for a device's allocator that refuses memory although a plan was to keep its budget.
 
 In: the allocator's error and figures, and what the plan predicts. Out: a text that says which plan, what it predicts, what is
-taken and how, and which budget to ask for. A plan counts live tensors. What runs out is what the process may take, and that is
+taken and how, and which budget to ask for. A plan counts live tensors. The memory that the process may take runs out, and that is
 also filled by tensors that are not the plan's and by pieces of freed memory that are too small for the next tensor.
 """
 
@@ -41,7 +41,7 @@ class DeviceUse:
 
 
 def device_use(error: BaseException, device: torch.device) -> DeviceUse:
-    """Of a CUDA device, now."""
+    """The memory of a CUDA device in use now."""
     reserved = torch.cuda.memory_reserved(device)
     free, total = torch.cuda.mem_get_info(device)
     allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
@@ -54,7 +54,7 @@ def device_use(error: BaseException, device: torch.device) -> DeviceUse:
 
 
 def requested_bytes(message: str) -> int:
-    """What PyTorch's message says that was asked for; 0 where it does not."""
+    """The bytes that were asked for, as PyTorch's message says; 0 where it does not."""
     found = _REQUEST.search(message)
     return int(float(found[1]) * _UNITS[found[2]]) if found else 0
 
@@ -62,7 +62,7 @@ def requested_bytes(message: str) -> int:
 def budget_that_fits(use: DeviceUse, predicted_peak_bytes: int) -> int:
     """The largest budget, in bytes, with which the process would have kept within its capacity; less than the plan's peak.
 
-    What exceeds the plan's peak is not the plan's, and stays; the pieces stay as well.
+    Bytes above the plan's peak are not the plan's, and stay; the pieces stay as well.
     """
     foreign = max(0, use.allocated + use.requested - predicted_peak_bytes)
     fits = min(use.capacity - use.in_pieces - foreign, predicted_peak_bytes - 1)

@@ -1,4 +1,4 @@
-"""What training steps really take, so that it can be held against what a plan predicts.
+"""The seconds that training steps really take, to be held against a plan's prediction.
 
 In: a call for every forward pass of a compiled graph. Out: the median seconds of a step and the device's peak. Why here and
 not in the optimizer: any optimizer will do, and a forward pass follows the last one's step wherever that was taken. A

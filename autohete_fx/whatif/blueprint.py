@@ -34,7 +34,7 @@ class Sketch:
 
     @property
     def batch(self) -> tuple[int, int]:
-        """Sequences, and tokens of each, by the first input. Of what is no token ids each example counts as one."""
+        """Sequences, and tokens of each, by the first input. In inputs other than token ids each example counts as one."""
         first = self.inputs[0]
         if not isinstance(first, Tensor) or not first.dim():
             return 1, 1

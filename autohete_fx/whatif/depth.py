@@ -2,9 +2,9 @@
 
 Enter the same model traced at two depths, one period of layers apart; leaves what a trace of all its layers would give, or
 None where that cannot be told. Layers that are built alike cost alike, but not equally: the first and last lie beside
-something else, and small things add up over depth, such as the gradients of small parameters, which stay on the device. So
-every figure is taken to be linear: in the depth for a block at a given distance from the beginning or from the end, and in
-the position for the layers between. What two traces can tell of that is checked: the layers between lie on one line, the
+something else, and small things add up over depth, such as the gradients of small parameters, which stay on the device. Every
+figure is therefore taken to be linear: in the depth for a block at a given distance from the beginning or from the end, and in
+the position for the layers between. Two traces check a part of that: the layers between lie on one line, the
 same in both.
 """
 
@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from autohete_fx.ir import BlockCost, BlockKind, Edge, Problem, SelectiveCost
+from autohete_fx.ir import ActivationCost, BlockCost, BlockKind, Edge, Problem
 from autohete_fx.ir.labels import renumbered
 
 _HEAD, _TAIL = 2, 1
@@ -106,7 +106,8 @@ _COST_NAMES = tuple(field.name for field in dataclasses.fields(BlockCost) if fie
 
 
 def _row_of(cost: BlockCost) -> _Figures:
-    selective = () if cost.selective is None else dataclasses.astuple(cost.selective)
+    kept = cost.selective
+    selective = () if kept is None else (kept.held_bytes, kept.recompute_s)
     lists = (cost.offloadable, cost.trained, selective)
     figures = (getattr(cost, name) for name in _COST_NAMES)
     return (*figures, *map(len, lists), *(n for each in lists for n in each))
@@ -125,7 +126,7 @@ def _cost_of(row: _Figures) -> BlockCost:
         **costs,
         offloadable=tuple(int(n) for n in offloadable),
         trained=tuple(int(n) for n in trained),
-        selective=SelectiveCost(saved_bytes=int(selective[0]), recompute_s=selective[1]) if selective else None,
+        selective=ActivationCost(held_bytes=int(selective[0]), recompute_s=selective[1]) if selective else None,
     )
 
 

@@ -67,7 +67,7 @@ def _prediction(step: TracedStep, problem: Problem, name: str, tokens: int, plan
 
 
 def with_more(step: TracedStep, given: Prediction, *, time_limit_s: float) -> list[Prediction]:
-    """What more of each resource would buy: a quarter more device memory, twice the host link, twice the CPU's updates; and where
+    """The gain from more of each resource: a quarter more device memory, twice the host link, twice the CPU's updates; and where
     updates begin at the step what it would to let them begin in backward."""
     problem, machine = given.problem, given.problem.machine
     budget = problem.device_budget_bytes

@@ -1,4 +1,4 @@
-"""What a what-if plan says: predictions and sweeps as text, as JSON values, and as a plot."""
+"""The text of a what-if plan: predictions and sweeps as text, as JSON values, and as a plot."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from autohete_fx.whatif.predict import Prediction, Sweep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What was asked.
+    """The question.
 
     Attributes:
         model, dtype: as given.

@@ -32,7 +32,7 @@ from autohete_fx.whatif.depth import TracedStep, deepened, shallow_layers
 
 
 def trace_model(blueprint: Blueprint, machine: Machine, options: Options) -> TracedStep:
-    """What one training step of the model costs on the machine, all of its layers included.
+    """The costs of one training step of the model on the machine, all of its layers included.
 
     Raises:
         CaptureError: the model does not compile to one graph.

@@ -193,7 +193,7 @@ class Emulation:
         cost = self.costs[block]
         if context.stage is not Stage.BACKWARD:
             return cost.forward_s
-        return cost.backward_s + cost.again_s(context.decision(block).activations)
+        return cost.backward_s + cost.activations(context.decision(block)).recompute_s
 
 
 class _Clock:

@@ -23,7 +23,7 @@ from autohete_fx import Activations, BlockDecision, Optimizer, Params, PassError
 from autohete_fx.capture.grouping import block_index, group_blocks
 from autohete_fx.capture.inputs import GraphInput, graph_inputs, parameter_fqns
 from autohete_fx.compiler import rewriting
-from autohete_fx.compiler.problem import owners_of
+from autohete_fx.compiler.problem import moved_states, owners_of
 from autohete_fx.graph import ops
 from autohete_fx.ir import BlockGraph
 from autohete_fx.ir.labels import labels_of
@@ -121,7 +121,8 @@ class SomeonesBackend:
         plan, owners = uniform_plan(blocks, self.decision), owners_of(blocks, params)
         context = PassContext(stage=Stage.JOINT, plan=plan, block_of=block_index(blocks))
         split = rewriting.partition(joint, joint_inputs, context, keywords, pipeline=pipeline)
-        rewriting.rewrite_training(split, plan, self.session.digest, inputs, owners, pipeline=pipeline)
+        moved = moved_states(plan.decisions, owners, params)
+        rewriting.rewrite_training(split, plan, self.session.digest, inputs, owners, moved, pipeline=pipeline)
         tier = self.session.tier
         for name, block in owners.items():
             where = Placement(params=self.decision.params, optimizer=self.decision.optimizer, tier=tier, block=block)

@@ -16,7 +16,7 @@ import torch
 
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
-from autohete_fx.compiler import training
+from autohete_fx.compiler import fitting, training
 from autohete_fx.compiler.graph import GraphCompiler
 from autohete_fx.runtime.placement import placement_of
 from tests import training as job
@@ -192,7 +192,7 @@ def test_code_that_would_break_the_budget_is_compiled_again(monkeypatch: pytest.
         partitions.append(dict(self._seconds))
         return once(self, *a, **k)
 
-    monkeypatch.setattr(training, "_RESERVE", -0.1)
+    monkeypatch.setattr(fitting, "_RESERVE", -0.1)
     monkeypatch.setattr(GraphCompiler, "partition", partition)
     budget = 3 * 2**19
     for is_known in (False, True):
@@ -258,7 +258,7 @@ def test_a_budget_is_refused_by_what_was_compiled_and_not_by_a_trace_that_is_too
 def test_what_was_predicted_is_logged_beside_what_was_measured_once(caplog: pytest.LogCaptureFixture):
     model = make()
     model.compile(backend="autohete", options={**EAGER, "micro_batches": 2})
-    with caplog.at_level("INFO", logger="autohete_fx.backend"):
+    with caplog.at_level("INFO", logger="autohete_fx.compiler.running"):
         for _ in range(25):
             train(model)
     (compilation,) = [c for c in autohete_fx.compilations() if c.clock is not None][-1:]

@@ -42,6 +42,6 @@ def test_on_a_gpu_the_reference_steps_those_parameters_on_the_host_that_the_plan
     model(batch("cpu", 0))
     placed = {name: where for name, p in model.named_parameters() if (where := placement_of(p)) is not None}
     on_host = {name for name, where in placed.items() if where.optimizer.updates_on_host}
-    assert stepped_on_host(make("cpu")) == on_host
+    assert stepped_on_host() == on_host
     blocks, others = ({placed[name].block for name in names} for names in (on_host, placed.keys() - on_host))
     assert blocks & others

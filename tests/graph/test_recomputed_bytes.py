@@ -48,7 +48,8 @@ def captured(request: pytest.FixtureRequest) -> Captured:
 def test_held_bytes_are_what_the_partition_saves(captured: Captured, activations: Activations):
     kept = partition(captured, Activations.KEEP)
     times = (BlockTimes(forward_s=0.0, backward_s=0.0, recompute_s=0.0, selective_s=0.0),) * len(kept.blocks.blocks)
-    costed = sum(cost.held_bytes(activations) for cost in costs_from_times(kept, times))
+    decision = BlockDecision(activations=activations)
+    costed = sum(cost.activations(decision).held_bytes for cost in costs_from_times(kept, times))
     chosen = partition(captured, activations)
     saved = sum(tensor.num_bytes for tensor in saved_tensors(chosen) if tensor.by_default)
     # 5056 bytes are the random state of one fused attention: the partitioner saves it to run that again.

@@ -1,13 +1,19 @@
-"""README is short, and what it and docs/ point to is there."""
+"""README is short, what it and docs/ point to is there, and their figures are those of the result files."""
 
 import ast
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOT_MEASURED = {
+    "README.md": ["60%"],  # an example of an option
+    "promises.md": ["0.2%", "5%", "60%", "3%", "1%"],  # bounds that the tests beside them assert
+}
 
 
 def test_readme_is_read_in_one_go():
@@ -48,3 +54,53 @@ def test_words_of_warnings_and_errors_are_said():
     assert len(quoted) > 8
     for words in quoted:
         assert any(words in text for text in texts), words
+
+
+@pytest.fixture(scope="module")
+def figures(benchmarks: Path) -> Any:
+    """The script that writes them."""
+    import figures  # pyright: ignore[reportMissingImports]
+
+    return figures
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_figures_are_those_of_the_result_files(page: Path, figures: Any):
+    """`python examples/benchmarks/figures.py` writes them."""
+    assert not list(figures.differences(page.name, page.read_text()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_figure_stands_beside_them(page: Path, figures: Any):
+    """A share, a time or a rate that no result file tells could be anything by now."""
+    text = re.sub(r"```.*?```", "", figures.unmarked(page.read_text()), flags=re.S)
+    assert re.findall(r"\d[\d.,]*\s?(?:%|times\b|s\b|ms\b|[MG]B/s|tokens/s)", text) == NOT_MEASURED.get(page.name, [])
+
+
+def test_a_figure_that_drifted_is_told_with_its_line(figures: Any):
+    good = "# Title\n\nThe worst is <!-- figure: planner_gap.worst --><!-- /figure -->.\n"
+    (found,) = figures.differences("page.md", good)
+    assert found.startswith("page.md:3: figure planner_gap.worst\n  stands:   \n  expected: ")
+    assert not list(figures.differences("page.md", figures.filled(good)))
+    assert list(figures.differences("page.md", figures.filled(good).replace("%", "‰")))
+    for bad in (
+        "<!-- figure: unknown -->1<!-- /figure -->",
+        "<!-- figure: plan -->",
+        good.replace("The worst is ", ""),
+    ):
+        assert list(figures.differences("page.md", bad)), bad
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_picture_is_that_of_its_run(theme: str, benchmarks: Path):
+    """`python examples/benchmarks/step_picture.py` draws it."""
+    import step_picture  # pyright: ignore[reportMissingImports]
+
+    run = json.loads(step_picture.DATA.read_text())["rows"]
+    drawn, page = step_picture.draw(run, step_picture.THEMES[theme]), (ROOT / "README.md").read_text()
+    assert step_picture.path_of(theme).read_text() == drawn
+    assert f'"docs/step-{theme}.svg"' in page and len(drawn) < 60_000
+    forward_s = min(bar["begin s"] for bar in run["bars"] if bar["what"] == "forward")
+    assert forward_s < max(bar["end s"] for bar in run["bars"] if bar["what"] == "update"), "as the README says of it"
+    run["bars"][0]["end s"] += 0.1
+    assert step_picture.draw(run, step_picture.THEMES[theme]) != drawn

@@ -1,4 +1,4 @@
-"""What a block may be decided to, and how long each decision takes: in come a problem and a block, out come decisions and seconds.
+"""The decisions that a block may get, and the seconds of each: in come a problem and a block, out come decisions and seconds.
 
 Both the integer program (`formulation`) and the search (`improve`) are made of these figures, and of those of `device_use`.
 The simulator is not: it walks the runtime's program by itself and judges both.
@@ -39,27 +39,27 @@ def choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
 
 
 def joined(activations: BlockDecision, place: BlockDecision) -> BlockDecision:
-    """What one decision says about activations and another about everything else."""
+    """The decision that says of activations what the first says, and of everything else what the second says."""
     return replace(place, activations=activations.activations, num_offloaded=activations.num_offloaded)
 
 
 def treatment_of(decision: BlockDecision) -> tuple[object, ...]:
-    """What is decided of activations."""
+    """The part of a decision that is about activations."""
     return decision.activations, decision.num_offloaded
 
 
 def states_of(decision: BlockDecision) -> tuple[object, ...]:
-    """What is decided of optimizer states."""
+    """The part of a decision that is about optimizer states."""
     return decision.optimizer, decision.num_moved_states, decision.other_states
 
 
 def place_of(decision: BlockDecision) -> tuple[object, ...]:
-    """What is decided of parameters and optimizer states; nothing of the prefetch distance."""
+    """The part of a decision that is about parameters and optimizer states, without the prefetch distance."""
     return decision.params, decision.keeps_fetched, *states_of(decision)
 
 
 def activation_choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
-    """What may happen to a block's activations, as decisions that say no more."""
+    """The treatments that a block's activations may get, as decisions that say no more."""
     cost = problem.costs[block]
     activations: list[tuple[Activations, int | None]] = [(Activations.KEEP, None)]
     if problem.training and problem.allow_recompute and cost.boundary_bytes < cost.saved_bytes:
@@ -179,7 +179,7 @@ DURATIONS = attrgetter(*Durations.__dataclass_fields__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassKind:
-    """What a pass does: whether it takes blocks in reverse, and which durations it takes on compute, up and down."""
+    """A kind of pass: whether it takes blocks in reverse, and which durations it takes on compute, up and down."""
 
     reverse: bool
     work: tuple[str, ...]
@@ -199,7 +199,7 @@ FORWARD_AND_UPDATES_PASS = PassKind(
 
 
 def durations(problem: Problem, block: int, decision: BlockDecision) -> Durations:
-    """What a block's work takes."""
+    """The seconds of a block's work."""
     cost, machine = problem.costs[block], problem.machine
 
     up_s, down_s = (functools.partial(copy_s, machine, lane) for lane in (Lane.H2D, Lane.D2H))
@@ -208,10 +208,10 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
         return Durations(
             forward_work=cost.forward_s + machine.copy_share * fetch_s, forward_up=fetch_s, forward_down=0.0
         )
-    offloads, tensors = decision.activations is Activations.OFFLOAD, cost.offloaded_tensors(decision.num_offloaded)
-    offloaded = cost.offloaded_bytes(decision.num_offloaded) if offloads else 0
-    offload_s = down_s(offloaded, tensors)
-    backward_up_s = up_s(offloaded, tensors) + (0.0 if decision.keeps_fetched else fetch_s)
+    activations = cost.activations(decision)
+    offloaded = activations.offloaded_bytes, activations.offloaded_tensors
+    offload_s = down_s(*offloaded)
+    backward_up_s = up_s(*offloaded) + (0.0 if decision.keeps_fetched else fetch_s)
     gradient_bytes = cost.part_at(cost.grad_bytes, decision, *UPDATED_ON_HOST)
     gradients_s = down_s(gradient_bytes, cost.tensors_at(decision, *UPDATED_ON_HOST))
     upload_s, states_s = up_s(uploaded_bytes(cost, decision)), up_s(streamed_bytes(cost, decision))
@@ -219,9 +219,7 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
         forward_work=cost.forward_s + machine.copy_share * (fetch_s + offload_s),
         forward_up=fetch_s,
         forward_down=offload_s,
-        backward_work=cost.backward_s
-        + cost.again_s(decision.activations)
-        + machine.copy_share * (backward_up_s + gradients_s),
+        backward_work=cost.backward_s + activations.recompute_s + machine.copy_share * (backward_up_s + gradients_s),
         backward_up=backward_up_s,
         backward_down=gradients_s,
         update_work=device_update_s(problem, block, decision, Optimizer.STREAMED),

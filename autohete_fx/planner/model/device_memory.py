@@ -44,7 +44,7 @@ class DeviceMemory:
                 self._peak_buffers = dict(self._buffers)
 
     def contributors(self) -> tuple[Contributor, ...]:
-        """What the peak consists of, largest first."""
+        """The parts of the peak, largest first."""
         total: dict[str, int] = {}
         for (name, _), num_bytes in self._peak_buffers.items():
             total[name] = total.get(name, 0) + num_bytes

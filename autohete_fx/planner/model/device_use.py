@@ -1,6 +1,6 @@
 """Device memory under each decision: in come blocks and decisions, out come the bytes that each holds while any block runs.
 
-What a block holds on the device depends on its own decision alone, so what all hold is a sum. The simulator does not use these
+The bytes that a block holds depend on its own decision alone, so those of all blocks are a sum. The simulator does not use these
 figures: it holds and frees buffers by itself, and judges them.
 """
 
@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autohete_fx.ir import (
-    Activations,
     BlockCost,
     BlockDecision,
     Optimizer,
@@ -26,7 +25,7 @@ Bytes = NDArray[np.int64]
 
 
 def device_bytes(problem: Problem, blocks: Sequence[int], decisions: Sequence[BlockDecision]) -> Bytes:
-    """What blocks hold on the device in every span, each under the decision at its place, at its own prefetch distance: by
+    """Device bytes of blocks in every span, each under the decision at its place, at its own prefetch distance: by
     place and span.
 
     Spans are the pieces of work of blocks 0..n-1 in a pass, pass after pass: the first forward of a step, which under an
@@ -90,17 +89,15 @@ class _Held:
 def _held(problem: Problem, cost: BlockCost, decision: BlockDecision) -> tuple[int, ...]:
     """The bytes of `_Held` for one block, in its order."""
     fetched = cost.param_bytes if decision.params is Params.HOST else 0
-    around = held = cost.held_bytes(decision.activations)
-    if decision.activations is Activations.OFFLOAD:
-        held -= cost.offloaded_bytes(decision.num_offloaded)
+    activations = cost.activations(decision)
     staying = cost.part_at(cost.grad_bytes, decision, Optimizer.DEVICE, Optimizer.STREAMED)
     return (
         cost.param_bytes - fetched + cost.part_at(cost.optimizer_bytes, decision, Optimizer.DEVICE),
         fetched,
         cost.saved_bytes + cost.forward_workspace_bytes,
         cost.saved_bytes + cost.backward_workspace_bytes,
-        around,
-        held,
+        activations.held_bytes,
+        activations.staying_bytes,
         cost.boundary_bytes,
         cost.grad_bytes,
         staying,

@@ -1,15 +1,16 @@
-"""What a decision takes that does not depend on when: bytes on the host and on disk, seconds of updates and copies.
+"""Figures of a decision that do not depend on time: bytes on the host and on disk, seconds of updates and copies.
 
 The simulator and what it judges share these, because there is nothing to replay in them.
 """
 
-from autohete_fx.ir import Activations, BlockCost, BlockDecision, Lane, Machine, Optimizer, Overlap, Params, Problem
+from autohete_fx.ir import BlockCost, BlockDecision, Lane, Machine, Optimizer, Overlap, Params, Problem
 
 UPDATED_ON_HOST = tuple(place for place in Optimizer if place.updates_on_host)
 
 
 def overlap_of(problem: Problem) -> Overlap:
-    """What updates on the host really overlap with. With clipping none starts before the norm of all gradients is known."""
+    """The work that updates on the host really overlap with. With clipping none starts before the norm of all gradients is
+    known."""
     if problem.machine.device_type == "cpu":
         return Overlap.NONE
     clips_late = problem.clips_gradients and problem.schedule.overlap is Overlap.BACKWARD
@@ -40,13 +41,12 @@ def host_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
         total += cost.part_at(cost.grad_bytes, decision, *UPDATED_ON_HOST) * (2 if problem.micro_batches > 1 else 1)
         if decision.params is Params.DEVICE and problem.machine.device_type != "cpu":
             total += cost.part_at(cost.param_bytes, decision, *UPDATED_ON_HOST)
-    if problem.training and decision.activations is Activations.OFFLOAD:
-        total += cost.offloaded_bytes(decision.num_offloaded)
+        total += cost.activations(decision).offloaded_bytes
     return total
 
 
 def disk_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
-    """What one block has on disk: optimizer states."""
+    """Bytes of one block on disk: optimizer states."""
     cost = problem.costs[block]
     return cost.part_at(cost.optimizer_bytes, decision, Optimizer.DISK)
 
@@ -64,7 +64,7 @@ def device_update_s(problem: Problem, block: int, decision: BlockDecision, place
 
 
 def streamed_bytes(cost: BlockCost, decision: BlockDecision) -> int:
-    """What a streamed update copies up, and down again: states, and parameters at home."""
+    """Bytes that a streamed update copies up, and down again: states, and parameters at home."""
     states = cost.part_at(cost.optimizer_bytes, decision, Optimizer.STREAMED)
     at_home = decision.params is Params.HOST
     return states + at_home * cost.part_at(cost.param_bytes, decision, Optimizer.STREAMED)
@@ -79,7 +79,7 @@ def copy_s(machine: Machine, lane: Lane, num_bytes: int, num_tensors: int = 1) -
 
 
 def uploaded_bytes(cost: BlockCost, decision: BlockDecision) -> int:
-    """Of parameters that are updated on the host and live on the device."""
+    """Bytes of parameters that are updated on the host and live on the device."""
     goes_up = decision.params is Params.DEVICE and cost.num_params > 0
     return cost.part_at(cost.param_bytes, decision, *UPDATED_ON_HOST) if goes_up else 0
 

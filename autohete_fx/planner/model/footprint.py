@@ -1,10 +1,9 @@
-"""What a plan has on the device: always, between forward and backward, until the step, and at its traced peak."""
+"""Device bytes of a plan: always, between forward and backward, until the step, and at its traced peak."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autohete_fx.ir import (
-    Activations,
     BlockDecision,
     Optimizer,
     Params,
@@ -30,12 +29,12 @@ class Footprint:
 
     @property
     def total_bytes(self) -> int:
-        """What a later graph of the same step finds taken."""
+        """Bytes that a later graph of the same step finds taken."""
         return self.resident_bytes + self.held_bytes + self.gradient_bytes
 
 
 def footprint_of(problem: Problem, decisions: Sequence[BlockDecision]) -> Footprint:
-    """What blocks leave on the device under decisions; nothing of what no decision changes."""
+    """The footprint of blocks under decisions, without what no decision changes."""
     plan = Plan(labels=problem.labels, decisions=tuple(decisions))
     return Footprint(
         resident_bytes=resident_bytes(problem, plan),
@@ -64,9 +63,7 @@ def held_bytes(problem: Problem, plan: Plan) -> int:
     total = 0
     for cost, decision in zip(problem.costs, plan.decisions, strict=True):
         total += cost.param_bytes if decision.keeps_fetched else 0
-        total += cost.held_bytes(decision.activations)
-        if decision.activations is Activations.OFFLOAD:
-            total -= cost.offloaded_bytes(decision.num_offloaded)
+        total += cost.activations(decision).staying_bytes
     return total
 
 
@@ -74,7 +71,7 @@ def traced_peak_bytes(problem: Problem, plan: Plan, intermediate_bytes: int) -> 
     """Peak device memory of a step, given the traced peak of the rewritten graphs' intermediates.
 
     The trace knows fusion and the order of nodes, which the per-block model does not. With several micro-batches the
-    gradients of the earlier ones are there all along. What streamed states need until their update has only the model.
+    gradients of the earlier ones are there all along. Only the model knows the bytes that streamed states need until their update.
     """
     resident = problem.fixed_bytes + resident_bytes(problem, plan)
     if not problem.training:

@@ -19,8 +19,8 @@ A copy up for b is due at the start of the forward of ``max(0, b - prefetch_dist
 at the start of the backward of ``min(last, b + prefetch_distance)``. A copy down of b is waited for as many blocks after
 it: at the end of the forward of ``min(last, b + prefetch_distance)`` and of the backward of ``max(0, b - prefetch_distance)``.
 
-What the updates overlap with is the schedule's (`autohete_fx.ir.Overlap`; a CPU device always has NONE, since host and
-device are the same cores there).
+The schedule says what updates overlap with (`autohete_fx.ir.Overlap`; a CPU device always has NONE, since host and device are
+the same cores there).
 
     NONE        after the last backward: device updates; then for each block in order its uploads and its streamed update,
                 like a forward that computes nothing else; the next step begins when all lanes are done
@@ -50,7 +50,7 @@ their update, and the memory that streamed states pass through is taken when the
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from autohete_fx.ir import (
-    Activations,
+    ActivationCost,
     BlockDecision,
     Lane,
     LaneTime,
@@ -112,6 +112,10 @@ class _Replay:
         self.memory = DeviceMemory(keep_contributors=keep_events)
         self.before = self._at(lambda block, distance: max(0, block - distance))
         self.after = self._at(lambda block, distance: min(self.num_blocks - 1, block + distance))
+        self.activations = [
+            cost.activations(decision) if problem.training else ActivationCost(held_bytes=cost.saved_bytes)
+            for cost, decision in zip(self.costs, decisions, strict=True)
+        ]
         self.last_reader = dict.fromkeys(range(self.num_blocks), self.num_blocks)
         self.last_reader |= last_readers(problem)
 
@@ -216,14 +220,9 @@ class _Replay:
 
     def _moved(self, block: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """A block's fetched parameters and its activations that leave and return: bytes and tensors."""
-        cost, decision = self.costs[block], self.decisions[block]
-        offloads = self.problem.training and decision.activations is Activations.OFFLOAD
-        fetched = cost.param_bytes if decision.params is Params.HOST else 0
-        offloaded = self._offloaded_bytes(block) if offloads else 0
-        return (fetched, cost.num_param_tensors), (offloaded, cost.offloaded_tensors(decision.num_offloaded))
-
-    def _offloaded_bytes(self, block: int) -> int:
-        return self.costs[block].offloaded_bytes(self.decisions[block].num_offloaded)
+        cost, activations = self.costs[block], self.activations[block]
+        fetched = cost.param_bytes if self.decisions[block].params is Params.HOST else 0
+        return (fetched, cost.num_param_tensors), (activations.offloaded_bytes, activations.offloaded_tensors)
 
     def _part_at(self, block: int, num_bytes: int, *places: Optimizer) -> int:
         return self.costs[block].part_at(num_bytes, self.decisions[block], *places)
@@ -259,10 +258,8 @@ class _Replay:
         if not self.problem.training:
             self._release_read_values(block)
             return
-        if decision.recomputes:
-            self.memory.hold("activations", block, cost.held_bytes(decision.activations))
-        elif decision.activations is Activations.OFFLOAD:
-            self._issue(Lane.D2H, "offload", block, *offloaded)
+        self.memory.hold("activations", block, self.activations[block].held_bytes)
+        self._issue(Lane.D2H, "offload", block, *offloaded)
         if updated_at is not None:
             self._return_states(block)
         for sender in self.after[block]:
@@ -270,9 +267,8 @@ class _Replay:
             self._end_return(sender)
 
     def _end_offload(self, block: int) -> None:
-        if self.decisions[block].activations is Activations.OFFLOAD:
-            self._wait("offload", block)
-            self.memory.hold("activations", block, self.costs[block].saved_bytes - self._offloaded_bytes(block))
+        self._wait("offload", block)
+        self.memory.hold("activations", block, self.activations[block].staying_bytes)
 
     def _release_read_values(self, block: int) -> None:
         """Without a backward, what other blocks read goes after the last of them; what no block reads is an output."""
@@ -286,9 +282,8 @@ class _Replay:
         for due in reversed(self.after[block]):
             if not self.decisions[due].keeps_fetched:
                 self._fetch_params(due)
-            if self.decisions[due].activations is Activations.OFFLOAD:
-                self.memory.hold("activations", due, self.costs[due].saved_bytes)
-                self._issue(Lane.H2D, "reload", due, *self._moved(due)[1])
+            self.memory.hold("activations", due, self.activations[due].held_bytes)
+            self._issue(Lane.H2D, "reload", due, *self._moved(due)[1])
         to_host = self._part_at(block, cost.grad_bytes, *UPDATED_ON_HOST)
         self.memory.hold("activations", block, cost.saved_bytes)
         self.memory.hold("workspace", block, cost.backward_workspace_bytes)
@@ -297,8 +292,7 @@ class _Replay:
         self.memory.observe(block, BACKWARD)
         self._wait("fetch", block)
         self._wait("reload", block)
-        if decision.recomputes:
-            self._work(Lane.COMPUTE, "recompute", block, cost.again_s(decision.activations))
+        self._work(Lane.COMPUTE, "recompute", block, self.activations[block].recompute_s)
         fetched, reloaded = self._moved(block)
         copies = ((Lane.H2D, *fetched),) if not decision.keeps_fetched else ()
         gradients_moved = (to_host, cost.tensors_at(decision, *UPDATED_ON_HOST))

@@ -1,4 +1,4 @@
-"""What a replay finds: the values that `simulate` returns."""
+"""The results of a replay: the values that `simulate` returns."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ def events_since(began_s: float, events: Iterable[Event]) -> tuple[Event, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What a replay found.
+    """The result of a replay.
 
     Attributes:
         step_s: seconds of one optimizer step, all its micro-batches included.

@@ -1,9 +1,9 @@
-"""Annealing: in come assignments that keep the budgets, out comes one that keeps them and scores no worse.
+"""Annealing: in come assignments that keep the budgets, out come some that keep them, of which the first scores no worse.
 
 Local search (`improve`) looks at every change before it makes one: for many blocks that is too many. Here many assignments walk
 side by side, each by a change at random that is taken where it helps, and where it does not with a chance that shrinks as
-work runs out. A change is of what a block does with its activations, of its places or of its prefetch distance alone, in one
-block or in two, which may also exchange what they do; what it changes to is more often than not what some block of some walk
+work runs out. A change is of what a block does with its activations or of its places, sometimes with another prefetch distance,
+or of that alone, in one block or in two, which may also exchange what they do; what it changes to is more often than not what some block of some walk
 does, since most choices are in no good plan. Now and then walks *mate*: blocks that follow each other are good together, so a
 walk takes some from another. A walk may leave the budgets, at a price that rises; what is returned does not.
 

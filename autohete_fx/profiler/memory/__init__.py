@@ -1,1 +1,1 @@
-"""What graphs have in memory: kernels as Inductor would make them, their liveness and scratch, and a dry run of compiled code."""
+"""The memory of graphs: kernels as Inductor would make them, their liveness and scratch, and a dry run of compiled code."""

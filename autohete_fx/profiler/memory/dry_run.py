@@ -4,7 +4,7 @@ Enter the compiled forward and backward of a step, with example inputs; leaves t
 that before anything is compiled; this reads it off the code that will run, and is the judge of a budget. The wrapper
 is a Python function that allocates buffers, calls kernels and deletes buffers. It runs here with its generated kernels left
 out and its allocations fake, so that every buffer lives exactly as long as it will. Operators that the wrapper calls
-run as fakes too, and what `scratch` says that they take is added. What it cannot see is memory that kernels take past PyTorch's
+run as fakes too, and what `scratch` says that they take is added. It cannot see memory that kernels take past PyTorch's
 allocator.
 """
 

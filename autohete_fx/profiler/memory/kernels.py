@@ -42,7 +42,7 @@ class Part:
 
 @dataclass(slots=True)
 class Kernel:
-    """What runs as one launch: an extern call, or a loop nest that holds several nodes.
+    """The work of one launch: an extern call, or a loop nest that holds several nodes.
 
     Attributes:
         nodes: names of graph nodes computed here; a node inlined into several kernels is in each.

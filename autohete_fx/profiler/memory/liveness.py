@@ -65,7 +65,7 @@ class StepTrace:
 
     @property
     def peak_bytes(self) -> int:
-        """Of both passes."""
+        """The largest of both passes."""
         return max(self.forward.peak_bytes, self.backward.peak_bytes if self.backward else 0)
 
 

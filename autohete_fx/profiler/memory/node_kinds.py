@@ -1,4 +1,4 @@
-"""What single graph nodes are to the compiler: kind, sizes, scratch memory. Facts about ATen and Inductor, no policy.
+"""Single graph nodes as the compiler sees them: kind, sizes, scratch memory. Facts about ATen and Inductor, no policy.
 
 Enter nodes of an ATen graph with fake ``meta["val"]``; leave kinds and bytes. Symbolic sizes are read through
 their hints, without adding guards.
@@ -185,7 +185,7 @@ def innermost_call(target: object, args: tuple[Any, ...]) -> tuple[str, tuple[An
 
 
 def innermost_operator(target: object, args: tuple[Any, ...]) -> tuple[object, tuple[Any, ...]]:
-    """What `innermost_call` names."""
+    """The operator of `innermost_call`."""
     for position, arg in enumerate(args):
         if isinstance(arg, OpOverload):
             return arg, tuple(args[position + 1 :])
@@ -193,7 +193,7 @@ def innermost_operator(target: object, args: tuple[Any, ...]) -> tuple[object, t
 
 
 def kind_of(node: fx.Node) -> Kind:
-    """What a node is. An operator that is not known is an extern kernel."""
+    """The kind of a node. An operator that is not known is an extern kernel."""
     if node.op in ("placeholder", "get_attr"):
         return Kind.INPUT
     if node.op == "output":
@@ -244,7 +244,7 @@ def num_elements(value: Any) -> int:
 
 
 def aligned_bytes(num_bytes: int, device_type: str) -> int:
-    """What the device's allocator hands out for that many bytes."""
+    """Bytes that the device's allocator hands out for so many."""
     if device_type == "cpu" or not num_bytes:
         return num_bytes
     return -(-num_bytes // CUDA_ALIGNMENT_BYTES) * CUDA_ALIGNMENT_BYTES

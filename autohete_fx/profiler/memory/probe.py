@@ -42,7 +42,7 @@ class Probe:
         self._known: dict[object, int | None] = {}
 
     def scratch_bytes(self, target: object, args: Any, kwargs: Any, expected_bytes: int | None) -> int | None:
-        """What the operator takes beside its results.
+        """Bytes that the operator takes beside its results.
 
         Args:
             target: the operator, and what it is called with; of tensors only sizes, strides and types count.
@@ -102,7 +102,7 @@ def probing(probe: Probe | None) -> Iterator[None]:
 
 
 def current() -> Probe | None:
-    """Who measures, or None where nothing may run."""
+    """The probe that measures, or None where nothing may run."""
     return _active.get()
 
 

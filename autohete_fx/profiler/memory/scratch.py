@@ -64,8 +64,8 @@ def scratch_bytes(target: object, args: Any, kwargs: Any) -> int:
 
 
 def is_blas_product(name: str, args: Sequence[Any], kwargs: Any) -> bool:
-    """A matrix product that a library takes as it is. What a CPU's takes for types of more than 16 bits is not PyTorch's memory;
-    what a GPU's takes it keeps."""
+    """A matrix product that a library takes as it is. A CPU's scratch for types of more than 16 bits is not PyTorch's memory;
+    a GPU's is kept."""
     if name not in _PRODUCTS:
         return False
     matrices = [*args[_PRODUCTS[name] : _PRODUCTS[name] + 2], *([kwargs["out"]] if "out" in kwargs else [])]

@@ -1,1 +1,1 @@
-"""What runs beside the device: copies, updates and the disk, by priority."""
+"""Work beside the device: copies, updates and the disk, by priority."""

@@ -15,13 +15,13 @@ one object: it alone knows what is in flight and keeps it referenced.
 * The disk lane is a thread everywhere, for it mostly waits for the disk. It has no priorities: what is read comes to RAM behind
   what leaves it.
 
-What threads share. "The program" is the thread that runs forward, backward and step; workers are the lanes' threads.
+Threads share the following. "The program" is the thread that runs forward, backward and step; workers are the lanes' threads.
 
 * *Queue and counters of a lane*: everybody, under the lane's lock. An interrupt may end a submission anywhere: the ticket's
   `is_counted` and `is_taken` change in one statement with the counters, so what was counted is done or withdrawn.
 * *What work writes* (a copy's destination; parameter, states, step counter and host copy of an update) *and `Ticket.error`*: one
-  worker, before `finish`. Who reads has waited, which takes the lock that ``finish`` released, or was called back by it.
-  ``is_complete`` turns true behind the error. A parameter has one update under way: a step waits for the one before.
+  worker, before `finish`. A reader has waited, which takes the lock that ``finish`` released, or was called back by it.
+  ``is_complete`` turns true after the error. A parameter has one update under way: a step waits for the one before.
 * *What work reads* (a source, a gradient, an update's hyperparameters): the program, before the submission, whose lock the worker
   takes to find the work. Later writes by the program wait (`fence`, nodes of compiled code); hyperparameters are a copy.
 * *Callbacks of a ticket*: under its lock; each is called once, without any lock, by who registers late or by ``set_ready``.
@@ -31,7 +31,7 @@ What threads share. "The program" is the thread that runs forward, backward and 
 * *Coefficients of a step*: workers; two may make the same entry, of equal values.
 * *Staging of streamed states*: the thread that issues their copies uses its slots, one after the other; the one that finishes
   updates reads what has been issued, when all of it is.
-* `Updates`, arenas: under their locks. Who reads pending updates without it may see one that is over, and none of its own is
+* `Updates`, arenas: under their locks. A reader of pending updates without it may see one that is over, and none of its own is
   missing. Leases end by an append. Copies in flight: each under a number of its own, taken out once.
 * *Records*: workers append; a reader copies all of them at once.
 

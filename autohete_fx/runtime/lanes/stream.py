@@ -37,7 +37,7 @@ def _sleep_until(event: torch.Event) -> None:
 
 
 class Moment(Ticket):
-    """What a device's current stream has been given so far: a ticket that is ready from the start."""
+    """The work that a device's current stream has been given so far: a ticket that is ready from the start."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(Lane.COMPUTE, "moment", 0, 0)

@@ -73,7 +73,7 @@ class ThreadTicket(Ticket):
         self.wait()
 
     def prepare(self) -> None:
-        """What can be done ahead, once. Return when it is done, also where another thread of the lane is at it."""
+        """Do once what can be done ahead. Return when it is done, also where another thread of the lane is at it."""
         with self._preparing:
             prepare, self._prepare = self._prepare, None
             if prepare is not None and self.error is None:

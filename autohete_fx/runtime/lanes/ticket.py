@@ -64,7 +64,7 @@ class Ticket(abc.ABC):
             callback()
 
     def record(self, begin_s: float, end_s: float) -> LaneRecord:
-        """What is recorded of it."""
+        """The record of it."""
         return LaneRecord(
             lane=self.lane,
             label=self.label,
@@ -99,7 +99,7 @@ def when_all_ready(tickets: Sequence[Ticket], callback: Callable[[], None]) -> N
 
 
 def failure_of(tickets: Sequence[Ticket]) -> BaseException | None:
-    """What the first of them that failed raised; who asks will raise it."""
+    """The exception of the first of them that failed; the caller raises it."""
     failed = next((ticket for ticket in tickets if ticket.error is not None), None)
     if failed is None:
         return None

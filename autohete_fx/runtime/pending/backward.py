@@ -7,7 +7,7 @@ where a program does between ``backward()`` and ``step()`` what such an update c
 It is exact to start where the gradient that the graph gives is all that ``.grad`` will be, or all that will be added to the
 ``.grad`` that earlier micro-batches have collected: the graph has the only edge to the parameter in this backward pass, no hook
 changes the gradient, nobody else's memory is the parameter's or the gradient's, and the graph is not kept for another pass.
-Everywhere else the update is left to ``step()``. What is added is added in place as autograd would, by the update lane, and
+Everywhere else the update is left to ``step()``. The update lane adds in place, as autograd would, and
 autograd gets nothing to add.
 
 From then on the parameter is no longer what it was, which autograd learns from its version counter, and others from the
@@ -175,7 +175,7 @@ class Early:
         return True
 
     def left_to_autograd(self, gradients: Iterable[Any]) -> list[Any]:
-        """What a graph gives autograd, without the gradients that updates add by themselves."""
+        """The gradients that a graph gives autograd, without those that updates add by themselves."""
         added = {address_of(t) for t in self._added}
         return [None if isinstance(t, Tensor) and address_of(t) in added else t for t in gradients]
 
@@ -225,7 +225,7 @@ class Early:
                 consumed.check()
 
     def of(self, params: Iterable[Tensor]) -> list[Consumed]:
-        """What was started for these parameters."""
+        """The updates that were started for these parameters."""
         return [self._consumed[id(param)] for param in params if id(param) in self._consumed]
 
     def settle(self, done: Iterable[Consumed]) -> None:

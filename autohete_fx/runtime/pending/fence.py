@@ -8,12 +8,13 @@ backward pass waits for everything. Where updates start in backward the mode sta
 `autohete_fx.runtime.pending.backward`.
 Metadata, and setting a gradient to None, wait for nothing.
 
-What compiled code does is not seen here; see `autohete_fx.runtime.pending.calls`. Nor is what never passes PyTorch's Python API in
+The accesses of compiled code are not seen here; see `autohete_fx.runtime.pending.calls`. Nor is what never passes PyTorch's
+Python API in
 this thread:
 
 * a pointer that was asked for before the step, a NumPy array over a tensor among them;
 * TorchScript, whose interpreter calls operators from C++;
-* another thread. What it is given must have been read here after the step, as ``model.state_dict()`` does, or it must call
+* another thread. Tensors given to it must have been read here after the step, as ``model.state_dict()`` does, or it must call
   ``optimizer.synchronize()`` first. A fork needs nothing: it waits for all updates.
 
 Below the fence stands only the mode of ``torch.set_default_device``, which insists on being the lowest.
@@ -59,7 +60,7 @@ forwards of the user's, all below the fence."""
 
 
 class Guarded(Protocol):
-    """What a fence stands before: memory that something else may be writing.
+    """The owner of memory that something else may be writing, before which a fence stands.
 
     Attributes:
         early: what started in backward, until a step takes it over.
@@ -145,7 +146,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def watched(tensors: Callable[[], list[Tensor]], *, but: Collection[Guarded]) -> Iterator[None]:
-    """What the fences of this thread do around a call that gets some tensors, but for those of the updates in ``but``. For many
+    """Around a call that gets some tensors: the work of this thread's fences, but for those of the updates in ``but``. For many
     calls below the fences: each look at a property passes them, and an optimizer's step has thousands."""
     others = [updates for fence in standing_fences() if (updates := fence.updates) is not None and updates not in but]
     given = tensors() if others else []

@@ -31,7 +31,8 @@ class _Taken:
 
 
 class Norms:
-    """What is known of the gradients of the last backward pass, by the memory of their homes, which it does not keep."""
+    """The norms of gradients of the last backward pass, as far as they are known, by the memory of their homes, which it does not
+    keep."""
 
     def __init__(self) -> None:
         self._taken: dict[int, _Taken] = {}
@@ -40,7 +41,7 @@ class Norms:
         return bool(self._taken)
 
     def take(self, grad: Tensor, home: Tensor) -> None:
-        """Of a gradient that is copied to a home, which will be ``.grad``."""
+        """The norm of a gradient that is copied to a home, which will be ``.grad``."""
         address, lease = address_of(home), lease_of(home)
         if address is not None and lease is not None and _layout_of(grad)[:3] == _layout_of(home)[:3]:
             [norm] = norms_of([grad])
@@ -68,7 +69,8 @@ def _layout_of(t: Tensor) -> tuple[Any, ...]:
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Of tensors of one device and dtype, as ``torch.nn.utils.get_total_norm`` takes them: how many there are changes no bit."""
+    """The norms of tensors of one device and dtype, as ``torch.nn.utils.get_total_norm`` takes them: how many there are changes
+    no bit."""
     if tensors and has_foreach_support(list(tensors), tensors[0].device):
         return torch.ops.aten._foreach_norm.Scalar(list(tensors), 2.0)
     return [torch.linalg.vector_norm(t, 2.0) for t in tensors]

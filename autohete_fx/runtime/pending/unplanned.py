@@ -64,7 +64,7 @@ def note_run(parameters: Mapping[str, Tensor], *, is_training: bool, is_limited:
 
 
 class Watch:
-    """What one optimizer has seen of it."""
+    """The observations of one optimizer."""
 
     def __init__(self) -> None:
         self._num_steps = 0

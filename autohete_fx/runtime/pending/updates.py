@@ -114,7 +114,7 @@ class Updates:
 
     @property
     def fence(self) -> Fence:
-        """What watches the program."""
+        """The fence that watches the program."""
         return self._fence
 
     def guard(self) -> None:

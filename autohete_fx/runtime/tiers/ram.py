@@ -1,7 +1,7 @@
 """RAM: how much there is, and how much can be had.
 
-A container may use less than the machine has, and the kernel's answer to more is to kill a process. So both figures are the least
-of the machine's and of the control group's (either version).
+A container may use less than the machine has, and the kernel's answer to more is to kill a process. Both figures are therefore
+the least of the machine's and of the control group's (either version).
 """
 
 import os

@@ -1,0 +1,167 @@
+"""A compiled graph when it runs: what happens before, around and after each call of its code.
+
+In: the function that the inner compiler returned, and what was decided for it. Out: the function that Dynamo calls. It keeps the
+model's runtime alive, places parameters that are new to it, waits for updates under way, times its steps, and cleans up after an
+exception.
+"""
+
+import dataclasses
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autohete_fx.capture.inputs import GraphInput
+from autohete_fx.compiler.assumptions import Assumptions
+from autohete_fx.compiler.compilation import Compilation
+from autohete_fx.compiler.model import Model
+from autohete_fx.compiler.parameters import GraphParameters
+from autohete_fx.errors import AutoHeteError
+from autohete_fx.internals import dynamo, versions
+from autohete_fx.ir import LaneRecord, Overlap, Schedule
+from autohete_fx.ir.sizes import format_bytes
+from autohete_fx.planner.infeasible import too_small
+from autohete_fx.runtime import shortage
+from autohete_fx.runtime.pending import calls
+from autohete_fx.runtime.pending.fence import tensors_in
+from autohete_fx.runtime.session import Session
+from autohete_fx.runtime.steps import StepClock
+
+log = logging.getLogger(__name__)
+
+_STEPS_TO_LOG = 20
+"""After so many steps, prediction and measurement are logged side by side, once a graph."""
+
+_MODEL = "autohete_fx"
+"""The key under which a node of autograd's graph keeps the model."""
+
+
+def timed(compilation: Compilation, session: Session, micro_batches: int) -> Compilation:
+    """The compilation of a training graph with a clock for its steps; any other as it is."""
+    if not compilation.training:
+        return compilation
+    return dataclasses.replace(compilation, clock=StepClock(session.device, micro_batches, _records_of(session)))
+
+
+def _records_of(session: Session) -> Callable[[], tuple[LaneRecord, ...]]:
+    """What the session's lanes did; reports outlive models and must not keep them."""
+    reference = weakref.ref(session)
+
+    def records() -> tuple[LaneRecord, ...]:
+        found = reference()
+        return () if found is None else found.lanes.records()
+
+    return records
+
+
+def running(
+    compiled: Callable[..., object],
+    compilation: Compilation,
+    inputs: Sequence[GraphInput],
+    model: Model,
+    micro_batches: int,
+) -> Callable[..., object]:
+    """The function that Dynamo calls for a graph.
+
+    Before the code begins it waits for the updates that no node of the graph waits for: those of parameters that the graph does not
+    read, and those of memory that any other input shares, such as a buffer that is a view of a weight.
+
+    Args:
+        compiled: the graph's code.
+        inputs: of the graph, as Dynamo gave them.
+        model: to which it belongs.
+        micro_batches: passes that a step has, as planned.
+    """
+    parameters = GraphParameters(inputs, compilation, model)
+    assumed = None
+    if compilation.training and compilation.device_budget_bytes is not None:
+        assumed = Assumptions(parameters, inputs, micro_batches)
+    explain = functools.partial(_shortage, model.session.device, compilation)
+    guarded = _cleaning_up(weakref.ref(model.session), explain)
+    backward = _adding(weakref.ref(model.session), guarded, _refusal(compilation))
+
+    @functools.wraps(compiled, updated=())
+    def run(*args: object) -> object:
+        if compilation.clock is not None and compilation.clock.begin_pass() == _STEPS_TO_LOG:
+            log.info("after %d steps\n%s", _STEPS_TO_LOG, compilation.comparison_table())
+        updates = model.session.updates
+        calls.note_model(model)
+        calls.refuse_early(tensors_in(args), updates)
+        calls.settle_others(updates)
+        awaited = parameters.arrive(args)
+        if assumed is not None:
+            assumed.note_run()
+        updates.wait_all(but=awaited)
+        if updates.is_pending:
+            for t in tensors_in(args):
+                if id(t) not in awaited:
+                    updates.wait_for(t)
+        if compilation.training:
+            updates.shortage = explain
+            updates.schedule = compilation.plan.schedule if calls.is_within_call() else Schedule()
+            if updates.schedule.overlap is Overlap.BACKWARD:
+                calls.guard_backward(updates)
+        outputs = guarded(compiled, *args)
+        if compilation.training:
+            versions.around_backward(outputs, backward)
+        for t in tensors_in((outputs,)):
+            if t.grad_fn is not None:  # a backward may outlive the compiled model
+                kept: Any = t.grad_fn.metadata  # a dictionary, which PyTorch's stub calls a method
+                kept[_MODEL] = model
+        return outputs
+
+    if getattr(compiled, "_boxed_call", False):
+        run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _cleaning_up(session: "weakref.ref[Session]", explain: Callable[[BaseException], str]) -> Callable[..., object]:
+    """What calls a compiled forward or backward, ends its copies when it raises, and says more where memory ran out."""
+
+    def call(compiled: Callable[..., object], *args: object) -> object:
+        try:
+            return compiled(*args)
+        except BaseException as error:
+            owner = session()
+            if owner is not None:
+                for failure in owner.abandon():
+                    error.add_note(f"a copy that was under way failed too: {failure!r}")
+                if isinstance(error, torch.OutOfMemoryError):
+                    error.add_note(explain(error))
+            raise
+
+    return call
+
+
+def _refusal(compilation: Compilation) -> AutoHeteError | None:
+    """Of a graph that does not fit even with a plan that takes least, where graphs behind it were to tell what all need: raised by
+    its backward, if there are none."""
+    peak, budget = compilation.plan.peak_bytes, compilation.device_budget_bytes
+    if compilation.unsettled is None or budget is None or peak <= budget:
+        return None
+    return dynamo.surfacing(too_small(budget, peak, f"The plan that takes least needs {format_bytes(peak)}"))
+
+
+def _adding(
+    session: "weakref.ref[Session]", guarded: Callable[..., object], refusal: AutoHeteError | None
+) -> Callable[..., object]:
+    """What calls a compiled backward: autograd does not get the gradients that updates under way add to ``.grad``."""
+
+    def call(compiled: Callable[..., object], *args: object) -> object:
+        if refusal is not None:
+            raise refusal
+        gradients, owner = guarded(compiled, *args), session()
+        assert owner is not None and isinstance(gradients, list | tuple)
+        return type(gradients)(owner.updates.early.left_to_autograd(gradients))
+
+    return call
+
+
+def _shortage(device: torch.device, compilation: Compilation, error: BaseException) -> str:
+    plan = compilation.plan
+    name = f"plan {plan.digest} of {len(plan.labels)} blocks ({plan.status})"
+    use = shortage.device_use(error, device)
+    return shortage.shortage_text(use, name, plan.peak_bytes, compilation.device_budget_bytes)

@@ -1,0 +1,411 @@
+"""What the pages quote of the result files: for each figure's name a function that makes its text.
+
+In: ``results/*.json``, as the benchmarks saved them. Out: a phrase, a table or a listing in Markdown, which `figures.py` writes
+into the pages. A text says nothing that would not follow from other files too: it has as many rows, models and budgets as they.
+"""
+
+import functools
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One result file."""
+
+    environment: dict[str, Any]
+    rows: Any
+
+    @property
+    def machine(self) -> str:
+        """Cores and processor."""
+        name = re.sub(r"\(R\)| Processor| CPU", "", self.environment["machine"])
+        return f"{self.environment['cores']} core{'s'[: self.environment['cores'] > 1]}, {name}"
+
+    def argument(self, name: str, default: str) -> str:
+        """What its script was given by that name."""
+        found = re.search(rf"{name} (\S+)", self.environment["command"])
+        return found[1] if found else default
+
+    @property
+    def script(self) -> str:
+        """That wrote it, with its arguments but for where it wrote."""
+        words = self.environment["command"].removeprefix("python ").split()
+        words = [word for i, word in enumerate(words) if not {word, words[i - 1]} & {"--json", "--save"}]
+        return " ".join([Path(words[0]).name, *words[1:]])
+
+
+@functools.cache
+def read(name: str) -> Result:
+    """A result file, by its name."""
+    content = json.loads((RESULTS / f"{name}.json").read_text())
+    return Result(content["environment"], content["rows"])
+
+
+def named(prefix: str) -> list[Result]:
+    """All result files whose names begin so."""
+    return [read(path.stem) for path in sorted(RESULTS.glob(f"{prefix}*.json"))]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Of the table of measurements: what was measured, what came out, and the file that says so."""
+
+    what: str
+    result: str
+    source: Result
+
+
+# -- phrases --------------------------------------------------------------------------------------------------------
+
+
+def listed(words: Iterable[object]) -> str:
+    """``a, b and c``."""
+    *first, last = map(str, words)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def percent(share: float) -> str:
+    """Whole ones from ten on, else with a digit."""
+    return "less than 0.1%" if 0 < share < 0.0005 else f"{share:.{0 if share >= 0.0995 else 1}%}"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """In Markdown."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
+    return "\n".join([lines[0], f"|{'---|' * len(header)}", *lines[1:]])
+
+
+# -- rows -----------------------------------------------------------------------------------------------------------
+
+
+def step_time(result: Result) -> Row:
+    ratios = {row["budget"]: row["step time, ours / plain (median of pairs)"] for row in result.rows}
+    places = {"100%": "in the memory that plain needs", "50%": "in half of it"}
+    times = (f"{ratio:.2f} times {places.get(budget, f'in {budget} of it')}" for budget, ratio in ratios.items())
+    what = f"step time of a GPT of {result.argument('--layers', '8')} layers against plain `torch.compile`"
+    return Row(what, ", ".join(times), result)
+
+
+def half_of_memory() -> str:
+    (row,) = (row for row in read("step_time_cpu").rows if row["budget"] == "50%")
+    ratio = row["step time, ours / plain (median of pairs)"]
+    return f"{ratio:.2f} times the step of plain `torch.compile` in half of its memory"
+
+
+def compile_time(result: Result) -> Row:
+    ratios = [f"{row['(ours - solver) / plain']:.2f}" for row in result.rows]
+    what = f"compile time of {result.argument('--layers', '24')} layers against plain's, solver apart"
+    return Row(what, f"{listed(ratios)} times, in {len(ratios)} pairs of runs", result)
+
+
+def recompute_only(result: Result) -> Row:
+    (model,) = result.rows
+    peaks = {
+        name: curve["peak bytes"] / model["curves"]["plain"]["peak bytes"] for name, curve in model["curves"].items()
+    }
+    ours = {point["ours"]: point["at our peak"] for point in model["points"]}
+    met = [name for name, best in ours.items() if best is not None]
+    alone = [name for name in ours if name not in met]
+    times, shares = listed(f"{ours[name]['median']:.2f}" for name in met), listed(f"{peaks[name]:.0%}" for name in met)
+    text = f"{times} times at {shares} of plain's peak" if met else "none at the same peak"
+    if alone:
+        least = min(share for name, share in peaks.items() if name.startswith("setting"))
+        lowest = min(peaks[name] for name in alone)
+        text += f". At {len(alone)} lower peaks, down to {lowest:.0%}, PyTorch has no setting: its least is {least:.0%}"
+    best = "the best setting of PyTorch's `activation_memory_budget` at the same peak"
+    return Row(f"{model['model']}: step time by recomputation alone against {best}", text, result)
+
+
+def prediction_truth(result: Result) -> Row:
+    steps, above, below = _errors(result)
+    models, budgets = (listed(dict.fromkeys(row[key] for row in result.rows)) for key in ("model", "budget"))
+    runs = len(result.rows[0]["step ratios"])
+    return Row(
+        f"predicted step times and peaks of {models} at {budgets} of plain's memory, {runs} run{'s'[: runs > 1]} each",
+        f"steps {percent(statistics.median(steps))} off in the median, {percent(max(steps))} at most; peaks at most"
+        f" {percent(above)} above the measured ones and {percent(below)} below",
+        result,
+    )
+
+
+def predictions() -> Row:
+    """In short, of all files."""
+    quiet, others = read("prediction_truth_cpu"), named("prediction_truth_cpu_")
+    steps = _errors(quiet)[0]
+    busy = [f", in a busier hour {percent(max(_errors(other)[0]))}" for other in others]
+    above = max(_errors(result)[1] for result in (quiet, *others))
+    return Row(
+        f"predicted step times and peaks of {len({row['model'] for row in quiet.rows})} models at"
+        f" {len({row['budget'] for row in quiet.rows})} budgets",
+        f"steps {percent(statistics.median(steps))} off in the median, {percent(max(steps))} at most{''.join(busy)}; peaks at"
+        f" most {percent(above)} above the measured ones",
+        quiet,
+    )
+
+
+def _errors(result: Result) -> tuple[list[float], float, float]:
+    """Of the runs of the median step ratio, and how far the peaks of all are above and below at most."""
+    steps = [abs(row["predicted step s"] / row["step s"] - 1) for row in result.rows]
+    peaks = [ratio - 1 for row in result.rows for ratio in row["peak ratios"]]
+    return steps, max(0.0, *peaks), max(0.0, *(-peak for peak in peaks))
+
+
+def planner_gap(result: Result) -> Row:
+    limit = result.argument("--time-limit", "10")
+    what = f"proven gap of plans within {limit} s of solving, by layers and share of plain's memory"
+    texts = []
+    for is_tight in (True, False):
+        found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        for row in result.rows:
+            if (row["share"] <= 0.5) is is_tight:
+                found.setdefault((row["overlap"], row["layers"]), []).append(row)
+        if found:
+            several = len({overlap for overlap, _ in found}) > 1
+            parts = (
+                f"{layers} layers {f'({overlap}) ' * several}{_gaps(of)}" for (overlap, layers), of in found.items()
+            )
+            shares = sorted({row["share"] for of in found.values() for row in of})
+            texts.append(f"at {listed(f'{share:.0%}' for share in shares)}: {', '.join(parts)}")
+    return Row(what, "; ".join(texts), result)
+
+
+def gaps_in_short() -> Row:
+    result = read("planner_gap")
+    tight = [row for row in result.rows if row["share"] <= 0.5]
+    layers, shares = ([row[key] for row in tight] for key in ("layers", "share"))
+    return Row(
+        f"proven gap of plans for {min(layers)} to {max(layers)} layers, at {min(shares):.0%} to {max(shares):.0%} of plain's"
+        " memory",
+        _gaps(tight),
+        result,
+    )
+
+
+def worst_gap() -> str:
+    rows = [row for row in read("planner_gap").rows if _share(row) is not None]
+    worst = max(rows, key=lambda row: _share(row) or 0.0)
+    return f"{worst['gap']}, for {worst['layers']} layers in {worst['share']:.0%} of plain's memory"
+
+
+def _gaps(rows: Sequence[dict[str, Any]]) -> str:
+    """``0.2 to 1.5%``, and how often there is no plan."""
+    found = [gap for row in rows if (gap := _share(row)) is not None]
+    without = f", no plan for {len(rows) - len(found)} of {len(rows)}" if len(found) < len(rows) else ""
+    if not found:
+        return without.removeprefix(", ")
+    low, high = (f"{100 * gap:.2f}" for gap in (min(found), max(found)))
+    return f"{low} to {high}%{without}" if low != high else f"{high}%{without}"
+
+
+def _share(row: dict[str, Any]) -> float | None:
+    return float(row["gap"].rstrip("%")) / 100 if row["gap"].endswith("%") else None
+
+
+def disk_states(result: Result) -> Row:
+    (row,) = result.rows
+    share = row["share of the disk's bandwidth"]
+    differences = [value for key, value in row.items() if key.startswith("largest difference")]
+    return Row(
+        f"a bf16 model with {row['states, MB']:.0f} MB of states in a host budget of {row['host budget, MB']:.0f} MB",
+        f"{row['states on disk, MB']:.0f} MB of them on disk, at most {row['states in RAM at most, MB']:.0f} MB of those in RAM;"
+        f" states at most {max(differences):.1g} of themselves off PyTorch's; a step uses"
+        f" {percent(share)} of the disk's bandwidth",
+        result,
+    )
+
+
+def emulated_machine(result: Result) -> Row:
+    steps, gains = result.rows["steps"], result.rows["gains"]
+    step = max(abs(row["step s"] / row["simulated s"] - 1) for row in steps)
+    gain = max(abs(row["measured"] / row["simulated"] - 1) for row in gains)
+    return Row(
+        f"{len(steps)} step times on an emulated machine, and {len(gains)} gains of priority and overlap, against the simulator's",
+        f"within {percent(step)} and {percent(gain)}",
+        result,
+    )
+
+
+def recording_cost(result: Result) -> Row:
+    (row,) = result.rows
+    share, records = row["recording, counted / step"], row["records a step"]
+    return Row(
+        "what it costs to record what the lanes did", f"{percent(share)} of a step with {records} records", result
+    )
+
+
+def measured() -> str:
+    """All of them."""
+    rows = [
+        step_time(read("step_time_cpu")),
+        compile_time(read("compile_time_cpu")),
+        *map(recompute_only, named("recompute_only")),
+        *map(prediction_truth, named("prediction_truth_cpu")),
+        *map(planner_gap, named("planner_gap")),
+        emulated_machine(read("emulated_machine_cpu")),
+        disk_states(read("disk_states_cpu")),
+        recording_cost(read("recording_cost_cpu")),
+    ]
+    header = ("what", "result", "machine", "commit", "script")
+    return table(
+        header,
+        ((r.what, r.result, r.source.machine, r.source.environment["commit"], f"`{r.source.script}`") for r in rows),
+    )
+
+
+def measured_in_short() -> str:
+    """Three."""
+    rows = (step_time(read("step_time_cpu")), predictions(), gaps_in_short())
+    return table(
+        ("what", "result", "machine", "script"),
+        ((r.what, r.result, r.source.machine, f"`{r.source.script.split()[0]}`") for r in rows),
+    )
+
+
+# -- the other tables -----------------------------------------------------------------------------------------------
+
+
+def best_on_emulated_machines() -> str:
+    """Of each machine and place of states, the schedule whose step is shortest."""
+    best: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in read("emulated_machine_cpu").rows["steps"]:
+        key = row["machine"], row["homes"]
+        best[key] = min(best.get(key, row), row, key=lambda each: each["step s"])
+    rows = (
+        (*key, row["schedule"], *(f"{row[f'{bound} s'] / row['step s']:.1%}" for bound in ("roofline", "floor")))
+        for key, row in best.items()
+    )
+    return table(("machine", "on the host", "best schedule", "of the roofline", "of the floor"), rows)
+
+
+STRATEGIES = {
+    "zero-offload": ("ZeRO-Offload", "1.85, 2.08"),
+    "chunks-on-demand": ("PatrickStar", "1.63, 1.91"),
+    "working-window": ("StrongHold", "1.32, 1.41"),
+    "three-integers-on-arrival": ("AutoHete's three integers, no priority", "1.16, 1.24"),
+}
+"""Names, and what arXiv 2503.01890 says of an A100-40GB: mean and most."""
+
+
+def strategies() -> str:
+    """How many times our step those of others take, in a table for each file."""
+    return "\n\n".join(
+        f"`{result.script}` at {result.environment['commit']}:\n\n{_strategies(result)}\n\n{_ever_faster(result)}"
+        for result in named("strategies")
+    )
+
+
+def _strategies(result: Result) -> str:
+    parts = list(dict.fromkeys(row["part"] for row in result.rows))
+    rows = []
+    for strategy, (name, paper) in STRATEGIES.items():
+        cells = [name]
+        for part in parts:
+            mine = [row for row in result.rows if (row["part"], row["strategy"]) == (part, strategy)]
+            ratios = [row["time / ours"] for row in mine if row["fits"]]
+            figures = f"{statistics.mean(ratios):.2f}, {max(ratios):.2f}" if ratios else "-"
+            cells.append(f"{figures} ({len(ratios)} of {len(mine)})")
+            cells += [paper] if part == "paper" else []
+        rows.append(cells)
+    header = ["strategy"]
+    for part in parts:
+        mine = [row for row in result.rows if row["part"] == part]
+        devices, models, budgets = (
+            list(dict.fromkeys(r[k] for r in mine)) for k in ("device", "model", "budget_bytes")
+        )
+        memory = f"{listed(f'{budget / 1e9:.0f}' for budget in budgets)} GB"
+        header.append(f"{listed(devices)}, {memory}: {listed(models)}")
+        header += ["the paper, measured"] if part == "paper" else []
+    return table(header, rows)
+
+
+def _ever_faster(result: Result) -> str:
+    others = [row for row in result.rows if row["strategy"] != "ours" and row["fits"]]
+    faster = sum(row["time / ours"] < 1 for row in others)
+    gap = max(row["gap"] for row in result.rows if row.get("gap") is not None)
+    count = "None" if not faster else str(faster)
+    verb = "is" if faster <= 1 else "are"
+    return f"{count} of {len(others)} that fit {verb} faster than ours, whose proven gaps are at most {percent(gap)}."
+
+
+def step_caption() -> str:
+    """Of the picture that `step_picture.py` draws."""
+    result = read("step_timeline")
+    run = result.rows
+    return (
+        f"A step of {run['step s']:.2f} s ({run['predicted step s']:.2f} s predicted) of a GPT of {run['layers']} layers in"
+        f" {percent(run['budget bytes'] / run['whole bytes'])} of its memory, as the lanes ran it on a machine that is emulated on"
+        f" {result.machine}."
+    )
+
+
+# -- what autohete plan prints --------------------------------------------------------------------------------------
+
+_WIDTH = 127
+
+
+def plan_in_short() -> str:
+    """From the predicted step on."""
+    command, lines = _printed()
+    return _listing([f"$ {command}", "…", *_section(lines, "predicted step")])
+
+
+def plan() -> str:
+    """All but why, and of the blocks the first and the last ones."""
+    command, lines = _printed()
+    lines = lines[: lines.index("why") - 1]
+    begin = next(i for i, line in enumerate(lines) if line.startswith("---")) + 1
+    end = lines.index("", begin)
+    blocks = lines[begin:end]
+    shown = [*blocks[:10], "…", *blocks[-7:]] if len(blocks) > 18 else blocks
+    return _listing([f"$ {command}", *lines[:begin], *shown, *lines[end:]])
+
+
+def plan_reasons() -> str:
+    """What binds, and of two blocks what else could have been chosen."""
+    lines = _printed()[1]
+    binds = _section(lines, lines[lines.index("why") + 1])
+    blocks: list[list[str]] = []
+    for line in lines[lines.index("why") + len(binds) + 2 :]:
+        if not line.startswith(" "):
+            blocks.append([])
+        blocks[-1].append(line)
+    return _listing([*binds, "", *blocks[1], *blocks[-3], "…"])
+
+
+def _printed() -> tuple[str, list[str]]:
+    (row,) = read("what_if").rows
+    return row["command"], row["printed"]
+
+
+def _section(lines: Sequence[str], start: str) -> list[str]:
+    """From a line that begins so up to an empty one."""
+    begin = next(i for i, line in enumerate(lines) if line.startswith(start))
+    return list(lines[begin : lines.index("", begin)])
+
+
+def _listing(lines: Iterable[str]) -> str:
+    cut = (line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…" for line in lines)
+    return "\n".join(["```", *cut, "```"])
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "step_time.half": half_of_memory,
+    "planner_gap.worst": worst_gap,
+    "measured.short": measured_in_short,
+    "measured": measured,
+    "emulated_machine.best": best_on_emulated_machines,
+    "strategies": strategies,
+    "step.caption": step_caption,
+    "plan.short": plan_in_short,
+    "plan": plan,
+    "plan.reasons": plan_reasons,
+}
+"""By the name under which a page quotes it."""

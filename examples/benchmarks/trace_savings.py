@@ -1,0 +1,134 @@
+"""What it is worth that the memory trace follows Inductor's fusion, order and reuse: compilations, and plans.
+
+The trace of a rewritten graph decides whether its plan is compiled at all (`autohete_fx.profiler.memory.liveness`). Each of the
+twelve pairs of model and budget of `prediction_truth.py` is compiled twice: with that trace, and with a plain one, in which kernels
+run in the graph's order and every result has memory of its own. Compiled code is judged in the same way by both. A row has how
+often the graph was compiled, the seconds of all that, and the last plan's predicted step and peak.
+
+    python examples/benchmarks/trace_savings.py --json examples/benchmarks/results/trace_savings.json
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from prediction_truth import MODELS
+from results import environment, print_figures, save
+
+import autohete_fx
+from autohete_fx.compiler import training
+from autohete_fx.compiler.graph import GraphCompiler
+from autohete_fx.errors import InfeasiblePlanError
+
+_PAIRS = Path(__file__).parent / "results" / "prediction_truth_cpu.json"
+_TRACES = ("as Inductor", "plain")
+
+
+def main() -> None:
+    """Compile every pair with both traces, each in a process of its own, print the table, and write JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one", nargs=3, metavar=("MODEL", "BYTES", "TRACE"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        name, budget, trace = arguments.one
+        print(json.dumps(compiled(name, int(budget), trace)))
+        return
+    print_figures(environment())
+    rows = []
+    print(f"{'model':<9}{'budget':>7}  {'trace':<12}{'compiled':>8} {'seconds':>8} {'step ms':>8} {'of budget':>9}")
+    for pair in json.loads(_PAIRS.read_text())["rows"]:
+        for trace in _TRACES:
+            found = in_process(pair["model"], str(pair["budget bytes"]), trace)
+            rows.append({"model": pair["model"], "budget": pair["budget"], "trace": trace, **found})
+            print(line(rows[-1]), flush=True)
+    print()
+    print_figures(summary(rows))
+    save(arguments.json, rows)
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row of the table."""
+    start = f"{row['model']:<9}{row['budget']:>7}  {row['trace']:<12}{row['compilations']:>8} {row['seconds']:>8.1f}"
+    if row["refused"]:
+        return f"{start}  refused"
+    return f"{start} {row['predicted step s'] * 1e3:>8.1f} {row['share of budget']:>9.1%}"
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, object]:
+    """Both traces side by side."""
+    figures: dict[str, object] = {}
+    of = {trace: [row for row in rows if row["trace"] == trace] for trace in _TRACES}
+    for trace in _TRACES:
+        figures[f"{trace}: compilations"] = sum(row["compilations"] for row in of[trace])
+        figures[f"{trace}: refused"] = sum(row["refused"] for row in of[trace])
+    pairs = [
+        (ours["predicted step s"], plain["predicted step s"])
+        for ours, plain in zip(*of.values(), strict=True)
+        if not (ours["refused"] or plain["refused"])
+    ]
+    slower = [plain / ours - 1 for ours, plain in pairs]
+    figures["steps longer with the plain trace, median"] = f"{statistics.median(slower):.1%}"
+    figures["steps longer with the plain trace, most"] = f"{max(slower):.1%}"
+    return figures
+
+
+def in_process(*words: str) -> dict[str, Any]:
+    """One compilation in a process of its own, with caches of its own."""
+    with tempfile.TemporaryDirectory() as inductor, tempfile.TemporaryDirectory() as own:
+        places = {"TORCHINDUCTOR_CACHE_DIR": inductor, "AUTOHETE_CACHE_DIR": own}
+        command = [sys.executable, sys.argv[0], "--one", *words]
+        finished = subprocess.run(command, env=os.environ | places, capture_output=True, text=True, check=False)
+    if finished.returncode:
+        sys.exit(f"{' '.join(words)}: failed\n{finished.stderr[-4000:]}")
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+def compiled(name: str, budget_bytes: int, trace: str) -> dict[str, Any]:
+    """One training step within a budget: how often its graph was compiled, and what came of it. Blocks are priced, not timed, so
+    that both traces plan for the same costs."""
+    if trace == "plain":
+        full = training.trace_step
+
+        def traced(*graphs: Any, **how: Any) -> Any:
+            return full(*graphs, **{**how, "inner_backend": "eager"})
+
+        training.trace_step = traced
+    compilations, compile_fx = [0], GraphCompiler._compile_fx
+
+    def counted(self: GraphCompiler, example_inputs: Sequence[Any]) -> Any:
+        compilations[0] += 1
+        return compile_fx(self, example_inputs)
+
+    GraphCompiler._compile_fx = counted
+    torch.manual_seed(0)
+    model, loss_of = MODELS[name]()
+    autohete_fx.AdamW(model.parameters())
+    model.compile(backend="autohete", options={"memory_budget": budget_bytes, "profile": "analytic"})
+    began, refused = time.perf_counter(), False
+    try:
+        loss_of()
+    except InfeasiblePlanError:
+        refused = True
+    figures: dict[str, Any] = {
+        "compilations": compilations[0],
+        "seconds": time.perf_counter() - began,
+        "refused": refused,
+    }
+    for compilation in autohete_fx.compilations():
+        figures["predicted step s"] = compilation.predicted_step_s
+        figures["share of budget"] = compilation.predicted_peak_bytes / budget_bytes
+    return figures
+
+
+if __name__ == "__main__":
+    main()
