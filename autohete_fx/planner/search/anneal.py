@@ -5,7 +5,8 @@ side by side, each by a change at random that is taken where it helps, and where
 work runs out. A change is of what a block does with its activations or of its places, sometimes with another prefetch distance,
 or of that alone, in one block or in two, which may also exchange what they do. What it changes to is more often than not what
 some block of some walk does, since most choices are in no good plan. Now and then walks *mate*: blocks that follow each other
-are good together, so a walk takes some from another. A walk may leave the budgets, at a price that rises; what is returned does not.
+are good together, so a walk takes some from another. A walk may leave the budgets, at a price that rises; what is returned keeps
+them.
 
 Most changes of a good plan change nothing: the step takes what its longest chain of work and waits takes, and whatever is
 not on that chain is free. So walks also pay what settings *waste*: their reduced costs in the relaxation, which
