@@ -28,8 +28,9 @@ from autohete_fx.planner.model.choices import COPY_WEIGHT, choices, states_of, t
 from autohete_fx.planner.model.figures import limits_of
 from autohete_fx.planner.model.simulate import BACKWARD, FORWARD, OPTIMIZER_STEP, simulate
 from autohete_fx.planner.model.simulation import Simulation
-from autohete_fx.planner.search.arrays import Rows, Seconds
+from autohete_fx.planner.search.arrays import Rows
 from autohete_fx.planner.search.improve import LEAST_GAIN
+from autohete_fx.planner.search.passes import Seconds
 from autohete_fx.planner.search.replays import Replays
 
 _MORE_BYTES = 2**30

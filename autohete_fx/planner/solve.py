@@ -31,9 +31,10 @@ from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE, choices, co
 from autohete_fx.planner.model.figures import overlap_of, sends_at_once
 from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.reasons import reasons_of
-from autohete_fx.planner.search.anneal import anneal, prepare, terms_of
-from autohete_fx.planner.search.arrays import Rows, Seconds
+from autohete_fx.planner.search.anneal import anneal, terms_of
+from autohete_fx.planner.search.arrays import Rows
 from autohete_fx.planner.search.improve import Search
+from autohete_fx.planner.search.passes import Seconds
 from autohete_fx.planner.search.replays import Replays
 from autohete_fx.planner.search.rounding import rounded, supported_choices, wasted_seconds
 from autohete_fx.planner.search.starts import simple_choices, starts
@@ -50,9 +51,9 @@ RELAXATION_SHARE = 0.5
 """Of the time limit, by the clock, for the relaxation, without which nothing is proven; it takes a tenth of this for few blocks."""
 REASONS_SHARE = 0.08
 """Likewise for saying why, at the end."""
-REPLAYED_BLOCKS_PER_SECOND, WALKED_BLOCKS_PER_SECOND = 1_500_000, 50_000_000
+REPLAYED_BLOCKS_PER_SECOND, WALKED_BLOCKS_PER_SECOND = 1_500_000, 4_000_000
 """Of local search and of annealing on a usual core."""
-SHARED_LANE, SHARED_LANE_BLOCKS = 4, 12
+SHARED_LANE, SHARED_LANE_BLOCKS = 2, 16
 """Where `figures.sends_at_once`, blocks take that many times as long to replay, or as often as the others go into their number."""
 PROGRAM_BLOCKS = 8
 """For more blocks CP-SAT does not try the integer programs: in the time there is it gets little further than their relaxation."""
@@ -61,22 +62,20 @@ BRANCHED_BLOCKS = 32
 BRANCHES_PER_SECOND = 1000
 """Of the time limit, over the square of the number of blocks, by which what a branch takes grows: as with the search, work is
 counted, so that every run proves the same."""
-LATENESS = 0.2, 0.8
-"""Of the annealings, which run at the same time: they end in other valleys, and how much is best depends on the problem."""
-MANY_BLOCKS = 24
+MANY_BLOCKS = 16
 """With fewer, annealing has no more to find after less work, in proportion."""
 ENOUGH = 0.001
 """Annealing looks no further where a plan's gap is this."""
 MOST_CHOICES = 200_000
 """Where blocks times all their choices are more, the search is among those that the relaxation uses, and mixtures of these."""
-_STARTS, _IMPROVED_STARTS, _ROUNDINGS = 12, 2, 2
+_STARTS, _IMPROVED_STARTS, _ROUNDINGS, _POLISHED = 12, 2, 2, 3
 
 
 def solve(problem: Problem, *, time_limit_s: float = 10.0) -> Plan:
     """The fastest plan found that keeps the budgets.
 
     Equal problems get equal decisions: work is counted, not timed, unless the machine is so slow that ``time_limit_s``
-    (seconds of the clock, for all of it but tables, patterns and what is compiled once a machine) comes first.
+    (seconds of the clock, for all of it but tables and patterns) comes first.
     ``Plan.status`` is ``optimal`` where ``Plan.gap`` is at most ``OPTIMAL_GAP``, else ``feasible``.
 
     Raises InfeasiblePlanError where no plan keeps the budgets.
@@ -120,7 +119,6 @@ def _solved(problem: Problem, time_limit_s: float) -> tuple[tuple[BlockDecision,
     stays = fits(problem, replayed) and not any(copies(decision) for decision in stay)
     if stays and replayed.step_s - bound_s <= OPTIMAL_GAP * replayed.step_s:
         return stay, bound_s
-    prepare()
     deadline = time.monotonic() + (1 - REASONS_SHARE) * time_limit_s
     if not problem.costs:
         raise infeasible(problem, deadline=deadline)
@@ -141,7 +139,7 @@ class _Found:
         self.patterns: list[tuple[BlockDecision, ...]] = []  # that keep the budgets, and differ
         self.near: list[tuple[BlockDecision, ...]] = []  # likewise, the relaxation
         self.best_s = self.best_score = float("inf")
-        self.bound_s = 0.0
+        self.bound_s = self.relaxed_s = 0.0
 
     def look(self, bound_s: float) -> None:
         """Search, with a bound to begin with. Raises InfeasiblePlanError."""
@@ -175,9 +173,9 @@ class _Found:
             wasted_s = (
                 wasted_seconds(self.problem, relaxed.wasted_s, search.replays.settings) if relaxed is not None else None
             )
-            self._anneal(search, wasted_s)
-            self._allow(search, POLISHING_SHARE)
-            self._keep(search, search.improve(search.replays.row(self.best)))
+            for row in self._anneal(search, wasted_s):
+                self._allow(search, POLISHING_SHARE / _POLISHED)
+                self._keep(search, search.improve(row))
 
     @property
     def _is_done(self) -> bool:
@@ -210,6 +208,7 @@ class _Found:
         """Bound the step."""
         relaxed = relax(bounding, deadline=min(self.deadline, time.monotonic() + RELAXATION_SHARE * self.time_limit_s))
         if relaxed is not None:
+            self.relaxed_s = relaxed.bound_s
             self.bound_s = max(self.bound_s, relaxed.bound_s)
         return relaxed
 
@@ -227,26 +226,16 @@ class _Found:
             if not self._is_done:
                 self._keep(search, search.improve(fitting[i]))
 
-    def _anneal(self, search: Search, wasted_s: Seconds | None) -> None:
-        """Walk from what was found."""
+    def _anneal(self, search: Search, wasted_s: Seconds | None) -> Rows:
+        """Walk from what was found; returns the best of all."""
         share = ANNEALING_SHARE if self.num_blocks > PROGRAM_BLOCKS else POLISHING_SHARE
         share *= min(1.0, self.num_blocks / MANY_BLOCKS)
         if sends_at_once(self.problem):
             share /= max(SHARED_LANE, self.num_blocks / SHARED_LANE_BLOCKS)
         work, enough_s = int(share * self.time_limit_s * WALKED_BLOCKS_PER_SECOND), self.bound_s * (1 + ENOUGH)
         begin = np.array([search.replays.row(each) for each in (self.best, *self.patterns, *self.near)])
-        terms = terms_of(search.replays, wasted_s)
-
-        def walked(lateness: float) -> Rows:
-            return anneal(search, terms, begin, work=work, enough_s=enough_s, lateness=lateness)
-
-        with ThreadPoolExecutor(len(LATENESS)) as beside:
-            try:
-                for found in beside.map(walked, LATENESS):
-                    self._keep(search, found)
-            except BaseException:  # such as Ctrl-C
-                search.deadline = 0.0
-                raise
+        terms = terms_of(search.replays, wasted_s, self.relaxed_s if wasted_s is not None else 0.0)
+        return anneal(search, terms, begin, work=work, enough_s=enough_s)[:_POLISHED]
 
     def _anything(self) -> tuple[BlockDecision, ...]:
         decisions = least_peak(self.problem, deadline=self.deadline)

@@ -22,7 +22,7 @@ stop when ``--minutes`` are over; what was left out is listed. Each part may tak
 not get to comes at the end if there is time. The file is up to date after each row, and ``--caches`` has a trace of each row of
 ours (``ours*_trace.json``, for Perfetto). Models are GPTs with random weights on the Python standard library's sources.
 
-torch, numpy, numba, pandas, ortools, rich must be there; torchao and deepspeed are compared where they are. How to carry them to a
+torch, numpy, pandas, ortools, rich must be there; torchao and deepspeed are compared where they are. How to carry them to a
 machine without a network is in ``tests/cuda/FIRST_TEN_MINUTES.md``. DeepSpeed builds its CPU Adam on first use, which needs a
 compiler and ninja on the PATH.
 """

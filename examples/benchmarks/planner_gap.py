@@ -4,8 +4,7 @@
 
 No model is traced: blocks are transformer layers in closed form, on a device whose data sheet ships, with an embedding
 before and a loss behind; "different" layers draw their size and their MLP's width at random. Budgets are shares of what plain
-training takes. The gap is ``(step - lower bound) / step``, both as the simulator counts. What is compiled once a machine
-(`autohete_fx.planner.search.compiled`) is compiled before.
+training takes. The gap is ``(step - lower bound) / step``, both as the simulator counts.
 """
 
 import argparse
@@ -20,7 +19,6 @@ from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.ir import BlockCost, BlockDecision, Overlap, Problem, Schedule
 from autohete_fx.machine.devices import find_device, machine_of_spec
 from autohete_fx.planner.model.simulate import simulate
-from autohete_fx.planner.search.anneal import prepare
 from autohete_fx.planner.solve import solve
 
 _SHARES = (0.15, 0.2, 0.35, 0.5, 0.7, 0.9)
@@ -39,7 +37,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print_figures(environment())
-    prepare()
     rows = []
     for overlap in arguments.overlap:
         for layers in arguments.layers:

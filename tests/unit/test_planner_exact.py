@@ -33,12 +33,12 @@ from autohete_fx.planner.model.choices import (
 from autohete_fx.planner.model.device_use import device_bytes
 from autohete_fx.planner.model.figures import disk_bytes, host_bytes, overlap_of, sends_at_once
 from autohete_fx.planner.model.simulate import simulate
-from autohete_fx.planner.search import compiled
-from autohete_fx.planner.search.anneal import HEAT, anneal, follow_the_best, new_walks, prepare, terms_of
-from autohete_fx.planner.search.compiled import WIDTH, walk_on
+from autohete_fx.planner.search.anneal import HEAT, anneal, at_distances, terms_of
+from autohete_fx.planner.search.arrays import Assignments
 from autohete_fx.planner.search.improve import Search
-from autohete_fx.planner.search.replays import Replays, new_figures, new_scratch
+from autohete_fx.planner.search.replays import Replays
 from autohete_fx.planner.search.rounding import wasted_seconds
+from autohete_fx.planner.search.walks import Prices, Walks
 from autohete_fx.planner.solve import OPTIMAL_GAP, solve
 from tests.planner_problems import QUIET, cost, problem, problems
 
@@ -98,15 +98,20 @@ def test_lateness_is_when_blocks_of_the_forward_are_done(overlap: Overlap, prior
         [cost(forward_s=1.0 + i % 3, param_bytes=50 + 3 * i) for i in range(10)],
         schedule=Schedule(overlap=overlap, priority=priority),
     )
-    replays, random, scratch = Replays(free), np.random.default_rng(0), new_scratch(10)
-    lanes = replays.tables.lanes
-    quiet = [np.flatnonzero(lanes[0, b, : len(of_block), 2] == 0) for b, of_block in enumerate(replays.settings)]
-    rows = np.array([[random.choice(of_block) for of_block in quiet] for _ in range(WIDTH)])
-    compiled.replay(replays.tables, rows, new_figures(replays.tables, WIDTH), scratch, np.empty(WIDTH))
-    for row, mean, last in zip(rows, scratch.mean, scratch.state, strict=False):
-        events = simulate(free, replays.decisions(row), events=True).events
-        done = [event.end_s for event in events if event.label == "forward"]
-        assert last - mean == pytest.approx(max(done) - sum(done) / len(done), rel=1e-12)
+    replays, random = Replays(free), np.random.default_rng(0)
+    lanes, count = replays.tables.lanes, 16
+    quiet = [np.flatnonzero(lanes[0, 2, b, : len(of_block)] == 0) for b, of_block in enumerate(replays.settings)]
+    rows = np.array([[random.choice(of_block) for of_block in quiet] for _ in range(count)])
+    assignments = Assignments(replays.tables, count, [1, 2, 3, 4])
+    assignments.fill(replays.numbers(rows))
+    steps = assignments.step()
+    for row, mean, step_s in zip(rows, assignments.lateness, steps, strict=True):
+        replayed = simulate(free, replays.decisions(row), events=True)
+        done = [event.end_s for event in replayed.events if event.label == "forward"]
+        assert step_s == pytest.approx(replayed.step_s)
+        # Both count from the end of the last backward on.
+        backward_s = max(event.end_s for event in replayed.events if event.label in ("backward", "gradients"))
+        assert mean + backward_s == pytest.approx(sum(done) / len(done), rel=1e-9)
 
 
 @settings(max_examples=20, **QUIET)
@@ -116,28 +121,22 @@ def test_walks_know_what_their_assignments_take(limited: Problem):
     replays, random = Replays(limited), np.random.default_rng(0)
     starts = np.array([[random.integers(len(of_block)) for of_block in replays.settings] for _ in range(4)])
     terms = terms_of(replays)
-    walks = new_walks(terms, starts, 0, 10.0, 2 * WIDTH)
-    for done in range(0, 60, 20):
-        walk_on(walks, terms, HEAT, random, new_scratch(replays.num_blocks), done, 20, 60)
-        follow_the_best(walks, terms)
-    assert not limited.training or not np.array_equal(walks.rows, starts[np.arange(2 * WIDTH) % 4])
-    again = new_walks(terms, walks.rows, 0, 0.0, 2 * WIDTH)
-    for known, new in zip(walks.figures, again.figures, strict=True):
-        assert np.array_equal(known, new)
-    assert np.array_equal(walks.use, again.use) and np.array_equal(walks.elsewhere, again.elsewhere)
-    assert walks.paid == pytest.approx(again.paid, abs=1e-9)
-    for row, use, elsewhere in zip(walks.rows, walks.use, walks.elsewhere, strict=True):
-        assert use.max() == replays.device_use(row).max() and tuple(elsewhere) == tuple(replays.use_elsewhere(row))
-
-
-def test_nothing_is_compiled_while_a_plan_is_solved():
-    """It would count as time of the search, and the first plan on a machine would be another than the next."""
-    prepare()
-    for limits in ({}, {"host_budget_bytes": 10_000}, {"micro_batches": 2}, {"training": False}):
-        free = problem([cost()] * 9, **limits)
-        peak = simulate(free, [BlockDecision()] * 9, events=False).peak_bytes
-        solve(replace(free, device_budget_bytes=9 * peak // 10), time_limit_s=1.0)
-    assert [len(each.signatures) for each in (compiled.replay, compiled.set_walks, compiled.walk_on)] == [1, 1, 1]
+    count, prices = 32, Prices(degrees=1.0, memory=1.0, lateness=np.zeros(32))
+    walks = Walks(terms, at_distances(replays, terms, starts), 0, 10.0, count)
+    begun = walks.rows.copy()
+    for _ in range(3):
+        for _ in range(20):
+            walks.change(HEAT, prices, random)
+        walks.mate(prices, random)
+        walks.follow_the_best()
+    assert not limited.training or not np.array_equal(walks.rows, begun)
+    again = Walks(terms, walks.rows, 0, 0.0, count)
+    assert walks.assignments.step() == pytest.approx(again.assignments.step(), rel=1e-5)
+    for known, new in zip(walks.takes, again.takes, strict=True):
+        assert known == pytest.approx(new, rel=1e-6, abs=1e-9)
+    for row, step_s, use in zip(walks.rows.T - replays.first, again.assignments.step(), walks.takes.use, strict=True):
+        assert step_s == pytest.approx(simulate(limited, replays.decisions(row), events=False).step_s, rel=1e-5)
+        assert limited.fixed_bytes + use.max() >= replays.device_use(row).max()
 
 
 @settings(max_examples=30, **QUIET)
@@ -150,13 +149,12 @@ def test_annealing_keeps_the_budgets_and_scores_no_worse(limited: Problem):
     if not len(starts):
         return
     terms = terms_of(search.replays)
-    found = anneal(search, terms, starts, work=200_000, lateness=0.5)
-    assert search.fitting(found[None])[0] and search.score(found[None])[0] <= search.score(starts).min()
-    assert np.array_equal(anneal(search, terms, starts, work=200_000, lateness=0.5), found)
+    found = anneal(search, terms, starts, work=200_000)
+    assert search.fitting(found).all() and search.score(found)[0] <= search.score(starts).min()
+    assert np.array_equal(anneal(search, terms, starts, work=200_000), found)
     search.deadline = 0.0
-    assert np.array_equal(
-        anneal(search, terms, starts, work=200_000, lateness=0.5), starts[np.argmin(search.score(starts))]
-    )
+    stopped = anneal(search, terms, starts, work=200_000)
+    assert search.score(stopped)[0] <= search.score(starts).min()
 
 
 @settings(max_examples=30, **QUIET)

@@ -61,7 +61,7 @@ are in the place of the row above (`Program._add_copies_at_once`)
 
     E[i] >= Q[i] + w[i],   D[i] >= Q[i] + w[i] + d[i],   Q[i] >= R[i] by priority,   Q[i] >= S[i]
     Q[i] >= Q[i-1],   Q[i] >= g[i] + v[0] + .. + v[i],   Q[i] >= g[i] + h[i] + v[i]
-    Q[i] >= end of backward + s[0] + .. + s[i]
+    Q[i] >= end of backward + u[0] + s[0] + .. + u[i] + s[i]
 
 Objective (`Program.minimize_step`): micro_batches times a forward and a backward, where the first forward is the pass
 that waits for updates or has that pass before it. For a = 1 the program decides, and adds COPY_WEIGHT times the seconds
@@ -88,7 +88,8 @@ after c is updated. The second is as above: i's copy down follows its work, whic
 
 Where updates send at once it is one for a = 1 too. A block i starts no sooner than 0..i are updated and copied. Of their
 gradients those of i land first, so none of v[0..i] begins before g[i]; v[i] follows the update of i; no states go up before the end
-of backward; and the up lane has done all of S[i] since backward began, or ended, if updates do not begin before. U counts
+of backward, and what the forward issues not before it begins, which is later, so that one lane copies all of these from then on;
+and the up lane has done all of S[i] since backward began, or ended, if updates do not begin before. U counts
 only what the forward issues, for which the argument above holds whatever the lane does in between. All other rows hold in every
 replay. Memory at distance 1 is at most the memory at any distance, since an earlier issue only lengthens the life of a buffer. So
 the plan's x and y are feasible here, at an objective no larger than its simulated time.
@@ -240,7 +241,7 @@ class Program(Variables):
             of_states_before, of_states = of_states, self._time(f"W[{block}]")
             of_host_before, of_host = of_host, self._time(f"v[{block}]")
             add(of_lane >= of_lane_before + self._sum([block], up))
-            add(of_states >= of_states_before + self._sum([block], ("states",)))
+            add(of_states >= of_states_before + self._sum([block], (*FORWARD_PASS.up, "states")))
             add(of_host >= of_host_before + copies)
             for least in (last_copied, of_lane, of_states, landed[block] + of_host, landed[block] + host + copies):
                 add(copied >= least)

@@ -1,19 +1,21 @@
-"""What compiled code works on: tables of what settings take, figures of assignments, and what walks know.
+"""Tables of what settings take, and the figures of assignments that are replayed side by side: in come settings, out come seconds
+of steps. `passes` and `updates` count."""
 
-All are arrays, in named tuples, which Numba takes as they are. Figures and what a replay notes end with the place in a group of
-`compiled.WIDTH` assignments, which are replayed side by side.
-"""
-
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-Seconds = NDArray[np.float64]
-Bytes = NDArray[np.float64]
-"""Exact, and faster than whole numbers."""
+from autohete_fx.planner.search.passes import NEVER, Copies, Passes, Seconds, run_shared
+from autohete_fx.planner.search.updates import all_updated, each_updated, idle_time
+
 Rows = NDArray[np.int64]
 """Assignments as indices into each block's settings; or any other indices."""
+
+_FIRST, _BACKWARD, _FORWARD = range(3)
+_WORK = 0
+_DEVICE, _HOST, _UPLOADS, _STATES, _WAITS = range(5)
 
 
 class Rules(NamedTuple):
@@ -43,129 +45,131 @@ class Tables(NamedTuple):
 
     Attributes:
         rules: of the problem.
-        lanes: seconds of work, copies up and copies down by pass, block and setting. The first pass waits for updates; the
+        lanes: seconds of work, copies up and copies down by pass, kind, block and setting. The first pass waits for updates; the
             second is a backward, the last block first; a third is a forward, where the first is not that.
-        distance: prefetch distances by block and setting.
-        updates: by block and setting, seconds of updates on the device and on the host, and of uploads and streamed states that no
-            pass issues.
-        waits: by block and setting, whether the first pass's copies up wait for an update on the host.
+        distance: prefetch distances by block and setting, 0 where nothing is copied.
+        updates: by kind, block and setting, seconds of updates on the device and on the host, and of uploads and streamed states
+            that no pass issues; and 0 where the first pass's copies up wait for an update on the host, else NEVER.
     """
 
     rules: Rules
     lanes: Seconds
     distance: Rows
     updates: Seconds
-    waits: NDArray[np.bool_]
+
+    @property
+    def settings(self) -> int:
+        """Of every block: an assignment is told by numbers of settings that count through all blocks."""
+        return self.distance.shape[1]
+
+    def distances(self, numbers: Rows) -> list[int]:
+        """The prefetch distances of settings, ascending; at least one."""
+        return [far for far in np.unique(self.distance.take(numbers)).tolist() if far] or [1]
 
 
-class Figures(NamedTuple):
-    """What assignments do: every array begins with groups of `compiled.WIDTH` and ends with the place in the group.
-
-    Attributes:
-        passes: by pass, position and kind: seconds of work, copies up and copies down; how many positions before a copy up is
-            issued, and after how many a copy down is awaited, or `compiled.NOWHERE` where there is none. Behind the last position
-            there are `compiled.SLOTS` with no copies.
-        updates: by kind, as in `Tables`, and block.
-        waits: by block 0 where copies up wait for an update, else NEVER.
-    """
-
-    passes: Seconds
-    updates: Seconds
-    waits: Seconds
-
-
-class Scratch(NamedTuple):
-    """Of one group, by the place in it: what a replay notes.
+class Assignments:
+    """So many assignments, whose steps are replayed side by side.
 
     Attributes:
-        start, step, all_updated: when a pass starts, seconds of the step, and when all updates are done.
-        mean: when blocks of the first pass are done, on average.
-        state: of the pass that runs (`compiled.STATES`), flat.
-        updated: by block, as many more as there are slots, and flat.
-        landed, sent: of the last pass, by position and flat, when work and copy down are done, and the lane up with what is issued
-            there, or up to there.
+        lateness: after `step`, when blocks of each one's first pass are done on average.
     """
 
-    start: Seconds
-    step: Seconds
-    all_updated: Seconds
-    mean: Seconds
-    state: Seconds
-    updated: Seconds
-    landed: Seconds
-    sent: Seconds
+    def __init__(self, tables: Tables, count: int, distances: Sequence[int], dtype: DTypeLike = np.float64) -> None:
+        """``distances``: all that the assignments may have, ascending. ``dtype``: float32 takes half as long, and 1e-6 is wrong."""
+        self.rules, self.count, self.distances = tables.rules, count, distances
+        self.num_passes, _, self.blocks, _ = tables.lanes.shape
+        self._of_passes = [kinds.astype(dtype) for kinds in _tables_of_kinds(tables, distances)]
+        self._of_updates = tables.updates.reshape(len(tables.updates), -1).astype(dtype)
+        self._figures = np.empty((len(self._of_passes[0]), self.blocks, self.num_passes * count), dtype)
+        self._updates = np.empty((len(tables.updates), self.blocks, count), dtype)
+        self._begin = np.zeros(self.num_passes * count, dtype)
+        self.lateness = self._begin[:count]
+        first, others = slice(0, count), slice(count, None)
+        self._first, self._others = self._lanes_of(first), self._lanes_of(others)
+        together = others if self.rules.sends_at_once else slice(None)
+        self._passes = Passes(self._figures[_WORK][:, together], self._lanes_of(together), distances)
+
+    def _lanes_of(self, columns: slice) -> list[Copies]:
+        """Views of what lanes copy in some columns; the order of figures is that of `_tables_of_kinds`."""
+        figures, slots = self._figures[..., columns], len(self.distances)
+        many = slots if slots > 1 else 0
+        never, down = figures[1 + slots : 1 + slots + many], 1 + slots + many
+        return [
+            Copies(figures[1 : 1 + slots], never, figures[0, :0], figures[:0]),
+            Copies(figures[:0], figures[:0], figures[down], figures[down + 1 :]),
+        ]
+
+    def put(self, columns: Rows, blocks: Rows, settings: Rows) -> None:
+        """Give blocks of some assignments other settings."""
+        for i, kinds in enumerate(self._of_passes):
+            position = self.blocks - 1 - blocks if i == _BACKWARD else blocks
+            at = position * (self.num_passes * self.count) + (i * self.count + columns)
+            for figure, kind in zip(self._figures, kinds, strict=True):
+                figure.reshape(-1)[at] = kind.take(settings)
+        at = blocks * self.count + columns
+        for figure, kind in zip(self._updates, self._of_updates, strict=True):
+            figure.reshape(-1)[at] = kind.take(settings)
+
+    def fill(self, rows: Rows) -> None:
+        """Let all be these, given by block and column."""
+        for i, kinds in enumerate(self._of_passes):
+            of_pass = rows[::-1] if i == _BACKWARD else rows
+            for figure, kind in zip(self._figures, kinds, strict=True):
+                figure[:, i * self.count : (i + 1) * self.count] = kind.take(of_pass)
+        for figure, kind in zip(self._updates, self._of_updates, strict=True):
+            figure[:] = kind.take(rows)
+
+    def step(self) -> Seconds:
+        """Seconds of a step of each. What follows the last backward is timed from its end on."""
+        rules, updates, passes = self.rules, self._updates, self._passes
+        start = updates[_DEVICE].sum(axis=0)
+        all_updated_at = NEVER
+        if rules.sends_at_once:
+            passes.run(self._begin[self.count :])
+            first, others = self._shared(start), passes.ends[-1]
+        else:
+            self._begin[: self.count] = start
+            passes.run(self._begin, self._until(start) if rules.training else None)
+            first, others = passes.ends[:, : self.count], passes.ends[-1, self.count :]
+            if rules.synchronous:
+                all_updated_at = updates[_HOST].sum(axis=0) + (start if rules.one_memory else 0.0)
+        self.lateness = first.mean(axis=0)
+        step = np.maximum(first[-1], all_updated_at)
+        for i in range(1, self.num_passes):
+            later = i == _FORWARD and not rules.synchronous
+            step += (rules.micro_batches - later) * others[(i - 1) * self.count : i * self.count]
+        return step
+
+    def _until(self, start: Seconds) -> Seconds:
+        """When what the first pass copies up is updated, where all updates begin together, by distance."""
+        begin = start if self.rules.one_memory else np.zeros_like(start)
+        until = all_updated(begin, self._updates[_HOST], priority=self.rules.priority)
+        until += self._updates[_WAITS]
+        lane = self._first[0]
+        return until[None] if len(self.distances) == 1 else until + lane.up_never
+
+    def _shared(self, start: Seconds) -> Seconds:
+        """When blocks of the first pass are done, whose copies up share their lane with those of updates. The others have run."""
+        rules, updates, passes, own = self.rules, self._updates, self._passes, slice(0, self.count)
+        (up, down), (arrived, _), (_, landed) = self._first, passes.arrived, passes.landed
+        ended, of_others = passes.ends[-1, own], self._others[0]
+        begins = landed[::-1, own] - ended if rules.early else np.zeros_like(updates[_HOST])
+        ready = each_updated(begins, updates[_HOST], priority=rules.priority)
+        copied_s = of_others.up[..., own].sum(axis=0)
+        ready = idle_time(ready, list(zip(arrived[:, own] - ended, copied_s, strict=True)))
+        figures = self._figures[_WORK][:, own], down.down, down.down_never
+        updates_s = updates[_UPLOADS], updates[_STATES]
+        return run_shared(figures, up.up, self.distances, start=start, ready=ready, updates_s=updates_s)
 
 
-class Terms(NamedTuple):
-    """What annealing looks at.
-
-    Attributes:
-        tables: of seconds.
-        use: device bytes by block, setting and span.
-        elsewhere: bytes on the host and on disk, by block, setting and tier.
-        fixed_bytes: device bytes that are always there.
-        limits: of device memory, host memory and disk, infinite for none.
-        paid, wasted: by block and setting, what is added to seconds of a step; the latter counts for walks only.
-        parts: by block and setting: what is done with activations, places, distance.
-        counts: how many there are of each part, by block.
-        settings: the setting that has such parts, by block and parts.
-    """
-
-    tables: Tables
-    use: Bytes
-    elsewhere: Bytes
-    fixed_bytes: float
-    limits: Seconds
-    paid: Seconds
-    wasted: Seconds
-    parts: Rows
-    counts: Rows
-    settings: Rows
-
-
-class Walks(NamedTuple):
-    """Assignments that change: by walk, and what was best so far.
-
-    Attributes:
-        rows: settings by block.
-        use, elsewhere, paid, wasted: of these, all together.
-        prices: what their steps take, with all that is added.
-        figures: of ``rows``.
-        best, best_score: one that keeps the limits, and its score.
-    """
-
-    rows: Rows
-    use: Bytes
-    elsewhere: Bytes
-    paid: Seconds
-    wasted: Seconds
-    prices: Seconds
-    figures: Figures
-    best: Rows
-    best_score: Seconds
-
-
-class Heat(NamedTuple):
-    """How walks walk.
-
-    Attributes:
-        hottest, coldest: what a change may cost and still be taken with a chance of 1/e: first, as a share of a block's part in the
-            best score, and last, as a share of all of it.
-        first_price, last_price: of memory above a limit, as shares of the best score for a share of the limit.
-        near: how far the second of two blocks is half of the time, at most.
-        exchanges, changes_of_two: shares of changes where two blocks exchange what they do, or where two change.
-        given: share of changes to what some block of some walk does.
-        mating: every so many rounds walks mate, counted from the first of a call of `compiled.walk_on`.
-        lateness: what walks pay at first for a second by which blocks of the first pass are done later on average; nothing at last.
-    """
-
-    hottest: float
-    coldest: float
-    first_price: float
-    last_price: float
-    near: int
-    exchanges: float
-    changes_of_two: float
-    given: float
-    mating: int
-    lateness: float
+def _tables_of_kinds(tables: Tables, distances: Sequence[int]) -> list[Seconds]:
+    """By pass and number of settings, in the order of `Assignments`: work; copies up by distance; where there are several
+    distances, 0 where there is such a copy, else NEVER; copies down; likewise."""
+    apart, found = len(distances) > 1, []
+    is_at = [tables.distance == far for far in distances] if apart else [np.ones(tables.distance.shape, dtype=bool)]
+    for work, up, down in tables.lanes:
+        ups = [np.where(here, up, 0.0) for here in is_at]
+        never_up, never_down = ([np.where(here & (each > 0), 0.0, NEVER) for here in is_at] for each in (up, down))
+        kinds = [work, *ups, *never_up * apart, down, *never_down * apart]
+        found.append(np.stack(kinds).reshape(len(kinds), -1))
+    return found

@@ -2,7 +2,7 @@
 
 A *setting* is a decision of one block with its prefetch distance; `Replays.settings` lists those of every block, and an
 assignment is a row of indices into these lists, one a block. Seconds follow the program of `simulate` exactly, lane by
-lane, but without events (`compiled`); memory is a sum of `device_use.device_bytes`. Tests hold both to `simulate`,
+lane, but without events (`arrays`); memory is a sum of `device_use.device_bytes`. Tests hold both to `simulate`,
 which stays the judge of what is returned.
 """
 
@@ -17,10 +17,10 @@ from autohete_fx.ir import BlockDecision, Overlap, Problem
 from autohete_fx.planner.model.choices import DURATIONS, MAX_PREFETCH_DISTANCE, choices, copies, durations
 from autohete_fx.planner.model.device_use import device_bytes
 from autohete_fx.planner.model.figures import disk_bytes, host_bytes, limits_of, overlap_of, sends_at_once
-from autohete_fx.planner.search.arrays import Figures, Rows, Rules, Scratch, Seconds, Tables
-from autohete_fx.planner.search.compiled import AHEAD, BEHIND, KINDS, NOWHERE, SLOTS, STATES, WIDTH, replay
+from autohete_fx.planner.search.arrays import Assignments, Rows, Rules, Tables
+from autohete_fx.planner.search.passes import NEVER, Seconds
 
-assert MAX_PREFETCH_DISTANCE < SLOTS
+_SIDE_BY_SIDE = 1024
 
 
 class Replays:
@@ -31,6 +31,7 @@ class Replays:
             moves nothing comes first.
         use: device bytes by block, setting and span, padded with copies of the first setting.
         elsewhere: bytes on the host and on disk, by tier, block and setting.
+        first: by block the number of its first setting, where numbers count through all blocks.
         copies_s: seconds of a step's copies by block and setting, all micro-batches included.
     """
 
@@ -45,6 +46,7 @@ class Replays:
         self.index = [{setting: i for i, setting in enumerate(settings)} for settings in self.settings]
         width = max(len(settings) for settings in self.settings)
         padded = [[*settings, *[settings[0]] * (width - len(settings))] for settings in self.settings]
+        self.first = np.arange(n) * width
         self.use = device_bytes(problem, np.repeat(range(n), width).tolist(), list(chain(*padded))).reshape(
             n, width, -1
         )
@@ -66,6 +68,8 @@ class Replays:
             passes[0][1] -= self.sent.sum(axis=0) * at_once
             if synchronous or self.micro_batches > 1:
                 passes.append(self.forward)
+        waits = on_host & (self.host_update > 0) & (updated_up > 0)
+        lanes = np.stack(passes)
         return Tables(
             rules=Rules(
                 training=problem.training,
@@ -76,10 +80,9 @@ class Replays:
                 one_memory=problem.machine.device_type == "cpu",
                 micro_batches=self.micro_batches,
             ),
-            lanes=np.stack([np.stack([*lanes], axis=-1) for lanes in passes]),
-            distance=self.distance,
-            updates=np.stack([self.device_update, self.host_update, *self.sent * at_once], axis=-1),
-            waits=on_host & (self.host_update > 0) & (updated_up > 0),
+            lanes=lanes,
+            distance=self.distance * (lanes[:, 1:] > 0).any(axis=(0, 1)),
+            updates=np.stack([self.device_update, self.host_update, *self.sent * at_once, np.where(waits, 0.0, NEVER)]),
         )
 
     def _figures(self, block: int, options: Sequence[BlockDecision], width: int) -> NDArray[np.float64]:
@@ -131,36 +134,18 @@ class Replays:
 
     def seconds(self, rows: Rows) -> Seconds:
         """Seconds of a step under each row."""
-        return seconds(self.tables, rows)
+        numbers, found = self.numbers(rows), np.empty(len(rows))
+        for first in range(0, len(rows), _SIDE_BY_SIDE):
+            part = np.ascontiguousarray(numbers[:, first : first + _SIDE_BY_SIDE])
+            assignments = Assignments(self.tables, part.shape[1], self.tables.distances(part))
+            assignments.fill(part)
+            found[first : first + _SIDE_BY_SIDE] = assignments.step()
+        return found
+
+    def numbers(self, rows: Rows) -> Rows:
+        """Settings by block and row, by numbers that count through all blocks."""
+        return (rows + self.first).T
 
     def copied_seconds(self, rows: Rows) -> Seconds:
         """Seconds of copies in a step under each row, hidden ones included."""
         return self.copies_s[np.arange(self.num_blocks), rows].sum(axis=1)
-
-
-def seconds(tables: Tables, rows: Rows) -> Seconds:
-    """Seconds of a step under each row."""
-    found = np.empty(len(rows))
-    rows = np.ascontiguousarray(rows, dtype=np.int64)
-    replay(tables, rows, new_figures(tables, WIDTH), new_scratch(rows.shape[1]), found)
-    return found
-
-
-def new_figures(tables: Tables, count: int) -> Figures:
-    """Room for the figures of ``count`` assignments, a multiple of ``WIDTH``."""
-    passes, blocks = tables.lanes.shape[:2]
-    groups = count // WIDTH
-    figures = Figures(
-        passes=np.zeros((groups, passes, blocks + SLOTS, KINDS, WIDTH)),
-        updates=np.zeros((groups, 4, blocks, WIDTH)),
-        waits=np.zeros((groups, blocks, WIDTH)),
-    )
-    figures.passes[:, :, blocks:, [AHEAD, BEHIND]] = NOWHERE
-    return figures
-
-
-def new_scratch(blocks: int) -> Scratch:
-    """Room for what replays note."""
-    start, step, all_updated, mean = np.zeros((4, WIDTH))
-    updated, landed, sent = np.zeros((3, (blocks + SLOTS) * WIDTH))
-    return Scratch(start, step, all_updated, mean, np.zeros(STATES * WIDTH), updated, landed, sent)

@@ -14,8 +14,9 @@ import numpy as np
 
 from autohete_fx.ir import BlockDecision, Optimizer, Problem
 from autohete_fx.planner.model.choices import choices, copies, joined
-from autohete_fx.planner.search.arrays import Rows, Seconds
+from autohete_fx.planner.search.arrays import Rows
 from autohete_fx.planner.search.improve import Search
+from autohete_fx.planner.search.passes import Seconds
 from autohete_fx.planner.search.replays import Replays
 
 _SIZES = 24
