@@ -2,8 +2,7 @@
 
     python examples/benchmarks/what_if.py --json examples/benchmarks/results/what_if.json
 
-Nothing is measured: a data sheet prices the model, and the solver has its ten seconds. What is compiled once a machine
-(`autohete_fx.planner.search.compiled`) is compiled before. `figures.py` quotes the text.
+Nothing is measured: a data sheet prices the model, and the solver has its ten seconds. `figures.py` quotes the text.
 """
 
 import argparse
@@ -14,7 +13,6 @@ from pathlib import Path
 from results import environment, print_figures, save
 
 from autohete_fx.cli import main as autohete
-from autohete_fx.planner.search.anneal import prepare
 
 COMMAND = "plan llama-2-13b --batch 8 --seq 1024 --device a100-40g"
 
@@ -25,7 +23,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print_figures(environment())
-    prepare()
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         status = autohete([*COMMAND.split(), "--explain"])
