@@ -167,7 +167,7 @@ OF_A_STEP = [
     inspect.unwrap(fence.watched),
     base.PlannedOptimizer._step,
     base._guard,
-    base.PlannedOptimizer._models,
+    base.PlannedOptimizer._pending,
     base.apply,
     updates.Updates.guard,
     updates.Updates.prune,
