@@ -29,7 +29,16 @@ from autohete_fx.runtime.pending.fence import tensors_in
 log = logging.getLogger(__name__)
 
 
-def autohete(
+def __getattr__(name: str) -> Callable[..., object]:
+    """The backend, for whoever takes it to compile with it, as Dynamo does at the first ``torch.compile(..., backend="autohete")``:
+    from then on calls of compiled functions are watched. Importing this module changes nothing of PyTorch."""
+    if name != "autohete":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    calls.watch()
+    return _autohete
+
+
+def _autohete(
     gm: fx.GraphModule,
     example_inputs: Sequence[object],
     *,
@@ -64,6 +73,5 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[object], chosen: Optio
     return running(compiled, compilation, inputs, model, options.micro_batches)
 
 
+_autohete.__name__ = _autohete.__qualname__ = "autohete"
 calls.before_calls(assumptions.look)
-
-__all__ = ["autohete"]

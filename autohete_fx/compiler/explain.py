@@ -41,6 +41,7 @@ def explain(
     """
     chosen = Options.from_user(options)
     found: list[Compilation] = []
+    calls.watch()
 
     def look(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., object]:
         sources = graph_inputs(gm, example_inputs, calls.modules_called())

@@ -254,27 +254,27 @@ def on_compiled_graphs(around: Callable[[fx.GraphModule, Callable[..., object]],
 def on_calls_of_compiled_functions(
     context_of: Callable[[object, object], Callable[[], contextlib.AbstractContextManager[None]]],
 ) -> None:
-    """Run every call of a function that is compiled from now on in a context: what ``context_of(backend, function)`` returns makes
-    such contexts. The function is None where it is not known, such as of a decorator.
+    """Run every call of a compiled function from now on in a context, whenever the function was compiled: what
+    ``context_of(backend, function)`` returns makes such contexts. The function is None where it is not known, such as of a
+    decorator, or of what was compiled before.
 
-    The context is entered before guards are evaluated. Dynamo asks a backend for it, by the attribute ``backend_ctx_ctor``,
-    but the object that it asks is its own wrapper, which has that attribute only if the backend is a plain function. Here
-    the wrapper's class gets it; what a backend brings itself is entered inside.
+    The context is entered before guards are evaluated and before what Dynamo and the backend enter, and is left after that. Each of
+    Dynamo's contexts, one a compiled function, reads at every call what is to be entered from an attribute of its own. Here their
+    class gets a property of that name, which stands before the attributes of those that are there already.
     """
-    from torch._dynamo.repro.after_dynamo import WrapBackendDebug
+    from torch._dynamo.eval_frame import OptimizeContext, innermost_backend
 
-    compile_code = inspect.unwrap(torch.compile).__code__
+    name, compile_code = "enter_exit_hooks", inspect.unwrap(torch.compile).__code__
+    assert not hasattr(OptimizeContext, name)
 
-    def both_of(wrapper: Any) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        ours = context_of(wrapper._torchdynamo_orig_backend, given_to_compile())
-        theirs = vars(wrapper).get("backend_ctx_ctor", contextlib.nullcontext)
+    def found(self: Any) -> "_Entered":
+        own = vars(self)[name]
+        if not isinstance(own, _Entered):  # as Dynamo has made it
+            vars(self)[name] = own = _Entered(own, context_of(innermost_backend(self.callback), given_to_compile()))
+        return own
 
-        @contextlib.contextmanager
-        def both() -> Iterator[None]:
-            with ours(), theirs():
-                yield
-
-        return ours if theirs is contextlib.nullcontext else both
+    def put(self: Any, own: list[Callable[[], object]]) -> None:
+        vars(self)[name] = own
 
     def given_to_compile() -> object:
         frame: FrameType | None = sys._getframe()
@@ -282,7 +282,49 @@ def on_calls_of_compiled_functions(
             frame = frame.f_back
         return None if frame is None else frame.f_locals.get("model")
 
-    WrapBackendDebug.backend_ctx_ctor = property(both_of)  # type: ignore[attr-defined]
+    setattr(OptimizeContext, name, property(found, put))
+
+
+class _Entered(list[Callable[[], object]]):
+    """What one of Dynamo's contexts enters at a call, each of which returns how it is left; all are left in the same order. Around
+    them stands a context that is made at each call."""
+
+    def __init__(
+        self, own: list[Callable[[], object]], make: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> None:
+        super().__init__(own)
+        self._make = make
+
+    def __iter__(self) -> Iterator[Callable[[], object]]:
+        context = self._make()
+
+        def enter() -> Callable[[], None]:
+            context.__enter__()
+            return lambda: None
+
+        yield enter
+        yield from super().__iter__()
+        yield lambda: functools.partial(context.__exit__, None, None, None)
+
+
+def calls_under_way() -> list[tuple[FrameType, object]]:
+    """Of compiled functions in this thread, the outermost first: the frame of Dynamo's, and the backend if there is one."""
+    from torch._dynamo.eval_frame import innermost_backend
+
+    found: list[tuple[FrameType, object]] = []
+    frame = frame_of_call(sys._getframe())
+    while frame is not None:
+        callback = getattr(frame.f_locals.get("self"), "callback", None)
+        found.append((frame, innermost_backend(callback) if callable(callback) else None))
+        frame = frame_of_call(frame.f_back)
+    return found[::-1]
+
+
+def forget_all_compiled() -> None:
+    """Let Dynamo drop all that it has compiled, whatever the backend, and its decisions to run something eagerly."""
+    from torch._dynamo import reset_code_caches
+
+    reset_code_caches()
 
 
 def surfacing(error: AutoHeteError) -> AutoHeteError:

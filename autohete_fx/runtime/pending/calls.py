@@ -20,6 +20,8 @@ Between a backward pass that started updates and the step, waiting is not enough
 and to their gradients nothing but read. What a graph of any backend gets is looked at when it runs. A function that is known to run
 more than one graph, or none, is refused; one that turns out to do so, or a graph that cannot be looked at, spoils the step.
 
+All this begins with `watch`, when somebody takes our backend to compile with it. Until then nothing of ours can be pending.
+
 An interrupt may come between the beginning of a call and Dynamo's own care for its end. Then a call is left whose frame is not on
 this thread's stack any more: it is over, and its fences are raised again, by the next call or step of the thread.
 """
@@ -135,6 +137,7 @@ class _Call:
         self.eager_function = ""
         self.breaks_in_loop = False
         self.failure: OptimizerStateError | None = None
+        self.num_breaks = 0
         self.num_compilations = 0
         self.num_graphs_compiled = 0
         self.num_graphs_seen = 0
@@ -151,6 +154,8 @@ class _Call:
             _thread.calls.append(self)  # before the fences fall: from here on somebody knows of them
             lower_fences()
             if len(_thread.calls) == 1:
+                if _watch.has_old_code:
+                    _forget_old_code()
                 for look in _looks:
                     look(dynamo.function_of_call(self.frame), self.function.is_ours)
             is_stance_default = dynamo.is_stance_default()
@@ -400,11 +405,6 @@ def _note_eager_frame(code: CodeType, loop_break: str) -> None:
         call.has_eager_frames = True
 
 
-dynamo.turn_off_ddp_optimizer()
-dynamo.on_cache_misses(_begin_miss, _note_compilation, _note_eager_frame)
-dynamo.on_compiled_graphs(_watched)
-
-
 def _is_ours(backend: object) -> bool:
     """Whether a function, or what ``torch.compile`` makes of one and of options, is our backend."""
     return dynamo.module_of_backend(backend) == "autohete_fx.backend"
@@ -414,4 +414,41 @@ def _call_of(backend: object, compiled: object) -> Callable[[], _Call]:
     return CompiledFunction(functions_of(backend), _is_ours(backend), compiled).call
 
 
-dynamo.on_calls_of_compiled_functions(_call_of)
+class _Watch:
+    """Whether calls are watched, and whether there may be code from before, whose graphs nobody looks at."""
+
+    def __init__(self) -> None:
+        self.has_begun = False
+        self.has_old_code = False
+
+
+_watch = _Watch()
+
+
+def watch() -> None:
+    """From now on, know of every call of a compiled function: before our backend compiles anything. Importing changes nothing.
+
+    What Dynamo compiled before is forgotten, since no one would look at its graphs, nor at what it decided to run eagerly: it is
+    compiled again when it is next called. Calls that are under way in this thread count as calls of functions of which nothing is
+    known, and what was compiled is then forgotten before the next one.
+    """
+    if _watch.has_begun:
+        return
+    _watch.has_begun = True
+    dynamo.turn_off_ddp_optimizer()
+    dynamo.on_cache_misses(_begin_miss, _note_compilation, _note_eager_frame)
+    dynamo.on_compiled_graphs(_watched)
+    dynamo.on_calls_of_compiled_functions(_call_of)
+    for frame, backend in dynamo.calls_under_way():
+        call = CompiledFunction(functions_of(backend), is_ours=False, compiled=None).call()
+        call.frame, call.handled = frame, sys.exception()
+        _thread.calls.append(call)
+    _watch.has_old_code = True
+    if not _thread.calls:
+        _forget_old_code()
+
+
+def _forget_old_code() -> None:
+    """While this thread is in no call: what it converts or runs must stay."""
+    _watch.has_old_code = False
+    dynamo.forget_all_compiled()
