@@ -11,7 +11,7 @@ import functools
 import hashlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import fx
@@ -71,8 +71,6 @@ class GraphCompiler:
         if options.inner_backend == "inductor":
             refuse_other_partitioner()
         self.captured = CapturedGraph(gm=gm, inputs=inputs, options=options, model=model)
-        self.base_key = self.captured.key()
-        self._withhold(int(load_text("withheld", self.base_key) or 0))
         self.compilation: Compilation | None = None
         self._step: TrainingStep | None = None
         self._inference: InferenceGraph | None = None
@@ -90,8 +88,24 @@ class GraphCompiler:
         """
         if self._keeps_freed:
             cpu_counter.keep_freed()
-        with self._probing():
+        with self._agreeing(), self._probing():
             return self._compile(example_inputs)
+
+    @contextlib.contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        """Around what all ranks do alike that hold the parameters. Code that AOTAutograd has cached would leave out most of it on
+        the ranks that find it, so it finds none."""
+        agreement = self.captured.agreement
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(agreement.announced())
+            if agreement.is_shared:
+                stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
+            self.captured.agree()
+            self.base_key = self.captured.key()
+            self._withhold(agreement.most("withheld bytes", int(load_text("withheld", self.base_key) or 0)))
+            yield
+            graphs = () if self.compilation is None else self.compilation.graphs
+            agreement.same("rewritten graphs", hashlib.sha256(repr(graphs).encode()).hexdigest()[:12])
 
     @property
     def _keeps_freed(self) -> bool:
@@ -120,7 +134,7 @@ class GraphCompiler:
                 fresh = inductor_config.patch(force_disable_caches=True)
                 with functorch_config.patch(enable_autograd_cache=False), fresh:
                     compiled = self._compile_fx(example_inputs)
-            above = self._bytes_above_budget()
+            above = self.captured.agreement.most("bytes above the budget", self._bytes_above_budget())
             if not above:
                 return compiled
             # The last attempt withholds all of the budget and so gets the plan of least peak: its code must fit, not its trace.
@@ -155,7 +169,7 @@ class GraphCompiler:
                 self.compile(example_inputs)
         else:
             partitioner = Partitioner(self.partition, self.key)
-            with self._own_config(), self._probing():
+            with self._agreeing(), self._own_config(), self._probing():
                 run_without_code(self.captured.gm, example_inputs, partitioner, self._rewrite_inference)
             self._refuse_unjudged()
         assert self.compilation is not None
@@ -213,7 +227,7 @@ class GraphCompiler:
         """Plan with that much less than the budget. Code compiled for another figure is other code."""
         self._withheld_bytes = num_bytes
         self.key = hashlib.sha256(f"{self.base_key}/{num_bytes}".encode()).hexdigest()[:24]
-        stored = load_text("compilation", self.key)
+        stored = self.captured.agreement.common("cache", load_text("compilation", self.key))
         self._stored = None if stored is None else Compilation.from_json(stored)
 
     def _bytes_above_budget(self) -> int:

@@ -6,6 +6,7 @@ inference, within the budget as far as a trace of the rewritten graph can tell.
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 from torch import fx
@@ -125,7 +126,7 @@ def _plan(
     for _ in range(_MAX_CORRECTIONS):
         limited = dataclasses.replace(problem, device_budget_bytes=allowed)
         try:
-            plan = solved_plan(limited, blocks, time_limit_s=captured.options.solver_time_limit_s)
+            plan = captured.agreement.first("plan", functools.partial(_solved, captured, limited, blocks))
         except InfeasiblePlanError as error:
             if budget is None or allowed is None or allowed == budget or error.smallest_budget_bytes is None:
                 raise
@@ -135,8 +136,12 @@ def _plan(
             break
         gm = copy_graph(original)
         _rewrite(captured, gm, blocks, plan)
-        above = _traced_peak(captured, problem, plan, gm) - usable
+        above = captured.agreement.most("traced peak", _traced_peak(captured, problem, plan, gm)) - usable
         if above <= 0:
             break
         allowed = min(allowed, plan.peak_bytes) - above - allowed // 1000
     return plan
+
+
+def _solved(captured: CapturedGraph, problem: Problem, blocks: BlockGraph) -> Plan:
+    return solved_plan(problem, blocks, time_limit_s=captured.options.solver_time_limit_s)

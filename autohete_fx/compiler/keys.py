@@ -68,6 +68,13 @@ def option_fields(options: Options) -> tuple[tuple[str, str], ...]:
     )
 
 
+def described_options(options: Options) -> tuple[object, ...]:
+    """What ranks that hold a model together must have been given alike; where files are kept may differ."""
+    allowed = (options.memory_budget, options.host_budget, options.profile, sorted(options.allow))
+    plan = options.plan.digest if options.plan else None
+    return (*option_fields(options), *allowed, plan, options.solver_time_limit_s)
+
+
 def sources_digest() -> str:
     """Of this package's own code: another version of a pass must not find the old one's compiled code."""
     digest = hashlib.sha256()

@@ -159,8 +159,10 @@ class TrainingPlanner:
         )
         machine = self.captured.machine
         if may_measure and self.options.profile == "measured" and self.captured.budget_bytes is not None:
-            return profile_measured(partition, machine, max_bytes=self.captured.free_bytes())
-        return profile_analytic(partition, machine)
+            profile = profile_measured(partition, machine, max_bytes=self.captured.free_bytes())
+        else:
+            profile = profile_analytic(partition, machine)
+        return self.captured.agreement.slowest(profile)
 
     def _planned_beside(self, profile: Profile, split: rewriting.Partitioned, original: fx.GraphModule) -> _Rewritten:
         """Within the budget, as one graph of its call: see `autohete_fx.compiler.shares`."""
@@ -177,7 +179,8 @@ class TrainingPlanner:
             captured.others_bytes = together.beside(self.shares) if self.shares else together.beside_least()
             return self._planned(captured.problem(self.blocks, profile, training=True), split, original)
         with self._timed("solving"):
-            best = together.best(int((budget - self.withheld_bytes) * (1 - _RESERVE)))
+            allowed = int((budget - self.withheld_bytes) * (1 - _RESERVE))
+            best = captured.agreement.first("plan of all graphs", lambda: together.best(allowed))
         if best is not None:
             self.shares, own = best
             self._candidates = [own]
@@ -273,6 +276,7 @@ class TrainingPlanner:
                 split = self._split(rewriting.copy_graph(original), plan)
             contexts = self._rewrite(split, plan)
             peak = self._traced_peak(problem, plan, split, contexts)
+            peak = self.captured.agreement.most("traced peak", peak)
         plan = dataclasses.replace(plan, peak_bytes=peak)
         return _Rewritten(plan=plan, problem=problem, graphs=split, contexts=contexts)
 
@@ -294,16 +298,19 @@ class TrainingPlanner:
             self._candidates = [decisions for decisions in self._candidates if len(decisions) == len(problem.costs)]
             if self._candidates:
                 return given.decided_plan(problem, self.blocks, self._candidates.pop(0))
-            if self._takes_least:
-                return given.lean_plan(problem, self.blocks)
-            try:
-                return given.solved_plan(problem, self.blocks, time_limit_s=self.options.solver_time_limit_s)
-            except InfeasiblePlanError:
-                if not problem.fixed_decisions:
-                    raise
-                # Parameters placed for an earlier graph of the model leave no plan: move them, which is always exact.
-                free = dataclasses.replace(problem, fixed_decisions=())
-                return given.solved_plan(free, self.blocks, time_limit_s=self.options.solver_time_limit_s)
+            return self.captured.agreement.first("plan", lambda: self._solved(problem))
+
+    def _solved(self, problem: Problem) -> Plan:
+        if self._takes_least:
+            return given.lean_plan(problem, self.blocks)
+        try:
+            return given.solved_plan(problem, self.blocks, time_limit_s=self.options.solver_time_limit_s)
+        except InfeasiblePlanError:
+            if not problem.fixed_decisions:
+                raise
+            # Parameters placed for an earlier graph of the model leave no plan: move them, which is always exact.
+            free = dataclasses.replace(problem, fixed_decisions=())
+            return given.solved_plan(free, self.blocks, time_limit_s=self.options.solver_time_limit_s)
 
     def _rewrite(self, split: rewriting.Partitioned, plan: Plan) -> tuple[PassContext, PassContext]:
         return rewriting.rewrite_training(

@@ -16,10 +16,9 @@ The kernels are in `autohete_fx.runtime.shard.kernels`.
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from autohete_fx.graph.ops import library
-from autohete_fx.graph.saved import is_view
 
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
 
@@ -31,8 +30,6 @@ reduce = torch.ops.autohete.reduce.default
 
 COLLECTIVES = (gather, reduce)
 """The ops that wait for other ranks."""
-
-_CONVERSIONS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 
 
 @torch.library.register_fake("autohete::gather", lib=library)
@@ -54,16 +51,3 @@ def _backward_of_gather(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 
 
 torch.library.register_autograd("autohete::gather", _backward_of_gather, setup_context=_keep_ranks, lib=library)
-
-
-def gathered_chains(graph: fx.Graph) -> set[fx.Node]:
-    """The gathers of a graph, and what only looks at the whole in another way: views and conversions of dtype. None of it need be
-    kept for backward, which can gather again."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "call_function" and (
-            node.target is gather
-            or ((is_view(node) or node.target in _CONVERSIONS) and node.all_input_nodes[0] in found)
-        ):
-            found.add(node)
-    return found

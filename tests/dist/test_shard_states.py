@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -83,7 +84,8 @@ def load(folder: str) -> dict[str, Any]:
             shard(model, mesh())
         optimizer = optimizer_of(model.parameters())
         state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
-        dcp.load(state, checkpoint_id=f"{folder}/{name}")
+        # Asked for its states, a new optimizer has some of parameters that nothing trains, too.
+        dcp.load(state, checkpoint_id=f"{folder}/{name}", planner=DefaultLoadPlanner(allow_partial_load=True))
         set_model_state_dict(model, state["model"])
         set_optimizer_state_dict(model, optimizer, state["optim"])
         # Two steps were taken before they were saved: the next ones are those of a process that was never stopped.
@@ -106,7 +108,8 @@ def close(param: Tensor, other: Tensor) -> bool:
 
 def loaded_whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bool:
     """Whole tensors and the optimizer's own dict load too; wrong sizes do not."""
-    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    given = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    full = {key: value.clone() for key, value in given.items()}  # what is not sharded is the parameter itself
     before = [p.detach().clone() for p in model.parameters()]
     states = optimizer.state_dict()
     with torch.no_grad():

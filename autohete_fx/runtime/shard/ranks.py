@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autohete_fx.errors import ShardError
+from autohete_fx.internals.modes import disable_current_modes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,6 +24,7 @@ class Ranks:
         digest: of their numbers, the same on each.
         mesh: as the user gave it.
         group: of all of them.
+        control: likewise, for values that are no tensors, on the CPU.
         rank: this process among them.
         count: how many they are.
     """
@@ -30,13 +32,15 @@ class Ranks:
     digest: str
     mesh: DeviceMesh
     group: dist.ProcessGroup
+    control: dist.ProcessGroup
     rank: int
     count: int
 
     def exchange(self, value: Any) -> list[Any]:
         """What each of them gives, in their order. Values are pickled."""
         found: list[Any] = [None] * self.count
-        dist.all_gather_object(found, value, group=self.group)
+        with disable_current_modes(), torch.no_grad():  # compilers exchange in the middle of tracing
+            dist.all_gather_object(found, value, group=self.control)
         return found
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -70,10 +74,15 @@ def ranks_of(mesh: object) -> Ranks:
             " alone"
         )
     members = dist.get_process_group_ranks(mesh.get_group())
-    digest = f"{len(members)}-{hashlib.sha256(repr(members).encode()).hexdigest()[:8]}"
-    found = Ranks(digest=digest, mesh=mesh, group=mesh.get_group(), rank=coordinate[0], count=len(members))
-    _known[digest] = found
-    return found
+    digest, group = f"{len(members)}-{hashlib.sha256(repr(members).encode()).hexdigest()[:8]}", mesh.get_group()
+    known = _known.get(digest)
+    if known is None or known.group is not group:
+        control = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        assert isinstance(control, dist.ProcessGroup)
+        rank, count = coordinate[0], len(members)
+        known = Ranks(digest=digest, mesh=mesh, group=group, control=control, rank=rank, count=count)
+        _known[digest] = known
+    return known
 
 
 def ranks_by_digest(digest: str) -> Ranks:

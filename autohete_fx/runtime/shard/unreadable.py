@@ -55,6 +55,7 @@ class Unreadable(nn.Parameter):
         return f"Unreadable(size={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
+    @torch.compiler.disable
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -77,6 +78,7 @@ class Unreadable(nn.Parameter):
 _made = WeakIdKeyDictionary()
 
 
+@torch.compiler.disable
 def unreadable(param: Tensor, part: Part) -> Tensor:
     """What stands for a shard in eager code."""
     found = _made.get(param)
