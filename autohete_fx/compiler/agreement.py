@@ -2,8 +2,8 @@
 
 In: what one rank has measured, looked up or decided. Out: one value for all of them, so that each writes the same collectives into
 its graphs in the same order. Ranks take the same way through a compilation because all that it turns on is exchanged here: the
-least budget, the machine of the first rank, the longest seconds, what caches have on all of them, and the first rank's plan. A rank that
-compiles something else, or fails, is named by the others' errors: each exchange says what it is about, and a failure is one too.
+least budget, the machine of the first rank, the longest seconds, what caches have on all of them, and the first rank's plan. A
+rank that compiles something else, or fails, is named by the others' errors: each exchange says what it is about.
 
 Exchanges have a process group of their own, so that they never stand behind a collective of a graph.
 """
@@ -11,7 +11,7 @@ Exchanges have a process group of their own, so that they never stand behind a c
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -65,15 +65,16 @@ class Agreement:
             )
         return [found for _, found in everywhere]
 
-    def same(self, what: str, value: _Value) -> None:
-        """Raise ShardError on all ranks where one has another value."""
-        everywhere = self.exchange(what, value)
-        if any(other != value for other in everywhere):
+    def same(self, what: str, values: Mapping[str, object]) -> None:
+        """Raise ShardError on all ranks where one has other values."""
+        everywhere = self.exchange(what, values)
+        differing = next((name for name in values if any(other[name] != values[name] for other in everywhere)), None)
+        if differing is not None:
             self._is_over = True
-            found = "; ".join(f"rank {rank} has {other}" for rank, other in enumerate(everywhere))
+            found = "; ".join(f"{other[differing]} on rank {rank}" for rank, other in enumerate(everywhere))
             raise ShardError(
-                f"ranks that compile one model differ in the {what}: {found}. Expected was the same on all ranks. Give all of"
-                " them the same model, inputs, options and versions"
+                f"ranks that compile one model differ in the {what}: {differing} is {found}. Expected was the same on all ranks."
+                " Give all of them the same model, inputs, options and versions"
             )
 
     def least(self, what: str, value: int | None) -> int | None:

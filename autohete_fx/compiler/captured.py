@@ -91,8 +91,9 @@ class CapturedGraph:
         agreed = self.agreement
         if not agreed.is_shared:
             return
-        agreed.same("graph", (self.digest, sorted(self.params)))
-        agreed.same("version", (torch.__version__, sources_digest()))
+        shapes = [list(item.tensor.shape) for item in self.inputs if item.tensor is not None and not item.is_parameter]
+        agreed.same("graph", {"parameters": sorted(self.params), "inputs": repr(shapes), "digest": self.digest})
+        agreed.same("version", {"torch": torch.__version__, "autohete_fx": sources_digest()})
         agreed.same("options", described_options(self.options))
         self.budget_bytes = agreed.least("memory budget", self.budget_bytes)
         self.host_bytes = agreed.least("host budget", self.host_bytes)

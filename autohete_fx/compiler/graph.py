@@ -105,7 +105,7 @@ class GraphCompiler:
             self._withhold(agreement.most("withheld bytes", int(load_text("withheld", self.base_key) or 0)))
             yield
             graphs = () if self.compilation is None else self.compilation.graphs
-            agreement.same("rewritten graphs", hashlib.sha256(repr(graphs).encode()).hexdigest()[:12])
+            agreement.same("rewritten graphs", {"digest": hashlib.sha256(repr(graphs).encode()).hexdigest()[:12]})
 
     @property
     def _keeps_freed(self) -> bool:
