@@ -92,7 +92,8 @@ class CapturedGraph:
         if not agreed.is_shared:
             return
         shapes = [list(item.tensor.shape) for item in self.inputs if item.tensor is not None and not item.is_parameter]
-        agreed.same("graph", {"parameters": sorted(self.params), "inputs": repr(shapes), "digest": self.digest})
+        code = hashlib.sha256(self.gm.code.encode()).hexdigest()[:12]
+        agreed.same("graph", {"parameters": sorted(self.params), "inputs": repr(shapes), "code": code})
         agreed.same("version", {"torch": torch.__version__, "autohete_fx": sources_digest()})
         agreed.same("options", described_options(self.options))
         self.budget_bytes = agreed.least("memory budget", self.budget_bytes)
