@@ -173,7 +173,8 @@ def _held_class(base: type, fields: tuple[_Field, ...]) -> type:
     }
     members |= {"__deepcopy__": __deepcopy__, "__reduce_ex__": __reduce_ex__, WHOLE: False}
     members |= {field[0]: _reader(*field) for field in fields}
-    made = type(base)(base.__name__, (base,), members)
+    metaclass: Any = type(base)
+    made = metaclass(base.__name__, (base,), members)
     return made
 
 

@@ -78,9 +78,12 @@ class Unreadable(nn.Parameter):
 _made = WeakIdKeyDictionary()
 
 
-@torch.compiler.disable
 def unreadable(param: Tensor, part: Part) -> Tensor:
-    """What stands for a shard in eager code."""
+    """What stands for a shard in eager code, also in what Dynamo runs eagerly within compiled functions."""
+    return torch.compiler.disable(_unreadable)(param, part)
+
+
+def _unreadable(param: Tensor, part: Part) -> Tensor:
     found = _made.get(param)
     if found is None or found.requires_grad != param.requires_grad:
         with torch.no_grad():
