@@ -105,7 +105,9 @@ class GraphCompiler:
             self._withhold(agreement.most("withheld bytes", int(load_text("withheld", self.base_key) or 0)))
             yield
             text = repr(() if self.compilation is None else self.compilation.graphs)
-            text = text.replace(self.captured.model.session.digest, "")  # a pass without an identity has one in each process
+            text = text.replace(
+                self.captured.model.session.digest, ""
+            )  # a pass without an identity has one in each process
             agreement.same("rewritten graphs", {"digest": hashlib.sha256(text.encode()).hexdigest()[:12]})
 
     @property

@@ -1,4 +1,4 @@
-"""``merge_reduces`` and ``gather_again``: a weight of which ranks hold shards, read twice in forward. No rank runs anything here."""
+"""``merge_reduces`` and ``gather_again``: a weight of which ranks hold shards, read twice in forward. Nothing is run."""
 
 import torch
 from expecttest import assert_expected_inline
@@ -45,11 +45,14 @@ def test_a_weight_read_twice_gets_one_reduce_of_the_sum():
     merged.graph.lint()
     merged.recompile()
     assert [node.meta["val"].shape for node in merged.graph.output_node().all_input_nodes] == result
-    assert_expected_inline(collectives_of(merged), """\
+    assert_expected_inline(
+        collectives_of(merged),
+        """\
 gather = torch.ops.autohete.gather.default(shard_1, 2, '2-group')
 gather_1 = torch.ops.autohete.gather.default(shard_1, 2, '2-group')
 add = torch.ops.aten.add.Tensor(slice_backward, slice_backward_1)
-reduce_default = torch.ops.autohete.reduce.default(add, 2, '2-group')""")
+reduce_default = torch.ops.autohete.reduce.default(add, 2, '2-group')""",
+    )
 
 
 def test_a_weight_read_once_keeps_its_reduce():
