@@ -17,11 +17,13 @@ from autohete_fx.errors import (
     OptionError,
     PassError,
     PlanError,
+    ShardError,
 )
 from autohete_fx.ir import Activations, BlockDecision, Optimizer, Params, Plan
 from autohete_fx.optim import AdamW, Lion
 from autohete_fx.runtime.meter import MemoryMeter
 from autohete_fx.runtime.place import place
+from autohete_fx.runtime.shard import gathered, shard
 
 __version__ = "0.1.0"
 
@@ -42,7 +44,10 @@ __all__ = [
     "PassError",
     "Plan",
     "PlanError",
+    "ShardError",
     "compilations",
     "explain",
+    "gathered",
     "place",
+    "shard",
 ]

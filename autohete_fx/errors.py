@@ -60,6 +60,10 @@ class HostMemoryError(AutoHeteError):
     """Host memory or ``offload_dir`` refused an allocation."""
 
 
+class ShardError(AutoHeteError):
+    """Ranks cannot hold a model together as asked, or one of them does what the others do not."""
+
+
 class OptimizerStateError(AutoHeteError, ValueError):
     """An optimizer state dict or hyperparameter cannot be used."""
 

@@ -23,7 +23,9 @@ from autohete_fx.passes.base import (
     validate,
     verify,
 )
+from autohete_fx.passes.gather_again import gather_again
 from autohete_fx.passes.lower_lanes import lower_lanes
+from autohete_fx.passes.merge_reduces import merge_reduces
 from autohete_fx.passes.offload_activations import offload_activations
 from autohete_fx.passes.offload_gradients import offload_gradients
 from autohete_fx.passes.pin_positions import pin_positions, pinned_after, regions_apart
@@ -43,7 +45,9 @@ def _facts(*names: str) -> frozenset[str]:
 
 PIPELINE: tuple[Pass, ...] = (
     Pass(function=annotate_blocks, stages=(Stage.JOINT, _INFERENCE), provides=_facts("blocks")),
+    Pass(function=merge_reduces, stages=(Stage.JOINT,)),
     Pass(function=tag_recompute, stages=(Stage.JOINT,), requires=_facts("blocks"), provides=_facts("recompute")),
+    Pass(function=gather_again, stages=(Stage.JOINT,), requires=_facts("recompute")),
     Pass(function=offload_activations, stages=(_FORWARD,), requires=_facts("blocks"), conflicts=_facts("lanes")),
     Pass(function=reload_activations, stages=(_BACKWARD,), requires=_facts("blocks"), conflicts=_facts("lanes")),
     Pass(
@@ -110,7 +114,9 @@ __all__ = [
     "annotate_blocks",
     "assign_lanes",
     "await_updates",
+    "gather_again",
     "lower_lanes",
+    "merge_reduces",
     "offload_activations",
     "offload_gradients",
     "only",

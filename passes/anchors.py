@@ -1,4 +1,4 @@
-"""The nodes that a graph's order hangs on: matrix products, which the compiler leaves in place as kernels of their own.
+"""The nodes that a graph's order hangs on: matrix products and collectives, which the compiler leaves as kernels of their own.
 
 In: a graph whose nodes have blocks, and the region of each node. Out: the first and the last product of each region.
 """
@@ -9,13 +9,14 @@ import torch
 from torch import fx
 
 from autohete_fx.graph import annotations
+from autohete_fx.graph.collectives import COLLECTIVES
 from autohete_fx.internals.operators import OpOverload
 
 _ANCHOR_WORDS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "attention", "linear", "grouped_mm")
 
 
 def is_anchor(node: fx.Node) -> bool:
-    """Whether the node is a matrix product or another kernel that Inductor never fuses away.
+    """Whether the node is a matrix product, a collective or another kernel that Inductor never fuses away.
 
     One without a block may be: on a GPU Inductor replaces an ``addmm`` by a product of its own making and a sum.
     """
@@ -23,6 +24,8 @@ def is_anchor(node: fx.Node) -> bool:
         return False
     if not isinstance(node.meta.get("val"), torch.Tensor):
         return False
+    if node.target in COLLECTIVES:
+        return annotations.block_of(node) is not None
     if annotations.block_of(node) is None and all(n.op == "placeholder" for n in node.all_input_nodes):
         return False  # nothing tells its region
     name = node.target._schema.name.split("::")[1].strip("_")

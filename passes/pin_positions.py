@@ -33,7 +33,7 @@ from autohete_fx.internals.operators import OrderedSet
 from autohete_fx.passes.anchors import anchors_by_region
 from autohete_fx.passes.base import PassContext, Stage
 from autohete_fx.passes.keep_apart import is_kernel, waits_for_regions
-from autohete_fx.passes.sort_regions import order_to_keep, region_keys, regions_of, reorder
+from autohete_fx.passes.sort_regions import is_ordered, order_to_keep, region_keys, regions_of, reorder
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def regions_apart(gm: fx.GraphModule, context: PassContext) -> dict[str, tuple[s
 
 
 def _is_pinned(graph: fx.Graph, context: PassContext) -> bool:
-    return context.recomputes or any(annotations.inserted(node) is not None for node in graph.nodes)
+    return is_ordered(graph, context)
 
 
 def _stored(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -22,6 +22,7 @@ from typing import Any
 from torch import fx
 
 from autohete_fx.graph import annotations, ops
+from autohete_fx.graph.collectives import COLLECTIVES
 from autohete_fx.graph.draws import draws
 from autohete_fx.graph.saved import is_view
 from autohete_fx.passes.base import PassContext
@@ -30,11 +31,18 @@ _LOADS = (ops.prefetch, ops.reload)
 
 
 def sort_regions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
-    """Reorder nodes by region; a graph without inserted nodes or recomputation is left as it is."""
-    if context.recomputes or any(annotations.inserted(node) for node in gm.graph.nodes):
+    """Reorder nodes by region; a graph without inserted nodes, recomputation or collectives is left as it is."""
+    if is_ordered(gm.graph, context):
         is_sorted = reorder(gm.graph, region_keys(gm.graph, context), order_to_keep(gm.graph))
         assert is_sorted, "an update starts before something that it depends on"
     return gm
+
+
+def is_ordered(graph: fx.Graph, context: PassContext) -> bool:
+    """Whether it matters where nodes stand: copies, recomputation, or collectives, which all ranks run in one order."""
+    return context.recomputes or any(
+        annotations.inserted(node) is not None or node.target in COLLECTIVES for node in graph.nodes
+    )
 
 
 def order_to_keep(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

@@ -12,8 +12,9 @@ import torch
 from torch import fx
 
 from autohete_fx.capture.inputs import GraphInput
+from autohete_fx.compiler.agreement import Agreement
 from autohete_fx.compiler.compilation import Share
-from autohete_fx.compiler.keys import graph_digest, sources_digest, surroundings
+from autohete_fx.compiler.keys import described_options, graph_digest, sources_digest, surroundings
 from autohete_fx.compiler.model import Model, origin_of
 from autohete_fx.compiler.problem import (
     NOTE_ON_SHARDS,
@@ -56,6 +57,8 @@ class CapturedGraph:
         graph_break: why the graph ends before its function, and where; empty where it does not.
         bucket_bytes: of gradient buckets of a DistributedDataParallel around it; None without one.
         machine: capacities and rates.
+        host_bytes: host memory allowed for offloaded tensors; None for no limit.
+        agreement: with other ranks that hold the parameters.
     """
 
     def __init__(self, *, gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options, model: Model) -> None:
@@ -80,6 +83,22 @@ class CapturedGraph:
         self.trained_bytes = trained_bytes(self.params.values()) if model.is_placed else 0
         self.machine = machine_of(self.device, model.session, options)
         self.bucket_bytes = versions.ddp_bucket_bytes()
+        self.host_bytes = host_budget_bytes(self.device, options)
+        self.agreement = Agreement(self.params.values())
+
+    def agree(self) -> None:
+        """With the other ranks that hold the parameters, on what decides the plan. Raises ShardError where they cannot."""
+        agreed = self.agreement
+        if not agreed.is_shared:
+            return
+        shapes = [list(item.tensor.shape) for item in self.inputs if item.tensor is not None and not item.is_parameter]
+        code = hashlib.sha256(self.gm.code.encode()).hexdigest()[:12]
+        agreed.same("graph", {"parameters": sorted(self.params), "inputs": repr(shapes), "code": code})
+        agreed.same("version", {"torch": torch.__version__, "autohete_fx": sources_digest()})
+        agreed.same("options", described_options(self.options))
+        self.budget_bytes = agreed.least("memory budget", self.budget_bytes)
+        self.host_bytes = agreed.least("host budget", self.host_bytes)
+        self.machine = agreed.machine(self.machine)
 
     def key(self) -> str:
         """A digest of everything that decides the plan and the code, the same in every process."""
@@ -145,7 +164,7 @@ class CapturedGraph:
             refuse_moving(self.options.plan, blocks, self.sharded)
         limits = Limits(
             device_budget_bytes=self.budget_bytes,
-            host_budget_bytes=host_budget_bytes(self.device, self.options),
+            host_budget_bytes=self.host_bytes,
             fixed_bytes=input_bytes(self.inputs)
             + self.small_bytes(training)
             + (0 if training else self.trained_bytes)

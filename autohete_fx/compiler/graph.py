@@ -11,7 +11,7 @@ import functools
 import hashlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import fx
@@ -70,8 +70,6 @@ class GraphCompiler:
         if options.inner_backend == "inductor":
             refuse_other_partitioner()
         self.captured = CapturedGraph(gm=gm, inputs=inputs, options=options, model=model)
-        self.base_key = self.captured.key()
-        self._withhold(int(load_text("withheld", self.base_key) or 0))
         self.compilation: Compilation | None = None
         self._planned: Rewritten | None = None
         self._seconds: dict[str, float] = {}
@@ -89,11 +87,29 @@ class GraphCompiler:
         if self._keeps_freed:
             cpu_counter.keep_freed()
         try:
-            with self._probing():
+            with self._agreeing(), self._probing():
                 return self._compile(example_inputs)
         except AutoHeteError:
             self.captured.model.give_up_call()
             raise
+
+    @contextlib.contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        """Around what all ranks do alike that hold the parameters. Code that AOTAutograd has cached would leave out most of it on
+        the ranks that find it, so it finds none."""
+        agreement = self.captured.agreement
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(agreement.announced())
+            if agreement.is_shared:
+                stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
+            self.captured.agree()
+            self.base_key = self.captured.key()
+            self._withhold(agreement.most("withheld bytes", int(load_text("withheld", self.base_key) or 0)))
+            yield
+            text = repr(() if self.compilation is None else self.compilation.graphs)
+            # A pass without an identity has one in each process.
+            text = text.replace(self.captured.model.session.digest, "")
+            agreement.same("rewritten graphs", {"digest": hashlib.sha256(text.encode()).hexdigest()[:12]})
 
     @property
     def _keeps_freed(self) -> bool:
@@ -123,7 +139,8 @@ class GraphCompiler:
                 with functorch_config.patch(enable_autograd_cache=False), fresh:
                     compiled = self._compile_fx(example_inputs)
             withheld = self._judge(is_last=attempt == _MAX_COMPILATIONS)
-            if withheld is None:
+            withheld = self.captured.agreement.most("withheld bytes", withheld)
+            if not withheld:
                 return compiled
             # The last attempt withholds all of the budget and so gets the plan of least peak: its code must fit, not its trace.
             all_of_it = attempt == _MAX_COMPILATIONS - 1
@@ -156,7 +173,7 @@ class GraphCompiler:
                 self.compile(example_inputs)
         else:
             partitioner = Partitioner(self.partition, self.key)
-            with self._own_config(), self._probing():
+            with self._agreeing(), self._own_config(), self._probing():
                 run_without_code(self.captured.gm, example_inputs, partitioner, self._rewrite_inference)
             self._refuse_unjudged()
         assert self.compilation is not None
@@ -216,31 +233,31 @@ class GraphCompiler:
         self._withheld_bytes = num_bytes
         self._budget = None if budget is None else Budget(device_bytes=budget, withheld_bytes=num_bytes)
         self.key = hashlib.sha256(f"{self.base_key}/{num_bytes}".encode()).hexdigest()[:24]
-        stored = load_text("compilation", self.key)
+        stored = self.captured.agreement.common("cache", load_text("compilation", self.key))
         self._stored = None if stored is None else Compilation.from_json(stored)
 
-    def _judge(self, *, is_last: bool) -> int | None:
-        """See what the compiled code takes; from then on that is the plan's peak. Returns None where it will do, else how much of
-        the budget to withhold from the next plan. Raises InfeasiblePlanError where no other plan is to be had."""
+    def _judge(self, *, is_last: bool) -> int:
+        """See what the compiled code takes; from then on that is the plan's peak. Returns how much of the budget to withhold from
+        the next plan; 0 where this one will do. Raises InfeasiblePlanError where no other plan is to be had."""
         planned, compilation, captured = self._planned, self.compilation, self.captured
         codes = [self._compiled.get(context.stage) for context in planned.contexts] if planned else []
         self._compiled.clear()
         if planned is None or compilation is None or not codes or codes[0] is None or codes[-1] is None:
-            return None
+            return 0
         backward = codes[1] if compilation.training else None
         peak = dry_run(codes[0], backward, planned.num_outputs, device_type=captured.device.type)
         if peak is None:
             self._refuse_unjudged()
             if self._budget is not None and compilation.training:
                 self.compilation = dataclasses.replace(compilation, notes=(*compilation.notes, _UNJUDGED))
-            return None
+            return 0
         peak, traced = traced_peak_bytes(planned.problem, compilation.plan, peak), compilation.plan.peak_bytes
         plan = dataclasses.replace(compilation.plan, peak_bytes=peak)
         self.compilation = dataclasses.replace(compilation, plan=plan)
         # An unsettled graph is judged with the last graph of its call; one that found its parameters placed by training only warns.
         is_free = captured.is_unsettled if compilation.training else captured.model.is_placed
         if self._budget is None or peak <= self._budget.device_bytes or is_free:
-            return None
+            return 0
         if is_last or self._is_given(compilation.training) or planned.refusal is not None:
             raise self._over_budget(self._budget, planned, peak)
         return self._budget.withheld_after(peak, traced)

@@ -93,7 +93,9 @@ class InferencePlanner:
         problem = dataclasses.replace(problem, fixed_decisions=())
 
         def solve(limited: Problem) -> Plan:
-            return solved_plan(limited, self.blocks, time_limit_s=self.captured.options.solver_time_limit_s)
+            limit_s = self.captured.options.solver_time_limit_s
+            agreement = self.captured.agreement
+            return agreement.first("plan", lambda: solved_plan(limited, self.blocks, time_limit_s=limit_s))
 
         usable = None if self.budget is None else self.budget.usable_bytes
         return fitted(problem, self.budget, usable, [solve], rewrite)
@@ -119,8 +121,9 @@ class InferencePlanner:
             device_type=captured.device.type,
             inner_backend=captured.options.inner_backend,
         )
+        peak = captured.agreement.most("traced peak", traced_peak_bytes(problem, plan, trace.peak_bytes))
         return Rewritten(
-            plan=dataclasses.replace(plan, peak_bytes=traced_peak_bytes(problem, plan, trace.peak_bytes)),
+            plan=dataclasses.replace(plan, peak_bytes=peak),
             problem=problem,
             moved=moved,
             graphs=(gm,),

@@ -68,6 +68,26 @@ def option_fields(options: Options) -> tuple[tuple[str, str], ...]:
     )
 
 
+def described_options(options: Options) -> dict[str, object]:
+    """What ranks that hold a model together must have been given alike; where files are kept may differ. Passes go by their names:
+    those without an identity that outlives this process have no other."""
+    passes = {
+        f.name: [getattr(p, "__qualname__", type(p).__name__) for p in getattr(options.passes, f.name)]
+        for f in fields(UserPasses)
+    }
+    return {
+        "memory_budget": options.memory_budget,
+        "host_budget": options.host_budget,
+        "allow": sorted(options.allow),
+        "micro_batches": options.micro_batches,
+        "inner_backend": options.inner_backend,
+        "profile": options.profile,
+        "plan": options.plan.digest if options.plan else None,
+        "solver_time_limit_s": options.solver_time_limit_s,
+        "passes": passes,
+    }
+
+
 def sources_digest() -> str:
     """A digest of this package's own code: another version of a pass must not find the old one's compiled code."""
     digest = hashlib.sha256()

@@ -122,8 +122,10 @@ class TrainingPlanner:
         )
         machine = self.captured.machine
         if may_measure and self.options.profile == "measured" and self.captured.budget_bytes is not None:
-            return profile_measured(partition, machine, max_bytes=self.captured.free_bytes())
-        return profile_analytic(partition, machine)
+            profile = profile_measured(partition, machine, max_bytes=self.captured.free_bytes())
+        else:
+            profile = profile_analytic(partition, machine)
+        return self.captured.agreement.slowest(profile)
 
     def _planned_beside(self, profile: Profile) -> Rewritten:
         """Within the budget, as one graph of its call: see `autohete_fx.compiler.shares`."""
@@ -139,7 +141,7 @@ class TrainingPlanner:
             captured.others_bytes = together.beside(self.shares) if self.shares else together.beside_least()
             return self._planned(captured.problem(self.blocks, profile, training=True))
         with self._timed("solving"):
-            best = together.best(budget.usable_bytes)
+            best = captured.agreement.first("plan of all graphs", lambda: together.best(budget.usable_bytes))
         if best is not None:
             self.shares, own = best
             captured.others_bytes = together.beside(self.shares)
@@ -189,7 +191,7 @@ class TrainingPlanner:
         if self.given is not None:
             fixed = functools.partial(given.fitted_plan, self.given, self.blocks)
             return fitted(problem, self.budget, usable, [fixed], functools.partial(self._made, problem), is_given=True)
-        ways.append(functools.partial(self._timed_plan, self._lean_plan if takes_least else self._solved_plan))
+        ways.append(functools.partial(self._timed_plan, self._lean_plan if takes_least else self._agreed_plan))
         return fitted(problem, self.budget, usable, ways, functools.partial(self._made, problem))
 
     def _made(self, problem: Problem, plan: Plan) -> Rewritten:
@@ -211,6 +213,7 @@ class TrainingPlanner:
                 offloadable=self.offloadable,
             )
             peak = traced_peak_bytes(problem, plan, self._traced_bytes(split, contexts))
+            peak = self.captured.agreement.most("traced peak", peak)
         return Rewritten(
             plan=dataclasses.replace(plan, peak_bytes=peak),
             problem=problem,
@@ -237,7 +240,10 @@ class TrainingPlanner:
             return way(problem, **rest)
 
     def _lean_plan(self, problem: Problem) -> Plan:
-        return given.lean_plan(problem, self.blocks)
+        return self.captured.agreement.first("plan", lambda: given.lean_plan(problem, self.blocks))
+
+    def _agreed_plan(self, problem: Problem) -> Plan:
+        return self.captured.agreement.first("plan", lambda: self._solved_plan(problem))
 
     def _solved_plan(self, problem: Problem) -> Plan:
         try:

@@ -10,6 +10,7 @@ import operator
 import torch
 from torch import fx
 
+from autohete_fx.graph.collectives import gather
 from autohete_fx.graph.ops import SMALLEST_COPY_BYTES, is_dense
 from autohete_fx.internals.operators import OpOverload
 
@@ -39,6 +40,20 @@ def storage_root(node: fx.Node) -> fx.Node:
     while is_view(node):
         node = node.all_input_nodes[0]
     return node
+
+
+_CONVERSIONS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+
+
+def gathered(graph: fx.Graph) -> set[fx.Node]:
+    """The whole parameters that a graph gathers, and the same in another dtype or seen otherwise. No activation is among them, and
+    backward can gather them again."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_again = node.op == "call_function" and (is_view(node) or node.target in _CONVERSIONS)
+        if node.target is gather or (is_again and node.all_input_nodes[0] in found):
+            found.add(node)
+    return found
 
 
 def written_inputs(joint: fx.GraphModule) -> list[fx.Node]:
@@ -79,14 +94,15 @@ def offloadable(
     """The saved storages that can leave for host memory, by the nodes that own them: largest first, ties in graph order.
 
     A storage leaves by a copy of each saved view of it; its device memory is free when all of them are on the host. Left
-    on the device: what belongs to inputs, what the user gets too, what has gaps, views below ``smallest_bytes``, and
-    storages whose views overlap, because their copies would be larger than what they free.
+    on the device: what belongs to inputs, what the user gets too, what has gaps, views below ``smallest_bytes``, whole
+    parameters that were gathered, and storages whose views overlap, because their copies would be larger than what they free.
     """
+    parameters = gathered(forward.graph)
     held = {storage_root(node) for node in output_args(forward)[:num_outputs] if isinstance(node, fx.Node)}
     found = [
         root
         for root, views in saved_views(forward, num_outputs).items()
-        if root.op == "call_function" and root not in held and _can_leave(root, views, smallest_bytes)
+        if root.op == "call_function" and root not in held | parameters and _can_leave(root, views, smallest_bytes)
     ]
     position = {node: place for place, node in enumerate(forward.graph.nodes)}
     return tuple(sorted(found, key=lambda root: (-_num_bytes(root.meta["val"]), position[root])))

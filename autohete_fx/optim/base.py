@@ -17,7 +17,7 @@ from autohete_fx.errors import OptimizerStateError
 from autohete_fx.internals.modes import DisableTorchFunction
 from autohete_fx.internals.tensors import current_graph_task_id
 from autohete_fx.ir import Overlap
-from autohete_fx.optim import clipping
+from autohete_fx.optim import clipping, shards
 from autohete_fx.optim.arguments import checked_norm, overlap_named
 from autohete_fx.optim.host_copy import HostCopies
 from autohete_fx.optim.in_place import Update
@@ -43,6 +43,7 @@ from autohete_fx.runtime.pending.fence import watched
 from autohete_fx.runtime.pending.unplanned import Watch
 from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import placement_of
+from autohete_fx.runtime.shard.state import attend
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -130,6 +131,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             raise
         for param in self.param_groups[-1]["params"]:
             register_owner(param, self)
+        attend(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -233,8 +235,12 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def _clipping(self, updates: Iterable[Update]) -> Tensor | None:
         if self.max_grad_norm is None:
             return None
-        norms = [None if u.placement.updates is None else u.placement.updates.early.norms.of(u.grad) for u in updates]
-        self.grad_norm = clipping.total_norm([u.grad for u in updates], norms)
+        norms = {
+            u.param: None if u.placement.updates is None else u.placement.updates.early.norms.of(u.grad)
+            for u in updates
+        }
+        params = [p for group in self.param_groups for p in group["params"]]
+        self.grad_norm = shards.total_norm(params, {u.param: u.grad for u in updates}, norms, clipping.total_norm)
         return clipping.factor(self.grad_norm, self.max_grad_norm)
 
     def group_of(self, param: Tensor) -> dict[str, Any] | None:

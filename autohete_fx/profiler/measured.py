@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autohete_fx.cache import load_text, machine_key, store_text
+from autohete_fx.graph.collectives import COLLECTIVES
 from autohete_fx.internals.partitioning import make_graph_module
 from autohete_fx.ir import Machine, Profile
 from autohete_fx.profiler.analytic import BlockTimes, analytic_times, costs_from_times
@@ -51,14 +52,18 @@ def extract_block(
     Values from outside become placeholders; what is read outside, or returned, becomes the outputs, in graph order.
     ``not_stored`` names values that the compiler never puts in memory but computes again wherever they are read, such
     as the sines of rotary positions: where the block reads one, its nodes come along. None where the block has no nodes here.
+    Collectives belong to no block, or one rank would run them without the others: their results come from outside.
     """
-    own = {node for node in graph_module.graph.nodes if placed.get(node.name) == block}
+    nodes = graph_module.graph.nodes
+    own = {node for node in nodes if placed.get(node.name) == block and node.target not in COLLECTIVES}
     inside = set(own)
     for node in reversed(graph_module.graph.nodes):
         if node in inside:
             for source in node.all_input_nodes:
                 # A tuple cannot be passed in either: who reads an item of one belongs with it.
-                if source.name in not_stored or isinstance(source.meta.get("val"), (tuple, list)):
+                if source.target not in COLLECTIVES and (
+                    source.name in not_stored or isinstance(source.meta.get("val"), (tuple, list))
+                ):
                     inside.add(source)
     if not own:
         return None

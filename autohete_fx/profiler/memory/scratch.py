@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from autohete_fx.graph.collectives import COLLECTIVES, gather
 from autohete_fx.graph.saved import hint
 from autohete_fx.profiler.memory.node_kinds import innermost_operator
 from autohete_fx.profiler.memory.probe import current
@@ -53,6 +54,8 @@ def scratch_bytes(target: object, args: Any, kwargs: Any) -> int:
         return attention_scratch_bytes(name, inner_args[:3]) if inner_args[0].device.type == "cpu" else 0
     if "_attention" in name or is_blas_product(name, inner_args, kwargs):
         return 0
+    if inner in COLLECTIVES:
+        return collective_scratch_bytes(inner, inner_args)
     bound_bytes = convolution_scratch_bytes(name, inner_args)
     probe = current()
     measured = None
@@ -61,6 +64,14 @@ def scratch_bytes(target: object, args: Any, kwargs: Any) -> int:
         likely = bound_bytes is not None and inner_args[0].device.type == "cpu" and inner_args[0].element_size() != 4
         measured = probe.scratch_bytes(inner, inner_args, kwargs, bound_bytes if likely else None)
     return (bound_bytes or 0) if measured is None else measured
+
+
+def collective_scratch_bytes(target: object, args: Sequence[Any]) -> int:
+    """What a collective on a CPU takes, where gloo works on a copy of the whole. NCCL works in place."""
+    tensor, num_ranks = args[0], args[1]
+    if tensor.device.type != "cpu":
+        return 0
+    return math.prod(map(hint, tensor.shape)) * tensor.element_size() * (num_ranks if target is gather else 1)
 
 
 def is_blas_product(name: str, args: Sequence[Any], kwargs: Any) -> bool:

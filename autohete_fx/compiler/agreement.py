@@ -1,0 +1,153 @@
+"""What ranks that hold a model together must agree on while they compile it.
+
+In: what one rank has measured, looked up or decided. Out: one value for all of them, so that each writes the same collectives into
+its graphs in the same order. Ranks take the same way through a compilation because all that it turns on is exchanged here: the
+least budget, the machine of the first rank, the longest seconds, what caches have on all of them, and the first rank's plan. A
+rank that compiles something else, or fails, is named by the others' errors: each exchange says what it is about.
+
+Exchanges have a process group of their own, so that they never stand behind a collective of a graph.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from autohete_fx import errors
+from autohete_fx.errors import AutoHeteError, ShardError
+from autohete_fx.ir import BlockCost, Machine, Profile
+from autohete_fx.runtime.shard.parts import shard_of
+from autohete_fx.runtime.shard.ranks import Ranks
+
+_Value = TypeVar("_Value")
+_FAILED = "failure"
+
+
+class Agreement:
+    """That of one compilation. With parameters that no other rank has a part of, each value is its own.
+
+    Args:
+        params: of the graph.
+    """
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        parts = [part for param in params if (part := shard_of(param)) is not None]
+        self._ranks: Ranks | None = parts[0].ranks if parts else None
+        self._is_over = False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks compile the same graph."""
+        return self._ranks is not None
+
+    def exchange(self, what: str, value: _Value) -> list[_Value]:
+        """What each rank has, in their order.
+
+        Raises:
+            ShardError: another rank is elsewhere, or has failed.
+        """
+        if self._ranks is None:
+            return [value]
+        everywhere = self._ranks.exchange((what, value))
+        topics = [topic for topic, _ in everywhere]
+        if len(set(topics)) > 1:
+            self._is_over = True
+            failed = [
+                f"rank {rank} failed: {found}" for rank, (topic, found) in enumerate(everywhere) if topic == _FAILED
+            ]
+            places = [f"rank {rank} {topic}" for rank, topic in enumerate(topics)]
+            raise ShardError(
+                f"ranks that compile one model went different ways: {'; '.join(failed or places)}. Expected was the same on all"
+                " ranks. Correct what differs, and start all of them again"
+            )
+        return [found for _, found in everywhere]
+
+    def same(self, what: str, values: Mapping[str, object]) -> None:
+        """Raise ShardError on all ranks where one has other values."""
+        everywhere = self.exchange(what, values)
+        differing = next((name for name in values if any(other[name] != values[name] for other in everywhere)), None)
+        if differing is not None:
+            self._is_over = True
+            found = "; ".join(f"{other[differing]} on rank {rank}" for rank, other in enumerate(everywhere))
+            raise ShardError(
+                f"ranks that compile one model differ in the {what}: {differing} is {found}. Expected was the same on all ranks."
+                " Give all of them the same model, inputs, options and versions"
+            )
+
+    def least(self, what: str, value: int | None) -> int | None:
+        """The smallest; None counts as no limit."""
+        return min((found for found in self.exchange(what, value) if found is not None), default=None)
+
+    def most(self, what: str, value: int) -> int:
+        """The largest."""
+        return max(self.exchange(what, value))
+
+    def common(self, what: str, text: str | None) -> str | None:
+        """A text that all ranks have; None where one has another, or none."""
+        digest = None if text is None else hashlib.sha256(text.encode()).hexdigest()
+        return text if len(set(self.exchange(what, digest))) == 1 else None
+
+    def machine(self, machine: Machine) -> Machine:
+        """The first rank's."""
+        return self.exchange("machine", machine)[0]
+
+    def slowest(self, profile: Profile) -> Profile:
+        """The costs with the longest seconds and the largest workspaces of all ranks."""
+        everywhere = self.exchange("profile", profile)
+        if len({len(other.costs) for other in everywhere}) > 1:
+            raise AssertionError("the same graph has the same blocks")
+        costs = tuple(_slowest(same) for same in zip(*(other.costs for other in everywhere), strict=True))
+        return dataclasses.replace(profile, costs=costs)
+
+    def first(self, what: str, make: Callable[[], _Value]) -> _Value:
+        """What the first rank makes, and only that one. Raises what it raises there, on all ranks."""
+        if self._ranks is None:
+            return make()
+        made: Any = None
+        if self._ranks.rank == 0:
+            try:
+                made = make()
+            except AutoHeteError as error:
+                made = _Raised(type(error).__name__, str(error), dict(vars(error)))
+        made = self.exchange(what, made)[0]
+        if isinstance(made, _Raised):
+            raise made.error()
+        return made
+
+    @contextlib.contextmanager
+    def announced(self) -> Iterator[None]:
+        """Around all that is exchanged: where this rank fails, the others learn it at their next exchange."""
+        try:
+            yield
+        except BaseException as error:
+            if self._ranks is not None and not self._is_over:
+                self._is_over = True
+                self._ranks.exchange((_FAILED, f"{type(error).__name__}: {error}"))
+            raise
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Raised:
+    """An error of the first rank's, on its way to the others."""
+
+    kind: str
+    message: str
+    fields: dict[str, Any]
+
+    def error(self) -> AutoHeteError:
+        kind = getattr(errors, self.kind, AutoHeteError)
+        found = kind.__new__(kind)
+        Exception.__init__(found, self.message)
+        found.__dict__.update(self.fields)
+        return found
+
+
+def _slowest(costs: tuple[BlockCost, ...]) -> BlockCost:
+    def most(name: str) -> Any:
+        return max(getattr(cost, name) for cost in costs)
+
+    names = ("forward_s", "backward_s", "recompute_s", "forward_workspace_bytes", "backward_workspace_bytes")
+    return dataclasses.replace(costs[0], **{name: most(name) for name in names})

@@ -1,0 +1,49 @@
+"""The norm of gradients that ranks hold together, for a step that clips.
+
+In: the gradients of a step, of which some are this rank's shards, and their parameters. Out: the norm of all of them as one
+process would take it: squares of shards are added up over ranks, and gradients that every rank has count once. One all-reduce for
+each set of ranks, whether or not this rank has a gradient, so that no rank waits for another one's.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from autohete_fx.runtime.shard.parts import shard_of
+
+NormOf = Callable[[Sequence[Tensor], Sequence[Tensor | None]], Tensor]
+"""Of gradients, and of those norms of single ones that are known."""
+
+
+def total_norm(
+    params: Sequence[Tensor],
+    grads: dict[Tensor, Tensor],
+    known: dict[Tensor, Tensor | None],
+    norm_of: NormOf,
+) -> Tensor:
+    """The norm of all gradients.
+
+    Args:
+        params: of the optimizer, in its order, also those without a gradient.
+        grads: those that there are, by parameter.
+        known: their norms, as far as they are known, by parameter.
+        norm_of: takes the norm of gradients on this rank.
+    """
+    groups = {part.group: part.ranks for p in params if (part := shard_of(p)) is not None}
+
+    def local(of: Sequence[Tensor]) -> Tensor:
+        return norm_of([grads[p] for p in of], [known[p] for p in of])
+
+    present = [p for p in params if p in grads]
+    if not groups:
+        return local(present)
+    alone = local([p for p in present if shard_of(p) is None])
+    total, dtype = alone.double().square(), alone.dtype
+    for group in sorted(groups):
+        mine = [p for p in present if (part := shard_of(p)) is not None and part.group == group]
+        norm = local(mine)
+        squares = norm.double().square().to(mine[0].device if mine else params[0].device)
+        dist.all_reduce(squares, group=groups[group].group)
+        total, dtype = squares + total.to(squares.device), norm.dtype if mine else dtype
+    return total.sqrt().to(dtype)

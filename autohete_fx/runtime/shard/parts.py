@@ -1,0 +1,111 @@
+"""What is known of a parameter that ranks hold together: its part on this rank, and the whole.
+
+In: parameters, by identity. Out: a `Part`, which nothing on the parameter refers to: a copy of it is nobody's part until
+somebody says so. The gradient of each is watched from then on, because a norm of shards' gradients is not the norm of all.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autohete_fx.runtime.shard.ranks import Ranks, ranks_by_digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A parameter's share of a rank.
+
+    Attributes:
+        size: of the whole parameter.
+        group: digest of the ranks.
+        is_shard: whether the rank holds some of the rows; else it holds all, as every rank does.
+    """
+
+    size: tuple[int, ...]
+    group: str
+    is_shard: bool
+
+    @property
+    def ranks(self) -> Ranks:
+        """Who holds it."""
+        return ranks_by_digest(self.group)
+
+    @property
+    def rows(self) -> int:
+        """Of a shard, padding included: as many as `torch.chunk` gives to the first."""
+        return -(-self.size[0] // self.ranks.count)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a shard, padding included."""
+        return (self.rows, *self.size[1:])
+
+    @property
+    def num_own_rows(self) -> int:
+        """Of this rank's shard, without padding; none where the ranks before it have all."""
+        return min(max(self.size[0] - self.ranks.rank * self.rows, 0), self.rows)
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's rows of a whole tensor, a view without padding."""
+        return whole.narrow(0, min(self.ranks.rank * self.rows, self.size[0]), self.num_own_rows)
+
+    def padded(self, own: Tensor) -> Tensor:
+        """A new shard of these rows, with zeros as padding."""
+        shard = own.new_zeros(self.shape)
+        shard[: own.shape[0]].copy_(own)
+        return shard
+
+
+_parts = WeakIdKeyDictionary()
+_written = WeakIdKeyDictionary()  # parameter -> its gradient when it came, and the gradient's version then
+
+
+def part_of(param: Tensor) -> Part | None:
+    """What is known of a parameter; None where it is this process's alone."""
+    return _parts.get(param)
+
+
+def shard_of(param: Tensor) -> Part | None:
+    """Likewise, None also where every rank holds all of it."""
+    part = _parts.get(param)
+    return part if part is not None and part.is_shard else None
+
+
+def is_any_known() -> bool:
+    """Whether this process holds any parameter with others."""
+    return bool(_parts)
+
+
+def note_part(param: Tensor, part: Part) -> None:
+    """A parameter is held with other ranks from now on."""
+    _parts[param] = part
+    if part.is_shard and param.requires_grad:
+        param.register_post_accumulate_grad_hook(_note_gradient)
+
+
+def _note_gradient(param: Tensor) -> None:
+    if param.grad is not None:
+        _written[param] = (id(param.grad), param.grad._version)
+
+
+def written_since_backward(params: Iterable[Tensor]) -> list[Tensor]:
+    """The shards among the parameters whose gradients somebody has written to since backward made them."""
+    found = []
+    for param in params:
+        noted = _written.get(param)
+        if (
+            noted is not None
+            and param.grad is not None
+            and noted[0] == id(param.grad)
+            and noted[1] != param.grad._version
+        ):
+            found.append(param)
+    return found
+
+
+def gathered_from(shard: Tensor, part: Part) -> Tensor:
+    """The whole tensor that ranks hold shards of. All of them call it."""
+    return torch.ops.autohete.gather(shard.detach(), part.ranks.count, part.group)[: part.size[0]]

@@ -1,0 +1,22 @@
+"""Tag whole parameters that were gathered, so that the partitioner gathers them again in backward instead of saving them.
+
+The emitted IR is the same code with MUST_RECOMPUTE on each gather and on all that shows the whole otherwise: views, casts. What
+is saved is the shard, an input, which is there anyhow. Ids are above those of all blocks, so that no region keeps what another one
+reads. Runs behind `tag_recompute`, whose tags on these nodes do not count.
+"""
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from autohete_fx.graph.saved import gathered
+from autohete_fx.passes.base import PassContext
+
+_ABOVE_ALL_REGIONS = 1 << 30
+
+
+def gather_again(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
+    """No-op for graphs without gathers."""
+    for node in gathered(gm.graph):
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta["ac_graph_id"] = _ABOVE_ALL_REGIONS
+    return gm

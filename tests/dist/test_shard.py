@@ -1,0 +1,237 @@
+"""``shard`` under PyTorch's own backends: the traced op is exact, and wrong use is an error on all ranks."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autohete_fx
+from autohete_fx.runtime.shard import gathered, shard
+from autohete_fx.runtime.shard.parts import shard_of
+from tests.dist import ranks
+from tests.dist.sharded import Net, alone, differences, make, mesh, refusal, together, tokens, whole
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def ours(params: Any) -> torch.optim.Optimizer:
+    return autohete_fx.AdamW(params, lr=1e-2)
+
+
+def ours_clipped(params: Any) -> torch.optim.Optimizer:
+    return autohete_fx.AdamW(params, lr=1e-2, max_grad_norm=0.3)
+
+
+def exactness() -> dict[str, float]:
+    """How far each way to train is from one process, at most."""
+    found = {}
+    for name, optimizer_of in {"sgd": sgd, "ours": ours}.items():
+        found[name] = differences(together(optimizer_of, tied=False), alone(optimizer_of, tied=False))
+    found["tied and accumulated"] = differences(together(sgd, micro=2), alone(sgd, micro=2))
+    found["clipped"] = differences(together(ours_clipped), alone(ours, clip=0.3))
+    inductor = {"backend": "inductor"}
+    found["inductor"] = differences(
+        together(sgd, tied=False, steps=2, layers=1, compiled=inductor),
+        alone(sgd, tied=False, steps=2, layers=1, backend="inductor"),
+    )
+    return {name: max(found[name].values(), default=0.0) for name in found}
+
+
+def test_two_ranks_are_bitwise_one_process_and_ties_clipping_and_accumulation_within_rounding(tmp_path: Path):
+    for found in ranks.run("tests.dist.test_shard.exactness", tmp_path):
+        assert {n for n, d in found.items() if not d} == {"sgd", "ours", "inductor"}
+        assert max(found.values()) < 1e-13, found
+
+
+def small_exactness() -> dict[str, Any]:
+    model = shard(make(), mesh())
+    rows = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    away = differences(together(sgd, layers=1), alone(sgd, layers=1))
+    away |= differences(together(ours_clipped, layers=1), alone(ours, clip=0.3, layers=1))
+    return {"rows": rows, "away": max(away.values(), default=0.0), "type": type(model.embedding).__qualname__}
+
+
+def test_three_ranks_with_padded_and_empty_shards_are_within_rounding(tmp_path: Path):
+    for found in ranks.run("tests.dist.test_shard.small_exactness", tmp_path, num_ranks=3):
+        assert 0.0 < found["away"] < 1e-13
+        assert found["rows"]["row"] == [1, 9216]  # all of it on the first rank, padding on the others
+        assert found["rows"]["embedding.weight"] == [44, 96] and found["rows"]["layers.0.up.bias"] == [301]
+        assert found["type"] == "Embedding"
+
+
+def test_one_rank_has_the_model_as_it_was_bitwise(tmp_path: Path):
+    [found] = ranks.run("tests.dist.test_shard.small_exactness", tmp_path, num_ranks=1)
+    # the norm that clips is that of the same gradients
+    assert found["away"] < 1e-15 and found["rows"]["embedding.weight"] == [131, 96]
+
+
+class Shared(nn.Module):
+    """A small parameter that only the first rank's batches use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Linear(128, 128), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, is_used: bool) -> Tensor:
+        y = self.large(x)
+        return (self.small(y[:, :8]) if is_used else y).square().mean()
+
+
+def odd_uses() -> dict[str, Any]:
+    rank, found = dist.get_rank(), {}
+    torch.manual_seed(0)
+    model = shard(Shared(), mesh())
+    model.compile(backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(4, 128), rank == 0).backward()
+    mine = None if model.small.weight.grad is None else model.small.weight.grad.clone()
+    before = model.small.weight.detach().clone()
+    optimizer.step()
+    theirs: list[Any] = [None, None]
+    dist.all_gather_object(theirs, (mine, before - model.small.weight.detach()))
+    found["half"] = theirs[1][0] is None and all(torch.allclose(d, theirs[0][0] / 2, atol=1e-7) for _, d in theirs)
+
+    # An optimizer made before, a copy, and a closure train as one made behind shard.
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        torch._dynamo.reset()
+        model.compile(backend="aot_eager")
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(tokens(0, rank))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return [whole(p, p) for p in model.parameters()]
+
+    first = make(dropout=0.0, layers=1)
+    early = sgd(first.parameters())
+    copied = copy.deepcopy(shard(first, mesh()))
+    other = shard(make(dropout=0.0, layers=1), mesh())
+    expected = trained(other, sgd(other.parameters()))
+    found["early"] = all(map(torch.equal, trained(first, early), expected))
+    found["copied"] = all(map(torch.equal, trained(copied, sgd(copied.parameters())), expected))
+    reference = make(dropout=0.0, layers=1)
+    losses = [reference(tokens(0, r)) for r in range(2)]
+    (sum(losses) / 2).backward()
+    sgd(reference.parameters()).step()
+    found["right"] = all(map(torch.allclose, expected, reference.parameters()))
+    return found
+
+
+def test_gradients_that_some_ranks_have_early_optimizers_copies_and_closures(tmp_path: Path):
+    for found in ranks.run("tests.dist.test_shard.odd_uses", tmp_path):
+        assert found == {"half": True, "early": True, "copied": True, "right": True}
+
+
+def refusals() -> dict[str, Any]:
+    rank, found = dist.get_rank(), {}
+    model = shard(make(), mesh())
+    found["read"] = refusal(lambda: model.head.weight.sum())
+    found["forward"] = refusal(lambda: model(tokens(0, rank)))
+    weight = model.head.weight
+    found["known"] = [list(weight.shape), str(weight.dtype), weight.is_floating_point(), str(weight.device)]
+    found["tied"] = weight is model.embedding.weight and weight is not model.row
+    found["pickle"] = refusal(lambda: pickle.dumps(model))
+    model.compile(backend="aot_eager")
+    optimizer = sgd(model.parameters())
+    model(tokens(0, rank)).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    found["clip"] = refusal(optimizer.step)
+    found["untouched"] = all(map(torch.equal, before, model.parameters()))
+    optimizer.zero_grad()
+    model(tokens(0, rank)).backward()
+    optimizer.step()
+    found["goes on"] = not all(map(torch.equal, before, model.parameters()))
+    found["twice"] = refusal(lambda: shard(model, mesh()))
+    found["2-D"] = refusal(lambda: shard(make(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("copy", "shard"))))
+    found["mesh"] = refusal(lambda: shard(make(), 2))  # type: ignore[arg-type]
+    found["differ"] = refusal(lambda: shard(make(layers=1 + rank), mesh()))
+    found["LSTM"] = refusal(lambda: shard(nn.LSTM(128, 128), mesh()))
+    found["meta"] = refusal(lambda: shard(nn.Linear(128, 128, device="meta"), mesh()))
+    replaced = shard(make(), mesh())
+    replaced.head.weight = nn.Parameter(torch.zeros(131, 96))
+    found["replaced"] = refusal(lambda: replaced.head.weight)
+    return found
+
+
+def test_wrong_use_is_an_error_that_says_what_to_do(tmp_path: Path):
+    for found in ranks.run("tests.dist.test_shard.refusals", tmp_path):
+        for name in ("read", "forward"):
+            assert "autohete_fx.gathered(model)" in found[name] and "size (131, 96)" in found[name]
+        assert found["known"] == [[131, 96], "torch.float64", True, "cpu"] and found["tied"]
+        assert "torch.distributed.checkpoint" in found["pickle"]
+        assert "max_grad_norm" in found["clip"] and found["untouched"] and found["goes on"]
+        assert "was sharded before" in found["twice"] and "2 dimensions" in found["2-D"] and "DeviceMesh" in found["mesh"]
+        assert "the models of ranks" in found["differ"] and "layers.1.norm.weight" in found["differ"]
+        assert "_flat_weights" in found["LSTM"] and "no values yet" in found["meta"]
+        assert "Replace parameters within" in found["replaced"]
+        assert all(text.startswith("ShardError") for text in found.values() if isinstance(text, str))
+
+
+def in_whole() -> dict[str, Any]:
+    rank, found = dist.get_rank(), {}
+    expected = make()
+    model: Net = shard(make(), mesh())
+    with gathered(model):
+        found["seen"] = all(map(torch.equal, model.parameters(), expected.parameters()))
+        found["forward"] = torch.equal(model.eval()(tokens(0, rank)), expected.eval()(tokens(0, rank)))
+        found["tied"] = model.head.weight is model.embedding.weight
+        with torch.no_grad():
+            model.head.weight.mul_(2.0)
+            model.row.data += 1.0
+        model.frozen.weight = nn.Parameter(torch.full_like(model.frozen.weight, 3.0), requires_grad=False)
+        torch.manual_seed(rank)  # the first rank's values count, also for what is not sharded
+        nn.init.normal_(model.layers[0].up.weight)
+        nn.init.normal_(model.layers[0].up.bias)
+        kept = [p.detach().clone() for p in model.parameters()]
+        dist.broadcast(kept[4], 0)
+    after = {n: whole(p, p) for n, p in model.named_parameters()}
+    found["written"] = torch.equal(after["embedding.weight"], 2 * expected.embedding.weight)
+    found["written"] &= torch.equal(after["row"], expected.row + 1.0)
+    found["replaced"] = bool((after["frozen.weight"] == 3.0).all())
+    everywhere: list[Any] = [None, None]
+    dist.all_gather_object(everywhere, after)
+    found["agreed"] = all(torch.equal(everywhere[0][n], everywhere[1][n]) for n in after)
+    torch.manual_seed(0)
+    found["first"] = torch.equal(after["layers.0.up.weight"], nn.init.normal_(torch.empty(301, 96, dtype=torch.float64)))
+    found["shards"] = shard_of(dict(model.named_parameters())["row"]) is not None
+
+    def backward() -> None:
+        with gathered(model):
+            model(tokens(0, rank)).backward()
+
+    def other_rank() -> None:
+        with gathered(model), torch.no_grad():
+            model.row.data += rank
+
+    def failing() -> None:
+        with gathered(model):
+            model.row.data += 1.0
+            if rank == 1:
+                raise autohete_fx.AutoHeteError("mine")
+
+    found["errors"] = [refusal(backward), refusal(other_rank), refusal(failing), refusal(lambda: gathered(make()).__enter__())]
+    model.zero_grad()
+    found["restored"] = all(torch.equal(whole(p, p), after[n]) for n, p in model.named_parameters())
+    return found
+
+
+def test_gathered_shows_whole_parameters_and_scatters_what_the_first_rank_wrote(tmp_path: Path):
+    for rank, found in enumerate(ranks.run("tests.dist.test_shard.in_whole", tmp_path)):
+        backward, other_rank, failing, not_sharded = found.pop("errors")
+        assert all(found.values()), found
+        assert "ran a backward within gathered" in backward and "wrote row, and the first did not" in other_rank
+        assert ("rank 1 raised AutoHeteError" in failing) if rank == 0 else failing == "AutoHeteError: mine"
+        assert "Shard it first" in not_sharded
+
+
