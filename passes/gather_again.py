@@ -1,7 +1,7 @@
 """Tag whole parameters that were gathered, so that the partitioner gathers them again in backward instead of saving them.
 
-The emitted IR is the same code with MUST_RECOMPUTE on each gather and on all that shows the whole otherwise: views, casts. What
-is saved is the shard, an input, which is there anyhow. Ids are above those of all blocks, so that no region keeps what another one
+The emitted IR is the same code with MUST_RECOMPUTE on each gather and on all that shows the whole otherwise: views, casts. The
+shard is saved, an input, which is there anyhow. Ids are above those of all blocks, so that no region keeps what another one
 reads. Runs behind `tag_recompute`, whose tags on these nodes do not count.
 """
 

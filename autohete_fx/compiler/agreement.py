@@ -1,4 +1,4 @@
-"""What ranks that hold a model together must agree on while they compile it.
+"""The agreement of ranks that hold a model together while they compile it.
 
 In: what one rank has measured, looked up or decided. Out: one value for all of them, so that each writes the same collectives into
 its graphs in the same order. Ranks take the same way through a compilation because all that it turns on is exchanged here: the
@@ -44,7 +44,7 @@ class Agreement:
         return self._ranks is not None
 
     def exchange(self, what: str, value: _Value) -> list[_Value]:
-        """What each rank has, in their order.
+        """The values of all ranks, in their order.
 
         Raises:
             ShardError: another rank is elsewhere, or has failed.
@@ -103,7 +103,7 @@ class Agreement:
         return dataclasses.replace(profile, costs=costs)
 
     def first(self, what: str, make: Callable[[], _Value]) -> _Value:
-        """What the first rank makes, and only that one. Raises what it raises there, on all ranks."""
+        """The result of the first rank, which alone makes it. Raises what it raises there, on all ranks."""
         if self._ranks is None:
             return make()
         made: Any = None

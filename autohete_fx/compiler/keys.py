@@ -69,8 +69,8 @@ def option_fields(options: Options) -> tuple[tuple[str, str], ...]:
 
 
 def described_options(options: Options) -> dict[str, object]:
-    """What ranks that hold a model together must have been given alike; where files are kept may differ. Passes go by their names:
-    those without an identity that outlives this process have no other."""
+    """The options that ranks which hold a model together must be given alike; where files are kept may differ. Passes go by their
+    names: those without an identity that outlives this process have no other."""
     passes = {
         f.name: [getattr(p, "__qualname__", type(p).__name__) for p in getattr(options.passes, f.name)]
         for f in fields(UserPasses)

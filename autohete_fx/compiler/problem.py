@@ -41,7 +41,7 @@ _COUNTER_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the plan must keep.
+    """The limits that the plan must keep.
 
     Attributes:
         device_budget_bytes: None for no limit.
@@ -93,7 +93,7 @@ def state_bytes(param: torch.nn.Parameter) -> int:
 
 
 def update_share(param: torch.nn.Parameter) -> float:
-    """What an update moves, over what one of AdamW's does; as much where the optimizer is none of ours."""
+    """Bytes that an update moves, over those of an update of AdamW's; 1 where the optimizer is none of ours."""
     owner = optimizer_of(param)
     return 1.0 if owner is None else owner.update_share_of(param)
 
@@ -106,7 +106,7 @@ def is_elementwise(params: Iterable[torch.nn.Parameter]) -> bool:
 def param_infos(
     gm: fx.GraphModule, inputs: Sequence[GraphInput], params: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, ParamInfo]:
-    """What the profiler must know of the parameters that can move, by placeholder of ``gm``."""
+    """The facts that the profiler needs of the parameters that can move, by placeholder of ``gm``."""
     infos = {}
     for placeholder, fqn in parameter_fqns(gm, inputs).items():
         param = params[fqn]
@@ -147,8 +147,8 @@ def small_bytes(params: Iterable[torch.nn.Parameter], *, training: bool, micro_b
 
 
 def trained_bytes(params: Iterable[torch.nn.Parameter]) -> int:
-    """What training has on the device beside parameters: optimizer states, where a plan has them there or none moves them, and
-    gradients that are there now."""
+    """Bytes that training has on the device beside parameters: optimizer states, where a plan has them there or none moves them,
+    and gradients that are there now."""
     total = 0
     for param in params:
         placement = placement_of(param)
@@ -186,7 +186,7 @@ def schedule_of(params: Sequence[torch.nn.Parameter], machine: Machine) -> Sched
 
 
 def notes_on_optimizer(params: Sequence[torch.nn.Parameter]) -> tuple[str, ...]:
-    """What the user should know about how optimizer states were counted."""
+    """Remarks for the user about how optimizer states were counted."""
     trainable = [p for p in params if p.requires_grad]
     if not trainable or host_optimizer_allowed(params):
         return ()
@@ -235,7 +235,7 @@ def reducing_after_backward(problem: Problem) -> Problem:
 
 
 def note_on_reduction(params: Sequence[torch.nn.Parameter], bucket_bytes: int) -> str:
-    """What differs for a graph inside of a DistributedDataParallel."""
+    """The remark about a graph inside of a DistributedDataParallel."""
     waits = any(owner.overlap is Overlap.BACKWARD for owner in _owners(params))
     return (
         f"DistributedDataParallel: its gradient buckets, {format_bytes(bucket_bytes)}, are counted on the device; the graph is"

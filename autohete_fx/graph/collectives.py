@@ -1,4 +1,4 @@
-"""What several ranks do together, as nodes of a graph: schemas, fake implementations and gradients.
+"""Collectives of several ranks as nodes of a graph: schemas, fake implementations and gradients.
 
 A parameter of which each rank holds a shard is read through one node, and its gradient leaves through another::
 

@@ -94,7 +94,7 @@ def on_cache_misses(
     it is (a limit, a mode, an operation that cannot be traced), ``given_up``, with the break in a loop that led to it, as
     ``file:line: reason``, or nothing. Frames that Dynamo leaves alone by rule, such as PyTorch's own, give up nothing.
 
-    What the garbage collector runs, its callbacks and finalizers, is no part of the program, though a collection may begin
+    Callbacks and finalizers that the garbage collector runs are no part of the program, though a collection may begin
     anywhere, also between the entry of a compiled function and its code. It runs as it is, behind ``begin``, which nobody would
     hear raise there.
     """
@@ -158,7 +158,7 @@ def function_being_compiled() -> tuple[str, str]:
     """The function that Dynamo compiles in this thread, by file and name, and the part of it, between two graph breaks; empty where
     Dynamo does not compile.
 
-    What follows a graph break is to Dynamo a function of its own, whose name says which one it resumes.
+    To Dynamo the code after a graph break is a function of its own, whose name says which one it resumes.
     """
     code = code_being_compiled()
     return ("", "") if code is None else (function_of(code), code.co_qualname)
@@ -193,7 +193,7 @@ def _first_line(reason: str) -> str:
 
 
 def code_being_compiled() -> CodeType | None:
-    """What Dynamo compiles in this thread; None where it does not compile."""
+    """The code that Dynamo compiles in this thread; None where it does not compile."""
     from torch._dynamo.symbolic_convert import tls
 
     translator = getattr(tls, "current_tx", None)
@@ -215,7 +215,7 @@ def frame_of_call(frame: FrameType | None) -> FrameType | None:
 
 
 def function_of_call(frame: FrameType | None) -> object:
-    """What the call calls, by that frame."""
+    """The function that the call calls, by that frame."""
     return None if frame is None else frame.f_locals.get("fn")
 
 
@@ -308,7 +308,8 @@ class _Entered(list[Callable[[], object]]):
 
 
 def calls_under_way() -> list[tuple[FrameType, object]]:
-    """Of compiled functions in this thread, the outermost first: the frame of Dynamo's, and the backend if there is one."""
+    """The calls of compiled functions in this thread, the outermost first: the frame of Dynamo's, and the backend if there is
+    one."""
     from torch._dynamo.eval_frame import innermost_backend
 
     found: list[tuple[FrameType, object]] = []

@@ -65,7 +65,7 @@ def host_capacity_bytes(device: torch.device, offload_dir: str | None = None) ->
 
 
 def disk_capacity_bytes(offload_dir: str | None = None) -> int:
-    """What is free where optimizer states on disk would be; 0 where files are kept in RAM."""
+    """Bytes that are free where optimizer states on disk would be; 0 where files are kept in RAM."""
     directory = offload_dir or tempfile.gettempdir()
     return 0 if _is_in_ram(directory) else _free_bytes(directory)
 
@@ -154,7 +154,7 @@ class _Transfers:
         self.sources = sources
 
     def seconds(self, device: torch.device, lane: Lane) -> float:
-        """Of copying all, one after another."""
+        """Seconds of copying all, one after another."""
 
         def run() -> None:
             for source in self.sources:

@@ -25,7 +25,7 @@ def checked_norm(norm: float | None) -> float | None:
 
 
 def refuse(values: Mapping[str, Any], names: Collection[str], optimizer: str) -> None:
-    """What was asked of the implementation, by name, where it is none of these. ``optimizer`` is the name of it."""
+    """Refuse what was asked of the implementation, by name, where it is none of these. ``optimizer`` is the name of it."""
     for name in names:
         if values.get(name):
             raise OptimizerStateError(

@@ -78,7 +78,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
     With ``overlap="backward"`` they start as soon as gradients come, from the second step on, where the backward pass of a
     compiled model gives all of a gradient; what it does not, starts at ``step()``. That is for loops that do nothing to
     gradients and parameters between ``backward()`` and ``step()``: reading gradients is allowed there, anything else is an
-    OptimizerStateError that says so, raised at once or by ``step()``. So is a change of a hyperparameter, and a second
+    OptimizerStateError that says so, raised at once or by ``step()``. The same holds for a change of a hyperparameter, and a second
     forward or backward pass: collect gradients of several micro-batches within ``accumulate()``. ``max_grad_norm`` clips;
     its updates need the norm of all gradients and start at ``step()``, before which gradients may be edited; backward takes
     the norms. Hooks of intermediate tensors, which run within backward, must not read parameters.
@@ -156,7 +156,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             closure: reevaluates the model and returns the loss.
 
         Returns:
-            What the closure returned.
+            The closure's result.
 
         Raises:
             OptimizerStateError: a sparse or complex gradient.

@@ -54,7 +54,7 @@ def total_norm(grads: Sequence[Tensor], known: Sequence[Tensor | None]) -> Tenso
 
 
 def factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What to multiply gradients of that norm by; at most 1."""
+    """The factor for gradients of that norm; at most 1."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 

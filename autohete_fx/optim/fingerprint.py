@@ -26,7 +26,7 @@ _WORDS = (torch.int64, torch.int32, torch.int16)
 
 
 def fingerprint(t: Tensor) -> Tensor:
-    """Of a dense tensor whose elements have 2, 4 or 8 bytes; one int64 on its device."""
+    """The fingerprint of a dense tensor whose elements have 2, 4 or 8 bytes: one int64 on its device."""
     found = torch.empty(1, dtype=torch.int64, device=t.device)
     fingerprint_into(t, found)
     return found

@@ -11,8 +11,8 @@ lets go of the GIL. Other rules get whole parameters, in eager operations.
 
 **A weight that is no longer a nearest 16-bit value of its master has been edited by the user, and wins**, element by
 element: its master is then read from the weight. Comparing the data is the only complete test: version counters miss
-``param.data.mul_()``, and moving a parameter between tiers would trip them. What an edit loses is nothing; what it may
-keep is master bits below the weight's precision, where the edited value is what the master rounds to.
+``param.data.mul_()``, and moving a parameter between tiers would trip them. An edit loses nothing; it may
+keep master bits below the weight's precision, where the edited value is what the master rounds to.
 """
 
 import functools

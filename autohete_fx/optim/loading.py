@@ -62,7 +62,7 @@ def read_groups(rule: Rule, state_dict: Mapping[str, Any], groups: Sequence[Grou
 def read_states(
     rule: Rule, state_dict: Mapping[str, Any], groups: Sequence[Group], current: Mapping[Tensor, State]
 ) -> dict[Tensor, State]:
-    """New states of every parameter that the dict has any for. What the dict holds is copied, never aliased.
+    """New states of every parameter that the dict has any for. Values of the dict are copied, never aliased.
 
     A tensor of the dict that *is* the current state is kept as it is, so that loading one's own ``state_dict()``
     needs no memory. Otherwise old and new states exist side by side until this returns.

@@ -17,7 +17,7 @@ from autohete_fx.runtime.tiers.host import HostTier
 class GradientBuffers:
     """Buffers that updates take in turn. Thread safe.
 
-    Of the updates that hold one at most one has not begun: so one is left for each that begins, in whatever order they do.
+    At most one of the updates that hold one has not begun: one is left for each that begins, in whatever order they do.
 
     Args:
         tier: where they are.

@@ -74,7 +74,7 @@ def needs_master(param: Tensor) -> bool:
 
 
 def state_dtype(param: Tensor) -> torch.dtype:
-    """Of the parameter's moments and master."""
+    """The dtype of the parameter's moments and master."""
     return torch.float32 if needs_master(param) else param.dtype
 
 
@@ -150,7 +150,7 @@ class StatePlacement:
 
     @property
     def lanes(self) -> Lanes:
-        """Of the model, or of its own."""
+        """The model's lanes, or its own."""
         return self.updates.lanes if self.updates is not None else Lanes(self.device)
 
     def holds(self, t: Tensor) -> bool:

@@ -64,7 +64,7 @@ def can_stream(u: Update) -> bool:
 
 
 class Staging:
-    """What the updates of one step need beside parameters, gradients and states: it is allocated here or not at all.
+    """Memory that the updates of one step need beside parameters, gradients and states: it is allocated here or not at all.
 
     Device memory for pieces of states, in some slots, used in turn; and the coefficients of the step for kernels of ours, which
     come out of homes so that nothing waits for them.
@@ -126,7 +126,7 @@ class Staging:
         return [part.view(dtype)[:length] for part, dtype in zip(parts, dtypes, strict=True)]
 
     def give_back(self, freed_by: Sequence[Ticket]) -> None:
-        """What was taken is free when these are complete."""
+        """The pieces taken are free when these are complete."""
         self._freed_by[self._next] = freed_by
         self._next = (self._next + 1) % _SLOTS
 

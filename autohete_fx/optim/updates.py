@@ -159,8 +159,8 @@ def start(
     ready: Prepared, pending: Updates | None, *, after: Sequence[Ticket] = (), priority: int | None = None
 ) -> list[Ticket]:
     """Give updates to the lanes, behind the tickets and what the device was given so far; ``pending`` learns which are under
-    way, without one the caller waits for these tickets. Without a priority the schedule's order is that of the blocks. What is
-    sent up always goes in their order."""
+    way, without one the caller waits for these tickets. Without a priority the schedule's order is that of the blocks. Copies
+    up always go in their order."""
     behind, coefs = (ready.lanes.now(), *after), Coefficients()
     groups = {id(u.group): frozen(u.group) for u, _ in ready.updates}
     has_priority = pending is None or pending.schedule.priority

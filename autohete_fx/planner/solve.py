@@ -93,7 +93,7 @@ def solve(problem: Problem, *, time_limit_s: float = 10.0) -> Plan:
 
 
 def work_bound_s(problem: Problem) -> float:
-    """What no plan can be faster than: all blocks computed, all parameters updated where that is fastest.
+    """The seconds that no plan can beat: all blocks computed, all parameters updated where that is fastest.
 
     On a CPU device host and device updates take the same cores; on a CUDA device they overlap, at best perfectly, and
     under an overlapping schedule those on the host also overlap the passes.

@@ -1,1 +1,1 @@
-"""What no decisions can beat: the integer program and its relaxation."""
+"""The bound that no decisions can beat: the integer program and its relaxation."""

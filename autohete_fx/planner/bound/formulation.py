@@ -9,12 +9,12 @@ and states (`choices` leaves out what is not allowed, what is pinned, and what c
     x[b,k], y[b,l] in {0,1},   sum over k of x[b,k] = 1,   sum over l of y[b,l] = 1.
 
 Whatever a block takes, of a lane or of memory, its activations and its places take independently of each other: a quantity
-q of both is q(0,l) + q(k,0) - q(0,0), where 0 keeps activations and is the first place (`Variables._of_block`). So every pair
-needs no variable of its own, and a relaxation loses nothing: whatever shares x and y have, there are shares of pairs that
+q of both is q(0,l) + q(k,0) - q(0,0), where 0 keeps activations and is the first place (`Variables._of_block`). Every pair
+therefore needs no variable of its own, and a relaxation loses nothing: whatever shares x and y have, there are shares of pairs that
 have them. Written q[b], a quantity stands for the sum over l of q(0,l) y[b,l] and over k of (q(k,0) - q(0,0)) x[b,k].
 
-Memory (`Program._add_device_memory`, `Program._add_memory_elsewhere`). What block b holds on the device while another
-block runs does not depend on other blocks' options. With m(b,s) from `device_use.device_bytes` for every span s, and with
+Memory (`Program._add_device_memory`, `Program._add_memory_elsewhere`). Bytes of block b on the device while another
+block runs do not depend on other blocks' options. With m(b,s) from `device_use.device_bytes` for every span s, and with
 h(b) and o(b) what it holds on the host and on disk
 
     fixed_bytes + sum over b of m[b,s] <= device budget,   sum of h[b] <= host budget,   sum of o[b] <= size of the disk.
@@ -54,7 +54,7 @@ added, or under a synchronous schedule a pass of these alone, at whose end R[n-1
 
     U[i] >= R[i] + u[i]              what was updated on the host is copied afterwards (a = 1)
 
-What updates copy up may go in what time the up lane has left (`figures.sends_at_once`), and no pass issues it: what was updated on
+Copies up of updates may go in what time the up lane has left (`figures.sends_at_once`), and no pass issues it: what was updated on
 the host when its update ends, streamed states from the end of backward on. Then u is without it, and with v[i] for the copies up
 of what was updated on the host, s[i] for the states, and S[i] for the end of all copies up of blocks 0..i, behind backward's, there
 are in the place of the row above (`Program._add_copies_at_once`)
@@ -86,13 +86,13 @@ is the least U[i]. Copies of what was updated on the host may be overtaken by ot
 with v[i] the seconds of such copies only: then blocks are updated in their order, and those updated after c are copied
 after c is updated. The second is as above: i's copy down follows its work, which starts once it has what it needs.
 
-Where updates send at once it is one for a = 1 too. A block i starts no sooner than 0..i are updated and copied. Of their
-gradients those of i land first, so none of v[0..i] begins before g[i]; v[i] follows the update of i; no states go up before the end
-of backward, and what the forward issues not before it begins, which is later, so that one lane copies all of these from then on;
-and the up lane has done all of S[i] since backward began, or ended, if updates do not begin before. U counts
-only what the forward issues, for which the argument above holds whatever the lane does in between. All other rows hold in every
-replay. Memory at distance 1 is at most the memory at any distance, since an earlier issue only lengthens the life of a buffer. So
-the plan's x and y are feasible here, at an objective no larger than its simulated time.
+Where updates send at once it is one for a = 1 too. A block i starts no sooner than 0..i are updated and copied. The
+gradients of i land first among theirs, so none of v[0..i] begins before g[i]; v[i] follows the update of i; no states go up
+before the end of backward, and what the forward issues not before it begins, which is later, so that one lane copies all of these
+from then on; and the up lane has done all of S[i] since backward began, or ended, if updates do not begin before. U counts only
+what the forward issues, for which the argument above holds whatever the lane does in between. All other rows hold in every
+replay. Memory at distance 1 is at most the memory at any distance, since an earlier issue only lengthens the life of a buffer.
+The plan's x and y are therefore feasible here, at an objective no larger than its simulated time.
 
 Identical blocks are interchangeable in the sums of work but not in memory or in the chain of waits, so no order is
 imposed on them. Their symmetry is met outside: `starts` tries patterns, of which there are few however many blocks there
@@ -128,7 +128,7 @@ _LEAST_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the solver says.
+    """The solver's answer.
 
     Attributes:
         decisions: the best that it found, at prefetch distance 1; None where it found none.

@@ -123,7 +123,7 @@ class Variables:
         return self._weighted([np.floor(each).astype(np.int64) for each in values])
 
     def decisions(self, values: Sequence[Sequence[float]]) -> tuple[BlockDecision, ...]:
-        """What the choices' values, of every block 0 or 1, stand for."""
+        """The decisions that the choices' values, of every block 0 or 1, stand for."""
         found = []
         for treated, placed, of_block in zip(self.treated, self.placed, values, strict=True):
             first, second = np.split(np.array(of_block), [len(treated)])

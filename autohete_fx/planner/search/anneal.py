@@ -3,17 +3,17 @@
 Local search (`improve`) looks at every change before it makes one: for many blocks that is too many. Here many assignments walk
 side by side, each by a change at random that is taken where it helps, and where it does not with a chance that shrinks as
 work runs out. A change is of what a block does with its activations or of its places, sometimes with another prefetch distance,
-or of that alone, in one block or in two, which may also exchange what they do. What it changes to is more often than not what
+or of that alone, in one block or in two, which may also exchange what they do. It changes more often than not to what
 some block of some walk does, since most choices are in no good plan. Now and then walks *mate*: blocks that follow each other
 are good together, so a walk takes some from another. A walk may leave the budgets, at a price that rises; what is returned keeps
 them.
 
 Most changes of a good plan change nothing: the step takes what its longest chain of work and waits takes, and whatever is
-not on that chain is free. So walks also pay what settings *waste*: their reduced costs in the relaxation, which
+not on that chain is free. Walks therefore also pay what settings *waste*: their reduced costs in the relaxation, which
 has a price for every lane in every pass and for memory at every moment. That leads them to assignments which leave lanes and
 memory to others, and from which a better step is not far. And they pay for *lateness*: of all blocks of the first pass, not only of
 the last one. That pass is the forward wherever updates overlap with it, and waits for them; the sooner a block is done, the more
-can be copied in what is left of the step. So of many plans in which one thing alone decides when a step ends, lateness tells
+can be copied in what is left of the step. Among many plans in which one thing alone decides when a step ends, lateness tells
 which is near a better one.
 
 The random numbers are the same on every run. All is counted by NumPy, for many walks at once (`walks`, `arrays`).
@@ -98,7 +98,7 @@ def at_distances(replays: Replays, terms: Terms, starts: Rows) -> Rows:
 
 
 def terms_of(replays: Replays, wasted_s: Seconds | None = None, bound_s: float = 0.0) -> Terms:
-    """What annealing looks at.
+    """The figures that annealing looks at.
 
     ``wasted_s``: by block and setting, what walks pay besides what their steps take; None for nothing. No step takes less than
     ``bound_s`` and what its settings waste.

@@ -19,7 +19,7 @@ _DEVICE, _HOST, _UPLOADS, _STATES, _WAITS = range(5)
 
 
 class Rules(NamedTuple):
-    """What replays of a problem are made of.
+    """The rules of a problem's replays.
 
     Attributes:
         training: else a step is one forward.
@@ -41,7 +41,7 @@ class Rules(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """What every setting of every block does.
+    """The figures of every setting of every block.
 
     Attributes:
         rules: of the problem.
@@ -59,7 +59,7 @@ class Tables(NamedTuple):
 
     @property
     def settings(self) -> int:
-        """Of every block: an assignment is told by numbers of settings that count through all blocks."""
+        """The settings of every block: an assignment is told by their numbers, which count through all blocks."""
         return self.distance.shape[1]
 
     def distances(self, numbers: Rows) -> list[int]:
@@ -68,7 +68,7 @@ class Tables(NamedTuple):
 
 
 class Assignments:
-    """So many assignments, whose steps are replayed side by side.
+    """Assignments whose steps are replayed side by side.
 
     Attributes:
         lateness: after `step`, when blocks of each one's first pass are done on average.
@@ -120,7 +120,7 @@ class Assignments:
             figure[:] = kind.take(rows)
 
     def step(self) -> Seconds:
-        """Seconds of a step of each. What follows the last backward is timed from its end on."""
+        """Seconds of a step of each. Work after the last backward is timed from its end on."""
         rules, updates, passes = self.rules, self._updates, self._passes
         start = updates[_DEVICE].sum(axis=0)
         all_updated_at = NEVER

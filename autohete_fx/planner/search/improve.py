@@ -48,7 +48,7 @@ class Search:
         return self.work_left <= 0 or time.monotonic() > self.deadline
 
     def score(self, rows: Rows) -> Seconds:
-        """Of every row; smaller is better."""
+        """The score of every row; smaller is better."""
         self.work_left -= rows.size
         return self.replays.seconds(rows) + COPY_WEIGHT * self.replays.copied_seconds(rows)
 

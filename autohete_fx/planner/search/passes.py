@@ -20,7 +20,7 @@ NEVER = -np.inf
 
 
 class Copies(NamedTuple):
-    """What a lane copies: before blocks need it, and after their work. Either may be empty, on a lane that copies no such thing.
+    """Copies of a lane: before blocks need them, and after their work. Either may be empty, on a lane that copies no such thing.
 
     Attributes:
         up: seconds by distance, position and column; 0 at all distances but a block's own.

@@ -27,7 +27,7 @@ _CHUNK = 1024
 
 
 def simple_choices(problem: Problem) -> list[list[BlockDecision]]:
-    """Of every block the choices that treat all of it alike, as other systems do: what patterns are made of. The states of a block
+    """The choices of every block that treat all of it alike, as other systems do: patterns are made of them. The states of a block
     that an earlier graph has placed may be streamed or in two places already, which then is no choice."""
     found = []
     for block in range(len(problem.costs)):

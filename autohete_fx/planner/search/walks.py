@@ -17,7 +17,7 @@ Memory = NDArray[np.float32]
 
 
 class Terms(NamedTuple):
-    """What annealing looks at. Settings are told by numbers that count through all blocks.
+    """The figures that annealing looks at. Settings are told by numbers that count through all blocks.
 
     Attributes:
         tables: of seconds.
@@ -80,7 +80,7 @@ class Heat(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """What counts in a round: what a change may cost, in seconds, to be taken with a chance of 1/e; seconds for a share of a limit
+    """The prices of a round: what a change may cost, in seconds, to be taken with a chance of 1/e; seconds for a share of a limit
     by which memory is above it, and by walk for a second of lateness."""
 
     degrees: float
@@ -89,7 +89,7 @@ class Prices(NamedTuple):
 
 
 class Takes(NamedTuple):
-    """What walks take, all blocks together.
+    """The bytes and seconds that walks take, all blocks together.
 
     Attributes:
         use: device memory by walk and span.

@@ -67,7 +67,7 @@ def scratch_bytes(target: object, args: Any, kwargs: Any) -> int:
 
 
 def collective_scratch_bytes(target: object, args: Sequence[Any]) -> int:
-    """What a collective on a CPU takes, where gloo works on a copy of the whole. NCCL works in place."""
+    """Bytes that a collective on a CPU takes, where gloo works on a copy of the whole. NCCL works in place."""
     tensor, num_ranks = args[0], args[1]
     if tensor.device.type != "cpu":
         return 0

@@ -14,11 +14,11 @@ of ours and nothing else, which is how transformers compile. Any other call wait
   from then on its function, because Dynamo does not say so again;
 * any function where the user told Dynamo to run others, or none (``torch.compiler.set_stance``).
 
-So does what the garbage collector runs inside a call; of the function that says nothing.
+The same holds for what the garbage collector runs inside a call; it says nothing of the function.
 
 Between a backward pass that started updates and the step, waiting is not enough: a call may do nothing to their parameters,
-and to their gradients nothing but read. What a graph of any backend gets is looked at when it runs. A function that is known to run
-more than one graph, or none, is refused; one that turns out to do so, or a graph that cannot be looked at, spoils the step.
+and to their gradients nothing but read. Inputs of a graph of any backend are looked at when it runs. A function that is known to
+run more than one graph, or none, is refused; one that turns out to do so, or a graph that cannot be looked at, spoils the step.
 
 All this begins with `watch`, when somebody takes our backend to compile with it. Until then nothing of ours can be pending.
 
@@ -54,7 +54,7 @@ _NOTHING_COMPILED = (
 
 
 class CompiledFunctions:
-    """What is known of the functions that equal backends compile: they share what Dynamo has cached.
+    """The functions that equal backends compile: they share what Dynamo has cached.
 
     Attributes:
         is_whole: whether each of their calls runs one graph of ours and nothing else; None before the first compilation.
@@ -67,7 +67,7 @@ class CompiledFunctions:
 
 
 class CompiledFunction:
-    """What one call of ``torch.compile`` returned.
+    """The result of one call of ``torch.compile`` returned.
 
     Attributes:
         functions: those of its backend.
@@ -247,7 +247,7 @@ def before_calls(look: Callable[[object, bool], None]) -> None:
 
 
 def keep_until_end(value: object) -> None:
-    """Of the outermost call of this thread: nothing else need reference ``value`` until then."""
+    """Keep ``value`` until the outermost call of this thread ends: nothing else need reference it until then."""
     _calls()[0].kept.append(value)
 
 
@@ -271,7 +271,7 @@ def is_compiling_root() -> bool:
 
 
 def outermost() -> object:
-    """What stands for the outermost call of this thread; None outside of calls."""
+    """The object that stands for the outermost call of this thread; None outside of calls."""
     return next(iter(_calls()), None)
 
 
@@ -282,7 +282,7 @@ def eager_function() -> str:
 
 
 def function_called() -> object:
-    """What the outermost call of this thread calls; None outside of calls."""
+    """The function that the outermost call of this thread calls; None outside of calls."""
     calls = _calls()
     return dynamo.function_of_call(calls[0].frame) if calls else None
 
@@ -428,9 +428,9 @@ _watch = _Watch()
 def watch() -> None:
     """From now on, know of every call of a compiled function: before our backend compiles anything. Importing changes nothing.
 
-    What Dynamo compiled before is forgotten, since no one would look at its graphs, nor at what it decided to run eagerly: it is
-    compiled again when it is next called. Calls that are under way in this thread count as calls of functions of which nothing is
-    known, and what was compiled is then forgotten before the next one.
+    Code that Dynamo compiled before is forgotten, since no one would look at its graphs, nor at what it decided to run eagerly:
+    it is compiled again when it is next called. Calls that are under way in this thread count as calls of functions of which
+    nothing is known, and what was compiled is then forgotten before the next one.
     """
     if _watch.has_begun:
         return

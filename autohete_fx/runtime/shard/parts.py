@@ -1,4 +1,4 @@
-"""What is known of a parameter that ranks hold together: its part on this rank, and the whole.
+"""A parameter that ranks hold together: its part on this rank, and the whole.
 
 In: parameters, by identity. Out: a `Part`, which nothing on the parameter refers to: a copy of it is nobody's part until
 somebody says so. The gradient of each is watched from then on, because a norm of shards' gradients is not the norm of all.
@@ -30,22 +30,22 @@ class Part:
 
     @property
     def ranks(self) -> Ranks:
-        """Who holds it."""
+        """The ranks that hold it."""
         return ranks_by_digest(self.group)
 
     @property
     def rows(self) -> int:
-        """Of a shard, padding included: as many as `torch.chunk` gives to the first."""
+        """The rows of a shard, padding included: as many as `torch.chunk` gives to the first."""
         return -(-self.size[0] // self.ranks.count)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of a shard, padding included."""
+        """The shape of a shard, padding included."""
         return (self.rows, *self.size[1:])
 
     @property
     def num_own_rows(self) -> int:
-        """Of this rank's shard, without padding; none where the ranks before it have all."""
+        """The rows of this rank's shard, without padding; none where the ranks before it have all."""
         return min(max(self.size[0] - self.ranks.rank * self.rows, 0), self.rows)
 
     def own(self, whole: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ _written = WeakIdKeyDictionary()  # parameter -> its gradient when it came, and 
 
 
 def part_of(param: Tensor) -> Part | None:
-    """What is known of a parameter; None where it is this process's alone."""
+    """The part of a parameter; None where it is this process's alone."""
     return _parts.get(param)
 
 

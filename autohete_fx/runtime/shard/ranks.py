@@ -37,7 +37,7 @@ class Ranks:
     count: int
 
     def exchange(self, value: Any) -> list[Any]:
-        """What each of them gives, in their order. Values are pickled."""
+        """The values that each of them gives, in their order. Values are pickled."""
         found: list[Any] = [None] * self.count
         with disable_current_modes(), torch.no_grad():  # compilers exchange in the middle of tracing
             dist.all_gather_object(found, value, group=self.control)

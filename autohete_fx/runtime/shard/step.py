@@ -1,8 +1,8 @@
-"""What ranks do together at ``optimizer.step()``, whatever the optimizer: small parameters get the mean of their gradients.
+"""The ranks' common work at ``optimizer.step()``, whatever the optimizer: small parameters get the mean of their gradients.
 
 In: the parameters of an optimizer that is about to step. Out: the same gradients of whole parameters on all ranks, by one
 all-reduce a dtype. A gradient that only some ranks have counts as zero on the others, and is there on all of them afterwards.
-The gradients of shards are means already: the graph's reduce made them. What was written to them since is refused, because all
+The gradients of shards are means already: the graph's reduce made them. Writes to them since are refused, because all
 that is known to write there goes by a local norm.
 """
 

@@ -1,8 +1,8 @@
-"""What eager code gets where it asks a module for a parameter of which this rank holds a shard.
+"""The stand-in that eager code gets where it asks a module for a parameter of which this rank holds a shard.
 
-To gather it there would hang wherever one rank asks and another does not, and the shard itself would be a silently local value. So
-the caller gets a tensor without memory that knows the whole's size, dtype and device, and refuses everything else. It is the same
-tensor for each who asks for the same shard, so that tied parameters can be told.
+To gather it there would hang wherever one rank asks and another does not, and the shard itself would be a silently local value. The
+caller therefore gets a tensor without memory that knows the whole's size, dtype and device, and refuses everything else. It is
+the same tensor for each who asks for the same shard, so that tied parameters can be told.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -48,7 +48,7 @@ class Unreadable(nn.Parameter):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Of the shard."""
+        """The shard's device."""
         return self._autohete_device
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
