@@ -80,7 +80,8 @@ _made = WeakIdKeyDictionary()
 
 def unreadable(param: Tensor, part: Part) -> Tensor:
     """What stands for a shard in eager code, also in what Dynamo runs eagerly within compiled functions."""
-    return torch.compiler.disable(_unreadable)(param, part)
+    outside: Callable[[Tensor, Part], Tensor] = torch.compiler.disable(_unreadable)  # type: ignore[assignment]
+    return outside(param, part)
 
 
 def _unreadable(param: Tensor, part: Part) -> Tensor:
