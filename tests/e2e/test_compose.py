@@ -217,5 +217,7 @@ def test_only_takes_what_is_required_along():
 
 
 def test_only_names_what_there_is():
-    with pytest.raises(PassError, match=r"is not in PIPELINE; expected some of annotate_blocks, tag_recompute"):
+    with pytest.raises(
+        PassError, match=r"is not in PIPELINE; expected some of annotate_blocks, merge_reduces, tag_recompute"
+    ):
         passes.only(lambda gm, context: gm)
