@@ -6,9 +6,11 @@ import gc
 import inspect
 import re
 import sys
+import sysconfig
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from traceback import FrameSummary
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, NoReturn
@@ -18,6 +20,10 @@ from torch import fx
 from torch._dynamo.exc import Unsupported as Unsupported
 
 from autohete_fx.errors import AutoHeteError
+
+_TORCH = Path(torch.__file__).parent
+_WRAPPERS = (str(_TORCH / "_dynamo"), str(_TORCH / "nn" / "parallel"))
+_LIBRARY, _INSTALLED = sysconfig.get_path("stdlib"), ("site-packages", "dist-packages")
 
 _ENTRY = "compile_wrapper"  # the function of Dynamo's that calls a compiled function
 
@@ -90,9 +96,10 @@ def on_cache_misses(
 ) -> None:
     """Call back around what Dynamo does with a frame for which it has no compiled code.
 
-    ``begin`` is called before, with the frame's code where Dynamo may compile it, then ``compiled`` or, where the frame will run as
-    it is (a limit, a mode, an operation that cannot be traced), ``given_up``, with the break in a loop that led to it, as
-    ``file:line: reason``, or nothing. Frames that Dynamo leaves alone by rule, such as PyTorch's own, give up nothing.
+    ``begin`` is called before, with the frame's code where Dynamo may compile it and a user may have written it. Then ``compiled``
+    is called, or ``given_up`` where the frame will run as it is (a limit, a mode, an operation that cannot be traced), with the
+    break in a loop that led to it, as ``file:line: reason``, or nothing. Frames that Dynamo leaves alone by rule, such as
+    PyTorch's own, give up nothing.
 
     Callbacks and finalizers that the garbage collector runs are no part of the program, though a collection may begin
     anywhere, also between the entry of a compiled function and its code. It runs as it is, behind ``begin``, which nobody would
@@ -111,7 +118,7 @@ def on_cache_misses(
                 begin(None)
             return ConvertFrameReturn(apply_to_code=False)
         is_left_alone = trace_rules.check(frame.f_code)
-        begin(None if is_left_alone else frame.f_code)
+        begin(None if is_left_alone or _is_of_wrapper(frame.f_code) else frame.f_code)
         backend = getattr(getattr(self, "_torchdynamo_orig_backend", None), "_torchdynamo_orig_backend", None)
         backend = getattr(backend, "_torchdynamo_orig_backend", backend)
         with _converting(is_split=not module_of_backend(backend).startswith("autohete_fx.")):
@@ -124,6 +131,14 @@ def on_cache_misses(
 
     CatchErrorsWrapper.__call__ = call  # type: ignore[method-assign]
     _note_loop_breaks()
+
+
+def _is_of_wrapper(code: CodeType) -> bool:
+    """Whether the code is no user's though Dynamo may compile it: Dynamo's own, DistributedDataParallel's, or the standard
+    library's, which DistributedDataParallel calls before it calls a model."""
+    path = code.co_filename
+    is_library = path.startswith(_LIBRARY) and not any(folder in path for folder in _INSTALLED)
+    return is_library or path.startswith(_WRAPPERS)
 
 
 def _note_loop_breaks() -> None:
