@@ -172,8 +172,8 @@ class GraphCompiler:
             with functorch_config.patch(enable_autograd_cache=False):
                 self.compile(example_inputs)
         else:
-            partitioner = Partitioner(self.partition, self.key)
             with self._agreeing(), self._own_config(), self._probing():
+                partitioner = Partitioner(self.partition, self.key)
                 run_without_code(self.captured.gm, example_inputs, partitioner, self._rewrite_inference)
             self._refuse_unjudged()
         assert self.compilation is not None

@@ -138,6 +138,8 @@ def _given(name: str, value: Any, part: Part) -> Any:
 
 
 def _take_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    if not {"state", "param_groups"} <= state_dict.keys():
+        return state_dict  # the optimizer refuses it
     params, states = _params_of(optimizer, state_dict), {}
     for key, entry in state_dict["state"].items():
         param = params.get(key)
