@@ -114,7 +114,7 @@ def test_a_failed_update_leaves_no_copy_that_is_trusted(monkeypatch: pytest.Monk
     apply = in_place._apply_fused
 
     def fail(batch: Sequence[in_place.Update]) -> None:
-        if batch[0].place.tier is not None:
+        if batch[0].placement.tier is not None:
             raise OSError("the host is out of luck")
         apply(batch)
 
