@@ -69,7 +69,7 @@ def test_a_step_that_finds_no_room_for_states_says_so_too_and_can_be_taken_again
     monkeypatch.setattr(shortage, "device_use", lambda error, device: use)
     before = [p.detach().clone() for p in model.parameters()]
     with monkeypatch.context() as patch:
-        patch.setattr(state.Place, "empty", refused)
+        patch.setattr(state.StatePlacement, "empty", refused)
         with pytest.raises(torch.OutOfMemoryError, match="out of memory") as caught:
             optimizer.step()
     (note,) = caught.value.__notes__
