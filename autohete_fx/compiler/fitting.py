@@ -79,7 +79,6 @@ class Rewritten:
         problem: what the plan solves.
         moved: where the optimizer states are that leave the device, by parameter name.
         graphs, contexts: forward and backward, or one for inference; the last pass needs the contexts again.
-        num_outputs: how many outputs of the first graph are the user's; the others are saved for backward.
         refusal: set where no plan's trace keeps the budget and this is the plan of least peak: the error to raise if its
             compiled code does not keep the budget either, or cannot be measured.
     """
@@ -89,7 +88,6 @@ class Rewritten:
     moved: Mapping[str, Optimizer]
     graphs: tuple[fx.GraphModule, ...]
     contexts: tuple[PassContext, ...]
-    num_outputs: int
     refusal: InfeasiblePlanError | None = None
 
 

@@ -128,5 +128,4 @@ class InferencePlanner:
             moved=moved,
             graphs=(gm,),
             contexts=(context,),
-            num_outputs=self.num_outputs,
         )

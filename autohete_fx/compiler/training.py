@@ -220,7 +220,6 @@ class TrainingPlanner:
             moved=moved,
             graphs=(split.forward, split.backward),
             contexts=contexts,
-            num_outputs=split.num_outputs,
         )
 
     def _usable_bytes(self, problem: Problem) -> int | None:

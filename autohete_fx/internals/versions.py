@@ -117,3 +117,13 @@ def backward_holds_arguments() -> bool:
     from torch._functorch._aot_autograd import runtime_wrappers
 
     return not hasattr(runtime_wrappers, "_codegen_backward_prologue")
+
+
+ALL_GATHER = ("all_gather_single", "all_gather_into_tensor")
+REDUCE_SCATTER = ("reduce_scatter_single", "reduce_scatter_tensor")
+"""Names of collectives in ``torch.distributed``: since 2.13, and before."""
+
+
+def named(module: Any, names: tuple[str, ...]) -> Callable[..., Any]:
+    """The function that a module has under the first of these names that it knows."""
+    return next(getattr(module, name) for name in names if hasattr(module, name))

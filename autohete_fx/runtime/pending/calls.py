@@ -67,7 +67,7 @@ class CompiledFunctions:
 
 
 class CompiledFunction:
-    """The result of one call of ``torch.compile`` returned.
+    """A function that one call of ``torch.compile`` returned.
 
     Attributes:
         functions: those of its backend.

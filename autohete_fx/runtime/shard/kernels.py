@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autohete_fx.graph.collectives import library
+from autohete_fx.internals import versions
 from autohete_fx.runtime.shard.ranks import ranks_by_digest
 
-# 2.13 gave them new names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = versions.named(dist, versions.ALL_GATHER)
+_reduce_scatter = versions.named(dist, versions.REDUCE_SCATTER)
 
 
 def _gather(shard: Tensor, num_ranks: int, group: str) -> Tensor:

@@ -105,9 +105,9 @@ def localise(optimizer: Optimizer) -> None:
     """Make shards of states that were loaded as DTensors before anybody attended to the optimizer."""
     for param, states in optimizer.state.items():
         part = shard_of(param) if isinstance(param, Tensor) else None
-        for name, value in states.items() if part is not None else ():
-            if isinstance(value, DTensor):
-                states[name] = to_shard(value, part)  # type: ignore[arg-type]
+        if part is not None:
+            found = {name: value for name, value in states.items() if isinstance(value, DTensor)}
+            states |= {name: to_shard(value, part) for name, value in found.items()}
 
 
 def _params_of(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Any, Tensor]:

@@ -16,29 +16,13 @@ from autohete_fx.errors import ShardError
 from autohete_fx.internals.modes import DisableTorchFunction
 from autohete_fx.runtime.shard.parts import Part
 
+_METHODS = "size dim numel nelement stride is_contiguous is_floating_point is_complex element_size"
+_PROPERTIES = "shape ndim dtype layout itemsize nbytes requires_grad is_sparse is_quantized is_leaf"
 _ANSWERED = frozenset(
-    {
-        Tensor.size,
-        Tensor.dim,
-        Tensor.numel,
-        Tensor.nelement,
-        Tensor.stride,
-        Tensor.is_contiguous,
-        Tensor.is_floating_point,
-        Tensor.is_complex,
-        Tensor.element_size,
-        Tensor.shape.__get__,  # type: ignore[attr-defined]
-        Tensor.ndim.__get__,  # type: ignore[attr-defined]
-        Tensor.dtype.__get__,  # type: ignore[attr-defined]
-        Tensor.layout.__get__,  # type: ignore[attr-defined]
-        Tensor.itemsize.__get__,  # type: ignore[attr-defined]
-        Tensor.nbytes.__get__,  # type: ignore[attr-defined]
-        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-        Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
-        Tensor.is_quantized.__get__,  # type: ignore[attr-defined]
-        Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
-    }
+    [getattr(Tensor, name) for name in _METHODS.split()]
+    + [getattr(Tensor, name).__get__ for name in _PROPERTIES.split()]
 )
+"""What a shard's stand-in answers, as PyTorch hands it to ``__torch_function__``."""
 
 
 class Unreadable(nn.Parameter):

@@ -2,8 +2,8 @@
 
 In: a sharded model. Within: modules hold whole parameters in the place of shards; ``model.parameters()`` has the whole ones, an
 optimizer keeps the shards. Out: each rank's rows of what the whole ones have become. Ranks may have written different values, as
-random initialisation does; those of the first
-rank count then. One that another rank alone has written is an error, not a lost write.
+random initialisation does; those of the first rank count then. One that another rank alone has written is an error, not a lost
+write.
 """
 
 import contextlib
