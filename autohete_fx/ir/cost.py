@@ -52,6 +52,12 @@ class BlockCost:
         update_share: bytes that an update of ``num_params`` reads and writes, over those of an AdamW update, whose rates are known.
         selective: of computing again only what is cheap to compute; None where that would free nothing.
         num_param_tensors, num_grad_tensors: in how many copies the parameters move, and their gradients.
+        gathered_bytes: the whole parameters that the block's forward reads and ranks hold shards of, before any cast. They are on
+            the device from the issue of their gather to the end of the forward, or where they are kept to that of the backward.
+            No workspace has them. ``param_bytes``, ``grad_bytes`` and all that belongs to the optimizer are this rank's alone.
+        gathered_again_bytes: the part of them that the backward reads.
+        reduced_bytes: the whole gradients that the backward makes, of which each rank gets the rows of its shard. They are on the
+            device until their reduce is waited for.
     """
 
     forward_s: float
@@ -71,6 +77,9 @@ class BlockCost:
     selective: ActivationCost | None = None
     num_param_tensors: int = 1
     num_grad_tensors: int = 1
+    gathered_bytes: int = 0
+    gathered_again_bytes: int = 0
+    reduced_bytes: int = 0
 
     def activations(self, decision: BlockDecision) -> ActivationCost:
         """The cost of the decision's treatment of the activations. A treatment that the block has no figures of keeps them."""

@@ -12,10 +12,12 @@ class Lane(enum.Enum):
     D2H = "d2h"
     UPDATE = "update"
     DISK = "disk"
+    NET = "net"
+    """Collectives of all ranks that hold the model, in the order of the program: no priority reorders them."""
 
     @property
     def index(self) -> int:
-        """Position in definition order, 0 to 4; stable across processes."""
+        """Position in definition order, from 0; stable across processes."""
         return list(Lane).index(self)
 
     @staticmethod

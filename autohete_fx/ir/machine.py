@@ -29,6 +29,8 @@ class Machine:
         latency_s: fixed cost of one transfer, which moves one tensor.
         copy_share: of a second of copying, the seconds by which it lengthens computation meanwhile. 0 where copies have an
             engine of their own; 1 where the processors that compute do the copying.
+        net_bytes_per_s: of one rank's link to the others, in one direction; 0 where there are no others.
+        net_latency_s: fixed cost of a message between two ranks.
     """
 
     device_name: str
@@ -45,6 +47,8 @@ class Machine:
     host_update_params_per_s: float
     latency_s: float
     copy_share: float = 0.0
+    net_bytes_per_s: float = 0.0
+    net_latency_s: float = 0.0
 
     def flops_per_s(self, dtype: str) -> float:
         """Matmul rate for a dtype; the slowest known one where it was not measured."""
@@ -91,6 +95,8 @@ _RATES = (
     "host_update_params_per_s",
 )
 _MAY_BE_ZERO = ("disk_bytes_per_s", "latency_s", "copy_share")
+_OF_RANKS = ("net_bytes_per_s", "net_latency_s")
+"""0 where a file does not say: those of machines that were measured alone do not."""
 
 
 def _machine_of(raw: dict[str, Any]) -> Machine:
@@ -109,6 +115,7 @@ def _machine_of(raw: dict[str, Any]) -> Machine:
         **{name: _at_least_0(raw, name, int) for name in _SIZES},
         **{name: _rate(raw, name) for name in _RATES},
         **{name: _at_least_0(raw, name, int, float) for name in _MAY_BE_ZERO},
+        **{name: _at_least_0(raw, name, int, float) for name in _OF_RANKS if name in raw},
     )
 
 

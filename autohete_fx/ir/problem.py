@@ -30,6 +30,7 @@ class Problem:
         schedule: when updates on the host run. On a CPU device they always run inside ``optimizer.step()``.
         clips_gradients: whether the norm of all gradients must be known before the first update.
         micro_batches: forward and backward passes per optimizer step.
+        num_ranks: how many ranks hold shards of the parameters.
         training: False for an inference graph: no backward, gradients or optimizer.
         fixed_decisions: per block, decisions about params and optimizer that an earlier graph of the same model has
             made already, or None; empty for no such decisions. The ``activations`` of such a decision are free.
@@ -55,6 +56,7 @@ class Problem:
     schedule: Schedule = field(default_factory=Schedule)
     clips_gradients: bool = False
     micro_batches: int = 1
+    num_ranks: int = 1
     training: bool = True
     fixed_decisions: tuple[BlockDecision | None, ...] = ()
     obstacles: tuple[tuple[str, str], ...] = ()
