@@ -24,12 +24,14 @@ from autohete_fx.passes.base import (
     verify,
 )
 from autohete_fx.passes.gather_again import gather_again
+from autohete_fx.passes.gather_parameters import gather_parameters
 from autohete_fx.passes.lower_lanes import lower_lanes
 from autohete_fx.passes.merge_reduces import merge_reduces
 from autohete_fx.passes.offload_activations import offload_activations
 from autohete_fx.passes.offload_gradients import offload_gradients
 from autohete_fx.passes.pin_positions import pin_positions, pinned_after, regions_apart
 from autohete_fx.passes.prefetch_parameters import prefetch_parameters, select_kept
+from autohete_fx.passes.reduce_gradients import reduce_gradients
 from autohete_fx.passes.reload_activations import reload_activations
 from autohete_fx.passes.sort_regions import sort_regions
 from autohete_fx.passes.start_updates import start_updates
@@ -48,19 +50,33 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(function=merge_reduces, stages=(Stage.JOINT,)),
     Pass(function=tag_recompute, stages=(Stage.JOINT,), requires=_facts("blocks"), provides=_facts("recompute")),
     Pass(function=gather_again, stages=(Stage.JOINT,), requires=_facts("recompute")),
+    Pass(
+        function=gather_parameters,
+        stages=(_FORWARD, _BACKWARD, _INFERENCE),
+        requires=_facts("blocks"),
+        provides=_facts("gathered"),
+        conflicts=_facts("lanes"),
+    ),
+    Pass(
+        function=reduce_gradients,
+        stages=(_BACKWARD,),
+        requires=_facts("blocks"),
+        provides=_facts("reduced"),
+        conflicts=_facts("lanes"),
+    ),
     Pass(function=offload_activations, stages=(_FORWARD,), requires=_facts("blocks"), conflicts=_facts("lanes")),
     Pass(function=reload_activations, stages=(_BACKWARD,), requires=_facts("blocks"), conflicts=_facts("lanes")),
     Pass(
         function=prefetch_parameters,
         stages=(_FORWARD, _BACKWARD, _INFERENCE),
-        requires=_facts("blocks"),
+        requires=_facts("blocks", "gathered"),
         conflicts=_facts("lanes"),
     ),
     Pass(function=await_updates, stages=(_FORWARD, _INFERENCE), requires=_facts("blocks"), conflicts=_facts("lanes")),
     Pass(
         function=offload_gradients,
         stages=(_BACKWARD,),
-        requires=_facts("blocks"),
+        requires=_facts("blocks", "reduced"),
         provides=_facts("gradients"),
         conflicts=_facts("lanes"),
     ),
@@ -115,6 +131,7 @@ __all__ = [
     "assign_lanes",
     "await_updates",
     "gather_again",
+    "gather_parameters",
     "lower_lanes",
     "merge_reduces",
     "offload_activations",
@@ -124,6 +141,7 @@ __all__ = [
     "pin_positions",
     "pinned_after",
     "prefetch_parameters",
+    "reduce_gradients",
     "regions_apart",
     "reload_activations",
     "run",

@@ -15,7 +15,7 @@ from torch import fx
 from autohete_fx.graph import annotations, ops
 from autohete_fx.ir import Lane, Optimizer, Overlap, Params
 from autohete_fx.passes.base import PassContext, num_bytes, values_like
-from autohete_fx.passes.prefetch_parameters import readers_of, region_of
+from autohete_fx.passes.readers import readers_of, region_of
 
 
 def await_updates(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:

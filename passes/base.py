@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autohete_fx.errors import PassError
-from autohete_fx.graph import annotations, ops
+from autohete_fx.graph import annotations, collectives, ops
 from autohete_fx.graph.saved import offloadable, saved_views
 from autohete_fx.internals.modes import detect_fake_mode
 from autohete_fx.internals.operators import OpOverload
@@ -169,9 +169,15 @@ def run(
 def verify(gm: fx.GraphModule) -> None:
     """Assert that inserted nodes are well formed: every issued copy is annotated, and waited for exactly once, on its source.
 
-    Only what passes its handle on may stand between.
+    Only what passes its handle on may stand between. A collective is waited for once for each of its sources.
     """
     for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target in collectives.ISSUING_COLLECTIVES:
+            assert annotations.inserted(node) is not None, f"{node.name} carries no annotation"
+            waited = {user.args[2]: user.args[1] for user in node.users if user.target in collectives.WAITS}
+            assert waited == dict(enumerate(node.args[0])), (
+                f"{node.name} must be waited for on each of {node.args[0]}, is on {waited}"
+            )
         if node.op != "call_function" or node.target not in ops.ISSUING_OPS:
             continue
         assert annotations.inserted(node) is not None, f"{node.name} carries no annotation"

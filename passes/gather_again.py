@@ -1,13 +1,15 @@
 """Tag whole parameters that were gathered, so that the partitioner gathers them again in backward instead of saving them.
 
 The emitted IR is the same code with MUST_RECOMPUTE on each gather and on all that shows the whole otherwise: views, casts. The
-shard is saved, an input, which is there anyhow. Ids are above those of all blocks, so that no region keeps what another one
-reads. Runs behind `tag_recompute`, whose tags on these nodes do not count.
+shard is saved, an input, which is there anyhow. A block that keeps what it gathered saves the whole: its gathers get no tag.
+Ids are above those of all blocks, so that no region keeps what another one reads. Runs behind `tag_recompute`, whose tags on
+these nodes do not count.
 """
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from autohete_fx.graph import annotations
 from autohete_fx.graph.saved import gathered
 from autohete_fx.passes.base import PassContext
 
@@ -17,6 +19,9 @@ _ABOVE_ALL_REGIONS = 1 << 30
 def gather_again(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     """No-op for graphs without gathers."""
     for node in gathered(gm.graph):
+        block = annotations.block_of(node)
+        if block is not None and context.decision(block).keeps_fetched:
+            continue
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         node.meta["ac_graph_id"] = _ABOVE_ALL_REGIONS
     return gm

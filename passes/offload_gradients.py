@@ -29,7 +29,8 @@ def offload_gradients(gm: fx.GraphModule, context: PassContext) -> fx.GraphModul
             continue
         node = _with_strides(gm, node, context.gradient_strides[position])
         block = annotations.block_of(node)
-        produced = context.region(owner if block is None else block)
+        note = annotations.inserted(node)  # of a gradient that ranks have averaged
+        produced = context.region(owner if block is None else block) if note is None else note.slot - 1
         outputs[position] = insert_copy(
             gm,
             ops.offload,

@@ -28,6 +28,7 @@ import torch
 from torch import fx
 
 from autohete_fx.graph import annotations, ops
+from autohete_fx.graph.collectives import WAITS
 from autohete_fx.internals.inductor import preserve_node_ordering
 from autohete_fx.internals.operators import OrderedSet
 from autohete_fx.passes.anchors import anchors_by_region
@@ -130,7 +131,7 @@ def _name_what_is_before(graph: fx.Graph, wanted: dict[fx.Node, list[fx.Node]]) 
         if (note := annotations.inserted(node)) is None:
             continue
         (anchor,) = wanted.pop(node, [None])
-        gives_handle = node.target not in (ops.wait, ops.wait_update)
+        gives_handle = node.target not in (ops.wait, ops.wait_update, *WAITS)
         lets_go = note.before_slot and not gives_handle
         before = anchor if lets_go else handles.get(anchor, anchor)
         if before is not None:

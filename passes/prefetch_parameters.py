@@ -18,10 +18,10 @@ backward, whose placeholder ``w`` now arrives on the device, has nothing to inse
 
 from torch import fx
 
-from autohete_fx.graph import annotations, ops
-from autohete_fx.graph.saved import is_view
+from autohete_fx.graph import ops
 from autohete_fx.ir import Params
 from autohete_fx.passes.base import PassContext, Stage, insert_copy
+from autohete_fx.passes.readers import erase_unread_views, read_copy, readers_of, region_of, uses_by_region
 
 
 def prefetch_parameters(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
@@ -52,14 +52,12 @@ def select_kept(backward: fx.GraphModule, context: PassContext) -> frozenset[str
 
 
 def _fetch_per_region(gm: fx.GraphModule, param: fx.Node, owner: int, context: PassContext) -> None:
-    order = {node: position for position, node in enumerate(gm.graph.nodes)}
-    chains = sorted(readers_of(param), key=lambda chain: order[chain[1]])  # views stand before who reads them first
-    by_region: dict[int, list[tuple[tuple[fx.Node, ...], fx.Node]]] = {}
-    for views, user in chains:
-        if user.op != "output" or (views[-1] if views else param).name in context.kept:
-            by_region.setdefault(region_of(user, owner, context), []).append((views, user))
     distance = context.decision(owner).prefetch_distance
-    for region, uses in sorted(by_region.items()):
+    by_region = uses_by_region(gm, param, owner, context)
+    for region, uses in by_region.items():
+        read = [use for use in uses if use[1].op != "output" or (use[0][-1] if use[0] else param).name in context.kept]
+        if not read:
+            continue
         copy = insert_copy(
             gm,
             ops.prefetch,
@@ -71,47 +69,6 @@ def _fetch_per_region(gm: fx.GraphModule, param: fx.Node, owner: int, context: P
             wait_slot=region,
         )
         block = context.region(region)  # its own inverse
-        clones: dict[fx.Node, fx.Node] = {param: copy}
-        for views, user in uses:
-            for view in views:
-                if view not in clones:
-                    clones[view] = _clone(gm, view, clones, user)
-                    annotations.set_block(clones[view], block)
-            source = views[-1] if views else param
-            _replace_use(user, source, clones[source], context)
-    for views, _ in chains:
-        for view in reversed(views):
-            if not view.users and not view._erased:
-                gm.graph.erase_node(view)
-
-
-def region_of(user: fx.Node, owner: int, context: PassContext) -> int:
-    """Where a reader of a parameter stands; one without a block, such as the output, counts as its owner's."""
-    block = annotations.block_of(user)
-    return context.region(owner if block is None else block)
-
-
-def _replace_use(user: fx.Node, source: fx.Node, copy: fx.Node, context: PassContext) -> None:
-    """Read the copy instead; of outputs, only those that are saved."""
-    if user.op != "output":
-        user.replace_input_with(source, copy)
-        return
-    outputs = list(user.args[0])  # type: ignore[arg-type]  # AOTAutograd's graphs return one flat tuple
-    saved = [copy if node is source else node for node in outputs[context.num_outputs :]]
-    user.args = ((*outputs[: context.num_outputs], *saved),)
-
-
-def _clone(gm: fx.GraphModule, view: fx.Node, clones: dict[fx.Node, fx.Node], user: fx.Node) -> fx.Node:
-    with gm.graph.inserting_before(user):
-        return gm.graph.node_copy(view, lambda node: clones.get(node, node))
-
-
-def readers_of(node: fx.Node, views: tuple[fx.Node, ...] = ()) -> list[tuple[tuple[fx.Node, ...], fx.Node]]:
-    """Each reader of a value with the chain of views that leads to it. Copies that we inserted do not count."""
-    found: list[tuple[tuple[fx.Node, ...], fx.Node]] = []
-    for user in list(node.users):
-        if is_view(user) and annotations.inserted(user) is None:
-            found.extend(readers_of(user, (*views, user)))
-        elif annotations.inserted(user) is None:
-            found.append((views, user))
-    return found
+        read_copy(gm, param, copy, read, block, num_outputs=context.num_outputs)
+    for uses in by_region.values():
+        erase_unread_views(gm, uses)

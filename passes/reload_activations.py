@@ -11,7 +11,7 @@ from torch import fx
 
 from autohete_fx.graph import annotations, ops
 from autohete_fx.passes.base import PassContext, insert_copy
-from autohete_fx.passes.prefetch_parameters import readers_of
+from autohete_fx.passes.readers import readers_of
 
 
 def reload_activations(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:

@@ -1,7 +1,7 @@
 """Order a graph by regions, so that inserted nodes stand in their slots and recomputation stands where it is needed.
 
-A region is one block's part of a graph. Within a region: copies down of its slot and waits for them, which let go
-of memory, copies up, which take some, waits for what it reads, then its own nodes in the order that they had.
+A region is one block's part of a graph. Within a region: copies down and reduces of its slot and waits for them, which
+let go of memory, copies up and gathers, which take some, waits for what it reads, then its own nodes in the order that they had.
 Dependencies always win over this order: what an earlier region reads stands there, whichever block it is of. Draws of random
 numbers keep their order, or each would draw another's.
 
@@ -22,12 +22,13 @@ from typing import Any
 from torch import fx
 
 from autohete_fx.graph import annotations, ops
-from autohete_fx.graph.collectives import COLLECTIVES
+from autohete_fx.graph.collectives import COLLECTIVES, issue_gather
 from autohete_fx.graph.draws import draws
 from autohete_fx.graph.saved import is_view
 from autohete_fx.passes.base import PassContext
 
-_LOADS = (ops.prefetch, ops.reload)
+_RANKS = {ops.prefetch: 0, ops.reload: 0, issue_gather: 1}
+"""Of what is issued before a region begins; all else lets go of memory, and comes first."""
 
 
 def sort_regions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
@@ -71,8 +72,8 @@ def readers_of_memory(node: fx.Node) -> list[fx.Node]:
 
 
 def region_keys(graph: fx.Graph, context: PassContext) -> dict[fx.Node, tuple[int, int]]:
-    """Per node (region, rank within it): rank -1 copies down, waits for them and what stands between, 0 copies up, 1 waits for
-    copies up, 2 everything else.
+    """Per node (region, rank within it): rank -1 copies down, waits for them and what stands between, 0 copies up, 1 gathers, 2
+    waits for both, 3 everything else.
 
     A draw of random numbers is of no region before that of the draw before it: seeds are of the prologue, but attention of
     the first block may draw before they are made.
@@ -81,11 +82,11 @@ def region_keys(graph: fx.Graph, context: PassContext) -> dict[fx.Node, tuple[in
     for node in graph.nodes:
         note, block = annotations.inserted(node), annotations.block_of(node)
         if note is not None:
-            keys[node] = (note.slot, 1 if not note.before_slot else 0 if node.target in _LOADS else -1)
+            keys[node] = (note.slot, _RANKS.get(node.target, -1) if note.before_slot else 2)
         elif block is not None:
-            keys[node] = (context.region(block), 2)
+            keys[node] = (context.region(block), 3)
         else:
-            keys[node] = (max((keys[n][0] for n in node.all_input_nodes if n.op != "placeholder"), default=0), 2)
+            keys[node] = (max((keys[n][0] for n in node.all_input_nodes if n.op != "placeholder"), default=0), 3)
     for earlier, later in _consecutive_draws(graph):
         keys[later] = max(keys[later], keys[earlier])
     return keys

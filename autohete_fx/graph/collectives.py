@@ -10,9 +10,19 @@ A parameter of which each rank holds a shard is read through one node, and its g
 * ``group`` is the digest of the ranks that take part, the same in every process whatever groups were made before.
 * All ranks run the same collectives in the same order: the order of a graph.
 
+Passes make of those of a block one collective that runs beside computation, two kinds of nodes as for a copy (`ops`)::
+
+    handle = autohete.gather.issue([shard_1, shard_2], num_ranks, group, session)
+    whole_1 = autohete.gather.wait(handle, shard_1, 0, num_ranks, session)
+    whole_2 = autohete.gather.wait(handle, shard_2, 1, num_ranks, session)
+
+and likewise with ``reduce``. Each wait gives the result ``at`` a position. It is given the source because the collective reads that
+until then.
+
 The kernels are in `autohete_fx.runtime.shard.kernels`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,12 +34,28 @@ _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
 
 library.define("gather(Tensor shard, int num_ranks, str group) -> Tensor", tags=_TAGS)
 library.define("reduce(Tensor grad, int num_ranks, str group) -> Tensor", tags=_TAGS)
+for _name in ("gather", "reduce"):
+    library.define(
+        f"{_name}.issue(Tensor[] src, int num_ranks, str group, str session, Tensor? after=None) -> Tensor", tags=_TAGS
+    )
+    library.define(
+        f"{_name}.wait(Tensor handle, Tensor src, int at, int num_ranks, str session, Tensor? after=None) -> Tensor",
+        tags=_TAGS,
+    )
 
 gather = torch.ops.autohete.gather.default
 reduce = torch.ops.autohete.reduce.default
+issue_gather = torch.ops.autohete.gather.issue
+wait_gather = torch.ops.autohete.gather.wait
+issue_reduce = torch.ops.autohete.reduce.issue
+wait_reduce = torch.ops.autohete.reduce.wait
 
 COLLECTIVES = (gather, reduce)
-"""The ops that wait for other ranks."""
+"""The ops that wait for other ranks while they run, as they were traced."""
+ISSUING_COLLECTIVES = (issue_gather, issue_reduce)
+"""The ops that start a collective."""
+WAITS = (wait_gather, wait_reduce)
+"""The ops that give one result of a collective, when that is there."""
 
 
 @torch.library.register_fake("autohete::gather", lib=library)
@@ -40,6 +66,34 @@ def _fake_gather(shard: Tensor, num_ranks: int, group: str) -> Tensor:
 @torch.library.register_fake("autohete::reduce", lib=library)
 def _fake_reduce(grad: Tensor, num_ranks: int, group: str) -> Tensor:
     return grad.new_empty((grad.shape[0] // num_ranks, *grad.shape[1:]))
+
+
+def _fake_issue(src: Sequence[Tensor], num_ranks: int, group: str, session: str, after: Tensor | None = None) -> Tensor:
+    return torch.empty((1,), dtype=torch.int64, device="cpu")
+
+
+def _fake_wait_gather(
+    handle: Tensor, src: Tensor, at: int, num_ranks: int, session: str, after: Tensor | None = None
+) -> Tensor:
+    return _fake_gather(src, num_ranks, "")
+
+
+def _fake_wait_reduce(
+    handle: Tensor, src: Tensor, at: int, num_ranks: int, session: str, after: Tensor | None = None
+) -> Tensor:
+    return _fake_reduce(src, num_ranks, "")
+
+
+torch.library.register_fake("autohete::gather.issue", _fake_issue, lib=library)
+torch.library.register_fake("autohete::reduce.issue", _fake_issue, lib=library)
+torch.library.register_fake("autohete::gather.wait", _fake_wait_gather, lib=library)
+torch.library.register_fake("autohete::reduce.wait", _fake_wait_reduce, lib=library)
+
+
+def result_of(target: object, src: Tensor, num_ranks: int) -> Tensor:
+    """An empty tensor like the one that a collective, by one of its ops, makes of a source."""
+    make = _fake_gather if target in (gather, issue_gather, wait_gather) else _fake_reduce
+    return make(src, num_ranks, "")
 
 
 def _keep_ranks(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

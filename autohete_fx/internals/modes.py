@@ -1,6 +1,7 @@
 """Modes that stand between a call of PyTorch's and its kernel, and tensors without memory."""
 
 from torch._C import DisableTorchFunction, _get_function_stack_at, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._dispatch.python import no_python_dispatcher
 from torch._guards import compile_context, detect_fake_mode, tracing
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -21,6 +22,7 @@ __all__ = [
     "disable_current_modes",
     "function_modes",
     "has_dispatch_modes",
+    "no_python_dispatcher",
     "pop_function_mode",
     "push_function_mode",
     "tracing",

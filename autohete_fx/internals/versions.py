@@ -127,3 +127,11 @@ REDUCE_SCATTER = ("reduce_scatter_single", "reduce_scatter_tensor")
 def named(module: Any, names: tuple[str, ...]) -> Callable[..., Any]:
     """The function that a module has under the first of these names that it knows."""
     return next(getattr(module, name) for name in names if hasattr(module, name))
+
+
+def coalescing(group: Any) -> Any:
+    """A context in which collectives of one kind over a process group become one; it has ``works``, to wait for. Each is given
+    ``async_op=True``."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._coalescing_manager(group=group, async_ops=True)

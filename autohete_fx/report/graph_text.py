@@ -6,6 +6,7 @@ In: a rewritten graph. Out: text, and `ir.Transfer` values in schedule order.
 from torch import fx
 
 from autohete_fx.graph import annotations, ops
+from autohete_fx.graph.collectives import ISSUING_COLLECTIVES
 from autohete_fx.ir import Transfer
 from autohete_fx.ir.sizes import format_bytes
 
@@ -53,16 +54,16 @@ def _comment(node: fx.Node) -> str:
 
 
 def list_transfers(gm: fx.GraphModule, graph: str) -> tuple[Transfer, ...]:
-    """The copies of one graph, in the order in which they are issued."""
+    """The copies and collectives of one graph, in the order in which they are issued."""
     found, previous = [], ""
     for node in gm.graph.nodes:
         note = annotations.inserted(node)
-        if note is None or node.target not in ops.ISSUING_OPS:
+        if note is None or node.target not in (*ops.ISSUING_OPS, *ISSUING_COLLECTIVES):
             previous = node.name if node.op == "call_function" and note is None else previous
             continue
         assert note.lane is not None and note.priority is not None
-        wait = ops.wait_of(node)
-        needed = [user for user in gm.graph.nodes if user in wait.users]
+        waits = list(node.users) if node.target in ISSUING_COLLECTIVES else [ops.wait_of(node)]
+        needed = [user for user in gm.graph.nodes if any(user in wait.users for wait in waits)]
         found.append(
             Transfer(
                 graph=graph,
@@ -73,7 +74,7 @@ def list_transfers(gm: fx.GraphModule, graph: str) -> tuple[Transfer, ...]:
                 priority=note.priority,
                 num_bytes=note.num_bytes,
                 waits_on=previous,
-                needed_by=needed[0].name if needed else wait.name,
+                needed_by=needed[0].name if needed else waits[0].name,
             )
         )
     return tuple(found)

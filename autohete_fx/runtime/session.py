@@ -9,6 +9,7 @@ recompilations, inference) share one session; two models never do.
 import itertools
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from autohete_fx.ir import Lane
 from autohete_fx.runtime.disk import DiskTier
 from autohete_fx.runtime.lanes.lanes import Lanes
+from autohete_fx.runtime.lanes.net import Start
 from autohete_fx.runtime.lanes.ticket import Ticket
 from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.tiers.host import HostTier, open_tier
@@ -26,13 +28,19 @@ _COPY = "_autohete_copy"
 
 @dataclass(eq=False)
 class _InFlight:
-    """One issued copy, until its wait. The storage of its handle owns it: a handle that nobody waits for, which a graph leaves
-    that ends with an error in the middle of a backward, takes its copy along."""
+    """One issued copy or collective, until its waits. The storage of its handle owns it: a handle that nobody waits for, which a
+    graph leaves that ends with an error in the middle of a backward, takes its copy along."""
 
-    source_address: int
-    source_memory: int
-    result: torch.Tensor | None
+    source_addresses: tuple[int, ...]
+    source_memories: tuple[int, ...]
+    results: list[torch.Tensor | None]
     ticket: Ticket
+
+    @property
+    def result(self) -> torch.Tensor | None:
+        """The destination of a copy."""
+        (result,) = self.results
+        return result
 
 
 class Session:
@@ -105,26 +113,52 @@ class Session:
     ) -> torch.Tensor:
         """Start a copy, of a parameter whose update is under way when that is done. Returns its handle, a one-element
         int64 tensor on the CPU."""
-        number = next(self._handles)
         updates = self.updates.tickets_of(src) if lane is Lane.H2D else []
         after = (*updates, self.lanes.now()) if updates else None
         ticket = self.lanes.submit(lane, priority, dst, src, after, label=label)
-        copy = _InFlight(src.data_ptr(), src.untyped_storage().data_ptr(), dst, ticket)
+        return self._note_issued([src], [dst], ticket)
+
+    def issue_collective(
+        self,
+        label: str,
+        start: Start,
+        sources: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        *,
+        num_bytes: int,
+    ) -> torch.Tensor:
+        """Start a collective of several ranks, which makes one result of each source. Returns its handle."""
+        ticket = self.lanes.collective(label, start, num_bytes=num_bytes)
+        return self._note_issued(sources, results, ticket)
+
+    def _note_issued(
+        self, sources: Sequence[torch.Tensor], results: Sequence[torch.Tensor], ticket: Ticket
+    ) -> torch.Tensor:
+        number = next(self._handles)
+        copy = _InFlight(
+            tuple(src.data_ptr() for src in sources),
+            tuple(src.untyped_storage().data_ptr() for src in sources),
+            list(results),
+            ticket,
+        )
         self._in_flight[number] = weakref.ref(copy)
         return _handle(number, copy)
 
-    def wait(self, handle: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
-        """Finish the copy of a handle and return its destination."""
-        copy = self._in_flight.pop(int(handle))()
+    def wait(self, handle: torch.Tensor, src: torch.Tensor, at: int = 0) -> torch.Tensor:
+        """Finish the copy or the collective of a handle and return what came of its source at a position."""
+        number = int(handle)
+        copy = self._in_flight[number]()
         assert copy is not None, "wait must get the handle itself"
         # A compiler that hands the two nodes different copies of `src` could reuse the first one while it is read.
-        assert copy.source_address == src.data_ptr(), "wait must get the tensor that was copied"
+        assert copy.source_addresses[at] == src.data_ptr(), "wait must get the tensor that was copied"
         try:
             self.lanes.wait(copy.ticket)
         except Exception:
             self.updates.wait_for(src)  # where it is the update that failed, this says so
             raise
-        result, copy.result = copy.result, None  # the handle may live longer
+        result, copy.results[at] = copy.results[at], None  # the handle may live longer
+        if not any(left is not None for left in copy.results):
+            del self._in_flight[number]
         assert result is not None
         return result
 
@@ -149,7 +183,7 @@ class Session:
         """What still reads it."""
         memory = param.untyped_storage().data_ptr()
         copies = [reference() for reference in list(self._in_flight.values())]  # another thread may issue one meanwhile
-        return [copy.ticket for copy in copies if copy is not None and copy.source_memory == memory]
+        return [copy.ticket for copy in copies if copy is not None and memory in copy.source_memories]
 
     def abandon(self) -> list[Exception]:
         """Finish and forget copies whose graph ended with an error before it waited for them; returns what failed."""

@@ -5,14 +5,18 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
 
-def run(function: str, folder: Path, *args: Any, num_ranks: int = 2) -> list[Any]:
-    """What ``function`` (``module.name``) returned on each rank: values of JSON. Ranks meet in a file of the folder."""
+def run(
+    function: str, folder: Path, *args: Any, num_ranks: int = 2, survivors: Sequence[int] | None = None
+) -> list[Any]:
+    """What ``function`` (``module.name``) returned on each rank, or on those that are to survive: values of JSON. Ranks meet in a file
+    of the folder."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
     commands = [
         [sys.executable, "-W", "ignore", "-m", "tests.dist.ranks", function, str(folder), str(rank), str(num_ranks)]
@@ -27,9 +31,12 @@ def run(function: str, folder: Path, *args: Any, num_ranks: int = 2) -> list[Any
     finally:
         for process in processes:
             process.kill()
-    for process, (_, errors) in zip(processes, ended, strict=True):
-        assert process.returncode == 0, errors[-4000:]
-    return [json.loads(output.splitlines()[-1]) for output, _ in ended]
+    found = []
+    for rank in range(num_ranks) if survivors is None else survivors:
+        output, errors = ended[rank]
+        assert processes[rank].returncode == 0, errors[-4000:]
+        found.append(json.loads(output.splitlines()[-1]))
+    return found
 
 
 def main(function: str, folder: str, rank: str, num_ranks: str, args: str) -> None:

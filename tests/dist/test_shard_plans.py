@@ -65,11 +65,16 @@ def plans() -> dict[str, Any]:
         compilation = autohete_fx.compilations()[-1]
         count = {graph: compilation.readable(graph).count for graph in ("forward", "backward")}
         found[f"{name} nodes"] = [
-            count["forward"]("autohete.gather.default("),
-            count["backward"]("autohete.gather.default("),
-            count["backward"]("autohete.reduce.default("),
+            count["forward"]("autohete.gather.wait("),
+            count["backward"]("autohete.gather.wait("),
+            count["backward"]("autohete.reduce.wait("),
             count["forward"]("autohete.prefetch.default(") > 0,
             count["backward"]("autohete.prefetch.default(") > 0,
+        ]
+        found[f"{name} collectives"] = [
+            count["forward"]("autohete.gather.issue("),
+            count["backward"]("autohete.gather.issue("),
+            count["backward"]("autohete.reduce.issue("),
         ]
         found[f"{name} saved"] = compilation.plan.digest
     found["sgd"] = furthest(together(sgd, compiled=backend("recompute"), **HOW), alone(sgd, **HOW))
@@ -83,8 +88,11 @@ def test_two_ranks_train_bitwise_as_one_process_under_every_plan(tmp_path: Path)
     assert first == second  # plans too
     for name in DECISIONS:
         gathers, again, reduces, *fetches = first[f"{name} nodes"]
-        # Tied embeddings are gathered once and reduced once; two for each layer, a frozen weight, and one in a single row.
-        assert (gathers, again, reduces) == (7, 7, 6), name
+        # Tied embeddings are gathered for each of their readers, of which backward has one, and reduced once; two for each layer, a
+        # frozen weight, and one in a single row.
+        assert (gathers, again, reduces) == (8, 7, 6), name
+        # By one collective a block: those of layers, the embedding's, and one for all else.
+        assert first[f"{name} collectives"] == [4, 3, 4], name
         assert fetches == [name in ("mixed", "host")] * 2, name
     exact = {name: first[name] for name in ("", *DECISIONS, "sgd")}
     assert not any(exact.values()), exact
@@ -155,6 +163,8 @@ def peaks() -> dict[str, Any]:
 
 def test_a_sharded_step_keeps_its_budget_and_takes_what_was_predicted(tmp_path: Path):
     for found in ranks.run("tests.dist.test_shard_plans.peaks", tmp_path):
+        # Gloo's copy of what a block gathers is counted until the gather is waited for, and may be gone long before.
+        copied = sum(p.nbytes for p in Wide().layers[0].parameters())
         for each in found.values():
-            assert abs(each["peak"] - each["plan"]) <= 0.05 * each["plan"], found
+            assert -0.05 * each["plan"] - copied <= each["peak"] - each["plan"] <= 0.05 * each["plan"], found
         assert found["tight"]["peak"] <= found["tight"]["budget"] and found["tight"]["decided"] != found["free"]["decided"]

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from autohete_fx.graph import ops
+from autohete_fx.graph.collectives import ISSUING_COLLECTIVES, WAITS, result_of
 from autohete_fx.internals import versions
 from autohete_fx.internals.modes import FakeTensor, FakeTensorMode, TorchDispatchMode, disable_current_modes
 from autohete_fx.internals.operators import tree_iter
 from autohete_fx.profiler.memory.node_kinds import aligned_bytes
-from autohete_fx.profiler.memory.scratch import scratch_bytes
+from autohete_fx.profiler.memory.scratch import collective_scratch_bytes, scratch_bytes
 
 _CALLED_KERNEL = re.compile(r"(cpp|pallas|cutedsl)_\w+")
 _LEFT_OUT = frozenset({"assert_size_stride", "assert_alignment"})
@@ -145,6 +146,7 @@ class _Allocations(TorchDispatchMode):
         self.live_bytes = self.peak_bytes = 0
         self.known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.arriving: dict[int, torch.Tensor] = {}
+        self.gathering: dict[int, tuple[list[torch.Tensor | None], torch.Tensor]] = {}
         self.counting = True
 
     def fake(self, value: Any, *, counted: bool) -> Any:
@@ -165,6 +167,10 @@ class _Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in ops.ISSUING_OPS:
             return self._issue(func, args[0])
+        if func in ISSUING_COLLECTIVES:
+            return self._issue_collective(func, *args[:2])
+        if func in WAITS:
+            return self._take(*args[:3])
         if func in ops.PASSING_OPS:
             return args[0]
         if func is ops.wait:
@@ -182,6 +188,27 @@ class _Allocations(TorchDispatchMode):
         copy = self._make(source, ops.copied_strides(source), counted=func is not ops.offload)
         self.arriving[handle.untyped_storage()._cdata] = copy
         return handle
+
+    def _issue_collective(self, func: Any, sources: Sequence[torch.Tensor], num_ranks: int) -> torch.Tensor:
+        handle = torch.empty((1,), dtype=torch.int64, device="cpu")
+        results: list[torch.Tensor | None] = [result_of(func, source, num_ranks) for source in sources]
+        num_bytes = sum(collective_scratch_bytes(func, (source, num_ranks)) for source in sources)
+        taken = torch.empty((num_bytes,), dtype=torch.uint8, device=sources[0].device)
+        for each in (handle, *results, taken):
+            if each is not None:
+                self._see(each)
+        self.gathering[handle.untyped_storage()._cdata] = (results, taken)
+        return handle
+
+    def _take(self, handle: torch.Tensor, src: torch.Tensor, at: int) -> torch.Tensor:
+        """The result of a collective at a position. What it took is free as soon as all results are taken."""
+        key = handle.untyped_storage()._cdata
+        results, _ = self.gathering[key]
+        result, results[at] = results[at], None
+        if not any(each is not None for each in results):
+            del self.gathering[key]
+        assert result is not None
+        return result
 
     def _see(self, tensor: torch.Tensor) -> None:
         """Count a tensor's storage when it appears, until it dies."""

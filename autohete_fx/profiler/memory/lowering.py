@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from autohete_fx.graph.collectives import ISSUING_COLLECTIVES, WAITS, result_of
 from autohete_fx.profiler.memory import node_kinds as kinds
 from autohete_fx.profiler.memory.fusion import fuse_kernels
 from autohete_fx.profiler.memory.kernels import Kernel, KernelGraph, Part, Storage
 from autohete_fx.profiler.memory.node_kinds import Kind
-from autohete_fx.profiler.memory.scratch import workspace_bytes
+from autohete_fx.profiler.memory.scratch import collective_scratch_bytes, workspace_bytes
 
 
 @dataclass(slots=True)
@@ -250,7 +251,9 @@ class _Lowering:
 
     def _extern(self, node: fx.Node) -> None:
         reads = {index: None for arg in node.all_input_nodes for index in self._in_memory(arg)}
-        if self.kind[node] is Kind.ISSUE:
+        if node.target in ISSUING_COLLECTIVES:
+            self.stored[node] = self._together(node)
+        elif self.kind[node] is Kind.ISSUE:
             index = self._new_storage(node.name, kinds.issued_bytes(node, self.device_type))
             self.result.storages[index].poolable = False
             if not self.result.storages[index].num_bytes:
@@ -259,16 +262,33 @@ class _Lowering:
         elif node.meta.get("val") is not None:
             self.stored[node] = self._output_storages(node)
         writes = {index: None for index in self.stored.get(node, ())}
-        workspace = workspace_bytes(node)
+        workspace = 0 if self.kind[node] is Kind.ISSUE else workspace_bytes(node)
         kernel = Kernel({node.name: None}, reads, writes, False, workspace, pinned=self.kind[node] is Kind.ISSUE)
         if node.meta.get("val") is None:
             self.opaque[node] = kernel
         self._add(kernel)
 
+    def _together(self, issue: fx.Node) -> tuple[int, ...]:
+        """What a collective fills: a buffer for each of its sources, and one for what it takes until it is over."""
+        arguments: Any = issue.args
+        sources, num_ranks, *_ = arguments
+        values = [source.meta["val"] for source in sources]
+        results = [result_of(issue.target, value, num_ranks) for value in values]
+        taken = sum(collective_scratch_bytes(issue.target, (value, num_ranks)) for value in values)
+        sizes = [*(kinds.extent_bytes(value, self.device_type) for value in results), taken]
+        indexes = tuple(self._new_storage(f"{issue.name}[{at}]", size) for at, size in enumerate(sizes))
+        for index in indexes:
+            self.result.storages[index].poolable = False
+        return indexes
+
     def _wait(self, node: fx.Node) -> None:
         handle, *others = node.all_input_nodes
         reads = {index: None for arg in (handle, *others[:1]) for index in self._in_memory(arg)}
         self.stored[node] = self.stored.get(handle, ())
+        if node.target in WAITS:
+            at = node.args[2]
+            assert isinstance(at, int)
+            self.stored[node] = self.stored[node][at : at + 1]
         self._add(Kernel({node.name: None}, reads, {}, False, pinned=True))
 
     def _add_generated(self, expression: _Inline, writes: dict[int, None], iterations: int, rows: int) -> None:

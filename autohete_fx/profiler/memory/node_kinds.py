@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autohete_fx.graph import ops
+from autohete_fx.graph import collectives, ops
 from autohete_fx.graph.saved import hint
 from autohete_fx.internals.operators import OpOverload
 
@@ -198,9 +198,9 @@ def kind_of(node: fx.Node) -> Kind:
         return Kind.INPUT
     if node.op == "output":
         return Kind.OUTPUT
-    if node.target in ops.ISSUING_OPS:
+    if node.target in ops.ISSUING_OPS or node.target in collectives.ISSUING_COLLECTIVES:
         return Kind.ISSUE
-    if node.target is ops.wait or node.target in ops.PASSING_OPS:
+    if node.target is ops.wait or node.target in ops.PASSING_OPS or node.target in collectives.WAITS:
         return Kind.WAIT
     name = packet_name(node)
     if node.target is operator.getitem or name in _VIEWS:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autohete_fx.graph.collectives import COLLECTIVES, gather
+from autohete_fx.graph.collectives import COLLECTIVES, gather, issue_gather
 from autohete_fx.graph.saved import hint
 from autohete_fx.profiler.memory.node_kinds import innermost_operator
 from autohete_fx.profiler.memory.probe import current
@@ -71,7 +71,11 @@ def collective_scratch_bytes(target: object, args: Sequence[Any]) -> int:
     tensor, num_ranks = args[0], args[1]
     if tensor.device.type != "cpu":
         return 0
-    return math.prod(map(hint, tensor.shape)) * tensor.element_size() * (num_ranks if target is gather else 1)
+    return (
+        math.prod(map(hint, tensor.shape))
+        * tensor.element_size()
+        * (num_ranks if target in (gather, issue_gather) else 1)
+    )
 
 
 def is_blas_product(name: str, args: Sequence[Any], kwargs: Any) -> bool:

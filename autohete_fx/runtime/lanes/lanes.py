@@ -12,6 +12,8 @@ one object: it alone knows what is in flight and keeps it referenced.
   waits for its slowest member, and cost the step more than the copy itself: work is done where it is submitted, with
   all threads.
 * The update lane is a thread that starts an OpenMP team; on a CPU device without a spare core, again, the caller.
+* The net lane is a stream, too; on a CPU device a thread, even where no core is to spare, for it mostly waits for other ranks. It
+  has no priorities, and puts nothing off for an update: all ranks start their collectives in the order of the program.
 * The disk lane is a thread everywhere, for it mostly waits for the disk. It has no priorities: what is read comes to RAM behind
   what leaves it.
 
@@ -54,7 +56,8 @@ import torch
 
 from autohete_fx.ir import Lane, LaneRecord
 from autohete_fx.runtime.lanes.copies import Copy, cpu_copy, has_spare_core
-from autohete_fx.runtime.lanes.stream import Moment, StreamLane
+from autohete_fx.runtime.lanes.net import Start, run_collective
+from autohete_fx.runtime.lanes.stream import Moment, StreamLane, copy_between_tiers
 from autohete_fx.runtime.lanes.thread import Pace, ThreadLane, ThreadTicket
 from autohete_fx.runtime.lanes.ticket import Ticket
 
@@ -123,11 +126,16 @@ class Lanes:
         self._update_copies = (
             self._copies if on_cpu else {lane: StreamLane(lane, self.device, self._records) for lane in COPY_LANES}
         )
+        self._net: ThreadLane | StreamLane = (
+            ThreadLane(Lane.NET, self._records, in_background=True, pace=pace)
+            if on_cpu
+            else StreamLane(Lane.NET, self.device, self._records)
+        )
         for lane in self._all():
             # A thread knows its lane only, so this object can be collected while the thread waits for work.
             weakref.finalize(self, lane.close).atexit = False
         _working.update(self._workers)
-        _carrying.update((self._disk, *self._all_copies))
+        _carrying.update((self._disk, self._net, *self._all_copies))
 
     @property
     def _workers(self) -> tuple[ThreadLane, ...]:
@@ -138,7 +146,7 @@ class Lanes:
         return tuple(dict.fromkeys((*self._copies.values(), *self._update_copies.values())))
 
     def _all(self) -> tuple[ThreadLane | StreamLane, ...]:
-        return (*self._workers, self._disk, *self._all_copies)
+        return (*self._workers, self._disk, self._net, *self._all_copies)
 
     def submit(
         self,
@@ -169,12 +177,28 @@ class Lanes:
         assert dst.shape == src.shape, f"cannot copy {tuple(src.shape)} to {tuple(dst.shape)}"
         behind = (self.now(),) if after is None else after
         executor = (self._update_copies if for_update else self._copies)[lane]
+        num_bytes = dst.numel() * dst.element_size()
         if isinstance(executor, StreamLane):
-            return executor.submit(label, priority, dst, src, behind, then)
-        copy, num_bytes = self._copy, dst.numel() * dst.element_size()
-        work = functools.partial(_copy, copy, dst, src, then)
+            return executor.submit(
+                label, priority, num_bytes, functools.partial(copy_between_tiers, dst, src, then), behind
+            )
+        work = functools.partial(_copy, self._copy, dst, src, then)
         ticket = ThreadTicket(lane, label, priority, num_bytes, work, holds=(dst, src))
         return executor.submit(ticket, behind)
+
+    def collective(self, label: str, start: Start, *, num_bytes: int) -> Ticket:
+        """Run a collective of several ranks behind the work that the current stream was given so far, and behind all collectives
+        before. Nothing else puts it off, so that all ranks run theirs in the order of the program.
+
+        Args:
+            start: starts it.
+            num_bytes: for the record.
+        """
+        self._check_process()
+        work = functools.partial(run_collective, start)
+        if isinstance(self._net, StreamLane):
+            return self._net.submit(label, 0, num_bytes, work, (self.now(),))
+        return self._net.submit(ThreadTicket(Lane.NET, label, 0, num_bytes, work), ())
 
     def update(
         self,
@@ -250,7 +274,7 @@ class Lanes:
 
     def records(self) -> tuple[LaneRecord, ...]:
         """The latest work that ended, by its end; at most 8192."""
-        for lane in self._all_copies:
+        for lane in (*self._all_copies, self._net):
             lane.collect()
         return tuple(sorted(self._records, key=lambda record: record.end_s))
 

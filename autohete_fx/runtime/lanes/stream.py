@@ -1,7 +1,7 @@
 """Lanes of an accelerator: one stream each.
 
-A copy is issued at once, behind everything that the current stream has been given so far, and waiting makes the current
-stream wait, not the CPU. A copy that must follow work of the CPU is issued by the thread that ends that work; until then
+A copy, or a collective, is issued at once, behind everything that the current stream has been given so far, and waiting makes the
+current stream wait, not the CPU. A copy that must follow work of the CPU is issued by the thread that ends that work; until then
 a wait holds the thread that launches, which could not launch what needs the copy anyhow.
 """
 
@@ -66,24 +66,20 @@ class Moment(Ticket):
 
 
 class StreamTicket(Ticket):
-    """A copy on a stream. It keeps source and destination, and what follows the copy, referenced until it has been waited
-    for: memory that is freed before that could be in use again while the stream still writes there."""
+    """Work on a stream. It keeps the work, and with it the tensors that it reads and writes, referenced until it has been waited
+    for: memory that is freed before that could be in use again while the stream still writes there.
+
+    Args:
+        work: gives the device's work to the current stream, which is the lane's.
+    """
 
     def __init__(
-        self,
-        lane: Lane,
-        label: str,
-        priority: int,
-        dst: torch.Tensor,
-        src: torch.Tensor,
-        device: torch.device,
-        then: Callable[[], None] | None,
+        self, lane: Lane, label: str, priority: int, num_bytes: int, device: torch.device, work: Callable[[], None]
     ) -> None:
-        super().__init__(lane, label, priority, dst.numel() * dst.element_size())
+        super().__init__(lane, label, priority, num_bytes)
         self._device = device
         self._issued = threading.Event()
-        self._then = then
-        self.tensors: tuple[torch.Tensor, torch.Tensor] | None = (dst, src)
+        self._work: Callable[[], None] | None = work
         self.begin = torch.Event(device, enable_timing=True)
         self.end = torch.Event(device, enable_timing=True)
 
@@ -92,20 +88,11 @@ class StreamTicket(Ticket):
         return self._issued.is_set() and (self.error is not None or self.end.query())
 
     def issue(self, stream: torch.Stream) -> None:
-        """Give the copy, and what follows it, to the stream."""
-        assert self.tensors is not None
-        dst, src = self.tensors
-        # The driver should be told that a home is host memory, which its device tensor does not say. But from home to home
-        # the device copies: the CPU would at once, whatever the stream is behind.
-        is_between_homes = is_home(dst) and is_home(src)
-        to = host_view(dst) if is_home(dst) and not is_between_homes else dst
-        of = host_view(src) if is_home(src) and not is_between_homes else src
-        # A copy that follows an update is issued by another thread than the one that asked for it under inference mode.
-        with stream, torch.inference_mode(to.is_inference()), torch.no_grad():
+        """Give the work to the stream."""
+        assert self._work is not None
+        with stream:
             self.begin.record(stream)
-            to.copy_(of, non_blocking=True)
-            if self._then is not None:
-                self._then()
+            self._work()
             self.end.record(stream)
 
     def finish_issue(self) -> None:
@@ -131,7 +118,21 @@ class StreamTicket(Ticket):
         stream.wait_event(self.end)
 
     def _let_go(self) -> None:
-        self.tensors = self._then = None
+        self._work = None
+
+
+def copy_between_tiers(dst: torch.Tensor, src: torch.Tensor, then: Callable[[], None] | None = None) -> None:
+    """Copy on the current stream, ``then`` do what follows."""
+    # The driver should be told that a home is host memory, which its device tensor does not say. But from home to home
+    # the device copies: the CPU would at once, whatever the stream is behind.
+    is_between_homes = is_home(dst) and is_home(src)
+    to = host_view(dst) if is_home(dst) and not is_between_homes else dst
+    of = host_view(src) if is_home(src) and not is_between_homes else src
+    # A copy that follows an update is issued by another thread than the one that asked for it under inference mode.
+    with torch.inference_mode(to.is_inference()), torch.no_grad():
+        to.copy_(of, non_blocking=True)
+        if then is not None:
+            then()
 
 
 class StreamLane:
@@ -154,18 +155,17 @@ class StreamLane:
         self,
         label: str,
         priority: int,
-        dst: torch.Tensor,
-        src: torch.Tensor,
+        num_bytes: int,
+        work: Callable[[], None],
         after: Sequence[Ticket],
-        then: Callable[[], None] | None = None,
     ) -> StreamTicket:
-        """Copy behind what the tickets stand for, ``then`` do what follows."""
+        """Run work of the device behind what the tickets stand for."""
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"the {self._lane.value} lane is closed")
             self._open()
             self.collect()
-        ticket = StreamTicket(self._lane, label, priority, dst, src, self._device, then)
+        ticket = StreamTicket(self._lane, label, priority, num_bytes, self._device, work)
         when_all_ready(after, lambda: self._issue(ticket, after))
         return ticket
 

@@ -1,32 +1,88 @@
 """The kernels of ``torch.ops.autohete.gather`` and ``reduce`` on every device. Importing this module registers them.
 
-They wait for the collective before they return: to the compute lane, on which they run, they are as any other kernel.
+Those that were traced wait for the collective before they return: to the compute lane, on which they run, they are as any other
+kernel. Those that passes made of them start on the net lane what another node waits for.
 """
+
+import functools
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
 from autohete_fx.graph.collectives import library
 from autohete_fx.internals import versions
+from autohete_fx.runtime.lanes.net import Work
+from autohete_fx.runtime.session import session_by_digest
 from autohete_fx.runtime.shard.ranks import ranks_by_digest
 
 _all_gather = versions.named(dist, versions.ALL_GATHER)
 _reduce_scatter = versions.named(dist, versions.REDUCE_SCATTER)
 
 
+def _empty_whole(shard: Tensor, num_ranks: int) -> Tensor:
+    return shard.new_empty((num_ranks * shard.shape[0], *shard.shape[1:]))
+
+
+def _empty_shard(grad: Tensor, num_ranks: int) -> Tensor:
+    return grad.new_empty((grad.shape[0] // num_ranks, *grad.shape[1:]))
+
+
 def _gather(shard: Tensor, num_ranks: int, group: str) -> Tensor:
-    whole = shard.new_empty((num_ranks * shard.shape[0], *shard.shape[1:]))
+    whole = _empty_whole(shard, num_ranks)
     _all_gather(whole, shard.contiguous(), group=ranks_by_digest(group).group)
     return whole
 
 
 def _reduce(grad: Tensor, num_ranks: int, group: str) -> Tensor:
-    mine = grad.new_empty((grad.shape[0] // num_ranks, *grad.shape[1:]))
+    mine = _empty_shard(grad, num_ranks)
     _reduce_scatter(mine, grad.contiguous(), op=dist.ReduceOp.AVG, group=ranks_by_digest(group).group)
     return mine
+
+
+def _issue_gather(
+    src: Sequence[Tensor], num_ranks: int, group: str, session: str, after: Tensor | None = None
+) -> Tensor:
+    shards, wholes = [shard.contiguous() for shard in src], [_empty_whole(shard, num_ranks) for shard in src]
+    start = functools.partial(_start, _all_gather, wholes, shards, ranks_by_digest(group).group)
+    return session_by_digest(session).issue_collective("gather", start, src, wholes, num_bytes=_num_bytes(wholes))
+
+
+def _issue_reduce(
+    src: Sequence[Tensor], num_ranks: int, group: str, session: str, after: Tensor | None = None
+) -> Tensor:
+    grads, mine = [grad.contiguous() for grad in src], [_empty_shard(grad, num_ranks) for grad in src]
+    reduce = functools.partial(_reduce_scatter, op=dist.ReduceOp.AVG)
+    start = functools.partial(_start, reduce, mine, grads, ranks_by_digest(group).group)
+    return session_by_digest(session).issue_collective("reduce", start, src, mine, num_bytes=_num_bytes(grads))
+
+
+def _start(
+    collective: Callable[..., object],
+    results: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    group: dist.ProcessGroup,
+) -> Sequence[Work]:
+    """Start all of them as one."""
+    with versions.coalescing(group) as together:
+        for result, source in zip(results, sources, strict=True):
+            collective(result, source, group=group, async_op=True)
+    return together.works
+
+
+def _num_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _wait(handle: Tensor, src: Tensor, at: int, num_ranks: int, session: str, after: Tensor | None = None) -> Tensor:
+    return session_by_digest(session).wait(handle, src, at)
 
 
 _DISPATCH_KEY = "CompositeExplicitAutograd"
 
 library.impl("gather", _gather, _DISPATCH_KEY)
 library.impl("reduce", _reduce, _DISPATCH_KEY)
+library.impl("gather.issue", _issue_gather, _DISPATCH_KEY)
+library.impl("reduce.issue", _issue_reduce, _DISPATCH_KEY)
+library.impl("gather.wait", _wait, _DISPATCH_KEY)
+library.impl("reduce.wait", _wait, _DISPATCH_KEY)

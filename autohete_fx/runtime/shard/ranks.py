@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autohete_fx.errors import ShardError
-from autohete_fx.internals.modes import disable_current_modes
+from autohete_fx.internals.modes import disable_current_modes, no_python_dispatcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,7 +39,9 @@ class Ranks:
     def exchange(self, value: Any) -> list[Any]:
         """The values that each of them gives, in their order. Values are pickled."""
         found: list[Any] = [None] * self.count
-        with disable_current_modes(), torch.no_grad():  # compilers exchange in the middle of tracing
+        # Compilers exchange in the middle of tracing, whose dispatcher calls gloo without letting go of the GIL. Gloo's thread may
+        # be waiting for that, with gloo locked, to forget the exchange before.
+        with disable_current_modes(), no_python_dispatcher(), torch.no_grad():
             dist.all_gather_object(found, value, group=self.control)
         return found
 

@@ -1,0 +1,120 @@
+"""Sharded models in other use than plain training: 16 bit, evaluation between steps, graph breaks, text generation, ranks that end."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autohete_fx
+from tests.dist import ranks
+from tests.dist.sharded import VOCABULARY, WIDTH, Net, alone, differences, make, mesh, refusal, together, tokens
+from tests.dist.test_shard_plans import backend, furthest, ours
+
+
+def in_16_bits() -> dict[str, float]:
+    """How far parameters in bf16, which have masters in fp32, are from those of one process, by name."""
+    how: dict[str, Any] = {"layers": 2, "steps": 2, "dtype": torch.bfloat16}
+    return differences(together(ours, compiled=backend("mixed"), **how), alone(ours, **how))
+
+
+def test_parameters_in_16_bits_are_those_of_one_process(tmp_path: Path):
+    assert ranks.run("tests.dist.test_shard_uses.in_16_bits", tmp_path) == [{}, {}]
+
+
+def evaluated() -> list[float]:
+    """Losses without gradients before, between and after steps of training, of one process and of a sharded model."""
+    found = []
+    for is_sharded in (False, True):
+        torch._dynamo.reset()
+        model = make(dropout=0.0)
+        if is_sharded:
+            model = autohete_fx.shard(model, mesh())
+        optimizer = ours(model.parameters())
+        model.compile(**backend("mixed") if is_sharded else {"backend": "aot_eager"})
+        losses = []
+        for step in range(3):
+            model.eval()
+            with torch.no_grad():
+                losses.append(model(tokens(step, dist.get_rank())).item())
+            model.train()
+            for rank in [dist.get_rank()] if is_sharded else range(dist.get_world_size()):
+                (model(tokens(step, rank)) / (1 if is_sharded else dist.get_world_size())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(losses)
+    return [abs(one - other) for one, other in zip(*found, strict=True)]
+
+
+def test_evaluation_between_steps_sees_the_weights_of_the_step(tmp_path: Path):
+    for found in ranks.run("tests.dist.test_shard_uses.evaluated", tmp_path):
+        assert max(found) < 1e-12, found
+
+
+class Broken(Net):
+    """Its layers are compiled in two graphs."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.layers[0](self.embedding(tokens))
+        torch._dynamo.graph_break()
+        x = self.layers[1](x)
+        x = self.frozen(x) * self.scale + x @ self.row.view(WIDTH, WIDTH)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def broken() -> float:
+    def in_two(model: nn.Module) -> None:
+        model.__class__ = type("Broken", (type(model),), {"forward": Broken.forward})
+
+    expected = alone(ours, layers=2, steps=2)
+    return furthest(together(ours, compiled=backend(), prepare=in_two, layers=2, steps=2), expected)
+
+
+def test_a_model_in_two_graphs_is_within_rounding(tmp_path: Path):
+    # The gradient of tied embeddings is averaged in each graph by itself, and then added.
+    assert max(ranks.run("tests.dist.test_shard_uses.broken", tmp_path)) < 1e-13
+
+
+def generated() -> list[list[int]]:
+    """Tokens that a model of transformers writes, whole and sharded."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=2, **sizes)).eval()
+    prompt, how = tokens(0, 0, batch=1, length=8), {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    found = [model.generate(prompt, **how)[0].tolist()]
+    model = autohete_fx.shard(model, mesh())
+    model.compile(**backend())
+    found.append(model.generate(prompt, **how)[0].tolist())
+    return found
+
+
+def test_a_sharded_model_writes_the_same_text(tmp_path: Path):
+    first, second = ranks.run("tests.dist.test_shard_uses.generated", tmp_path)
+    assert first == second and first[0] == first[1]
+
+
+def killed() -> str:
+    """What a rank is told when the other one has been killed in the middle of training."""
+    model = autohete_fx.shard(make(), mesh())
+    optimizer = ours(model.parameters())
+    model.compile(**backend("keep"))
+    for step in range(2):
+        model(tokens(step, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    told = refusal(lambda: model(tokens(2, 0)).backward())
+    print(f'"{told.splitlines()[0]}"', flush=True)
+    os._exit(0)  # the group cannot be taken down in order
+
+
+def test_a_rank_learns_that_another_one_was_killed(tmp_path: Path):
+    told = ranks.run("tests.dist.test_shard_uses.killed", tmp_path, survivors=[0])
+    assert told[0].startswith("ShardError: a collective over the ranks that hold the model failed"), told

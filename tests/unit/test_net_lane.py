@@ -1,0 +1,76 @@
+"""The net lane on a CPU device: collectives in the order of the program, beside computation."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from autohete_fx.errors import ShardError
+from autohete_fx.ir import Lane
+from autohete_fx.runtime.lanes.lanes import Lanes
+
+
+def collective(log: list[str], name: str, wait: float = 0.0) -> list[SimpleNamespace]:
+    log.append(f"start {name}")
+
+    def ends() -> None:
+        time.sleep(wait)
+        log.append(f"end {name}")
+
+    return [SimpleNamespace(wait=ends)]
+
+
+def test_collectives_follow_each_other_in_the_order_of_the_program_while_it_goes_on():
+    lanes, log, goes_on = Lanes("cpu", in_background=False), [], threading.Event()
+
+    def first() -> list[SimpleNamespace]:
+        goes_on.wait(10)
+        return collective(log, "first", 0.01)
+
+    tickets = [
+        lanes.collective("gather", first, num_bytes=8),
+        lanes.collective("reduce", lambda: collective(log, "second"), num_bytes=16),
+    ]
+    assert not log and not tickets[0].is_complete  # the program is here, although no core is to spare
+    goes_on.set()
+    lanes.wait(tickets[1])
+    assert log == ["start first", "end first", "start second", "end second"]
+    records = [record for record in lanes.records() if record.lane is Lane.NET]
+    assert [(record.label, record.num_bytes) for record in records] == [("gather", 8), ("reduce", 16)]
+    assert records[0].end_s <= records[1].begin_s
+    lanes.close()
+
+
+def test_who_waits_for_a_failed_collective_learns_why():
+    lanes = Lanes("cpu")
+
+    def fails() -> list[SimpleNamespace]:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]")
+
+    ticket = lanes.collective("gather", fails, num_bytes=8)
+    with pytest.raises(ShardError, match=r"over the ranks that hold the model failed: Connection closed by peer"):
+        ticket.wait()
+    lanes.close()
+
+
+def test_a_session_gives_each_result_of_a_collective_once():
+    from autohete_fx.runtime.session import Session
+
+    session = Session("net", torch.device("cpu"))
+    sources, results = [torch.zeros(2), torch.zeros(3)], [torch.zeros(4), torch.zeros(6)]
+
+    def start() -> list[SimpleNamespace]:
+        for at, result in enumerate(results):
+            result.fill_(at + 1)
+        return []
+
+    handle = session.issue_collective("gather", start, sources, results, num_bytes=40)
+    with pytest.raises(AssertionError, match="wait must get the tensor"):
+        session.wait(handle, sources[0], 1)
+    second = session.wait(handle, sources[1], 1)
+    assert second is results[1] and second.tolist() == [2.0] * 6
+    assert session._in_flight
+    assert session.wait(handle, sources[0], 0) is results[0] and not session._in_flight
+    session.close()
