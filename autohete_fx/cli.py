@@ -19,10 +19,12 @@ from autohete_fx.ir import Machine, Overlap, Plan, Schedule
 from autohete_fx.machine.devices import DEVICES, RESERVE_SHARE, find_device, machine_of_spec
 from autohete_fx.machine.link import Link, measure_link
 from autohete_fx.machine.measure import measure_machine
+from autohete_fx.machine.net import Exchange, measure_net, ranks_of_job
 from autohete_fx.options import Options, Share, Size, parse_size, resolve_bytes
 from autohete_fx.report import format_bytes, format_count, format_seconds, plan_table
 from autohete_fx.report.plots import require_matplotlib
 from autohete_fx.report.why import why
+from autohete_fx.runtime.shard.ranks import Ranks
 from autohete_fx.runtime.tiers.host import host_view, open_tier
 from autohete_fx.whatif.architectures import ARCHITECTURES
 from autohete_fx.whatif.blueprint import read_model
@@ -50,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show.add_argument("plan", metavar="PLAN.json", help="a file that Plan.save wrote")
     show.add_argument("--explain", action="store_true", help=_EXPLAIN)
     show.set_defaults(run=_show)
-    doctor = commands.add_parser("doctor", help="measure this machine and print what the planner will assume of it")
+    doctor = commands.add_parser(
+        "doctor",
+        help="measure this machine and print what the planner will assume of it; under torchrun, the link between ranks too",
+    )
     doctor.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
     doctor.add_argument(
         "--save", metavar="FILE", help="also write a machine file, which `autohete plan --machine` reads"
@@ -64,10 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_plan(commands)
     parsed = parser.parse_args(arguments)
     try:
-        print(parsed.run(parsed))
+        text = parsed.run(parsed)
     except AutoHeteError as error:
         print(f"autohete: {error}", file=sys.stderr)
         return 2
+    if text:
+        print(text)
     return 0
 
 
@@ -153,6 +160,7 @@ def machine_text(machine: Machine) -> str:
         ("copy to host", machine.d2h_bytes_per_s),
         ("device memory", machine.device_bytes_per_s),
         ("disk", machine.disk_bytes_per_s),
+        ("link to other ranks", machine.net_bytes_per_s),
     )
     updates = (("on the device", machine.device_update_params_per_s), ("on the host", machine.host_update_params_per_s))
     return "\n".join(
@@ -163,6 +171,11 @@ def machine_text(machine: Machine) -> str:
             *(f"  {f'{name}, bandwidth':<28}{format_bytes(rate)}/s" for name, rate in rates if rate),
             *(f"  {f'AdamW {where}':<28}{format_count(rate)} parameters/s" for where, rate in updates if rate),
             f"  {'latency of a transfer':<28}{format_seconds(machine.latency_s)}",
+            *(
+                [f"  {'latency between ranks':<28}{format_seconds(machine.net_latency_s)}"]
+                if machine.net_bytes_per_s
+                else []
+            ),
         ]
     )
 
@@ -201,10 +214,23 @@ def _doctor(parsed: argparse.Namespace) -> str:
         )
     device = torch.device(parsed.device or ("cuda" if has_cuda else "cpu"))
     offload_dir = Options.from_user({"offload_dir": parsed.offload_dir}).offload_dir
+    ranks = ranks_of_job(device.type)
+    if ranks is not None and ranks.rank:
+        ranks.exchange(None)  # or this rank's work would slow down what the first one measures
+        measure_net(ranks, device, _exchange(ranks))
+        return ""
     machine, link = measure_machine(device, offload_dir=offload_dir), link_of(device)
+    if ranks is not None:
+        ranks.exchange(None)
+        rate, latency_s = measure_net(ranks, device, _exchange(ranks))
+        machine = dataclasses.replace(machine, net_bytes_per_s=rate, net_latency_s=latency_s)
     if parsed.save:
         _save(machine, parsed.save)
     return f"torch {torch.__version__}\n{machine_text(machine)}\n{link_text(link)}"
+
+
+def _exchange(ranks: Ranks) -> Exchange:
+    return lambda what, value: ranks.exchange(value)
 
 
 def _save(value: Machine | Plan, path: str) -> None:

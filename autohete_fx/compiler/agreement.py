@@ -2,8 +2,9 @@
 
 In: what one rank has measured, looked up or decided. Out: one value for all of them, so that each writes the same collectives into
 its graphs in the same order. Ranks take the same way through a compilation because all that it turns on is exchanged here: the
-least budget, the machine of the first rank, the longest seconds, what caches have on all of them, and the first rank's plan. A
-rank that compiles something else, or fails, is named by the others' errors: each exchange says what it is about.
+least budget, the machine of the first rank, the link that all measure together, the longest seconds, what caches have on all of
+them, and the first rank's plan. A rank that compiles something else, or fails, is named by the others' errors: each exchange says
+what it is about.
 
 Exchanges have a process group of their own, so that they never stand behind a collective of a graph.
 """
@@ -19,6 +20,7 @@ import torch
 from autohete_fx import errors
 from autohete_fx.errors import AutoHeteError, ShardError
 from autohete_fx.ir import BlockCost, Machine, Profile
+from autohete_fx.machine.net import load_or_measure_net
 from autohete_fx.runtime.shard.parts import shard_of
 from autohete_fx.runtime.shard.ranks import Ranks
 
@@ -90,9 +92,12 @@ class Agreement:
         digest = None if text is None else hashlib.sha256(text.encode()).hexdigest()
         return text if len(set(self.exchange(what, digest))) == 1 else None
 
-    def machine(self, machine: Machine) -> Machine:
-        """The first rank's."""
-        return self.exchange("machine", machine)[0]
+    def machine(self, machine: Machine, device: torch.device) -> Machine:
+        """The first rank's, with the rate of the link between ranks, which all of them measure together."""
+        first = self.exchange("machine", machine)[0]
+        if self._ranks is None or first.net_bytes_per_s:
+            return first
+        return load_or_measure_net(first, self._ranks, device, self.exchange)
 
     def slowest(self, profile: Profile) -> Profile:
         """The costs with the longest seconds and the largest workspaces of all ranks."""

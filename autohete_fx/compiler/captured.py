@@ -98,7 +98,7 @@ class CapturedGraph:
         agreed.same("options", described_options(self.options))
         self.budget_bytes = agreed.least("memory budget", self.budget_bytes)
         self.host_bytes = agreed.least("host budget", self.host_bytes)
-        self.machine = agreed.machine(self.machine)
+        self.machine = agreed.machine(self.machine, self.device)
 
     def key(self) -> str:
         """A digest of everything that decides the plan and the code, the same in every process."""

@@ -34,6 +34,7 @@ from autohete_fx.options import Options
 from autohete_fx.planner.model.figures import host_bytes
 from autohete_fx.profiler import ParamInfo
 from autohete_fx.runtime.placement import is_movable, placement_of
+from autohete_fx.runtime.shard.parts import shard_of
 from autohete_fx.runtime.tiers.host import is_home
 
 _COUNTER_BYTES = 4
@@ -96,6 +97,11 @@ def update_share(param: torch.nn.Parameter) -> float:
     """Bytes that an update moves, over those of an update of AdamW's; 1 where the optimizer is none of ours."""
     owner = optimizer_of(param)
     return 1.0 if owner is None else owner.update_share_of(param)
+
+
+def num_ranks(params: Iterable[torch.nn.Parameter]) -> int:
+    """How many ranks hold shards of the parameters: 1 where they are this process's alone."""
+    return max((part.ranks.count for param in params if (part := shard_of(param)) is not None), default=1)
 
 
 def is_elementwise(params: Iterable[torch.nn.Parameter]) -> bool:
@@ -274,6 +280,7 @@ def make_problem(
         # Where host and device share a memory, states have no way to go.
         allow_streamed_optimizer=machine.device_type != "cpu" and is_elementwise(params.values()),
         micro_batches=options.micro_batches,
+        num_ranks=num_ranks(params.values()),
         schedule=schedule_of(list(params.values()), machine),
         clips_gradients=training and clips_gradients(params.values()),
         training=training,

@@ -25,11 +25,20 @@ Host
     desktop with as much memory as its platform takes. An update on the host moves UPDATE_BYTES a parameter (fp32 master and
     moments read and written, the gradient read and a 16-bit weight written; as many for pure fp32) at HOST_SHARE of the
     stated DRAM bandwidth: STREAM reaches about 0.8 of it, our AdamW about 0.9 of STREAM.
+Net
+    Between GPUs of a node, bytes a second that one sends in a ring: NVLink of A100 240 of 300 GB/s a direction, of H100 370 of 450
+    (``torch/_inductor/comm_analysis.py``), and for other NVLinks and Infinity Fabric NET_SHARE of what they state, an assumption.
+    Cards without either send through their host link, two hops of one PCIe tree; where peers cannot copy to each other, as with
+    GeForce cards, that is more than is reached. NET_LATENCY_S a hop. Between nodes each GPU has an adapter of its own,
+    NODE_GB_PER_S unless told otherwise (InfiniBand HDR, 200 Gb/s), and NCCL's rings cross by all of a node's adapters at once.
+Host of several GPUs
+    The ranks of a node share its memory, its disk and the rate of its updates evenly: the work of all ranks' updates does not
+    shrink with their number. It is the same host as for one GPU. Each keeps a host link of its own.
 Disk
     One NVMe drive of 2 TB; DISK_SHARE of 3.5 GB/s behind PCIe 3.0, of 7 GB/s behind later ones.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autohete_fx.errors import OptionError, unknown_word
 from autohete_fx.ir import Machine
@@ -39,6 +48,11 @@ LINK_SHARE = 0.82
 HOST_SHARE = 0.72
 DISK_SHARE = 0.8
 UPDATE_BYTES = 28
+NET_SHARE = 0.8
+NET_LATENCY_S = 1e-5
+"""Of one message from a GPU to the next."""
+NODE_GB_PER_S = 25.0
+"""Of one GPU's adapter to other nodes in one direction."""
 LATENCY_S = 1e-5
 """Of a copy, from its issue on a stream to its first byte."""
 RESERVE_SHARE = 0.05
@@ -55,6 +69,15 @@ class Link:
     gb_per_s: float
     h2d_gb_per_s: float
     d2h_gb_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Net:
+    """Between the GPUs of a node: its name and GB/s (10^9 bytes) that one sends, stated and reached."""
+
+    name: str
+    gb_per_s: float
+    reached_gb_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +124,7 @@ class DeviceSpec:
         matmul_share: of the peak, what products sustain.
         link: to the host.
         host: assumed around it.
+        net: to other GPUs of its node; None where that is the link to the host.
         source: the data sheet.
     """
 
@@ -113,6 +137,7 @@ class DeviceSpec:
     matmul_share: float
     link: Link
     host: Host
+    net: Net | None = None
     source: str
 
     def peak_flops_per_s(self, dtype: str, *, tf32: bool = False) -> float:
@@ -129,6 +154,11 @@ def _pcie(generation: int, gb_per_s: float) -> Link:
 
 _PCIE_3, _PCIE_4, _PCIE_5 = _pcie(3, 15.75), _pcie(4, 31.5), _pcie(5, 63.0)
 _C2C = Link(name="NVLink-C2C", gb_per_s=450.0, h2d_gb_per_s=375.0, d2h_gb_per_s=297.0)
+
+_NVLINK_2 = Net(name="NVLink 2", gb_per_s=150.0, reached_gb_per_s=NET_SHARE * 150.0)
+_NVLINK_3 = Net(name="NVLink 3", gb_per_s=300.0, reached_gb_per_s=240.0)
+_NVLINK_4 = Net(name="NVLink 4", gb_per_s=450.0, reached_gb_per_s=370.0)
+_INFINITY = Net(name="Infinity Fabric", gb_per_s=448.0, reached_gb_per_s=NET_SHARE * 448.0)
 
 _SKYLAKE = Host(name="Xeon, 6 x DDR4-2666", memory_gib=512, dram_gb_per_s=128.0, disk_gb_per_s=3.5)
 _MILAN = Host(name="EPYC, 8 x DDR4-3200", memory_gib=1024, dram_gb_per_s=204.8)
@@ -152,6 +182,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         matmul_share=0.8,
         link=_PCIE_3,
         host=_SKYLAKE,
+        net=_NVLINK_2,
         source="NVIDIA V100 data sheet: 125 TFLOPS tensor, 15.7 single, 900 GB/s, PCIe 32 GB/s both ways",
     ),
     DeviceSpec(
@@ -164,6 +195,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         matmul_share=0.8,
         link=_PCIE_3,
         host=_SKYLAKE,
+        net=_NVLINK_2,
         source="NVIDIA V100 data sheet: 125 TFLOPS tensor, 15.7 single, 900 GB/s, PCIe 32 GB/s both ways",
     ),
     DeviceSpec(
@@ -175,6 +207,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         matmul_share=0.78,
         link=_PCIE_4,
         host=_MILAN,
+        net=_NVLINK_3,
         source="NVIDIA A100 data sheet: 312 TFLOPS bf16, 156 TF32, 19.5 fp32, 1555 GB/s, PCIe Gen4 64 GB/s both ways",
     ),
     DeviceSpec(
@@ -187,6 +220,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         matmul_share=0.78,
         link=_PCIE_4,
         host=_MILAN,
+        net=_NVLINK_3,
         source="NVIDIA A100 data sheet: 312 TFLOPS bf16, 156 TF32, 19.5 fp32, 2039 GB/s, PCIe Gen4 64 GB/s both ways",
     ),
     DeviceSpec(
@@ -199,6 +233,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         matmul_share=0.72,
         link=_PCIE_5,
         host=_SAPPHIRE,
+        net=_NVLINK_4,
         source="NVIDIA H100 data sheet: 989.4 TFLOPS bf16 dense, 494.7 TF32, 67 fp32, 3.35 TB/s, PCIe Gen5 128 GB/s both ways",
     ),
     DeviceSpec(
@@ -222,6 +257,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         matmul_share=0.72,
         link=_PCIE_5,
         host=_SAPPHIRE,
+        net=_NVLINK_4,
         source="NVIDIA H200 data sheet: 141 GB, 4.8 TB/s, products as H100 SXM, PCIe Gen5 128 GB/s both ways",
     ),
     DeviceSpec(
@@ -234,6 +270,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         matmul_share=0.75,
         link=_C2C,
         host=_GRACE,
+        net=_NVLINK_4,
         source="NVIDIA GH200 data sheet: 96 GB HBM3, 4 TB/s, 480 GB LPDDR5X at 500 GB/s, NVLink-C2C 900 GB/s both ways",
     ),
     DeviceSpec(
@@ -294,6 +331,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         matmul_share=0.46,
         link=_PCIE_5,
         host=_GENOA,
+        net=_INFINITY,
         source="AMD MI300X data sheet: 1307.4 TFLOPS bf16 dense, 653.7 TF32, 163.4 fp32, 5.3 TB/s, PCIe Gen5 128 GB/s both ways",
     ),
 )
@@ -330,4 +368,31 @@ def machine_of_spec(spec: DeviceSpec, *, tf32: bool = False) -> Machine:
         device_update_params_per_s=MEMORY_SHARE * spec.memory_gb_per_s * 1e9 / UPDATE_BYTES,
         host_update_params_per_s=HOST_SHARE * spec.host.dram_gb_per_s * 1e9 / UPDATE_BYTES,
         latency_s=LATENCY_S,
+    )
+
+
+def net_of_spec(spec: DeviceSpec) -> Net:
+    """How a device reaches the others of its node."""
+    link = spec.link
+    return spec.net or Net(
+        name=link.name, gb_per_s=link.gb_per_s, reached_gb_per_s=min(link.h2d_gb_per_s, link.d2h_gb_per_s)
+    )
+
+
+def net_gb_per_s(spec: DeviceSpec, *, num_ranks: int, num_nodes: int, node_gb_per_s: float = NODE_GB_PER_S) -> float:
+    """GB/s that one rank sends while all ranks gather: as within a node, or what the adapters of its node let through."""
+    inside = net_of_spec(spec).reached_gb_per_s
+    return inside if num_nodes == 1 else min(inside, node_gb_per_s * (num_ranks // num_nodes))
+
+
+def machine_of_rank(machine: Machine, *, ranks_of_node: int, net_bytes_per_s: float, net_latency_s: float) -> Machine:
+    """One rank's part of a machine: its own device and link, an even part of the host, and a link to the others."""
+    return replace(
+        machine,
+        host_bytes=machine.host_bytes // ranks_of_node,
+        disk_bytes=machine.disk_bytes // ranks_of_node,
+        disk_bytes_per_s=machine.disk_bytes_per_s / ranks_of_node,
+        host_update_params_per_s=machine.host_update_params_per_s / ranks_of_node,
+        net_bytes_per_s=net_bytes_per_s,
+        net_latency_s=net_latency_s,
     )

@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from autohete_fx.graph.collectives import COLLECTIVES, gather
 from autohete_fx.graph.recompute import is_kept
 from autohete_fx.graph.saved import offloadable
 from autohete_fx.ir import ActivationCost, BlockCost, Machine, Profile
+from autohete_fx.profiler.exchanged import exchanged
 from autohete_fx.profiler.flops import seconds_of
 from autohete_fx.profiler.memory.kernels import Kernel, KernelGraph
 from autohete_fx.profiler.memory.liveness import MemoryTrace, trace_step
@@ -82,12 +84,12 @@ def _root(node: fx.Node) -> fx.Node:
 def saved_tensors(partition: Partition) -> tuple[SavedTensor, ...]:
     """Everything that lives from forward to backward, each piece of memory once, in graph order.
 
-    Parameters, inputs and views of them are not in it. A value that crosses into a later block is in it even where
+    Parameters, gathered or not, inputs and views of them are not in it. A value that crosses into a later block is in it even where
     the default partition does not save it (``by_default`` False): recomputing the reader would.
     """
     nodes = {node.name: node for node in partition.forward.graph.nodes}
     placed = partition.placements(partition.forward)
-    graph = lower(partition.forward, device_type=partition.device_type, inner_backend=partition.inner_backend)
+    graph = _memory_of_forward(partition)
     held = {graph.storages[i].name for i in graph.outputs[: partition.num_outputs] if i is not None}
     by_default: dict[str, int] = {}
     for index in graph.outputs:
@@ -120,6 +122,11 @@ def saved_tensors(partition: Partition) -> tuple[SavedTensor, ...]:
     return tuple(sorted(found, key=lambda tensor: position[tensor.name.partition("[")[0]]))
 
 
+def _memory_of_forward(partition: Partition) -> KernelGraph:
+    device_type, inner = partition.device_type, partition.inner_backend
+    return lower(partition.forward, device_type=device_type, inner_backend=inner, counts_wholes=False)
+
+
 def _crossing_values(
     partition: Partition, nodes: Mapping[str, fx.Node], placed: Mapping[str, int], owner_of: Mapping[str, str]
 ) -> dict[str, tuple[int, int]]:
@@ -131,6 +138,8 @@ def _crossing_values(
                 continue
             root = _root(source)
             if root.name not in placed or placed[root.name] == placed[node.name] or kind_of(root) is Kind.INPUT:
+                continue
+            if root.target is gather:
                 continue
             if isinstance(root.meta["val"], torch.Tensor):
                 name = owner_of.get(root.name, root.name)
@@ -173,7 +182,7 @@ def _selectively_saved(partition: Partition, saved: tuple[SavedTensor, ...]) -> 
     """Bytes by block that live from forward to backward where the block is recomputed selectively."""
     placed = partition.placements(partition.forward)
     again = _recomputed(partition, saved, placed, selective=True)
-    graph = lower(partition.forward, device_type=partition.device_type, inner_backend=partition.inner_backend)
+    graph = _memory_of_forward(partition)
     stays = {tensor.name for tensor in saved}
     total = dict.fromkeys(range(len(partition.blocks.blocks)), 0)
     for tensor in saved:
@@ -286,13 +295,15 @@ def _update_share(trained: Sequence[ParamInfo]) -> float:
 def _phases(trace: MemoryTrace, graph_module: fx.GraphModule, placed: Mapping[str, int], *, reverse: bool) -> list[int]:
     """The block that each kernel's moment belongs to: the furthest whose extern kernels have begun.
 
-    Generated kernels say nothing about when a block runs: the compiler moves some of them far ahead.
+    Generated kernels say nothing about when a block runs: the compiler moves some of them far ahead. Nor do collectives, which
+    run ahead of a block or after it.
     """
-    kinds = {node.name: kind_of(node) for node in graph_module.graph.nodes}
+    nodes = graph_module.graph.nodes
+    anchoring = {node.name for node in nodes if kind_of(node) is Kind.EXTERN and node.target not in COLLECTIVES}
     phase: int | None = None
     phases: list[int | None] = []
     for names in trace.nodes:
-        anchors = [placed[name] for name in names if name in placed and kinds[name] is Kind.EXTERN]
+        anchors = [placed[name] for name in names if name in placed and name in anchoring]
         if anchors and phase is None:
             phase = anchors[0]
         elif anchors and phase is not None:
@@ -339,6 +350,7 @@ def costs_from_times(partition: Partition, times: tuple[BlockTimes, ...]) -> tup
         device_type=partition.device_type,
         inner_backend=partition.inner_backend,
         after=partition.after,
+        counts_wholes=False,
     )
     forward_workspaces = _forward_workspaces(partition, trace.forward)
     backward_workspaces = (
@@ -346,7 +358,7 @@ def costs_from_times(partition: Partition, times: tuple[BlockTimes, ...]) -> tup
     )
     selectively_saved = _selectively_saved(partition, saved)
     costs = []
-    for block, (seconds, params) in enumerate(zip(times, owned, strict=True)):
+    for block, (seconds, params, moved) in enumerate(zip(times, owned, exchanged(partition), strict=True)):
         mine = [tensor for tensor in saved if tensor.block == block and tensor.by_default]
         saved_bytes, selective = sum(t.num_bytes for t in mine), selectively_saved[block]
         costs.append(
@@ -367,6 +379,9 @@ def costs_from_times(partition: Partition, times: tuple[BlockTimes, ...]) -> tup
                 update_share=params.update_share,
                 num_param_tensors=params.num_param_tensors,
                 num_grad_tensors=params.num_grad_tensors,
+                gathered_bytes=moved.gathered_bytes,
+                gathered_again_bytes=moved.gathered_again_bytes,
+                reduced_bytes=moved.reduced_bytes,
                 selective=ActivationCost(held_bytes=selective, recompute_s=seconds.selective_s)
                 if selective < saved_bytes
                 else None,

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from autohete_fx.graph.collectives import COLLECTIVES
 from autohete_fx.ir import Machine
 from autohete_fx.profiler.memory.kernels import Kernel, KernelGraph
 from autohete_fx.profiler.memory.node_kinds import hint, unwrapped_call
@@ -85,7 +86,9 @@ def bytes_of(kernel: Kernel, graph: KernelGraph) -> int:
 
 
 def seconds_of(kernel: Kernel, graph: KernelGraph, nodes: Mapping[str, fx.Node], machine: Machine) -> float:
-    """Roofline seconds of one kernel on a machine."""
+    """Roofline seconds of one kernel on a machine. A collective takes none: it has a lane of its own."""
+    if not kernel.fused and any(nodes[name].target in COLLECTIVES for name in kernel.nodes):
+        return 0.0
     traffic_s = bytes_of(kernel, graph) / machine.device_bytes_per_s
     products = [nodes[name] for name in kernel.nodes] if not kernel.fused else []
     compute_s = sum(flops_of(node) / machine.flops_per_s(dtype_of(node)) for node in products)

@@ -4,7 +4,16 @@ import pytest
 
 from autohete_fx.errors import OptionError
 from autohete_fx.ir import Machine
-from autohete_fx.machine.devices import DEVICES, UPDATE_BYTES, DeviceSpec, find_device, machine_of_spec
+from autohete_fx.machine.devices import (
+    DEVICES,
+    UPDATE_BYTES,
+    DeviceSpec,
+    find_device,
+    machine_of_rank,
+    machine_of_spec,
+    net_gb_per_s,
+    net_of_spec,
+)
 
 
 def machine(name: str) -> Machine:
@@ -60,3 +69,25 @@ def test_fp32_is_without_tensor_cores_unless_tf32_is_asked_for():
 
 def test_a_v100_has_no_tensor_cores_for_bf16():
     assert machine("v100").flops_per_s("bfloat16") == machine("v100").flops_per_s("float32")
+
+
+@pytest.mark.parametrize("spec", DEVICES, ids=lambda spec: spec.name)
+def test_a_net_stays_below_its_data_sheet(spec: DeviceSpec):
+    net = net_of_spec(spec)
+    assert 0.7 * net.gb_per_s < net.reached_gb_per_s < 0.9 * net.gb_per_s
+    assert net_gb_per_s(spec, num_ranks=4, num_nodes=1) == net.reached_gb_per_s
+    # One adapter binds, eight hardly.
+    assert net_gb_per_s(spec, num_ranks=2, num_nodes=2) <= 25.0
+    assert net_gb_per_s(spec, num_ranks=16, num_nodes=2) == min(net.reached_gb_per_s, 200.0)
+
+
+def test_ranks_share_a_host_and_keep_their_devices_and_links():
+    alone = machine("a100-40g")
+    rank = machine_of_rank(alone, ranks_of_node=4, net_bytes_per_s=240e9, net_latency_s=1e-5)
+    assert (alone.net_bytes_per_s, rank.net_bytes_per_s, rank.net_latency_s) == (0.0, 240e9, 1e-5)
+    assert (4 * rank.host_bytes, 4 * rank.host_update_params_per_s) == (
+        alone.host_bytes,
+        alone.host_update_params_per_s,
+    )
+    assert (rank.device_bytes, rank.h2d_bytes_per_s) == (alone.device_bytes, alone.h2d_bytes_per_s)
+    assert Machine.from_json(rank.to_json()) == rank

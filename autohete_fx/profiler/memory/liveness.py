@@ -12,6 +12,7 @@ neighbouring generated kernels become one call, so that the outputs of all are a
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -98,6 +99,7 @@ def trace_step(
     inner_backend: str = "inductor",
     donates: bool = True,
     after: Mapping[str, Sequence[str]] | None = None,
+    counts_wholes: bool = True,
 ) -> StepTrace:
     """The device bytes of a forward graph and of the backward graph that follows it.
 
@@ -109,8 +111,10 @@ def trace_step(
         donates: whether backward may write over saved tensors (AOTAutograd's ``donated_buffer``). Over the gradients of
             outputs it never may.
         after: for nodes of ``backward``, others that will have run before them, by name, beside their arguments.
+        counts_wholes: as in `lower`.
     """
-    graph = lower(forward, device_type=device_type, inner_backend=inner_backend)
+    how: Any = {"device_type": device_type, "inner_backend": inner_backend, "counts_wholes": counts_wholes}
+    graph = lower(forward, **how)
     first = _trace(graph, device_type=device_type, inner_backend=inner_backend, saved={})
     if backward is None:
         return StepTrace(forward=first, backward=None)
@@ -127,7 +131,7 @@ def trace_step(
             saved[node.name] = Storage(name=node.name, num_bytes=tensor_bytes(node.meta["val"], device_type))
             held |= {id(saved[node.name])} if versions.backward_holds_arguments() else set()
     second = _trace(
-        lower(backward, device_type=device_type, inner_backend=inner_backend, after=after),
+        lower(backward, after=after, **how),
         device_type=device_type,
         inner_backend=inner_backend,
         saved=saved,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autohete_fx.graph import collectives
 from autohete_fx.graph.collectives import ISSUING_COLLECTIVES, WAITS, result_of
 from autohete_fx.profiler.memory import node_kinds as kinds
 from autohete_fx.profiler.memory.fusion import fuse_kernels
@@ -320,6 +321,7 @@ def lower(
     device_type: str,
     inner_backend: str = "inductor",
     after: Mapping[str, Sequence[str]] | None = None,
+    counts_wholes: bool = True,
 ) -> KernelGraph:
     """The kernels of a graph, in graph order.
 
@@ -328,9 +330,25 @@ def lower(
         device_type: ``cpu`` or ``cuda``; CPU scalars in a CUDA graph take no device memory.
         inner_backend: ``inductor`` fuses; ``eager`` makes every node that is not a view a kernel.
         after: for nodes, others that will have run before them, by name, beside their arguments.
+        counts_wholes: whether memory of the graph holds gathered parameters, and gradients that wait for their reduce; else they
+            are like inputs, memory of somebody else.
     """
     fuse = inner_backend != "eager"
     result = _Lowering(graph_module, device_type, after or {}, fuse=fuse).run()
     if fuse:
         fuse_kernels(result)
+    if not counts_wholes:
+        _leave_out_wholes(graph_module, result)
     return result
+
+
+def _leave_out_wholes(graph_module: fx.GraphModule, result: KernelGraph) -> None:
+    reduces = {node.name: node for node in graph_module.graph.nodes if node.target is collectives.reduce}
+    wholes = [node.name for node in graph_module.graph.nodes if node.target is collectives.gather]
+    # A gradient that something else reads too, such as one of activations, is memory of the graph all the same.
+    otherwise = {index for kernel in result.kernels if kernel.name not in reduces for index in kernel.reads}
+    indexes = {index for name in wholes for index in result.storage_of.get(name, ())}
+    for node in reduces.values():
+        indexes |= {*result.storage_of.get(node.all_input_nodes[0].name, ())} - otherwise
+    for index in indexes:
+        result.storages[index].is_input = True

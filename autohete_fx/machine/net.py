@@ -1,0 +1,96 @@
+"""The link between ranks: what a gather and a reduce of all of them at once take, timed once and cached.
+
+In: `Ranks`, and a machine that was measured alone. Out: the machine with the rate of a rank's link and the fixed cost of a message.
+The time of a whole of S bytes over n ranks is told by two figures, as NCCL's rings have it::
+
+    seconds = (n - 1) * (net_latency_s + S / (n * net_bytes_per_s))
+
+Two sizes tell both. All ranks measure together, or none: a cached figure counts where every rank has it. The slowest rank's seconds
+count, and a gather's and a reduce's seconds are averaged, because a machine has one rate for both. gloo reduces by sending
+everything to everyone, so that on CPUs the rate is a mean of two unlike ones.
+"""
+
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from autohete_fx.cache import load_text, machine_key, store_text
+from autohete_fx.internals.modes import unset_fake_temporarily
+from autohete_fx.ir import Machine
+from autohete_fx.machine.measure import best_seconds
+from autohete_fx.runtime.shard.ranks import Ranks, ranks_of
+
+__all__ = ["Exchange", "figures_of", "load_or_measure_net", "measure_net", "ranks_of_job"]
+
+_SIZES = {"cpu": (2**16, 2**22), "cuda": (2**20, 2**27)}
+"""Bytes of the whole, about: on CPUs little, because a measurement may fall into a step that has a budget to keep."""
+
+Exchange = Callable[[str, Any], list[Any]]
+"""What an exchange is about, and this rank's value, to those of all ranks in their order."""
+
+
+def ranks_of_job(device_type: str) -> Ranks | None:
+    """All processes of the job that torchrun has started, this one among them; None where it has started none, or a single one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
+        return None
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    return ranks_of(init_device_mesh(device_type, (dist.get_world_size(),)))
+
+
+def load_or_measure_net(machine: Machine, ranks: Ranks, device: torch.device, exchange: Exchange) -> Machine:
+    """The machine with the figures of its net, from the cache or timed. All ranks call it; all get the same figures.
+
+    Args:
+        machine: measured alone.
+        exchange: of values with the other ranks.
+    """
+    hosts = exchange("hosts", platform.node())
+    layout = [hosts.index(host) for host in hosts]  # which ranks are on one host, whatever its name
+    key = "|".join([machine_key(device), str(layout), dist.get_backend(ranks.group)])
+    cached = exchange("net figures", load_text("net", key))
+    if cached[0] is not None and len(set(cached)) == 1:
+        rate, latency_s = json.loads(cached[0])
+        return replace(machine, net_bytes_per_s=rate, net_latency_s=latency_s)
+    rate, latency_s = measure_net(ranks, device, exchange)
+    store_text("net", key, json.dumps([rate, latency_s]))
+    return replace(machine, net_bytes_per_s=rate, net_latency_s=latency_s)
+
+
+def measure_net(ranks: Ranks, device: torch.device, exchange: Exchange) -> tuple[float, float]:
+    """Bytes a second of a rank's link in one direction, and seconds of a message, from gathers and reduces of all ranks; rounded,
+    for links differ from moment to moment."""
+    rows = [max(1, size // (4 * ranks.count)) for size in _SIZES["cuda" if device.type == "cuda" else "cpu"]]
+    real = unset_fake_temporarily()  # compilers measure in the middle of tracing
+    with real, torch.no_grad():
+        mine = [_seconds(ranks, device, count) for count in rows]
+    seconds = [max(times) for times in zip(*exchange("seconds of collectives", mine), strict=True)]
+    rate, latency_s = figures_of([4 * count * ranks.count for count in rows], seconds, ranks.count)
+    return float(f"{rate:.2g}"), float(f"{latency_s:.2g}")
+
+
+def _seconds(ranks: Ranks, device: torch.device, num_rows: int) -> float:
+    """The mean of a gather's and a reduce's, by the ops that training runs."""
+    shard = torch.ones(num_rows, device=device)
+    whole = torch.ones(num_rows * ranks.count, device=device)
+    gather_s = best_seconds(device, lambda: torch.ops.autohete.gather(shard, ranks.count, ranks.digest))
+    reduce_s = best_seconds(device, lambda: torch.ops.autohete.reduce(whole, ranks.count, ranks.digest))
+    return (gather_s + reduce_s) / 2
+
+
+def figures_of(sizes: Sequence[int], seconds: Sequence[float], num_ranks: int) -> tuple[float, float]:
+    """Rate and latency that explain the seconds of a small whole and a large one. A large one that took hardly longer says that the
+    rate is high, not that it has no end."""
+    (small, large), (small_s, large_s) = sizes, seconds
+    per_byte_s = max(large_s - small_s, large_s / 4) / (large - small)
+    rate = (num_ranks - 1) / num_ranks / per_byte_s
+    return rate, max(0.0, small_s - small * per_byte_s) / (num_ranks - 1)
