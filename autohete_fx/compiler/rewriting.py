@@ -203,9 +203,9 @@ def _parameters_of_gradients(
     return found
 
 
-def changes_code(plan: Plan) -> bool:
-    """Whether the plan needs any tag, so that the default partition does not serve."""
-    return any(decision.recomputes for decision in plan.decisions)
+def changes_partition(plan: Plan, *, gathers: bool) -> bool:
+    """Whether the default partition does not serve: the plan recomputes, or the graph ``gathers`` and the plan keeps that."""
+    return any(decision.recomputes or (gathers and decision.keeps_fetched) for decision in plan.decisions)
 
 
 def run_user_passes(user_passes: Sequence[UserPass], gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:

@@ -197,7 +197,7 @@ class TrainingPlanner:
     def _made(self, problem: Problem, plan: Plan) -> Rewritten:
         """The graphs of a plan."""
         with self._timed("rewriting"):
-            if self._unchanged is None or rewriting.changes_code(plan):
+            if self._unchanged is None or rewriting.changes_partition(plan, gathers=self.captured.agreement.is_shared):
                 split = self._split(rewriting.copy_graph(self._original), plan)
             else:
                 split, self._unchanged = self._unchanged, None

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autohete_fx.cache import load_text, machine_key, store_text
-from autohete_fx.internals.modes import unset_fake_temporarily
+from autohete_fx.internals.modes import no_python_dispatcher, unset_fake_temporarily
 from autohete_fx.ir import Machine
 from autohete_fx.machine.measure import best_seconds
 from autohete_fx.runtime.shard.ranks import Ranks, ranks_of
@@ -70,8 +70,8 @@ def measure_net(ranks: Ranks, device: torch.device, exchange: Exchange) -> tuple
     """Bytes a second of a rank's link in one direction, and seconds of a message, from gathers and reduces of all ranks; rounded,
     for links differ from moment to moment."""
     rows = [max(1, size // (4 * ranks.count)) for size in _SIZES["cuda" if device.type == "cuda" else "cpu"]]
-    real = unset_fake_temporarily()  # compilers measure in the middle of tracing
-    with real, torch.no_grad():
+    # Compilers measure in the middle of tracing, where `Ranks.exchange` says what the dispatcher does to gloo.
+    with unset_fake_temporarily(), no_python_dispatcher(), torch.no_grad():
         mine = [_seconds(ranks, device, count) for count in rows]
     seconds = [max(times) for times in zip(*exchange("seconds of collectives", mine), strict=True)]
     rate, latency_s = figures_of([4 * count * ranks.count for count in rows], seconds, ranks.count)

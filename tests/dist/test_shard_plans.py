@@ -26,6 +26,11 @@ DECISIONS = {
         BlockDecision(activations=Activations.OFFLOAD, optimizer=Optimizer.HOST),
         BlockDecision(),
     ],
+    "kept": [BlockDecision(keeps_fetched=True)],
+    "kept from host": [
+        BlockDecision(keeps_fetched=True, params=Params.HOST),
+        BlockDecision(keeps_fetched=True, activations=Activations.RECOMPUTE),
+    ],
     "host": [BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimizer=Optimizer.HOST)],
 }
 HOW: dict[str, Any] = {"layers": 2, "steps": 2}
@@ -90,10 +95,11 @@ def test_two_ranks_train_bitwise_as_one_process_under_every_plan(tmp_path: Path)
         gathers, again, reduces, *fetches = first[f"{name} nodes"]
         # Tied embeddings are gathered for each of their readers, of which backward has one, and reduced once; two for each layer, a
         # frozen weight, and one in a single row.
-        assert (gathers, again, reduces) == (8, 7, 6), name
+        is_kept = name.startswith("kept")
+        assert (gathers, again, reduces) == (8, 0 if is_kept else 7, 6), name
         # By one collective a block: those of layers, the embedding's, and one for all else.
-        assert first[f"{name} collectives"] == [4, 3, 4], name
-        assert fetches == [name in ("mixed", "host")] * 2, name
+        assert first[f"{name} collectives"] == [4, 0 if is_kept else 3, 4], name
+        assert fetches == [name in ("mixed", "host", "kept from host"), name in ("mixed", "host")], name
     exact = {name: first[name] for name in ("", *DECISIONS, "sgd")}
     assert not any(exact.values()), exact
     assert 0.0 < first["accumulated"] < 1e-13
