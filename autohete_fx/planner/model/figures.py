@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from autohete_fx.ir import BlockCost, BlockDecision, Lane, Machine, Optimizer, Overlap, Params, Problem
 
 UPDATED_ON_HOST = tuple(place for place in Optimizer if place.updates_on_host)
+GATHER_DISTANCE = 1
+"""How many blocks ahead of its use a gather is issued, and how many after its backward a block's reduce is waited for."""
 
 
 def overlap_of(problem: Problem) -> Overlap:
@@ -105,7 +107,7 @@ class Whole:
 
 
 def whole_of(problem: Problem, block: int) -> Whole:
-    """What collectives move of a block; `BlockDecision.keeps_fetched` spares it what is gathered again."""
+    """The bytes that collectives move of a block; `BlockDecision.keeps_fetched` spares it those gathered again."""
     cost = problem.costs[block]
     if problem.num_ranks == 1:
         return _NOTHING
