@@ -107,7 +107,7 @@ class Whole:
 
 
 def whole_of(problem: Problem, block: int) -> Whole:
-    """What collectives move of a block; `BlockDecision.keeps_fetched` spares it what is gathered again."""
+    """The bytes that collectives move of a block; `BlockDecision.keeps_fetched` spares it those gathered again."""
     cost = problem.costs[block]
     if problem.num_ranks == 1:
         return _NOTHING
