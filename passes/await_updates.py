@@ -13,9 +13,10 @@ updates done when ``step()`` returns.
 from torch import fx
 
 from autohete_fx.graph import annotations, ops
+from autohete_fx.graph.readers import readers_of
 from autohete_fx.ir import Lane, Optimizer, Overlap, Params
 from autohete_fx.passes.base import PassContext, num_bytes, values_like
-from autohete_fx.passes.readers import readers_of, region_of
+from autohete_fx.passes.readers import region_of
 
 
 def await_updates(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:

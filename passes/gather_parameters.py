@@ -27,9 +27,10 @@ from torch import fx
 from torch.fx.node import Argument
 
 from autohete_fx.graph import annotations, collectives
+from autohete_fx.graph.readers import Use
 from autohete_fx.ir import Lane
 from autohete_fx.passes.base import PassContext, num_bytes, values_like
-from autohete_fx.passes.readers import Use, erase_unread_views, read_copy, uses_by_region
+from autohete_fx.passes.readers import erase_unread_views, read_copy, uses_by_region
 
 DISTANCE = 1
 """How many blocks ahead of its use a gather is issued."""

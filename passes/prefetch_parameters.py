@@ -19,9 +19,10 @@ backward, whose placeholder ``w`` now arrives on the device, has nothing to inse
 from torch import fx
 
 from autohete_fx.graph import ops
+from autohete_fx.graph.readers import readers_of
 from autohete_fx.ir import Params
 from autohete_fx.passes.base import PassContext, Stage, insert_copy
-from autohete_fx.passes.readers import erase_unread_views, read_copy, readers_of, region_of, uses_by_region
+from autohete_fx.passes.readers import erase_unread_views, read_copy, region_of, uses_by_region
 
 
 def prefetch_parameters(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:

@@ -10,8 +10,8 @@ Emitted IR, where ``gelu`` is a placeholder that now arrives in host memory::
 from torch import fx
 
 from autohete_fx.graph import annotations, ops
+from autohete_fx.graph.readers import readers_of
 from autohete_fx.passes.base import PassContext, insert_copy
-from autohete_fx.passes.readers import readers_of
 
 
 def reload_activations(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:

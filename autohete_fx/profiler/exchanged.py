@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autohete_fx.graph.collectives import gather, reduce
-from autohete_fx.graph.saved import output_args
+from autohete_fx.graph.readers import readers_of
 from autohete_fx.profiler.memory.node_kinds import tensor_bytes
 from autohete_fx.profiler.partition import Partition
 
@@ -24,16 +24,13 @@ class Exchanged:
 
 
 def exchanged(partition: Partition) -> list[Exchanged]:
-    """The bytes that each block's collectives move. A block gathers a shard once, however often its forward reads it."""
+    """The bytes that each block's collectives move. Each block that reads a shard gathers it once, however often it reads it."""
     found = [Exchanged() for _ in partition.blocks.blocks]
-    placed = partition.placements(partition.forward)
-    again = _gathered_in_backward(partition)
-    wholes = {(placed[node.name], node.all_input_nodes[0]): node for node in _calls(partition.forward, gather)}
-    for (block, shard), node in wholes.items():
-        num_bytes = tensor_bytes(node.meta["val"], partition.device_type)
+    for (block, _), num_bytes in _wholes(partition, partition.forward).items():
         found[block].gathered_bytes += num_bytes
-        found[block].gathered_again_bytes += num_bytes if shard in again else 0
     if partition.backward is not None:
+        for (block, _), num_bytes in _wholes(partition, partition.backward).items():
+            found[block].gathered_again_bytes += num_bytes
         placed = partition.placements(partition.backward)
         for node in _calls(partition.backward, reduce):
             gradient = node.all_input_nodes[0].meta["val"]
@@ -41,13 +38,15 @@ def exchanged(partition: Partition) -> list[Exchanged]:
     return found
 
 
-def _gathered_in_backward(partition: Partition) -> set[fx.Node | None]:
-    """Shards that backward gathers, as nodes of the forward graph that saves them."""
-    if partition.backward is None:
-        return set()
-    placeholders = [node for node in partition.backward.graph.nodes if node.op == "placeholder"]
-    shard_of = dict(zip(placeholders, output_args(partition.forward)[partition.num_outputs :], strict=False))
-    return {shard_of.get(node.all_input_nodes[0]) for node in _calls(partition.backward, gather)}
+def _wholes(partition: Partition, graph_module: fx.GraphModule) -> dict[tuple[int, fx.Node], int]:
+    """Bytes of the wholes that a graph gathers, by the block that reads them, and shard."""
+    placed = partition.placements(graph_module)
+    found = {}
+    for node in _calls(graph_module, gather):
+        readers = [user.name for _, user in readers_of(node) if user.op != "output"]
+        for block in {placed[name] for name in readers or [node.name]}:
+            found[block, node.all_input_nodes[0]] = tensor_bytes(node.meta["val"], partition.device_type)
+    return found
 
 
 def _calls(graph_module: fx.GraphModule, target: object) -> list[fx.Node]:
