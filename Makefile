@@ -6,6 +6,7 @@
 # .venv once. Variables:
 #   PYTHON     the interpreter to start from            DEMO_ARGS  arguments of examples/train_gpt.py
 #   TORCH      what to install, such as torch==2.11.0   TEST_ARGS  arguments of pytest
+#   RANKS      processes that share the demo's model
 #   PARALLEL   pytest-xdist's arguments: a worker for every core, up to 4
 #   PIP_ARGS   further arguments of every pip install
 
@@ -14,6 +15,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 TORCH ?=
 PIP_ARGS ?=
 DEMO_ARGS ?=
+RANKS ?= 1
 TEST_ARGS ?=
 PARALLEL ?= -n auto --maxprocesses 4 --dist loadgroup
 
@@ -31,7 +33,11 @@ HAS_CUDA_TORCH := import torch; v = tuple(map(int, torch.__version__.split('.')[
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
+ifeq ($(RANKS),1)
 	$(BIN)/python examples/train_gpt.py $(DEMO_ARGS)
+else
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train_gpt_sharded.py $(DEMO_ARGS)
+endif
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PARALLEL) $(TEST_ARGS)

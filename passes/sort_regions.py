@@ -27,6 +27,8 @@ from autohete_fx.graph.draws import draws
 from autohete_fx.graph.saved import is_view
 from autohete_fx.passes.base import PassContext
 
+COMPUTED = 3
+"""The rank within a region of what no pass has inserted."""
 _RANKS = {ops.prefetch: 0, ops.reload: 0, issue_gather: 1}
 """Of what is issued before a region begins; all else lets go of memory, and comes first."""
 
@@ -84,9 +86,9 @@ def region_keys(graph: fx.Graph, context: PassContext) -> dict[fx.Node, tuple[in
         if note is not None:
             keys[node] = (note.slot, _RANKS.get(node.target, -1) if note.before_slot else 2)
         elif block is not None:
-            keys[node] = (context.region(block), 3)
+            keys[node] = (context.region(block), COMPUTED)
         else:
-            keys[node] = (max((keys[n][0] for n in node.all_input_nodes if n.op != "placeholder"), default=0), 3)
+            keys[node] = (max((keys[n][0] for n in node.all_input_nodes if n.op != "placeholder"), default=0), COMPUTED)
     for earlier, later in _consecutive_draws(graph):
         keys[later] = max(keys[later], keys[earlier])
     return keys

@@ -23,7 +23,7 @@ from torch.fx.node import has_side_effect
 from autohete_fx.compiler import training
 from autohete_fx.ir import BlockCost, Lane, Machine, Profile
 from autohete_fx.passes import PassContext, Stage
-from autohete_fx.passes.sort_regions import region_keys, reorder
+from autohete_fx.passes.sort_regions import COMPUTED, region_keys, reorder
 from autohete_fx.profiler import Partition
 from autohete_fx.runtime.lanes.lanes import Lanes
 from autohete_fx.runtime.lanes.thread import ThreadTicket
@@ -51,12 +51,16 @@ class Speeds:
         forward_s: of a layer; what lies around the layers takes a quarter, the backward twice as long, recomputation as
             long.
         h2d_bytes_per_s, d2h_bytes_per_s, update_params_per_s: of the lanes.
+        net_bytes_per_s: of each rank's link to the others, one way.
+        num_ranks: how many share the model.
     """
 
     forward_s: float
     h2d_bytes_per_s: float
     d2h_bytes_per_s: float
     update_params_per_s: float
+    net_bytes_per_s: float = 0.0
+    num_ranks: int = 1
 
     @property
     def machine(self) -> Machine:
@@ -75,6 +79,7 @@ class Speeds:
             device_update_params_per_s=_INSTANT,
             host_update_params_per_s=self.update_params_per_s,
             latency_s=0.0,
+            net_bytes_per_s=self.net_bytes_per_s,
         )
 
     def timed(self, costs: Sequence[BlockCost]) -> tuple[BlockCost, ...]:
@@ -170,6 +175,9 @@ class Emulation:
         """What a lane takes for it."""
         if work.lane is Lane.UPDATE:
             return work.num_bytes / 4 / self.speeds.update_params_per_s
+        if work.lane is Lane.NET:
+            others = (self.speeds.num_ranks - 1) / self.speeds.num_ranks
+            return others * work.num_bytes / self.speeds.net_bytes_per_s
         h2d = work.lane is Lane.H2D
         return work.num_bytes / (self.speeds.h2d_bytes_per_s if h2d else self.speeds.d2h_bytes_per_s)
 
@@ -180,7 +188,7 @@ class Emulation:
         in_order = [node for node in gm.graph.nodes if node in keys and node.op not in ("placeholder", "output")]
         for region in range(context.num_blocks):
             block = context.region(region)
-            own = [node for node in in_order if keys[node] == (region, 2)]
+            own = [node for node in in_order if keys[node] == (region, COMPUTED)]
             if not own:
                 continue
             with gm.graph.inserting_before(own[0]):

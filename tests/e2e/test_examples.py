@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from autohete_fx.options import parse_size, resolve_bytes
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.slow
 
@@ -53,6 +55,19 @@ def test_the_demo_trains_within_its_budget():
     share = re.search(r"measured peak ([\d.]+)% of it", text)
     assert share is not None and float(share[1]) <= 100
     assert "what the model writes" in text and "predicted" in text
+
+
+def test_two_processes_train_the_demo_in_half_of_the_memory_each():
+    sizes = "--layers 2 --width 96 --steps 6 --plain-steps 4 --sample-bytes 20 --device cpu --budget 55%".split()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    finished = subprocess.run(
+        [*command, str(EXAMPLES / "train_gpt_sharded.py"), *sizes], capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    shown = re.search(r"budget (\S+ \w+), measured peaks (\S+ \w+), (\S+ \w+)\n", finished.stdout)
+    assert shown is not None, finished.stdout
+    budget, *peaks = (resolve_bytes(parse_size(size), 0) for size in shown.groups())
+    assert max(peaks) <= budget and "what the model writes" in finished.stdout
 
 
 def test_the_gpu_suite_runs_dry_and_a_system_that_dies_loses_nothing_else(tmp_path):

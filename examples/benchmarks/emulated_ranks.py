@@ -1,0 +1,126 @@
+"""Two or more ranks that share a model, on emulated machines: step times of plans against the simulator's, and against each other.
+
+Every rank is a process. Collectives really run, on gloo, and all lanes take the seconds which the plan counts on (`emulated.py`).
+The machines are bound by the net, by copies, by updates, and by compute. On each, plans that gather everything again for backward,
+and that keep everything, stand beside the solver's, within the memory that the first of the two takes.
+
+    torchrun --nproc-per-node 2 examples/benchmarks/emulated_ranks.py --json examples/benchmarks/results/emulated_ranks_cpu.json
+"""
+
+import argparse
+import dataclasses
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from emulated import Emulation, Speeds
+from results import environment, print_figures, save
+from torch.distributed.device_mesh import init_device_mesh
+
+import autohete_fx
+from autohete_fx.ir import BlockDecision, Optimizer, Overlap, Params, Plan, Schedule
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from gpt import GPT, GPTConfig
+
+LAYERS, WIDTH, BATCH, CONTEXT = 8, 128, 2, 64
+LABELS = ("prologue", *(f"layers.{i}" for i in range(LAYERS)), "epilogue")
+_LAYER_PARAMS = 12 * WIDTH**2
+_WARM_UP = 2
+
+
+def speeds(*, forward_s: float, gather_s: float, update_s: float, copy_s: float) -> Speeds:
+    """Of ranks that take so long for the forward of a layer, its gather, the update of a rank's part of it, and a copy of that."""
+    ranks = dist.get_world_size()
+    layer_bytes = 4 * _LAYER_PARAMS
+    return Speeds(
+        forward_s=forward_s,
+        h2d_bytes_per_s=layer_bytes / ranks / copy_s,
+        d2h_bytes_per_s=layer_bytes / ranks / copy_s,
+        update_params_per_s=_LAYER_PARAMS / ranks / update_s,
+        net_bytes_per_s=(ranks - 1) / ranks * layer_bytes / gather_s,
+        num_ranks=ranks,
+    )
+
+
+MACHINES = {
+    "net-bound": {"forward_s": 0.03, "gather_s": 0.09, "update_s": 0.02, "copy_s": 0.02},
+    "copy-bound": {"forward_s": 0.03, "gather_s": 0.02, "update_s": 0.03, "copy_s": 0.12},
+    "update-bound": {"forward_s": 0.03, "gather_s": 0.02, "update_s": 0.15, "copy_s": 0.02},
+    "compute-bound": {"forward_s": 0.08, "gather_s": 0.03, "update_s": 0.03, "copy_s": 0.02},
+}
+STATES = BlockDecision(optimizer=Optimizer.HOST)
+PLANS = {
+    "gathered again": STATES,
+    "kept": dataclasses.replace(STATES, keeps_fetched=True),
+    "gathered again, shards on the host": dataclasses.replace(STATES, params=Params.HOST),
+}
+
+
+def main() -> None:
+    """Run every plan on every machine, print the table, and write JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=6, help="measured steps of each plan")
+    parser.add_argument("--only", nargs="+", choices=MACHINES, default=list(MACHINES))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    dist.init_process_group("gloo")
+    is_first, rows = dist.get_rank() == 0, []
+    if is_first:
+        print_figures({**environment(), "ranks": dist.get_world_size()})
+        print(f"{'machine':<15}{'plan':<36}{'peak':>10}{'simulated':>11}{'measured':>10}{'ratio':>8}")
+    for name in arguments.only:
+        budget: int | None = None
+        for plan in (*PLANS, "solved"):
+            row = {"machine": name, "plan": plan}
+            row |= measure(speeds(**MACHINES[name]), plan, budget if plan == "solved" else None, arguments.steps)
+            budget = row["peak bytes"] if plan == "gathered again" else budget
+            rows.append(row)
+            if is_first:
+                print(
+                    f"{name:<15}{plan:<36}{row['peak bytes'] / 2**20:>6.1f} MiB{row['simulated s']:>10.3f}s"
+                    f"{row['step s']:>9.3f}s{row['step s'] / row['simulated s']:>8.3f}",
+                    flush=True,
+                )
+    if is_first:
+        save(arguments.json, {"ranks": dist.get_world_size(), "steps": rows, **environment()})
+    dist.destroy_process_group()
+
+
+def measure(machine: Speeds, plan: str, budget_bytes: int | None, steps: int) -> dict[str, Any]:
+    """Train under one plan, or under the solver's within a budget; seconds of its steps, measured and simulated."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"memory_budget": budget_bytes, "solver_time_limit_s": 10}
+    if plan in PLANS:
+        schedule = Schedule(overlap=Overlap.STEP)
+        given = {"plan": Plan(labels=LABELS, decisions=(PLANS[plan],) * len(LABELS), schedule=schedule)}
+    with Emulation(machine).running() as emulation:
+        model = GPT(GPTConfig(layers=LAYERS, width=WIDTH, heads=4, context=CONTEXT, dropout=0.0))
+        model = autohete_fx.shard(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+        optimizer = autohete_fx.AdamW(model.parameters(), overlap="step")
+        model.compile(backend="autohete", options={**emulation.options, **given})
+        tokens = torch.randint(256, (BATCH, CONTEXT))
+        began_s = []
+        for _ in range(_WARM_UP + steps + 1):
+            began_s.append(time.perf_counter())
+            model(tokens, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        found = next(c for c in reversed(autohete_fx.compilations()) if c.training)
+    taken = [end - begin for begin, end in zip(began_s[_WARM_UP:], began_s[_WARM_UP + 1 :], strict=False)]
+    return {
+        "step s": statistics.median(taken),
+        "simulated s": found.plan.step_s,
+        "peak bytes": found.plan.peak_bytes,
+        "plan digest": found.plan.digest,
+    }
+
+
+if __name__ == "__main__":
+    main()
