@@ -74,8 +74,9 @@ from autohete_fx.planner.model.figures import (
     streamed_bytes,
     uploaded_bytes,
 )
+from autohete_fx.planner.model.lane_clocks import LaneClocks
 from autohete_fx.planner.model.shared_lane import SharedLane
-from autohete_fx.planner.model.simulation import Event, Simulation, events_since
+from autohete_fx.planner.model.simulation import Simulation, events_since
 from autohete_fx.planner.model.update_lane import serve
 
 FORWARD = "forward"
@@ -101,14 +102,8 @@ class _Replay:
         self.machine = problem.machine
         self.overlap = overlap_of(problem)
         self.num_blocks = len(problem.costs)
-        self.keep_events = keep_events
-        self.events: list[Event] = []
-        self.busy = dict.fromkeys(Lane, 0.0)
-        self.free_at = dict.fromkeys(Lane, 0.0)  # of the compute lane: the program's clock
-        self.done_at: dict[tuple[str, int], float] = {}  # copies under way: label and block to end
+        self.lanes = LaneClocks(problem.machine, keep_events=keep_events)
         self.landed_at: dict[int, float] = {}  # gradients of the last micro-batch, on the host
-        self.copied_up: list[tuple[float, float]] = []
-        self.shared_up: SharedLane | None = None  # h2d in the forward, where updates send at once
         self.memory = DeviceMemory(keep_contributors=keep_events)
         self.before = self._at(lambda block, distance: max(0, block - distance))
         self.after = self._at(lambda block, distance: min(self.num_blocks - 1, block + distance))
@@ -130,11 +125,11 @@ class _Replay:
     def run(self) -> Simulation:
         self._hold_residents()
         began = self._pass(range(self.num_blocks), self._forward)
-        forward_s, backward_s = self._clock - began, 0.0
+        forward_s, backward_s = self.lanes.clock - began, 0.0
         overlaps = self.problem.training and self.overlap is not Overlap.NONE
         if overlaps:
-            began = self._clock  # the forward so far was the end of the step before
-            self.events, self.busy = [], dict.fromkeys(Lane, 0.0)
+            began = self.lanes.clock  # the forward so far was the end of the step before
+            self.lanes.forget()
         for micro_batch in range(self.problem.micro_batches if self.problem.training else 0):
             if micro_batch > 0:
                 self._pass(range(self.num_blocks), self._forward)
@@ -142,12 +137,12 @@ class _Replay:
             middle = self._pass(
                 reversed(range(self.num_blocks)), lambda block, name=gradients: self._backward(block, name)
             )
-            backward_s = self._clock - middle
+            backward_s = self.lanes.clock - middle
             for block in range(self.num_blocks) if micro_batch > 0 else ():
                 self.memory.hold(gradients, block, 0)
         if self.problem.training:
             self._optimizer_step()
-        step_s = max(self.free_at.values()) - began
+        step_s = max(self.lanes.free_at.values()) - began
         passes = self.problem.micro_batches if self.problem.training else 1
         pairs = list(enumerate(self.decisions))
         return Simulation(
@@ -160,18 +155,14 @@ class _Replay:
             peak_phase=self.memory.peak_phase,
             host_bytes=sum(host_bytes(self.problem, b, decision) for b, decision in pairs),
             disk_bytes=sum(disk_bytes(self.problem, b, decision) for b, decision in pairs),
-            busy_s=tuple(LaneTime(lane=lane, busy_s=busy_s) for lane, busy_s in self.busy.items()),
-            events=events_since(began, self.events),
+            busy_s=tuple(LaneTime(lane=lane, busy_s=busy_s) for lane, busy_s in self.lanes.busy.items()),
+            events=events_since(began, self.lanes.events),
             contributors=self.memory.contributors(),
         )
 
-    @property
-    def _clock(self) -> float:
-        return self.free_at[Lane.COMPUTE]
-
     def _pass(self, blocks: Iterable[int], run: Callable[[int], None]) -> float:
         """Run a pass; returns when it began."""
-        began = self._clock
+        began = self.lanes.clock
         for block in blocks:
             run(block)
         return began
@@ -184,39 +175,9 @@ class _Replay:
             self.memory.hold("optimizer states", block, self._part_at(block, cost.optimizer_bytes, Optimizer.DEVICE))
         self.memory.observe(0, FORWARD)
 
-    def _work(self, lane: Lane, label: str, block: int, seconds: float, ready_at: float = 0.0) -> float:
-        """Occupy a lane; returns when it ends."""
-        start = max(self.free_at[lane], ready_at)
-        end = start + seconds
-        self.free_at[lane] = end
-        self._note(lane, label, block, start, end)
-        if lane is Lane.H2D:
-            self.copied_up.append((start, end))
-        return end
-
-    def _note(self, lane: Lane, label: str, block: int, start_s: float, end_s: float) -> None:
-        self.busy[lane] += end_s - start_s
-        if self.keep_events and end_s > start_s:
-            self.events.append(Event(lane=lane, label=label, block=block, start_s=start_s, end_s=end_s))
-
     def _lost_s(self, *copies: tuple[Lane, int, int]) -> float:
         """Seconds that a block's copies take from computation, given as lanes, bytes and tensors."""
         return self.machine.copy_share * sum(copy_s(self.machine, *copy) for copy in copies)
-
-    def _issue(
-        self, lane: Lane, label: str, block: int, num_bytes: int, num_tensors: int = 1, ready_at: float = 0.0
-    ) -> None:
-        """Queue copies on a lane, of something that is there ``ready_at``."""
-        if num_bytes:
-            ready, seconds = max(self._clock, ready_at), copy_s(self.machine, lane, num_bytes, num_tensors)
-            if lane is Lane.H2D and self.shared_up is not None:
-                self.shared_up.add(label, block, seconds, ready)
-            else:
-                self.done_at[label, block] = self._work(lane, label, block, seconds, ready)
-
-    def _wait(self, label: str, block: int) -> None:
-        """Hold the compute lane until a copy is complete, if one is under way."""
-        self.free_at[Lane.COMPUTE] = max(self._clock, self.done_at.pop((label, block), 0.0))
 
     def _moved(self, block: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """A block's fetched parameters and its activations that leave and return: bytes and tensors."""
@@ -231,7 +192,7 @@ class _Replay:
         if self.decisions[block].params is Params.HOST:
             self.memory.hold("fetched parameters", block, self.costs[block].param_bytes)
             cost = self.costs[block]
-            self._issue(Lane.H2D, "fetch", block, cost.param_bytes, cost.num_param_tensors, ready_at)
+            self.lanes.issue(Lane.H2D, "fetch", block, cost.param_bytes, cost.num_param_tensors, ready_at)
 
     def _forward(self, block: int, updated_at: Mapping[int, float] | None = None) -> None:
         """Forward of a block; ``updated_at``, of the blocks updated on the host, where this is the step's first."""
@@ -243,15 +204,13 @@ class _Replay:
         self.memory.hold("activations", block, cost.saved_bytes)
         self.memory.hold("workspace", block, cost.forward_workspace_bytes)
         self.memory.observe(block, FORWARD)
-        for label, begin, end in self.shared_up.serve(block) if self.shared_up is not None else ():
-            self._note(Lane.H2D, label, block, begin, end)
-            self.done_at[label, block] = end
-        self._wait("fetch", block)
+        self.lanes.serve_up(block)
+        self.lanes.wait("fetch", block)
         if updated_at is not None:
             self._update_with_copies(block)
         fetched, offloaded = self._moved(block)
         lost_s = self._lost_s((Lane.H2D, *fetched), (Lane.D2H, *offloaded))
-        self._work(Lane.COMPUTE, "forward", block, cost.forward_s + lost_s)
+        self.lanes.work(Lane.COMPUTE, "forward", block, cost.forward_s + lost_s)
         self.memory.hold("workspace", block, 0)
         if not (self.problem.training and decision.keeps_fetched):
             self.memory.hold("fetched parameters", block, 0)
@@ -259,7 +218,7 @@ class _Replay:
             self._release_read_values(block)
             return
         self.memory.hold("activations", block, self.activations[block].held_bytes)
-        self._issue(Lane.D2H, "offload", block, *offloaded)
+        self.lanes.issue(Lane.D2H, "offload", block, *offloaded)
         if updated_at is not None:
             self._return_states(block)
         for sender in self.after[block]:
@@ -267,7 +226,7 @@ class _Replay:
             self._end_return(sender)
 
     def _end_offload(self, block: int) -> None:
-        self._wait("offload", block)
+        self.lanes.wait("offload", block)
         self.memory.hold("activations", block, self.activations[block].staying_bytes)
 
     def _release_read_values(self, block: int) -> None:
@@ -283,29 +242,29 @@ class _Replay:
             if not self.decisions[due].keeps_fetched:
                 self._fetch_params(due)
             self.memory.hold("activations", due, self.activations[due].held_bytes)
-            self._issue(Lane.H2D, "reload", due, *self._moved(due)[1])
+            self.lanes.issue(Lane.H2D, "reload", due, *self._moved(due)[1])
         to_host = self._part_at(block, cost.grad_bytes, *UPDATED_ON_HOST)
         self.memory.hold("activations", block, cost.saved_bytes)
         self.memory.hold("workspace", block, cost.backward_workspace_bytes)
         self.memory.hold("gradients on their way to the host", block, to_host)
         self.memory.hold(gradients, block, cost.grad_bytes - to_host)
         self.memory.observe(block, BACKWARD)
-        self._wait("fetch", block)
-        self._wait("reload", block)
-        self._work(Lane.COMPUTE, "recompute", block, self.activations[block].recompute_s)
+        self.lanes.wait("fetch", block)
+        self.lanes.wait("reload", block)
+        self.lanes.work(Lane.COMPUTE, "recompute", block, self.activations[block].recompute_s)
         fetched, reloaded = self._moved(block)
         copies = ((Lane.H2D, *fetched),) if not decision.keeps_fetched else ()
         gradients_moved = (to_host, cost.tensors_at(decision, *UPDATED_ON_HOST))
         lost_s = self._lost_s(*copies, (Lane.H2D, *reloaded), (Lane.D2H, *gradients_moved))
-        self._work(Lane.COMPUTE, "backward", block, cost.backward_s + lost_s)
+        self.lanes.work(Lane.COMPUTE, "backward", block, cost.backward_s + lost_s)
         self.memory.hold("workspace", block, 0)
         self.memory.hold("activations", block, 0)
         self.memory.hold("fetched parameters", block, 0)
         if decision.updates_on_host:
-            self._issue(Lane.D2H, "gradients", block, *gradients_moved)
-            self.landed_at[block] = self.done_at.get(("gradients", block), self._clock)
+            self.lanes.issue(Lane.D2H, "gradients", block, *gradients_moved)
+            self.landed_at[block] = self.lanes.done_at("gradients", block)
         for sender in reversed(self.before[block]):
-            self._wait("gradients", sender)
+            self.lanes.wait("gradients", sender)
             self.memory.hold("gradients on their way to the host", sender, 0)
 
     def _optimizer_step(self) -> None:
@@ -314,17 +273,17 @@ class _Replay:
             states = self._part_at(block, self.costs[block].optimizer_bytes, Optimizer.STREAMED)
             self.memory.hold("streamed optimizer states", block, staging_bytes(states))
         self.memory.observe(0, OPTIMIZER_STEP)
-        stepped_at = self._clock
+        stepped_at = self.lanes.clock
         for block, (cost, decision) in enumerate(zip(self.costs, self.decisions, strict=True)):
             here_s = device_update_s(self.problem, block, decision, Optimizer.DEVICE)
-            self._work(Lane.COMPUTE, "update", block, here_s)
+            self.lanes.work(Lane.COMPUTE, "update", block, here_s)
             if decision.streams:
                 streamed = self._part_at(block, cost.grad_bytes, Optimizer.STREAMED)
                 self.memory.hold("gradients", block, cost.grad_bytes - streamed)
                 self.memory.hold("gradients of streamed states", block, streamed)
         on_host = [b for b, cost in enumerate(self.costs) if cost.num_params and self.decisions[b].updates_on_host]
         early = self.overlap is Overlap.BACKWARD
-        start = self._clock if self.machine.device_type == "cpu" else stepped_at
+        start = self.lanes.clock if self.machine.device_type == "cpu" else stepped_at
         updated_at = self._update_on_host({block: self.landed_at[block] if early else start for block in on_host})
         if self.overlap is Overlap.NONE:
             self._pass(range(self.num_blocks), lambda block: self._update_alone(block, updated_at))
@@ -332,11 +291,12 @@ class _Replay:
         for block in range(self.num_blocks):
             self.memory.hold("gradients", block, 0)
         if sends_at_once(self.problem):
-            self.shared_up = SharedLane(self.copied_up)
+            shared_up = SharedLane(self.lanes.copied_up)
             for block in range(self.num_blocks):
                 upload_s, states_s = (copy_s(self.machine, Lane.H2D, n) for n in self._update_copies(block))
-                self.shared_up.add("upload", block, upload_s, updated_at.get(block, stepped_at))
-                self.shared_up.add("states", block, states_s, stepped_at)
+                shared_up.add("upload", block, upload_s, updated_at.get(block, stepped_at))
+                shared_up.add("states", block, states_s, stepped_at)
+            self.lanes.share_up(shared_up)
         self._pass(range(self.num_blocks), lambda block: self._forward(block, updated_at))
 
     def _update_on_host(self, ready_at: Mapping[int, float]) -> dict[int, float]:
@@ -344,10 +304,10 @@ class _Replay:
         took_s = {block: host_update_s(self.problem, block, self.decisions[block]) for block in ready_at}
         updated_at: dict[int, float] = {}
         for block, begin, end in serve(ready_at, took_s, priority=self.problem.schedule.priority):
-            self._note(Lane.UPDATE, "update", block, begin, end)
+            self.lanes.note(Lane.UPDATE, "update", block, begin, end)
             if disk_bytes(self.problem, block, self.decisions[block]):
-                self._note(Lane.DISK, "disk", block, begin, end)
-            updated_at[block] = self.free_at[Lane.UPDATE] = end
+                self.lanes.note(Lane.DISK, "disk", block, begin, end)
+            updated_at[block] = self.lanes.free_at[Lane.UPDATE] = end
         return updated_at
 
     def _update_copies(self, block: int) -> tuple[int, int]:
@@ -366,24 +326,24 @@ class _Replay:
             self._end_return(sender)
 
     def _issue_update_copies(self, block: int, updated_at: Mapping[int, float]) -> None:
-        if self.shared_up is None:
+        if not self.lanes.shares_up:
             upload, states = self._update_copies(block)
-            self._issue(Lane.H2D, "upload", block, upload, 1, updated_at.get(block, 0.0))
-            self._issue(Lane.H2D, "states", block, states)
+            self.lanes.issue(Lane.H2D, "upload", block, upload, 1, updated_at.get(block, 0.0))
+            self.lanes.issue(Lane.H2D, "states", block, states)
 
     def _update_with_copies(self, block: int) -> None:
         """Wait for what a block's update copies up, and do the update if its states are streamed."""
-        self._wait("upload", block)
-        self._wait("states", block)
+        self.lanes.wait("upload", block)
+        self.lanes.wait("states", block)
         if self.decisions[block].streams:
             streamed_s = device_update_s(self.problem, block, self.decisions[block], Optimizer.STREAMED)
-            self._work(Lane.COMPUTE, "update", block, streamed_s)
+            self.lanes.work(Lane.COMPUTE, "update", block, streamed_s)
 
     def _return_states(self, block: int) -> None:
         if self.decisions[block].streams:
             self.memory.hold("gradients of streamed states", block, 0)
-            self._issue(Lane.D2H, "states", block, self._update_copies(block)[1])
+            self.lanes.issue(Lane.D2H, "states", block, self._update_copies(block)[1])
 
     def _end_return(self, block: int) -> None:
         if self.decisions[block].streams:
-            self._wait("states", block)
+            self.lanes.wait("states", block)

@@ -1,0 +1,99 @@
+"""The lanes of a replay: in come pieces of work in the order of the program, out come clocks, busy seconds and events.
+
+Every lane works in the order in which it is given work. The compute lane's clock is the program's: work is given to another lane
+at that time, and the program waits for it by name and block.
+"""
+
+from autohete_fx.ir import Lane, Machine
+from autohete_fx.planner.model.figures import copy_s
+from autohete_fx.planner.model.shared_lane import SharedLane
+from autohete_fx.planner.model.simulation import Event
+
+
+class LaneClocks:
+    """The compute lane's clock, and the other lanes' queues.
+
+    Attributes:
+        busy: seconds of work by lane.
+        free_at: when each lane is done with what it was given; of the compute lane, the program's clock.
+        events: pieces of work, where they are kept.
+        copied_up: begin and end of all copies up.
+    """
+
+    def __init__(self, machine: Machine, *, keep_events: bool) -> None:
+        self.machine, self.keep_events = machine, keep_events
+        self.events: list[Event] = []
+        self.busy = dict.fromkeys(Lane, 0.0)
+        self.free_at = dict.fromkeys(Lane, 0.0)
+        self.copied_up: list[tuple[float, float]] = []
+        self._done_at: dict[tuple[str, int], float] = {}  # under way: label and block to end
+        self._shared_up: SharedLane | None = None  # h2d, where updates send at once
+        self._served = 0  # blocks whose shared copies up are known
+
+    @property
+    def clock(self) -> float:
+        """The program's time."""
+        return self.free_at[Lane.COMPUTE]
+
+    @property
+    def shares_up(self) -> bool:
+        """Whether copies up take what is left of their lane."""
+        return self._shared_up is not None
+
+    def forget(self) -> None:
+        """Let what is under way end, but count no work until now."""
+        self.events, self.busy = [], dict.fromkeys(Lane, 0.0)
+
+    def work(self, lane: Lane, label: str, block: int, seconds: float, ready_at: float = 0.0) -> float:
+        """Occupy a lane; returns when it ends."""
+        start = max(self.free_at[lane], ready_at)
+        end = start + seconds
+        self.free_at[lane] = end
+        self.note(lane, label, block, start, end)
+        if lane is Lane.H2D:
+            self.copied_up.append((start, end))
+        return end
+
+    def note(self, lane: Lane, label: str, block: int, start_s: float, end_s: float) -> None:
+        """Record work that somebody else timed."""
+        self.busy[lane] += end_s - start_s
+        if self.keep_events and end_s > start_s:
+            self.events.append(Event(lane=lane, label=label, block=block, start_s=start_s, end_s=end_s))
+
+    def start(self, lane: Lane, label: str, block: int, seconds: float) -> None:
+        """Queue work on a lane, which the program waits for later."""
+        if seconds:
+            self._done_at[label, block] = self.work(lane, label, block, seconds, self.clock)
+
+    def issue(
+        self, lane: Lane, label: str, block: int, num_bytes: int, num_tensors: int = 1, ready_at: float = 0.0
+    ) -> None:
+        """Queue copies on a lane, of something that is there ``ready_at``."""
+        if num_bytes:
+            ready, seconds = max(self.clock, ready_at), copy_s(self.machine, lane, num_bytes, num_tensors)
+            if lane is Lane.H2D and self._shared_up is not None:
+                self._shared_up.add(label, block, seconds, ready)
+            else:
+                self._done_at[label, block] = self.work(lane, label, block, seconds, ready)
+
+    def wait(self, label: str, block: int) -> None:
+        """Hold the program until work is complete, if it is under way."""
+        self.free_at[Lane.COMPUTE] = max(self.clock, self._done_at.pop((label, block), 0.0))
+
+    def done_at(self, label: str, block: int) -> float:
+        """When work is complete; now, if none is under way."""
+        return self._done_at.get((label, block), self.clock)
+
+    def share_up(self, lane: SharedLane) -> None:
+        """From now on copies up take what is left of their lane."""
+        self._shared_up = lane
+
+    def serve_up(self, block: int) -> None:
+        """Settle when shared copies up end for all blocks up to this one. All that they need has been issued."""
+        if self._shared_up is None:
+            return
+        while self._served <= block:
+            for label, begin, end in self._shared_up.serve(self._served):
+                self.note(Lane.H2D, label, self._served, begin, end)
+                self._done_at[label, self._served] = end
+            self._served += 1
