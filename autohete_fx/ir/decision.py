@@ -82,8 +82,9 @@ class BlockDecision:
             forward and backward, offloaded activations in backward, streamed optimizer states; and how many blocks after
             it a copy to the host is waited for: activations, gradients, states. Irrelevant where nothing of the block is
             copied.
-        keeps_fetched: parameters on the host that the block's backward reads stay on the device from its forward to its
-            backward, which saves the second fetch.
+        keeps_fetched: parameters that were fetched from the host, or gathered from all ranks, stay on the device from the
+            block's forward to its backward, which saves the second fetch and the second gather. Without meaning where the block
+            neither fetches nor gathers; plans that say so there are refused.
         num_moved_states: of the block's trainable parameters, how many have their optimizer states where ``optimizer`` says,
             smallest first. None: all of them.
         other_states: where the optimizer states of the other trainable parameters are.
@@ -117,8 +118,6 @@ class BlockDecision:
     def __post_init__(self) -> None:
         if self.prefetch_distance < 1:
             raise PlanError(f"prefetch_distance is {self.prefetch_distance}; expected at least 1")
-        if self.keeps_fetched and self.params is not Params.HOST:
-            raise PlanError("keeps_fetched is set for parameters on the device; expected it only with params 'host'")
         if self.num_moved_states is not None and (self.num_moved_states < 1 or self.optimizer is Optimizer.DEVICE):
             raise PlanError(
                 f"num_moved_states is {self.num_moved_states} with optimizer {self.optimizer.value!r}; expected at least 1,"

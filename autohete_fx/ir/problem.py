@@ -24,7 +24,7 @@ class Problem:
         fixed_bytes: device bytes that live through the whole step and that no decision changes: inputs, buffers,
             what other graphs hold, on a GPU room to time kernels in.
         allow_recompute, allow_offload_activations, allow_host_params, allow_host_optimizer: what may be decided.
-        allow_keeping_fetched: likewise, beside ``allow_host_params``.
+        allow_keeping_fetched: likewise, beside ``allow_host_params``, or where ranks gather parameters.
         allow_moving_some_states: likewise, beside ``allow_host_optimizer``: whether ``num_moved_states`` may be decided.
         allow_streamed_optimizer, allow_disk_optimizer: likewise, beside ``allow_host_optimizer``.
         schedule: when updates on the host run. On a CPU device they always run inside ``optimizer.step()``.

@@ -49,7 +49,7 @@ class Alternative:
     Attributes:
         decision: of that block.
         step_s: predicted seconds of the step then.
-        more_copies_s: by how many seconds the copies of a step, hidden ones included, then take longer.
+        more_copies_s: by how many seconds the copies and collectives of a step, hidden ones included, then take longer.
         exceeded: the limits that it breaks; empty where it fits.
     """
 

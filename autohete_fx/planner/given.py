@@ -14,12 +14,14 @@ from autohete_fx.ir import (
     BlockGraph,
     Machine,
     Optimizer,
+    Params,
     Plan,
     Problem,
 )
 from autohete_fx.ir.labels import labels_of
 from autohete_fx.planner.baselines import fits
 from autohete_fx.planner.infeasible import infeasible
+from autohete_fx.planner.model.figures import whole_of
 from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.reasons import reasons_of
 from autohete_fx.planner.sharing import leanest
@@ -46,8 +48,9 @@ def fitted_plan(plan: Plan, graph: BlockGraph, problem: Problem) -> Plan:
             f"the plan does not fit this graph: block {labels[index]!r} had other operators, shapes or dtypes when the plan"
             " was made; make a plan for this model and batch, or leave the option 'plan' out"
         )
-    for label, decision in zip(labels, plan.decisions, strict=True):
+    for block, (label, decision) in enumerate(zip(labels, plan.decisions, strict=True)):
         _refuse_unsupported(label, decision, problem.machine)
+        _refuse_keeping_nothing(label, decision, problem, block)
     problem = dataclasses.replace(problem, schedule=plan.schedule)
     return replayed(dataclasses.replace(plan, block_digests=digests), problem)
 
@@ -83,6 +86,16 @@ def _refuse_unsupported(label: str, decision: BlockDecision, machine: Machine) -
         raise PlanError(
             f"the plan decides optimizer 'disk' for block {label!r}, but when this machine was measured its disk had no room;"
             " free some there, or give another offload_dir"
+        )
+
+
+def _refuse_keeping_nothing(label: str, decision: BlockDecision, problem: Problem, block: int) -> None:
+    """A plan for several ranks, and one that was damaged."""
+    if decision.keeps_fetched and decision.params is Params.DEVICE and not whole_of(problem, block).gathered:
+        raise PlanError(
+            f"the plan decides keeps_fetched for block {label!r}, whose parameters are on the device and which gathers none from"
+            " other ranks; expected it only where parameters are fetched or gathered; make a plan for this many ranks"
+            f" ({problem.num_ranks}), or leave keeps_fetched out"
         )
 
 

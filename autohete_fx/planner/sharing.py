@@ -8,10 +8,11 @@ Why: planned one after the other, the first graph takes the whole budget.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from autohete_fx.ir import Activations, BlockCost, BlockDecision, Edge, Optimizer, Params, Problem
+from autohete_fx.ir import Activations, BlockDecision, Edge, Optimizer, Params, Problem
 from autohete_fx.planner.baselines import fits
 from autohete_fx.planner.infeasible import least_peak
 from autohete_fx.planner.model.choices import choices
+from autohete_fx.planner.model.figures import kept_bytes
 from autohete_fx.planner.model.simulate import simulate
 
 
@@ -71,21 +72,24 @@ def leanest(problem: Problem, *, deadline: float) -> tuple[BlockDecision, ...] |
 def _leaving_least(problem: Problem, *, offloads: bool) -> tuple[BlockDecision, ...]:
     """Decisions, block by block; where something else may be done, activations are offloaded only if ``offloads``."""
     decisions = []
-    for block, cost in enumerate(problem.costs):
+    for block in range(len(problem.costs)):
         allowed = choices(problem, block)
         if not offloads:
             allowed = tuple(d for d in allowed if d.activations is not Activations.OFFLOAD)
-        decisions.append(min(allowed, key=lambda decision, cost=cost: _left_bytes(cost, decision)))
+        decisions.append(min(allowed, key=lambda decision, block=block: _left_bytes(problem, block, decision)))
     return tuple(decisions)
 
 
 def left_bytes(problem: Problem, decisions: Sequence[BlockDecision]) -> int:
     """Bytes that a graph leaves on the device: between its passes, and after them."""
-    return sum(_left_bytes(cost, decision) for cost, decision in zip(problem.costs, decisions, strict=True))
+    return sum(_left_bytes(problem, block, decision) for block, decision in enumerate(decisions))
 
 
-def _left_bytes(cost: BlockCost, decision: BlockDecision) -> int:
-    kept = cost.param_bytes if decision.params is Params.DEVICE or decision.keeps_fetched else 0
+def _left_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
+    cost = problem.costs[block]
+    at_home = cost.param_bytes if decision.params is Params.DEVICE else 0
     states = cost.part_at(cost.optimizer_bytes, decision, Optimizer.DEVICE)
     gradients = cost.part_at(cost.grad_bytes, decision, Optimizer.DEVICE, Optimizer.STREAMED)
-    return kept + states + gradients + cost.activations(decision).staying_bytes
+    return (
+        at_home + kept_bytes(problem, block, decision) + states + gradients + cost.activations(decision).staying_bytes
+    )

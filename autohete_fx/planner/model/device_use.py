@@ -19,7 +19,7 @@ from autohete_fx.ir import (
     Problem,
     staging_bytes,
 )
-from autohete_fx.planner.model.figures import last_readers, overlap_of
+from autohete_fx.planner.model.figures import GATHER_DISTANCE, last_readers, overlap_of, whole_of
 
 Bytes = NDArray[np.int64]
 
@@ -64,7 +64,9 @@ class _Held:
 
     Attributes:
         always: parameters and optimizer states that are always there.
-        fetched: parameters, from when they are fetched on.
+        fetched: parameters, from when they are fetched on; of a block that gathers, its shard.
+        gathered, gathered_again: whole parameters in forward, and in backward, where they may have been kept.
+        reduced: whole gradients.
         in_forward, in_backward: activations and workspace while the block runs.
         around, held: activations while they leave and once they are due back; in between.
         boundary: of the activations, what other blocks read.
@@ -74,6 +76,9 @@ class _Held:
 
     always: Bytes
     fetched: Bytes
+    gathered: Bytes
+    gathered_again: Bytes
+    reduced: Bytes
     in_forward: Bytes
     in_backward: Bytes
     around: Bytes
@@ -86,14 +91,18 @@ class _Held:
     staging: Bytes
 
 
-def _held(problem: Problem, cost: BlockCost, decision: BlockDecision) -> tuple[int, ...]:
+def _held(problem: Problem, block: int, decision: BlockDecision) -> tuple[int, ...]:
     """The bytes of `_Held` for one block, in its order."""
+    cost, whole = problem.costs[block], whole_of(problem, block)
     fetched = cost.param_bytes if decision.params is Params.HOST else 0
     activations = cost.activations(decision)
     staying = cost.part_at(cost.grad_bytes, decision, Optimizer.DEVICE, Optimizer.STREAMED)
     return (
         cost.param_bytes - fetched + cost.part_at(cost.optimizer_bytes, decision, Optimizer.DEVICE),
         fetched,
+        whole.gathered,
+        whole.gathered if decision.keeps_fetched else whole.gathered_again,
+        whole.reduced,
         cost.saved_bytes + cost.forward_workspace_bytes,
         cost.saved_bytes + cost.backward_workspace_bytes,
         activations.held_bytes,
@@ -119,15 +128,26 @@ class _Use:
         for block, decision in zip(blocks, decisions, strict=True):
             key = number_of[block], decision
             if key not in known:
-                known[key] = _held(problem, problem.costs[block], decision)
+                known[key] = _held(problem, block, decision)
             rows.append(known[key])
         columns = np.array(rows, dtype=np.int64).reshape(len(rows), len(fields(_Held))).T
         self.held = _Held(*columns)
         self.block = np.array(blocks, dtype=np.int64)
+        held, last = self.held, self.num_blocks - 1
         distance = np.array([decision.prefetch_distance for decision in decisions], dtype=np.int64)
-        self.first = np.maximum(0, self.block - distance)
-        self.last = np.minimum(self.num_blocks - 1, self.block + distance)
+        ahead, again, late = (
+            GATHER_DISTANCE * (each > 0) for each in (held.gathered, held.gathered_again, held.reduced)
+        )
+        # Where what is issued or waited for at its distance is: copies up and down, and where collectives read or make them.
+        self.last = np.minimum(last, self.block + distance)
+        self.fetch, self.fetch_again = np.maximum(0, self.block - distance - ahead), np.minimum(last, self.last + again)
+        self.home = np.maximum(0, self.block - distance - late)
+        # Where gathers are issued, and reduces waited for, from when on the shard's gradients are there.
+        self.before, self.after = np.maximum(0, self.block - GATHER_DISTANCE), self.block + 1
+        self.gather_again = np.minimum(last, self.block + GATHER_DISTANCE)
+        self.made = np.where(late & (self.block > 0), self.block, self.after)
         self.kept = np.array([decision.keeps_fetched for decision in decisions], dtype=bool)
+        self.shard_kept = self.kept & (held.gathered == 0)
 
     def first_pass(self) -> Bytes:
         """The forward that waits for updates."""
@@ -140,11 +160,13 @@ class _Use:
 
     def forward(self) -> Bytes:
         """A forward that waits for nothing."""
-        held, after = self.held, self.block + 1
+        held, after, end = self.held, self.after, self.num_blocks
         return self._from(
             (0, held.always),
-            (self.first, held.fetched),
-            (np.where(self.kept, self.num_blocks, after), -held.fetched),
+            (self.fetch, held.fetched),
+            (np.where(self.shard_kept, end, after), -held.fetched),
+            (self.before, held.gathered),
+            (np.where(self.kept, end, after), -held.gathered),
             (self.block, held.in_forward),
             (after, held.around - held.in_forward),
             (self.last + 1, held.held - held.around),
@@ -152,27 +174,33 @@ class _Use:
 
     def backward(self) -> Bytes:
         """The last micro-batch's backward, on top of accumulated gradients."""
-        held, after = self.held, self.block + 1
+        held, after, end = self.held, self.after, self.num_blocks
+        fetched = np.where(self.kept & ~self.shard_kept, 0, held.fetched)
         return self._from(
             (0, held.always + held.accumulated + held.staying),
-            (self.block, held.fetched),
-            (np.where(self.kept, self.num_blocks, self.last + 1), -held.fetched),
+            (self.block, fetched),
+            (np.where(self.shard_kept, end, self.fetch_again + 1), -fetched),
+            (self.block, held.gathered_again),
+            (np.where(self.kept, end, self.gather_again + 1), -held.gathered_again),
+            (self.before, held.reduced),
+            (after, -held.reduced),
             (self.block, held.in_backward),
-            (after, held.around - held.in_backward - held.staying),
+            (after, held.around - held.in_backward),
             (self.last + 1, held.held - held.around),
-            (self.first, held.gradients - held.staying),
-            (after, held.staying - held.gradients),
+            (self.home, held.gradients - held.staying),
+            (self.made, -held.gradients),
         )
 
     def inference(self) -> Bytes:
         """A forward without a backward, where what no other block reads goes at once."""
-        held, after = self.held, self.block + 1
+        held, after = self.held, self.after
         readers = last_readers(self.problem)
         read = np.array([readers.get(int(block), self.num_blocks - 1) for block in self.block])
         return self._from(
             (0, held.always),
-            (self.first, held.fetched),
-            (after, held.boundary - held.fetched - held.in_forward),
+            (self.fetch, held.fetched),
+            (self.before, held.gathered),
+            (after, held.boundary - held.fetched - held.gathered - held.in_forward),
             (self.block, held.in_forward),
             (read + 1, -held.boundary),
         )

@@ -3,9 +3,13 @@
 The simulator and what it judges share these, because there is nothing to replay in them.
 """
 
+from dataclasses import dataclass
+
 from autohete_fx.ir import BlockCost, BlockDecision, Lane, Machine, Optimizer, Overlap, Params, Problem
 
 UPDATED_ON_HOST = tuple(place for place in Optimizer if place.updates_on_host)
+GATHER_DISTANCE = 1
+"""How many blocks ahead of its use a gather is issued, and how many after its backward a block's reduce is waited for."""
 
 
 def overlap_of(problem: Problem) -> Overlap:
@@ -76,6 +80,47 @@ def copy_s(machine: Machine, lane: Lane, num_bytes: int, num_tensors: int = 1) -
         return 0.0
     bandwidth = machine.h2d_bytes_per_s if lane is Lane.H2D else machine.d2h_bytes_per_s
     return num_tensors * machine.latency_s + num_bytes / bandwidth
+
+
+def collective_s(problem: Problem, num_bytes: int) -> float:
+    """Seconds of a gather to so many whole bytes, or of a reduce of them, by a ring of all ranks; 0 for none. Nothing else that
+    moves meanwhile, and no computation, makes it longer."""
+    if not num_bytes or problem.num_ranks == 1:
+        return 0.0
+    machine, others = problem.machine, problem.num_ranks - 1
+    return others * machine.net_latency_s + num_bytes * others / problem.num_ranks / machine.net_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """The bytes of a block that collectives move, all 0 with one rank, which shares with nobody.
+
+    Attributes:
+        gathered: parameters that its forward reads.
+        gathered_again: parameters that its backward reads, where they are not kept.
+        reduced: gradients that its backward makes.
+    """
+
+    gathered: int = 0
+    gathered_again: int = 0
+    reduced: int = 0
+
+
+def whole_of(problem: Problem, block: int) -> Whole:
+    """The bytes that collectives move of a block; `BlockDecision.keeps_fetched` spares it those gathered again."""
+    cost = problem.costs[block]
+    if problem.num_ranks == 1:
+        return _NOTHING
+    return Whole(gathered=cost.gathered_bytes, gathered_again=cost.gathered_again_bytes, reduced=cost.reduced_bytes)
+
+
+_NOTHING = Whole()
+
+
+def kept_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
+    """Bytes of parameters that stay on the device from a block's forward to its backward, beside those at home there."""
+    fetched = problem.costs[block].param_bytes if decision.params is Params.HOST else 0
+    return (whole_of(problem, block).gathered or fetched) if decision.keeps_fetched else 0
 
 
 def uploaded_bytes(cost: BlockCost, decision: BlockDecision) -> int:

@@ -11,6 +11,7 @@ from autohete_fx.ir import (
     Problem,
 )
 from autohete_fx.planner.model.device_use import streaming_peak_bytes
+from autohete_fx.planner.model.figures import kept_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +62,8 @@ def device_gradient_bytes(problem: Problem, plan: Plan) -> int:
 def held_bytes(problem: Problem, plan: Plan) -> int:
     """Activations, and copies of parameters that stay, on the device between forward and backward."""
     total = 0
-    for cost, decision in zip(problem.costs, plan.decisions, strict=True):
-        total += cost.param_bytes if decision.keeps_fetched else 0
-        total += cost.activations(decision).staying_bytes
+    for block, (cost, decision) in enumerate(zip(problem.costs, plan.decisions, strict=True)):
+        total += kept_bytes(problem, block, decision) + cost.activations(decision).staying_bytes
     return total
 
 

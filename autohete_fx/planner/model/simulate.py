@@ -15,6 +15,16 @@ that was issued before; it takes ``tensors * latency_s + bytes / bandwidth``. Co
                       was updated on the host and whose parameters are on the device is *uploaded* on h2d; streamed
                       optimizer states go up, with parameters at home, the device updates, they go back
 
+Collectives. Where ranks hold shards of b's parameters, a *gather* of them is issued to lane net one block ahead: in forward at the
+start of ``max(0, b - 1)``, in backward, where they are not kept, of ``min(last, b + 1)``, after the copies up due there. Before
+that the program waits for what it reads, which is b's fetch and, in the forward that waits for updates, b's update; before b
+computes, for the gather. A forward waits in the order of blocks: what nobody gathers comes before the next one's gather. Copies
+up that a gather reads are due one block earlier than others. A *reduce* of b's gradients follows its backward and is waited for
+at the end of the backward of ``max(0, b - 1)``; then b's gradients are issued to their home, before those of the block there,
+and waited for one block later than others. Net works in the order of the program, on every rank in the same. A collective of so
+many whole bytes among n ranks takes ``(n - 1) * net_latency_s + bytes * (n - 1) / n / net_bytes_per_s``. It makes nothing that
+happens meanwhile longer, and nothing makes it longer: contention is not counted.
+
 A copy up for b is due at the start of the forward of ``max(0, b - prefetch_distance)``, and for backward, with reloads,
 at the start of the backward of ``min(last, b + prefetch_distance)``. A copy down of b is waited for as many blocks after
 it: at the end of the forward of ``min(last, b + prefetch_distance)`` and of the backward of ``max(0, b - prefetch_distance)``.
@@ -41,9 +51,11 @@ step repeats the one before from there on: the replay begins and ends at that po
 On a CPU device updates on the host start after those on the device, and the work of a block takes ``Machine.copy_share`` of the
 seconds of its copies longer, whether they are hidden or not.
 
-Memory. Buffers appear when they are issued or computed and go at the waits above, so the use of memory depends on the
-order of the program and not on its timing. Gradients that stay on the device exist twice in every micro-batch but
-the first: autograd adds them to ``.grad`` only after the whole compiled backward. Gradients of streamed states stay until
+Memory. Buffers appear when they are issued or computed and go at the waits above: gathered parameters with the block's work or,
+kept, with its backward's, the fetched shard with the wait for the gather, whole gradients with that for the reduce. Those of the
+shard come when the reduce is issued, of block 0, after which no block comes, when its backward begins. The use of memory so
+depends on the order of the program and not on its timing. Gradients that stay on the device exist twice in every micro-batch
+but the first: autograd adds them to ``.grad`` only after the whole compiled backward. Gradients of streamed states stay until
 their update, and the memory that streamed states pass through is taken when the optimizer steps, for all updates.
 """
 
@@ -61,8 +73,10 @@ from autohete_fx.ir import (
     staging_bytes,
 )
 from autohete_fx.planner.model.device_memory import DeviceMemory
+from autohete_fx.planner.model.due import Due
 from autohete_fx.planner.model.figures import (
     UPDATED_ON_HOST,
+    collective_s,
     copy_s,
     device_update_s,
     disk_bytes,
@@ -73,6 +87,7 @@ from autohete_fx.planner.model.figures import (
     sends_at_once,
     streamed_bytes,
     uploaded_bytes,
+    whole_of,
 )
 from autohete_fx.planner.model.lane_clocks import LaneClocks
 from autohete_fx.planner.model.shared_lane import SharedLane
@@ -99,28 +114,20 @@ class _Replay:
 
     def __init__(self, problem: Problem, decisions: Sequence[BlockDecision], keep_events: bool) -> None:
         self.problem, self.decisions, self.costs = problem, decisions, problem.costs
+        self.whole = [whole_of(problem, block) for block in range(len(decisions))]
         self.machine = problem.machine
         self.overlap = overlap_of(problem)
         self.num_blocks = len(problem.costs)
         self.lanes = LaneClocks(problem.machine, keep_events=keep_events)
         self.landed_at: dict[int, float] = {}  # gradients of the last micro-batch, on the host
         self.memory = DeviceMemory(keep_contributors=keep_events)
-        self.before = self._at(lambda block, distance: max(0, block - distance))
-        self.after = self._at(lambda block, distance: min(self.num_blocks - 1, block + distance))
+        self.due = Due(problem, decisions)
         self.activations = [
             cost.activations(decision) if problem.training else ActivationCost(held_bytes=cost.saved_bytes)
             for cost, decision in zip(self.costs, decisions, strict=True)
         ]
         self.last_reader = dict.fromkeys(range(self.num_blocks), self.num_blocks)
         self.last_reader |= last_readers(problem)
-
-    def _at(self, place: Callable[[int, int], int]) -> list[list[int]]:
-        """For each block, in ascending order the blocks whose place, at their distance, it is: in a forward their copies up
-        are issued ``before``, their copies down awaited ``after``, in a backward the other way round."""
-        placed: list[list[int]] = [[] for _ in self.costs]
-        for block, decision in enumerate(self.decisions):
-            placed[place(block, decision.prefetch_distance)].append(block)
-        return placed
 
     def run(self) -> Simulation:
         self._hold_residents()
@@ -197,23 +204,29 @@ class _Replay:
     def _forward(self, block: int, updated_at: Mapping[int, float] | None = None) -> None:
         """Forward of a block; ``updated_at``, of the blocks updated on the host, where this is the step's first."""
         cost, decision = self.costs[block], self.decisions[block]
-        for due in self.before[block]:
+        for due in self.due.before_gather[block]:
             self._fetch_params(due, (updated_at or {}).get(due, 0.0))
             if updated_at is not None:
                 self._issue_update_copies(due, updated_at)
+        for due in self.due.gathers_in_forward(block):
+            self.memory.hold("gathered parameters", due, self.whole[due].gathered)
         self.memory.hold("activations", block, cost.saved_bytes)
         self.memory.hold("workspace", block, cost.forward_workspace_bytes)
         self.memory.observe(block, FORWARD)
-        self.lanes.serve_up(block)
-        self.lanes.wait("fetch", block)
-        if updated_at is not None:
-            self._update_with_copies(block)
+        if not self.whole[block].gathered:
+            self._begin_forward(block, updates=updated_at is not None)
+        for due in self.due.gathers_in_forward(block):
+            if gathered := self.whole[due].gathered:
+                self._begin_forward(due, updates=updated_at is not None)
+                self.lanes.start(Lane.NET, "gather", due, collective_s(self.problem, gathered))
+        if self.whole[block].gathered:
+            self._end_gather(block)
         fetched, offloaded = self._moved(block)
         lost_s = self._lost_s((Lane.H2D, *fetched), (Lane.D2H, *offloaded))
         self.lanes.work(Lane.COMPUTE, "forward", block, cost.forward_s + lost_s)
         self.memory.hold("workspace", block, 0)
         if not (self.problem.training and decision.keeps_fetched):
-            self.memory.hold("fetched parameters", block, 0)
+            self._release_params(block)
         if not self.problem.training:
             self._release_read_values(block)
             return
@@ -221,9 +234,24 @@ class _Replay:
         self.lanes.issue(Lane.D2H, "offload", block, *offloaded)
         if updated_at is not None:
             self._return_states(block)
-        for sender in self.after[block]:
+        for sender in self.due.after[block]:
             self._end_offload(sender)
             self._end_return(sender)
+
+    def _begin_forward(self, block: int, *, updates: bool) -> None:
+        """Wait until a block's own parameters are there, and updated where this is the step's first forward."""
+        self.lanes.serve_up(block)
+        self.lanes.wait("fetch", block)
+        if updates:
+            self._update_with_copies(block)
+
+    def _end_gather(self, block: int) -> None:
+        self.lanes.wait("gather", block)
+        self.memory.hold("fetched parameters", block, 0)
+
+    def _release_params(self, block: int) -> None:
+        self.memory.hold("fetched parameters", block, 0)
+        self.memory.hold("gathered parameters", block, 0)
 
     def _end_offload(self, block: int) -> None:
         self.lanes.wait("offload", block)
@@ -238,34 +266,72 @@ class _Replay:
 
     def _backward(self, block: int, gradients: str) -> None:
         cost, decision = self.costs[block], self.decisions[block]
-        for due in reversed(self.after[block]):
-            if not self.decisions[due].keeps_fetched:
-                self._fetch_params(due)
-            self.memory.hold("activations", due, self.activations[due].held_bytes)
-            self.lanes.issue(Lane.H2D, "reload", due, *self._moved(due)[1])
-        to_host = self._part_at(block, cost.grad_bytes, *UPDATED_ON_HOST)
+        self._issue_for_backward(block)
         self.memory.hold("activations", block, cost.saved_bytes)
         self.memory.hold("workspace", block, cost.backward_workspace_bytes)
-        self.memory.hold("gradients on their way to the host", block, to_host)
-        self.memory.hold(gradients, block, cost.grad_bytes - to_host)
+        self.memory.hold("whole gradients", block, self.whole[block].reduced)
+        if not (self.whole[block].reduced and block):
+            self._hold_gradients(block, gradients)
         self.memory.observe(block, BACKWARD)
         self.lanes.wait("fetch", block)
+        if self.whole[block].gathered_again:
+            self._end_gather(block)
         self.lanes.wait("reload", block)
         self.lanes.work(Lane.COMPUTE, "recompute", block, self.activations[block].recompute_s)
         fetched, reloaded = self._moved(block)
         copies = ((Lane.H2D, *fetched),) if not decision.keeps_fetched else ()
-        gradients_moved = (to_host, cost.tensors_at(decision, *UPDATED_ON_HOST))
-        lost_s = self._lost_s(*copies, (Lane.H2D, *reloaded), (Lane.D2H, *gradients_moved))
+        lost_s = self._lost_s(*copies, (Lane.H2D, *reloaded), (Lane.D2H, *self._gradients_moved(block)))
         self.lanes.work(Lane.COMPUTE, "backward", block, cost.backward_s + lost_s)
         self.memory.hold("workspace", block, 0)
         self.memory.hold("activations", block, 0)
-        self.memory.hold("fetched parameters", block, 0)
-        if decision.updates_on_host:
-            self.lanes.issue(Lane.D2H, "gradients", block, *gradients_moved)
-            self.landed_at[block] = self.lanes.done_at("gradients", block)
-        for sender in reversed(self.before[block]):
+        self._release_params(block)
+        self._end_backward(block, gradients)
+
+    def _issue_for_backward(self, block: int) -> None:
+        """Issue the copies up due at a block's backward, and the gathers."""
+        fetched, reloaded = self.due.after_gather[block], self.due.after[block]
+        for due in sorted({*fetched, *reloaded}, reverse=True):
+            if due in fetched and not self.decisions[due].keeps_fetched:
+                self._fetch_params(due)
+            if due in reloaded:
+                self.memory.hold("activations", due, self.activations[due].held_bytes)
+                self.lanes.issue(Lane.H2D, "reload", due, *self._moved(due)[1])
+        for due in self.due.gathers_in_backward(block):
+            if (gathered := self.whole[due].gathered_again) and not self.decisions[due].keeps_fetched:
+                self.memory.hold("gathered parameters", due, gathered)
+                self.lanes.wait("fetch", due)
+                self.lanes.start(Lane.NET, "gather", due, collective_s(self.problem, gathered))
+
+    def _end_backward(self, block: int, gradients: str) -> None:
+        """Reduce a block's gradients or send them home, and wait for the reduces and the gradients due."""
+        if reduced := self.whole[block].reduced:
+            self._hold_gradients(block, gradients)
+            self.lanes.start(Lane.NET, "reduce", block, collective_s(self.problem, reduced))
+        for due in self.due.reduces(block):
+            if self.whole[due].reduced:
+                self.lanes.wait("reduce", due)
+                self.memory.hold("whole gradients", due, 0)
+                self._send_gradients(due)
+        if not reduced:
+            self._send_gradients(block)
+        for sender in reversed(self.due.before_reduced[block]):
             self.lanes.wait("gradients", sender)
             self.memory.hold("gradients on their way to the host", sender, 0)
+
+    def _gradients_moved(self, block: int) -> tuple[int, int]:
+        """The gradients that a block's backward sends to the host: bytes and tensors."""
+        cost, decision = self.costs[block], self.decisions[block]
+        return self._part_at(block, cost.grad_bytes, *UPDATED_ON_HOST), cost.tensors_at(decision, *UPDATED_ON_HOST)
+
+    def _hold_gradients(self, block: int, gradients: str) -> None:
+        to_host = self._gradients_moved(block)[0]
+        self.memory.hold("gradients on their way to the host", block, to_host)
+        self.memory.hold(gradients, block, self.costs[block].grad_bytes - to_host)
+
+    def _send_gradients(self, block: int) -> None:
+        if self.decisions[block].updates_on_host:
+            self.lanes.issue(Lane.D2H, "gradients", block, *self._gradients_moved(block))
+            self.landed_at[block] = self.lanes.done_at("gradients", block)
 
     def _optimizer_step(self) -> None:
         """Updates after the last backward, and under an overlapping schedule the next forward with them."""
@@ -317,12 +383,12 @@ class _Replay:
 
     def _update_alone(self, block: int, updated_at: Mapping[int, float]) -> None:
         """What is left of a block's update after a synchronous step's device and host updates: uploads and streams."""
-        for due in self.before[block]:
+        for due in self.due.before[block]:
             self._issue_update_copies(due, updated_at)
         self.memory.observe(block, OPTIMIZER_STEP)
         self._update_with_copies(block)
         self._return_states(block)
-        for sender in self.after[block]:
+        for sender in self.due.after[block]:
             self._end_return(sender)
 
     def _issue_update_copies(self, block: int, updated_at: Mapping[int, float]) -> None:

@@ -12,7 +12,7 @@ class Event:
     """A lane at work on a block, in seconds since the step began.
 
     ``label`` is ``forward``, ``recompute``, ``backward``, ``fetch``, ``offload``, ``reload``, ``gradients``, ``update``,
-    ``upload``, ``states`` or ``disk``.
+    ``upload``, ``states``, ``disk``, ``gather`` or ``reduce``.
     """
 
     lane: Lane
