@@ -169,3 +169,28 @@ def limited(free: Problem, share: float, host_share: float | None = None) -> Pro
     peak = simulate(free, [BlockDecision()] * len(free.costs), events=False).peak_bytes
     host = None if host_share is None else int(peak * host_share)
     return dataclasses.replace(free, device_budget_bytes=int(peak * share), host_budget_bytes=host)
+
+
+@st.composite
+def sharded(draw: st.DrawFn, of: st.SearchStrategy[Problem], *, budgets: bool = True) -> Problem:
+    """The same with blocks whose parameters two or four ranks hold shards of, among others. Problems ``of`` have no budgets."""
+    free, ranks = draw(of), draw(st.sampled_from([2, 4]))
+    machine = dataclasses.replace(
+        free.machine,
+        net_bytes_per_s=draw(st.floats(50, 5000)),
+        net_latency_s=draw(st.sampled_from([0.0, 0.01, 0.1])),
+    )
+    all_of_them, costs = draw(st.booleans()), []
+    for own in free.costs:
+        gathers = own.param_bytes * ranks * (all_of_them or draw(st.sampled_from([1, 1, 1, 0])))
+        read_again = draw(st.sampled_from([1.0, 1.0, 1.0, 0.5, 0.0]))
+        reduces = own.grad_bytes * ranks * (draw(st.sampled_from([1, 0])) if not gathers else 1)
+        costs.append(
+            dataclasses.replace(
+                own, gathered_bytes=gathers, gathered_again_bytes=int(gathers * read_again), reduced_bytes=reduces
+            )
+        )
+    given = dataclasses.replace(
+        free, costs=tuple(costs), machine=machine, num_ranks=ranks, allow_keeping_fetched=draw(st.booleans())
+    )
+    return limited(given, draw(st.floats(0.1, 1.1)), draw(st.none() | st.floats(0.0, 1.0))) if budgets else given

@@ -38,6 +38,8 @@ done with i, D[i] the down lane; E[-1] and before is when the pass begins. Copie
     D[i] >= E[i-1] + w[i] + d[i],  D[i] >= U[i] + w[i] + d[i]      a copy down follows the work that makes it
     E[i] >= D[i-a],  E[n-1] >= D[n-1]                              the source is freed a blocks later at the latest
 
+Where ranks share blocks, a pass has a lane for collectives as well: `gathering` has its rows (`Program._add_gathering_pass`).
+
 Time of the updates (`Program._add_updates`), from the end of the last backward on. V is when the device has done its own,
 which is one sum; R[b] is when the update lane has done blocks 0..b, with h[b] its work, P[b] the sum of h[0..b], and g[b]
 when it may begin: where updates start in backward when the gradients are there, D of backward, else when that ends (on a
@@ -108,7 +110,8 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from autohete_fx.ir import BlockDecision, Overlap, Problem
-from autohete_fx.planner.bound.variables import Linear, Variables
+from autohete_fx.planner.bound.gathering import GatheringRows
+from autohete_fx.planner.bound.variables import Linear
 from autohete_fx.planner.model.choices import (
     BACKWARD_PASS,
     FORWARD_AND_UPDATES_PASS,
@@ -141,7 +144,7 @@ class Answer:
     exhausted: bool
 
 
-class Program(Variables):
+class Program(GatheringRows):
     """One integer program over a problem with at least one block; build, set one objective, solve."""
 
     def __init__(self, problem: Problem) -> None:
@@ -188,6 +191,8 @@ class Program(Variables):
         ``updated``: when the update lane has done each block and those before it. ``copied``: when what they need and no pass
         issues is there.
         """
+        if self._gathers(kind):
+            return self._add_gathering_pass(kind, ahead, begin=begin, updated=updated, copied=copied)
         add = self.model.add
         order = range(self.num_blocks)[::-1] if kind.reverse else range(self.num_blocks)
         ends, ups, downs = ([self._time(f"{name}[{block}]") for block in order] for name in ("E", "U", "D"))
@@ -216,13 +221,6 @@ class Program(Variables):
                 add(downs[i] >= last_copied + w + d)
         add(ends[-1] >= downs[-1])
         return ends[-1], downs[::-1] if kind.reverse else downs
-
-    def _add_copies_of_updated(self, block: int, kind: PassKind, updated: Linear, previous: Linear) -> cp_model.IntVar:
-        """The chain Q, for distances above 1."""
-        copied, copies = self._time(f"Q[{block}]"), self._sum([block], kind.up, on_host=True)
-        self.model.add(copied >= updated + copies)
-        self.model.add(copied >= previous + copies)
-        return copied
 
     def _add_copies_at_once(
         self, backward_end: Linear, landed: Sequence[Linear], updated: Sequence[Linear]

@@ -13,6 +13,7 @@ from autohete_fx.ir import BlockDecision, Overlap, Problem
 from autohete_fx.planner.model.choices import (
     COPY_WEIGHT,
     DURATIONS,
+    MOVED_IN_PASSES,
     Durations,
     activation_choices,
     durations,
@@ -115,9 +116,8 @@ class Variables:
     def _ticks_of_copies(self) -> Linear:
         passes = self.problem.micro_batches if self.problem.training else 1
         once = ("update_up", "upload", "states", "update_down")
-        often = ("forward_up", "forward_down", "backward_up", "backward_down")
         values = [
-            COPY_WEIGHT * (passes * sum(ticks[name] for name in often) + sum(ticks[name] for name in once))
+            COPY_WEIGHT * (passes * sum(ticks[name] for name in MOVED_IN_PASSES) + sum(ticks[name] for name in once))
             for ticks in self.ticks
         ]
         return self._weighted([np.floor(each).astype(np.int64) for each in values])

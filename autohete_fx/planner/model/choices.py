@@ -19,17 +19,20 @@ from autohete_fx.ir import (
 )
 from autohete_fx.planner.model.figures import (
     UPDATED_ON_HOST,
+    collective_s,
     copy_s,
     device_update_s,
     host_update_s,
     streamed_bytes,
     uploaded_bytes,
+    whole_of,
 )
 
 MAX_PREFETCH_DISTANCE = 4
 COPY_WEIGHT = 1 / 512
 """What a second of copying counts against a second of the step, so that of plans that are as fast the one that copies
-least is chosen. The two copying lanes work for two seconds in a second at most: for this a plan is at most 1/256 slower."""
+least is chosen; collectives count like copies. The lanes that move something work for three seconds in a second at most: for
+this a plan is at most 3/512 slower."""
 
 
 def choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
@@ -74,11 +77,14 @@ def activation_choices(problem: Problem, block: int) -> tuple[BlockDecision, ...
 def place_choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
     """Where a block's parameters and optimizer states may be, as decisions that keep all activations."""
     cost = problem.costs[block]
+    keeps = problem.training and problem.allow_keeping_fetched
     params = [(Params.DEVICE, False)]
+    if keeps and whole_of(problem, block).gathered_again:
+        params.append((Params.DEVICE, True))
     optimizer: list[tuple[Optimizer, int | None, Optimizer]] = [(Optimizer.DEVICE, None, Optimizer.DEVICE)]
     if problem.allow_host_params and cost.param_bytes:
         params.append((Params.HOST, False))
-        if problem.training and problem.allow_keeping_fetched:
+        if keeps:
             params.append((Params.HOST, True))
     if problem.training and problem.allow_host_optimizer and cost.optimizer_bytes + cost.grad_bytes:
         places = [Optimizer.HOST]
@@ -146,10 +152,12 @@ class Durations:
     Attributes:
         forward_work, backward_work: on compute, recomputation included.
         forward_up, backward_up: copies up that a pass needs: parameters, in backward also reloaded activations.
+        backward_own, backward_ahead: of ``backward_up``, what the block itself waits for, and what its gather does.
         forward_down, backward_down: copies down that a pass makes: offloaded activations, in backward gradients.
         update_work, update_up, update_down: of the pass that waits for updates, on top of a forward where it is one:
             on compute a streamed update, up what it streams or an upload, down what it streams.
         upload, states: of ``update_up``, what was updated on the host, and what is streamed.
+        forward_gather, backward_gather, reduce: on net, the last of them in backward.
         device_update, host_update: updates on compute of states that are there, and on the update lane.
     """
 
@@ -159,6 +167,8 @@ class Durations:
     backward_work: float = 0.0
     backward_up: float = 0.0
     backward_down: float = 0.0
+    backward_own: float = 0.0
+    backward_ahead: float = 0.0
     update_work: float = 0.0
     update_up: float = 0.0
     update_down: float = 0.0
@@ -166,35 +176,79 @@ class Durations:
     states: float = 0.0
     device_update: float = 0.0
     host_update: float = 0.0
+    forward_gather: float = 0.0
+    backward_gather: float = 0.0
+    reduce: float = 0.0
 
     def copies(self, passes: int) -> float:
-        """All copies of a step with so many passes forward and backward."""
-        in_passes = self.forward_up + self.forward_down + self.backward_up + self.backward_down
+        """All copies and collectives of a step with so many passes forward and backward."""
+        in_passes = sum(getattr(self, name) for name in MOVED_IN_PASSES)
         return passes * in_passes + self.update_up + self.update_down
 
 
+MOVED_IN_PASSES = (
+    "forward_up",
+    "forward_down",
+    "backward_up",
+    "backward_down",
+    "forward_gather",
+    "backward_gather",
+    "reduce",
+)
+"""The durations of every pass in which something is moved."""
 DURATIONS = attrgetter(*Durations.__dataclass_fields__)
 """All of them as a tuple; `dataclasses.astuple` copies, which for thousands of decisions is most of the work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassKind:
-    """A kind of pass: whether it takes blocks in reverse, and which durations it takes on compute, up and down."""
+    """A kind of pass: whether it takes blocks in reverse, and which durations it takes on which lane.
+
+    Attributes:
+        work, up, down: on compute, up and down.
+        gather, reduce: on net, before the block's work and after it.
+        own: of ``up``, what a block that gathers waits for itself; its gather waits for ``ahead``.
+        work_ahead: of ``work``, what a block does before it gathers.
+    """
 
     reverse: bool
     work: tuple[str, ...]
     up: tuple[str, ...]
     down: tuple[str, ...]
+    gather: tuple[str, ...] = ()
+    reduce: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
+    ahead: tuple[str, ...] = ()
+    work_ahead: tuple[str, ...] = ()
 
 
-FORWARD_PASS = PassKind(reverse=False, work=("forward_work",), up=("forward_up",), down=("forward_down",))
-BACKWARD_PASS = PassKind(reverse=True, work=("backward_work",), up=("backward_up",), down=("backward_down",))
+FORWARD_PASS = PassKind(
+    reverse=False,
+    work=("forward_work",),
+    up=("forward_up",),
+    down=("forward_down",),
+    gather=("forward_gather",),
+    ahead=("forward_up",),
+)
+BACKWARD_PASS = PassKind(
+    reverse=True,
+    work=("backward_work",),
+    up=("backward_up",),
+    down=("backward_down",),
+    gather=("backward_gather",),
+    reduce=("reduce",),
+    own=("backward_own",),
+    ahead=("backward_ahead",),
+)
 UPDATES_PASS = PassKind(reverse=False, work=("update_work",), up=("update_up",), down=("update_down",))
 FORWARD_AND_UPDATES_PASS = PassKind(
     reverse=False,
     work=("forward_work", "update_work"),
     up=("forward_up", "update_up"),
     down=("forward_down", "update_down"),
+    gather=("forward_gather",),
+    ahead=("forward_up", "update_up"),
+    work_ahead=("update_work",),
 )
 
 
@@ -204,14 +258,20 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
 
     up_s, down_s = (functools.partial(copy_s, machine, lane) for lane in (Lane.H2D, Lane.D2H))
     fetch_s = up_s(cost.param_bytes, cost.num_param_tensors) if decision.params is Params.HOST else 0.0
+    whole = whole_of(problem, block)
+    gather_s = collective_s(problem, whole.gathered)
     if not problem.training:
         return Durations(
-            forward_work=cost.forward_s + machine.copy_share * fetch_s, forward_up=fetch_s, forward_down=0.0
+            forward_work=cost.forward_s + machine.copy_share * fetch_s,
+            forward_up=fetch_s,
+            forward_down=0.0,
+            forward_gather=gather_s,
         )
     activations = cost.activations(decision)
     offloaded = activations.offloaded_bytes, activations.offloaded_tensors
     offload_s = down_s(*offloaded)
-    backward_up_s = up_s(*offloaded) + (0.0 if decision.keeps_fetched else fetch_s)
+    reload_s, fetch_again_s = up_s(*offloaded), 0.0 if decision.keeps_fetched else fetch_s
+    backward_up_s, feeds = reload_s + fetch_again_s, whole.gathered_again > 0
     gradient_bytes = cost.part_at(cost.grad_bytes, decision, *UPDATED_ON_HOST)
     gradients_s = down_s(gradient_bytes, cost.tensors_at(decision, *UPDATED_ON_HOST))
     upload_s, states_s = up_s(uploaded_bytes(cost, decision)), up_s(streamed_bytes(cost, decision))
@@ -222,6 +282,8 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
         backward_work=cost.backward_s + activations.recompute_s + machine.copy_share * (backward_up_s + gradients_s),
         backward_up=backward_up_s,
         backward_down=gradients_s,
+        backward_own=reload_s if feeds else backward_up_s,
+        backward_ahead=fetch_again_s if feeds else 0.0,
         update_work=device_update_s(problem, block, decision, Optimizer.STREAMED),
         update_up=upload_s + states_s,
         update_down=down_s(streamed_bytes(cost, decision)),
@@ -229,4 +291,7 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
         states=states_s,
         device_update=device_update_s(problem, block, decision, Optimizer.DEVICE),
         host_update=host_update_s(problem, block, decision) if cost.num_params else 0.0,
+        forward_gather=gather_s,
+        backward_gather=0.0 if decision.keeps_fetched else collective_s(problem, whole.gathered_again),
+        reduce=collective_s(problem, whole.reduced),
     )

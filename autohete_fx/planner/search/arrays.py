@@ -2,12 +2,14 @@
 of steps. `passes` and `updates` count."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from autohete_fx.planner.search.passes import NEVER, Copies, Passes, Seconds, run_shared
+from autohete_fx.planner.search.gathering import Collectives, Gathering, GatheringPasses, run_shared_gathering
+from autohete_fx.planner.search.passes import NEVER, Copies, Passes, Seconds, SharedUp, run_shared
 from autohete_fx.planner.search.updates import all_updated, each_updated, idle_time
 
 Rows = NDArray[np.int64]
@@ -50,12 +52,14 @@ class Tables(NamedTuple):
         distance: prefetch distances by block and setting, 0 where nothing is copied.
         updates: by kind, block and setting, seconds of updates on the device and on the host, and of uploads and streamed states
             that no pass issues; and 0 where the first pass's copies up wait for an update on the host, else NEVER.
+        gathering: what passes with collectives have besides; None where there are none.
     """
 
     rules: Rules
     lanes: Seconds
     distance: Rows
     updates: Seconds
+    gathering: Gathering | None
 
     @property
     def settings(self) -> int:
@@ -86,8 +90,19 @@ class Assignments:
         self.lateness = self._begin[:count]
         first, others = slice(0, count), slice(count, None)
         self._first, self._others = self._lanes_of(first), self._lanes_of(others)
-        together = others if self.rules.sends_at_once else slice(None)
-        self._passes = Passes(self._figures[_WORK][:, together], self._lanes_of(together), distances)
+        self._gathering = tables.gathering
+        self._passes = self._passes_of(others if self.rules.sends_at_once else slice(None))
+
+    def _passes_of(self, together: slice) -> Passes:
+        """The passes that run side by side."""
+        work, lanes = self._figures[_WORK][:, together], self._lanes_of(together)
+        if self._gathering is None:
+            return Passes(work, lanes, self.distances)
+        first = None
+        if (forwards := self._gathering.forwards) is not None:
+            waits = np.where(forwards, 0.0, NEVER).astype(work.dtype)
+            first = np.repeat(waits, self.count)[together]
+        return GatheringPasses(work, lanes, self.distances, self._collectives_of(together), first)
 
     def _lanes_of(self, columns: slice) -> list[Copies]:
         """Views of what lanes copy in some columns; the order of figures is that of `_tables_of_kinds`."""
@@ -96,8 +111,17 @@ class Assignments:
         never, down = figures[1 + slots : 1 + slots + many], 1 + slots + many
         return [
             Copies(figures[1 : 1 + slots], never, figures[0, :0], figures[:0]),
-            Copies(figures[:0], figures[:0], figures[down], figures[down + 1 :]),
+            Copies(figures[:0], figures[:0], figures[down], figures[down + 1 : down + 1 + many]),
         ]
+
+    def _collectives_of(self, columns: slice) -> Collectives:
+        """Likewise of what passes with collectives have besides, which comes last."""
+        figures, slots = self._figures[..., columns], len(self.distances)
+        many = slots if slots > 1 else 0
+        at = np.cumsum([0, slots, slots, 1, many, 1, 1, 1, 1])
+        at += len(figures) - at[-1]
+        parts = [figures[begin:end] for begin, end in pairwise(at)]
+        return Collectives(parts[0], parts[1], parts[2][0], parts[3], *(part[0] for part in parts[4:]))
 
     def put(self, columns: Rows, blocks: Rows, settings: Rows) -> None:
         """Give blocks of some assignments other settings."""
@@ -129,7 +153,7 @@ class Assignments:
             first, others = self._shared(start), passes.ends[-1]
         else:
             self._begin[: self.count] = start
-            passes.run(self._begin, self._until(start) if rules.training else None)
+            self._run_with_first(start)
             first, others = passes.ends[:, : self.count], passes.ends[-1, self.count :]
             if rules.synchronous:
                 all_updated_at = updates[_HOST].sum(axis=0) + (start if rules.one_memory else 0.0)
@@ -140,36 +164,78 @@ class Assignments:
             step += (rules.micro_batches - later) * others[(i - 1) * self.count : i * self.count]
         return step
 
+    def _run_with_first(self, start: Seconds) -> None:
+        """Run all passes, the first of which waits for updates in training."""
+        if not self.rules.training:
+            self._passes.run(self._begin)
+            return
+        until, passes = self._until(start), self._passes
+        never = self._first[0].up_never if len(self.distances) > 1 else np.zeros_like(until[None])
+        if not isinstance(passes, GatheringPasses) or self._gathering is None:
+            passes.run(self._begin, until + never)
+            return
+        leads = self._gathering.leads[:, None] & (not self.rules.synchronous)
+        ahead = until + self._collectives_of(slice(0, self.count)).ahead_never
+        passes.run(self._begin, np.where(leads, NEVER, until + never), np.where(leads, ahead, NEVER))
+
     def _until(self, start: Seconds) -> Seconds:
-        """When what the first pass copies up is updated, where all updates begin together, by distance."""
+        """When what the first pass copies up is updated, where all updates begin together; NEVER for what waits for no update."""
         begin = start if self.rules.one_memory else np.zeros_like(start)
         until = all_updated(begin, self._updates[_HOST], priority=self.rules.priority)
         until += self._updates[_WAITS]
-        lane = self._first[0]
-        return until[None] if len(self.distances) == 1 else until + lane.up_never
+        return until
 
     def _shared(self, start: Seconds) -> Seconds:
         """When blocks of the first pass are done, whose copies up share their lane with those of updates. The others have run."""
         rules, updates, passes, own = self.rules, self._updates, self._passes, slice(0, self.count)
         (up, down), (arrived, _), (_, landed) = self._first, passes.arrived, passes.landed
         ended, of_others = passes.ends[-1, own], self._others[0]
+        busy = zip(arrived[:, own] - ended, of_others.up[..., own].sum(axis=0), strict=True)
+        issued_s, gathering = up.up.sum(axis=0), self._gathering
+        if isinstance(passes, GatheringPasses) and gathering is not None:
+            of_first, of_others = self._collectives_of(own), self._collectives_of(slice(self.count, 2 * self.count))
+            ahead = zip(passes.arrived_ahead[:, own] - ended, of_others.ahead.sum(axis=0), strict=True)
+            busy = (piece for at_position in zip(ahead, busy, strict=True) for piece in at_position)
+            landed = np.where(gathering.reduces[::-1, None], passes.landed_late, landed)
+            issued_s = issued_s + of_first.ahead.sum(axis=0)
         begins = landed[::-1, own] - ended if rules.early else np.zeros_like(updates[_HOST])
         ready = each_updated(begins, updates[_HOST], priority=rules.priority)
-        copied_s = of_others.up[..., own].sum(axis=0)
-        ready = idle_time(ready, list(zip(arrived[:, own] - ended, copied_s, strict=True)))
+        ready = idle_time(ready, list(busy))
         figures = self._figures[_WORK][:, own], down.down, down.down_never
-        updates_s = updates[_UPLOADS], updates[_STATES]
-        return run_shared(figures, up.up, self.distances, start=start, ready=ready, updates_s=updates_s)
+        shared = SharedUp(issued_s, ready, (updates[_UPLOADS], updates[_STATES]), figures[0].dtype)
+        if gathering is None:
+            return run_shared(figures, up.up, self.distances, start=start, shared=shared)
+        return run_shared_gathering(
+            figures,
+            up.up,
+            self._collectives_of(own),
+            gathering.leads,
+            self.distances,
+            start=start,
+            shared=shared,
+        )
 
 
 def _tables_of_kinds(tables: Tables, distances: Sequence[int]) -> list[Seconds]:
     """By pass and number of settings, in the order of `Assignments`: work; copies up by distance; where there are several
-    distances, 0 where there is such a copy, else NEVER; copies down; likewise."""
+    distances, 0 where there is such a copy, else NEVER; copies down; likewise; and where there are collectives, what
+    `Collectives` has."""
     apart, found = len(distances) > 1, []
     is_at = [tables.distance == far for far in distances] if apart else [np.ones(tables.distance.shape, dtype=bool)]
-    for work, up, down in tables.lanes:
-        ups = [np.where(here, up, 0.0) for here in is_at]
-        never_up, never_down = ([np.where(here & (each > 0), 0.0, NEVER) for here in is_at] for each in (up, down))
-        kinds = [work, *ups, *never_up * apart, down, *never_down * apart]
+
+    def never(copied: Seconds) -> list[Seconds]:
+        return [np.where(here & (copied > 0), 0.0, NEVER) for here in is_at]
+
+    for i, (work, up, down) in enumerate(tables.lanes):
+        kinds = [work, *(np.where(here, up, 0.0) for here in is_at), *never(up) * apart, down, *never(down) * apart]
+        if tables.gathering is not None:
+            ahead, late, *others = tables.gathering.figures[i]
+            kinds += [
+                *(np.where(here, ahead, 0.0) for here in is_at),
+                *never(ahead),
+                late,
+                *never(late) * apart,
+                *others,
+            ]
         found.append(np.stack(kinds).reshape(len(kinds), -1))
     return found

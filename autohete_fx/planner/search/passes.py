@@ -58,8 +58,8 @@ class Passes:
         self.ends = np.empty(work.shape, work.dtype)
         self.arrived = [np.empty_like(self.ends if len(lane.up) else self.ends[:0]) for lane in lanes]
         self.landed = [np.empty_like(self.ends if len(lane.down) else self.ends[:0]) for lane in lanes]
-        self._work, self._lanes = list(work), [Copies(*map(_rows, lane)) for lane in lanes]
-        self._ends, self._arrived, self._landed = list(self.ends), *map(_rows, (self.arrived, self.landed))
+        self._work, self._lanes = list(work), [Copies(*map(rows_of, lane)) for lane in lanes]
+        self._ends, self._arrived, self._landed = list(self.ends), *map(rows_of, (self.arrived, self.landed))
         self._busy, self._spare = list(np.empty((len(lanes), work.shape[1]), work.dtype)), np.empty_like(self.ends[0])
 
     def run(self, start: Seconds, until: Seconds | None = None) -> None:
@@ -124,11 +124,11 @@ class Passes:
             np.maximum(end, landed, out=end)
 
 
-def _rows(figures: Any) -> Any:
+def rows_of(figures: Any) -> Any:
     """An array, or several, as lists of rows."""
     if figures is None or (isinstance(figures, np.ndarray) and figures.ndim == 1):
         return figures
-    return [_rows(each) for each in figures]
+    return [rows_of(each) for each in figures]
 
 
 def run_shared(
@@ -137,8 +137,7 @@ def run_shared(
     distances: Sequence[int],
     *,
     start: Seconds,
-    ready: Seconds,
-    updates_s: tuple[Seconds, Seconds],
+    shared: "SharedUp",
 ) -> Seconds:
     """Run a forward whose copies up share their lane with those of updates, the lower block always first; returns when blocks are
     done.
@@ -148,44 +147,16 @@ def run_shared(
         issued_s: by distance, block and column what the forward itself copies up.
         distances: the prefetch distances of blocks, ascending.
         start: when it begins.
-        ready: by block and column when an update on the host is done, NEVER for none. Time counts when the lane is idle but for
-            what it is given here.
-        updates_s: what updates copy up: uploads, which come when they are ready, and streamed states, which come at 0.
-
-    Blocks 0..b have all they need when the first of their copies to come, of those that keep the lane busy from then on, and all
-    that come after it are done: the largest over copies k of when k comes plus the seconds of those that do not come before.
+        shared: the copies up.
     """
-    (work, down, down_never), (uploads_s, states_s) = figures, updates_s
-    positions, columns = work.shape
-    copies_s = uploads_s + issued_s.sum(axis=0)
-    comes, through, ends = (
-        np.where(copies_s > 0, ready, NEVER).astype(work.dtype),
-        np.empty_like(work),
-        np.empty_like(work),
-    )
+    work, down, down_never = figures
+    positions = len(work)
+    ends, landed, clock = np.empty_like(work), np.empty_like(work), start
     is_issued = issued_s > 0
-    landed, streams = np.empty_like(work), bool(states_s.any())
-    since, all_states_s, all_s, clock = *np.zeros((3, columns), work.dtype), start
-    spare, later = np.empty_like(work), np.empty(work.shape, dtype=bool)
     for i, issued in enumerate(issues(positions, distances)):
         for k, at in issued:
-            np.maximum(comes[at], clock, out=comes[at], where=is_issued[k, at])
-        all_states_s += states_s[i]
-        since += np.where(comes[i] >= 0, copies_s[i], 0.0)
-        np.less_equal(comes[:i], comes[i], out=later[:i])
-        np.multiply(later[:i], copies_s[i], out=spare[:i])
-        np.add(through[:i], spare[:i], out=through[:i])
-        np.multiply(later[:i], copies_s[:i], out=spare[:i])
-        np.add(comes[i], copies_s[i], out=through[i])
-        through[i] += all_s - spare[:i].sum(axis=0)
-        all_s += copies_s[i]
-        if streams:
-            np.less_equal(comes[: i + 1], 0.0, out=later[: i + 1])
-            np.multiply(later[:i], states_s[i], out=spare[:i])
-            np.add(through[:i], spare[:i], out=through[:i])
-            through[i] += later[i] * all_states_s
-        copied = np.maximum(through[: i + 1].max(axis=0), all_states_s + since)
-        end = np.maximum(clock, copied, out=ends[i])
+            shared.issue(at, clock, is_issued[k, at])
+        end = np.maximum(clock, shared.copied(i), out=ends[i])
         end += work[i]
         np.maximum(end, landed[i - 1] if i else 0.0, out=landed[i])
         landed[i] += down[i]
@@ -195,3 +166,55 @@ def run_shared(
                 np.maximum(end, due + down_never[k, i - far] if far and len(distances) > 1 else due, out=end)
         clock = end
     return ends
+
+
+class SharedUp:
+    """When copies up are done that share their lane with those of updates, the lower block always first, block after block.
+
+    Blocks 0..b have all they need when the first of their copies to come, of those that keep the lane busy from then on, and all
+    that come after it are done: the largest over copies k of when k comes plus the seconds of those that do not come before.
+    """
+
+    def __init__(
+        self, issued_s: Seconds, ready: Seconds, updates_s: tuple[Seconds, Seconds], dtype: np.dtype[Any]
+    ) -> None:
+        """
+        Args:
+            issued_s: by block and column what the forward itself copies up.
+            ready: by block and column when an update on the host is done, NEVER for none. Time counts when the lane is idle but
+                for what it is given here.
+            updates_s: what updates copy up: uploads, which come when they are ready, and streamed states, which come at 0.
+            dtype: of all times.
+        """
+        uploads_s, self._states_s = updates_s
+        self._copies_s = uploads_s + issued_s
+        shape = ready.shape
+        self._comes = np.where(self._copies_s > 0, ready, NEVER).astype(dtype)
+        self._through, self._spare = np.empty(shape, dtype), np.empty(shape, dtype)
+        self._later = np.empty(shape, dtype=bool)
+        self._since, self._all_states_s, self._all_s = np.zeros((3, shape[1]), dtype)
+        self._streams = bool(self._states_s.any())
+
+    def issue(self, at: int, clock: Seconds, is_issued: NDArray[np.bool_]) -> None:
+        """Let copies of a block come now in some columns, if they did not come later."""
+        np.maximum(self._comes[at], clock, out=self._comes[at], where=is_issued)
+
+    def copied(self, i: int) -> Seconds:
+        """When blocks 0..i have all they need; asked once, block after block."""
+        comes, copies_s, through, later, spare = self._comes, self._copies_s, self._through, self._later, self._spare
+        states_s = self._states_s
+        self._all_states_s += states_s[i]
+        self._since += np.where(comes[i] >= 0, copies_s[i], 0.0)
+        np.less_equal(comes[:i], comes[i], out=later[:i])
+        np.multiply(later[:i], copies_s[i], out=spare[:i])
+        np.add(through[:i], spare[:i], out=through[:i])
+        np.multiply(later[:i], copies_s[:i], out=spare[:i])
+        np.add(comes[i], copies_s[i], out=through[i])
+        through[i] += self._all_s - spare[:i].sum(axis=0)
+        self._all_s += copies_s[i]
+        if self._streams:
+            np.less_equal(comes[: i + 1], 0.0, out=later[: i + 1])
+            np.multiply(later[:i], states_s[i], out=spare[:i])
+            np.add(through[:i], spare[:i], out=through[:i])
+            through[i] += later[i] * self._all_states_s
+        return np.maximum(through[: i + 1].max(axis=0), self._all_states_s + self._since)

@@ -14,10 +14,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autohete_fx.ir import BlockDecision, Overlap, Problem
-from autohete_fx.planner.model.choices import DURATIONS, MAX_PREFETCH_DISTANCE, choices, copies, durations
+from autohete_fx.planner.model.choices import (
+    BACKWARD_PASS,
+    DURATIONS,
+    FORWARD_AND_UPDATES_PASS,
+    FORWARD_PASS,
+    MAX_PREFETCH_DISTANCE,
+    UPDATES_PASS,
+    Durations,
+    PassKind,
+    choices,
+    copies,
+    durations,
+)
 from autohete_fx.planner.model.device_use import device_bytes
-from autohete_fx.planner.model.figures import disk_bytes, host_bytes, limits_of, overlap_of, sends_at_once
+from autohete_fx.planner.model.figures import (
+    Whole,
+    disk_bytes,
+    host_bytes,
+    limits_of,
+    overlap_of,
+    sends_at_once,
+    whole_of,
+)
 from autohete_fx.planner.search.arrays import Assignments, Rows, Rules, Tables
+from autohete_fx.planner.search.gathering import GATHERING_KINDS, Gathering
 from autohete_fx.planner.search.passes import NEVER, Seconds
 
 _SIDE_BY_SIDE = 1024
@@ -32,7 +53,7 @@ class Replays:
         use: device bytes by block, setting and span, padded with copies of the first setting.
         elsewhere: bytes on the host and on disk, by tier, block and setting.
         first: by block the number of its first setting, where numbers count through all blocks.
-        copies_s: seconds of a step's copies by block and setting, all micro-batches included.
+        copies_s: seconds of a step's copies and collectives by block and setting, all micro-batches included.
     """
 
     def __init__(self, problem: Problem, options: Sequence[Sequence[BlockDecision]] | None = None) -> None:
@@ -52,24 +73,35 @@ class Replays:
         )
         self.distance = np.array([[s.prefetch_distance for s in settings] for settings in padded])
         tables = np.array([self._figures(b, of_block, width) for b, of_block in enumerate(allowed)]).transpose(2, 0, 1)
-        self.forward, self.backward, self.update = tables[:3], tables[3:6], tables[6:9]
-        self.sent, (self.device_update, self.host_update, self.copies_s) = tables[9:11], tables[11:14]
-        self.elsewhere = tables[14:16].astype(np.int64)
-        self.tables = self._pass_tables(tables[16] > 0)
+        self._took = dict(zip(Durations.__dataclass_fields__, tables, strict=False))
+        self.forward, self.backward, self.update = (
+            np.stack([self._took[f"{kind}_{what}"] for what in ("work", "up", "down")])
+            for kind in ("forward", "backward", "update")
+        )
+        self.net = self._took["forward_gather"], self._took["backward_gather"] + self._took["reduce"]
+        self.device_update, self.host_update = self._took["device_update"], self._took["host_update"]
+        self.copies_s, *elsewhere, on_host = tables[len(self._took) :]
+        self.elsewhere = np.stack(elsewhere).astype(np.int64)
+        self.whole = [whole_of(problem, block) for block in range(n)]
+        self.tables = self._pass_tables(on_host > 0)
 
     def _pass_tables(self, on_host: NDArray[np.bool_]) -> Tables:
         """Of the passes of a step: what waits for updates; the last backward; a forward, where the first is not that."""
         problem, overlap = self.problem, overlap_of(self.problem)
         synchronous, at_once = overlap is Overlap.NONE, sends_at_once(problem)
-        updated_up = self.sent[0] if synchronous else self.sent[0] + self.forward[1]
-        passes = [self.forward]
+        sent = np.stack([self._took["upload"], self._took["states"]])
+        updated_up = sent[0] if synchronous else sent[0] + self.forward[1]
+        passes, kinds = [self.forward], [FORWARD_PASS]
         if problem.training:
             passes = [self.update.copy() if synchronous else self.forward + self.update, self.backward]
-            passes[0][1] -= self.sent.sum(axis=0) * at_once
+            passes[0][1] -= sent.sum(axis=0) * at_once
+            kinds = [UPDATES_PASS if synchronous else FORWARD_AND_UPDATES_PASS, BACKWARD_PASS]
             if synchronous or self.micro_batches > 1:
                 passes.append(self.forward)
+                kinds.append(FORWARD_PASS)
         waits = on_host & (self.host_update > 0) & (updated_up > 0)
         lanes = np.stack(passes)
+        gathering = self._gathering(lanes, kinds) if any(whole != Whole() for whole in self.whole) else None
         return Tables(
             rules=Rules(
                 training=problem.training,
@@ -81,8 +113,36 @@ class Replays:
                 micro_batches=self.micro_batches,
             ),
             lanes=lanes,
-            distance=self.distance * (lanes[:, 1:] > 0).any(axis=(0, 1)),
-            updates=np.stack([self.device_update, self.host_update, *self.sent * at_once, np.where(waits, 0.0, NEVER)]),
+            distance=self.distance * _is_copied(lanes, gathering),
+            updates=np.stack([self.device_update, self.host_update, *sent * at_once, np.where(waits, 0.0, NEVER)]),
+            gathering=gathering,
+        )
+
+    def _gathering(self, lanes: Seconds, kinds: Sequence[PassKind]) -> Gathering:
+        """The figures of passes with collectives. What is in them goes from ``lanes``."""
+        found = np.zeros((len(kinds), GATHERING_KINDS, *lanes.shape[2:]))
+        leads = np.array([[whole.gathered > 0, whole.gathered_again > 0] for whole in self.whole]).T[..., None]
+        reduces = np.array([whole.reduced > 0 for whole in self.whole])[:, None]
+        for kind, of_pass, (work, up, down) in zip(kinds, found, lanes, strict=True):
+            ahead, late, work_ahead, work_first, gather, reduce = of_pass
+            lead = leads[int(kind.reverse)] if kind.gather else np.zeros_like(reduces)
+            before = sum(self._took[name] for name in kind.work_ahead)
+            work_ahead[:], work_first[:] = np.where(lead, before, 0.0), np.where(lead, 0.0, before)
+            if kind.work_ahead:
+                work[:] = self.forward[0]
+            ahead[:] = self._took["backward_ahead"] if kind.reverse else np.where(lead, up, 0.0)
+            up[:] = self._took["backward_own"] if kind.reverse else np.where(lead, 0.0, up)
+            gather[:] = sum((self._took[name] for name in kind.gather), np.zeros_like(gather))
+            if kind.reverse:
+                reduce[:], late[:] = self._took["reduce"], np.where(reduces, down, 0.0)
+                down[:] = np.where(reduces, 0.0, down)
+        forwards = np.array([not kind.reverse for kind in kinds])
+        waits_first = not leads[0].all() and bool(((lanes[forwards, 1] > 0) & ~leads[0]).any() or found[:, 3].any())
+        return Gathering(
+            figures=found,
+            leads=leads[0, :, 0],
+            reduces=reduces[:, 0],
+            forwards=forwards if waits_first else None,
         )
 
     def _figures(self, block: int, options: Sequence[BlockDecision], width: int) -> NDArray[np.float64]:
@@ -147,5 +207,11 @@ class Replays:
         return (rows + self.first).T
 
     def copied_seconds(self, rows: Rows) -> Seconds:
-        """Seconds of copies in a step under each row, hidden ones included."""
+        """Seconds of copies and collectives in a step under each row, hidden ones included."""
         return self.copies_s[np.arange(self.num_blocks), rows].sum(axis=1)
+
+
+def _is_copied(lanes: Seconds, gathering: Gathering | None) -> NDArray[np.bool_]:
+    """Whether a setting of a block copies anything in any pass."""
+    copied = [lanes[:, 1:], *([gathering.figures[:, :2]] if gathering is not None else [])]
+    return np.asarray((np.concatenate(copied, axis=1) > 0).any(axis=(0, 1)))

@@ -7,12 +7,13 @@ patterns whatever the number of blocks, so that many identical blocks cost no mo
 are ranked by the busiest lanes, the best of these are replayed. The hand-made strategies in `baselines` are patterns.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 
-from autohete_fx.ir import BlockDecision, Optimizer, Problem
+from autohete_fx.ir import BlockDecision, Optimizer, Params, Problem
 from autohete_fx.planner.model.choices import choices, copies, joined
 from autohete_fx.planner.search.arrays import Rows
 from autohete_fx.planner.search.improve import Search
@@ -31,7 +32,11 @@ def simple_choices(problem: Problem) -> list[list[BlockDecision]]:
     that an earlier graph has placed may be streamed or in two places already, which then is no choice."""
     found = []
     for block in range(len(problem.costs)):
-        alike = [c for c in choices(problem, block) if c.num_offloaded is None and not c.keeps_fetched]
+        alike = [
+            c
+            for c in choices(problem, block)
+            if c.num_offloaded is None and not (c.keeps_fetched and c.params is Params.HOST)
+        ]
         found.append(
             [c for c in alike if c.num_moved_states is None and c.optimizer is not Optimizer.STREAMED] or alike
         )
@@ -95,10 +100,10 @@ def _busiest_s(replays: Replays, rows: Rows) -> Seconds:
     """Seconds of the busiest lane in forward, backward and optimizer step: less than a replay's, and quickly found."""
     blocks = np.arange(replays.num_blocks)
 
-    def busiest(tables: Seconds) -> Seconds:
+    def busiest(tables: Iterable[Seconds]) -> Seconds:
         return np.maximum.reduce([table[blocks, rows].sum(axis=1) for table in tables])
 
-    passes_s = busiest(replays.forward) + busiest(replays.backward)
+    passes_s = busiest([*replays.forward, replays.net[0]]) + busiest([*replays.backward, replays.net[1]])
     updates_s = np.maximum(
         replays.device_update[blocks, rows].sum(axis=1) + busiest(replays.update),
         replays.host_update[blocks, rows].sum(axis=1),

@@ -1,0 +1,178 @@
+"""The rows of a pass in which blocks gather or reduce: in come its kind and when updates are done, out come variables of its ends.
+
+The rows of `formulation` hold, with what follows in the place of those of one pass. Blocks are by position i, as there. g[i] and
+r[i] are the seconds of i's gather and reduce, u[i] what the up lane copies that i itself waits for, c[i] what its gather waits for,
+x[i] the work that an update does before the gather, w[i] all other. F[i] is when compute is done with i, E[i] when it is with the
+waits at its end, too. A gather of i is issued at the begin of j = max(0, i-1), at A[i]; G[i] is when it ends, N[i] when the reduce
+of i does, V[i] when the up lane is done with c[i].
+
+    V[i] >= U[j-1] + c[i],  V[i] >= E[j-1-a] + c[i],  V[1] >= V[0] + c[1]
+    A[i] >= E[j-1] + x[i],  A[i] >= V[i] + x[i],  A[1] >= A[0] + x[1],  A[i] >= Q[i] + x[i]
+    G[i] >= A[i] + g[i],    G[i] >= what net was given before + g[i]
+    U[i] >= V[i+1] + u[i],  U[i] >= U[i-1] + u[i],  U[i] >= E[i-1-a] + u[i]
+    F[i] >= E[i-1] + w[i],  F[i] >= A[i+1] + w[i],  F[i] >= U[i] + w[i],  F[i] >= G[i] + w[i],  F[i] >= Q[i] + w[i]
+    N[i] >= F[i] + r[i],    N[i] >= what net was given before + r[i]
+    E[i] >= F[i],           E[i] >= N[i-1],  E[n-1] >= N[n-1]
+
+Copies down of what is reduced follow N[i] and F[i+1] and are waited for a block later; others follow F[i] and N[i-1].
+
+    D[i] >= N[i] + d[i],  D[i] >= F[i+1] + d[i],  E[i+1+a] >= D[i]     where i reduces
+    D[i] >= F[i] + d[i],  D[i] >= N[i-1] + d[i],  E[i+a] >= D[i]       where it does not
+    D[i] >= D[i-1] + d[i],  E[n-1] >= D[n-1]
+
+Q is the chain of copies of what was updated on the host, which `formulation` has for distances above 1, or of what updates send at
+once: a forward waits for blocks in their order, so that all up to i have what they need at A[i].
+
+These rows bound all plans with prefetch distances up to a. Net works in the order of the program, so its rows are what happens. All
+that is copied up for what is waited for up to A[i] is V[i]'s, and issued no sooner than a blocks before that; it takes one lane, in
+whatever order. For a = 1 they are the simulator but for a backward's reloads, which the up lane may do before it does c.
+"""
+
+from collections.abc import Sequence
+
+from ortools.sat.python import cp_model
+
+from autohete_fx.planner.bound.variables import Linear, Variables
+from autohete_fx.planner.model.choices import PassKind
+from autohete_fx.planner.model.figures import whole_of
+
+
+class GatheringRows(Variables):
+    """Rows of passes with collectives, beside the choices of a problem."""
+
+    def _gathers(self, kind: PassKind) -> bool:
+        """Whether any block gathers or reduces in a pass of that kind."""
+        return bool(kind.gather) and any(any(self._moves(kind, block)) for block in range(self.num_blocks))
+
+    def _moves(self, kind: PassKind, block: int) -> tuple[bool, bool]:
+        """Whether a block gathers, and whether it reduces."""
+        whole = whole_of(self.problem, block)
+        return (whole.gathered_again if kind.reverse else whole.gathered) > 0, kind.reverse and whole.reduced > 0
+
+    def _add_gathering_pass(
+        self,
+        kind: PassKind,
+        ahead: int,
+        *,
+        begin: Linear = 0,
+        updated: Sequence[Linear] | None = None,
+        copied: Sequence[Linear] | None = None,
+    ) -> tuple[cp_model.IntVar, list[cp_model.IntVar]]:
+        """Rows of one pass, as those of `Program._add_pass`."""
+        order = range(self.num_blocks)[::-1] if kind.reverse else range(self.num_blocks)
+        if updated is not None:
+            copied, last = [], begin
+            for block in order:
+                last = self._add_copies_of_updated(block, kind, updated[block], last)
+                copied.append(last)
+        rows = _Pass(self, kind, ahead, order, begin, copied)
+        for i in range(len(order)):
+            rows.add_begin(i)
+            rows.add_end(i)
+        return rows.ends[-1], rows.downs[::-1] if kind.reverse else rows.downs
+
+    def _add_copies_of_updated(self, block: int, kind: PassKind, updated: Linear, previous: Linear) -> cp_model.IntVar:
+        """The chain Q, for distances above 1."""
+        copied, copies = self._time(f"Q[{block}]"), self._sum([block], kind.up, on_host=True)
+        self.model.add(copied >= updated + copies)
+        self.model.add(copied >= previous + copies)
+        return copied
+
+
+class _Pass:
+    """One pass, position after position; ``ends`` is E, ``downs`` is D."""
+
+    def __init__(
+        self,
+        program: GatheringRows,
+        kind: PassKind,
+        ahead: int,
+        order: range,
+        begin: Linear,
+        copied: Sequence[Linear] | None,
+    ) -> None:
+        self.program, self.kind, self.ahead, self.order = program, kind, ahead, order
+        self.begin, self.copied, self.add = begin, copied, program.model.add
+        self.gathers, self.reduces = zip(*(program._moves(kind, block) for block in order), strict=True)
+        names = "EUDF"
+        self.ends, self.ups, self.downs, self.works = (
+            [program._time(f"{name}[{block}]") for block in order] for name in names
+        )
+        self.issued: dict[int, cp_model.IntVar] = {}  # A
+        self.gathered: dict[int, cp_model.IntVar] = {}  # G
+        self.reduced: dict[int, cp_model.IntVar] = {}  # N
+        self.net: Linear = begin
+        self.down: Linear = 0
+        self.last = len(order) - 1
+
+    def add_begin(self, i: int) -> None:
+        """The gathers issued at a position, and its work."""
+        before, lane = (self.ends[i - 1], self.ups[i - 1]) if i else (self.begin, self.begin)
+        farthest = [self.ends[i - 1 - self.ahead]] if i - 1 - self.ahead >= 0 else []
+        starts = [before]
+        for at in range(i + (i > 0), min(self.last, i + 1) + 1):
+            if self.gathers[at]:
+                lane = self._add_gather(at, [lane, *farthest], starts[-1])
+                starts.append(self.issued[at])
+        kind = self.kind
+        own = kind.own or (() if self.gathers[i] else kind.up)
+        copies, work = self._sum(i, own), self._sum(i, [name for name in kind.work if name not in self._work_ahead(i)])
+        for earliest in (lane, *farthest):
+            self.add(self.ups[i] >= earliest + copies)
+        starts.append(self.ups[i])
+        if self.gathers[i]:
+            starts.append(self.gathered[i])
+        if self.copied is not None:
+            starts.append(self.copied[i])
+        for start in starts:
+            self.add(self.works[i] >= start + work)
+
+    def _add_gather(self, at: int, lane: Sequence[Linear], before: Linear) -> Linear:
+        """The gather of a block; returns when the up lane is done with what it reads."""
+        program, block = self.program, self.order[at]
+        read, self.issued[at], self.gathered[at] = (program._time(f"{name}[{block}]") for name in "VAG")
+        copies, work, gather = (
+            self._sum(at, names) for names in (self.kind.ahead, self._work_ahead(at), self.kind.gather)
+        )
+        for earliest in lane:
+            self.add(read >= earliest + copies)
+        for earliest in (before, read, *([self.copied[at]] if self.copied is not None else [])):
+            self.add(self.issued[at] >= earliest + work)
+        for earliest in (self.issued[at], self.net):
+            self.add(self.gathered[at] >= earliest + gather)
+        self.net = self.gathered[at]
+        return read
+
+    def add_end(self, i: int) -> None:
+        """The collectives and copies down that follow the work at a position, and the waits."""
+        end, work = self.ends[i], self.works[i]
+        self.add(end >= work)
+        if self.reduces[i]:
+            self.reduced[i] = self.program._time(f"N[{self.order[i]}]")
+            reduce = self._sum(i, self.kind.reduce)
+            for earliest in (work, self.net):
+                self.add(self.reduced[i] >= earliest + reduce)
+            self.net = self.reduced[i]
+        after = [work]
+        for at in (i - 1, *([i] if i == self.last else [])):
+            if at >= 0 and self.reduces[at]:
+                self.add(end >= self.reduced[at])
+                after.append(self.reduced[at])
+                self._add_down(at, after)
+        if not self.reduces[i]:
+            self._add_down(i, after)
+        for at in range(self.last + 1) if i == self.last else (i - self.ahead - 1, i - self.ahead):
+            if at >= 0 and (i == self.last or at + self.reduces[at] + self.ahead == i):
+                self.add(end >= self.downs[at])
+
+    def _add_down(self, at: int, after: Sequence[Linear]) -> None:
+        copies = self._sum(at, self.kind.down)
+        for earliest in (*after, self.down):
+            self.add(self.downs[at] >= earliest + copies)
+        self.down = self.downs[at]
+
+    def _work_ahead(self, at: int) -> tuple[str, ...]:
+        return self.kind.work_ahead if self.gathers[at] else ()
+
+    def _sum(self, at: int, names: Sequence[str]) -> Linear:
+        return self.program._sum([self.order[at]], tuple(names))
