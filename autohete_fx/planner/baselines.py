@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from autohete_fx.ir import Activations, BlockDecision, Optimizer, Overlap, Params, Plan, Problem, Schedule
-from autohete_fx.planner.model.figures import limits_of
+from autohete_fx.planner.model.figures import limits_of, whole_of
 from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.model.simulation import Simulation
 from autohete_fx.planner.search.improve import Search
@@ -118,6 +118,22 @@ def three_integers_on_arrival(problem: Problem) -> Plan:
     return _three_integers(problem, _ON_ARRIVAL, "three-integers-on-arrival")
 
 
+def always_regather(problem: Problem) -> Plan:
+    """ZeRO-3: all ranks' shards are gathered for every forward and again for every backward; nothing leaves the device."""
+    return _best(problem, _with_and_without_recompute([_gathered(problem, keeps=False)]), "always-regather")
+
+
+def always_keep(problem: Problem) -> Plan:
+    """ZeRO-2's traffic: what a forward gathered stays until its backward. With one rank that is what `always_regather` does."""
+    return _best(problem, _with_and_without_recompute([_gathered(problem, keeps=True)]), "always-keep")
+
+
+def _gathered(problem: Problem, *, keeps: bool) -> Decisions:
+    """All blocks at home on the device, those that gather again kept or not."""
+    again = (whole_of(problem, block).gathered_again > 0 for block in range(_count(problem)))
+    return tuple(BlockDecision(keeps_fetched=keeps and problem.training and gathers) for gathers in again)
+
+
 def _three_integers(problem: Problem, schedule: Schedule, status: str) -> Plan:
     overlapping = replace(problem, schedule=schedule)
     count = _count(problem)
@@ -192,3 +208,8 @@ BASELINES: Mapping[str, Callable[[Problem], Plan]] = {
     "three-integers-on-arrival": three_integers_on_arrival,
 }
 """By name."""
+SHARDED_BASELINES: Mapping[str, Callable[[Problem], Plan]] = {
+    "always-regather": always_regather,
+    "always-keep": always_keep,
+}
+"""Likewise, of systems whose ranks hold shards of a model."""

@@ -47,7 +47,7 @@ def plan_table(plan: Plan, costs: Sequence[BlockCost] | None = None) -> str:
         row = [
             run_label([plan.labels[i] for i in indices]),
             _activations(decision, costs[indices[0]] if costs else None),
-            f"{decision.params.value}, kept" if decision.keeps_fetched else decision.params.value,
+            _params(decision, costs[indices[0]] if costs else None),
             _optimizer(decision, costs[indices[0]] if costs else None),
             str(decision.prefetch_distance) if _uses_host(decision) else "-",
         ]
@@ -117,7 +117,7 @@ def _alike(plan: Plan, costs: Sequence[BlockCost] | None) -> Iterator[list[int]]
 
     def key(i: int) -> tuple[object, ...]:
         decision, cost = plan.decisions[i], costs[i] if costs else None
-        shown = (cost.saved_bytes, cost.param_bytes, cost.optimizer_bytes) if cost else ()
+        shown = (cost.saved_bytes, cost.param_bytes, cost.optimizer_bytes, _params(decision, cost)) if cost else ()
         if not _uses_host(decision):
             decision = replace(decision, prefetch_distance=1)  # of no meaning then, and not shown
         return label_pattern(plan.labels[i]), decision, shown
@@ -132,6 +132,15 @@ def _activations(decision: BlockDecision, cost: BlockCost | None) -> str:
         return decision.activations.value
     of = f" of {len(cost.offloadable)}" if cost else " largest"
     return f"{decision.activations.value} {decision.num_offloaded}{of}"
+
+
+def _params(decision: BlockDecision, cost: BlockCost | None) -> str:
+    """``host, kept`` where one fetch does for both passes; where ranks share the block ``device, kept till backward`` or ``device,
+    gathered again``, which without costs nobody knows."""
+    gathers = cost is not None and cost.gathered_again_bytes > 0
+    if decision.keeps_fetched:
+        return f"{decision.params.value}, kept{' till backward' if gathers or decision.params is Params.DEVICE else ''}"
+    return f"{decision.params.value}, gathered again" if gathers else decision.params.value
 
 
 def _optimizer(decision: BlockDecision, cost: BlockCost | None) -> str:

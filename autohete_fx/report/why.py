@@ -124,7 +124,8 @@ def _alternative(plan: Plan, chosen: BlockDecision, other: Alternative) -> _Sent
     more_s, copies_s, least_s = other.step_s - plan.step_s, other.more_copies_s, NO_TIME * plan.step_s
     copies: _Sentence = ()
     if abs(copies_s) > least_s and (abs(more_s) <= least_s or more_s < 0 < copies_s):
-        more_or_less = " more of copies" if copies_s > 0 else " less of copies"
+        moved = "copies and collectives" if any(t.lane is Lane.NET and t.busy_s for t in plan.busy_s) else "copies"
+        more_or_less = f" more of {moved}" if copies_s > 0 else f" less of {moved}"
         copies = " but with " if copies_s > 0 else " with ", _Amount(abs(copies_s), format_seconds), more_or_less
     if abs(more_s) <= least_s:
         return f"{what}, as fast", *copies
