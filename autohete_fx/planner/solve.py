@@ -28,7 +28,7 @@ from autohete_fx.planner.bound.formulation import RELATIVE_GAP, Program
 from autohete_fx.planner.bound.relaxation import Relaxed, branch, relax
 from autohete_fx.planner.infeasible import infeasible, least_peak
 from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE, choices, copies
-from autohete_fx.planner.model.figures import overlap_of, sends_at_once
+from autohete_fx.planner.model.figures import Whole, overlap_of, sends_at_once, whole_of
 from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.reasons import reasons_of
 from autohete_fx.planner.search.anneal import anneal, terms_of
@@ -55,6 +55,8 @@ REPLAYED_BLOCKS_PER_SECOND, WALKED_BLOCKS_PER_SECOND = 1_500_000, 4_000_000
 """Of local search and of annealing on a usual core."""
 SHARED_LANE, SHARED_LANE_BLOCKS = 2, 16
 """Where `figures.sends_at_once`, blocks take that many times as long to replay, or as often as the others go into their number."""
+GATHERING = 2
+"""Where blocks gather, they take that many times as long to replay and to branch on."""
 PROGRAM_BLOCKS = 8
 """For more blocks CP-SAT does not try the integer programs: in the time there is it gets little further than their relaxation."""
 BRANCHED_BLOCKS = 32
@@ -154,7 +156,7 @@ class _Found:
             self._search_on(relaxed)
             return
         with ThreadPoolExecutor(1) as beside:
-            branches = 1 + int(self.time_limit_s * BRANCHES_PER_SECOND / self.num_blocks**2)
+            branches = 1 + int(self.time_limit_s * BRANCHES_PER_SECOND / self.num_blocks**2 / self._slower)
             branched = beside.submit(branch, bounding, branches=branches, deadline=self.deadline)
             self._search_on(relaxed)
             self.bound_s = max(self.bound_s, branched.result())
@@ -180,6 +182,11 @@ class _Found:
     @property
     def _is_done(self) -> bool:
         return self.best_s - self.bound_s <= RELATIVE_GAP * self.best_s or time.monotonic() > self.deadline
+
+    @property
+    def _slower(self) -> int:
+        gathers = any(whole_of(self.problem, block) != Whole() for block in range(self.num_blocks))
+        return GATHERING if gathers else 1
 
     def _search(self, options: Sequence[Sequence[BlockDecision]] | None) -> Search:
         """A search among ``options``, or all choices, and always those of what was found so far."""
@@ -232,6 +239,7 @@ class _Found:
         share *= min(1.0, self.num_blocks / MANY_BLOCKS)
         if sends_at_once(self.problem):
             share /= max(SHARED_LANE, self.num_blocks / SHARED_LANE_BLOCKS)
+        share /= self._slower
         work, enough_s = int(share * self.time_limit_s * WALKED_BLOCKS_PER_SECOND), self.bound_s * (1 + ENOUGH)
         begin = np.array([search.replays.row(each) for each in (self.best, *self.patterns, *self.near)])
         terms = terms_of(search.replays, wasted_s, self.relaxed_s if wasted_s is not None else 0.0)

@@ -1,0 +1,76 @@
+"""Tables, timelines and explanations of plans whose ranks share blocks."""
+
+from dataclasses import replace
+
+from autohete_fx.ir import Alternative, BlockDecision, BlockReasons, Lane, LaneTime, Params, Plan, Problem, Reasons
+from autohete_fx.planner.model.simulate import simulate
+from autohete_fx.planner.solve import solve
+from autohete_fx.report import plan_table, render_timeline
+from autohete_fx.report.why import why
+from tests.planner_problems import MACHINE, cost, problem
+
+AGAIN, KEPT = BlockDecision(), BlockDecision(keeps_fetched=True)
+WHOLE = cost(gathered_bytes=40, gathered_again_bytes=40, reduced_bytes=40)
+
+
+def shared(count: int, rate: float) -> Problem:
+    return problem([WHOLE] * count, machine=replace(MACHINE, net_bytes_per_s=rate), num_ranks=2)
+
+
+def column(table: str, title: str) -> list[str]:
+    header, _, *rows = table.splitlines()
+    at = header.index(title)
+    return [row[at:].split("  ")[0] for row in rows[: rows.index("")]]
+
+
+def test_the_table_says_whether_parameters_are_gathered_again():
+    decisions = (
+        AGAIN,
+        KEPT,
+        BlockDecision(params=Params.HOST),
+        BlockDecision(params=Params.HOST, keeps_fetched=True),
+        AGAIN,
+    )
+    plan = Plan(labels=("embed", "a.0", "b.1", "c.2", "head"), decisions=decisions)
+    assert column(plan_table(plan, [*[WHOLE] * 4, cost()]), "parameters") == [
+        "device, gathered again",
+        "device, kept till backward",
+        "host, gathered again",
+        "host, kept till backward",
+        "device",
+    ]
+    # Without costs nobody knows who gathers, but for what is kept on the device.
+    known = ["device", "device, kept till backward", "host", "host, kept", "device"]
+    assert column(plan_table(plan), "parameters") == known
+
+
+def test_equal_decisions_of_blocks_that_gather_and_do_not_are_two_rows():
+    plan = Plan(labels=("layers.0", "layers.1", "layers.2"), decisions=(AGAIN,) * 3)
+    table = plan_table(plan, [cost(), WHOLE, WHOLE])
+    assert column(table, "parameters") == ["device", "device, gathered again"]
+
+
+def test_the_timeline_has_a_row_for_the_net():
+    rows = render_timeline(simulate(shared(2, 40.0), [AGAIN] * 2).events).splitlines()
+    net = next(row for row in rows if row.startswith("net"))
+    assert "G0" in net and "G1" in net and rows[-1].startswith("G gather") and "reduce" in rows[-1]
+
+
+def test_the_net_lane_is_named_where_it_binds():
+    slow = shared(3, 5.0)
+    plan = solve(slow)
+    assert plan.decisions[1].keeps_fetched
+    told = why(plan).splitlines()
+    assert told[0].startswith("the net lane binds: compute waits")
+    assert any("kept for backward" in line for line in told)
+
+
+def test_an_alternative_with_more_traffic_counts_collectives():
+    other = BlockReasons(num_others=1, next_best=Alternative(decision=AGAIN, step_s=10.0, more_copies_s=0.25))
+    reasons = Reasons(blocks=(other,), memory=(), waits_s=0.0, meanwhile=(), more_bytes=0, more_step_s=10.0)
+    busy_s = tuple(LaneTime(lane=lane, busy_s=1.0) for lane in (Lane.COMPUTE, Lane.NET))
+    plan = Plan(labels=("layers.0",), decisions=(KEPT,), step_s=10.0, busy_s=busy_s, reasons=reasons)
+    assert why(plan).splitlines()[-2:] == [
+        "layers.0: keep, parameters device and kept for backward",
+        "    next best: parameters device, as fast but with 250 ms more of copies and collectives",
+    ]
