@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from autohete_fx.ir import Activations, BlockCost, BlockDecision, Optimizer, Params, Plan, Transfer
+from autohete_fx.ir import Activations, BlockCost, BlockDecision, Lane, Optimizer, Params, Plan, Transfer
 from autohete_fx.ir.labels import label_pattern, run_label
 from autohete_fx.ir.sizes import format_bytes, format_seconds
 
@@ -196,6 +196,7 @@ def _predictions(plan: Plan) -> Iterator[str]:
             f"{time.lane.value} {format_seconds(time.busy_s)}"
             + (f" ({time.busy_s / plan.step_s:.0%})" if plan.step_s else "")
             for time in plan.busy_s
+            if time.busy_s or time.lane is not Lane.NET  # one rank has no net
         )
         yield f"lanes busy      {', '.join(shares)}"
     solved = f", solved in {format_seconds(plan.solve_s)}" if plan.solve_s else ""

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from autohete_fx.ir import Alternative, BlockDecision, BlockReasons, Lane, LaneTime, Params, Plan, Problem, Reasons
+from autohete_fx.planner.baselines import evaluate
 from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.solve import solve
 from autohete_fx.report import plan_table, render_timeline
@@ -48,6 +49,15 @@ def test_equal_decisions_of_blocks_that_gather_and_do_not_are_two_rows():
     plan = Plan(labels=("layers.0", "layers.1", "layers.2"), decisions=(AGAIN,) * 3)
     table = plan_table(plan, [cost(), WHOLE, WHOLE])
     assert column(table, "parameters") == ["device", "device, gathered again"]
+
+
+def test_the_net_is_named_among_the_lanes_where_there_is_one():
+    decisions = (AGAIN,) * 2
+    for given, is_there in ((shared(2, 40.0), True), (replace(shared(2, 40.0), num_ranks=1), False)):
+        busy = next(
+            line for line in plan_table(evaluate(given, decisions, "given")).splitlines() if "lanes busy" in line
+        )
+        assert ("net 3.00 s" in busy) == is_there == ("net" in busy)
 
 
 def test_the_timeline_has_a_row_for_the_net():

@@ -33,8 +33,7 @@ from collections.abc import Sequence
 from ortools.sat.python import cp_model
 
 from autohete_fx.planner.bound.variables import Linear, Variables
-from autohete_fx.planner.model.choices import PassKind
-from autohete_fx.planner.model.figures import whole_of
+from autohete_fx.planner.model.choices import PassKind, slots_of
 
 
 class GatheringRows(Variables):
@@ -42,12 +41,8 @@ class GatheringRows(Variables):
 
     def _gathers(self, kind: PassKind) -> bool:
         """Whether any block gathers or reduces in a pass of that kind."""
-        return bool(kind.gather) and any(any(self._moves(kind, block)) for block in range(self.num_blocks))
-
-    def _moves(self, kind: PassKind, block: int) -> tuple[bool, bool]:
-        """Whether a block gathers, and whether it reduces."""
-        whole = whole_of(self.problem, block)
-        return (whole.gathered_again if kind.reverse else whole.gathered) > 0, kind.reverse and whole.reduced > 0
+        slots = (slots_of(self.problem, block, kind) for block in range(self.num_blocks))
+        return any(each.gathers or each.reduces for each in slots)
 
     def _add_gathering_pass(
         self,
@@ -91,9 +86,9 @@ class _Pass:
         begin: Linear,
         copied: Sequence[Linear] | None,
     ) -> None:
-        self.program, self.kind, self.ahead, self.order = program, kind, ahead, order
+        self.program, self.ahead, self.order = program, ahead, order
         self.begin, self.copied, self.add = begin, copied, program.model.add
-        self.gathers, self.reduces = zip(*(program._moves(kind, block) for block in order), strict=True)
+        self.slots = [slots_of(program.problem, block, kind) for block in order]
         names = "EUDF"
         self.ends, self.ups, self.downs, self.works = (
             [program._time(f"{name}[{block}]") for block in order] for name in names
@@ -111,16 +106,15 @@ class _Pass:
         farthest = [self.ends[i - 1 - self.ahead]] if i - 1 - self.ahead >= 0 else []
         starts = [before]
         for at in range(i + (i > 0), min(self.last, i + 1) + 1):
-            if self.gathers[at]:
+            if self.slots[at].gathers:
                 lane = self._add_gather(at, [lane, *farthest], starts[-1])
                 starts.append(self.issued[at])
-        kind = self.kind
-        own = kind.own or (() if self.gathers[i] else kind.up)
-        copies, work = self._sum(i, own), self._sum(i, [name for name in kind.work if name not in self._work_ahead(i)])
+        slots = self.slots[i]
+        copies, work = self._sum(i, slots.up), self._sum(i, (*slots.work, *slots.work_first))
         for earliest in (lane, *farthest):
             self.add(self.ups[i] >= earliest + copies)
         starts.append(self.ups[i])
-        if self.gathers[i]:
+        if self.slots[i].gathers:
             starts.append(self.gathered[i])
         if self.copied is not None:
             starts.append(self.copied[i])
@@ -131,9 +125,8 @@ class _Pass:
         """The gather of a block; returns when the up lane is done with what it reads."""
         program, block = self.program, self.order[at]
         read, self.issued[at], self.gathered[at] = (program._time(f"{name}[{block}]") for name in "VAG")
-        copies, work, gather = (
-            self._sum(at, names) for names in (self.kind.ahead, self._work_ahead(at), self.kind.gather)
-        )
+        slots = self.slots[at]
+        copies, work, gather = (self._sum(at, names) for names in (slots.ahead, slots.work_ahead, slots.gather))
         for earliest in lane:
             self.add(read >= earliest + copies)
         for earliest in (before, read, *([self.copied[at]] if self.copied is not None else [])):
@@ -147,32 +140,29 @@ class _Pass:
         """The collectives and copies down that follow the work at a position, and the waits."""
         end, work = self.ends[i], self.works[i]
         self.add(end >= work)
-        if self.reduces[i]:
+        if self.slots[i].reduces:
             self.reduced[i] = self.program._time(f"N[{self.order[i]}]")
-            reduce = self._sum(i, self.kind.reduce)
+            reduce = self._sum(i, self.slots[i].reduce)
             for earliest in (work, self.net):
                 self.add(self.reduced[i] >= earliest + reduce)
             self.net = self.reduced[i]
         after = [work]
         for at in (i - 1, *([i] if i == self.last else [])):
-            if at >= 0 and self.reduces[at]:
+            if at >= 0 and self.slots[at].reduces:
                 self.add(end >= self.reduced[at])
                 after.append(self.reduced[at])
                 self._add_down(at, after)
-        if not self.reduces[i]:
+        if not self.slots[i].reduces:
             self._add_down(i, after)
         for at in range(self.last + 1) if i == self.last else (i - self.ahead - 1, i - self.ahead):
-            if at >= 0 and (i == self.last or at + self.reduces[at] + self.ahead == i):
+            if at >= 0 and (i == self.last or at + self.slots[at].reduces + self.ahead == i):
                 self.add(end >= self.downs[at])
 
     def _add_down(self, at: int, after: Sequence[Linear]) -> None:
-        copies = self._sum(at, self.kind.down)
+        copies = self._sum(at, (*self.slots[at].down, *self.slots[at].late))
         for earliest in (*after, self.down):
             self.add(self.downs[at] >= earliest + copies)
         self.down = self.downs[at]
 
-    def _work_ahead(self, at: int) -> tuple[str, ...]:
-        return self.kind.work_ahead if self.gathers[at] else ()
-
-    def _sum(self, at: int, names: Sequence[str]) -> Linear:
-        return self.program._sum([self.order[at]], tuple(names))
+    def _sum(self, at: int, names: tuple[str, ...]) -> Linear:
+        return self.program._sum([self.order[at]], names)

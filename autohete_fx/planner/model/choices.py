@@ -152,7 +152,7 @@ class Durations:
     Attributes:
         forward_work, backward_work: on compute, recomputation included.
         forward_up, backward_up: copies up that a pass needs: parameters, in backward also reloaded activations.
-        backward_own, backward_ahead: of ``backward_up``, what the block itself waits for, and what its gather does.
+        reload, fetch_again: of ``backward_up``, activations and parameters.
         forward_down, backward_down: copies down that a pass makes: offloaded activations, in backward gradients.
         update_work, update_up, update_down: of the pass that waits for updates, on top of a forward where it is one:
             on compute a streamed update, up what it streams or an upload, down what it streams.
@@ -167,8 +167,8 @@ class Durations:
     backward_work: float = 0.0
     backward_up: float = 0.0
     backward_down: float = 0.0
-    backward_own: float = 0.0
-    backward_ahead: float = 0.0
+    reload: float = 0.0
+    fetch_again: float = 0.0
     update_work: float = 0.0
     update_up: float = 0.0
     update_down: float = 0.0
@@ -237,8 +237,8 @@ BACKWARD_PASS = PassKind(
     down=("backward_down",),
     gather=("backward_gather",),
     reduce=("reduce",),
-    own=("backward_own",),
-    ahead=("backward_ahead",),
+    own=("reload",),
+    ahead=("fetch_again",),
 )
 UPDATES_PASS = PassKind(reverse=False, work=("update_work",), up=("update_up",), down=("update_down",))
 FORWARD_AND_UPDATES_PASS = PassKind(
@@ -250,6 +250,59 @@ FORWARD_AND_UPDATES_PASS = PassKind(
     ahead=("forward_up", "update_up"),
     work_ahead=("update_work",),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slots:
+    """The durations of one block in a pass, by the order in which the program has them, names as in `Durations`.
+
+    Attributes:
+        ahead: copies up that its gather waits for, a block before the block itself.
+        work_ahead: work before the gather; ``work_first`` where it has none, which others' gathers wait for.
+        gather: on net, for which the block waits.
+        up: copies up that the block itself waits for.
+        work: on compute.
+        reduce: on net, waited for a block later.
+        down: copies down after the work; ``late`` where they wait for the reduce.
+    """
+
+    ahead: tuple[str, ...]
+    work_ahead: tuple[str, ...]
+    gather: tuple[str, ...]
+    work_first: tuple[str, ...]
+    up: tuple[str, ...]
+    work: tuple[str, ...]
+    reduce: tuple[str, ...]
+    down: tuple[str, ...]
+    late: tuple[str, ...]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the block gathers in this pass, unless what it gathered is kept."""
+        return bool(self.gather)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it reduces in this pass."""
+        return bool(self.reduce)
+
+
+def slots_of(problem: Problem, block: int, kind: PassKind) -> Slots:
+    """The order of a block's work in a pass: the one statement of what collectives put ahead and what they make late."""
+    whole = whole_of(problem, block)
+    gathers = bool(kind.gather) and (whole.gathered_again if kind.reverse else whole.gathered) > 0
+    reduces = bool(kind.reduce) and whole.reduced > 0
+    return Slots(
+        ahead=kind.ahead if gathers else (),
+        work_ahead=kind.work_ahead if gathers else (),
+        gather=kind.gather if gathers else (),
+        work_first=() if gathers else kind.work_ahead,
+        up=kind.own if gathers else kind.up,
+        work=tuple(name for name in kind.work if name not in kind.work_ahead),
+        reduce=kind.reduce if reduces else (),
+        down=() if reduces else kind.down,
+        late=kind.down if reduces else (),
+    )
 
 
 def durations(problem: Problem, block: int, decision: BlockDecision) -> Durations:
@@ -271,7 +324,7 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
     offloaded = activations.offloaded_bytes, activations.offloaded_tensors
     offload_s = down_s(*offloaded)
     reload_s, fetch_again_s = up_s(*offloaded), 0.0 if decision.keeps_fetched else fetch_s
-    backward_up_s, feeds = reload_s + fetch_again_s, whole.gathered_again > 0
+    backward_up_s = reload_s + fetch_again_s
     gradient_bytes = cost.part_at(cost.grad_bytes, decision, *UPDATED_ON_HOST)
     gradients_s = down_s(gradient_bytes, cost.tensors_at(decision, *UPDATED_ON_HOST))
     upload_s, states_s = up_s(uploaded_bytes(cost, decision)), up_s(streamed_bytes(cost, decision))
@@ -282,8 +335,8 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
         backward_work=cost.backward_s + activations.recompute_s + machine.copy_share * (backward_up_s + gradients_s),
         backward_up=backward_up_s,
         backward_down=gradients_s,
-        backward_own=reload_s if feeds else backward_up_s,
-        backward_ahead=fetch_again_s if feeds else 0.0,
+        reload=reload_s,
+        fetch_again=fetch_again_s,
         update_work=device_update_s(problem, block, decision, Optimizer.STREAMED),
         update_up=upload_s + states_s,
         update_down=down_s(streamed_bytes(cost, decision)),

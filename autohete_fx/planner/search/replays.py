@@ -26,6 +26,7 @@ from autohete_fx.planner.model.choices import (
     choices,
     copies,
     durations,
+    slots_of,
 )
 from autohete_fx.planner.model.device_use import device_bytes
 from autohete_fx.planner.model.figures import (
@@ -82,7 +83,6 @@ class Replays:
         self.device_update, self.host_update = self._took["device_update"], self._took["host_update"]
         self.copies_s, *elsewhere, on_host = tables[len(self._took) :]
         self.elsewhere = np.stack(elsewhere).astype(np.int64)
-        self.whole = [whole_of(problem, block) for block in range(n)]
         self.tables = self._pass_tables(on_host > 0)
 
     def _pass_tables(self, on_host: NDArray[np.bool_]) -> Tables:
@@ -101,7 +101,7 @@ class Replays:
                 kinds.append(FORWARD_PASS)
         waits = on_host & (self.host_update > 0) & (updated_up > 0)
         lanes = np.stack(passes)
-        gathering = self._gathering(lanes, kinds) if any(whole != Whole() for whole in self.whole) else None
+        gathering = self._gathering(lanes, kinds)
         return Tables(
             rules=Rules(
                 training=problem.training,
@@ -118,31 +118,27 @@ class Replays:
             gathering=gathering,
         )
 
-    def _gathering(self, lanes: Seconds, kinds: Sequence[PassKind]) -> Gathering:
-        """The figures of passes with collectives. What is in them goes from ``lanes``."""
+    def _gathering(self, lanes: Seconds, kinds: Sequence[PassKind]) -> Gathering | None:
+        """The figures of passes with collectives, which go from ``lanes``; None where nothing is gathered or reduced."""
+        problem, blocks = self.problem, range(self.num_blocks)
+        if all(whole_of(problem, block) == Whole() for block in blocks):
+            return None
+        took = {**self._took, "update_up": self._took["update_up"] * (not sends_at_once(problem))}
         found = np.zeros((len(kinds), GATHERING_KINDS, *lanes.shape[2:]))
-        leads = np.array([[whole.gathered > 0, whole.gathered_again > 0] for whole in self.whole]).T[..., None]
-        reduces = np.array([whole.reduced > 0 for whole in self.whole])[:, None]
-        for kind, of_pass, (work, up, down) in zip(kinds, found, lanes, strict=True):
-            ahead, late, work_ahead, work_first, gather, reduce = of_pass
-            lead = leads[int(kind.reverse)] if kind.gather else np.zeros_like(reduces)
-            before = sum(self._took[name] for name in kind.work_ahead)
-            work_ahead[:], work_first[:] = np.where(lead, before, 0.0), np.where(lead, 0.0, before)
-            if kind.work_ahead:
-                work[:] = self.forward[0]
-            ahead[:] = self._took["backward_ahead"] if kind.reverse else np.where(lead, up, 0.0)
-            up[:] = self._took["backward_own"] if kind.reverse else np.where(lead, 0.0, up)
-            gather[:] = sum((self._took[name] for name in kind.gather), np.zeros_like(gather))
-            if kind.reverse:
-                reduce[:], late[:] = self._took["reduce"], np.where(reduces, down, 0.0)
-                down[:] = np.where(reduces, 0.0, down)
+        for kind, own, of_all in zip(kinds, found, lanes, strict=True):
+            for block in blocks:
+                s = slots_of(problem, block, kind)
+                parts = s.ahead, s.late, s.work_ahead, s.work_first, s.gather, s.reduce, s.work, s.up, s.down
+                for figures, names in zip((*own, *of_all), parts, strict=True):
+                    figures[block] = sum(took[name][block] for name in names)
+        leads = np.array([slots_of(problem, block, FORWARD_PASS).gathers for block in blocks])
         forwards = np.array([not kind.reverse for kind in kinds])
-        waits_first = not leads[0].all() and bool(((lanes[forwards, 1] > 0) & ~leads[0]).any() or found[:, 3].any())
+        others_wait = (lanes[forwards, 1] > 0).any(axis=(0, 2)) | found[:, 3].any(axis=(0, 2))
         return Gathering(
             figures=found,
-            leads=leads[0, :, 0],
-            reduces=reduces[:, 0],
-            forwards=forwards if waits_first else None,
+            leads=leads,
+            reduces=np.array([slots_of(problem, block, BACKWARD_PASS).reduces for block in blocks]),
+            forwards=forwards if (others_wait & ~leads).any() else None,
         )
 
     def _figures(self, block: int, options: Sequence[BlockDecision], width: int) -> NDArray[np.float64]:
