@@ -6,6 +6,7 @@ Thin: it parses, calls and prints.
 import argparse
 import dataclasses
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -15,21 +16,40 @@ import torch
 
 from autohete_fx.compiler.problem import with_disk
 from autohete_fx.errors import AutoHeteError, OptionError
-from autohete_fx.ir import Machine, Overlap, Plan, Schedule
-from autohete_fx.machine.devices import DEVICES, RESERVE_SHARE, find_device, machine_of_spec
+from autohete_fx.ir import Machine, Overlap, Plan, Problem, Schedule
+from autohete_fx.machine.described import link_text, machine_text
+from autohete_fx.machine.devices import (
+    DEVICES,
+    NODE_GB_PER_S,
+    RESERVE_SHARE,
+    find_device,
+    machine_of_spec,
+    net_of_spec,
+)
 from autohete_fx.machine.link import Link, measure_link
 from autohete_fx.machine.measure import measure_machine
 from autohete_fx.machine.net import Exchange, measure_net, ranks_of_job
 from autohete_fx.options import Options, Share, Size, parse_size, resolve_bytes
-from autohete_fx.report import format_bytes, format_count, format_seconds, plan_table
+from autohete_fx.report import format_bytes, plan_table
 from autohete_fx.report.plots import require_matplotlib
 from autohete_fx.report.why import why
 from autohete_fx.runtime.shard.ranks import Ranks
 from autohete_fx.runtime.tiers.host import host_view, open_tier
 from autohete_fx.whatif.architectures import ARCHITECTURES
 from autohete_fx.whatif.blueprint import read_model
-from autohete_fx.whatif.predict import predict, sweep_budgets, with_more
-from autohete_fx.whatif.report import Setting, draw_sweep, prediction_json, prediction_text, sweep_json, sweep_text
+from autohete_fx.whatif.depth import TracedStep
+from autohete_fx.whatif.job import Job
+from autohete_fx.whatif.predict import Scaling, predict, predict_if_any, sweep_budgets, with_more
+from autohete_fx.whatif.report import (
+    Setting,
+    draw_sweep,
+    prediction_json,
+    prediction_text,
+    scaling_json,
+    scaling_text,
+    sweep_json,
+    sweep_text,
+)
 from autohete_fx.whatif.trace import trace_model
 
 __all__ = ["main"]
@@ -37,8 +57,8 @@ __all__ = ["main"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 _HOST_SHARE = Share(0.9)
 """Of the host's memory, what homes may take unless told otherwise."""
-_POINTS = 10
-"""Budgets of a sweep unless told otherwise."""
+_POINTS, _MOST_RANKS = 10, 8
+"""Budgets of a sweep, and where one of ranks ends, unless told otherwise."""
 _EXPLAIN = "also say why: what binds, and for each block what else could have been chosen and what that would cost"
 
 
@@ -89,18 +109,39 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     plan.add_argument(
         "model", metavar="MODEL", help="a name, a JSON file of a transformers config, or file.py:factory (see below)"
     )
-    plan.add_argument("--batch", type=_positive, metavar="N", default=8, help="sequences per micro-batch (default: 8)")
+    plan.add_argument(
+        "--batch", type=_positive, metavar="N", default=8, help="sequences per micro-batch of each rank (default: 8)"
+    )
     plan.add_argument("--seq", type=_positive, metavar="N", default=1024, help="tokens per sequence (default: 1024)")
     where = plan.add_mutually_exclusive_group(required=True)
     where.add_argument("--device", metavar="NAME", help="a device that ships, such as a100-40g, h100, 4090")
     where.add_argument("--machine", metavar="FILE", help="a machine that `autohete doctor --save` measured")
     plan.add_argument(
+        "--ranks",
+        type=_positive,
+        metavar="N",
+        help="devices that train the model together, each with its shards and a batch of its own (default: 1); of --sweep ranks the"
+        f" most (default: {_MOST_RANKS})",
+    )
+    plan.add_argument(
+        "--nodes", type=_positive, metavar="N", default=1, help="machines that the ranks are on, evenly (default: 1)"
+    )
+    plan.add_argument(
+        "--node-rate",
+        type=_rate,
+        metavar="GB/S",
+        default=NODE_GB_PER_S,
+        help="what each rank's network adapter sends to other nodes, in 10^9 bytes a second (default: %(default)g)",
+    )
+    plan.add_argument(
         "--budget",
         metavar="SIZE",
-        help=f"peak device memory: 24GiB, 60%%, ... (default: the capacity less {100 * RESERVE_SHARE:.0f}%%, for what CUDA"
-        " and the allocator take)",
+        help=f"peak device memory of each rank: 24GiB, 60%%, ... (default: the capacity less {100 * RESERVE_SHARE:.0f}%%, for what"
+        " CUDA and the allocator take)",
     )
-    plan.add_argument("--host-budget", metavar="SIZE", help="host memory for what is offloaded (default: 90%% of it)")
+    plan.add_argument(
+        "--host-budget", metavar="SIZE", help="host memory for what one rank offloads (default: 90%% of its part)"
+    )
     plan.add_argument(
         "--dtype",
         choices=tuple(_DTYPES),
@@ -120,7 +161,11 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help="what updates on the host overlap: nothing, the next forward, or the backward too (default: %(default)s, as AdamW)",
     )
     plan.add_argument("--clip", action="store_true", help="gradients are clipped by their global norm")
-    plan.add_argument("--sweep", choices=("budget",), help="solve for a range of budgets instead of one")
+    plan.add_argument(
+        "--sweep",
+        choices=("budget", "ranks"),
+        help="solve for a range of budgets, or of numbers of ranks, instead of one",
+    )
     plan.add_argument("--points", type=_positive, metavar="N", help=f"budgets of a sweep (default: {_POINTS})")
     plan.add_argument("--plot", metavar="FILE.png", help="draw the sweep (needs matplotlib)")
     plan.add_argument("--explain", action="store_true", help=_EXPLAIN)
@@ -143,50 +188,21 @@ def _positive(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
+    return _more_than_0(text, "seconds")
+
+
+def _rate(text: str) -> float:
+    return _more_than_0(text, "gigabytes a second")
+
+
+def _more_than_0(text: str, unit: str) -> float:
     try:
-        seconds = float(text)
+        value = float(text)
     except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
-    return seconds
-
-
-def machine_text(machine: Machine) -> str:
-    """Capacities and rates of a machine, one a line."""
-    tiers = (("device memory", machine.device_bytes), ("host memory", machine.host_bytes), ("disk", machine.disk_bytes))
-    rates = (
-        ("copy to device", machine.h2d_bytes_per_s),
-        ("copy to host", machine.d2h_bytes_per_s),
-        ("device memory", machine.device_bytes_per_s),
-        ("disk", machine.disk_bytes_per_s),
-        ("link to other ranks", machine.net_bytes_per_s),
-    )
-    updates = (("on the device", machine.device_update_params_per_s), ("on the host", machine.host_update_params_per_s))
-    return "\n".join(
-        [
-            f"{machine.device_name} ({machine.device_type})",
-            *(f"  {name:<28}{format_bytes(num_bytes)}" for name, num_bytes in tiers if num_bytes),
-            *(f"  {f'matmul, {dtype}':<28}{rate / 1e12:.3g} TFLOP/s" for dtype, rate in machine.device_flops_per_s),
-            *(f"  {f'{name}, bandwidth':<28}{format_bytes(rate)}/s" for name, rate in rates if rate),
-            *(f"  {f'AdamW {where}':<28}{format_count(rate)} parameters/s" for where, rate in updates if rate),
-            f"  {'latency of a transfer':<28}{format_seconds(machine.latency_s)}",
-            *(
-                [f"  {'latency between ranks':<28}{format_seconds(machine.net_latency_s)}"]
-                if machine.net_bytes_per_s
-                else []
-            ),
-        ]
-    )
-
-
-def link_text(link: Link | None) -> str:
-    """The figures of a link beside single copies, one a line."""
-    names = ("both ways at once", "kernel reads host memory", "kernel writes host memory")
-    if link is None:
-        return "\n".join(f"  {name:<28}not applicable: a CPU device has one memory with its host" for name in names)
-    rates = (link.both_ways_bytes_per_s, link.kernel_reads_bytes_per_s, link.kernel_writes_bytes_per_s)
-    return "\n".join(f"  {name:<28}{format_bytes(rate)}/s" for name, rate in zip(names, rates, strict=True))
+        value = 0.0
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of {unit}")
+    return value
 
 
 def link_of(device: torch.device) -> Link | None:
@@ -219,6 +235,8 @@ def _doctor(parsed: argparse.Namespace) -> str:
         ranks.exchange(None)  # or this rank's work would slow down what the first one measures
         measure_net(ranks, device, _exchange(ranks))
         return ""
+    if ranks is not None:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # torchrun leaves one; plans divide what all of them do
     machine, link = measure_machine(device, offload_dir=offload_dir), link_of(device)
     if ranks is not None:
         ranks.exchange(None)
@@ -241,46 +259,13 @@ def _save(value: Machine | Plan, path: str) -> None:
 
 
 def _plan(parsed: argparse.Namespace) -> str:
-    for option, given in (("--plot", parsed.plot), ("--points", parsed.points)):
-        if given and not parsed.sweep:
-            raise OptionError(f"{option} is about a sweep; give --sweep budget too")
-    if parsed.save and parsed.sweep:
-        raise OptionError("--save writes one plan, and a sweep makes several; leave one of the two out")
-    if parsed.explain and parsed.sweep:
-        raise OptionError("--explain explains one plan, and a sweep makes several; leave one of the two out")
-    for option, path in (("--plot", parsed.plot), ("--save", parsed.save)):
-        if path and (Path(path).is_dir() or not Path(path).parent.is_dir()):  # said now, not when all is solved
-            raise OptionError(f"cannot write {path!r}; give {option} a file in a directory that exists")
-    if parsed.plot:
-        require_matplotlib()
-    machine, source, peak_flops_per_s, peak_name = _machine_for(parsed)
-    device_budget_bytes, host_budget_bytes = _budgets(parsed, machine)
-    dtype = _DTYPES[parsed.dtype] if parsed.dtype else None
-    blueprint = read_model(parsed.model, batch=parsed.batch, seq=parsed.seq, dtype=dtype)
-    began = time.perf_counter()
-    step = trace_model(blueprint, machine, Options(micro_batches=parsed.micro_batches))
-    batch, seq = step.batch
-    setting = Setting(
-        model=parsed.model,
-        batch=batch,
-        seq=seq,
-        dtype=parsed.dtype or ("bf16" if blueprint.num_layers else "its own dtype"),
-        source=source,
-        peak_flops_per_s=peak_flops_per_s,
-        peak_name=peak_name,
-        traced_layers=step.traced_layers,
-        trace_s=time.perf_counter() - began,
-    )
-    problem = with_disk(
-        dataclasses.replace(
-            step.problem,
-            device_budget_bytes=device_budget_bytes,
-            host_budget_bytes=host_budget_bytes,
-            schedule=Schedule(overlap=Overlap(parsed.overlap)),
-            clips_gradients=parsed.clip,
-        )
-    )
-    tokens, limit_s = batch * seq, parsed.time_limit
+    _check(parsed)
+    if parsed.sweep == "ranks":
+        return _scaling(parsed)
+    job = Job(num_ranks=parsed.ranks or 1, num_nodes=parsed.nodes, node_bytes_per_s=parsed.node_rate * 1e9)
+    asked = _ask(parsed, job)
+    step, problem, setting = asked.step, asked.problem, asked.setting
+    tokens, limit_s = setting.batch * setting.seq, parsed.time_limit
     if parsed.sweep:
         sweep = sweep_budgets(step, problem, tokens=tokens, num_points=parsed.points or _POINTS, time_limit_s=limit_s)
         if parsed.plot:
@@ -295,17 +280,108 @@ def _plan(parsed: argparse.Namespace) -> str:
     return prediction_text(setting, given, more, explain=parsed.explain)
 
 
-def _machine_for(parsed: argparse.Namespace) -> tuple[Machine, str, float, str]:
-    """The machine, where its figures come from, and the rate that utilization refers to, with its name."""
+def _check(parsed: argparse.Namespace) -> None:
+    """Raise OptionError where options do not go together, before anything is traced."""
+    for option, given in (("--plot", parsed.plot), ("--points", parsed.points)):
+        if given and parsed.sweep != "budget":
+            raise OptionError(f"{option} is about a sweep of budgets; give --sweep budget too")
+    for option, given, verb in (("--save", parsed.save, "writes"), ("--explain", parsed.explain, "explains")):
+        if given and parsed.sweep:
+            raise OptionError(f"{option} {verb} one plan, and a sweep makes several; leave one of the two out")
+    if parsed.sweep == "ranks" and parsed.nodes > 1:
+        raise OptionError(
+            f"--sweep ranks was given with --nodes {parsed.nodes}. Expected was one node, on which the sweep puts all ranks. Leave"
+            " --nodes out, or --sweep"
+        )
+    for option, path in (("--plot", parsed.plot), ("--save", parsed.save)):
+        if path and (Path(path).is_dir() or not Path(path).parent.is_dir()):  # said now, not when all is solved
+            raise OptionError(f"cannot write {path!r}; give {option} a file in a directory that exists")
+    if parsed.plot:
+        require_matplotlib()
+
+
+def _scaling(parsed: argparse.Namespace) -> str:
+    """The sweep over numbers of ranks, from one on by doubling."""
+    most = parsed.ranks or _MOST_RANKS
+    counts = tuple(1 << n for n in range(most.bit_length()))
+    jobs = [Job(num_ranks=count) for count in counts]
+    for job in jobs:
+        _machine_for(parsed, job)  # refuses now, not when the first ones are solved
+    asked = [_ask(parsed, job) for job in jobs]
+    setting, limit_s = asked[-1].setting, parsed.time_limit
+    tokens = setting.batch * setting.seq
+    points = tuple(predict_if_any(a.step, a.problem, tokens=tokens, time_limit_s=limit_s) for a in asked)
+    if not any(points):
+        predict(
+            asked[-1].step, asked[-1].problem, "planned", tokens=tokens, time_limit_s=limit_s
+        )  # raises, and says why
+    scaling = Scaling(num_ranks=counts, points=points)
+    return scaling_json(setting, scaling) if parsed.json else scaling_text(setting, scaling)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """A step of one rank as the options ask for it."""
+
+    step: TracedStep
+    problem: Problem
+    setting: Setting
+
+
+def _ask(parsed: argparse.Namespace, job: Job) -> _Asked:
+    machine, source, peak_flops_per_s, peak_name = _machine_for(parsed, job)
+    device_budget_bytes, host_budget_bytes = _budgets(parsed, machine)
+    dtype = _DTYPES[parsed.dtype] if parsed.dtype else None
+    blueprint = read_model(parsed.model, batch=parsed.batch, seq=parsed.seq, dtype=dtype)
+    began = time.perf_counter()
+    step = trace_model(blueprint, machine, Options(micro_batches=parsed.micro_batches), job.num_ranks)
+    batch, seq = step.batch
+    setting = Setting(
+        model=parsed.model,
+        batch=batch,
+        seq=seq,
+        dtype=parsed.dtype or ("bf16" if blueprint.num_layers else "its own dtype"),
+        source=source,
+        peak_flops_per_s=peak_flops_per_s,
+        peak_name=peak_name,
+        traced_layers=step.traced_layers,
+        trace_s=time.perf_counter() - began,
+        num_nodes=job.num_nodes,
+    )
+    problem = with_disk(
+        dataclasses.replace(
+            step.problem,
+            device_budget_bytes=device_budget_bytes,
+            host_budget_bytes=host_budget_bytes,
+            schedule=Schedule(overlap=Overlap(parsed.overlap)),
+            clips_gradients=parsed.clip,
+        )
+    )
+    return _Asked(step=step, problem=problem, setting=setting)
+
+
+def _machine_for(parsed: argparse.Namespace, job: Job) -> tuple[Machine, str, float, str]:
+    """The machine of one rank, where its figures come from, and the rate that utilization refers to, with its name."""
     dtype = str(_DTYPES[parsed.dtype or "bf16"]).removeprefix("torch.")
     if parsed.machine:
         machine = Machine.load(parsed.machine)
         rate = machine.flops_per_s(dtype)
-        return machine, f"measured ({parsed.machine})", rate, f"the measured {rate / 1e12:.3g} TFLOP/s"
+        return (
+            job.machine_of(machine, None),
+            f"measured ({parsed.machine})",
+            rate,
+            f"the measured {rate / 1e12:.3g} TFLOP/s",
+        )
     spec, tf32 = find_device(parsed.device), parsed.dtype == "tf32"
     peak = spec.peak_flops_per_s(dtype, tf32=tf32)
-    source = f"from its data sheet ({spec.link.name}; host assumed: {spec.host.name})"
-    return machine_of_spec(spec, tf32=tf32), source, peak, f"the data sheet's {peak / 1e12:.4g} TFLOP/s (MFU)"
+    net = f", {net_of_spec(spec).name} between ranks" if job.num_ranks > 1 else ""
+    source = f"from its data sheet ({spec.link.name}{net}; host assumed: {spec.host.name})"
+    return (
+        job.machine_of(machine_of_spec(spec, tf32=tf32), spec),
+        source,
+        peak,
+        f"the data sheet's {peak / 1e12:.4g} TFLOP/s (MFU)",
+    )
 
 
 def _budgets(parsed: argparse.Namespace, machine: Machine) -> tuple[int, int]:

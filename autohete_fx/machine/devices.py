@@ -379,12 +379,6 @@ def net_of_spec(spec: DeviceSpec) -> Net:
     )
 
 
-def net_gb_per_s(spec: DeviceSpec, *, num_ranks: int, num_nodes: int, node_gb_per_s: float = NODE_GB_PER_S) -> float:
-    """GB/s that one rank sends while all ranks gather: as within a node, or what the adapters of its node let through."""
-    inside = net_of_spec(spec).reached_gb_per_s
-    return inside if num_nodes == 1 else min(inside, node_gb_per_s * (num_ranks // num_nodes))
-
-
 def machine_of_rank(machine: Machine, *, ranks_of_node: int, net_bytes_per_s: float, net_latency_s: float) -> Machine:
     """One rank's part of a machine: its own device and link, an even part of the host, and a link to the others."""
     return replace(

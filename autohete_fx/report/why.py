@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from autohete_fx.ir.decision import BlockDecision, Optimizer
 from autohete_fx.ir.labels import label_pattern, run_label
-from autohete_fx.ir.lane import Lane
+from autohete_fx.ir.lane import Lane, LaneTime
 from autohete_fx.ir.plan import Plan
 from autohete_fx.ir.reasons import NO_TIME, Alternative, Memory, MemoryUse, Reasons
 from autohete_fx.ir.sizes import format_bytes, format_seconds
@@ -66,11 +66,24 @@ def why(plan: Plan) -> str:
 # -- what binds ------------------------------------------------------------------------------------------------------
 
 
+def binding_lane(plan: Plan) -> Lane | None:
+    """The lane that a step waits for most. None where no reasons are known."""
+    if plan.reasons is None:
+        return None
+    longest_first = _longest_first(plan.reasons)
+    is_waiting = bool(longest_first) and plan.reasons.waits_s > _WAITING * plan.step_s
+    return longest_first[0].lane if is_waiting else Lane.COMPUTE
+
+
+def _longest_first(reasons: Reasons) -> list[LaneTime]:
+    return sorted(reasons.meanwhile, key=lambda time: -time.busy_s)
+
+
 def _lanes(plan: Plan, reasons: Reasons) -> str:
     step, working = format_seconds(plan.step_s), {time.lane: time.busy_s for time in plan.busy_s}
-    longest_first = sorted(reasons.meanwhile, key=lambda time: -time.busy_s)
+    longest_first = _longest_first(reasons)
     meanwhile = ", ".join(f"{time.lane.value} works {format_seconds(time.busy_s)}" for time in longest_first)
-    if longest_first and reasons.waits_s > _WAITING * plan.step_s:
+    if binding_lane(plan) is not Lane.COMPUTE:
         return (
             f"the {longest_first[0].lane.value} lane binds: compute waits {format_seconds(reasons.waits_s)} of the {step} step"
             f" ({reasons.waits_s / plan.step_s:.0%}); meanwhile {meanwhile}"

@@ -9,6 +9,7 @@ import dataclasses
 import time
 from dataclasses import dataclass
 
+from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.ir import Overlap, Plan, Problem
 from autohete_fx.planner.baselines import BASELINES, evaluate, fits
 from autohete_fx.planner.infeasible import least_peak
@@ -24,8 +25,8 @@ class Prediction:
     Attributes:
         name: what distinguishes it, such as ``2x host link``.
         problem, plan: see there.
-        tokens: of one optimizer step, all its micro-batches.
-        flops: of one optimizer step, without recomputation.
+        tokens: of one optimizer step, all its micro-batches and all ranks.
+        flops: of one optimizer step on one rank, without recomputation.
         num_params: of the model.
     """
 
@@ -38,7 +39,7 @@ class Prediction:
 
     @property
     def tokens_per_s(self) -> float:
-        """Predicted training throughput."""
+        """Predicted training throughput of all ranks."""
         return self.tokens / self.plan.step_s
 
     def utilization(self, peak_flops_per_s: float) -> float:
@@ -50,7 +51,7 @@ class Prediction:
 
 
 def predict(step: TracedStep, problem: Problem, name: str, *, tokens: int, time_limit_s: float) -> Prediction:
-    """Solve one problem of a traced step; ``tokens`` of one micro-batch. Raises InfeasiblePlanError."""
+    """Solve one problem of a traced step; ``tokens`` of one micro-batch of one rank. Raises InfeasiblePlanError."""
     return _prediction(step, problem, name, tokens, solve(problem, time_limit_s=time_limit_s))
 
 
@@ -60,15 +61,15 @@ def _prediction(step: TracedStep, problem: Problem, name: str, tokens: int, plan
         name=name,
         problem=problem,
         plan=plan,
-        tokens=times * tokens,
+        tokens=times * problem.num_ranks * tokens,
         flops=times * sum(step.flops),
         num_params=step.num_params,
     )
 
 
 def with_more(step: TracedStep, given: Prediction, *, time_limit_s: float) -> list[Prediction]:
-    """The gain from more of each resource: a quarter more device memory, twice the host link, twice the CPU's updates; and where
-    updates begin at the step what it would to let them begin in backward."""
+    """The gain from more of each resource: a quarter more device memory, twice the host link, twice the CPU's updates, of several
+    ranks twice the link between them; and where updates begin at the step what it would to let them begin in backward."""
     problem, machine = given.problem, given.problem.machine
     budget = problem.device_budget_bytes
     link = dataclasses.replace(
@@ -85,7 +86,10 @@ def with_more(step: TracedStep, given: Prediction, *, time_limit_s: float) -> li
     if overlap_of(problem) is Overlap.STEP and not problem.clips_gradients:
         early = dataclasses.replace(problem.schedule, overlap=Overlap.BACKWARD)
         variants['overlap="backward"'] = dataclasses.replace(problem, schedule=early)
-    tokens = given.tokens // problem.micro_batches
+    if problem.num_ranks > 1:
+        net = dataclasses.replace(machine, net_bytes_per_s=2 * machine.net_bytes_per_s)
+        variants["2x link between ranks"] = dataclasses.replace(problem, machine=net)
+    tokens = given.tokens // (problem.micro_batches * problem.num_ranks)
     return [
         _prediction(step, variant, name, tokens, _no_worse(variant, given.plan, time_limit_s))
         for name, variant in variants.items()
@@ -103,6 +107,19 @@ def _no_worse(problem: Problem, known: Plan, time_limit_s: float) -> Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """One model on rising numbers of ranks, each with the same batch.
+
+    Attributes:
+        num_ranks: of each point.
+        points: None where no plan fits.
+    """
+
+    num_ranks: tuple[int, ...]
+    points: tuple[Prediction | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
     """Step time over the device budget.
 
@@ -115,6 +132,14 @@ class Sweep:
     points: tuple[Prediction, ...]
     baselines: tuple[Prediction, ...]
     capacity_bytes: int
+
+
+def predict_if_any(step: TracedStep, problem: Problem, *, tokens: int, time_limit_s: float) -> Prediction | None:
+    """The solved problem; None where no plan keeps its budgets."""
+    try:
+        return predict(step, problem, "planned", tokens=tokens, time_limit_s=time_limit_s)
+    except InfeasiblePlanError:
+        return None
 
 
 def sweep_budgets(step: TracedStep, problem: Problem, *, tokens: int, num_points: int, time_limit_s: float) -> Sweep:

@@ -12,8 +12,8 @@ from autohete_fx.ir.sizes import format_bytes, format_count, format_seconds
 from autohete_fx.report import plan_table
 from autohete_fx.report.plots import PlotPoint, draw_budget_curve
 from autohete_fx.report.tables import ComparisonRow, aligned, comparison_table
-from autohete_fx.report.why import why
-from autohete_fx.whatif.predict import Prediction, Sweep
+from autohete_fx.report.why import binding_lane, why
+from autohete_fx.whatif.predict import Prediction, Scaling, Sweep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +22,11 @@ class Setting:
 
     Attributes:
         model, dtype: as given.
-        batch, seq: sequences of a micro-batch, and tokens of each; of a factory's inputs that are no token ids each example is one.
+        batch, seq: sequences of a micro-batch of one rank, and tokens of each; of a factory's inputs that are no token ids each
+            example is one.
         source: where the machine's figures come from.
         peak_flops_per_s: what the utilization refers to, and in words.
+        num_nodes: on which the ranks are.
         traced_layers: how many layers were traced of the model's.
         trace_s: seconds that tracing and profiling took.
     """
@@ -38,6 +40,7 @@ class Setting:
     peak_name: str
     traced_layers: int
     trace_s: float
+    num_nodes: int = 1
 
 
 def prediction_text(setting: Setting, given: Prediction, more: Sequence[Prediction], *, explain: bool = False) -> str:
@@ -49,6 +52,7 @@ def prediction_text(setting: Setting, given: Prediction, more: Sequence[Predicti
         plan_table(plan),
         f"throughput      {given.tokens_per_s:,.0f} tokens/s, {given.utilization(setting.peak_flops_per_s):.1%} of"
         f" {setting.peak_name}",
+        *_of_ranks(given),
         "",
         _lanes_table(given),
     ]
@@ -82,6 +86,46 @@ def sweep_text(setting: Setting, sweep: Sweep) -> str:
     return "\n".join(lines)
 
 
+def scaling_text(setting: Setting, scaling: Scaling) -> str:
+    """Step time and throughput by number of ranks as a table."""
+    found = [point for point in scaling.points if point is not None]
+    first = found[0]
+    per_rank = first.tokens_per_s / first.problem.num_ranks
+    rows = [
+        [str(count), *(_scaling_cells(point, per_rank) if point is not None else ["no plan fits", *6 * ["-"]])]
+        for count, point in zip(scaling.num_ranks, scaling.points, strict=True)
+    ]
+    header = ["ranks", "step time", "tokens/s", "of linear", "peak a rank", "host a rank", "net", "binds"]
+    return "\n".join(
+        [
+            *_heading(setting, found[-1])[:1],
+            f"on {first.problem.machine.device_name}, {setting.source}, one node",
+            "",
+            "step time by number of ranks, each with that batch",
+            aligned(header, rows, right_from=1, right_until=7),
+        ]
+    )
+
+
+def _scaling_cells(point: Prediction, per_rank: float) -> list[str]:
+    plan, lane = point.plan, binding_lane(point.plan)
+    return [
+        format_seconds(plan.step_s),
+        f"{point.tokens_per_s:,.0f}",
+        f"{point.tokens_per_s / (per_rank * point.problem.num_ranks):.0%}",
+        format_bytes(plan.peak_bytes),
+        format_bytes(plan.host_bytes),
+        f"{net_share(point):.0%}",
+        "-" if lane is None else lane.value,
+    ]
+
+
+def net_share(prediction: Prediction) -> float:
+    """The share of the step that the net lane works."""
+    busy_s = sum(time.busy_s for time in prediction.plan.busy_s if time.lane is Lane.NET)
+    return busy_s / prediction.plan.step_s
+
+
 def draw_sweep(setting: Setting, sweep: Sweep, path: str | Path) -> None:
     """The curve with the baselines as points, as a PNG file. Raises OptionError where it cannot be drawn."""
     title = f"{setting.model}, batch {setting.batch} x {setting.seq}, {sweep.points[0].problem.machine.device_name}"
@@ -97,6 +141,7 @@ def prediction_json(setting: Setting, given: Prediction, more: Sequence[Predicti
         {
             **_setting_values(setting, given),
             **_values(setting, given),
+            **_lane_values(given),
             "lanes": [
                 {"lane": lane.value, "busy_s": busy_s, "share": busy_s / step_s, "work_s": work}
                 for lane, busy_s, work in _lanes(given)
@@ -119,6 +164,22 @@ def sweep_json(setting: Setting, sweep: Sweep) -> str:
     )
 
 
+def scaling_json(setting: Setting, scaling: Scaling) -> str:
+    """The points as one JSON object, null where no plan fits."""
+    first = next(point for point in scaling.points if point is not None)
+    common = {k: v for k, v in _setting_values(setting, first).items() if k not in ("num_ranks", "tokens")}
+    points = [
+        {"num_ranks": count, "prediction": None if point is None else _values(setting, point) | _lane_values(point)}
+        for count, point in zip(scaling.num_ranks, scaling.points, strict=True)
+    ]
+    return _json({**common, "points": points})
+
+
+def _lane_values(prediction: Prediction) -> dict[str, Any]:
+    lane = binding_lane(prediction.plan)
+    return {"net_share": net_share(prediction), "binds": None if lane is None else lane.value}
+
+
 def _json(value: dict[str, Any]) -> str:
     return json.dumps(value, indent=1)
 
@@ -131,6 +192,8 @@ def _setting_values(setting: Setting, prediction: Prediction) -> dict[str, Any]:
         "batch": setting.batch,
         "seq": setting.seq,
         "micro_batches": problem.micro_batches,
+        "num_ranks": problem.num_ranks,
+        "num_nodes": setting.num_nodes,
         "dtype": setting.dtype,
         "device": problem.machine.device_name,
         "device_source": setting.source,
@@ -163,11 +226,28 @@ def _heading(setting: Setting, prediction: Prediction) -> list[str]:
     micro = f" x {problem.micro_batches} micro-batches" if problem.micro_batches > 1 else ""
     limits = [f"{format_bytes(budget)} on the device"] if budget is not None else []
     limits += [f"{format_bytes(host)} on the host"] if host is not None else []
+    each, ranks = "", ""
+    if problem.num_ranks > 1:
+        nodes = f"{setting.num_nodes} nodes" if setting.num_nodes > 1 else "one node"
+        each, ranks = " on each rank", f"{problem.num_ranks} ranks on {nodes}, each "
     return [
         f"{setting.model}: {format_count(prediction.num_params)} parameters in {setting.dtype}, batch {setting.batch} x"
-        f" {setting.seq} tokens{micro}",
-        f"on {problem.machine.device_name}, {setting.source}",
-        f"budget {', '.join(limits)}; {setting.traced_layers} layers traced and priced in {format_seconds(setting.trace_s)}",
+        f" {setting.seq} tokens{micro}{each}",
+        f"{ranks}on {problem.machine.device_name}, {setting.source}",
+        f"budget {', '.join(limits)}{each}; {setting.traced_layers} layers traced and priced in {format_seconds(setting.trace_s)}",
+    ]
+
+
+def _of_ranks(prediction: Prediction) -> list[str]:
+    """What a plan of several ranks says beside that of one."""
+    problem, lane = prediction.problem, binding_lane(prediction.plan)
+    if problem.num_ranks == 1:
+        return []
+    binds = "" if lane is None else f", the {lane.value} lane binds"
+    rate = f"{format_bytes(problem.machine.net_bytes_per_s)}/s to other ranks"
+    return [
+        f"ranks           {problem.num_ranks}, tokens of all, all else of one; {rate}",
+        f"net             works {net_share(prediction):.0%} of the step{binds}",
     ]
 
 

@@ -5,21 +5,23 @@ partition) from fake tensors on a CPU; the graphs are then read as graphs of the
 them with its rates.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import fx
 
+from autohete_fx import passes
 from autohete_fx.capture.grouping import block_index, group_blocks
 from autohete_fx.capture.inputs import GraphInput, graph_inputs, parameter_fqns
 from autohete_fx.compiler import rewriting
-from autohete_fx.compiler.problem import Limits, input_bytes, make_problem, param_infos, small_bytes
+from autohete_fx.compiler.problem import Limits, input_bytes, make_problem, num_ranks, param_infos, small_bytes
 from autohete_fx.errors import AutoHeteError, CaptureError
 from autohete_fx.internals import dynamo
 from autohete_fx.internals.dynamo import Unsupported
 from autohete_fx.internals.inductor import Partitioner, run_without_code
 from autohete_fx.internals.modes import FakeTensorMode
-from autohete_fx.ir import Machine
+from autohete_fx.ir import Machine, Plan
 from autohete_fx.ir.labels import labels_of
 from autohete_fx.optim import AdamW
 from autohete_fx.options import Options
@@ -27,31 +29,49 @@ from autohete_fx.passes import PassContext, Stage
 from autohete_fx.profiler import Partition, profile_analytic
 from autohete_fx.profiler.flops import block_flops
 from autohete_fx.profiler.retarget import retarget
+from autohete_fx.runtime.shard import shard
+from autohete_fx.runtime.shard.imagined import DeviceMesh, imagined_mesh
+from autohete_fx.runtime.shard.parts import part_of
 from autohete_fx.whatif.blueprint import Blueprint, Sketch
 from autohete_fx.whatif.depth import TracedStep, deepened, shallow_layers
 
 
-def trace_model(blueprint: Blueprint, machine: Machine, options: Options) -> TracedStep:
+def trace_model(blueprint: Blueprint, machine: Machine, options: Options, num_ranks: int = 1) -> TracedStep:
     """The costs of one training step of the model on the machine, all of its layers included.
+
+    Args:
+        num_ranks: how many ranks hold the model together. The machine is that of one of them, and costs are the first one's.
 
     Raises:
         CaptureError: the model does not compile to one graph.
+        ShardError: the model cannot be sharded.
     """
+    if num_ranks == 1:
+        return _traced_model(blueprint, machine, options, None)
+    with imagined_mesh(num_ranks) as mesh:
+        return _traced_model(blueprint, machine, options, mesh)
+
+
+def _traced_model(blueprint: Blueprint, machine: Machine, options: Options, mesh: DeviceMesh | None) -> TracedStep:
     if blueprint.num_layers is not None:
         fewest = shallow_layers(blueprint.num_layers, blueprint.period)
         if fewest is not None:
-            shallow = _trace(blueprint, fewest, machine, options)
-            deeper = _trace(blueprint, fewest + blueprint.period, machine, options)
+            shallow = _trace(blueprint, fewest, machine, options, mesh)
+            deeper = _trace(blueprint, fewest + blueprint.period, machine, options, mesh)
             whole = deepened(shallow, deeper, num_layers=blueprint.num_layers, period=blueprint.period)
             if whole is not None:
                 return whole
-    return _trace(blueprint, None, machine, options)
+    return _trace(blueprint, None, machine, options, mesh)
 
 
-def _trace(blueprint: Blueprint, num_layers: int | None, machine: Machine, options: Options) -> TracedStep:
+def _trace(
+    blueprint: Blueprint, num_layers: int | None, machine: Machine, options: Options, mesh: DeviceMesh | None
+) -> TracedStep:
     mode = FakeTensorMode()
     sketch = blueprint.build(mode, num_layers)
     with mode:
+        if mesh is not None:
+            shard(sketch.module, mesh)
         return _traced_step(blueprint.name, sketch, machine, options)
 
 
@@ -118,6 +138,7 @@ def _profiled(
         blocks=blocks,
         block_of=block_index(blocks),
         params=param_infos(graphs[0], inputs, params),
+        after=_order_of_regions(split, params, neutral),
     )
     limits = Limits(
         device_budget_bytes=None,
@@ -141,11 +162,23 @@ def _profiled(
         problem=problem,
         kinds=kinds,
         flops=block_flops(partition),
-        num_params=sum(param.numel() for param in params.values()),
+        num_params=sum(map(_num_elements, params.values())),
         traced_layers=layers,
         batch=batch,
     )
     return step, split
 
 
-# -- from a problem to answers ---------------------------------------------------------------------------------------
+def _order_of_regions(
+    split: rewriting.Partitioned, params: Mapping[str, torch.nn.Parameter], neutral: Plan
+) -> Mapping[str, Sequence[str]]:
+    """The order in which backward runs, which collectives keep whatever the plan."""
+    if num_ranks(params.values()) == 1:
+        return {}
+    return passes.regions_apart(split.backward, PassContext(stage=Stage.BACKWARD, plan=neutral))
+
+
+def _num_elements(param: torch.nn.Parameter) -> int:
+    """Those of all ranks' parts."""
+    part = part_of(param)
+    return param.numel() if part is None else math.prod(part.size)

@@ -380,8 +380,14 @@ def plan_reasons() -> str:
     return _listing([*binds, "", *blocks[1], *blocks[-3], "…"])
 
 
-def _printed() -> tuple[str, list[str]]:
-    (row,) = read("what_if").rows
+def plan_ranks() -> str:
+    """The table of a sweep over numbers of ranks, with its heading."""
+    command, lines = _printed("what_if_ranks")
+    return _listing([f"$ {command}", *lines])
+
+
+def _printed(name: str = "what_if") -> tuple[str, list[str]]:
+    (row,) = read(name).rows
     return row["command"], row["printed"]
 
 
@@ -407,5 +413,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "plan.short": plan_in_short,
     "plan": plan,
     "plan.reasons": plan_reasons,
+    "plan.ranks": plan_ranks,
 }
 """By the name under which a page quotes it."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autohete_fx.errors import ShardError
+from autohete_fx.internals.fake_group import FAKE_BACKEND
 from autohete_fx.internals.modes import disable_current_modes, no_python_dispatcher
 
 
@@ -79,7 +80,9 @@ def ranks_of(mesh: object) -> Ranks:
     digest, group = f"{len(members)}-{hashlib.sha256(repr(members).encode()).hexdigest()[:8]}", mesh.get_group()
     known = _known.get(digest)
     if known is None or known.group is not group:
-        control = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        # Ranks that do not run have no host to meet on.
+        backend = FAKE_BACKEND if dist.get_backend(group) == FAKE_BACKEND else "gloo"
+        control = dist.new_group(members, backend=backend, use_local_synchronization=True)
         assert isinstance(control, dist.ProcessGroup)
         rank, count = coordinate[0], len(members)
         known = Ranks(digest=digest, mesh=mesh, group=group, control=control, rank=rank, count=count)

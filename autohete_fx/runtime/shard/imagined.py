@@ -1,0 +1,32 @@
+"""Ranks that are not there: a mesh for a model that is traced sharded and never run.
+
+In: a number of ranks. Out: a mesh of which this process is the first rank. Exchanges over it give this rank's values for all of
+them, and collectives move nothing.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autohete_fx.errors import ShardError
+from autohete_fx.internals.fake_group import fake_default_group
+
+__all__ = ["DeviceMesh", "imagined_mesh"]
+
+
+@contextlib.contextmanager
+def imagined_mesh(num_ranks: int) -> Iterator[DeviceMesh]:
+    """A mesh of ranks on CPUs, within the context alone.
+
+    Raises:
+        ShardError: this process is a rank of a job that does run.
+    """
+    if dist.is_initialized():
+        raise ShardError(
+            f"a plan for {num_ranks} ranks was asked of a process that has a process group. Expected was a process of its own,"
+            " which imagines them. Plan before init_process_group, or without torchrun"
+        )
+    with fake_default_group(num_ranks):
+        yield init_device_mesh("cpu", (num_ranks,))

@@ -1,0 +1,69 @@
+"""Jobs of several ranks, planned without them: how many there are, on how many nodes, and one rank's part of the machine.
+
+In: a machine that one rank has alone, from its data sheet or measured. Out: the `Machine` of each rank of a job.
+"""
+
+from dataclasses import dataclass
+
+from autohete_fx.errors import OptionError
+from autohete_fx.ir import Machine
+from autohete_fx.machine.devices import NET_LATENCY_S, NODE_GB_PER_S, DeviceSpec, machine_of_rank, net_of_spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The ranks that train a model together, as many on each node.
+
+    Attributes:
+        num_ranks, num_nodes: of the whole job.
+        node_bytes_per_s: of one rank's adapter to other nodes, in one direction.
+
+    Raises:
+        OptionError: ranks cannot be so divided.
+    """
+
+    num_ranks: int = 1
+    num_nodes: int = 1
+    node_bytes_per_s: float = NODE_GB_PER_S * 1e9
+
+    def __post_init__(self) -> None:
+        if self.num_ranks % self.num_nodes:
+            raise OptionError(
+                f"--ranks {self.num_ranks} on --nodes {self.num_nodes} was given. Expected was a number of ranks that the nodes"
+                f" divide evenly. Give --ranks {self.num_nodes * -(-self.num_ranks // self.num_nodes)}, or fewer nodes"
+            )
+
+    @property
+    def ranks_of_node(self) -> int:
+        """How many share a host."""
+        return self.num_ranks // self.num_nodes
+
+    def machine_of(self, machine: Machine, spec: DeviceSpec | None) -> Machine:
+        """A rank's part of a machine. The net is that of the data sheet, else that of the machine.
+
+        Raises:
+            OptionError: a measured machine does not say how fast its ranks' links are.
+        """
+        if self.num_ranks == 1:
+            return machine
+        if spec is None and not machine.net_bytes_per_s:
+            raise OptionError(
+                f"--ranks {self.num_ranks} was given with a machine file that has no rate of the link between ranks. Expected was a"
+                " machine that several ranks have measured. Measure it by `torchrun --nproc-per-node N -m autohete_fx.cli doctor"
+                " --save FILE`, or name a --device"
+            )
+        inside, latency_s = machine.net_bytes_per_s, machine.net_latency_s
+        if spec is not None:
+            inside, latency_s = net_of_spec(spec).reached_gb_per_s * 1e9, NET_LATENCY_S
+        return machine_of_rank(
+            machine,
+            ranks_of_node=self.ranks_of_node,
+            net_bytes_per_s=self.crossing(inside),
+            net_latency_s=latency_s,
+        )
+
+    def crossing(self, inside_bytes_per_s: float) -> float:
+        """Bytes a second that one rank sends while all of them gather: as within a node, or what the adapters of its node let
+        through together."""
+        through = self.node_bytes_per_s * self.ranks_of_node
+        return inside_bytes_per_s if self.num_nodes == 1 else min(inside_bytes_per_s, through)
