@@ -133,7 +133,8 @@ class Compilation:
 
     def plan_table(self) -> str:
         """The decisions as a table."""
-        return tables.plan_table(self.plan)
+        again = {each.block for each in self.transfers if (each.graph, each.op) == ("backward", "gather")}
+        return tables.plan_table(self.plan, gathered_again=again)
 
     def why(self) -> str:
         """Why the plan decides so, in words: see `autohete_fx.report.why`."""

@@ -1,6 +1,6 @@
 """Tables: a plan, its transfers, and a comparison of runs, as text of aligned columns."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -30,24 +30,29 @@ class ComparisonRow:
     tokens_per_s: float | None = None
 
 
-def plan_table(plan: Plan, costs: Sequence[BlockCost] | None = None) -> str:
+def plan_table(
+    plan: Plan, costs: Sequence[BlockCost] | None = None, gathered_again: Collection[int] | None = None
+) -> str:
     """The plan as a table, one row per run of blocks that are decided (and cost) alike, totals below.
 
     Args:
         plan: what to show.
         costs: one per block; adds three columns of bytes *per block*: what its activations, parameters and optimizer
             states are, wherever they live.
+        gathered_again: blocks whose backward gathers shards of parameters once more; None: those that the costs tell of.
     """
     assert costs is None or len(costs) == len(plan.decisions), "one cost a block"
+    if gathered_again is None:
+        gathered_again = [at for at, cost in enumerate(costs or ()) if cost.gathered_again_bytes > 0]
     header = ["block", "activations", "parameters", "optimizer", "prefetch"]
     header += ["act. bytes", "param. bytes", "opt. bytes"] if costs else []
     rows = []
-    for indices in _alike(plan, costs):
+    for indices in _alike(plan, costs, gathered_again):
         decision = plan.decisions[indices[0]]
         row = [
             run_label([plan.labels[i] for i in indices]),
             _activations(decision, costs[indices[0]] if costs else None),
-            _params(decision, costs[indices[0]] if costs else None),
+            _params(decision, indices[0] in gathered_again),
             _optimizer(decision, costs[indices[0]] if costs else None),
             str(decision.prefetch_distance) if _uses_host(decision) else "-",
         ]
@@ -112,15 +117,15 @@ def transfers_table(transfers: Sequence[Transfer]) -> str:
     return f"{table}\n{len(transfers)} transfers: {', '.join(totals)}"
 
 
-def _alike(plan: Plan, costs: Sequence[BlockCost] | None) -> Iterator[list[int]]:
+def _alike(plan: Plan, costs: Sequence[BlockCost] | None, gathered_again: Collection[int]) -> Iterator[list[int]]:
     """Runs of consecutive blocks whose labels differ in their last number only, and whose rows would be equal."""
 
     def key(i: int) -> tuple[object, ...]:
         decision, cost = plan.decisions[i], costs[i] if costs else None
-        shown = (cost.saved_bytes, cost.param_bytes, cost.optimizer_bytes, _params(decision, cost)) if cost else ()
+        shown = (cost.saved_bytes, cost.param_bytes, cost.optimizer_bytes) if cost else ()
         if not _uses_host(decision):
             decision = replace(decision, prefetch_distance=1)  # of no meaning then, and not shown
-        return label_pattern(plan.labels[i]), decision, shown
+        return label_pattern(plan.labels[i]), decision, _params(decision, i in gathered_again), shown
 
     for _, run in groupby(range(len(plan.decisions)), key):
         yield list(run)
@@ -134,13 +139,13 @@ def _activations(decision: BlockDecision, cost: BlockCost | None) -> str:
     return f"{decision.activations.value} {decision.num_offloaded}{of}"
 
 
-def _params(decision: BlockDecision, cost: BlockCost | None) -> str:
+def _params(decision: BlockDecision, is_gathered_again: bool) -> str:
     """``host, kept`` where one fetch does for both passes; where ranks share the block ``device, kept till backward`` or ``device,
-    gathered again``, which without costs nobody knows."""
-    gathers = cost is not None and cost.gathered_again_bytes > 0
+    gathered again``."""
     if decision.keeps_fetched:
-        return f"{decision.params.value}, kept{' till backward' if gathers or decision.params is Params.DEVICE else ''}"
-    return f"{decision.params.value}, gathered again" if gathers else decision.params.value
+        till = " till backward" if is_gathered_again or decision.params is Params.DEVICE else ""
+        return f"{decision.params.value}, kept{till}"
+    return f"{decision.params.value}, gathered again" if is_gathered_again else decision.params.value
 
 
 def _optimizer(decision: BlockDecision, cost: BlockCost | None) -> str:

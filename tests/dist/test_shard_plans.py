@@ -81,6 +81,7 @@ def plans() -> dict[str, Any]:
             count["backward"]("autohete.gather.issue("),
             count["backward"]("autohete.reduce.issue("),
         ]
+        found[f"{name} table"] = compilation.plan_table()
         found[f"{name} saved"] = compilation.plan.digest
     found["sgd"] = furthest(together(sgd, compiled=backend("recompute"), **HOW), alone(sgd, **HOW))
     again = {"micro": 2, **HOW}
@@ -99,6 +100,7 @@ def test_two_ranks_train_bitwise_as_one_process_under_every_plan(tmp_path: Path)
         assert (gathers, again, reduces) == (8, 0 if is_kept else 7, 6), name
         # By one collective a block: those of layers, the embedding's, and one for all else.
         assert first[f"{name} collectives"] == [4, 0 if is_kept else 3, 4], name
+        assert ("gathered again" in first[f"{name} table"]) is not is_kept
         assert fetches == [name in ("mixed", "host", "kept from host"), name in ("mixed", "host")], name
     exact = {name: first[name] for name in ("", *DECISIONS, "sgd")}
     assert not any(exact.values()), exact
