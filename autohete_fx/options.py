@@ -74,8 +74,8 @@ class Options:
 
     Attributes:
         memory_budget: peak device memory allowed; None: what is free on CUDA, no limit on a CPU device.
-        host_budget: host memory allowed for homes; None: on CUDA 7/8 of RAM, else what is free. Optimizer states on disk are
-            not among them.
+        host_budget: host memory allowed for homes; None: on CUDA 7/8 of RAM, else what is free; where ranks share the
+            model, an even part of that for each on one host. Optimizer states on disk are not among them.
         offload_dir: directory of optimizer states on disk, and of the memory-mapped homes on a CPU device; None for the
             system's temporary directory.
         plan: replay this plan instead of solving for one.

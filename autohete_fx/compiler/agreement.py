@@ -12,6 +12,7 @@ Exchanges have a process group of their own, so that they never stand behind a c
 import contextlib
 import dataclasses
 import hashlib
+import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -82,6 +83,11 @@ class Agreement:
     def least(self, what: str, value: int | None) -> int | None:
         """The smallest; None counts as no limit."""
         return min((found for found in self.exchange(what, value) if found is not None), default=None)
+
+    def share_of_host(self, num_bytes: int | None) -> int | None:
+        """An even part of what a host has, for each of the ranks that run on it."""
+        hosts = self.exchange("hosts", platform.node())
+        return None if num_bytes is None else num_bytes // hosts.count(platform.node())
 
     def most(self, what: str, value: int) -> int:
         """The largest."""

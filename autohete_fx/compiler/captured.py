@@ -97,6 +97,8 @@ class CapturedGraph:
         agreed.same("version", {"torch": torch.__version__, "autohete_fx": sources_digest()})
         agreed.same("options", described_options(self.options))
         self.budget_bytes = agreed.least("memory budget", self.budget_bytes)
+        if self.options.host_budget is None:
+            self.host_bytes = agreed.share_of_host(self.host_bytes)
         self.host_bytes = agreed.least("host budget", self.host_bytes)
         self.machine = agreed.machine(self.machine, self.device)
 

@@ -87,7 +87,7 @@ def main() -> None:
                     flush=True,
                 )
     if is_first:
-        save(arguments.json, {"ranks": dist.get_world_size(), "steps": rows, **environment()})
+        save(arguments.json, {"ranks": dist.get_world_size(), "steps": rows})
     dist.destroy_process_group()
 
 

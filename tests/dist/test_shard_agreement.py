@@ -49,6 +49,7 @@ def disagreements() -> dict[str, Any]:
         agreement.least("budget", 10 - rank),
         agreement.least("budget", None if rank else 7),
         agreement.most("above", rank),
+        agreement.share_of_host(2 * 9 + rank),
         agreement.first("plan", lambda: f"of rank {rank}"),
         agreement.common("cache", "same"),
         agreement.common("cache", f"of rank {rank}"),
@@ -64,7 +65,7 @@ def test_ranks_that_differ_get_errors_that_name_it(tmp_path: Path):
         assert "differ in the graph: inputs is [[64, 128]] on rank 0; [[65, 128]] on rank 1" in found["graph"]
         assert ("rank 1 failed: PassError" if rank == 0 else "PassError: the pass fails_on_the_second") in found["failure"]
         assert found["infeasible"].startswith("InfeasiblePlanError") and found["fine"] == "went on"
-        assert found["numbers"] == [9, 7, 1, "of rank 0", "same", None, None]
+        assert found["numbers"] == [9, 7, 1, 9, "of rank 0", "same", None, None]
         assert "rank 0 profile; rank 1 plan" in found["places"]
 
 
