@@ -29,12 +29,9 @@ from torch.fx.node import Argument
 from autohete_fx.graph import annotations, collectives
 from autohete_fx.graph.readers import Use
 from autohete_fx.ir import Lane
+from autohete_fx.ir.decision import GATHER_DISTANCE
 from autohete_fx.passes.base import PassContext, num_bytes, values_like
 from autohete_fx.passes.readers import erase_unread_views, read_copy, uses_by_region
-
-DISTANCE = 1
-"""How many blocks ahead of its use a gather is issued."""
-
 
 _Reads = dict[fx.Node, list[tuple[fx.Node, list[Use]]]]
 """By shard, the nodes that gather it, each with its readers."""
@@ -70,7 +67,7 @@ def _gather_together(
         op="gather",
         what="parameter",
         block=block,
-        slot=max(0, region - DISTANCE),
+        slot=max(0, region - GATHER_DISTANCE),
         before_slot=True,
         num_bytes=whole_bytes,
         lane=Lane.NET,

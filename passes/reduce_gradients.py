@@ -23,10 +23,8 @@ from torch.fx.node import Argument
 
 from autohete_fx.graph import annotations, collectives
 from autohete_fx.ir import Lane
+from autohete_fx.ir.decision import GATHER_DISTANCE
 from autohete_fx.passes.base import PassContext, num_bytes, values_like
-
-DISTANCE = 1
-"""How many blocks after it is issued a reduce is waited for."""
 
 
 def reduce_gradients(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
@@ -78,7 +76,7 @@ def _reduce_together(
                 op="wait",
                 what="gradient",
                 block=block,
-                slot=region + 1 + DISTANCE,
+                slot=region + 1 + GATHER_DISTANCE,
                 before_slot=True,
                 num_bytes=num_bytes(mine),
             ),

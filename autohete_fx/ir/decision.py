@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from autohete_fx.errors import PlanError
 
+GATHER_DISTANCE = 1
+"""How many blocks ahead of its use a gather is issued, and how many after its backward a block's reduce is waited for."""
+
 
 class Activations(enum.Enum):
     """The treatment of a block's saved activations between its forward and its backward."""

@@ -19,7 +19,7 @@ from tests.held_updates import use_lanes
 
 CARD_BYTES = 768 * 2**20
 
-_MOST_TELLING = ("tiers", "races", "optim", "main_job", "overlap", "placed_job", "budget")
+_MOST_TELLING = ("tiers", "races", "optim", "main_job", "overlap", "placed_job", "budget", "ranks")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Runs a function of a test's module in processes that make up a job, one a rank, on gloo."""
+"""Runs a function of a test's module in processes that make up a job, one a rank, on gloo or NCCL."""
 
 import importlib
 import json
@@ -13,11 +13,16 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(
-    function: str, folder: Path, *args: Any, num_ranks: int = 2, survivors: Sequence[int] | None = None
+    function: str,
+    folder: Path,
+    *args: Any,
+    num_ranks: int = 2,
+    survivors: Sequence[int] | None = None,
+    device: str = "cpu",
 ) -> list[Any]:
     """What ``function`` (``module.name``) returned on each rank, or on those that are to survive: values of JSON. Ranks meet in a file
-    of the folder."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
+    of the folder, and have a device each."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DEVICE_OF_RANKS": device, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
     commands = [
         [sys.executable, "-W", "ignore", "-m", "tests.dist.ranks", function, str(folder), str(rank), str(num_ranks)]
         for rank in range(num_ranks)
@@ -40,10 +45,15 @@ def run(
 
 
 def main(function: str, folder: str, rank: str, num_ranks: str, args: str) -> None:
+    import torch
     import torch.distributed as dist
 
+    backend = "gloo"
+    if os.environ["DEVICE_OF_RANKS"] == "cuda":
+        backend = "nccl"
+        torch.cuda.set_device(int(rank))
     meeting = f"file://{folder}/{function}"
-    dist.init_process_group("gloo", init_method=meeting, rank=int(rank), world_size=int(num_ranks))
+    dist.init_process_group(backend, init_method=meeting, rank=int(rank), world_size=int(num_ranks))
     module, _, name = function.rpartition(".")
     result = getattr(importlib.import_module(module), name)(*json.loads(args))
     dist.destroy_process_group()

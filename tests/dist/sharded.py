@@ -1,5 +1,6 @@
 """Models for ranks that hold them together, and what one process that has all batches makes of them."""
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ import autohete_fx
 from autohete_fx.runtime.shard import shard
 from autohete_fx.runtime.shard.parts import gathered_from, part_of
 
+DEVICE = os.environ.get("DEVICE_OF_RANKS", "cpu")
 VOCABULARY, WIDTH = 131, 96  # odd: the last rank's rows are padded
 
 
@@ -52,12 +54,12 @@ class Net(nn.Module):
 
 def make(dtype: torch.dtype = torch.float64, seed: int = 0, **how: Any) -> Net:
     torch.manual_seed(seed)
-    return Net(**how).to(dtype)
+    return Net(**how).to(DEVICE, dtype)
 
 
 def tokens(step: int, rank: int, micro: int = 0, batch: int = 4, length: int = 32) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
-    return torch.randint(VOCABULARY, (batch, length), generator=generator)
+    return torch.randint(VOCABULARY, (batch, length), generator=generator).to(DEVICE)
 
 
 def seed_masks(step: int, rank: int, micro: int = 0) -> None:
@@ -66,7 +68,7 @@ def seed_masks(step: int, rank: int, micro: int = 0) -> None:
 
 
 def mesh() -> Any:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return init_device_mesh(DEVICE, (dist.get_world_size(),))
 
 
 def whole(tensor: Tensor, param: Tensor) -> Tensor:

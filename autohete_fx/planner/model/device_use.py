@@ -19,7 +19,8 @@ from autohete_fx.ir import (
     Problem,
     staging_bytes,
 )
-from autohete_fx.planner.model.figures import GATHER_DISTANCE, last_readers, overlap_of, whole_of
+from autohete_fx.ir.decision import GATHER_DISTANCE
+from autohete_fx.planner.model.figures import last_readers, overlap_of, whole_of
 
 Bytes = NDArray[np.int64]
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from autohete_fx.ir import BlockDecision, Problem
-from autohete_fx.planner.model.figures import GATHER_DISTANCE, Whole, whole_of
+from autohete_fx.ir.decision import GATHER_DISTANCE
+from autohete_fx.planner.model.figures import Whole, whole_of
 
 
 class Due:

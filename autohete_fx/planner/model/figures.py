@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from autohete_fx.ir import BlockCost, BlockDecision, Lane, Machine, Optimizer, Overlap, Params, Problem
 
 UPDATED_ON_HOST = tuple(place for place in Optimizer if place.updates_on_host)
-GATHER_DISTANCE = 1
-"""How many blocks ahead of its use a gather is issued, and how many after its backward a block's reduce is waited for."""
 
 
 def overlap_of(problem: Problem) -> Overlap:
