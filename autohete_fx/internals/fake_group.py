@@ -9,11 +9,11 @@ FAKE_BACKEND = "fake"
 
 
 @contextlib.contextmanager
-def fake_default_group(num_ranks: int) -> Iterator[None]:
-    """Within it, this process is rank 0 of so many."""
+def fake_default_group(num_ranks: int, rank: int = 0) -> Iterator[None]:
+    """Within it, this process is a rank of so many."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
-    dist.init_process_group(FAKE_BACKEND, rank=0, world_size=num_ranks, store=FakeStore())
+    dist.init_process_group(FAKE_BACKEND, rank=rank, world_size=num_ranks, store=FakeStore())
     try:
         yield
     finally:

@@ -1,5 +1,6 @@
 """Models for ranks that hold them together, and what one process that has all batches makes of them."""
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -145,8 +146,10 @@ def together(
     for step in range(steps):
         for at in range(micro):
             seed_masks(step, rank, at)
-            loss = model(tokens(step, rank, at))
-            loss.backward()
+            is_last = at == micro - 1 or not isinstance(optimizer, autohete_fx.AdamW)
+            with contextlib.nullcontext() if is_last else optimizer.accumulate():
+                loss = model(tokens(step, rank, at))
+                loss.backward()
             records.values[f"{step}/loss{at}/{rank}"] = loss.detach().clone()
         kept = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()

@@ -11,9 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autohete_fx
+from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
+from autohete_fx.ir import Overlap, Schedule
 from tests.dist import ranks
 from tests.dist.sharded import VOCABULARY, WIDTH, Net, alone, differences, make, mesh, refusal, together, tokens
-from tests.dist.test_shard_plans import backend, furthest, ours
+from tests.dist.test_shard_plans import BLOCKS, backend, furthest, ours
+
+HOST = [
+    BlockDecision(optimizer=Optimizer.HOST),
+    BlockDecision(optimizer=Optimizer.HOST, params=Params.HOST, activations=Activations.RECOMPUTE),
+]
 
 
 def in_16_bits() -> dict[str, float]:
@@ -53,6 +60,48 @@ def evaluated() -> list[float]:
 def test_evaluation_between_steps_sees_the_weights_of_the_step(tmp_path: Path):
     for found in ranks.run("tests.dist.test_shard_uses.evaluated", tmp_path):
         assert max(found) < 1e-12, found
+
+
+def on_a_device_with_memory_of_its_own() -> dict[str, Any]:
+    """How far ranks are from one process where updates run beside the next forward, or start in backward; and how many started."""
+    from autohete_fx.runtime.pending.backward import Early
+    from examples.benchmarks.emulated import Emulation, Speeds
+
+    fast = Speeds(
+        forward_s=1e-3, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, update_params_per_s=1e9, net_bytes_per_s=1e9, num_ranks=2
+    )
+    started, start, found = [], Early.start, {}
+
+    def noting(early: Early, *args: Any) -> bool:
+        started.append(start(early, *args))
+        return started[-1]
+
+    Early.start = noting  # type: ignore[method-assign]
+    for overlap in ("step", "backward"):
+        for how in ({}, {"micro": 2}, {"clip": 0.3}):
+            clip = how.get("clip")
+
+            def optimizer(params: Any, overlap: str = overlap, clip: Any = clip) -> torch.optim.Optimizer:
+                return autohete_fx.AdamW(params, lr=1e-2, overlap=overlap, max_grad_norm=clip)
+
+            expected = alone(ours, layers=2, steps=3, **how)
+            started.clear()
+            with Emulation(fast).running() as emulation:
+                schedule = Schedule(overlap=Overlap(overlap))
+                plan = Plan(labels=BLOCKS, decisions=tuple(HOST[at % 2] for at in range(4)), schedule=schedule)
+                micro = {"micro": how.get("micro", 1)}
+                options = {**emulation.options, "plan": plan, "micro_batches": micro["micro"]}
+                given = together(optimizer, compiled={"backend": "autohete", "options": options}, layers=2, steps=3, **micro)
+            name = " ".join([overlap, *how])
+            found[name] = [furthest(given, expected), sum(started)]
+    return found
+
+
+def test_updates_overlap_on_ranks_as_on_one(tmp_path: Path):
+    for found in ranks.run("tests.dist.test_shard_uses.on_a_device_with_memory_of_its_own", tmp_path):
+        assert found["step"][0] == found["backward"][0] == 0.0, found
+        assert max(apart for apart, _ in found.values()) < 1e-12, found
+        assert [name for name, (_, count) in found.items() if count] == ["backward", "backward micro"], found
 
 
 class Broken(Net):

@@ -70,7 +70,7 @@ def test_the_doctor_saves_where_there_is_a_directory(
 @pytest.mark.slow
 def test_every_selection_of_tests_has_some():
     selections = {tuple(c[c.index("pytest") + 1 :]) for c in COMMANDS if "pytest" in c}
-    assert len(selections) == 4
+    assert len(selections) == 5
     for words in selections:
         command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *words]
         found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -82,5 +82,5 @@ def test_every_selection_of_tests_has_some():
             ]
         if "--deselect" in words:
             files = [name.split("::")[0].split("test_")[1] for name in names]
-            order = ["races", "optim", "main_job", "overlap", "placed_job", "budget"]
+            order = ["races", "optim", "main_job", "overlap", "placed_job", "budget", "ranks"]
             assert list(dict.fromkeys(files)) == [f"{name}_cuda.py" for name in order]

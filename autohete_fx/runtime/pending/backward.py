@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.internals.tensors import current_autograd_node
@@ -269,16 +270,39 @@ class _Leaves:
     def exclusive(self) -> frozenset[int]:
         """Identities of those whose gradient comes along one edge and that share memory with no other, nor their gradients.
 
-        None at all where one has a hook: it runs within backward, below the fence, and may read any parameter.
+        None at all where one has a hook, unless that is one `that_reads_nothing`: it runs within backward, below the fence, and may
+        read any parameter. Nor those whose gradients are not final when they come.
         """
-        if any(v._backward_hooks or v._post_accumulate_grad_hooks for v in self.variables):
+        if any(map(_has_hook, self.variables)):
             return frozenset()
         memories = Counter(address_of(t) for v in self.variables for t in (v, v.grad) if t is not None)
         return frozenset(
             id(v)
             for v in self.variables
-            if self._edges[id(v)] == 1 and all(memories[address_of(t)] == 1 for t in (v, v.grad) if t is not None)
+            if self._edges[id(v)] == 1
+            and v not in _left_to_step
+            and all(memories[address_of(t)] == 1 for t in (v, v.grad) if t is not None)
         )
+
+
+_READS_NOTHING = "_autohete_reads_nothing"
+_left_to_step = WeakIdKeyDictionary()
+
+
+def leave_to_step(param: Tensor) -> None:
+    """No update of the parameter starts before ``step()``: its gradient is not final when backward gives it."""
+    _left_to_step[param] = None
+
+
+def that_reads_nothing(hook: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """A post-accumulate hook of ours, which reads no parameter and changes no gradient."""
+    setattr(hook, _READS_NOTHING, True)
+    return hook
+
+
+def _has_hook(variable: Tensor) -> bool:
+    after: Any = variable._post_accumulate_grad_hooks or {}
+    return bool(variable._backward_hooks) or not all(hasattr(hook, _READS_NOTHING) for hook in after.values())
 
 
 def _is_like(grad: Tensor, param: Tensor) -> bool:

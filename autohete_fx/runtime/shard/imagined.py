@@ -1,7 +1,7 @@
 """Ranks that are not there: a mesh for a model that is traced sharded and never run.
 
-In: a number of ranks. Out: a mesh of which this process is the first rank. Exchanges over it give this rank's values for all of
-them, and collectives move nothing.
+In: a number of ranks, and which of them this process is. Out: a mesh. Exchanges over it give this rank's values for all of them,
+and collectives move nothing.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ __all__ = ["DeviceMesh", "imagined_mesh"]
 
 
 @contextlib.contextmanager
-def imagined_mesh(num_ranks: int) -> Iterator[DeviceMesh]:
-    """A mesh of ranks on CPUs, within the context alone.
+def imagined_mesh(num_ranks: int, rank: int = 0) -> Iterator[DeviceMesh]:
+    """A mesh of ranks on CPUs, of which this process is one, within the context alone.
 
     Raises:
         ShardError: this process is a rank of a job that does run.
@@ -28,5 +28,5 @@ def imagined_mesh(num_ranks: int) -> Iterator[DeviceMesh]:
             f"a plan for {num_ranks} ranks was asked of a process that has a process group. Expected was a process of its own,"
             " which imagines them. Plan before init_process_group, or without torchrun"
         )
-    with fake_default_group(num_ranks):
+    with fake_default_group(num_ranks, rank):
         yield init_device_mesh("cpu", (num_ranks,))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autohete_fx.runtime.pending.backward import leave_to_step, that_reads_nothing
 from autohete_fx.runtime.shard.ranks import Ranks, ranks_by_digest
 
 
@@ -84,8 +85,11 @@ def note_part(param: Tensor, part: Part) -> None:
     _parts[param] = part
     if part.is_shard and param.requires_grad:
         param.register_post_accumulate_grad_hook(_note_gradient)
+    elif not part.is_shard:
+        leave_to_step(param)
 
 
+@that_reads_nothing
 def _note_gradient(param: Tensor) -> None:
     if param.grad is not None:
         _written[param] = (id(param.grad), param.grad._version)
