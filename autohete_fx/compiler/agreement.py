@@ -50,11 +50,18 @@ class Agreement:
         """The values of all ranks, in their order.
 
         Raises:
-            ShardError: another rank is elsewhere, or has failed.
+            ShardError: another rank is elsewhere, or has failed, or does not answer in the time that its process group allows.
         """
         if self._ranks is None:
             return [value]
-        everywhere = self._ranks.exchange((what, value))
+        try:
+            everywhere = self._ranks.exchange((what, value))
+        except RuntimeError as error:
+            self._is_over = True
+            raise ShardError(
+                f"a rank that compiles got no answer from the others about the {what}: {error}. Expected was that all ranks compile"
+                " in the same step. Give all of them inputs of the same sizes, and let all of them train and evaluate"
+            ) from error
         topics = [topic for topic, _ in everywhere]
         if len(set(topics)) > 1:
             self._is_over = True

@@ -1,5 +1,6 @@
 """Differences between the supported versions of PyTorch, 2.11 to 2.15, or is theirs alone."""
 
+import datetime
 import functools
 import inspect
 import sys
@@ -135,3 +136,8 @@ def coalescing(group: Any) -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._coalescing_manager(group=group, async_ops=True)
+
+
+def timeout_of(group: Any, device_type: str) -> datetime.timedelta:
+    """How long a collective of a process group may take on tensors of a device."""
+    return group._get_backend(torch.device(device_type)).options._timeout

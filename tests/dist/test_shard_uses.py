@@ -1,5 +1,6 @@
 """Sharded models in other use than plain training: 16 bit, evaluation between steps, graph breaks, text generation, ranks that end."""
 
+import datetime
 import os
 import signal
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
@@ -167,3 +169,21 @@ def killed() -> str:
 def test_a_rank_learns_that_another_one_was_killed(tmp_path: Path):
     told = ranks.run("tests.dist.test_shard_uses.killed", tmp_path, survivors=[0])
     assert told[0].startswith("ShardError: a collective over the ranks that hold the model failed"), told
+
+
+def recompiling_alone() -> str:
+    """What ranks are told of which one compiles, for another batch, what the others have compiled."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=15))
+    model = autohete_fx.shard(make(), DeviceMesh.from_group(group, "cpu"))
+    model.compile(**backend("keep"), dynamic=False)
+    model(tokens(0, dist.get_rank())).backward()
+    batch = 4 + dist.get_rank()
+    told = refusal(lambda: model(tokens(1, dist.get_rank(), batch=batch)).backward())
+    print(f'"{told.splitlines()[0]}"', flush=True)
+    os._exit(0)
+
+
+def test_ranks_of_which_one_compiles_again_do_not_wait_for_ever(tmp_path: Path):
+    others, alone_ = ranks.run("tests.dist.test_shard_uses.recompiling_alone", tmp_path)
+    assert others.startswith("ShardError: a collective over the ranks that hold the model failed"), others
+    assert alone_.startswith("ShardError: a rank that compiles got no answer from the others about the"), alone_

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autohete_fx.errors import ShardError
 from autohete_fx.internals.fake_group import FAKE_BACKEND
 from autohete_fx.internals.modes import disable_current_modes, no_python_dispatcher
+from autohete_fx.internals.versions import timeout_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -25,7 +26,7 @@ class Ranks:
         digest: of their numbers, the same on each.
         mesh: as the user gave it.
         group: of all of them.
-        control: likewise, for values that are no tensors, on the CPU.
+        control: likewise, for values that are no tensors, on the CPU. It waits as long for the others as ``group`` does.
         rank: this process among them.
         count: how many they are.
     """
@@ -81,8 +82,10 @@ def ranks_of(mesh: object) -> Ranks:
     known = _known.get(digest)
     if known is None or known.group is not group:
         # Ranks that do not run have no host to meet on.
-        backend = FAKE_BACKEND if dist.get_backend(group) == FAKE_BACKEND else "gloo"
-        control = dist.new_group(members, backend=backend, use_local_synchronization=True)
+        how: dict[str, Any] = {"backend": FAKE_BACKEND}
+        if dist.get_backend(group) != FAKE_BACKEND:
+            how = {"backend": "gloo", "timeout": timeout_of(group, mesh.device_type)}
+        control = dist.new_group(members, use_local_synchronization=True, **how)
         assert isinstance(control, dist.ProcessGroup)
         rank, count = coordinate[0], len(members)
         known = Ranks(digest=digest, mesh=mesh, group=group, control=control, rank=rank, count=count)
