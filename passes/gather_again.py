@@ -21,9 +21,7 @@ def gather_again(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     """No-op for graphs without gathers."""
     for node in gathered(gm.graph):
         block = annotations.block_of(node)
-        is_kept = block is not None and context.decision(block).keeps_fetched
-        if is_kept and node.target is not gather:
-            continue
+        is_kept = node.target is gather and block is not None and context.decision(block).keeps_fetched
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.MUST_RECOMPUTE
         node.meta["ac_graph_id"] = _ABOVE_ALL_REGIONS
     return gm

@@ -154,6 +154,7 @@ class Session:
         try:
             self.lanes.wait(copy.ticket)
         except Exception:
+            self._in_flight.pop(number, None)
             self.updates.wait_for(src)  # where it is the update that failed, this says so
             raise
         result, copy.results[at] = copy.results[at], None  # the handle may live longer

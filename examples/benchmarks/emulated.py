@@ -8,6 +8,7 @@ last its seconds. Nobody burns a core while waiting. Real work goes on inside th
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 import time
 import weakref
@@ -20,6 +21,7 @@ import torch
 from torch import fx
 from torch.fx.node import has_side_effect
 
+from autohete_fx import AdamW
 from autohete_fx.compiler import training
 from autohete_fx.ir import BlockCost, Lane, Machine, Profile
 from autohete_fx.passes import PassContext, Stage
@@ -202,6 +204,18 @@ class Emulation:
         if context.stage is not Stage.BACKWARD:
             return cost.forward_s
         return cost.backward_s + cost.activations(context.decision(block)).recompute_s
+
+
+def steps_s(model: torch.nn.Module, optimizer: AdamW, tokens: torch.Tensor, *, warm_up: int, steps: int) -> list[float]:
+    """Train on the same tokens; seconds of each step behind those that warm up."""
+    began_s = []
+    for _ in range(warm_up + steps + 1):
+        began_s.append(time.perf_counter())
+        model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    return [end - begin for begin, end in itertools.pairwise(began_s[warm_up:])]
 
 
 class _Clock:

@@ -22,13 +22,12 @@ import dataclasses
 import itertools
 import statistics
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from emulated import Emulation, Speeds
+from emulated import Emulation, Speeds, steps_s
 from results import environment, print_figures, save
 
 import autohete_fx
@@ -145,15 +144,8 @@ def measure(machine: Speeds, decisions: tuple[BlockDecision, ...], schedule: Sch
         optimizer = autohete_fx.AdamW(model.parameters(), overlap=overlap)
         model.compile(backend="autohete", options={**emulation.options, "plan": plan})
         tokens = torch.randint(256, (BATCH, CONTEXT))
-        began_s = []
-        for _ in range(_WARM_UP + steps + 1):
-            began_s.append(time.perf_counter())
-            model(tokens, tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.synchronize()
+        taken = steps_s(model, optimizer, tokens, warm_up=_WARM_UP, steps=steps)
         compilation = next(c for c in reversed(autohete_fx.compilations()) if c.training)
-    taken = [end - begin for begin, end in zip(began_s[_WARM_UP:], began_s[_WARM_UP + 1 :], strict=False)]
     return {
         "step s": statistics.median(taken),
         "fastest s": min(taken),

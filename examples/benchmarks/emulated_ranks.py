@@ -11,13 +11,12 @@ import argparse
 import dataclasses
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from emulated import Emulation, Speeds
+from emulated import Emulation, Speeds, steps_s
 from results import environment, print_figures, save
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -105,15 +104,8 @@ def measure(machine: Speeds, plan: str, budget_bytes: int | None, steps: int) ->
         optimizer = autohete_fx.AdamW(model.parameters(), overlap="step")
         model.compile(backend="autohete", options={**emulation.options, **given})
         tokens = torch.randint(256, (BATCH, CONTEXT))
-        began_s = []
-        for _ in range(_WARM_UP + steps + 1):
-            began_s.append(time.perf_counter())
-            model(tokens, tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.synchronize()
+        taken = steps_s(model, optimizer, tokens, warm_up=_WARM_UP, steps=steps)
         found = next(c for c in reversed(autohete_fx.compilations()) if c.training)
-    taken = [end - begin for begin, end in zip(began_s[_WARM_UP:], began_s[_WARM_UP + 1 :], strict=False)]
     return {
         "step s": statistics.median(taken),
         "simulated s": found.plan.step_s,

@@ -5,6 +5,7 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -78,7 +79,6 @@ def on_a_device_with_memory_of_its_own() -> dict[str, Any]:
         started.append(start(early, *args))
         return started[-1]
 
-    Early.start = noting  # type: ignore[method-assign]
     for overlap in ("step", "backward"):
         for how in ({}, {"micro": 2}, {"clip": 0.3}):
             clip = how.get("clip")
@@ -88,7 +88,7 @@ def on_a_device_with_memory_of_its_own() -> dict[str, Any]:
 
             expected = alone(ours, layers=2, steps=3, **how)
             started.clear()
-            with Emulation(fast).running() as emulation:
+            with Emulation(fast).running() as emulation, mock.patch.object(Early, "start", noting):
                 schedule = Schedule(overlap=Overlap(overlap))
                 plan = Plan(labels=BLOCKS, decisions=tuple(HOST[at % 2] for at in range(4)), schedule=schedule)
                 micro = {"micro": how.get("micro", 1)}

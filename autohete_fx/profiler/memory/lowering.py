@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autohete_fx.graph import collectives
-from autohete_fx.graph.collectives import ISSUING_COLLECTIVES, WAITS, result_of
+from autohete_fx.graph.collectives import ISSUING_COLLECTIVES, WAITS, gather, reduce, result_of
 from autohete_fx.profiler.memory import node_kinds as kinds
 from autohete_fx.profiler.memory.fusion import fuse_kernels
 from autohete_fx.profiler.memory.kernels import Kernel, KernelGraph, Part, Storage
@@ -343,8 +342,8 @@ def lower(
 
 
 def _leave_out_wholes(graph_module: fx.GraphModule, result: KernelGraph) -> None:
-    reduces = {node.name: node for node in graph_module.graph.nodes if node.target is collectives.reduce}
-    wholes = [node.name for node in graph_module.graph.nodes if node.target is collectives.gather]
+    reduces = {node.name: node for node in graph_module.graph.nodes if node.target is reduce}
+    wholes = [node.name for node in graph_module.graph.nodes if node.target is gather]
     # A gradient that something else reads too, such as one of activations, is memory of the graph all the same.
     otherwise = {index for kernel in result.kernels if kernel.name not in reduces for index in kernel.reads}
     indexes = {index for name in wholes for index in result.storage_of.get(name, ())}

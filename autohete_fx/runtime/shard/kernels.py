@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from autohete_fx.graph.collectives import library
+from autohete_fx.graph.collectives import gather, library, reduce, result_of
 from autohete_fx.internals import versions
 from autohete_fx.runtime.lanes.net import Work
 from autohete_fx.runtime.session import session_by_digest
@@ -20,22 +20,14 @@ _all_gather = versions.named(dist, versions.ALL_GATHER)
 _reduce_scatter = versions.named(dist, versions.REDUCE_SCATTER)
 
 
-def _empty_whole(shard: Tensor, num_ranks: int) -> Tensor:
-    return shard.new_empty((num_ranks * shard.shape[0], *shard.shape[1:]))
-
-
-def _empty_shard(grad: Tensor, num_ranks: int) -> Tensor:
-    return grad.new_empty((grad.shape[0] // num_ranks, *grad.shape[1:]))
-
-
 def _gather(shard: Tensor, num_ranks: int, group: str) -> Tensor:
-    whole = _empty_whole(shard, num_ranks)
+    whole = result_of(gather, shard, num_ranks)
     _all_gather(whole, shard.contiguous(), group=ranks_by_digest(group).group)
     return whole
 
 
 def _reduce(grad: Tensor, num_ranks: int, group: str) -> Tensor:
-    mine = _empty_shard(grad, num_ranks)
+    mine = result_of(reduce, grad, num_ranks)
     _reduce_scatter(mine, grad.contiguous(), op=dist.ReduceOp.AVG, group=ranks_by_digest(group).group)
     return mine
 
@@ -43,7 +35,7 @@ def _reduce(grad: Tensor, num_ranks: int, group: str) -> Tensor:
 def _issue_gather(
     src: Sequence[Tensor], num_ranks: int, group: str, session: str, after: Tensor | None = None
 ) -> Tensor:
-    shards, wholes = [shard.contiguous() for shard in src], [_empty_whole(shard, num_ranks) for shard in src]
+    shards, wholes = [shard.contiguous() for shard in src], [result_of(gather, shard, num_ranks) for shard in src]
     start = functools.partial(_start, _all_gather, wholes, shards, ranks_by_digest(group).group)
     return session_by_digest(session).issue_collective("gather", start, src, wholes, num_bytes=_num_bytes(wholes))
 
@@ -51,9 +43,9 @@ def _issue_gather(
 def _issue_reduce(
     src: Sequence[Tensor], num_ranks: int, group: str, session: str, after: Tensor | None = None
 ) -> Tensor:
-    grads, mine = [grad.contiguous() for grad in src], [_empty_shard(grad, num_ranks) for grad in src]
-    reduce = functools.partial(_reduce_scatter, op=dist.ReduceOp.AVG)
-    start = functools.partial(_start, reduce, mine, grads, ranks_by_digest(group).group)
+    grads, mine = [grad.contiguous() for grad in src], [result_of(reduce, grad, num_ranks) for grad in src]
+    average = functools.partial(_reduce_scatter, op=dist.ReduceOp.AVG)
+    start = functools.partial(_start, average, mine, grads, ranks_by_digest(group).group)
     return session_by_digest(session).issue_collective("reduce", start, src, mine, num_bytes=_num_bytes(grads))
 
 

@@ -1,5 +1,7 @@
 """Passes on graphs with weights of which ranks hold shards. Nothing is run."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -123,9 +125,9 @@ def three_blocks(stage: Stage = Stage.FORWARD, tied: bool = False) -> fx.GraphMo
     return gm
 
 
-def on(stage: Stage, *decisions: BlockDecision, **known: object) -> PassContext:
+def on(stage: Stage, *decisions: BlockDecision, owners: Mapping[str, int] | None = None) -> PassContext:
     decisions = decisions or (BlockDecision(),) * 3
-    return PassContext(stage=stage, plan=Plan(labels=BLOCKS, decisions=decisions), session="s", **known)  # type: ignore[arg-type]
+    return PassContext(stage=stage, plan=Plan(labels=BLOCKS, decisions=decisions), session="s", owners=owners or {})
 
 
 def ordered(gm: fx.GraphModule) -> str:
