@@ -5,7 +5,6 @@ Thin: it parses, calls and prints.
 
 import argparse
 import dataclasses
-import math
 import os
 import sys
 import time
@@ -14,13 +13,12 @@ from pathlib import Path
 
 import torch
 
+from autohete_fx.arguments import DTYPES, EXPLAIN, MOST_RANKS, POINTS, add_plan
 from autohete_fx.compiler.problem import with_disk
 from autohete_fx.errors import AutoHeteError, OptionError
 from autohete_fx.ir import Machine, Overlap, Plan, Problem, Schedule
 from autohete_fx.machine.described import link_text, machine_text
 from autohete_fx.machine.devices import (
-    DEVICES,
-    NODE_GB_PER_S,
     RESERVE_SHARE,
     find_device,
     machine_of_spec,
@@ -35,7 +33,6 @@ from autohete_fx.report.plots import require_matplotlib
 from autohete_fx.report.why import why
 from autohete_fx.runtime.shard.ranks import Ranks
 from autohete_fx.runtime.tiers.host import host_view, open_tier
-from autohete_fx.whatif.architectures import ARCHITECTURES
 from autohete_fx.whatif.blueprint import read_model
 from autohete_fx.whatif.depth import TracedStep
 from autohete_fx.whatif.job import Job
@@ -54,12 +51,8 @@ from autohete_fx.whatif.trace import trace_model
 
 __all__ = ["main"]
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 _HOST_SHARE = Share(0.9)
 """Of the host's memory, what homes may take unless told otherwise."""
-_POINTS, _MOST_RANKS = 10, 8
-"""Budgets of a sweep, and where one of ranks ends, unless told otherwise."""
-_EXPLAIN = "also say why: what binds, and for each block what else could have been chosen and what that would cost"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     show = commands.add_parser("show", help="print a saved plan as a table")
     show.add_argument("plan", metavar="PLAN.json", help="a file that Plan.save wrote")
-    show.add_argument("--explain", action="store_true", help=_EXPLAIN)
+    show.add_argument("--explain", action="store_true", help=EXPLAIN)
     show.set_defaults(run=_show)
     doctor = commands.add_parser(
         "doctor",
@@ -86,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="measure the disk there, as training does with the option of that name (default: the temporary directory)",
     )
     doctor.set_defaults(run=_doctor)
-    _add_plan(commands)
+    add_plan(commands).set_defaults(run=_plan)
     parsed = parser.parse_args(arguments)
     try:
         text = parsed.run(parsed)
@@ -96,113 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if text:
         print(text)
     return 0
-
-
-def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    plan = commands.add_parser(
-        "plan",
-        help="plan a training step for a GPU that need not be here, and predict its time and memory",
-        description="Trace a model without its weights, price it for a device, and solve for the fastest plan within a"
-        " memory budget. Nothing is downloaded, no GPU is needed.",
-        epilog=f"models: {', '.join(ARCHITECTURES)}. devices: {', '.join(spec.name for spec in DEVICES)}.",
-    )
-    plan.add_argument(
-        "model", metavar="MODEL", help="a name, a JSON file of a transformers config, or file.py:factory (see below)"
-    )
-    plan.add_argument(
-        "--batch", type=_positive, metavar="N", default=8, help="sequences per micro-batch of each rank (default: 8)"
-    )
-    plan.add_argument("--seq", type=_positive, metavar="N", default=1024, help="tokens per sequence (default: 1024)")
-    where = plan.add_mutually_exclusive_group(required=True)
-    where.add_argument("--device", metavar="NAME", help="a device that ships, such as a100-40g, h100, 4090")
-    where.add_argument("--machine", metavar="FILE", help="a machine that `autohete doctor --save` measured")
-    plan.add_argument(
-        "--ranks",
-        type=_positive,
-        metavar="N",
-        help="devices that train the model together, each with its shards and a batch of its own (default: 1); of --sweep ranks the"
-        f" most (default: {_MOST_RANKS})",
-    )
-    plan.add_argument(
-        "--nodes", type=_positive, metavar="N", default=1, help="machines that the ranks are on, evenly (default: 1)"
-    )
-    plan.add_argument(
-        "--node-rate",
-        type=_rate,
-        metavar="GB/S",
-        default=NODE_GB_PER_S,
-        help="what each rank's network adapter sends to other nodes, in 10^9 bytes a second (default: %(default)g)",
-    )
-    plan.add_argument(
-        "--budget",
-        metavar="SIZE",
-        help=f"peak device memory of each rank: 24GiB, 60%%, ... (default: the capacity less {100 * RESERVE_SHARE:.0f}%%, for what"
-        " CUDA and the allocator take)",
-    )
-    plan.add_argument(
-        "--host-budget", metavar="SIZE", help="host memory for what one rank offloads (default: 90%% of its part)"
-    )
-    plan.add_argument(
-        "--dtype",
-        choices=tuple(_DTYPES),
-        help="of parameters and products; AdamW holds fp32 masters of 16-bit ones (default: bf16; a factory's as it is)",
-    )
-    plan.add_argument(
-        "--micro-batches",
-        type=_positive,
-        metavar="N",
-        default=1,
-        help="forward and backward passes per step (default: 1)",
-    )
-    plan.add_argument(
-        "--overlap",
-        choices=[overlap.value for overlap in Overlap],
-        default=Overlap.STEP.value,
-        help="what updates on the host overlap: nothing, the next forward, or the backward too (default: %(default)s, as AdamW)",
-    )
-    plan.add_argument("--clip", action="store_true", help="gradients are clipped by their global norm")
-    plan.add_argument(
-        "--sweep",
-        choices=("budget", "ranks"),
-        help="solve for a range of budgets, or of numbers of ranks, instead of one",
-    )
-    plan.add_argument("--points", type=_positive, metavar="N", help=f"budgets of a sweep (default: {_POINTS})")
-    plan.add_argument("--plot", metavar="FILE.png", help="draw the sweep (needs matplotlib)")
-    plan.add_argument("--explain", action="store_true", help=_EXPLAIN)
-    plan.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    plan.add_argument("--save", metavar="PLAN.json", help="write the plan, for the option 'plan' of the backend")
-    plan.add_argument(
-        "--time-limit",
-        type=_seconds,
-        default=10.0,
-        metavar="SECONDS",
-        help="of each solve (default: 10); half of it for those that tell what more of a resource would buy",
-    )
-    plan.set_defaults(run=_plan)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    return _more_than_0(text, "seconds")
-
-
-def _rate(text: str) -> float:
-    return _more_than_0(text, "gigabytes a second")
-
-
-def _more_than_0(text: str, unit: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of {unit}")
-    return value
 
 
 def link_of(device: torch.device) -> Link | None:
@@ -260,6 +146,8 @@ def _save(value: Machine | Plan, path: str) -> None:
 
 def _plan(parsed: argparse.Namespace) -> str:
     _check(parsed)
+    if parsed.cluster:
+        return _plan_cluster(parsed)
     if parsed.sweep == "ranks":
         return _scaling(parsed)
     job = Job(num_ranks=parsed.ranks or 1, num_nodes=parsed.nodes, node_bytes_per_s=parsed.node_rate * 1e9)
@@ -267,7 +155,7 @@ def _plan(parsed: argparse.Namespace) -> str:
     step, problem, setting = asked.step, asked.problem, asked.setting
     tokens, limit_s = setting.batch * setting.seq, parsed.time_limit
     if parsed.sweep:
-        sweep = sweep_budgets(step, problem, tokens=tokens, num_points=parsed.points or _POINTS, time_limit_s=limit_s)
+        sweep = sweep_budgets(step, problem, tokens=tokens, num_points=parsed.points or POINTS, time_limit_s=limit_s)
         if parsed.plot:
             draw_sweep(setting, sweep, parsed.plot)
         return sweep_json(setting, sweep) if parsed.json else sweep_text(setting, sweep)
@@ -283,8 +171,16 @@ def _plan(parsed: argparse.Namespace) -> str:
 def _check(parsed: argparse.Namespace) -> None:
     """Raise OptionError where options do not go together, before anything is traced."""
     for option, given in (("--plot", parsed.plot), ("--points", parsed.points)):
-        if given and parsed.sweep != "budget":
+        if given and parsed.sweep != "budget" and not (parsed.cluster and option == "--plot"):
             raise OptionError(f"{option} is about a sweep of budgets; give --sweep budget too")
+    for option, given in (("--costs", parsed.costs), ("--symmetric-tp", parsed.symmetric_tp), ("--spot", parsed.spot)):
+        if given and not parsed.cluster:
+            raise OptionError(f"{option} is about clusters; give --cluster too, or leave it out")
+    for option, given in (("--sweep", parsed.sweep), ("--ranks", parsed.ranks), ("--budget", parsed.budget)):
+        if given and parsed.cluster:
+            raise OptionError(
+                f"{option} is about GPUs that are alike; leave it out, or name a --device instead of a --cluster"
+            )
     for option, given, verb in (("--save", parsed.save, "writes"), ("--explain", parsed.explain, "explains")):
         if given and parsed.sweep:
             raise OptionError(f"{option} {verb} one plan, and a sweep makes several; leave one of the two out")
@@ -300,9 +196,33 @@ def _check(parsed: argparse.Namespace) -> None:
         require_matplotlib()
 
 
+def _plan_cluster(parsed: argparse.Namespace) -> str:
+    from autohete_fx.cluster.command import Request, plan_for_cluster
+
+    return plan_for_cluster(
+        Request(
+            model=parsed.model,
+            cluster=parsed.cluster,
+            global_batch=parsed.batch,
+            seq=parsed.seq,
+            measured=parsed.costs,
+            dtype=DTYPES[parsed.dtype] if parsed.dtype else None,
+            tf32=parsed.dtype == "tf32",
+            objective=parsed.objective,
+            spot=parsed.spot,
+            symmetric_tp=parsed.symmetric_tp,
+            explain=parsed.explain,
+            as_json=parsed.json,
+            plot=parsed.plot,
+            save=parsed.save,
+            time_limit_s=parsed.time_limit,
+        )
+    )
+
+
 def _scaling(parsed: argparse.Namespace) -> str:
     """The sweep over numbers of ranks, from one on by doubling."""
-    most = parsed.ranks or _MOST_RANKS
+    most = parsed.ranks or MOST_RANKS
     counts = tuple(1 << n for n in range(most.bit_length()))
     jobs = [Job(num_ranks=count) for count in counts]
     for job in jobs:
@@ -331,7 +251,7 @@ class _Asked:
 def _ask(parsed: argparse.Namespace, job: Job) -> _Asked:
     machine, source, peak_flops_per_s, peak_name = _machine_for(parsed, job)
     device_budget_bytes, host_budget_bytes = _budgets(parsed, machine)
-    dtype = _DTYPES[parsed.dtype] if parsed.dtype else None
+    dtype = DTYPES[parsed.dtype] if parsed.dtype else None
     blueprint = read_model(parsed.model, batch=parsed.batch, seq=parsed.seq, dtype=dtype)
     began = time.perf_counter()
     step = trace_model(blueprint, machine, Options(micro_batches=parsed.micro_batches), job.num_ranks)
@@ -362,7 +282,7 @@ def _ask(parsed: argparse.Namespace, job: Job) -> _Asked:
 
 def _machine_for(parsed: argparse.Namespace, job: Job) -> tuple[Machine, str, float, str]:
     """The machine of one rank, where its figures come from, and the rate that utilization refers to, with its name."""
-    dtype = str(_DTYPES[parsed.dtype or "bf16"]).removeprefix("torch.")
+    dtype = str(DTYPES[parsed.dtype or "bf16"]).removeprefix("torch.")
     if parsed.machine:
         machine = Machine.load(parsed.machine)
         rate = machine.flops_per_s(dtype)

@@ -48,6 +48,10 @@ class MachineError(AutoHeteError):
     """A machine file cannot be read."""
 
 
+class ClusterError(AutoHeteError):
+    """A cluster, its costs or a plan for it cannot be read, or do not fit each other."""
+
+
 class CaptureError(AutoHeteError):
     """The traced graph has a form that the backend cannot honour exactly."""
 

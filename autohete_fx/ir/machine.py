@@ -22,6 +22,7 @@ class Machine:
         device_type: ``cuda`` or ``cpu``.
         device_bytes, host_bytes, disk_bytes: capacities of the tiers; 0 where a tier does not exist.
         device_flops_per_s: sustained matmul rate by dtype name, such as ``(("float32", 4e11),)``.
+        backward_flops_per_s: likewise of backward's products; empty where they are as fast as forward's.
         device_bytes_per_s: bandwidth of device memory (read plus write).
         h2d_bytes_per_s, d2h_bytes_per_s: large copies up and down.
         disk_bytes_per_s: large transfers, as much read as written; 0 where nothing can be written.
@@ -31,6 +32,7 @@ class Machine:
             engine of their own; 1 where the processors that compute do the copying.
         net_bytes_per_s: of one rank's link to the others, in one direction; 0 where there are no others.
         net_latency_s: fixed cost of a message between two ranks.
+        launch_s: the least that a kernel takes; 0 where nobody knows.
     """
 
     device_name: str
@@ -49,10 +51,12 @@ class Machine:
     copy_share: float = 0.0
     net_bytes_per_s: float = 0.0
     net_latency_s: float = 0.0
+    backward_flops_per_s: tuple[tuple[str, float], ...] = ()
+    launch_s: float = 0.0
 
-    def flops_per_s(self, dtype: str) -> float:
-        """Matmul rate for a dtype; the slowest known one where it was not measured."""
-        rates = dict(self.device_flops_per_s)
+    def flops_per_s(self, dtype: str, *, backward: bool = False) -> float:
+        """Matmul rate for a dtype, of forward or of backward; the slowest known one where it was not measured."""
+        rates = dict((backward and self.backward_flops_per_s) or self.device_flops_per_s)
         return rates.get(dtype, min(rates.values()))
 
     @property
@@ -95,8 +99,8 @@ _RATES = (
     "host_update_params_per_s",
 )
 _MAY_BE_ZERO = ("disk_bytes_per_s", "latency_s", "copy_share")
-_OF_RANKS = ("net_bytes_per_s", "net_latency_s")
-"""0 where a file does not say: those of machines that were measured alone do not."""
+_MAY_LACK = ("net_bytes_per_s", "net_latency_s", "launch_s")
+"""0 where a file does not say: those of machines that were measured, and alone, do not."""
 
 
 def _machine_of(raw: dict[str, Any]) -> Machine:
@@ -105,18 +109,26 @@ def _machine_of(raw: dict[str, Any]) -> Machine:
     device_type = checked(raw, "device_type", str)
     if device_type not in ("cuda", "cpu"):
         raise ValueError(f"device_type is {device_type!r}; expected 'cuda' or 'cpu'")
-    products = checked(raw, "device_flops_per_s", list)
-    if not products or not all(isinstance(pair, list) and len(pair) == 2 for pair in products):
-        raise ValueError(f"device_flops_per_s is {products!r}; expected pairs of a dtype and its rate")
+    rates = _rates(raw, "device_flops_per_s")
+    if not rates:
+        raise ValueError("device_flops_per_s is []; expected pairs of a dtype and its rate")
     return Machine(
         device_name=checked(raw, "device_name", str),
         device_type=device_type,
-        device_flops_per_s=tuple((str(dtype), _rate({str(dtype): rate}, str(dtype))) for dtype, rate in products),
+        device_flops_per_s=rates,
+        backward_flops_per_s=_rates(raw, "backward_flops_per_s") if "backward_flops_per_s" in raw else (),
         **{name: _at_least_0(raw, name, int) for name in _SIZES},
         **{name: _rate(raw, name) for name in _RATES},
         **{name: _at_least_0(raw, name, int, float) for name in _MAY_BE_ZERO},
-        **{name: _at_least_0(raw, name, int, float) for name in _OF_RANKS if name in raw},
+        **{name: _at_least_0(raw, name, int, float) for name in _MAY_LACK if name in raw},
     )
+
+
+def _rates(raw: dict[str, Any], name: str) -> tuple[tuple[str, float], ...]:
+    pairs = checked(raw, name, list)
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise ValueError(f"{name} is {pairs!r}; expected pairs of a dtype and its rate")
+    return tuple((str(dtype), _rate({str(dtype): rate}, str(dtype))) for dtype, rate in pairs)
 
 
 def _rate(raw: dict[str, Any], name: str) -> float:

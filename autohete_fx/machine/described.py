@@ -21,6 +21,11 @@ def machine_text(machine: Machine) -> str:
             f"{machine.device_name} ({machine.device_type})",
             *(f"  {name:<28}{format_bytes(num_bytes)}" for name, num_bytes in tiers if num_bytes),
             *(f"  {f'matmul, {dtype}':<28}{rate / 1e12:.3g} TFLOP/s" for dtype, rate in machine.device_flops_per_s),
+            *(
+                f"  {f'matmul, {dtype}, backward':<28}{rate / 1e12:.3g} TFLOP/s"
+                for dtype, rate in machine.backward_flops_per_s
+                if rate != machine.flops_per_s(dtype)
+            ),
             *(f"  {f'{name}, bandwidth':<28}{format_bytes(rate)}/s" for name, rate in rates if rate),
             *(f"  {f'AdamW {where}':<28}{format_count(rate)} parameters/s" for where, rate in updates if rate),
             f"  {'latency of a transfer':<28}{format_seconds(machine.latency_s)}",

@@ -315,6 +315,7 @@ def measure_machine(
             host_bytes=host_capacity_bytes(device, offload_dir),
             disk_bytes=disk_capacity_bytes(offload_dir),
             device_flops_per_s=_product_rates(device, make),
+            backward_flops_per_s=(),
             device_bytes_per_s=_device_bandwidth(device, make),
             disk_bytes_per_s=measure_disk(offload_dir),
             device_update_params_per_s=host_rate

@@ -227,7 +227,7 @@ def analytic_times(partition: Partition, machine: Machine) -> tuple[BlockTimes, 
         placed = partition.placements(partition.backward)
         graph, nodes = kernels_of(partition.backward)
         for kernel in graph.kernels:
-            seconds = seconds_of(kernel, graph, nodes, machine)
+            seconds = seconds_of(kernel, graph, nodes, machine, backward=True)
             for block, share in _share(kernel, placed).items():
                 backward[block] += share * seconds
     return tuple(

@@ -1,4 +1,4 @@
-"""Seconds of one kernel by the roofline: the larger of its arithmetic and its memory traffic.
+"""Seconds of one kernel by the roofline: the larger of its arithmetic, its memory traffic and a launch.
 
 Enter graph nodes and kernels; leave FLOPs, bytes and seconds. The formulas are those of
 ``torch.utils.flop_counter``, and its own for the CPU attention kernels that it does not know.
@@ -18,6 +18,10 @@ from autohete_fx.profiler.memory.node_kinds import hint, unwrapped_call
 from autohete_fx.profiler.partition import Partition
 
 _WIDEST_ELEMENT_BYTES = 8
+_NARROW = 128
+"""Up to this, a side of a product has too few steps, or too small tiles, for arithmetic to hide the traffic."""
+_MATRICES = {"aten.mm": 0, "aten.bmm": 0, "aten.addmm": 1, "aten.baddbmm": 1}
+"""Products of two matrices, by the place of the first."""
 
 
 def _shape(node: Any) -> tuple[int, ...]:
@@ -85,11 +89,26 @@ def bytes_of(kernel: Kernel, graph: KernelGraph) -> int:
     return total
 
 
-def seconds_of(kernel: Kernel, graph: KernelGraph, nodes: Mapping[str, fx.Node], machine: Machine) -> float:
-    """Roofline seconds of one kernel on a machine. A collective takes none: it has a lane of its own."""
+def is_narrow(node: fx.Node) -> bool:
+    """A product of two matrices with a side of at most 128, such as those of unfused attention over a head's width."""
+    name, args = unwrapped_call(node)
+    if name not in _MATRICES:
+        return False
+    first, second = args[_MATRICES[name] : _MATRICES[name] + 2]
+    return min(*_shape(first)[-2:], *_shape(second)[-2:]) <= _NARROW
+
+
+def seconds_of(
+    kernel: Kernel, graph: KernelGraph, nodes: Mapping[str, fx.Node], machine: Machine, *, backward: bool = False
+) -> float:
+    """Roofline seconds of one kernel on a machine, as a kernel of forward or of backward.
+
+    Arithmetic and traffic overlap, but for narrow products, where they add. A collective takes none: it has a lane of its own.
+    """
     if not kernel.fused and any(nodes[name].target in COLLECTIVES for name in kernel.nodes):
         return 0.0
     traffic_s = bytes_of(kernel, graph) / machine.device_bytes_per_s
     products = [nodes[name] for name in kernel.nodes] if not kernel.fused else []
-    compute_s = sum(flops_of(node) / machine.flops_per_s(dtype_of(node)) for node in products)
-    return max(traffic_s, compute_s)
+    compute_s = sum(flops_of(node) / machine.flops_per_s(dtype_of(node), backward=backward) for node in products)
+    together_s = traffic_s + compute_s if any(map(is_narrow, products)) else max(traffic_s, compute_s)
+    return max(together_s, machine.launch_s)

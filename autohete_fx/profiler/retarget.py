@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from autohete_fx.internals.modes import FakeTensor
+from autohete_fx.internals.modes import FakeTensor, no_python_dispatcher, unset_fake_temporarily
 
 
 def retarget(graph_module: fx.GraphModule, device: torch.device) -> None:
     """Say in every node's ``meta["val"]`` that it is on ``device``, in place. Sizes must be numbers."""
-    for node in graph_module.graph.nodes:
-        if "val" in node.meta:
-            node.meta["val"] = _on(node.meta["val"], device)
+    with unset_fake_temporarily(), no_python_dispatcher():  # tracing would go through each for every value
+        for node in graph_module.graph.nodes:
+            if "val" in node.meta:
+                node.meta["val"] = _on(node.meta["val"], device)
 
 
 def _on(value: Any, device: torch.device) -> Any:

@@ -49,6 +49,7 @@ class Blueprint:
         name: as the user gave it.
         num_layers: how many layers it has; None where it is known only as a whole.
         period: every so many layers are of the same types again.
+        layer_types: of each layer, as its configuration calls them; empty where it does not.
         build: the sketch with that many layers (all of them where None), under a fake mode.
     """
 
@@ -56,6 +57,7 @@ class Blueprint:
     num_layers: int | None
     period: int
     build: Callable[[FakeTensorMode, int | None], Sketch]
+    layer_types: tuple[str, ...] = ()
 
 
 def read_model(text: str, *, batch: int, seq: int, dtype: torch.dtype | None) -> Blueprint:
@@ -104,7 +106,7 @@ def _from_config(
         raise OptionError(
             f"{name!r} has num_hidden_layers {num_layers}; expected the configuration of a causal language model"
         )
-    types: list[object] = getattr(config, "layer_types", None) or [None] * num_layers
+    types: list[str] = getattr(config, "layer_types", None) or []
 
     def build(mode: FakeTensorMode, num_layers: int | None) -> Sketch:
         config = _config_of(name, entries)
@@ -117,7 +119,8 @@ def _from_config(
             tokens = torch.zeros(batch, seq, dtype=torch.int64)
         return Sketch(module=module, loss=_loss_of_labels(module), inputs=(tokens,))
 
-    return Blueprint(name=name, num_layers=num_layers, period=_period(types), build=build)
+    period = _period(types or [""] * num_layers)
+    return Blueprint(name=name, num_layers=num_layers, period=period, build=build, layer_types=tuple(types))
 
 
 def _loss_of_labels(module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -127,7 +130,7 @@ def _loss_of_labels(module: nn.Module) -> Callable[[Tensor], Tensor]:
     return loss
 
 
-def _period(types: list[object]) -> int:
+def _period(types: list[str]) -> int:
     """The shortest distance at which layer types repeat."""
     return next(p for p in range(1, len(types) + 1) if all(a == b for a, b in zip(types, types[p:], strict=False)))
 

@@ -16,7 +16,7 @@ from typing import Any
 from autohete_fx.ir import ActivationCost, BlockCost, BlockKind, Edge, Problem
 from autohete_fx.ir.labels import renumbered
 
-_HEAD, _TAIL = 2, 1
+HEAD, TAIL = 2, 1
 """Layers at the beginning and at the end that may cost otherwise than those between."""
 _ROUNDING = 1e-9
 
@@ -49,7 +49,7 @@ def shallow_layers(num_layers: int, period: int) -> int | None:
 
     None where tracing twice would not be less than tracing once.
     """
-    fewest = _HEAD + 2 * period + _TAIL
+    fewest = HEAD + 2 * period + TAIL
     fewest += (num_layers - fewest) % period
     return fewest if 2 * fewest + period < num_layers else None
 
@@ -58,13 +58,13 @@ def deepened(shallow: TracedStep, deeper: TracedStep, *, num_layers: int, period
     """The step with ``num_layers`` layers; ``deeper`` has ``period`` layers more than ``shallow``."""
     layers = [index for index, kind in enumerate(deeper.kinds) if kind is BlockKind.LAYER]
     assert (num_layers - len(layers)) % period == 0, "whole periods are missing"
-    begin, times = layers[0] + _HEAD, (num_layers - len(layers)) // period
+    begin, times = layers[0] + HEAD, (num_layers - len(layers)) // period
     if layers != list(range(layers[0], layers[-1] + 1)) or _more(shallow.kinds, begin, period) != deeper.kinds:
         return None
     if _lengthened_edges(shallow.problem.edges, begin, period, 1) != deeper.problem.edges:
         return None
     edges = _lengthened_edges(deeper.problem.edges, begin, period, times)
-    end = len(deeper.kinds) - layers[-1] - 1 + _TAIL
+    end = len(deeper.kinds) - layers[-1] - 1 + TAIL
     figures = _extrapolated(_figures(shallow), _figures(deeper), begin, end, period, times)
     if edges is None or figures is None:
         return None
@@ -180,7 +180,7 @@ def _lengthened_edges(edges: tuple[Edge, ...], begin: int, period: int, times: i
 
     What lies before the layers is read by every repetition; what a layer makes is read by those that follow it as closely.
     """
-    first_layer, middle, end = begin - _HEAD, begin + period, begin + 2 * period
+    first_layer, middle, end = begin - HEAD, begin + period, begin + 2 * period
 
     def moved(edge: Edge, by: int) -> Edge:
         producer = edge.producer if edge.producer < first_layer else edge.producer + by

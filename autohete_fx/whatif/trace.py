@@ -7,6 +7,7 @@ them with its rates.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -21,7 +22,7 @@ from autohete_fx.internals import dynamo
 from autohete_fx.internals.dynamo import Unsupported
 from autohete_fx.internals.inductor import Partitioner, run_without_code
 from autohete_fx.internals.modes import FakeTensorMode
-from autohete_fx.ir import Machine, Plan
+from autohete_fx.ir import BlockGraph, Machine, Plan
 from autohete_fx.ir.labels import labels_of
 from autohete_fx.optim import AdamW
 from autohete_fx.options import Options
@@ -34,6 +35,25 @@ from autohete_fx.runtime.shard.imagined import DeviceMesh, imagined_mesh
 from autohete_fx.runtime.shard.parts import part_of
 from autohete_fx.whatif.blueprint import Blueprint, Sketch
 from autohete_fx.whatif.depth import TracedStep, deepened, shallow_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """A training step's graphs, which no machine has priced yet.
+
+    Attributes:
+        partition: the default one, on the type of device that was asked for.
+        params: of the traced module, by name.
+        optimizer: that the parameters belong to; it says how large their states are.
+        input_bytes: of inputs and buffers.
+        batch: sequences of a micro-batch, and tokens of each.
+    """
+
+    partition: Partition
+    params: Mapping[str, torch.nn.Parameter]
+    optimizer: AdamW
+    input_bytes: int
+    batch: tuple[int, int]
 
 
 def trace_model(blueprint: Blueprint, machine: Machine, options: Options, num_ranks: int = 1) -> TracedStep:
@@ -52,6 +72,15 @@ def trace_model(blueprint: Blueprint, machine: Machine, options: Options, num_ra
         return _traced_model(blueprint, machine, options, mesh)
 
 
+def capture_step(blueprint: Blueprint, num_layers: int | None, device_type: str) -> Captured:
+    """The graphs of one training step with so many layers (all of them where None), for any machine of a type of device.
+
+    Raises:
+        CaptureError: the model does not compile to one graph.
+    """
+    return _captured(blueprint, num_layers, device_type, None)
+
+
 def _traced_model(blueprint: Blueprint, machine: Machine, options: Options, mesh: DeviceMesh | None) -> TracedStep:
     if blueprint.num_layers is not None:
         fewest = shallow_layers(blueprint.num_layers, blueprint.period)
@@ -67,18 +96,22 @@ def _traced_model(blueprint: Blueprint, machine: Machine, options: Options, mesh
 def _trace(
     blueprint: Blueprint, num_layers: int | None, machine: Machine, options: Options, mesh: DeviceMesh | None
 ) -> TracedStep:
+    return _priced(_captured(blueprint, num_layers, machine.device_type, mesh), machine, options)
+
+
+def _captured(blueprint: Blueprint, num_layers: int | None, device_type: str, mesh: DeviceMesh | None) -> Captured:
     mode = FakeTensorMode()
     sketch = blueprint.build(mode, num_layers)
     with mode:
         if mesh is not None:
             shard(sketch.module, mesh)
-        return _traced_step(blueprint.name, sketch, machine, options)
+        return _captured_step(blueprint.name, sketch, device_type)
 
 
-def _traced_step(name: str, sketch: Sketch, machine: Machine, options: Options) -> TracedStep:
+def _captured_step(name: str, sketch: Sketch, device_type: str) -> Captured:
     """Compile one step as the backend would, up to where code would be generated."""
     optimizer = AdamW(sketch.module.parameters())  # says what its states take, and that they can live on the host
-    found: list[TracedStep] = []
+    found: list[Captured] = []
 
     def look(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., object]:
         inputs = graph_inputs(gm, example_inputs)
@@ -87,10 +120,19 @@ def _traced_step(name: str, sketch: Sketch, machine: Machine, options: Options) 
             joint: fx.GraphModule, joint_inputs: Sequence[object], **keywords: object
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             try:
-                step, split = _profiled(joint, joint_inputs, keywords, inputs, machine, options, sketch.batch)
+                blocks, split = _partitioned(joint, joint_inputs, keywords, inputs)
+                params = {item.name: item.tensor for item in inputs if isinstance(item.tensor, torch.nn.Parameter)}
+                found.append(
+                    Captured(
+                        partition=_on_device(blocks, split, inputs, params, device_type),
+                        params=params,
+                        optimizer=optimizer,
+                        input_bytes=input_bytes(inputs),
+                        batch=sketch.batch,
+                    )
+                )
             except AutoHeteError as error:
                 raise dynamo.surfacing(error) from error.__cause__
-            found.append(step)
             return split.forward, split.backward
 
         return run_without_code(gm, example_inputs, Partitioner(partition, "what-if"))
@@ -105,49 +147,56 @@ def _traced_step(name: str, sketch: Sketch, machine: Machine, options: Options) 
         ) from error
     finally:
         torch.compiler.reset()
-    del optimizer
     if len(found) != 1:
         raise CaptureError(f"{name} has nothing to train: no parameter requires a gradient")
     return found[0]
 
 
-def _profiled(
-    joint: fx.GraphModule,
-    joint_inputs: Sequence[object],
-    keywords: dict[str, object],
-    inputs: Sequence[GraphInput],
-    machine: Machine,
-    options: Options,
-    batch: tuple[int, int],
-) -> tuple[TracedStep, rewriting.Partitioned]:
-    """Group, partition and price a joint graph, as for training with an analytic profile."""
+def _partitioned(
+    joint: fx.GraphModule, joint_inputs: Sequence[object], keywords: dict[str, object], inputs: Sequence[GraphInput]
+) -> tuple[BlockGraph, rewriting.Partitioned]:
+    """Group and partition a joint graph, as for training."""
     rewriting.separate_written_inputs(joint)
-    params = {item.name: item.tensor for item in inputs if isinstance(item.tensor, torch.nn.Parameter)}
     blocks = group_blocks(joint, parameter_fqns(joint, inputs))
     neutral = rewriting.keep_everything(labels_of(blocks.blocks))
     context = PassContext(stage=Stage.JOINT, plan=neutral, block_of=block_index(blocks))
-    split = rewriting.partition(joint, joint_inputs, context, keywords)
+    return blocks, rewriting.partition(joint, joint_inputs, context, keywords)
+
+
+def _on_device(
+    blocks: BlockGraph,
+    split: rewriting.Partitioned,
+    inputs: Sequence[GraphInput],
+    params: Mapping[str, torch.nn.Parameter],
+    device_type: str,
+) -> Partition:
+    """The partition, read as one of graphs of a device."""
     graphs = [rewriting.copy_graph(graph) for graph in (split.forward, split.backward)]
-    if machine.device_type != "cpu":
+    if device_type != "cpu":
         for graph in graphs:
-            retarget(graph, torch.device(machine.device_type, 0))
-    partition = Partition(
+            retarget(graph, torch.device(device_type, 0))
+    return Partition(
         forward=graphs[0],
         backward=graphs[1],
         num_outputs=split.num_outputs,
         blocks=blocks,
         block_of=block_index(blocks),
         params=param_infos(graphs[0], inputs, params),
-        after=_order_of_regions(split, params, neutral),
+        after=_order_of_regions(split, params, rewriting.keep_everything(labels_of(blocks.blocks))),
     )
+
+
+def _priced(captured: Captured, machine: Machine, options: Options) -> TracedStep:
+    """The step with the analytic profile of a machine."""
+    partition, params = captured.partition, captured.params
     limits = Limits(
         device_budget_bytes=None,
         host_budget_bytes=None,
-        fixed_bytes=input_bytes(inputs)
+        fixed_bytes=captured.input_bytes
         + small_bytes(params.values(), training=True, micro_batches=options.micro_batches),
     )
     problem = make_problem(
-        blocks,
+        partition.blocks,
         profile_analytic(partition, machine).costs,
         machine,
         options,
@@ -156,17 +205,16 @@ def _profiled(
         training=True,
         keep_placement=False,
     )
-    kinds = tuple(block.kind for block in blocks.blocks)
+    kinds = tuple(block.kind for block in partition.blocks.blocks)
     layers = sum(kind is kind.LAYER for kind in kinds)
-    step = TracedStep(
+    return TracedStep(
         problem=problem,
         kinds=kinds,
         flops=block_flops(partition),
         num_params=sum(map(_num_elements, params.values())),
         traced_layers=layers,
-        batch=batch,
+        batch=captured.batch,
     )
-    return step, split
 
 
 def _order_of_regions(

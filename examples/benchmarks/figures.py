@@ -1,7 +1,7 @@
 """The figures that the README and docs/ quote, written from the result files.
 
 A page marks what is quoted: ``<!-- figure: step_time.half -->1.27 times …<!-- /figure -->`` within a sentence, or on lines of their
-own around a table or a listing. `quotations.FIGURES` has a function for each name, from result files to text.
+own around a table or a listing. `FIGURES` has a function for each name, from result files to text.
 
     python examples/benchmarks/figures.py            # write all figures into the pages
     python examples/benchmarks/figures.py --check    # say what stands there and what should, and fail where they differ
@@ -13,8 +13,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from quotations import FIGURES
+import cluster_quotations
+import quotations
 
+FIGURES = {**quotations.FIGURES, **cluster_quotations.FIGURES}
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _MARKED = re.compile(r"<!-- figure: (\S+) -->(.*?)<!-- /figure -->", flags=re.S)

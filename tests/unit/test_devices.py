@@ -1,5 +1,7 @@
 """Devices that ship: found by name, complete, and ordered as the data sheets order them."""
 
+from dataclasses import asdict
+
 import pytest
 
 from autohete_fx.errors import OptionError
@@ -21,6 +23,7 @@ def machine(name: str) -> Machine:
 
 def test_the_devices_that_users_ask_for_are_there():
     asked = "v100 v100-16g v100-32g a100-40g a100-80g h100 h100-80g h200 l40s rtx-3090 rtx-4090-24g 5090 gh200 mi300x"
+    asked += " h800 h20 a10g l4 t4 rtx-a6000 2080-ti titan-rtx mi250"
     assert {find_device(name).name for name in asked.split()} <= {spec.name for spec in DEVICES}
     assert find_device(" RTX_4090 ") is find_device("4090")
     with pytest.raises(OptionError, match=r"unknown device 'h10'; did you mean 'h100-80g'.*doctor --save"):
@@ -37,13 +40,39 @@ def test_a_machine_stays_below_its_data_sheet(spec: DeviceSpec):
     found = machine_of_spec(spec)
     assert found.device_bytes <= spec.memory_gib * 2**30 < found.host_bytes
     for dtype, rate in found.device_flops_per_s:
-        assert 0.4 * spec.peak_flops_per_s(dtype) < rate < 0.9 * spec.peak_flops_per_s(dtype)
+        assert 0.4 * spec.peak_flops_per_s(dtype) < rate <= spec.peak_flops_per_s(dtype)
+        assert 0 < found.flops_per_s(dtype, backward=True) <= rate
+    assert 0 < found.launch_s < 1e-4
     assert found.device_bytes_per_s < spec.memory_gb_per_s * 1e9
     assert max(found.h2d_bytes_per_s, found.d2h_bytes_per_s) < spec.link.gb_per_s * 1e9
     assert found.host_update_params_per_s * UPDATE_BYTES < 0.8 * spec.host.dram_gb_per_s * 1e9
     assert found.host_update_params_per_s < found.device_update_params_per_s
     assert spec.source.startswith(("NVIDIA", "AMD"))
     assert Machine.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize("spec", DEVICES, ids=lambda spec: spec.name)
+def test_every_figure_of_a_device_is_positive(spec: DeviceSpec):
+    found = machine_of_spec(spec, tf32=True)
+    rates = {
+        name: value for name, value in asdict(found).items() if name.endswith("_per_s") and name != "net_bytes_per_s"
+    }
+    for name in ("device_flops_per_s", "backward_flops_per_s"):
+        rates |= dict(rates.pop(name))
+    assert min(rates.values()) > 0, rates
+    shares = [spec.matmul_share, spec.memory_share, spec.update_share]
+    shares += [share for kind in spec.sustained for share in (kind.forward, kind.backward)]
+    assert all(0 < share <= 1 for share in shares)
+    assert {kind.peak for kind in spec.sustained} <= {"fp32", "tf32", "fp16", "bf16"}
+    prices = [price for price in (spec.spot_usd_per_hour, spec.usd_per_hour) if price is not None]
+    assert all(price > 0 for price in prices) and prices == sorted(prices)
+    assert spec.usd_per_hour is not None or spec.spot_usd_per_hour is None
+
+
+def test_measured_shares_say_nothing_of_bf16():
+    for spec in DEVICES:
+        if spec.peaks.bf16 != spec.peaks.fp32:
+            assert spec.share("bfloat16") == spec.share("bfloat16", backward=True) == spec.matmul_share
 
 
 def test_faster_devices_are_faster():
@@ -62,7 +91,8 @@ def test_faster_devices_are_faster():
 
 def test_fp32_is_without_tensor_cores_unless_tf32_is_asked_for():
     plain, tf32 = machine("a100-40g"), machine_of_spec(find_device("a100-40g"), tf32=True)
-    assert tf32.flops_per_s("float32") == pytest.approx(8 * plain.flops_per_s("float32"))
+    assert tf32.flops_per_s("float32") == pytest.approx(8 * plain.flops_per_s("float32"), rel=0.02)
+    assert tf32.flops_per_s("float32", backward=True) < tf32.flops_per_s("float32")
     assert tf32.flops_per_s("bfloat16") == plain.flops_per_s("bfloat16")
 
 

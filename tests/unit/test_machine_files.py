@@ -33,6 +33,8 @@ def machines(draw: st.DrawFn) -> Machine:
         device_update_params_per_s=draw(rates),
         host_update_params_per_s=draw(rates),
         latency_s=draw(st.floats(0, 1)),
+        backward_flops_per_s=tuple(draw(st.lists(st.tuples(st.text(max_size=9), rates), max_size=3))),
+        launch_s=draw(st.floats(0, 1)),
     )
 
 
@@ -67,6 +69,8 @@ def changed(change: Callable[[dict[str, Any]], object]) -> str:
         (changed(lambda raw: raw.update(latency_s=float("nan"))), "latency_s is nan; expected at least 0"),
         (changed(lambda raw: raw.update(device_flops_per_s=[])), "expected pairs of a dtype and its rate"),
         (changed(lambda raw: raw.update(device_flops_per_s=[["float32", -1]])), "float32 is -1; expected more than 0"),
+        (changed(lambda raw: raw.update(backward_flops_per_s=[3])), "expected pairs of a dtype and its rate"),
+        (changed(lambda raw: raw.update(launch_s=-1)), "launch_s is -1; expected at least 0"),
     ],
 )
 def test_what_is_no_machine_is_refused_by_file_and_fault(text: str, message: str, tmp_path: Path):
@@ -75,6 +79,13 @@ def test_what_is_no_machine_is_refused_by_file_and_fault(text: str, message: str
     with pytest.raises(MachineError, match=message) as caught:
         Machine.load(file)
     assert str(file) in str(caught.value)
+
+
+def test_a_file_from_before_backward_had_rates_of_its_own_is_read():
+    text = changed(lambda raw: [raw.pop(name) for name in ("backward_flops_per_s", "launch_s", "net_bytes_per_s")])
+    machine = Machine.from_json(text)
+    assert machine.flops_per_s("bfloat16", backward=True) == machine.flops_per_s("bfloat16") == 1e14
+    assert machine.launch_s == 0
 
 
 def test_a_saved_file_is_read_and_an_absent_one_is_named(tmp_path: Path):

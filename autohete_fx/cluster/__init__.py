@@ -1,0 +1,1 @@
+"""Plans over many devices that are not alike, and runs of them."""

@@ -1,0 +1,53 @@
+"""Plans of other planners for mixed clusters, each as good as a search over its own freedom makes it.
+
+Enter a `Cluster`, a `CostTable` and a global batch; leaves a `ClusterPlan` that `simulate` timed, or None where nothing of its
+kind fits. All layers of a pipeline keep their activations or all recompute them, and none offloads; only ``one type`` has our
+own planner's treatment of memory.
+
+* ``equal grid``, the way of Megatron-LM: one degree of tensor parallelism, pipelines of one depth, layers and micro-batches as even
+  as their numbers allow. The search is over degree, depth, width, size of micro-batches, recomputation, the order of the types of
+  GPU, and whether neighbours in a node are replicas or stages.
+* ``proportional grid``, the way of Whale: the same grids. The work of a stage is in proportion to its unit's speed, and the
+  micro-batches of a pipeline to its own.
+* ``two stages``, the way of AutoHet, reimplemented from its published description: see `autohete_fx.cluster.two_stages`.
+* ``one type``: the best plan of `plan_cluster` on the nodes of one type of GPU.
+
+Grids and groups are many. Their steps are estimated by the slowest stage, the fill and the sums of gradients; the best estimates
+are simulated (`drafts`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from autohete_fx.cluster.costs import CostTable
+from autohete_fx.cluster.grids import equal_grid, proportional_grid
+from autohete_fx.cluster.plan import ClusterPlan
+from autohete_fx.cluster.solve import plan_cluster
+from autohete_fx.cluster.spec import Cluster
+from autohete_fx.cluster.two_stages import two_stages
+from autohete_fx.errors import ClusterError
+
+Baseline = Callable[[Cluster, CostTable, int], ClusterPlan | None]
+
+
+def best_homogeneous(cluster: Cluster, costs: CostTable, global_batch: int) -> ClusterPlan | None:
+    """The fastest plan of `plan_cluster` on one type of GPU, all others idle; None where no type can hold the model."""
+    found = []
+    for gpu in cluster.gpus:
+        nodes = tuple(node for node in cluster.nodes if node.gpu == gpu.name)
+        if not nodes:
+            continue
+        try:
+            found.append(plan_cluster(replace(cluster, nodes=nodes), costs, global_batch=global_batch).plan)
+        except ClusterError:
+            continue  # this type alone cannot: it has no costs, or too little memory
+    best = min(found, key=lambda plan: plan.iteration_s, default=None)
+    return best and replace(best, planner="one type")
+
+
+BASELINES: Mapping[str, Baseline] = {
+    "equal grid": equal_grid,
+    "proportional grid": proportional_grid,
+    "two stages": two_stages,
+    "one type": best_homogeneous,
+}

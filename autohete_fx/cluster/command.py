@@ -1,0 +1,204 @@
+"""``autohete plan --cluster``: from what was asked to the text that is printed."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from autohete_fx.cluster.baselines import BASELINES
+from autohete_fx.cluster.costs import CostTable
+from autohete_fx.cluster.described import described
+from autohete_fx.cluster.frontier import changes, frontier
+from autohete_fx.cluster.measurements import cluster_of, costs_of, read
+from autohete_fx.cluster.plan import ClusterPlan
+from autohete_fx.cluster.priced import priced_costs
+from autohete_fx.cluster.report import ClusterReport, Variant, draw_gantt, frontier_table, report_json, report_text
+from autohete_fx.cluster.solve import Solution, plan_cluster
+from autohete_fx.cluster.spec import Cluster
+from autohete_fx.errors import ClusterError
+
+DEGREES = (1, 2, 4, 8)
+MICRO_BATCHES = (1, 2, 4, 8)
+OVERHEAD_BYTES = 2 * 2**30
+"""Of each GPU's memory beside the reserve: CUDA's context, collectives' buffers, and gaps of the allocator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The command line's wishes.
+
+    Attributes:
+        model: as `autohete plan` takes it.
+        cluster: short form or file.
+        global_batch: samples of a step.
+        seq: tokens of a sample.
+        measured: folder of measured layers and links; None: priced from data sheets.
+        dtype: of parameters; None: bfloat16.
+        tf32: fp32 products run in TF32.
+        objective: ``throughput`` or ``cost``.
+        spot: prices are those of GPUs that may be taken away.
+        symmetric_tp: one degree for all pipelines.
+        explain: also plan clusters that differ by one thing.
+        as_json: one JSON object instead of tables.
+        plot: path of a chart; None: none.
+        save: path of the plan; None: none.
+        time_limit_s: of each search.
+    """
+
+    model: str
+    cluster: str
+    global_batch: int
+    seq: int
+    measured: str | None
+    dtype: torch.dtype | None
+    tf32: bool
+    objective: str
+    spot: bool
+    symmetric_tp: bool
+    explain: bool
+    as_json: bool
+    plot: str | None
+    save: str | None
+    time_limit_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """All that a search needs, wherever it came from; ``peaks`` are stated FLOP/s of one GPU by type, empty where nobody knows."""
+
+    cluster: Cluster
+    costs: CostTable
+    peaks: Mapping[str, float]
+    itemsize: int
+    sizes: Sequence[int]
+    assumed: Sequence[str]
+
+
+def plan_for_cluster(request: Request) -> str:
+    """Plan, save and draw as asked; returns what is to be printed. Raises AutoHeteError for what cannot be."""
+    if request.measured:
+        inputs = _measured(request, request.measured)
+    else:
+        inputs = inputs_from_data_sheets(
+            request.model,
+            request.cluster,
+            seq=request.seq,
+            dtype=request.dtype,
+            tf32=request.tf32,
+            spot=request.spot,
+        )
+
+    def solve(cluster: Cluster) -> Solution:
+        return plan_cluster(
+            cluster,
+            inputs.costs,
+            global_batch=request.global_batch,
+            micro_batches=[size for size in inputs.sizes if size <= request.global_batch],
+            symmetric_tp=request.symmetric_tp,
+            time_limit_s=request.time_limit_s,
+        )
+
+    table = ""
+    if request.objective == "cost":
+        points = frontier(inputs.cluster, solve)
+        solution = min(points, key=lambda point: point.usd_per_step).solution
+        table = "\n\n" + frontier_table(points, request.global_batch * request.seq)
+    else:
+        solution = solve(inputs.cluster)
+    report = _report(request, inputs, solution, solve)
+    if request.save:
+        _save(solution.plan, request.save)
+    if request.plot:
+        draw_gantt(report, request.plot)
+    return report_json(report) if request.as_json else report_text(report) + table
+
+
+def inputs_from_data_sheets(
+    model: str, cluster: str, *, seq: int, dtype: torch.dtype | None, tf32: bool, spot: bool = False
+) -> Inputs:
+    """From the device table and a trace of the model. Raises AutoHeteError for a model or cluster that cannot be."""
+    found = described(cluster, spot=spot)
+    costs = priced_costs(
+        model,
+        list(found.specs.values()),
+        seq=seq,
+        micro_batches=MICRO_BATCHES,
+        degrees=DEGREES,
+        dtype=dtype,
+        tf32=tf32,
+        gpus_of_node=max(node.gpus for node in found.cluster.nodes),
+    )
+    taken = dtype or torch.bfloat16
+    name = str(taken).removeprefix("torch.")
+    return Inputs(
+        cluster=found.cluster,
+        costs=dataclasses.replace(costs, overhead_bytes=costs.overhead_bytes + OVERHEAD_BYTES),
+        peaks={gpu: spec.peak_flops_per_s(name, tf32=tf32) for gpu, spec in found.specs.items()},
+        itemsize=taken.itemsize,
+        sizes=MICRO_BATCHES,
+        assumed=found.assumed,
+    )
+
+
+def _measured(request: Request, folder: str) -> Inputs:
+    """From measured layers and links: ``layers.json``, ``memory.json`` and ``network.json`` of a folder."""
+    files = {name: read(Path(folder) / f"{name}.json") for name in ("layers", "memory", "network")}
+    costs = costs_of(files["layers"], files["memory"], request.model)
+    counts: dict[str, int] = {}
+    for part in request.cluster.split(","):
+        count, _, gpu = part.strip().partition("x")
+        if not count.isdecimal() or not int(count):
+            raise ClusterError(
+                f"the cluster {request.cluster!r} has the part {part.strip()!r}. Expected was a count and a measured GPU, such as"
+                " 8xA100-40. Write parts so, with commas between them"
+            )
+        counts[gpu] = counts.get(gpu, 0) + int(count)
+    return Inputs(
+        cluster=cluster_of(files["network"], counts),
+        costs=dataclasses.replace(costs, overhead_bytes=OVERHEAD_BYTES),
+        peaks={},
+        itemsize=4,
+        sizes=sorted({row.micro_batch for row in costs.times if row.micro_batch <= max(MICRO_BATCHES)}),
+        assumed=(),
+    )
+
+
+def _report(
+    request: Request, inputs: Inputs, solution: Solution, solve: Callable[[Cluster], Solution]
+) -> ClusterReport:
+    params = sum(inputs.costs.whole_bytes(layer) for layer in range(len(inputs.costs.kinds))) / inputs.itemsize
+    baselines = [
+        Variant(name=name, plan=make(inputs.cluster, inputs.costs, request.global_batch))
+        for name, make in BASELINES.items()
+    ]
+    others = []
+    for name, cluster in changes(inputs.cluster) if request.explain else ():
+        try:
+            others.append(Variant(name=name, plan=solve(cluster).plan))
+        except ClusterError:
+            others.append(Variant(name=name, plan=None))
+    return ClusterReport(
+        plan=solution.plan,
+        timeline=solution.timeline,
+        cluster=inputs.cluster,
+        costs=inputs.costs,
+        seq=request.seq,
+        flops=6 * params * request.global_batch * request.seq,
+        peak_flops_per_s=inputs.peaks,
+        bounds_s=(solution.model_bound_s, solution.compute_bound_s),
+        solve_s=solution.solve_s,
+        baselines=baselines,
+        changes=others,
+        assumed=inputs.assumed,
+    )
+
+
+def _save(plan: ClusterPlan, path: str) -> None:
+    try:
+        plan.save(path)
+    except OSError as error:
+        raise ClusterError(
+            f"cannot write {path!r}: {error.strerror}. Expected was a file that can be written. Give --save another path"
+        ) from error

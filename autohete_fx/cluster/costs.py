@@ -1,0 +1,269 @@
+"""Costs of layers on each type of GPU at each degree of tensor parallelism: seconds and bytes.
+
+A `CostTable` is one value whatever it was made from: measurements (`measurements`), our pricing of a traced block (`priced`), or
+what this machine timed. Everything else in this folder asks it alone.
+"""
+
+import bisect
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autohete_fx.errors import ClusterError
+
+ACCUMULATE_SHARE = 12 / 28
+"""Of the bytes that AdamW's fp32 step moves, those of adding one gradient to another: two read and one written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTime:
+    """Seconds of one layer for one micro-batch on one unit.
+
+    Attributes:
+        kind: of the layer, such as ``first``, ``layer``, ``last``.
+        gpu: type.
+        tp: GPUs that share the layer; their collectives are in the seconds.
+        micro_batch: samples.
+        forward_s: seconds.
+        backward_s: seconds.
+    """
+
+    kind: str
+    gpu: str
+    tp: int
+    micro_batch: int
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBytes:
+    """Bytes of one layer on each GPU of a unit.
+
+    Attributes:
+        kind: of the layer.
+        tp: GPUs that share it.
+        params_bytes: of this GPU's part of the weights.
+        kept_bytes: that live from forward to backward where nothing is recomputed, for one sample, the output among them.
+        output_bytes: of what the next layer reads, for one sample, whole.
+    """
+
+    kind: str
+    tp: int
+    params_bytes: int
+    kept_bytes: int
+    output_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateTime:
+    """The optimizer's step on one type of GPU.
+
+    Attributes:
+        gpu: type.
+        fixed_s: seconds of any step.
+        s_per_byte: seconds for each byte of weights besides.
+        host_s_per_byte: seconds for each byte of weights whose step the host does, copies included; None where nobody knows.
+    """
+
+    gpu: str
+    fixed_s: float
+    s_per_byte: float
+    host_s_per_byte: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """Costs of one stage for one micro-batch on each GPU of its unit.
+
+    Attributes:
+        forward_s: seconds.
+        backward_s: seconds, what is recomputed in them.
+        update_s: seconds of a step's optimizer.
+        accumulate_s: seconds in which a backward adds to the gradients of an earlier one.
+        params_bytes: of the weights.
+        kept_bytes: of activations of one micro-batch in flight.
+        working_bytes: that backward needs besides for gradients of the activations of one layer, or to make them again; as much as
+            the largest layer keeps.
+        offloaded_bytes: of ``params_bytes``, those whose optimizer states are on the host.
+    """
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    accumulate_s: float
+    params_bytes: int
+    kept_bytes: int
+    working_bytes: int
+    offloaded_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostTable:
+    """Costs of one model.
+
+    Attributes:
+        model: name.
+        kinds: of each layer, in order.
+        times: rows; micro-batches between two rows are interpolated, larger ones grow in proportion.
+        sizes: rows, one for each kind and degree.
+        updates: rows, one for each GPU.
+        tied: the last layer reads the first layer's weights.
+        gradient_bytes_per_byte: of what replicas sum, for each byte of weights.
+        optimizer_bytes_per_byte: of the optimizer's states, masters among them, for each byte of weights.
+        accumulate_share: of the seconds of a step's optimizer on the GPU, those of adding one gradient to another.
+        overhead_bytes: of each GPU's memory that nobody plans: context, libraries, collectives' buffers.
+        source: of the figures.
+    """
+
+    model: str
+    kinds: tuple[str, ...]
+    times: tuple[LayerTime, ...]
+    sizes: tuple[LayerBytes, ...]
+    updates: tuple[UpdateTime, ...]
+    tied: bool = False
+    gradient_bytes_per_byte: float = 1.0
+    optimizer_bytes_per_byte: float = 2.0
+    accumulate_share: float = ACCUMULATE_SHARE
+    overhead_bytes: int = 0
+    source: str = ""
+    _rows: Mapping[tuple[str, str, int], tuple[Sequence[int], Sequence[LayerTime]]] = field(
+        init=False, repr=False, compare=False
+    )
+    _sizes: Mapping[tuple[str, int], LayerBytes] = field(init=False, repr=False, compare=False)
+    _updates: Mapping[str, UpdateTime] = field(init=False, repr=False, compare=False)
+    _sums: dict[tuple[str, int, int], "StageSums"] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        rows: dict[tuple[str, str, int], list[LayerTime]] = {}
+        for row in sorted(self.times, key=lambda row: row.micro_batch):
+            rows.setdefault((row.kind, row.gpu, row.tp), []).append(row)
+        by_key = {key: (tuple(row.micro_batch for row in found), tuple(found)) for key, found in rows.items()}
+        object.__setattr__(self, "_rows", by_key)
+        object.__setattr__(self, "_sums", {})
+        object.__setattr__(self, "_updates", {row.gpu: row for row in self.updates})
+        object.__setattr__(self, "_sizes", {(row.kind, row.tp): row for row in self.sizes})
+
+    def degrees(self, gpu: str) -> tuple[int, ...]:
+        """Degrees of tensor parallelism with costs on a type of GPU, by rising degree."""
+        found = {tp for kind, of, tp in self._rows if of == gpu and (kind, tp) in self._sizes}
+        kinds = set(self.kinds)
+        return tuple(sorted(tp for tp in found if all((kind, gpu, tp) in self._rows for kind in kinds)))
+
+    def micro_batches(self, gpu: str, tp: int) -> tuple[int, ...]:
+        """Sizes of micro-batches with rows of their own."""
+        return tuple(self._rows[self.kinds[0], gpu, tp][0])
+
+    def layer_s(self, kind: str, gpu: str, tp: int, micro_batch: int) -> tuple[float, float]:
+        """Seconds of forward and of backward. Raises ClusterError where there is no row of that GPU and degree."""
+        try:
+            sizes, rows = self._rows[kind, gpu, tp]
+        except KeyError:
+            known = sorted({f"{of} tp {degree}" for _, of, degree in self._rows})
+            raise ClusterError(
+                f"there are no costs of {self.model} on {gpu} with {tp} GPUs a layer. Expected was one of {', '.join(known)}."
+                " Measure it, or leave it out"
+            ) from None
+        place = bisect.bisect_left(sizes, micro_batch)
+        if place == len(sizes):
+            grown = micro_batch / sizes[-1]
+            return grown * rows[-1].forward_s, grown * rows[-1].backward_s
+        if sizes[place] == micro_batch or not place:
+            return rows[place].forward_s, rows[place].backward_s
+        low, high = rows[place - 1], rows[place]
+        share = (micro_batch - sizes[place - 1]) / (sizes[place] - sizes[place - 1])
+        return (
+            low.forward_s + share * (high.forward_s - low.forward_s),
+            low.backward_s + share * (high.backward_s - low.backward_s),
+        )
+
+    def layer_bytes(self, kind: str, tp: int) -> LayerBytes:
+        """Sizes of a kind of layer at a degree."""
+        return self._sizes[kind, tp]
+
+    def stage(
+        self, layers: range, gpu: str, tp: int, micro_batch: int, *, recomputed: int = 0, offloaded: int = 0
+    ) -> StageCost:
+        """Costs of consecutive layers on a unit; see `StageSums.stage`."""
+        sums = self.sums(gpu, tp, micro_batch)
+        return sums.stage(layers.start, layers.stop, recomputed=recomputed, offloaded=offloaded)
+
+    def sums(self, gpu: str, tp: int, micro_batch: int) -> "StageSums":
+        """Costs of any consecutive layers on a unit. Raises ClusterError where there are none of that GPU and degree."""
+        key = gpu, tp, micro_batch
+        if key not in self._sums:
+            self._sums[key] = StageSums(self, gpu, tp, micro_batch)
+        return self._sums[key]
+
+    def update_s(self, gpu: str, params_bytes: float, offloaded_bytes: float = 0.0) -> float:
+        """Seconds of the optimizer's step for so many bytes of weights of one GPU, there and on the host."""
+        row = self._updates[gpu]
+        here_s = row.fixed_s + row.s_per_byte * params_bytes
+        if not offloaded_bytes:
+            return here_s
+        if row.host_s_per_byte is None:
+            raise ClusterError(
+                f"the plan offloads optimizer states of {gpu}, and its costs have no host. Expected were none offloaded. Make the"
+                " plan again, or measure the host"
+            )
+        return max(here_s, row.host_s_per_byte * offloaded_bytes)
+
+    def accumulate_s(self, gpu: str, params_bytes: float) -> float:
+        """Seconds in which a GPU adds gradients of so many bytes of weights to earlier ones."""
+        return self.accumulate_share * self._updates[gpu].s_per_byte * params_bytes
+
+    def can_offload(self, gpu: str) -> bool:
+        """Whether it is known what an optimizer's step on the host takes."""
+        return self._updates[gpu].host_s_per_byte is not None
+
+    def whole_bytes(self, layer: int) -> int:
+        """Bytes of a layer's weights at its least degree, all GPUs together."""
+        row = min((row for row in self.sizes if row.kind == self.kinds[layer]), key=lambda row: row.tp)
+        return row.params_bytes * row.tp
+
+    def boundary_bytes(self, layer: int, micro_batch: int) -> int:
+        """Bytes that a layer hands to the next one, whole."""
+        size = next(row.output_bytes for row in self.sizes if row.kind == self.kinds[layer])
+        return size * micro_batch
+
+
+class StageSums:
+    """Running sums over the layers of a model on one unit: any stage's costs in a few subtractions."""
+
+    def __init__(self, costs: CostTable, gpu: str, tp: int, micro_batch: int) -> None:
+        self._costs, self._gpu = costs, gpu
+        seconds = {kind: costs.layer_s(kind, gpu, tp, micro_batch) for kind in dict.fromkeys(costs.kinds)}
+        sizes = {kind: costs.layer_bytes(kind, tp) for kind in seconds}
+        kept = {kind: size.kept_bytes * micro_batch for kind, size in sizes.items()}
+        least = {kind: min(kept[kind], size.output_bytes * micro_batch) for kind, size in sizes.items()}
+        self._kept_by_layer = [kept[kind] for kind in costs.kinds]
+        self._forward_s = _running([seconds[kind][0] for kind in costs.kinds])
+        self._backward_s = _running([seconds[kind][1] for kind in costs.kinds])
+        self._params = _running([sizes[kind].params_bytes for kind in costs.kinds])
+        self._kept = _running(self._kept_by_layer)
+        self._least = _running([least[kind] for kind in costs.kinds])
+
+    def stage(self, first: int, stop: int, *, recomputed: int = 0, offloaded: int = 0) -> StageCost:
+        """Costs of the layers from ``first`` to before ``stop``.
+
+        The first ``recomputed`` of them recompute their activations; the last ``offloaded`` have their optimizer's step on the
+        host.
+        """
+        again = first + recomputed
+        params_bytes = self._params[stop] - self._params[first]
+        offloaded_bytes = self._params[stop] - self._params[stop - offloaded]
+        again_s = self._forward_s[again] - self._forward_s[first]
+        return StageCost(
+            forward_s=self._forward_s[stop] - self._forward_s[first],
+            backward_s=self._backward_s[stop] - self._backward_s[first] + again_s,
+            update_s=self._costs.update_s(self._gpu, params_bytes - offloaded_bytes, offloaded_bytes),
+            accumulate_s=self._costs.accumulate_s(self._gpu, params_bytes),
+            params_bytes=int(params_bytes),
+            kept_bytes=int(self._least[again] - self._least[first] + self._kept[stop] - self._kept[again]),
+            working_bytes=max(self._kept_by_layer[first:stop]),
+            offloaded_bytes=int(offloaded_bytes),
+        )
+
+
+def _running(values: Sequence[float]) -> list[float]:
+    return [0, *itertools.accumulate(values)]

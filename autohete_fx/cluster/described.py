@@ -1,0 +1,177 @@
+"""Clusters that users describe: a short form such as ``8xA100-40G,4xH20``, or a JSON file.
+
+Enter text; leaves a `Cluster`, whose figures are the device table's wherever the text gives none. A file is one object:
+
+    {"schema_version": 1,
+     "nodes": [{"gpu": "a100-40g", "gpus": 8, "count": 2, "zone": "us-a"}, {"gpu": "h20", "gpus": 4}],
+     "node_gb_per_s": {"a100-40g": 12.5},
+     "within_gb_per_s": {"h20": 450},
+     "zones_gb_per_s": [["us-a", "", 1.5]],
+     "usd_per_hour": {"a100-40g": 1.1},
+     "memory_gib": {"h20": 90}}
+
+``nodes`` alone is needed. ``node_gb_per_s`` is what one GPU's adapter sends to other nodes, ``within_gb_per_s`` what one GPU
+sends to another of its node, ``zones_gb_per_s`` what all GPUs of a node together send to another zone; each in 10^9 bytes a second.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autohete_fx.cluster.spec import Cluster, Gpu, Joined, Link, Node, steady_link
+from autohete_fx.errors import ClusterError, OptionError
+from autohete_fx.ir.files import SavedAs, checked
+from autohete_fx.machine.devices import (
+    NET_LATENCY_S,
+    NODE_GB_PER_S,
+    RESERVE_SHARE,
+    DeviceSpec,
+    find_device,
+    net_of_spec,
+)
+
+NODE_GPUS = 8
+"""GPUs of a node where the short form has more of a type."""
+NODE_LATENCY_S = 3e-5
+"""Seconds of a message between nodes before its first byte."""
+_SHORT = re.compile(r"\s*(\d+)\s*[xX*]\s*([A-Za-z][\w.\- ]*?)\s*")
+_KEYS = ("nodes", "node_gb_per_s", "within_gb_per_s", "zones_gb_per_s", "usd_per_hour", "memory_gib", "schema_version")
+_FILES = SavedAs(
+    kind="cluster",
+    writer="the user, or `autohete plan --cluster SHORT --save-cluster FILE`",
+    again="correct the file",
+    schema_version=1,
+    error=ClusterError,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """A cluster with the device table's entry of each type.
+
+    Attributes:
+        cluster: its GPUs are named as in the table.
+        specs: by that name.
+        assumed: sentences on what the description left open.
+    """
+
+    cluster: Cluster
+    specs: Mapping[str, DeviceSpec]
+    assumed: tuple[str, ...]
+
+
+def described(text: str, *, spot: bool = False) -> Described:
+    """The cluster of a short form, or of the file of that name; ``spot``: prices of the table are those of GPUs that may be
+    taken away.
+
+    Raises ClusterError for anything else.
+    """
+    if text.strip().endswith(".json") or Path(text).is_file():
+        return _FILES.load(text, lambda found: _FILES.parse(found, lambda raw: _from_file(raw, spot)))
+    nodes, many = [], False
+    for part in text.split(","):
+        match = _SHORT.fullmatch(part)
+        if match is None or not int(match[1]):
+            raise ClusterError(
+                f"the cluster {text!r} has the part {part.strip()!r}. Expected was a count and a device, such as 8xA100-40G. Write"
+                " parts so, with commas between them, or give a JSON file"
+            )
+        spec, count = _device(match[2]), int(match[1])
+        many = many or count > NODE_GPUS
+        sizes = [NODE_GPUS] * (count // NODE_GPUS) + [count % NODE_GPUS] * bool(count % NODE_GPUS)
+        nodes.extend({"gpu": spec.name, "gpus": size} for size in sizes)
+    found = _from_file({"nodes": nodes}, spot)
+    on_nodes = f"up to {NODE_GPUS} GPUs of a type are one node" if many else "GPUs of a type are one node"
+    return Described(cluster=found.cluster, specs=found.specs, assumed=(on_nodes, *found.assumed))
+
+
+def _device(name: str) -> DeviceSpec:
+    try:
+        return find_device(name)
+    except OptionError as error:
+        raise ClusterError(str(error).partition("; or give a machine file")[0]) from error
+
+
+def _from_file(raw: dict[str, Any], spot: bool) -> Described:
+    unknown = sorted(set(raw) - set(_KEYS))
+    if unknown:
+        raise ValueError(f"it has the unknown entries {unknown}")
+    nodes = tuple(_nodes(checked(raw, "nodes", list)))
+    specs = {node.gpu: _device(node.gpu) for node in nodes}
+    node_rates = {gpu: rate * 1e9 for gpu, rate in _rates(raw, "node_gb_per_s").items()}
+    within_rates = {gpu: rate * 1e9 for gpu, rate in _rates(raw, "within_gb_per_s").items()}
+    prices, memory = _rates(raw, "usd_per_hour"), _rates(raw, "memory_gib")
+    sizes = {gpu: max(node.gpus for node in nodes if node.gpu == gpu) for gpu in specs}
+
+    def port(source: str, target: str) -> Link:
+        rates = [node_rates.get(gpu, NODE_GB_PER_S * 1e9) for gpu in (source, target)]
+        return steady_link(f"{source} to {target}", min(rates), latency_s=NODE_LATENCY_S, pairs=sizes[source])
+
+    def inside(gpu: str) -> Link:
+        rate = within_rates.get(gpu, net_of_spec(specs[gpu]).reached_gb_per_s * 1e9)
+        return steady_link(f"within {gpu}", rate, latency_s=NET_LATENCY_S, pairs=sizes[gpu])
+
+    zones = []
+    for source, target, rate in raw.get("zones_gb_per_s", ()):
+        link = steady_link(f"{source or 'no zone'} to {target or 'no zone'}", rate * 1e9, latency_s=1e-3)
+        zones += [Joined(source=source, target=target, link=link), Joined(source=target, target=source, link=link)]
+    cluster = Cluster(
+        gpus=tuple(
+            Gpu(
+                name=gpu,
+                memory_bytes=int(memory.get(gpu, spec.memory_gib * (1 - RESERVE_SHARE)) * 2**30),
+                usd_per_hour=prices.get(gpu, spec.spot_usd_per_hour if spot else spec.usd_per_hour),
+            )
+            for gpu, spec in specs.items()
+        ),
+        nodes=nodes,
+        within=tuple(Joined(source=gpu, target=gpu, link=inside(gpu)) for gpu in specs),
+        between=tuple(Joined(source=a, target=b, link=port(a, b)) for a in specs for b in specs),
+        zones=tuple(zones),
+    )
+    return Described(cluster=cluster, specs=specs, assumed=tuple(_assumed(cluster, specs, node_rates, within_rates)))
+
+
+def _nodes(rows: list[Any]) -> Iterator[Node]:
+    counts: dict[str, int] = {}
+    for row in rows:
+        spec = _device(checked(row, "gpu", str))
+        for _ in range(checked(row, "count", int) if "count" in row else 1):
+            counts[spec.name] = counts.get(spec.name, 0) + 1
+            name = row.get("name", f"{spec.name}-{counts[spec.name]}")
+            yield Node(name=name, gpu=spec.name, gpus=checked(row, "gpus", int), zone=row.get("zone", ""))
+
+
+def _rates(raw: dict[str, Any], key: str) -> dict[str, float]:
+    found = {}
+    for gpu, value in raw.get(key, {}).items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise ValueError(f"{key} of {gpu} is {value!r}; expected a number of more than 0")
+        found[_device(gpu).name] = float(value)
+    return found
+
+
+def _assumed(
+    cluster: Cluster, specs: Mapping[str, DeviceSpec], nodes: Mapping[str, float], within: Mapping[str, float]
+) -> Iterator[str]:
+    inside = [f"{net_of_spec(spec).name} within {gpu}" for gpu, spec in specs.items() if gpu not in within]
+    if inside and any(node.gpus > 1 for node in cluster.nodes):
+        yield ", ".join(inside)
+    if len(cluster.nodes) > 1 and set(specs) - set(nodes):
+        yield f"{NODE_GB_PER_S:g} GB/s from each GPU to other nodes"
+
+
+def save_cluster(text: str, path: str | Path) -> None:
+    """Write the file form of a short form, to be corrected by hand. Raises ClusterError where it cannot be written."""
+    cluster = described(text).cluster
+    rows = [{"gpu": node.gpu, "gpus": node.gpus, "zone": node.zone} for node in cluster.nodes]
+    body = {"schema_version": 1, "nodes": rows, "node_gb_per_s": {gpu.name: NODE_GB_PER_S for gpu in cluster.gpus}}
+    try:
+        Path(path).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ClusterError(
+            f"cannot write {str(path)!r}: {error.strerror}. Expected was a file that can be written. Give another path"
+        ) from error

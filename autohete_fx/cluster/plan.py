@@ -1,0 +1,153 @@
+"""A plan over many devices: pipelines, their stages, and how many micro-batches each takes.
+
+A `ClusterPlan` is a value; its JSON file is versioned.
+"""
+
+import enum
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from autohete_fx.errors import ClusterError
+from autohete_fx.ir.files import SavedAs, spelled
+
+SCHEMA_VERSION = 1
+
+
+class PipelineSchedule(enum.Enum):
+    """The order of forward and backward passes in a pipeline."""
+
+    ONE_F_ONE_B = "1f1b"
+    GPIPE = "gpipe"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Layers of one unit.
+
+    Attributes:
+        node: name of the node that the unit's GPUs are on.
+        gpu: their type.
+        tp: how many GPUs share each layer by tensor parallelism.
+        first: index of the first layer; 0 is the embedding.
+        last: index of the last layer, inclusive.
+        recomputed: how many of the layers recompute their activations in backward; the others keep them.
+        offloaded: how many of the layers have optimizer states on the host, where their steps run.
+    """
+
+    node: str
+    gpu: str
+    tp: int
+    first: int
+    last: int
+    recomputed: int = 0
+    offloaded: int = 0
+
+    @property
+    def layers(self) -> range:
+        """Their indexes."""
+        return range(self.first, self.last + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """Stages that hold the model once.
+
+    Attributes:
+        stages: in order of layers.
+        micro_batch: samples in one.
+        micro_batches: in a step.
+    """
+
+    stages: tuple[Stage, ...]
+    micro_batch: int
+    micro_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    """Every decision.
+
+    Attributes:
+        model: name.
+        pipelines: each holds the model once and takes its part of the global batch.
+        schedule: of every pipeline.
+        planner: what made it.
+        iteration_s: predicted; 0.0 where nobody did.
+    """
+
+    model: str
+    pipelines: tuple[Pipeline, ...]
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    planner: str = "given"
+    iteration_s: float = 0.0
+    schema_version: int = field(default=SCHEMA_VERSION)
+
+    def __post_init__(self) -> None:
+        if not self.pipelines:
+            raise ClusterError("the plan has no pipelines. At least one was expected. Make the plan again")
+        ends = {pipeline.stages[-1].last for pipeline in self.pipelines}
+        for index, pipeline in enumerate(self.pipelines):
+            expected = 0
+            for stage in pipeline.stages:
+                if stage.first != expected or stage.last < stage.first:
+                    raise ClusterError(
+                        f"pipeline {index} has a stage of layers {stage.first} to {stage.last}. Expected was one that begins with"
+                        f" layer {expected}. Make the plan again"
+                    )
+                expected = stage.last + 1
+        if len(ends) > 1:
+            raise ClusterError(
+                f"pipelines end with different layers: {sorted(ends)}. Expected was the whole model in each. Make the plan again"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers of the model, embedding and head among them."""
+        return self.pipelines[0].stages[-1].last + 1
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step."""
+        return sum(pipeline.micro_batch * pipeline.micro_batches for pipeline in self.pipelines)
+
+    def stages(self) -> Iterator[tuple[int, int, Stage]]:
+        """Every stage with the indexes of its pipeline and of its place."""
+        for index, pipeline in enumerate(self.pipelines):
+            for place, stage in enumerate(pipeline.stages):
+                yield index, place, stage
+
+    def used(self) -> dict[str, int]:
+        """GPUs by type."""
+        counts: dict[str, int] = {}
+        for _, _, stage in self.stages():
+            counts[stage.gpu] = counts.get(stage.gpu, 0) + stage.tp
+        return counts
+
+    def to_json(self) -> str:
+        """The plan as JSON text; ``from_json`` gives back an equal plan."""
+        return json.dumps(asdict(self), indent=1, default=lambda e: e.value) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write ``to_json()`` to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def from_json(cls, text: str) -> "ClusterPlan":
+        """Read ``to_json()``'s text. Raises ClusterError for anything else."""
+        return _FILES.parse(text, lambda raw: spelled(cls, raw))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "ClusterPlan":
+        """Read a file that `save` wrote. Raises ClusterError, with its name."""
+        return _FILES.load(path, cls.from_json)
+
+
+_FILES = SavedAs(
+    kind="cluster plan",
+    writer="ClusterPlan.save",
+    again="make the plan again",
+    schema_version=SCHEMA_VERSION,
+    error=ClusterError,
+)

@@ -1,0 +1,286 @@
+"""Shapes of pipelines: units in an order, with the layers that balance them.
+
+Enter unit types, costs and links; leave `Shape` values. A shape says nothing about nodes or counts: a plan takes some shapes
+several times (`solve`), and `place` puts their units on nodes. Its step of ``k`` micro-batches takes ``fill_s + (k - 1) *
+slot_s`` under 1F1B.
+"""
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autohete_fx.cluster.costs import CostTable, StageSums
+from autohete_fx.cluster.memory import memory_of
+from autohete_fx.cluster.simulate import gather_time
+from autohete_fx.cluster.spec import Cluster, Link
+
+_PRECISION = 2e-3
+"""Of a slot's seconds, where the search for balanced layers ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class UnitType:
+    """GPUs of one type in one zone that share layers.
+
+    Attributes:
+        gpu: type.
+        zone: of their node.
+        tp: how many they are.
+        node_gpus: how many GPUs their node has.
+    """
+
+    gpu: str
+    zone: str
+    tp: int
+    node_gpus: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeStage:
+    """A stage of a shape: layers ``first`` to ``last`` on a unit; `plan.Stage` explains the rest."""
+
+    unit: UnitType
+    first: int
+    last: int
+    recomputed: int
+    offloaded: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A pipeline that may stand in a plan any number of times.
+
+    Attributes:
+        stages: in order of layers.
+        micro_batch: samples in one.
+        spread: units of the same stage of all such pipelines share nodes, so that few layers leave a node to be summed; else
+            units of a pipeline do, so that activations stay within a node.
+        fill_s: seconds of one micro-batch through all stages and back.
+        slot_s: seconds between two micro-batches: those of the slowest stage.
+        after_s: estimated seconds of gradient sums and optimizer after the last backward.
+    """
+
+    stages: tuple[ShapeStage, ...]
+    micro_batch: int
+    spread: bool
+    fill_s: float
+    slot_s: float
+    after_s: float
+
+    def micro_batches_in(self, seconds: float) -> int:
+        """How many it finishes within a step of so many seconds; 0 where fewer than it has stages."""
+        left_s = seconds - self.after_s - self.fill_s
+        count = 1 + int(left_s / self.slot_s + 1e-9) if left_s >= 0 else 0
+        return count if count >= len(self.stages) else 0
+
+    def seconds_of(self, micro_batches: int) -> float:
+        """A step of so many micro-batches."""
+        return self.fill_s + (micro_batches - 1) * self.slot_s + self.after_s
+
+    def gpus(self) -> dict[tuple[str, str], int]:
+        """GPUs by type and zone."""
+        counts: dict[tuple[str, str], int] = {}
+        for stage in self.stages:
+            key = stage.unit.gpu, stage.unit.zone
+            counts[key] = counts.get(key, 0) + stage.unit.tp
+        return counts
+
+
+@dataclass(frozen=True, slots=True)
+class _Fitted:
+    """A stage as it fits its GPU's memory."""
+
+    seconds: float
+    recomputed: int
+    offloaded: int
+    params_bytes: int
+    update_s: float
+
+
+class Shaper:
+    """Makes shapes for one cluster and one model; remembers what every stage costs."""
+
+    def __init__(self, cluster: Cluster, costs: CostTable) -> None:
+        self._cluster, self._costs = cluster, costs
+        self._memory = {gpu.name: gpu.memory_bytes for gpu in cluster.gpus}
+        self._within = {joined.source: joined.link for joined in cluster.within}
+        self._between = {(joined.source, joined.target): joined.link for joined in cluster.between}
+        self._zones = {(joined.source, joined.target): joined.link for joined in cluster.zones}
+        self._fitted: dict[tuple[UnitType, int, int, int], _Fitted | None] = {}
+        self._sums: dict[tuple[str, int, int], StageSums] = {}
+        self._whole_s: dict[tuple[str, int, int], float] = {}
+        self.num_layers = len(costs.kinds)
+        numbers: dict[tuple[str, ...], int] = {}
+        self._alike = [
+            [numbers.setdefault(costs.kinds[first:stop], len(numbers)) for stop in range(self.num_layers + 1)]
+            for first in range(self.num_layers)
+        ]
+
+    def unit_types(self, degrees: Sequence[int] | None = None) -> tuple[UnitType, ...]:
+        """Every type of unit that the cluster's nodes can hold and the costs know."""
+        found = set()
+        for node in self._cluster.nodes:
+            for tp in self._costs.degrees(node.gpu):
+                if tp <= node.gpus and (degrees is None or tp in degrees):
+                    found.add(UnitType(gpu=node.gpu, zone=node.zone, tp=tp, node_gpus=node.gpus))
+        return tuple(sorted(found))
+
+    def whole_s(self, unit: UnitType, micro_batch: int) -> float:
+        """Seconds of a sample through all layers on one unit, memory aside."""
+        key = unit.gpu, unit.tp, micro_batch
+        if key not in self._whole_s:
+            cost = self._sums_of(unit, micro_batch).stage(0, self.num_layers)
+            self._whole_s[key] = (cost.forward_s + cost.backward_s) / micro_batch
+        return self._whole_s[key]
+
+    def fit(self, unit: UnitType, first: int, stop: int, micro_batch: int, in_flight: int) -> _Fitted | None:
+        """The layers on a unit with as little recomputed, then offloaded, as its memory allows; None where nothing helps."""
+        key = unit, self._alike[first][stop], micro_batch, in_flight
+        if key not in self._fitted:
+            self._fitted[key] = self._fit(unit, first, stop, micro_batch, in_flight)
+        return self._fitted[key]
+
+    def _fit(self, unit: UnitType, first: int, stop: int, micro_batch: int, in_flight: int) -> _Fitted | None:
+        count, limit = stop - first, self._memory[unit.gpu]
+        sums = self._sums_of(unit, micro_batch)
+
+        def at(recomputed: int, offloaded: int) -> tuple[int, _Fitted]:
+            cost = sums.stage(first, stop, recomputed=recomputed, offloaded=offloaded)
+            seconds = cost.forward_s + cost.backward_s + cost.accumulate_s
+            fitted = _Fitted(seconds, recomputed, offloaded, cost.params_bytes * unit.tp, cost.update_s)
+            return memory_of(cost, self._costs, in_flight).peak_bytes, fitted
+
+        peak, fitted = at(0, 0)
+        if peak <= limit:
+            return fitted
+        for offloaded in (0, *range(1, count + 1)) if self._costs.can_offload(unit.gpu) else (0,):
+            if at(count, offloaded)[0] <= limit:
+                least = bisect.bisect_left(range(count + 1), True, key=lambda r: at(r, offloaded)[0] <= limit)
+                return at(least, offloaded)[1]
+        return None
+
+    def _sums_of(self, unit: UnitType, micro_batch: int) -> StageSums:
+        key = unit.gpu, unit.tp, micro_batch
+        if key not in self._sums:
+            self._sums[key] = self._costs.sums(*key)
+        return self._sums[key]
+
+    def hop_s(self, source: UnitType, target: UnitType, micro_batch: int, *, spread: bool) -> float:
+        """Seconds of an activation from one unit to the next, gathered there, both ways the same."""
+        num_bytes = self._costs.boundary_bytes(1, micro_batch)
+        pairs = min(source.tp, target.tp)
+        same = (source.gpu, source.zone) == (target.gpu, target.zone)
+        if same and not spread and source.tp + target.tp <= source.node_gpus:
+            seconds = self._within[source.gpu].seconds(num_bytes / pairs, pairs)
+        else:
+            link, sharing = self._link(source, target), max(pairs, source.node_gpus if spread else pairs)
+            seconds = link.seconds(num_bytes / pairs, sharing)
+        gathering = target if target.tp >= source.tp else source
+        return seconds + gather_time(num_bytes, gathering.tp, self._within.get(gathering.gpu))
+
+    def _link(self, source: UnitType, target: UnitType) -> Link:
+        zones = source.zone, target.zone
+        if zones[0] != zones[1] and zones in self._zones:
+            return self._zones[zones]
+        return self._between[source.gpu, target.gpu]
+
+    def shape(self, units: Sequence[UnitType], micro_batch: int, *, spread: bool) -> Shape | None:
+        """Units in this order with the layers that make the slowest stage fastest; None where they do not hold the model.
+
+        ``spread``: neighbours are on different nodes, and all GPUs of a node send at once.
+        """
+        depth, count = len(units), self.num_layers
+        hops = [self.hop_s(*pair, micro_batch, spread=spread) for pair in itertools.pairwise(units)]
+        around = [2 * (before + after) for before, after in zip([0.0, *hops], [*hops, 0.0], strict=True)]
+
+        def reach(place: int, first: int, slot_s: float) -> int:
+            """One past the last layer that the stage can take within a slot."""
+            most = count - (depth - 1 - place)
+
+            def too_long(stop: int) -> bool:
+                fitted = self.fit(units[place], first, stop, micro_batch, depth - place)
+                return fitted is None or fitted.seconds + around[place] > slot_s
+
+            stops = range(first + 1, most + 1)
+            return first + bisect.bisect_left(stops, True, key=too_long)
+
+        def cuts_at(slot_s: float) -> list[int] | None:
+            cuts = [0]
+            for place in range(depth):
+                stop = reach(place, cuts[-1], slot_s)
+                if stop == cuts[-1]:
+                    return None
+                cuts.append(stop)
+            return cuts if cuts[-1] == count else None
+
+        low = micro_batch / sum(1 / self.whole_s(unit, micro_batch) for unit in units)
+        high = 1.1 * low + max(around)
+        most = 3 * micro_batch * sum(self.whole_s(unit, micro_batch) for unit in units) + max(around)
+        while (cuts := cuts_at(high)) is None:
+            if high > most:
+                return None
+            low, high = high, 1.5 * high
+        while high - low > _PRECISION * high:
+            middle = (low + high) / 2
+            found = cuts_at(middle)
+            if found is None:
+                low = middle
+            else:
+                high, cuts = middle, found
+        return self.cut(units, cuts, micro_batch, spread=spread)
+
+    def cut(self, units: Sequence[UnitType], cuts: Sequence[int], micro_batch: int, *, spread: bool) -> Shape | None:
+        """The shape with given layers: stage ``s`` has those from ``cuts[s]`` to before ``cuts[s + 1]``."""
+        depth = len(units)
+        hops = [self.hop_s(*pair, micro_batch, spread=spread) for pair in itertools.pairwise(units)]
+        stages, slots, params, update_s, fill_s = [], [], [], 0.0, 2 * sum(hops)
+        around = [2 * (before + after) for before, after in zip([0.0, *hops], [*hops, 0.0], strict=True)]
+        for place, unit in enumerate(units):
+            fitted = self.fit(unit, cuts[place], cuts[place + 1], micro_batch, depth - place)
+            if fitted is None:
+                return None
+            stages.append(
+                ShapeStage(
+                    unit=unit,
+                    first=cuts[place],
+                    last=cuts[place + 1] - 1,
+                    recomputed=fitted.recomputed,
+                    offloaded=fitted.offloaded,
+                )
+            )
+            slots.append(fitted.seconds + around[place])
+            fill_s += fitted.seconds
+            params.append(fitted.params_bytes)
+            update_s = max(update_s, fitted.update_s)
+        return Shape(
+            stages=tuple(stages),
+            micro_batch=micro_batch,
+            spread=spread,
+            fill_s=fill_s,
+            slot_s=max(slots),
+            after_s=update_s + self._reduce_s(units, params, spread=spread),
+        )
+
+    def _reduce_s(self, units: Sequence[UnitType], params_bytes: Sequence[int], *, spread: bool) -> float:
+        """Estimated seconds of gradient sums where other pipelines own the same layers on other nodes."""
+        if len(self._cluster.nodes) == 1:
+            return 0.0
+        seconds = 0.0
+        for place, unit in enumerate(units):
+            link = self._between.get((unit.gpu, unit.gpu))
+            if link is not None:
+                here = 1 if spread else max(1, unit.node_gpus // unit.tp)
+                num_bytes = 2 * sum(params_bytes[place : place + here]) * self._costs.gradient_bytes_per_byte
+                seconds = max(seconds, num_bytes / link.bytes_per_s(num_bytes / unit.node_gpus, unit.node_gpus))
+        return seconds
+
+
+def orders(units: Sequence[UnitType], *, every_one: bool) -> Iterator[tuple[UnitType, ...]]:
+    """Orders of units that are worth a try: those that keep units of a type together; ``every_one`` of up to five units."""
+    if every_one and len(units) <= 5:
+        yield from sorted(set(itertools.permutations(units)))
+        return
+    kinds = sorted(set(units))
+    for permuted in itertools.permutations(kinds):
+        yield tuple(unit for kind in permuted for unit in units if unit == kind)

@@ -1,0 +1,71 @@
+"""What the pages quote of the benchmarks of clusters; see `quotations`."""
+
+import statistics
+from collections.abc import Callable
+
+from quotations import read
+
+
+def cluster_truth() -> str:
+    """Predicted and measured seconds of published runs."""
+    rows = read("cluster_truth").rows
+    lines = ["| run | GPUs | measured | predicted | error |", "|---|---|---|---|---|"]
+    for row in sorted(rows, key=lambda row: row["launch_bound"]):
+        gpus = "mixed" if row["mixed"] else "alike"
+        note = ", launch-bound" if row["launch_bound"] else ""
+        lines.append(
+            f"| {row['name']} | {gpus}{note} | {row['measured_s']:.3g} s | {row['predicted_s']:.3g} s | {row['error']:+.1%} |"
+        )
+    return "\n".join(lines)
+
+
+def cluster_truth_in_short() -> str:
+    """Median errors, in a phrase."""
+    rows = read("cluster_truth").rows
+    median = statistics.median(abs(row["error"]) for row in rows)
+    mixed = [abs(row["error"]) for row in rows if row["mixed"]]
+    return f"{median:.1%} in the median of {len(rows)} runs, and at most {max(mixed):.1%} on the {len(mixed)} of several GPU types"
+
+
+def cluster_pricing() -> str:
+    """The largest misses of our prices, in a phrase."""
+    rows = [row for row in read("cluster_pricing").rows if not row["launch_bound"]]
+    worst = {
+        kind: max(abs(row["ratio"] - 1) for row in rows if (row["kind"] == "update") is (kind == "update"))
+        for kind in ("layer", "update")
+    }
+    return f"within {worst['layer']:.0%} and updates within {worst['update']:.0%}"
+
+
+def cluster_planners() -> str:
+    """Simulated seconds of our plans and of the best others, by scenario."""
+    rows = read("cluster_planners").rows
+    lines = [
+        "| model and GPUs | ours | share of compute bound | best other | its seconds | others over ours |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(row["scenario"] for row in rows):
+        ours, *others = [row for row in rows if row["scenario"] == name]
+        best = min(others, key=lambda row: row["simulated_s"] or row["own_simulated_s"])
+        seconds = best["simulated_s"] or best["own_simulated_s"]
+        whose = "" if best["simulated_s"] else " (its own simulator's)"
+        gpus = ", ".join(f"{count} {gpu}" for gpu, count in ours["available"].items())
+        cells = [
+            f"{ours['model']} on {gpus}",
+            f"{ours['simulated_s']:.2f} s",
+            f"{ours['bound_share']:.0%}",
+            best["planner"],
+            f"{seconds:.2f} s{whose}",
+            f"{seconds / ours['simulated_s']:.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "cluster.truth": cluster_truth,
+    "cluster.truth.short": cluster_truth_in_short,
+    "cluster.pricing": cluster_pricing,
+    "cluster.planners": cluster_planners,
+}
+"""By the name under which a page quotes it."""

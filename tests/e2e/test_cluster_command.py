@@ -1,0 +1,119 @@
+"""``autohete plan --cluster`` as a user calls it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autohete_fx.cli import main
+from autohete_fx.cluster import command
+from autohete_fx.cluster.plan import ClusterPlan
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+}
+MEASURED = str(Path(__file__).parents[2] / "examples" / "benchmarks" / "measured")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def traced_once():
+    """The same model on the same devices is traced for the first test that needs it."""
+    real, known = command.priced_costs, {}
+
+    def remembered(model, devices, **others):
+        key = str([json.loads(Path(model).read_text()), [spec.name for spec in devices], others])
+        if key not in known:
+            known[key] = real(model, devices, **others)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "priced_costs", remembered)
+        yield
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def test_a_plan_is_printed_saved_and_drawn(config, tmp_path, capsys):
+    plan, chart = tmp_path / "plan.json", tmp_path / "gantt.svg"
+    asked = ["plan", config, "--cluster", "2xA100-40G,2xL40S", "--batch", "16", "--seq", "128"]
+    assert main([*asked, "--save", str(plan), "--plot", str(chart)]) == 0
+    printed = capsys.readouterr().out
+    assert "16 samples of 128 tokens a step" in printed
+    assert "where it goes: compute" in printed
+    assert "other ways to plan this cluster" in printed
+    assert ClusterPlan.load(plan).global_batch == 16
+    assert chart.read_text().lstrip().startswith("<?xml")
+
+
+def test_json_has_the_plan_and_its_figures(config, capsys):
+    asked = ["plan", config, "--cluster", "2xA100-40G,2xL40S", "--batch", "16", "--seq", "128", "--json"]
+    assert main(asked) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert ClusterPlan.from_json(json.dumps(body["plan"])).iteration_s == body["iteration_s"] > 0
+    assert sum(body["seconds_by_cause"].values()) == pytest.approx(body["iteration_s"])
+
+
+def test_measured_costs_are_planned_for(capsys):
+    asked = [
+        "plan",
+        "OPT-350",
+        "--costs",
+        MEASURED,
+        "--cluster",
+        "2xA100-40,4xV100-16",
+        "--batch",
+        "32",
+        "--seq",
+        "2048",
+    ]
+    assert main([*asked, "--explain", "--time-limit", "5"]) == 0
+    printed = capsys.readouterr().out
+    assert "costs: measured layers" in printed
+    assert "4 more V100-16" in printed
+    assert "twice the network" in printed
+
+
+def test_the_cheapest_plan_is_on_the_frontier(config, tmp_path, capsys):
+    cluster = tmp_path / "cluster.json"
+    nodes = [{"gpu": "a100-40g", "gpus": 2}, {"gpu": "l40s", "gpus": 2}]
+    prices = {"a100-40g": 2.0, "l40s": 1.0}
+    cluster.write_text(json.dumps({"schema_version": 1, "nodes": nodes, "usd_per_hour": prices}))
+    asked = ["plan", config, "--cluster", str(cluster), "--batch", "16", "--seq", "128", "--objective", "cost"]
+    assert main(asked) == 0
+    printed = capsys.readouterr().out
+    assert "faster or cheaper" in printed
+    dollars = [float(word[1:]) for word in printed.partition("faster or cheaper")[2].split() if word.startswith("$")]
+    assert dollars == sorted(dollars, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--cluster", "8xA100-40G", "--ranks", "2"], "--ranks is about GPUs that are alike"),
+        (["--device", "a100", "--symmetric-tp"], "--symmetric-tp is about clusters"),
+        (["--cluster", "8A100"], "has the part '8A100'"),
+    ],
+)
+def test_what_does_not_go_together_is_said(config, capsys, words, message):
+    assert main(["plan", config, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_that_fits_nowhere_is_one_line(capsys):
+    asked = ["plan", "GPT-Neo-2.7", "--costs", MEASURED, "--cluster", "1xV100-16", "--batch", "8", "--seq", "2048"]
+    assert main(asked) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.count("\n") == 0
+    assert "does not fit on 1 x V100-16" in error

@@ -1,0 +1,109 @@
+"""Clusters from short forms and files, and what is refused."""
+
+import json
+
+import pytest
+
+from autohete_fx.cluster.described import described, save_cluster
+from autohete_fx.cluster.frontier import changes
+from autohete_fx.errors import ClusterError
+
+
+def test_a_short_form_has_nodes_of_eight():
+    found = described("12xA100-40G, 2xh200")
+    assert [(node.gpu, node.gpus) for node in found.cluster.nodes] == [
+        ("a100-40g", 8),
+        ("a100-40g", 4),
+        ("h200-141g", 2),
+    ]
+    assert found.cluster.gpu("a100-40g").memory_bytes == int(0.95 * 40 * 2**30)
+    assert any("up to 8 GPUs" in sentence for sentence in found.assumed)
+
+
+def test_a_type_given_twice_has_different_nodes():
+    assert [node.name for node in described("1xL40S,2xL40S").cluster.nodes] == ["l40s-48g-1", "l40s-48g-2"]
+
+
+def test_a_file_says_what_the_table_does_not_know(tmp_path):
+    path = tmp_path / "cluster.json"
+    path.write_text(
+        json.dumps(
+            {
+                "schema_version": 1,
+                "nodes": [{"gpu": "a100-40g", "gpus": 4, "count": 2, "zone": "x"}, {"gpu": "l40s", "gpus": 8}],
+                "node_gb_per_s": {"a100-40g": 10},
+                "within_gb_per_s": {"l40s": 20},
+                "zones_gb_per_s": [["x", "", 0.5]],
+                "usd_per_hour": {"a100-40g": 1.5},
+                "memory_gib": {"l40s": 40},
+            }
+        )
+    )
+    cluster = described(str(path)).cluster
+    between = {(joined.source, joined.target): joined.link for joined in cluster.between}
+    within = {joined.source: joined.link for joined in cluster.within}
+    large = 2.0**30
+    assert between["a100-40g", "l40s-48g"].bytes_per_s(large) == pytest.approx(10e9, rel=0.01)
+    assert between["l40s-48g", "l40s-48g"].bytes_per_s(large, 8) == pytest.approx(8 * 25e9, rel=0.01)
+    assert within["l40s-48g"].bytes_per_s(large) == pytest.approx(20e9, rel=0.01)
+    assert {(joined.source, joined.target) for joined in cluster.zones} == {("x", ""), ("", "x")}
+    assert (cluster.gpu("a100-40g").usd_per_hour, cluster.gpu("l40s-48g").memory_bytes) == (1.5, 40 * 2**30)
+
+
+def test_a_short_form_is_written_as_a_file(tmp_path):
+    save_cluster("8xA100-40G,2xL40S", tmp_path / "cluster.json")
+    assert described(str(tmp_path / "cluster.json")).cluster == described("8xA100-40G,2xL40S").cluster
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("8A100", "has the part '8A100'"),
+        ("0xA100-40G", "has the part '0xA100-40G'"),
+        ("8xA100-40G,,2xL40S", "has the part ''"),
+        ("8xA1000", "unknown device 'A1000'.*did you mean|unknown device 'A1000'"),
+        ("nowhere.json", "cannot read the cluster file 'nowhere.json'"),
+    ],
+)
+def test_short_forms_that_are_none(text, message):
+    with pytest.raises(ClusterError, match=message):
+        described(text)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "no schema_version"),
+        ({"schema_version": 1}, "it lacks 'nodes'"),
+        ({"schema_version": 1, "nodes": [], "links": {}}, r"unknown entries \['links'\]"),
+        ({"schema_version": 1, "nodes": []}, "no nodes"),
+        ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 0}]}, "0 GPUs"),
+        (
+            {"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1}], "node_gb_per_s": {"l40s": 0}},
+            "node_gb_per_s of l40s is 0",
+        ),
+        ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1}], "zones_gb_per_s": [["a", "b", 0]]}, "rate of 0"),
+    ],
+)
+def test_files_that_are_wrong(tmp_path, body, message):
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps(body))
+    with pytest.raises(ClusterError, match=message):
+        described(str(path))
+
+
+def test_changes_are_one_thing_each():
+    cluster = described("8xA100-40G,4xL40S").cluster
+    found = dict(changes(cluster))
+    assert list(found) == [
+        "8 more a100-40g",
+        "8 less a100-40g",
+        "4 more l40s-48g",
+        "4 less l40s-48g",
+        "twice the network",
+    ]
+    assert found["8 more a100-40g"].count("a100-40g") == 16
+    assert [gpu.name for gpu in found["4 less l40s-48g"].gpus] == ["a100-40g"]
+    assert found["twice the network"].between[0].link.bytes_per_s(1e9) == pytest.approx(
+        2 * cluster.between[0].link.bytes_per_s(1e9)
+    )

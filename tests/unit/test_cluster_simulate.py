@@ -1,0 +1,217 @@
+"""The simulator of pipelines against what can be worked out by hand, and against measured runs."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTime
+from autohete_fx.cluster.measurements import costs_of, read, runs_of
+from autohete_fx.cluster.memory import memory_of_plan
+from autohete_fx.cluster.plan import ClusterPlan, Pipeline, PipelineSchedule, Stage
+from autohete_fx.cluster.simulate import Sends, instructions, simulate
+from autohete_fx.cluster.spec import Cluster, Gpu, Joined, Node, steady_link
+from autohete_fx.errors import ClusterError
+
+MEASURED = Path(__file__).parents[2] / "examples" / "benchmarks" / "measured"
+KINDS = ("first", *["layer"] * 6, "last")
+FORWARD_S, BACKWARD_S, OUTPUT_BYTES, PARAMS_BYTES, KEPT_BYTES = 1.0, 2.0, 1000, 4000, 500
+
+
+def costs(*gpus: tuple[str, float]) -> CostTable:
+    """Layers alike; ``gpus``: name and how many times as slow as the first."""
+    rows = [
+        LayerTime(
+            kind=kind, gpu=gpu, tp=tp, micro_batch=1, forward_s=slow * FORWARD_S / tp, backward_s=slow * BACKWARD_S / tp
+        )
+        for kind in dict.fromkeys(KINDS)
+        for gpu, slow in gpus
+        for tp in (1, 2)
+    ]
+    sizes = [
+        LayerBytes(
+            kind=kind,
+            tp=tp,
+            params_bytes=PARAMS_BYTES // tp,
+            kept_bytes=KEPT_BYTES // tp,
+            output_bytes=OUTPUT_BYTES,
+        )
+        for kind in dict.fromkeys(KINDS)
+        for tp in (1, 2)
+    ]
+    updates = [UpdateTime(gpu=gpu, fixed_s=0.5, s_per_byte=0.0) for gpu, _ in gpus]
+    return CostTable(model="toy", kinds=KINDS, times=tuple(rows), sizes=tuple(sizes), updates=tuple(updates))
+
+
+def cluster(*nodes: tuple[str, str, int], rate: float = 1e15, within: float = 1e15) -> Cluster:
+    """``nodes``: name, type, GPUs."""
+    types = sorted({gpu for _, gpu, _ in nodes})
+    return Cluster(
+        gpus=tuple(Gpu(name=gpu, memory_bytes=10**9) for gpu in types),
+        nodes=tuple(Node(name=name, gpu=gpu, gpus=count) for name, gpu, count in nodes),
+        within=tuple(
+            Joined(source=gpu, target=gpu, link=steady_link("inside", within, latency_s=0.0)) for gpu in types
+        ),
+        between=tuple(
+            Joined(source=a, target=b, link=steady_link("port", rate, latency_s=0.0)) for a in types for b in types
+        ),
+    )
+
+
+def pipeline(*stages: tuple[str, str, int], micro_batches: int, tp: int = 1) -> Pipeline:
+    """``stages``: node, type and number of layers."""
+    found, first = [], 0
+    for node, gpu, count in stages:
+        found.append(Stage(node=node, gpu=gpu, tp=tp, first=first, last=first + count - 1))
+        first += count
+    return Pipeline(stages=tuple(found), micro_batch=1, micro_batches=micro_batches)
+
+
+def plan(*pipelines: Pipeline, schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B) -> ClusterPlan:
+    return ClusterPlan(model="toy", pipelines=pipelines, schedule=schedule)
+
+
+def test_one_stage_takes_its_passes_and_its_update():
+    step = simulate(plan(pipeline(("n", "a", 8), micro_batches=3)), cluster(("n", "a", 1)), costs(("a", 1.0)))
+    assert step.iteration_s == pytest.approx(3 * 8 * 3.0 + 0.5)
+
+
+@pytest.mark.parametrize("schedule", PipelineSchedule)
+@pytest.mark.parametrize("sends", Sends)
+@pytest.mark.parametrize(("depth", "micro_batches"), [(2, 1), (2, 5), (4, 4), (4, 9), (8, 16)])
+def test_equal_stages_on_a_fast_network_lose_the_bubble(schedule, sends, depth, micro_batches):
+    stages = [(f"n{place}", "a", 8 // depth) for place in range(depth)]
+    given = plan(pipeline(*stages, micro_batches=micro_batches), schedule=schedule)
+    step = simulate(given, cluster(*((node, "a", 1) for node, _, _ in stages)), costs(("a", 1.0)), sends=sends)
+    slot = 8 // depth * (FORWARD_S + BACKWARD_S)
+    assert step.pipelines_s == pytest.approx((micro_batches + depth - 1) * slot)
+
+
+@pytest.mark.parametrize("sends", Sends)
+@pytest.mark.parametrize("schedule", PipelineSchedule)
+@pytest.mark.parametrize("depth", [1, 2, 3, 5, 8])
+def test_sends_and_receives_always_meet(sends, schedule, depth):
+    for micro_batches in range(1, 12):
+        cuts = [8 // depth + (place < 8 % depth) for place in range(depth)]
+        stages = [(f"n{place}", "a", count) for place, count in enumerate(cuts)]
+        given = plan(pipeline(*stages, micro_batches=micro_batches), schedule=schedule)
+        step = simulate(
+            given, cluster(*((node, "a", 1) for node, _, _ in stages), rate=100.0), costs(("a", 1.0)), sends=sends
+        )
+        for unit in step.units:
+            done = [(span.what, span.micro_batch) for span in unit.spans]
+            assert [index for what, index in done if what == "backward"] == list(range(micro_batches))
+            assert all(
+                early.end_s <= late.begin_s + 1e-9 for early, late in zip(unit.spans, unit.spans[1:], strict=False)
+            )
+
+
+def test_a_stage_holds_no_more_micro_batches_than_1f1b_allows():
+    for depth in range(1, 6):
+        for place in range(depth):
+            held = most = 0
+            for instruction in instructions(place, depth, 9, PipelineSchedule.ONE_F_ONE_B):
+                held += {"forward": 1, "backward": -1}.get(instruction.kind.value, 0)
+                most = max(most, held)
+            assert most == depth - place
+
+
+def test_blocking_messages_stop_both_stages_and_buffered_ones_neither():
+    given = plan(pipeline(("x", "a", 2), ("y", "a", 6), micro_batches=50))
+    slow = cluster(("x", "a", 1), ("y", "a", 1), rate=1000.0)  # one second a message
+    slot = 6 * (FORWARD_S + BACKWARD_S)
+    blocking = simulate(given, slow, costs(("a", 1.0)), sends=Sends.BLOCKING)
+    buffered = simulate(given, slow, costs(("a", 1.0)), sends=Sends.BUFFERED)
+    assert blocking.pipelines_s == pytest.approx(50 * (slot + 2.0), rel=0.05)
+    assert buffered.pipelines_s == pytest.approx(50 * slot, rel=0.05)
+
+
+def test_pipelines_of_one_node_share_its_port():
+    alone = plan(pipeline(("x", "a", 4), ("y", "a", 4), micro_batches=20))
+    both = plan(*[pipeline(("x", "a", 4), ("y", "a", 4), micro_batches=20)] * 2)
+    slow = cluster(("x", "a", 2), ("y", "a", 2), rate=1000.0)
+    one, two = (simulate(given, slow, costs(("a", 1.0))).pipelines_s for given in (alone, both))
+    compute_s = 21 * 4 * (FORWARD_S + BACKWARD_S)
+    assert two - compute_s == pytest.approx(2 * (one - compute_s), rel=0.1)
+
+
+def test_units_of_two_gpus_send_halves_and_gather_them():
+    given = plan(pipeline(("x", "a", 4), ("y", "a", 4), micro_batches=1, tp=2))
+    fast, slow = (
+        simulate(given, cluster(("x", "a", 2), ("y", "a", 2), within=rate), costs(("a", 1.0))).pipelines_s
+        for rate in (1e15, 1000.0)
+    )
+    assert slow - fast == pytest.approx(2 * OUTPUT_BYTES / 1000.0)  # each direction: two halves over one fabric
+
+
+def test_replicas_sum_their_gradients_over_the_slowest_port():
+    given = plan(*(pipeline((node, "a", 8), micro_batches=1) for node in ("x", "y", "z")))
+    step = simulate(given, cluster(*((node, "a", 1) for node in "xyz"), rate=1000.0), costs(("a", 1.0)))
+    assert step.reduce_s == pytest.approx(2 * 2 / 3 * 8 * PARAMS_BYTES / 1000.0)
+
+
+def test_replicas_of_different_depth_and_degree_sum_what_they_share():
+    given = plan(
+        pipeline(("x", "a", 3), ("y", "a", 5), micro_batches=2), pipeline(("z", "b", 8), micro_batches=1, tp=2)
+    )
+    step = simulate(
+        given, cluster(("x", "a", 1), ("y", "a", 1), ("z", "b", 2), rate=1000.0), costs(("a", 1.0), ("b", 2.0))
+    )
+    assert step.reduce_s == pytest.approx(8 * PARAMS_BYTES / 1000.0)  # all of it leaves the node of the second pipeline
+
+
+def test_memory_counts_states_and_what_is_in_flight():
+    given = plan(pipeline(("x", "a", 4), ("y", "a", 4), micro_batches=9))
+    first, second = memory_of_plan(given, costs(("a", 1.0)))[0]
+    assert first.states_bytes == second.states_bytes == 4 * 4 * PARAMS_BYTES
+    assert (first.activations_bytes, second.activations_bytes) == (2 * 4 * KEPT_BYTES, 4 * KEPT_BYTES)
+
+
+def test_measured_runs_are_predicted():
+    """Of the published runs: the mixed ones within 8%, most within 10%, the median within 5%."""
+    layers, memory, network, runs = (
+        read(MEASURED / f"{name}.json") for name in ("layers", "memory", "network", "runs")
+    )
+    errors = {}
+    for run in runs_of(runs, network):
+        step = simulate(run.plan, run.cluster, costs_of(layers, memory, run.plan.model))
+        error = abs(step.iteration_s / run.iteration_s - 1)
+        errors[run.name] = error
+        assert error < 0.08 or len(run.plan.used()) == 1, run.name
+    assert sorted(errors.values())[len(errors) // 2] <= 0.05
+    assert sum(error <= 0.1 for error in errors.values()) >= 0.75 * len(errors)
+
+
+def test_a_plan_survives_its_file(tmp_path):
+    given = plan(pipeline(("x", "a", 4), ("y", "a", 4), micro_batches=2))
+    given.save(tmp_path / "plan.json")
+    assert ClusterPlan.load(tmp_path / "plan.json") == given
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: plan(), "no pipelines"),
+        (lambda: plan(pipeline(("x", "a", 8), micro_batches=1), pipeline(("x", "a", 7), micro_batches=1)), "end with"),
+        (lambda: cluster(), "no nodes"),
+        (lambda: cluster(("x", "a", 0)), "has 0 GPUs"),
+        (lambda: cluster(("x", "a", 1), ("x", "a", 1)), "two nodes are called 'x'"),
+        (lambda: cluster(("x", "a", 1), rate=-1.0), "rate of 0 or less"),
+        (lambda: costs(("a", 1.0)).layer_s("layer", "b", 1, 1), "no costs of toy on b"),
+        (lambda: costs_of(read(MEASURED / "layers.json"), read(MEASURED / "memory.json"), "nobody"), "'nobody'"),
+        (lambda: read("/nowhere/runs.json"), "cannot read"),
+    ],
+)
+def test_what_cannot_be_is_refused(build, message):
+    with pytest.raises(ClusterError, match=message):
+        build()
+
+
+def test_micro_batches_between_rows_are_interpolated():
+    table = costs_of(read(MEASURED / "layers.json"), read(MEASURED / "memory.json"), "OPT-350")
+    at_2, at_3, at_4 = (table.layer_s("layer", "A100-40", 1, size)[0] for size in (2, 3, 4))
+    assert at_3 == pytest.approx((at_2 + at_4) / 2)
+    most = max(table.micro_batches("A100-40", 1))
+    assert math.isclose(
+        table.layer_s("layer", "A100-40", 1, 2 * most)[1], 2 * table.layer_s("layer", "A100-40", 1, most)[1]
+    )
