@@ -1,0 +1,140 @@
+"""A plan on the ranks of a job: who takes which stage, and whose gradients are summed.
+
+Values only. Ranks say on which node they are and what GPU they have; nodes of the plan are matched with nodes of the job that
+have as many GPUs of the type.
+
+Gradients of a parameter are summed over its owners: all ranks whose stages hold it, in all pipelines. A tied embedding that several
+stages of one pipeline read is one parameter with more owners, and that is all that ties need. Parameters with equal owners are
+summed together; there are at most as many sets of owners as the pipelines have cuts, one more, and one for each tie.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autohete_fx.cluster.layers import LayerMap
+from autohete_fx.cluster.plan import ClusterPlan
+from autohete_fx.errors import ClusterError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A rank of a job.
+
+    Attributes:
+        node: name of its machine.
+        gpu: type of its GPU, as plans call it.
+    """
+
+    node: str
+    gpu: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """What a rank does.
+
+    Attributes:
+        pipeline: index.
+        place: of its stage in the pipeline.
+        part: of the stage's GPUs, by tensor parallelism.
+    """
+
+    pipeline: int
+    place: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """A plan with a rank for each GPU that it uses.
+
+    Attributes:
+        plan: that is executed.
+        ranks: by seat.
+        idle: ranks without a seat.
+    """
+
+    plan: ClusterPlan
+    ranks: Mapping[Seat, int]
+    idle: tuple[int, ...]
+
+    def seat(self, rank: int) -> Seat | None:
+        """A rank's seat; None where it is idle."""
+        return next((seat for seat, taken in self.ranks.items() if taken == rank), None)
+
+    def pipeline(self, index: int, part: int) -> tuple[int, ...]:
+        """Ranks of a pipeline in order of stages, one of each stage."""
+        return tuple(self.ranks[Seat(pipeline=index, place=place, part=part)] for place in range(self.depth(index)))
+
+    def depth(self, index: int) -> int:
+        """Stages of a pipeline."""
+        return len(self.plan.pipelines[index].stages)
+
+    def samples(self, index: int) -> range:
+        """Of the global batch, those of a pipeline."""
+        sizes = [pipeline.micro_batch * pipeline.micro_batches for pipeline in self.plan.pipelines]
+        first = sum(sizes[:index])
+        return range(first, first + sizes[index])
+
+    def owners(self, layer_map: LayerMap) -> dict[str, tuple[int, ...]]:
+        """By name of a parameter, the ranks that hold it, ascending."""
+        found: dict[str, list[int]] = {name: [] for name in layer_map.readers}
+        for seat, rank in self.ranks.items():
+            stage = self.plan.pipelines[seat.pipeline].stages[seat.place]
+            for name in layer_map.held(stage.layers):
+                found[name].append(rank)
+        return {name: tuple(sorted(ranks)) for name, ranks in found.items()}
+
+
+def deploy(plan: ClusterPlan, members: Sequence[Member]) -> Deployment:
+    """Give every GPU of a plan a rank.
+
+    Raises ClusterError where the job lacks nodes with as many GPUs of a type.
+    """
+    free: dict[str, list[int]] = {}
+    for rank, member in enumerate(members):
+        free.setdefault(member.node, []).append(rank)
+    gpus = {member.node: member.gpu for member in members}
+    needed: dict[str, tuple[str, int]] = {}
+    for _, _, stage in plan.stages():
+        gpu, count = needed.get(stage.node, (stage.gpu, 0))
+        needed[stage.node] = gpu, count + stage.tp
+    taken: dict[str, list[int]] = {}
+    for node, (gpu, count) in sorted(needed.items(), key=lambda item: (-item[1][1], item[0])):
+        able = [name for name, ranks in free.items() if gpus[name] == gpu and len(ranks) >= count]
+        if not able:
+            there = {name: f"{len(ranks)} {gpus[name]}" for name, ranks in free.items()}
+            raise ClusterError(
+                f"the plan needs a node with {count} {gpu} for its {node!r}, and the job's nodes without a part have {there}."
+                " Expected were the nodes of the plan. Start the job on them, or join without plan="
+            )
+        chosen = node if node in able else min(able, key=lambda name: (len(free[name]), name))
+        taken[node] = free.pop(chosen)
+    ranks: dict[Seat, int] = {}
+    for index, place, stage in plan.stages():
+        for part in range(stage.tp):
+            ranks[Seat(pipeline=index, place=place, part=part)] = taken[stage.node].pop(0)
+    seated = set(ranks.values())
+    return Deployment(plan=plan, ranks=ranks, idle=tuple(rank for rank in range(len(members)) if rank not in seated))
+
+
+def check_runs(plan: ClusterPlan, layer_map: LayerMap, model: str) -> None:
+    """Raise ClusterError where a plan does not fit a model, or asks for what cannot be run."""
+    if plan.num_layers != layer_map.num_layers:
+        raise ClusterError(
+            f"the plan has {plan.num_layers} layers, and {model} has {layer_map.num_layers}, all before and after its"
+            f" {len(layer_map.layers)} layers counted as one each. Expected was a plan of this model. Make the plan again"
+        )
+    for index, pipeline in enumerate(plan.pipelines):
+        if pipeline.micro_batches < len(pipeline.stages):
+            raise ClusterError(
+                f"pipeline {index} of the plan has {len(pipeline.stages)} stages and {pipeline.micro_batches} micro-batches."
+                f" Expected"
+                " was at least one micro-batch a stage. Give smaller micro-batches, or fewer stages"
+            )
+        degrees = sorted({stage.tp for stage in pipeline.stages})
+        if degrees != [1]:
+            raise ClusterError(
+                f"pipeline {index} of the plan has stages of {degrees} GPUs. Expected was one GPU a stage: tensor parallelism is"
+                " planned and not yet run. Plan with --max-tp 1"
+            )

@@ -1,0 +1,140 @@
+"""Jobs that train a plan's pipelines, compared with one process that has the whole model and the whole batch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autohete_fx
+from autohete_fx.cluster.deploy import Member
+from autohete_fx.cluster.job import join
+from autohete_fx.cluster.plan import ClusterPlan, Pipeline, PipelineSchedule, Stage
+from tests.tiny_models import GPT, VOCAB
+
+TOKENS, STEPS, CLIP, SEED = 6, 4, 0.5, 3
+
+
+class Model(nn.Module):
+    """A tiny GPT with a loss of its own tokens; ``scale`` is a parameter of the root, which its head alone reads."""
+
+    def __init__(self, depth: int, tied: bool, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.body = GPT(depth, tied=tied)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.unused = nn.Parameter(torch.ones(3))
+        for module in self.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = dropout
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, 1.25)
+        nn.init.constant_(self.unused, 1.0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.scale * self.body(ids)
+
+
+def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def load(samples: range) -> Tensor:
+    rows = [torch.randint(VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(index)) for index in samples]
+    return torch.stack(rows)
+
+
+def rate(step: int) -> float:
+    return 0.01 / (1 + step)
+
+
+def plan_of(rows: Sequence[Any], schedule: str = "1f1b") -> ClusterPlan:
+    """Of (micro-batch, micro-batches, last layers of stages) for each pipeline; every rank is a node."""
+    pipelines, node = [], 0
+    for micro_batch, micro_batches, lasts in rows:
+        stages = []
+        for first, last in zip([0, *(last + 1 for last in lasts)], lasts, strict=False):
+            stages.append(Stage(node=f"node-{node}", gpu="cpu", tp=1, first=first, last=last))
+            node += 1
+        pipelines.append(Pipeline(stages=tuple(stages), micro_batch=micro_batch, micro_batches=micro_batches))
+    return ClusterPlan(model="tiny", pipelines=tuple(pipelines), schedule=PipelineSchedule(schedule))
+
+
+def trained_alone(
+    depth: int, tied: bool, global_batch: int, optimizer: str
+) -> tuple[list[Any], dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    torch.manual_seed(SEED)
+    model = Model(depth, tied).train()
+    start = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optim = made_optimizer(optimizer)(list(model.parameters()))
+    seen = []
+    for step in range(STEPS):
+        for group in optim.param_groups:
+            group["lr"] = rate(step)
+        ids = load(range(step * global_batch, (step + 1) * global_batch))
+        loss = loss_of(model(ids), ids)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optim.step()
+        optim.zero_grad()
+        seen.append((float(loss), float(norm)))
+    params = dict(model.named_parameters())
+    states = {name: dict(optim.state[param]) for name, param in params.items()}
+    return seen, start, {name: param.detach() for name, param in params.items()}, states
+
+
+def made_optimizer(name: str) -> Any:
+    if name == "autohete":
+        return lambda params: autohete_fx.AdamW(params, lr=1.0, weight_decay=0.1)
+    return lambda params: torch.optim.AdamW(params, lr=1.0, weight_decay=0.1)
+
+
+def difference(
+    depth: int, tied: bool, rows: Sequence[Any], backend: str | None, schedule: str, optimizer: str
+) -> dict[str, float]:
+    """The largest differences of a job from one process, of this rank."""
+    torch.set_default_dtype(torch.float64)
+    plan = plan_of(rows, schedule)
+    seen, start, params, states = trained_alone(depth, tied, plan.global_batch, optimizer)
+    rank = dist.get_rank()
+    job = join(
+        lambda: Model(depth, tied),
+        loss_of,
+        example=load(range(1)),
+        global_batch=plan.global_batch,
+        plan=plan,
+        optimizer=made_optimizer(optimizer),
+        learning_rate=rate,
+        max_grad_norm=CLIP,
+        weights=lambda name: start[name],
+        backend=backend,
+        member=Member(node=f"node-{rank}", gpu="cpu"),
+    )
+    found = {"loss": 0.0, "norm": 0.0, "weights": 0.0, "states": 0.0, "held": 0.0}
+    for loss, norm in seen:
+        step = job.train_step(load)
+        found["loss"] = max(found["loss"], abs(step.loss - loss))
+        found["norm"] = max(found["norm"], abs(step.grad_norm - norm))
+    if job.stage is not None:
+        assert job.optimizer is not None
+        for name, param in job.stage.named().items():
+            found["held"] += param.numel()
+            found["weights"] = max(found["weights"], float((param.detach() - params[name]).abs().max()))
+            mine = job.optimizer.state[param]
+            assert set(mine) == set(states[name]), (name, set(mine), set(states[name]))
+            for key, value in states[name].items():
+                found["states"] = max(
+                    found["states"], float((torch.as_tensor(mine[key]) - torch.as_tensor(value)).abs().max())
+                )
+    return found
+
+
+def differences(cases: Sequence[Any]) -> list[dict[str, float]]:
+    """`difference` of each case, one after another."""
+    found = []
+    for case in cases:
+        torch._dynamo.reset()
+        found.append(difference(*case))
+    return found
