@@ -31,7 +31,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """What a rank does.
+    """The part of a rank in a plan.
 
     Attributes:
         pipeline: index.

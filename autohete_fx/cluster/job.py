@@ -27,13 +27,13 @@ from autohete_fx.cluster.sums import GradientSums, clip_factor
 from autohete_fx.errors import ClusterError
 
 Load = Callable[[range], Any]
-"""Of indices of samples: the batch of these samples, in that order."""
+"""A function of indices of samples: the batch of these samples, in that order."""
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainStep:
-    """What a step did.
+    """The results of a step.
 
     Attributes:
         step: its index.
@@ -50,7 +50,7 @@ class TrainStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What is trained, and how; nothing of it depends on the plan.
+    """The model and its training; nothing of it depends on the plan.
 
     Attributes:
         build_model: makes the model.

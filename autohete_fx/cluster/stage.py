@@ -23,7 +23,7 @@ from autohete_fx.errors import ClusterError
 from autohete_fx.internals.operators import tree_leaves
 
 Loss = Callable[[Any, Any], Tensor]
-"""Of the model's output and the batch: the mean over its samples."""
+"""A function of the output of the model and the batch: the mean over its samples."""
 Weights = str | Path | Callable[[str], Tensor] | None
 """A safetensors file or folder, a function of a parameter's name, or None: every module initialises itself."""
 
@@ -41,7 +41,7 @@ class StandIn(nn.Module):
         self.received: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the original returns, in zeros."""
+        """Zeros of the shapes that the original returns."""
         return self._returned.filled(self._device, self.received)
 
 

@@ -93,7 +93,7 @@ class GradientSums:
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """What gradients are multiplied with, as `torch.nn.utils.clip_grad_norm_` does."""
+    """The factor of all gradients, as `torch.nn.utils.clip_grad_norm_` does."""
     if max_norm is None or not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))
