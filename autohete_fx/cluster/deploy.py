@@ -71,7 +71,7 @@ class Deployment:
         return len(self.plan.pipelines[index].stages)
 
     def samples(self, index: int) -> range:
-        """Of the global batch, those of a pipeline."""
+        """Those of the global batch that a pipeline takes."""
         sizes = [pipeline.micro_batch * pipeline.micro_batches for pipeline in self.plan.pipelines]
         first = sum(sizes[:index])
         return range(first, first + sizes[index])
