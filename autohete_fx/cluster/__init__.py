@@ -1,1 +1,35 @@
-"""Plans over many devices that are not alike, and runs of them."""
+"""Plans over many devices that are not alike, and runs of them.
+
+``cluster.join`` takes part in a training job; ``cluster.Store`` says where it saves, ``cluster.export`` makes a plain model of a
+store, and ``cluster.ClusterPlan`` reads a plan. They are imported when they are first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autohete_fx.cluster.deploy import Member as Member
+    from autohete_fx.cluster.job import Job as Job
+    from autohete_fx.cluster.job import TrainStep as TrainStep
+    from autohete_fx.cluster.join import join as join
+    from autohete_fx.cluster.plan import ClusterPlan as ClusterPlan
+    from autohete_fx.cluster.store import Store as Store
+    from autohete_fx.cluster.store import export as export
+
+_PLACES = {
+    "ClusterPlan": "plan",
+    "Job": "job",
+    "Member": "deploy",
+    "Store": "store",
+    "TrainStep": "job",
+    "export": "store",
+    "join": "join",
+}
+
+__all__ = ["ClusterPlan", "Job", "Member", "Store", "TrainStep", "export", "join"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -1,6 +1,9 @@
 """Jobs that train a plan's pipelines, compared with one process that has the whole model and the whole batch."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autohete_fx
-from autohete_fx.cluster.deploy import Member
-from autohete_fx.cluster.job import join
+from autohete_fx import cluster
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, PipelineSchedule, Stage
+from autohete_fx.errors import AutoHeteError
 from tests.tiny_models import GPT, VOCAB
 
 TOKENS, STEPS, CLIP, SEED = 6, 4, 0.5, 3
@@ -63,14 +66,14 @@ def plan_of(rows: Sequence[Any], schedule: str = "1f1b") -> ClusterPlan:
 
 
 def trained_alone(
-    depth: int, tied: bool, global_batch: int, optimizer: str
+    depth: int, tied: bool, global_batch: int, optimizer: str, steps: int = STEPS
 ) -> tuple[list[Any], dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     torch.manual_seed(SEED)
     model = Model(depth, tied).train()
     start = {name: param.detach().clone() for name, param in model.named_parameters()}
     optim = made_optimizer(optimizer)(list(model.parameters()))
     seen = []
-    for step in range(STEPS):
+    for step in range(steps):
         for group in optim.param_groups:
             group["lr"] = rate(step)
         ids = load(range(step * global_batch, (step + 1) * global_batch))
@@ -99,7 +102,7 @@ def difference(
     plan = plan_of(rows, schedule)
     seen, start, params, states = trained_alone(depth, tied, plan.global_batch, optimizer)
     rank = dist.get_rank()
-    job = join(
+    job = cluster.join(
         lambda: Model(depth, tied),
         loss_of,
         example=load(range(1)),
@@ -110,7 +113,7 @@ def difference(
         max_grad_norm=CLIP,
         weights=lambda name: start[name],
         backend=backend,
-        member=Member(node=f"node-{rank}", gpu="cpu"),
+        member=cluster.Member(node=f"node-{rank}", gpu="cpu"),
     )
     found = {"loss": 0.0, "norm": 0.0, "weights": 0.0, "states": 0.0, "held": 0.0}
     for loss, norm in seen:
@@ -137,4 +140,61 @@ def differences(cases: Sequence[Any]) -> list[dict[str, float]]:
     for case in cases:
         torch._dynamo.reset()
         found.append(difference(*case))
+    return found
+
+
+def leg(
+    root: str, rows: Sequence[Any], nodes: Sequence[str], steps: int, store: dict[str, Any], optimizer: str = "torch"
+) -> dict[str, Any]:
+    """Go on with the job of a store until so many steps are done, on nodes of these names whose disks are folders of ``root``.
+
+    Returns the step it began with, what was read from where, and the largest differences from one process.
+    """
+    torch.set_default_dtype(torch.float64)
+    plan, rank = plan_of(rows), dist.get_rank()
+    moved = {f"node-{index}": node for index, node in enumerate(nodes)}
+    pipelines = tuple(
+        replace(pipeline, stages=tuple(replace(stage, node=moved[stage.node]) for stage in pipeline.stages))
+        for pipeline in plan.pipelines
+    )
+    plan = replace(plan, pipelines=pipelines)
+    seen, start, params, states = trained_alone(3, True, plan.global_batch, optimizer, steps)
+    logged = Path(root) / f"log-{rank}.jsonl"
+    logged.unlink(missing_ok=True)
+    try:
+        job = cluster.join(
+            lambda: Model(3, True),
+            loss_of,
+            example=load(range(1)),
+            global_batch=plan.global_batch,
+            plan=plan,
+            optimizer=made_optimizer(optimizer),
+            store=cluster.Store(**{"local": f"{root}/{nodes[rank]}", "every": 2, "cloud_every": 4, **store}),
+            learning_rate=rate,
+            max_grad_norm=CLIP,
+            weights=lambda name: start[name],
+            backend=None,
+            member=cluster.Member(node=nodes[rank], gpu="cpu"),
+            log=str(logged),
+        )
+    except AutoHeteError as error:
+        return {"error": str(error)}
+    found: dict[str, Any] = {"first": job.step, "loss": 0.0, "weights": 0.0, "states": 0.0}
+    while job.step < steps:
+        step = job.train_step(load)
+        found["loss"] = max(found["loss"], abs(step.loss - seen[step.step][0]))
+    saved = job.finish()
+    for name, param in job.params.items():
+        found["weights"] = max(found["weights"], float((param.detach() - params[name]).abs().max()))
+        mine = job.optimizer.state[param] if job.optimizer else {}
+        for key, value in states[name].items():
+            apart = torch.as_tensor(mine[key]).double() - torch.as_tensor(value).double()
+            found["states"] = max(found["states"], float(apart.abs().max()))
+    rows_logged = [json.loads(line) for line in logged.read_text().splitlines()] if rank == 0 else []
+    joined = next((row for row in rows_logged if row["event"] == "join"), None)
+    found |= {
+        "bytes": joined["bytes"] if joined else None,
+        "saved": [saved.local, saved.cloud],
+        "save_error": job.saver.error if job.saver else None,
+    }
     return found

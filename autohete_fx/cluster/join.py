@@ -1,0 +1,212 @@
+"""`join`: take part in a training job, whatever GPUs there are today.
+
+The ranks of the process group say what they have, the plan is deployed on them, each rank builds, compiles and restores its own
+stage alone, and training goes on with the newest complete save.
+"""
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import HashStore
+
+from autohete_fx.cluster.batches import batch_of
+from autohete_fx.cluster.deploy import Member, check_runs, deploy
+from autohete_fx.cluster.job import Job, JobLog, MakeOptimizer, Recipe
+from autohete_fx.cluster.layers import BuildModel, map_layers
+from autohete_fx.cluster.plan import ClusterPlan
+from autohete_fx.cluster.restore import Restored, restore
+from autohete_fx.cluster.stage import Loss, StageModule, Weights, build_stage, materialize
+from autohete_fx.cluster.stage_run import StageRun, pipeline_groups
+from autohete_fx.cluster.store import Store, restore_states
+from autohete_fx.errors import ClusterError
+
+TIMEOUT_S = 300.0
+
+
+def join(
+    build_model: BuildModel,
+    loss: Loss,
+    *,
+    example: Any,
+    global_batch: int,
+    optimizer: MakeOptimizer,
+    plan: ClusterPlan,
+    store: Store | None = None,
+    learning_rate: Callable[[int], float] | None = None,
+    max_grad_norm: float | None = None,
+    weights: Weights = None,
+    seed: int = 0,
+    backend: str | Callable[..., Any] | None = "inductor",
+    options: dict[str, Any] | None = None,
+    device: torch.device | str | None = None,
+    member: Member | None = None,
+    log: str | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Job:
+    """Take part in a job. All ranks call it with equal arguments, but for ``device`` and ``member``.
+
+    Args:
+        build_model: makes the model, any module whose layers one list has. No rank ever holds the whole of it.
+        loss: of the model's output and a batch, the mean over the batch's samples.
+        example: a batch as ``load`` will give it; its first sample tells shapes.
+        global_batch: samples of a step, over all ranks.
+        optimizer: of a list of parameters, their optimizer. Its update of a parameter must not depend on other parameters.
+        plan: which rank trains what.
+        store: where the job saves, and goes on from; None: nowhere.
+        learning_rate: of a step's index.
+        max_grad_norm: to which the norm of all gradients is clipped.
+        weights: to begin with: a safetensors file or folder, a function of a parameter's name, or None: modules initialise
+            themselves.
+        seed: of dropout and initial weights.
+        backend: that compiles the stages; None: they run as they are.
+        options: of that backend.
+        device: of this rank; None: its CUDA device, else the CPU.
+        member: this rank's node and type of GPU as the plan calls them; None: by the host's name and the device.
+        log: a file of JSON lines, which the first rank writes.
+        timeout_s: after which a rank that does not answer is an error.
+
+    Raises:
+        ClusterError: the plan does not fit the model, the batch or the ranks; or the store has no complete save.
+    """
+    start = time.perf_counter()
+    batch = batch_of(example)
+    device = torch.device(device) if device is not None else _own_device()
+    group = _connect(device, timeout_s)
+    rank = dist.get_rank()
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, (member or _this_member(device), uuid.uuid4().hex[:8]), group=group)
+    members: list[Member] = [row[0] for row in said]
+    job_log = JobLog(log, rank == 0)
+    if plan.global_batch != global_batch:
+        raise ClusterError(
+            f"the plan has a global batch of {plan.global_batch} samples, and {global_batch} were given. Expected were equal ones."
+            " Make the plan again, or give its number"
+        )
+    deployment = deploy(plan, members)
+    seat = deployment.seat(rank)
+    layer_map = map_layers(build_model, batch.of_samples(plan.pipelines[seat.pipeline if seat else 0].micro_batch))
+    check_runs(plan, layer_map, getattr(build_model, "__name__", "the model"))
+    groups = pipeline_groups(deployment)
+    stage: StageModule | None = None
+    run: StageRun | None = None
+    if seat is not None:
+        pipeline = plan.pipelines[seat.pipeline]
+        stage = build_stage(
+            build_model,
+            layer_map,
+            pipeline.stages[seat.place].layers,
+            loss=loss,
+            share=pipeline.micro_batch / global_batch,
+            device=device,
+        )
+    needs = stage.held if stage else []
+    restored = restore(store, needs, list(layer_map.readers), members[rank].node, group) if store else None
+    if stage is not None and seat is not None:
+        found = restored.tensors if restored else {}
+        materialize(stage, device, (lambda name: found[name][f"{name}/weight"]) if restored else weights, seed)
+        compiled: Any = stage if backend is None else torch.compile(stage, backend=backend, options=options)
+        run = StageRun(
+            stage,
+            compiled,
+            seat=seat,
+            deployment=deployment,
+            layer_map=layer_map,
+            groups=groups,
+            example=batch,
+            device=device,
+        )
+    job = Job(
+        Recipe(
+            build_model=build_model,
+            loss=loss,
+            global_batch=global_batch,
+            make_optimizer=optimizer,
+            learning_rate=learning_rate,
+            max_grad_norm=max_grad_norm,
+            seed=seed,
+        ),
+        deployment,
+        members,
+        layer_map,
+        stage=stage,
+        run=run,
+        group=group,
+        store=store,
+        generation=said[0][1],
+        job_log=job_log,
+    )
+    if restored is not None:
+        job.step = restored.step
+        restore_states(job.params, job.optimizer, restored.tensors)
+    _report(job, job_log, restored, group, time.perf_counter() - start)
+    return job
+
+
+def _report(
+    job: Job, job_log: JobLog, restored: Restored | None, group: dist.ProcessGroup | None, seconds: float
+) -> None:
+    """Tell how the job begins: the plan, what was read from where, and how long it took."""
+    rows: list[Any] = [None] * len(job.members)
+    dist.all_gather_object(rows, (restored.num_bytes, restored.seconds) if restored else ({}, {}), group=group)
+    num_bytes = {source: sum(row[0].get(source, 0) for row in rows) for source in ("local", "peer", "cloud")}
+    parts_s = {
+        part: max((row[1].get(part, 0.0) for row in rows), default=0.0) for part in ("look", "local", "cloud", "peer")
+    }
+    depths = " + ".join(str(len(pipeline.stages)) for pipeline in job.deployment.plan.pipelines)
+    job_log.say(
+        f"{len(job.members)} ranks on {len({member.node for member in job.members})} nodes; pipelines of {depths} stages;"
+        f" {len(job.deployment.idle)} idle; step {job.step}; ready after {seconds:.1f} s"
+    )
+    if restored is not None:
+        read = ", ".join(f"{source} {count / 2**20:.1f} MiB" for source, count in num_bytes.items())
+        took = ", ".join(f"{part} {part_s:.2f} s" for part, part_s in parts_s.items())
+        job_log.say(f"restored step {job.step}: {read}; {took}")
+    job_log.write(
+        "join",
+        step=job.step,
+        members=[[member.node, member.gpu] for member in job.members],
+        plan=job.deployment.plan.to_json(),
+        idle=len(job.deployment.idle),
+        seconds=seconds,
+        bytes=num_bytes,
+        restore_s=parts_s,
+        restored=restored is not None,
+    )
+
+
+def _connect(device: torch.device, timeout_s: float) -> dist.ProcessGroup | None:
+    """Make the process group where there is none, of torchrun's ranks or of this process alone. Returns the group for tensors in
+    host memory; None: the default group can."""
+    if not dist.is_initialized():
+        kind = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        timeout = timedelta(seconds=timeout_s)
+        if "RANK" in os.environ:
+            dist.init_process_group(kind, timeout=timeout)
+        else:
+            dist.init_process_group(kind, timeout=timeout, store=HashStore(), rank=0, world_size=1)
+        return None
+    if "gloo" in str(dist.get_backend_config()):
+        return None
+    group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return group
+
+
+def _own_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    return torch.device("cpu")
+
+
+def _this_member(device: torch.device) -> Member:
+    """This rank's node and GPU."""
+    node = f"{socket.gethostname()}-{os.environ.get('GROUP_RANK', '0')}"
+    return Member(node=node, gpu="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device))

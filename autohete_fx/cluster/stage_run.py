@@ -1,0 +1,114 @@
+"""A rank's stage in its pipeline: the passes of a step, in the order of `torch.distributed.pipelining`'s schedules.
+
+Each micro-batch's mean loss counts by its share of the global batch's samples, so the sums over all pipelines are the loss and the
+gradients of one process with the whole batch, but for rounding.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from autohete_fx.cluster.batches import Batch, batch_of
+from autohete_fx.cluster.deploy import Deployment, Seat
+from autohete_fx.cluster.layers import LayerMap
+from autohete_fx.cluster.plan import PipelineSchedule
+from autohete_fx.cluster.stage import StageModule
+from autohete_fx.errors import ClusterError
+
+Load = Callable[[range], Any]
+"""A function of indices of samples: the batch of these samples, in that order."""
+Groups = dict[tuple[int, int], tuple[tuple[int, ...], dist.ProcessGroup]]
+"""By pipeline and part of its units: the ranks in order of stages, and their group."""
+
+
+def pipeline_groups(deployment: Deployment) -> Groups:
+    """The groups of all pipelines. All ranks call it."""
+    found = {}
+    for index, pipeline in enumerate(deployment.plan.pipelines):
+        for part in range(pipeline.stages[0].tp):
+            ranks = deployment.pipeline(index, part)
+            found[index, part] = ranks, dist.new_group(list(ranks))
+    return found
+
+
+class StageRun:
+    """Runs a stage.
+
+    Args:
+        stage: its layers, with weights.
+        compiled: the stage as it is called.
+        seat: of this rank.
+        deployment: of all ranks.
+        layer_map: of the model.
+        groups: of `pipeline_groups`.
+        example: a batch, for its form.
+        device: of this rank.
+    """
+
+    def __init__(
+        self,
+        stage: StageModule,
+        compiled: nn.Module,
+        *,
+        seat: Seat,
+        deployment: Deployment,
+        layer_map: LayerMap,
+        groups: Groups,
+        example: Batch,
+        device: torch.device,
+    ) -> None:
+        stage.reads(example)
+        self._seat, self._device = seat, device
+        self._pipeline = deployment.plan.pipelines[seat.pipeline]
+        self._samples = deployment.samples(seat.pipeline)
+        self._global_batch = deployment.plan.global_batch
+        ranks, group = groups[seat.pipeline, seat.part]
+        sizes = self._pipeline.micro_batch, *layer_map.hidden.sizes[1:]
+        hidden = torch.empty(sizes, dtype=layer_map.hidden.dtype, device="meta", requires_grad=True)
+        depth = len(ranks)
+        piped = PipelineStage(
+            compiled,
+            seat.place,
+            depth,
+            device,
+            input_args=() if seat.place == 0 else (hidden,),
+            output_args=(hidden.new_empty(()) if seat.place == depth - 1 else hidden,),
+            group=group,
+        )
+        by_rank = {rank: place for place, rank in enumerate(sorted(ranks))}
+        piped.stage_index_to_group_rank = {place: by_rank[rank] for place, rank in enumerate(ranks)}
+        make = Schedule1F1B if deployment.plan.schedule is PipelineSchedule.ONE_F_ONE_B else ScheduleGPipe
+        self._schedule = make(piped, self._pipeline.micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
+
+    def passes(self, load: Load, step: int, seed: int) -> Tensor:
+        """Forward and backward passes of a step.
+
+        Args:
+            load: of indices of samples, their batch.
+            step: index.
+            seed: of dropout; with the step and the seat it makes the draws.
+
+        Returns:
+            The sum of this rank's losses, in fp64 in host memory; 0 but for the last stage.
+
+        Raises:
+            ClusterError: the batch has another number of samples.
+        """
+        first = step * self._global_batch
+        batch = batch_of(load(range(first + self._samples.start, first + self._samples.stop)))
+        if batch.samples != len(self._samples):
+            raise ClusterError(
+                f"load gave {batch.samples} samples where it was asked for {len(self._samples)}. Expected was a batch of the"
+                f" samples"
+                " that load is called with. Correct load"
+            )
+        torch.manual_seed(hash((seed, step, self._seat.pipeline, self._seat.place)) % 2**63)
+        losses: list[Tensor] = []
+        named = {f"batch_{name}": tensor.to(self._device) for name, tensor in batch.tensors.items()}
+        no_targets: Any = torch.zeros(self._pipeline.micro_batches)  # the loss is the last stage's output
+        self._schedule.step(target=no_targets, losses=losses, return_outputs=False, **cast(Any, named))
+        return torch.zeros((), dtype=torch.float64) + sum(loss.detach().double().cpu() for loss in losses)

@@ -1,0 +1,306 @@
+"""The store of a job: states of parameters on every node's disk, and one copy in the cloud.
+
+A save of a step has a part for each rank, a checkpoint of `torch.distributed.checkpoint` with whole tensors by name:
+``NAME/weight`` and ``NAME/state/KEY``. No part depends on the plan but by the names in it, so any later plan reads what it needs
+from any part. A part is complete when its metadata is there, which is written last; parts that were cut off are never read.
+
+    LOCAL/step-000000020-GENERATION/part-000003/      each rank, all that it holds
+    CLOUD/step-000000200-GENERATION/part-000003/      each rank, what it is the first owner of
+
+A generation is one start of the job. Parts of two generations are never mixed: after a restart the same step may have been trained
+again by another plan, with other rounding.
+"""
+
+import contextlib
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
+
+from autohete_fx.errors import ClusterError
+from autohete_fx.internals.checkpoints import FsspecReader, FsspecWriter
+
+_SAVE = re.compile(r"step-(\d{9})-(\w+)")
+_PART = re.compile(r"part-(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Store:
+    """Where a job saves, and how often.
+
+    Attributes:
+        local: a folder on a disk of each node, or in its memory (``/dev/shm``). Nodes may have the same path for different disks.
+        cloud: a URL of any file system that fsspec knows, such as ``s3://bucket/run``; None: only disks of nodes.
+        every: steps from one save on the disks to the next.
+        cloud_every: steps from one save in the cloud to the next, a multiple of ``every``.
+        keep: saves that are kept in each place.
+
+    Raises:
+        ClusterError: numbers that are not positive, or no multiple; a URL of an unknown file system, or of one whose package is
+            not installed.
+    """
+
+    local: str
+    cloud: str | None = None
+    every: int = 20
+    cloud_every: int = 200
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        if min(self.every, self.cloud_every, self.keep) < 1 or self.cloud_every % self.every:
+            raise ClusterError(
+                f"a store was given with every={self.every}, cloud_every={self.cloud_every}, keep={self.keep}. Expected were"
+                f" positive"
+                " numbers, and cloud_every a multiple of every. Correct them"
+            )
+        for path in (self.local, self.cloud or ""):
+            protocol, _ = fsspec.core.split_protocol(path)
+            try:
+                fsspec.get_filesystem_class(protocol or "file")
+            except (ImportError, ValueError) as error:
+                raise ClusterError(
+                    f"the store {path!r} was given: {error}. Expected was a folder, or a URL that fsspec can open here. Install the"
+                    " package of that file system, or correct the URL"
+                ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Save:
+    """A step that was saved, by one start of the job."""
+
+    step: int
+    generation: str
+
+    @property
+    def folder(self) -> str:
+        """Its folder's name."""
+        return f"step-{self.step:09d}-{self.generation}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A saved tensor.
+
+    Attributes:
+        key: in its part.
+        sizes: of the tensor.
+        dtype: of the tensor.
+    """
+
+    key: str
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.dtype.itemsize * torch.Size(self.sizes).numel()
+
+    def empty(self) -> Tensor:
+        """A tensor to read into."""
+        return torch.empty(self.sizes, dtype=self.dtype)
+
+
+Parts = Mapping[str, tuple[str, tuple[Entry, ...]]]
+"""By name of a parameter: the path of a part, and its tensors there."""
+
+
+class Place:
+    """A folder or URL with saves.
+
+    Args:
+        path: of the folder, or a URL.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path.rstrip("/")
+        self._fs, self._root = fsspec.core.url_to_fs(self._path)
+
+    def write(self, save: Save, part: int, tensors: Mapping[str, Tensor]) -> str:
+        """Write a part; returns its path. It is complete when this returns. Any error of the file system is raised."""
+        path = f"{self._path}/{save.folder}/part-{part:06d}"
+        save_checkpoint(dict(tensors), storage_writer=FsspecWriter(path), no_dist=True)
+        return path
+
+    def saves(self) -> list[Save]:
+        """All saves with any parts, the newest last."""
+        found = (_SAVE.fullmatch(name) for name in self._names(self._root))
+        return sorted(Save(step=int(match[1]), generation=match[2]) for match in found if match)
+
+    def parts(self, save: Save) -> Parts:
+        """Parameters in the complete parts of a save. A parameter in several parts is given for one of them."""
+        found: dict[str, tuple[str, tuple[Entry, ...]]] = {}
+        for name in self._names(f"{self._root}/{save.folder}"):
+            path = f"{self._path}/{save.folder}/{name}"
+            if not _PART.fullmatch(name) or not self._fs.exists(f"{self._root}/{save.folder}/{name}/.metadata"):
+                continue
+            for param, entries in _entries(FsspecReader(path).read_metadata()).items():
+                found[param] = path, entries
+        return found
+
+    def remove(self, save: Save) -> None:
+        """Remove a save. One that another rank removes at the same time is no error."""
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm(f"{self._root}/{save.folder}", recursive=True)
+
+    def remove_part(self, save: Save, part: int) -> None:
+        """Remove a part, whatever there is of it."""
+        with contextlib.suppress(OSError):
+            self._fs.rm(f"{self._root}/{save.folder}/part-{part:06d}", recursive=True)
+
+    def _names(self, path: str) -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            return [str(name).rstrip("/").rpartition("/")[2] for name in self._fs.ls(path, detail=False)]
+        except FileNotFoundError:
+            return []
+
+
+def read_parts(parts: Parts, names: Collection[str]) -> dict[str, dict[str, Tensor]]:
+    """Tensors of parameters, by name and key; no other bytes are read."""
+    by_path: dict[str, list[str]] = {}
+    for name in names:
+        by_path.setdefault(parts[name][0], []).append(name)
+    found: dict[str, dict[str, Tensor]] = {}
+    for path, mine in by_path.items():
+        tensors = {entry.key: entry.empty() for name in mine for entry in parts[name][1]}
+        load(tensors, storage_reader=FsspecReader(path), no_dist=True)
+        for name in mine:
+            found[name] = {entry.key: tensors[entry.key] for entry in parts[name][1]}
+    return found
+
+
+def param_of(key: str) -> str:
+    """The parameter that a saved tensor belongs to."""
+    return key.partition("/")[0]
+
+
+def _entries(metadata: Metadata) -> dict[str, tuple[Entry, ...]]:
+    found: dict[str, list[Entry]] = {}
+    for key, about in metadata.state_dict_metadata.items():
+        assert isinstance(about, TensorStorageMetadata), "parts have tensors alone"
+        entry = Entry(key=key, sizes=tuple(about.size), dtype=about.properties.dtype)
+        found.setdefault(param_of(key), []).append(entry)
+    return {name: tuple(entries) for name, entries in found.items()}
+
+
+# -- states of a stage ------------------------------------------------------------------------------------------------
+
+
+def states_of(params: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """Copies in host memory of weights and optimizer states, by the keys of a part."""
+    found = {f"{name}/weight": _copied(param) for name, param in params.items()}
+    if optimizer is not None:
+        states = optimizer.state_dict()["state"]
+        for index, name in enumerate(_trained(params)):
+            for key, value in states.get(index, {}).items():
+                if value is not None:
+                    found[f"{name}/state/{key}"] = _copied(torch.as_tensor(value))
+    return found
+
+
+def restore_states(
+    params: Mapping[str, torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
+    found: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Put what `states_of` gave back. Raises ClusterError where a weight has another shape."""
+    for name, param in params.items():
+        weight = found[name][f"{name}/weight"]
+        if weight.shape != param.shape:
+            raise ClusterError(
+                f"the store has {name!r} with shape {tuple(weight.shape)}, and the model has {tuple(param.shape)}. Expected was a"
+                " save of this model. Give the job another store"
+            )
+        with torch.no_grad():
+            param.copy_(weight)
+    if optimizer is None:
+        return
+    state: dict[int, dict[str, Tensor]] = {}
+    for index, name in enumerate(_trained(params)):
+        prefix = f"{name}/state/"
+        mine = {key.removeprefix(prefix): value for key, value in found[name].items() if key.startswith(prefix)}
+        if mine:
+            state[index] = mine
+    if state:
+        whole: dict[str, Any] = optimizer.state_dict()
+        optimizer.load_state_dict({**whole, "state": state})
+
+
+def _trained(params: Mapping[str, torch.nn.Parameter]) -> list[str]:
+    return [name for name, param in params.items() if param.requires_grad]
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+# -- a plain model of a store ----------------------------------------------------------------------------------------
+
+
+def export(store: Store | str | Sequence[str], path: str | Path) -> int:
+    """Write the newest complete weights of a store as one safetensors file; returns their step.
+
+    Args:
+        store: a store, or paths of folders or URLs with saves, such as those of several nodes.
+        path: of the file.
+
+    Raises:
+        ClusterError: no save has all weights, or safetensors is not installed.
+    """
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ClusterError(
+            f"a store was to be exported to {str(path)!r}, and safetensors is not installed. Expected was that package. pip install"
+            " safetensors"
+        ) from error
+    places = [Place(place) for place in _paths(store)]
+    for save in sorted({save for place in places for save in place.saves()}, reverse=True):
+        parts: dict[str, tuple[str, tuple[Entry, ...]]] = {}
+        for place in places:
+            parts.update(place.parts(save))
+        if parts and set(parts) == _names_of_model(parts):
+            weights = {
+                name: (where, tuple(entry for entry in entries if entry.key == f"{name}/weight"))
+                for name, (where, entries) in parts.items()
+                if name != ALL_NAMES
+            }
+            tensors = read_parts(weights, list(weights))
+            save_file({name: rows[f"{name}/weight"] for name, rows in tensors.items()}, str(path))
+            return save.step
+    raise ClusterError(
+        f"no save in {', '.join(_paths(store)) or 'the store'} has all weights of a model. Expected was a complete one. Give the"
+        " folders of more nodes, or the cloud's URL"
+    )
+
+
+ALL_NAMES = "all-names"
+"""A part's entry with the names of all parameters of the model, in UTF-8, a line each."""
+
+
+def names_entry(names: Collection[str]) -> dict[str, Tensor]:
+    """The entry of a part that tells which parameters the model has."""
+    text = "\n".join(sorted(names)).encode()
+    return {f"{ALL_NAMES}/weight": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+
+
+def _names_of_model(parts: Parts) -> set[str]:
+    if ALL_NAMES not in parts:
+        return set()
+    text = read_parts(parts, [ALL_NAMES])[ALL_NAMES][f"{ALL_NAMES}/weight"]
+    return {ALL_NAMES, *bytes(text.tolist()).decode().split("\n")}
+
+
+def _paths(store: Store | str | Sequence[str]) -> Iterator[str] | list[str]:
+    if isinstance(store, Store):
+        return [place for place in (store.local, store.cloud) if place]
+    return [store] if isinstance(store, str) else list(store)
