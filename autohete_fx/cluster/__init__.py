@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from autohete_fx.cluster.deploy import Member as Member
     from autohete_fx.cluster.job import Job as Job
     from autohete_fx.cluster.job import TrainStep as TrainStep
-    from autohete_fx.cluster.join import join as join
+    from autohete_fx.cluster.joining import join as join
     from autohete_fx.cluster.plan import ClusterPlan as ClusterPlan
     from autohete_fx.cluster.store import Store as Store
     from autohete_fx.cluster.store import export as export
@@ -23,7 +23,7 @@ _PLACES = {
     "Store": "store",
     "TrainStep": "job",
     "export": "store",
-    "join": "join",
+    "join": "joining",
 }
 
 __all__ = ["ClusterPlan", "Job", "Member", "Store", "TrainStep", "export", "join"]

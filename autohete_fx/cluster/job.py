@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autohete_fx.cluster.building import BuildModel
 from autohete_fx.cluster.deploy import Deployment, Member
-from autohete_fx.cluster.layers import BuildModel, LayerMap
+from autohete_fx.cluster.layers import LayerMap
 from autohete_fx.cluster.leaving import Notice, hand_over
 from autohete_fx.cluster.saving import Saved, Saver
 from autohete_fx.cluster.stage import Loss, StageModule

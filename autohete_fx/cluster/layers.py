@@ -11,7 +11,7 @@ error.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from autohete_fx.cluster.batches import Batch, call
+from autohete_fx.cluster.building import BuildModel, build_noting_order
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.modes import FakeTensorMode, TorchDispatchMode
 from autohete_fx.internals.operators import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
-
-BuildModel = Callable[[], nn.Module]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +72,7 @@ class LayerMap:
         returned: by name of a module, what it returns; of layers, and of modules with parameters outside of them.
         hidden: what a layer hands to the next one.
         entrance: argument of layer 1 that is its hidden state: a place, or a keyword.
+        order: parameters in the order in which ``build_model`` registers them.
     """
 
     layers: tuple[str, ...]
@@ -82,6 +82,7 @@ class LayerMap:
     returned: Mapping[str, Returned]
     hidden: Shape
     entrance: int | str
+    order: tuple[str, ...]
 
     @property
     def num_layers(self) -> int:
@@ -104,8 +105,10 @@ def map_layers(build_model: BuildModel, batch: Batch) -> LayerMap:
         ClusterError: the model has no chain of layers, a tensor other than the hidden state skips a layer, or the forward pass
             depends on values of tensors.
     """
+    built, order = build_noting_order(build_model)
+    model = without_cache(built.train())
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        model = without_cache(build_model().train())
+        _fake_weights(model)
         fake = batch.mapped(mode.from_tensor)
         try:
             chain = _find_chain(model, fake)
@@ -119,7 +122,7 @@ def map_layers(build_model: BuildModel, batch: Batch) -> LayerMap:
                 f"a forward pass of {type(model).__name__} without values failed: {_first_line(error)}. Expected was a model whose"
                 " operators do not depend on values of tensors. Take such branches out of forward, or correct the example batch"
             ) from error
-        return watch.layer_map()
+        return watch.layer_map(order)
 
 
 def without_cache(model: nn.Module) -> nn.Module:
@@ -128,6 +131,16 @@ def without_cache(model: nn.Module) -> nn.Module:
     if getattr(config, "use_cache", False):
         config.use_cache = False
     return model
+
+
+def _fake_weights(model: nn.Module) -> None:
+    """Fake parameters in place of those on the meta device. Called in a fake mode."""
+    fake: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                empty = torch.empty_like(param, device="cpu")
+                module._parameters[name] = fake.setdefault(id(param), nn.Parameter(empty, param.requires_grad))
 
 
 def _first_line(error: BaseException) -> str:
@@ -195,14 +208,15 @@ class _Watch(TorchDispatchMode):
         self._layer = 0
         self._inside: list[str] = []
         self._origins: dict[int, _Origin] = {}
-        self._sharing: dict[int, list[Tensor]] = {}
+        self._alive: list[Tensor] = []
         self._tied: dict[str, str] = {}
         names: dict[int, str] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             first = names.setdefault(id(param), name)
             if first != name:
                 self._tied[name] = first
-            self._origins[id(param)] = _Origin(params=frozenset([first]))
+            self._origins[_memory(param)] = _Origin(params=frozenset([first]))
+        self._params = frozenset(self._origins)
         self._readers: dict[str, set[int]] = {name: set() for name in names.values()}
         self._returned: dict[str, Returned] = {}
         self._varying: set[str] = set()
@@ -212,7 +226,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         read = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
-        origins = [self._origins.get(id(tensor), _GIVEN) for tensor in read]
+        origins = [self._origins.get(_memory(tensor), _GIVEN) for tensor in read]
         for tensor, origin in zip(read, origins, strict=True):
             self._check(func, tensor, origin)
         made = _Origin(
@@ -224,18 +238,15 @@ class _Watch(TorchDispatchMode):
         for name in made.params:
             self._readers[name].add(self._layer)
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._note(leaf, made, written=any(leaf is tensor for tensor in read))
+            if isinstance(leaf, Tensor) and (func._schema.is_mutable or _memory(leaf) not in self._origins):
+                self._note(leaf, made)
         return result
 
-    def _note(self, tensor: Tensor, origin: _Origin, *, written: bool = False) -> None:
-        """A tensor's origin; where it was written in place, that of all tensors that share its memory. They stay alive, because
-        their addresses are their names."""
-        sharing = self._sharing.setdefault(tensor.untyped_storage()._cdata, [])
-        for other in sharing if written else ():
-            self._origins[id(other)] = origin
-        self._origins[id(tensor)] = origin
-        sharing.append(tensor)
+    def _note(self, tensor: Tensor, origin: _Origin) -> None:
+        """The origin of a tensor's memory, which its views share. It stays alive, because its address is its name."""
+        if _memory(tensor) not in self._params:
+            self._origins[_memory(tensor)] = origin
+            self._alive.append(tensor)
 
     def _check(self, func: Any, tensor: Tensor, origin: _Origin) -> None:
         """Refuse a tensor that a stage without some earlier layer would not have."""
@@ -322,7 +333,7 @@ class _Watch(TorchDispatchMode):
 
     def _hand_over(self, hidden: Tensor, layer: int) -> None:
         self._hidden = _shape(hidden)
-        self._note(hidden, _Origin(layers=frozenset([layer]), made_in=layer), written=True)
+        self._note(hidden, _Origin(layers=frozenset([layer]), made_in=layer))
         self._layer = layer + 1
 
     def _record(self, name: str, out: Any) -> None:
@@ -332,7 +343,7 @@ class _Watch(TorchDispatchMode):
         if self._returned.setdefault(name, found) != found:
             self._varying.add(name)
 
-    def layer_map(self) -> LayerMap:
+    def layer_map(self, order: list[str]) -> LayerMap:
         """All that was found."""
         assert self._entrance is not None and self._hidden is not None, "the model called its layers"
         params = dict(self._model.named_parameters())
@@ -344,7 +355,12 @@ class _Watch(TorchDispatchMode):
             returned={name: found for name, found in self._returned.items() if name not in self._varying},
             hidden=self._hidden,
             entrance=self._entrance,
+            order=tuple(order),
         )
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _append(names: list[str], name: str, *_: object) -> None:

@@ -8,9 +8,7 @@ from its own copy of the batch. All that does not lead to the result is dead cod
 Names of modules and parameters are those of the whole model.
 """
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from autohete_fx.cluster.batches import Batch, call
-from autohete_fx.cluster.layers import BuildModel, LayerMap, Returned, without_cache
+from autohete_fx.cluster.building import BuildModel, build_part
+from autohete_fx.cluster.layers import LayerMap, Returned, without_cache
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.operators import tree_leaves
 
 Loss = Callable[[Any, Any], Tensor]
 """A function of the output of the model and the batch: the mean over its samples."""
 Weights = str | Path | Callable[[str], Tensor] | None
-"""A safetensors file or folder, a function of a parameter's name, or None: every module initialises itself."""
+"""A safetensors file or folder, a function of a parameter's name, or None: as ``build_model`` initialises them."""
 
 
 class StandIn(nn.Module):
@@ -169,75 +168,50 @@ def _replace(model: nn.Module, name: str, returned: Returned, device: torch.devi
 
 
 def build_stage(
-    build_model: BuildModel, layer_map: LayerMap, layers: range, *, loss: Loss, share: float, device: torch.device
+    build_model: BuildModel,
+    layer_map: LayerMap,
+    layers: range,
+    *,
+    loss: Loss,
+    share: float,
+    device: torch.device,
+    weights: Weights = None,
+    seed: int = 0,
 ) -> StageModule:
-    """A stage whose parameters are on the meta device; buffers have their values.
+    """A stage with its weights on its device.
 
     Args:
-        build_model: makes the whole model. No parameter of it takes memory for longer than its construction.
+        build_model: makes the whole model.
         layer_map: of that model.
         layers: that the stage has.
         loss: of the model's output.
         share: of a micro-batch's mean in the mean of the global batch.
         device: where it will run.
+        weights: where values come from; None: those that ``torch.manual_seed(seed); build_model()`` gives.
+        seed: of these.
+
+    Raises:
+        ClusterError: a parameter has no value in ``weights``, or one of another shape; or the model is not the mapped one.
     """
-    with _parameters_without_memory():
-        model = without_cache(build_model().train())
+    wanted = set(layer_map.held(layers)) if weights is None else set()
+    model = without_cache(build_part(build_model, layer_map.order, wanted, seed).train())
     stage = StageModule(model, layer_map, layers, loss, share, device)
     for module in stage.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
-    return stage
-
-
-def materialize(stage: StageModule, device: torch.device, weights: Weights, seed: int) -> None:
-    """Give a stage's parameters memory and values.
-
-    Values that modules initialise themselves are drawn by the seed and the module's name: they do not depend on the plan.
-
-    Raises:
-        ClusterError: a parameter has no value in ``weights``, or one of another shape; or there are no weights, and a module cannot
-            initialise its parameters.
-    """
     held = {id(param): name for name, param in stage.named().items()}
     fresh: dict[int, nn.Parameter] = {}
     for module in stage.modules():
         for name, param in module._parameters.items():
             if param is not None and id(param) in held:
                 if id(param) not in fresh:
-                    fresh[id(param)] = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+                    value = torch.empty_like(param, device=device) if param.is_meta else param.detach().to(device)
+                    fresh[id(param)] = nn.Parameter(value, param.requires_grad)
                 module._parameters[name] = fresh[id(param)]
     if weights is not None:
         _load(stage, weights)
-        return
-    own = {id(param) for param in fresh.values()}
-    drawn: set[int] = set()
-    initialise = getattr(stage.model, "_init_weights", None)
-    for name, module in stage.model.named_modules():
-        direct = {id(param) for param in module.parameters(recurse=False)} & own
-        if not direct - drawn:
-            continue
-        reset = getattr(module, "reset_parameters", None)
-        if reset is None and initialise is None:
-            raise ClusterError(
-                f"the module {name!r} ({type(module).__name__}) has parameters and no reset_parameters. Expected was a way to give"
-                " them values. Add reset_parameters to it, or give weights="
-            )
-        with (
-            torch.random.fork_rng(devices=[device] if device.type != "cpu" else [], device_type=device.type),
-            torch.no_grad(),
-        ):
-            torch.manual_seed(_seed_of(seed, name))
-            if reset is not None:
-                reset()
-            if initialise is not None:
-                initialise(module)
-        drawn |= direct
-
-
-def _seed_of(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
+    return stage
 
 
 def _load(stage: StageModule, weights: Weights) -> None:
@@ -283,22 +257,3 @@ def _of_safetensors(path: Path) -> Callable[[str], Tensor]:
             return opened.get_tensor(name)
 
     return read
-
-
-@contextmanager
-def _parameters_without_memory() -> Iterator[None]:
-    """Modules that are built inside have their parameters on the meta device, and their buffers where they are."""
-    register = nn.Module.register_parameter
-
-    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(self, name, param)
-        if param is not None and param.device.type != "meta":
-            moved = nn.Parameter(param.detach().to("meta"), param.requires_grad)
-            vars(moved).update(vars(param))
-            self._parameters[name] = moved
-
-    nn.Module.register_parameter = on_meta
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register

@@ -111,7 +111,7 @@ def difference(
         optimizer=made_optimizer(optimizer),
         learning_rate=rate,
         max_grad_norm=CLIP,
-        weights=lambda name: start[name],
+        seed=SEED,
         backend=backend,
         member=cluster.Member(node=f"node-{rank}", gpu="cpu"),
     )

@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import HashStore
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from autohete_fx.cluster.batches import batch_of
+from autohete_fx.cluster.building import BuildModel
 from autohete_fx.cluster.deploy import Member, check_runs, deploy
 from autohete_fx.cluster.job import Job, JobLog, MakeOptimizer, Recipe
-from autohete_fx.cluster.layers import BuildModel, map_layers
+from autohete_fx.cluster.layers import map_layers
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.restore import Restored, restore
-from autohete_fx.cluster.stage import Loss, StageModule, Weights, build_stage, materialize
+from autohete_fx.cluster.stage import Loss, StageModule, Weights, build_stage
 from autohete_fx.cluster.stage_run import StageRun, pipeline_groups
 from autohete_fx.cluster.store import Store, restore_states
 from autohete_fx.errors import ClusterError
@@ -62,8 +63,8 @@ def join(
         store: where the job saves, and goes on from; None: nowhere.
         learning_rate: of a step's index.
         max_grad_norm: to which the norm of all gradients is clipped.
-        weights: to begin with: a safetensors file or folder, a function of a parameter's name, or None: modules initialise
-            themselves.
+        weights: to begin with: a safetensors file or folder, a function of a parameter's name, or None: those that
+            ``torch.manual_seed(seed); build_model()`` gives.
         seed: of dropout and initial weights.
         backend: that compiles the stages; None: they run as they are.
         options: of that backend.
@@ -96,21 +97,21 @@ def join(
     groups = pipeline_groups(deployment)
     stage: StageModule | None = None
     run: StageRun | None = None
+    layers = plan.pipelines[seat.pipeline].stages[seat.place].layers if seat else range(0)
+    needs = layer_map.held(layers)
+    restored = restore(store, needs, list(layer_map.readers), members[rank].node, group) if store else None
     if seat is not None:
-        pipeline = plan.pipelines[seat.pipeline]
+        found = restored.tensors if restored else {}
         stage = build_stage(
             build_model,
             layer_map,
-            pipeline.stages[seat.place].layers,
+            layers,
             loss=loss,
-            share=pipeline.micro_batch / global_batch,
+            share=plan.pipelines[seat.pipeline].micro_batch / global_batch,
             device=device,
+            weights=(lambda name: found[name][f"{name}/weight"]) if restored else weights,
+            seed=seed,
         )
-    needs = stage.held if stage else []
-    restored = restore(store, needs, list(layer_map.readers), members[rank].node, group) if store else None
-    if stage is not None and seat is not None:
-        found = restored.tensors if restored else {}
-        materialize(stage, device, (lambda name: found[name][f"{name}/weight"]) if restored else weights, seed)
         compiled: Any = stage if backend is None else torch.compile(stage, backend=backend, options=options)
         run = StageRun(
             stage,

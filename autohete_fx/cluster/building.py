@@ -1,0 +1,145 @@
+"""Building a part of a model: its own parameters as ``build_model`` initialises them, the others without memory.
+
+Modules register their parameters in the same order every time a model is built, so the first time, without memory, tells which is
+which. When a stage is built, parameters of other stages all share one scratch memory. They are initialised there one over the
+other, which costs time and no memory, and leaves the random draws of this stage's parameters those of
+``torch.manual_seed(seed); build_model()``.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autohete_fx.errors import ClusterError
+
+BuildModel = Callable[[], nn.Module]
+_Registered = list[tuple[nn.Module, str]]
+_Foreign = dict[int, tuple[nn.Parameter, nn.Parameter]]
+"""By address, parameters in shared memory, and what stands for them on the meta device."""
+
+
+@contextmanager
+def _watched(change: Callable[[nn.Module, str, nn.Parameter], nn.Parameter]) -> Iterator[None]:
+    """Parameters that modules register inside are those that ``change`` makes of them."""
+    register = nn.Module.register_parameter
+
+    def registered(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None:
+            self._parameters[name] = change(self, name, param)
+
+    nn.Module.register_parameter = registered
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def build_noting_order(build_model: BuildModel) -> tuple[nn.Module, list[str]]:
+    """A model with parameters on the meta device, and their names in the order of registration; "" for one that the model lost.
+
+    Raises:
+        ClusterError: ``build_model`` returns no module.
+    """
+    order: _Registered = []
+
+    def note(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter:
+        order.append((module, name))
+        return param if param.is_meta else _without_memory(param)
+
+    with _watched(note):
+        model = build_model()
+    if not isinstance(model, nn.Module):
+        raise ClusterError(
+            f"build_model returned {type(model).__name__}. Expected was a torch.nn.Module. Return the model from build_model"
+        )
+    modules = {id(module): name for name, module in model.named_modules()}
+    first: dict[int, str] = {}
+    names = []
+    for name, param in model.named_parameters(remove_duplicate=False):
+        first.setdefault(id(param), name)
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for module, name in order:
+        prefix = modules.get(id(module))
+        full = None if prefix is None else f"{prefix}.{name}" if prefix else name
+        names.append(first[id(params[full])] if full in params else "")
+    return model, names
+
+
+def build_part(build_model: BuildModel, order: Sequence[str], wanted: Collection[str], seed: int) -> nn.Module:
+    """A model whose parameters are on the meta device, but for those that are wanted.
+
+    Args:
+        build_model: makes the model.
+        order: of `build_noting_order`.
+        wanted: names; those of tied parameters by the first.
+        seed: of the initial values.
+
+    Raises:
+        ClusterError: ``build_model`` registers other parameters than the first time.
+    """
+    scratch: dict[torch.dtype, Tensor] = {}
+    foreign: _Foreign = {}
+    known: dict[int, nn.Parameter] = {}
+    place = 0
+
+    def shared(param: nn.Parameter) -> nn.Parameter:
+        memory = scratch.get(param.dtype)
+        if memory is None or memory.numel() < param.numel():
+            memory = scratch[param.dtype] = torch.empty(param.numel(), dtype=param.dtype)
+        moved = nn.Parameter(memory[: param.numel()].view(param.shape), param.requires_grad)
+        vars(moved).update(vars(param))
+        foreign[id(moved)] = moved, _without_memory(moved)
+        return moved
+
+    def keep(_: nn.Module, __: str, param: nn.Parameter) -> nn.Parameter:
+        nonlocal place
+        place += 1
+        if place > len(order):
+            return param
+        if id(param) in known:
+            return param
+        own = param if order[place - 1] in wanted else _without_memory(param) if not wanted else shared(param)
+        known[id(own)] = own
+        return own
+
+    with torch.random.fork_rng(devices=[]), _watched(keep), _casts_without_memory(foreign):
+        torch.manual_seed(seed)
+        model = build_model()
+    if place != len(order):
+        raise ClusterError(
+            f"build_model registered {place} parameters, and {len(order)} the first time. Expected was the same model every time."
+            " Make it deterministic"
+        )
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None and id(param) in foreign:
+                module._parameters[name] = foreign[id(param)][1]
+    return model
+
+
+def _without_memory(param: nn.Parameter) -> nn.Parameter:
+    moved = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+    vars(moved).update(vars(param))
+    return moved
+
+
+@contextmanager
+def _casts_without_memory(foreign: _Foreign) -> Iterator[None]:
+    """``model.to(dtype)`` inside makes no copies of parameters that share memory."""
+    apply = nn.Module._apply
+
+    def applied(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        for name, param in self._parameters.items():
+            if param is not None and id(param) in foreign:
+                self._parameters[name] = foreign[id(param)][1]
+        return apply(self, fn, recurse)
+
+    nn.Module._apply = applied
+    try:
+        yield
+    finally:
+        nn.Module._apply = apply
