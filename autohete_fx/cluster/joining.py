@@ -8,7 +8,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +20,7 @@ from autohete_fx.cluster.batches import batch_of
 from autohete_fx.cluster.building import BuildModel
 from autohete_fx.cluster.deploy import Member, check_runs, deploy
 from autohete_fx.cluster.job import Job, JobLog, MakeOptimizer, Recipe
-from autohete_fx.cluster.layers import map_layers
+from autohete_fx.cluster.layers import LayerMap, map_layers
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.restore import Restored, restore
 from autohete_fx.cluster.stage import Loss, StageModule, Weights, build_stage
@@ -29,6 +29,7 @@ from autohete_fx.cluster.store import Store, restore_states
 from autohete_fx.errors import ClusterError
 
 TIMEOUT_S = 300.0
+MakePlan = Callable[[Sequence[Member], LayerMap], ClusterPlan]
 
 
 def join(
@@ -38,7 +39,7 @@ def join(
     example: Any,
     global_batch: int,
     optimizer: MakeOptimizer,
-    plan: ClusterPlan,
+    plan: ClusterPlan | MakePlan,
     store: Store | None = None,
     learning_rate: Callable[[int], float] | None = None,
     max_grad_norm: float | None = None,
@@ -59,7 +60,7 @@ def join(
         example: a batch as ``load`` will give it; its first sample tells shapes.
         global_batch: samples of a step, over all ranks.
         optimizer: of a list of parameters, their optimizer. Its update of a parameter must not depend on other parameters.
-        plan: which rank trains what.
+        plan: which rank trains what; or a function that makes it of the members and the model's layers, the same on all ranks.
         store: where the job saves, and goes on from; None: nowhere.
         learning_rate: of a step's index.
         max_grad_norm: to which the norm of all gradients is clipped.
@@ -85,6 +86,8 @@ def join(
     dist.all_gather_object(said, (member or _this_member(device), uuid.uuid4().hex[:8]), group=group)
     members: list[Member] = [row[0] for row in said]
     job_log = JobLog(log, rank == 0)
+    if not isinstance(plan, ClusterPlan):
+        plan = plan(members, map_layers(build_model, batch.of_samples(1)))
     if plan.global_batch != global_batch:
         raise ClusterError(
             f"the plan has a global batch of {plan.global_batch} samples, and {global_batch} were given. Expected were equal ones."
@@ -179,6 +182,7 @@ def _report(
         bytes=num_bytes,
         restore_s=parts_s,
         restored=restored is not None,
+        missing_bytes=restored.missing_bytes if restored else 0,
     )
 
 

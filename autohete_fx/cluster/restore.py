@@ -26,12 +26,14 @@ class Restored:
         tensors: by parameter and key.
         num_bytes: by source: ``local``, ``peer``, ``cloud``.
         seconds: by part: ``look``, ``local``, ``cloud``, ``peer``.
+        missing_bytes: of the save, those that no disk has, all ranks together.
     """
 
     step: int
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     num_bytes: dict[str, int] = field(default_factory=lambda: {"local": 0, "peer": 0, "cloud": 0})
     seconds: dict[str, float] = field(default_factory=dict)
+    missing_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +122,7 @@ def restore(
     if chosen is None:
         return None
     found = Restored(step=chosen.step)
+    found.missing_bytes = sum(entry.num_bytes for name in {*all_names} & {*clouds} for entry in clouds[name][1])
     here = {name: disks.get(chosen, {}).get(name, set()) for name in nodes}
     fetch = plan_fetch([row[2] for row in said], nodes, here, set(clouds))
     found.seconds["look"] = time.perf_counter() - start

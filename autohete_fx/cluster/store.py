@@ -13,6 +13,7 @@ again by another plan, with other rounding.
 
 import contextlib
 import re
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +128,8 @@ class Place:
     def write(self, save: Save, part: int, tensors: Mapping[str, Tensor]) -> str:
         """Write a part; returns its path. It is complete when this returns. Any error of the file system is raised."""
         path = f"{self._path}/{save.folder}/part-{part:06d}"
-        save_checkpoint(dict(tensors), storage_writer=FsspecWriter(path), no_dist=True)
+        with _alone():
+            save_checkpoint(dict(tensors), storage_writer=FsspecWriter(path), no_dist=True)
         return path
 
     def saves(self) -> list[Save]:
@@ -172,10 +174,19 @@ def read_parts(parts: Parts, names: Collection[str]) -> dict[str, dict[str, Tens
     found: dict[str, dict[str, Tensor]] = {}
     for path, mine in by_path.items():
         tensors = {entry.key: entry.empty() for name in mine for entry in parts[name][1]}
-        load(tensors, storage_reader=FsspecReader(path), no_dist=True)
+        with _alone():
+            load(tensors, storage_reader=FsspecReader(path), no_dist=True)
         for name in mine:
             found[name] = {entry.key: tensors[entry.key] for entry in parts[name][1]}
     return found
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Without PyTorch's warning that a part is saved and loaded by one process: it is."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def param_of(key: str) -> str:
