@@ -27,7 +27,7 @@ from autohete_fx.cluster.stage import Loss, StageModule
 from autohete_fx.cluster.stage_run import Load, StageRun
 from autohete_fx.cluster.store import Store, states_of
 from autohete_fx.cluster.sums import GradientSums, clip_factor
-from autohete_fx.errors import ClusterError
+from autohete_fx.errors import AutoHeteError, ClusterError
 
 log = logging.getLogger(__name__)
 
@@ -195,6 +195,12 @@ class Job:
         return totals
 
     def _explained(self, error: RuntimeError) -> Exception:
+        """The error that a user can do something about: our own, which the schedule wraps, or that a rank is gone."""
+        inner: BaseException | None = error
+        while inner is not None and not isinstance(inner, AutoHeteError):
+            inner = inner.__cause__ or inner.__context__
+        if isinstance(inner, AutoHeteError):
+            return inner
         lost = isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL", "Connection"))
         if not lost:
             return error

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from results import environment
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 EXAMPLES = Path(__file__).parents[1]
 STEP_LIMIT_S = 300.0
