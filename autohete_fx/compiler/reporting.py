@@ -1,7 +1,7 @@
 """Reports of runs: the option ``report_dir`` at work.
 
-In: a compilation with a clock, and a directory. Out: files, written when the graph is compiled, with what is predicted; again after
-steps 3 and 22, with what was measured; and when the process ends. A line of ``metrics.jsonl`` is written when each step ends. A
+In: a compilation with a clock, and a directory. Out: files, written when the graph is compiled, with what is predicted; again when
+steps 3 and 22 begin, with what was measured; and when the process ends. Each step that ends adds a line to ``metrics.jsonl``. A
 directory that refuses files fails the compilation; later it costs the report, with a warning, and never the training.
 """
 
@@ -9,6 +9,7 @@ import atexit
 import dataclasses
 import logging
 import os
+from collections.abc import Hashable
 from pathlib import Path
 
 import torch
@@ -21,13 +22,17 @@ from autohete_fx.runtime.recorder import StepRecorder
 
 log = logging.getLogger(__name__)
 
-_graphs_of: dict[Path, int] = {}
-"""How many training graphs of this process were compiled with a directory."""
+_writers_of: "dict[Path, dict[Hashable, _Writer]]" = {}
+"""By the directory that was given, the latest writer of each training graph of this process, in the order in which they came."""
 
 
-def reported(compilation: Compilation, report_dir: str | None, device: torch.device) -> Compilation:
+def reported(compilation: Compilation, report_dir: str | None, device: torch.device, graph: Hashable) -> Compilation:
     """The compilation, whose steps are recorded and reported from now on; as it is where no directory is given, or nothing is
     trained.
+
+    Args:
+        graph: the same for two compilations of one graph, of which the later one, such as a new plan for it, takes the place of
+            the earlier.
 
     Raises:
         ReportError: the directory refuses.
@@ -35,9 +40,13 @@ def reported(compilation: Compilation, report_dir: str | None, device: torch.dev
     if report_dir is None or not compilation.training:
         return compilation
     root = Path(report_dir)
-    number = _graphs_of[root] = _graphs_of.get(root, 0) + 1
+    writers = _writers_of.setdefault(root, {})
+    earlier = writers.get(graph)
+    number = len(writers) + 1 if earlier is None else earlier.compilation.number
+    if earlier is not None:
+        earlier.give_way()
     compilation = dataclasses.replace(compilation, number=number)
-    writer = _Writer(compilation, directory_of(root, number))
+    writer = writers[graph] = _Writer(compilation, directory_of(root, number))
     if compilation.clock is not None:
         compilation.clock.recorder = StepRecorder(device, writer.note_step, writer.write_again)
         atexit.register(writer.end)
@@ -57,7 +66,7 @@ class _Writer:
     def __init__(self, compilation: Compilation, directory: Path) -> None:
         self.compilation, self.directory = compilation, directory
         self._is_stale = False
-        self._has_failed = False
+        self._is_over = False
         try:
             for name in (METRICS, SNAPSHOT):  # of an earlier run
                 (directory / name).unlink(missing_ok=True)
@@ -68,7 +77,7 @@ class _Writer:
     def note_step(self, step: StepRecord) -> None:
         """Append a step to the metrics."""
         self._is_stale = True
-        if self._has_failed:
+        if self._is_over:
             return
         try:
             with open(self.directory / METRICS, "a", encoding="utf-8") as file:
@@ -78,7 +87,7 @@ class _Writer:
 
     def write_again(self) -> None:
         """All files but the metrics, as of now."""
-        if self._has_failed:
+        if self._is_over:
             return
         try:
             self.compilation.report().save(self.directory, keeps_metrics=True)
@@ -99,6 +108,14 @@ class _Writer:
         if self._is_stale and self.directory.is_dir():
             self.write_again()
 
+    def give_way(self) -> None:
+        """Another writer has the directory from now on."""
+        self._is_over = True
+        atexit.unregister(self.end)
+        if (clock := self.compilation.clock) is not None and clock.recorder is not None:
+            clock.recorder.close()
+            clock.recorder = None
+
     def _give_up(self, error: ReportError) -> None:
-        self._has_failed = True
+        self._is_over = True
         log.warning("%s; training goes on, and the report stays as it is", error)

@@ -50,6 +50,13 @@ class Report:
 
         return page_of(self.data)
 
+    @property
+    def summary(self) -> str:
+        """The sentences that the page's parts begin with."""
+        from autohete_fx.report.page import sentences_of
+
+        return "\n".join(sentences_of(self.data))
+
     def _repr_html_(self) -> str:
         page = escape(self.html, quote=True)
         return f'<iframe srcdoc="{page}" style="width:100%;height:900px;border:0" title="autohete report"></iframe>'

@@ -5,6 +5,6 @@ window: positions along the width are percentages, so that text keeps its size o
 browser's.
 """
 
-from autohete_fx.report.page.document import page_of
+from autohete_fx.report.page.document import page_of, sentences_of
 
-__all__ = ["page_of"]
+__all__ = ["page_of", "sentences_of"]

@@ -11,6 +11,9 @@ from autohete_fx.report.page.words import off
 
 _HEIGHT = 220
 _MOST_POINTS = 240
+_ROOM = 0.5
+"""Below the fastest step, in parts of what lies between it and the slowest: the time axis need not begin at 0."""
+_RADIUS = {"plan": 8, "run": 4.5}
 
 
 def budget_picture(data: ReportData) -> str:
@@ -25,7 +28,8 @@ def budget_picture(data: ReportData) -> str:
     sizes = [num_bytes for num_bytes, _ in points] + [num_bytes for _, _, num_bytes, _ in marks]
     sizes += [data.budget_bytes] if data.budget_bytes is not None and data.budget_bytes < 2 * max(sizes) else []
     x = svg.axis(min(sizes), max(sizes), steps=5, binary=True)
-    y = svg.axis(0.0, 1.08 * max(step_s for _, step_s in (*points, *((0, mark[3]) for mark in marks))), steps=4)
+    times = [step_s for _, step_s in points] + [step_s for _, _, _, step_s in marks]
+    y = svg.axis(max(0.0, min(times) - _ROOM * (max(times) - min(times))), 1.02 * max(times), steps=4)
     places = [(x.share(num_bytes), y.share(step_s)) for num_bytes, step_s in points]
     inside = [svg.grid(x, y, _HEIGHT), svg.stretched(_HEIGHT, svg.line(places, class_="curve"))]
     if data.budget_bytes is not None and x.low <= data.budget_bytes <= x.high:
@@ -38,7 +42,7 @@ def budget_picture(data: ReportData) -> str:
         inside.append(_dot(x, y, point.budget_bytes, point.step_s, words, "point", 4))
     for name, words, num_bytes, step_s in marks:
         said = f"{words}: {format_seconds(step_s)} a step, {format_bytes(num_bytes)}"
-        inside.append(_dot(x, y, num_bytes, step_s, said, f"mark-{name}", 7))
+        inside.append(_dot(x, y, num_bytes, step_s, said, f"mark-{name}", _RADIUS[name]))
     described = f"Step time over the device memory. {budget_sentence(data)}"
     entries = [("dot plan", "this plan, predicted"), ("line curve", "the fastest plans found")]
     entries += [("dot run", "measured")] if len(marks) > 1 else []
@@ -128,6 +132,6 @@ def _medians(points: Sequence[tuple[int, float]], each: int) -> list[tuple[int, 
     return [(group[len(group) // 2][0], statistics.median(error for _, error in group)) for group in groups]
 
 
-def _dot(x: svg.Axis, y: svg.Axis, at: float, value: float, words: str, name: str, radius: int) -> str:
+def _dot(x: svg.Axis, y: svg.Axis, at: float, value: float, words: str, name: str, radius: float) -> str:
     place = {"cx": svg.percent(x.share(at)), "cy": _HEIGHT * (1 - y.share(value)), "r": radius}
     return svg.element("circle", svg.hint(words), class_=f"dot {name}", **place)

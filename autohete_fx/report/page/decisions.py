@@ -6,7 +6,7 @@ from autohete_fx.report.page import svg
 from autohete_fx.report.page.colours import OF_ACTIVATIONS, OF_OPTIMIZER, OF_PARAMS
 
 _ROW, _GAP = 30, 8
-_NUMBERED = 40
+_NUMBERED = 24
 """Of more blocks only every so many are numbered."""
 
 
@@ -40,15 +40,16 @@ def decision_map(data: ReportData) -> str:
 def decisions_sentence(data: ReportData) -> str:
     """How many blocks are decided how."""
     decisions = data.plan.decisions
-    counts = {
-        "have their activations kept": sum(d.activations is Activations.KEEP for d in decisions),
-        "recomputed": sum(d.recomputes for d in decisions),
-        "offloaded": sum(d.activations is Activations.OFFLOAD for d in decisions),
-        "have parameters on the host": sum(d.params is Params.HOST for d in decisions),
-        "have optimizer states off the device": sum(d.optimizer is not Optimizer.DEVICE for d in decisions),
+    named = {
+        "Activations": [d.activations.value for d in decisions],
+        "Parameters": [d.params.value for d in decisions],
+        "Optimizer": [d.optimizer.value for d in decisions],
     }
-    said = ", ".join(f"{words}: {count}" for words, count in counts.items() if count)
-    return f"{len(decisions)} blocks; {said}."
+    said = (
+        f"{name}: {', '.join(f'{values.count(value)} {value}' for value in dict.fromkeys(values))}."
+        for name, values in named.items()
+    )
+    return " ".join([f"{len(decisions)} blocks.", *said])
 
 
 def _parts(decision: BlockDecision) -> list[list[tuple[str, float]]]:

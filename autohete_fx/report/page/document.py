@@ -46,6 +46,12 @@ def page_of(data: ReportData) -> str:
     )
 
 
+def sentences_of(data: ReportData) -> list[str]:
+    """The parts of the page in a sentence or two each."""
+    parts = (peak_sentence, lanes_sentence, decisions_sentence, budget_sentence, errors_sentence)
+    return [part(data) for part in parts]
+
+
 def _file(name: str) -> str:
     return importlib.resources.files("autohete_fx.report.page").joinpath(name).read_text(encoding="utf-8")
 

@@ -149,7 +149,10 @@ def _bar(bar: _Drawn, x: svg.Axis, top: float, kind: str) -> str:
     )
     if not bar.written or end - start < _WRITTEN * max(1, len(bar.written) / 3):
         return shape
-    inside = svg.text(bar.written, x=svg.percent((start + end) / 2), y=top + 14, class_="written", text_anchor="middle")
+    place = {"x": svg.percent((start + end) / 2), "text_anchor": "middle"}
+    if bar.label in PROGRAM and kind == "measured":  # waits may lie over its middle
+        place = {"x": svg.percent(start), "dx": 6}
+    inside = svg.text(bar.written, y=top + 14, class_="written", **place)
     return shape + inside
 
 
