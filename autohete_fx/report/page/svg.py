@@ -109,7 +109,7 @@ def plot(
     axis_words = []
     for i, mark in enumerate(x.marks):
         share = x.share(mark)
-        anchor = "start" if share < 0.02 else "end" if share > 0.98 else "middle"
+        anchor = "start" if share < 0.02 else "end" if share > 0.9 else "middle"
         name_of = "mark odd" if i % 2 else "mark"  # the style leaves these out on a phone
         axis_words.append(text(x_words(mark), x=percent(share), y=height + 18, text_anchor=anchor, class_=name_of))
     picture = element(
