@@ -257,7 +257,7 @@ def replayed(problem: Problem, plan: Plan) -> Simulation:
     return simulate(dataclasses.replace(problem, schedule=plan.schedule), plan.decisions)
 
 
-_CURVE_POINTS, _CURVE_LIMIT_S = 7, 1.0
+_CURVE_POINTS, _CURVE_LIMIT_S = 6, 1.0
 """Budgets of a report's curve, and the seconds that the solver may take for each."""
 
 

@@ -12,6 +12,7 @@ from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.ir import Plan, Problem
 from autohete_fx.planner.baselines import evaluate, fits, keep_all
 from autohete_fx.planner.infeasible import least_peak
+from autohete_fx.planner.sharing import leanest
 from autohete_fx.planner.solve import solve
 
 
@@ -22,13 +23,13 @@ def plans_by_budget(
 
     Raises InfeasiblePlanError where nothing fits the device, or the host budget.
     """
-    smallest_bytes = smallest_budget_bytes(problem, time_limit_s)
-    known: Plan | None = None
+    known = smallest_plan(problem, time_limit_s)
+    smallest_bytes = known.peak_bytes
     for place in range(num_points):
         room = max(0, largest_bytes - smallest_bytes)
         budget_bytes = smallest_bytes + room * place // max(1, num_points - 1)
         here = replace(problem, device_budget_bytes=budget_bytes)
-        known = solve(here, time_limit_s=time_limit_s) if known is None else no_worse(here, known, time_limit_s)
+        known = no_worse(here, known, time_limit_s)
         yield here, known
         if budget_bytes >= largest_bytes:
             return
@@ -54,12 +55,14 @@ def no_worse(problem: Problem, known: Plan, time_limit_s: float) -> Plan:
     return replace(replayed, status=found.status, lower_bound_s=found.lower_bound_s, gap=gap, solve_s=found.solve_s)
 
 
-def smallest_budget_bytes(problem: Problem, time_limit_s: float) -> int:
-    """The least peak that any plan has within the host budget. Raises InfeasiblePlanError where nothing fits the device."""
+def smallest_plan(problem: Problem, time_limit_s: float) -> Plan:
+    """The plan of least peak within the host budget; where the time is too short to find it, one that takes little. Raises
+    InfeasiblePlanError where nothing fits the device."""
     whole_device = replace(problem, device_budget_bytes=problem.machine.device_bytes)
-    decisions = least_peak(whole_device, deadline=time.monotonic() + time_limit_s)
-    least = None if decisions is None else evaluate(whole_device, decisions, "least peak")
-    if least is None or not fits(whole_device, least):
-        solve(whole_device, time_limit_s=time_limit_s)  # raises, and says what holds it up
-        raise AssertionError("the search fits what the program of least peak does not")
-    return least.peak_bytes
+    deadline = time.monotonic() + time_limit_s
+    for find in (least_peak, leanest):
+        decisions = find(whole_device, deadline=deadline)
+        plan = None if decisions is None else evaluate(whole_device, decisions, "least peak")
+        if plan is not None and fits(whole_device, plan):
+            return plan
+    return solve(whole_device, time_limit_s=time_limit_s)  # or it says what holds it up
