@@ -17,6 +17,7 @@ from autohete_fx.errors import (
     OptionError,
     PassError,
     PlanError,
+    ReportError,
     ShardError,
 )
 from autohete_fx.ir import Activations, BlockDecision, Optimizer, Params, Plan
@@ -44,6 +45,7 @@ __all__ = [
     "PassError",
     "Plan",
     "PlanError",
+    "ReportError",
     "ShardError",
     "compilations",
     "explain",

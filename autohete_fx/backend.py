@@ -18,7 +18,8 @@ from autohete_fx.capture.inputs import graph_inputs
 from autohete_fx.compiler import assumptions
 from autohete_fx.compiler.compilation import record
 from autohete_fx.compiler.graph import GraphCompiler
-from autohete_fx.compiler.model import find_model
+from autohete_fx.compiler.model import find_model, graph_key
+from autohete_fx.compiler.reporting import reported
 from autohete_fx.compiler.running import running, timed
 from autohete_fx.errors import AutoHeteError
 from autohete_fx.internals import dynamo
@@ -68,6 +69,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[object], chosen: Optio
     compiled = compiler.compile(example_inputs)  # group, profile, plan, rewrite, and the inner compiler
     compilation = compiler.finish(time.perf_counter() - began)  # parameters move to where the plan has them
     compilation = timed(compilation, model.session, options.micro_batches)
+    compilation = reported(compilation, options.report_dir, model.session.device, graph_key(inputs))
     record(compilation)
     log.info("%s", compilation)
     return running(compiled, compilation, inputs, model, options.micro_batches)

@@ -8,6 +8,7 @@ import dataclasses
 import os
 import sys
 import time
+import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 
 from autohete_fx.arguments import DTYPES, EXPLAIN, MOST_RANKS, POINTS, add_plan
 from autohete_fx.compiler.problem import with_disk
-from autohete_fx.errors import AutoHeteError, OptionError
+from autohete_fx.errors import AutoHeteError, OptionError, ReportError
 from autohete_fx.ir import Machine, Overlap, Plan, Problem, Schedule
 from autohete_fx.machine.described import link_text, machine_text
 from autohete_fx.machine.devices import (
@@ -29,7 +30,9 @@ from autohete_fx.machine.measure import measure_machine
 from autohete_fx.machine.net import Exchange, measure_net, ranks_of_job
 from autohete_fx.options import Options, Share, Size, parse_size, resolve_bytes
 from autohete_fx.report import format_bytes, plan_table
+from autohete_fx.report.compare import comparison, read_side
 from autohete_fx.report.plots import require_matplotlib
+from autohete_fx.report.saved import Report
 from autohete_fx.report.why import why
 from autohete_fx.runtime.shard.ranks import Ranks
 from autohete_fx.runtime.tiers.host import host_view, open_tier
@@ -65,6 +68,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show.add_argument("plan", metavar="PLAN.json", help="a file that Plan.save wrote")
     show.add_argument("--explain", action="store_true", help=EXPLAIN)
     show.set_defaults(run=_show)
+    report = commands.add_parser(
+        "report",
+        help="draw the page of a run again, from the directory that the option report_dir wrote, and sum it up",
+    )
+    report.add_argument("directory", metavar="DIR", help="such as runs/x, of options={'report_dir': 'runs/x'}")
+    report.add_argument("--open", action="store_true", help="also open the page in a browser")
+    report.set_defaults(run=_report)
+    compare = commands.add_parser("compare", help="say what two plans or runs decide otherwise, and what that costs")
+    for side in ("A", "B"):
+        compare.add_argument(side.lower(), metavar=side, help="a plan file, or a directory that report_dir wrote")
+    compare.set_defaults(run=lambda parsed: comparison(read_side(parsed.a), read_side(parsed.b)))
     doctor = commands.add_parser(
         "doctor",
         help="measure this machine and print what the planner will assume of it; under torchrun, the link between ranks too",
@@ -103,6 +117,16 @@ def link_of(device: torch.device) -> Link | None:
 def _show(parsed: argparse.Namespace) -> str:
     plan = Plan.load(parsed.plan)
     return f"{plan_table(plan)}\n\n{why(plan)}" if parsed.explain else plan_table(plan)
+
+
+def _report(parsed: argparse.Namespace) -> str:
+    report = Report.load(parsed.directory)
+    page = report.rewrite_page(parsed.directory).resolve()
+    if parsed.open and not webbrowser.open(page.as_uri()):
+        raise ReportError(
+            f"--open was given, but no browser could be started. Expected was one. Open {str(page)!r} yourself"
+        )
+    return f"{report.summary}\n\n{page}"
 
 
 def _doctor(parsed: argparse.Namespace) -> str:

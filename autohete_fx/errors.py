@@ -48,6 +48,10 @@ class MachineError(AutoHeteError):
     """A machine file cannot be read."""
 
 
+class ReportError(AutoHeteError):
+    """A report cannot be read or written."""
+
+
 class ClusterError(AutoHeteError):
     """A cluster, its costs or a plan for it cannot be read, or do not fit each other."""
 

@@ -76,6 +76,7 @@ class Options:
         memory_budget: peak device memory allowed; None: what is free on CUDA, no limit on a CPU device.
         host_budget: host memory allowed for homes; None: on CUDA 7/8 of RAM, else what is free; where ranks share the
             model, an even part of that for each on one host. Optimizer states on disk are not among them.
+        report_dir: directory that a report of the run is written to (`autohete_fx.compiler.reporting`); None for no report.
         offload_dir: directory of optimizer states on disk, and of the memory-mapped homes on a CPU device; None for the
             system's temporary directory.
         plan: replay this plan instead of solving for one.
@@ -90,6 +91,7 @@ class Options:
 
     memory_budget: Size | None = None
     host_budget: Size | None = None
+    report_dir: str | None = None
     offload_dir: str | None = None
     plan: Plan | None = None
     passes: UserPasses = field(default_factory=UserPasses)
@@ -187,6 +189,25 @@ def _parse_offload_dir(name: str, value: object) -> str | None:
     return str(path.resolve())
 
 
+def _parse_report_dir(name: str, value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike) or not str(value):
+        raise OptionError(
+            f"option {name!r} is {_shown(value)}; expected the path of a directory, made where it is missing"
+        )
+    path = Path(value).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):  # as for offload_dir
+            pass
+    except OSError as error:
+        raise OptionError(
+            f"option {name!r} is {str(path)!r}, where no file can be made: {error.strerror}; choose another directory"
+        ) from error
+    return str(path.resolve())
+
+
 def _parse_plan(name: str, value: object) -> Plan | None:
     if value is None or isinstance(value, Plan):
         return value
@@ -276,6 +297,7 @@ def _parse_bool(name: str, value: object) -> bool:
 _PARSERS: dict[str, Callable[[str, object], Any]] = {  # Any: each parser returns its own field's type
     "memory_budget": _parse_size_option,
     "host_budget": _parse_size_option,
+    "report_dir": _parse_report_dir,
     "offload_dir": _parse_offload_dir,
     "plan": _parse_plan,
     "passes": _parse_passes,

@@ -35,7 +35,7 @@ QUIET: dict[str, Any] = {
 """Settings of hypothesis: the same examples every time, however long each takes, and no search for smaller ones that fail."""
 
 
-def cost(**changes: float) -> BlockCost:
+def cost(**changes: Any) -> BlockCost:
     """A block of round figures."""
     base: dict[str, Any] = {
         "forward_s": 1.0,

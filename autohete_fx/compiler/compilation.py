@@ -5,29 +5,27 @@ cache finds the same report. `compilations` lists those of this process, oldest 
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
+from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.ir import BlockDecision, Lane, Optimizer, Plan, Problem, Transfer
 from autohete_fx.ir.files import spelled
+from autohete_fx.planner.model.device_memory import MemoryLevel
 from autohete_fx.planner.model.footprint import Footprint
 from autohete_fx.planner.model.simulate import simulate
+from autohete_fx.planner.model.simulation import Event, Simulation
+from autohete_fx.planner.sweep import plans_by_budget, undecided_peak_bytes
 from autohete_fx.report import tables, timeline
+from autohete_fx.report.data import CurvePoint, Measured, ReportData, Stage, begins_with_backward, measured_step
+from autohete_fx.report.saved import Report
 from autohete_fx.report.trace import Trace
 from autohete_fx.report.why import why
 from autohete_fx.runtime.steps import StepClock
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaneEvent:
-    """One bar of the predicted timeline."""
-
-    lane: Lane
-    label: str
-    block: int
-    start_s: float
-    end_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +69,10 @@ class Compilation:
         unsettled: where the plan takes least because later graphs of the call are not known yet: what it solves.
         graphs: texts of the forward and backward, or of the inference graph.
         transfers: inserted copies in schedule order.
+        problem: what the plan solves; None where nobody kept it.
         events: the predicted timeline of a step.
+        levels: the predicted device memory over it.
+        number: which of its process's training graphs it is, from 1 on; 0 where it did not run.
         notes: what a user should know, such as that a plain optimizer's states were counted on the device.
         profile_source: where costs came from.
         compile_s: seconds by stage: grouping, profiling, solving, rewriting (of a training graph), and ``total``, code generation
@@ -90,7 +91,10 @@ class Compilation:
     unsettled: Problem | None = None
     graphs: tuple[GraphText, ...] = ()
     transfers: tuple[Transfer, ...] = ()
-    events: tuple[LaneEvent, ...] = ()
+    problem: Problem | None = None
+    events: tuple[Event, ...] = ()
+    levels: tuple[MemoryLevel, ...] = ()
+    number: int = 0
     notes: tuple[str, ...] = ()
     profile_source: str = ""
     compile_s: Mapping[str, float] = field(default_factory=dict)
@@ -130,6 +134,51 @@ class Compilation:
         """The lanes, as planned for a step and as recorded in this process; empty records for a graph that did not run."""
         records, steps_s = ((), ()) if self.clock is None else (self.clock.records(), self.clock.steps_s)
         return Trace(planned=self.events, records=records, steps_s=steps_s)
+
+    def report(self) -> Report:
+        """Everything so far as a page with pictures: ``.save(directory)`` writes it, a notebook shows it. The first call solves for
+        a few other budgets, which takes seconds."""
+        return Report(
+            data=self._report_data(),
+            graphs={f"{g.graph}.{at}.txt": getattr(g, at) for g in self.graphs for at in ("before", "after")},
+            trace=self.trace(),
+        )
+
+    def _repr_html_(self) -> str:
+        return self.report()._repr_html_()
+
+    def _report_data(self) -> ReportData:
+        return ReportData(
+            device_name=self.problem.machine.device_name if self.problem else "an unknown device",
+            torch_version=torch.__version__,
+            training_graph=max(1, self.number),
+            budget_bytes=self.device_budget_bytes,
+            plan=self.plan,
+            events=self.events,
+            levels=self.levels,
+            curve=() if self.problem is None else _curve(self.problem, self.plan),
+            step=self._measured_step(),
+            steps=() if self.clock is None else self.clock.step_records,
+            measured_step_s=self.measured_step_s,
+            measured_peak_bytes=self.measured_peak_bytes,
+            notes=self.notes,
+            profile_source=self.profile_source,
+            compile_s=tuple(Stage(name=name, seconds=seconds) for name, seconds in self.compile_s.items()),
+        )
+
+    def _measured_step(self) -> Measured | None:
+        if self.clock is None:
+            return None
+        recorder = self.clock.recorder
+        run = self.clock.recent() if recorder is None or recorder.traced is None else recorder.traced
+        return measured_step(
+            run.begins_s,
+            run.first_number,
+            run.passes,
+            run.records,
+            run.memory,
+            from_backward=begins_with_backward(self.events),
+        )
 
     def plan_table(self) -> str:
         """The decisions as a table."""
@@ -180,7 +229,9 @@ class Compilation:
         raw["unsettled"] = None if raw["unsettled"] is None else spelled(Problem, raw["unsettled"])
         raw["graphs"] = tuple(GraphText(**g) for g in raw["graphs"])
         raw["transfers"] = tuple(Transfer(**{**t, "lane": Lane(t["lane"])}) for t in raw["transfers"])
-        raw["events"] = tuple(LaneEvent(**{**e, "lane": Lane(e["lane"])}) for e in raw["events"])
+        raw["problem"] = None if raw["problem"] is None else spelled(Problem, raw["problem"])
+        raw["events"] = tuple(spelled(Event, event) for event in raw["events"])
+        raw["levels"] = tuple(spelled(MemoryLevel, level) for level in raw["levels"])
         raw["notes"] = tuple(raw["notes"])
         raw["cached"] = True
         return Compilation(**raw)
@@ -201,7 +252,29 @@ def compilations() -> list[Compilation]:
     return list(_compilations)
 
 
-def lane_events(problem: Problem, plan: Plan) -> tuple[LaneEvent, ...]:
-    """The predicted timeline of a step."""
-    events = simulate(dataclasses.replace(problem, schedule=plan.schedule), plan.decisions).events
-    return tuple(LaneEvent(lane=e.lane, label=e.label, block=e.block, start_s=e.start_s, end_s=e.end_s) for e in events)
+def replayed(problem: Problem, plan: Plan) -> Simulation:
+    """The predicted step, with the timeline of its lanes and of its memory."""
+    return simulate(dataclasses.replace(problem, schedule=plan.schedule), plan.decisions)
+
+
+_CURVE_POINTS, _CURVE_LIMIT_S = 6, 1.0
+"""Budgets of a report's curve, and the seconds that the solver may take for each."""
+
+
+@functools.lru_cache(maxsize=8)
+def _curve(problem: Problem, plan: Plan) -> tuple[CurvePoint, ...]:
+    """Step time over budget. Budgets are the planner's, and as much more as the plan's code takes than the planner counts. Empty
+    where nothing fits the device as the planner counts."""
+    free = dataclasses.replace(problem, schedule=plan.schedule)
+    more_bytes = plan.peak_bytes - simulate(free, plan.decisions, events=False).peak_bytes
+    largest = min(undecided_peak_bytes(free), free.machine.device_bytes)
+    try:
+        solved = list(
+            plans_by_budget(free, largest_bytes=largest, num_points=_CURVE_POINTS, time_limit_s=_CURVE_LIMIT_S)
+        )
+    except InfeasiblePlanError:
+        return ()
+    return tuple(
+        CurvePoint(budget_bytes=(here.device_budget_bytes or 0) + more_bytes, step_s=found.step_s)
+        for here, found in solved
+    )

@@ -12,7 +12,8 @@ from torch import fx
 from autohete_fx.capture.inputs import graph_inputs
 from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.compiler.graph import GraphCompiler
-from autohete_fx.compiler.model import new_model
+from autohete_fx.compiler.model import graph_key, new_model
+from autohete_fx.compiler.reporting import reported
 from autohete_fx.errors import AutoHeteError, CaptureError
 from autohete_fx.internals import dynamo, versions
 from autohete_fx.options import Options
@@ -48,7 +49,8 @@ def explain(
         owner = new_model(gm, sources, chosen)
         try:
             compiler = GraphCompiler(gm=gm, inputs=sources, options=chosen, model=owner)
-            found.append(compiler.look(example_inputs))
+            compilation = compiler.look(example_inputs)
+            found.append(reported(compilation, chosen.report_dir, owner.session.device, graph_key(sources)))
         except AutoHeteError as error:
             raise dynamo.surfacing(error) from error.__cause__
         finally:

@@ -14,7 +14,7 @@ from autohete_fx.capture.grouping import block_index, group_blocks
 from autohete_fx.capture.inputs import parameter_fqns
 from autohete_fx.compiler import rewriting
 from autohete_fx.compiler.captured import CapturedGraph
-from autohete_fx.compiler.compilation import Compilation, GraphText, lane_events
+from autohete_fx.compiler.compilation import Compilation, GraphText, replayed
 from autohete_fx.compiler.fitting import Budget, Planned, Rewritten, fitted
 from autohete_fx.compiler.problem import moved_states, owners_of
 from autohete_fx.graph.saved import output_args
@@ -54,6 +54,7 @@ class InferencePlanner:
         before, original = graph_text(self.gm), rewriting.copy_graph(self.gm)
         found = self._planned(problem, original)
         made = dataclasses.replace(self._made(found.problem, found.plan, self.gm), refusal=found.refusal)
+        replay = replayed(made.problem, made.plan)
         compilation = Compilation(
             plan=made.plan,
             training=False,
@@ -62,7 +63,9 @@ class InferencePlanner:
             moved=made.moved,
             graphs=(GraphText(graph="inference", before=before, after=graph_text(self.gm)),),
             transfers=list_transfers(self.gm, "inference"),
-            events=lane_events(made.problem, made.plan),
+            problem=made.problem,
+            events=replay.events,
+            levels=replay.levels,
             profile_source=profile.source,
         )
         return Planned(rewritten=made, compilation=compilation)

@@ -85,6 +85,12 @@ def origin_of(inputs: Sequence[GraphInput]) -> Origin:
     return Origin(function, part, frozenset(item.name for item in inputs if item.is_parameter))
 
 
+def graph_key(inputs: Sequence[GraphInput]) -> tuple[Origin, tuple[object, ...]]:
+    """Equal for a graph that Dynamo is compiling now and for the same graph, with inputs of the same sizes, at another time."""
+    sizes = tuple((item.name, None if item.tensor is None else str(tuple(item.tensor.shape))) for item in inputs)
+    return origin_of(inputs), sizes
+
+
 def find_model(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options) -> Model:
     """The model that the graph's parameters belong to, or a new one."""
     parameters = [item.tensor for item in inputs if item.is_parameter and item.tensor is not None]

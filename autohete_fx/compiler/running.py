@@ -8,6 +8,7 @@ exception.
 import dataclasses
 import functools
 import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -81,7 +82,7 @@ def running(
         assumed = Assumptions(parameters, inputs, micro_batches)
     explain = functools.partial(_shortage, model.session.device, compilation)
     guarded = _cleaning_up(weakref.ref(model.session), explain)
-    backward = _adding(weakref.ref(model.session), guarded, _refusal(compilation))
+    backward = _adding(weakref.ref(model.session), guarded, _refusal(compilation), compilation.clock)
 
     @functools.wraps(compiled, updated=())
     def run(*args: object) -> object:
@@ -104,7 +105,10 @@ def running(
             updates.schedule = compilation.plan.schedule if calls.is_within_call() else Schedule()
             if updates.schedule.overlap is Overlap.BACKWARD:
                 calls.guard_backward(updates)
+        begin_s = time.perf_counter()
         outputs = guarded(compiled, *args)
+        if compilation.clock is not None:
+            compilation.clock.end_pass("forward", begin_s)
         if compilation.training:
             versions.around_backward(outputs, backward)
         for t in tensors_in((outputs,)):
@@ -146,14 +150,20 @@ def _refusal(compilation: Compilation) -> AutoHeteError | None:
 
 
 def _adding(
-    session: "weakref.ref[Session]", guarded: Callable[..., object], refusal: AutoHeteError | None
+    session: "weakref.ref[Session]",
+    guarded: Callable[..., object],
+    refusal: AutoHeteError | None,
+    clock: StepClock | None,
 ) -> Callable[..., object]:
-    """What calls a compiled backward: autograd does not get the gradients that updates under way add to ``.grad``."""
+    """What calls a compiled backward, and times it: autograd does not get the gradients that updates under way add to ``.grad``."""
 
     def call(compiled: Callable[..., object], *args: object) -> object:
         if refusal is not None:
             raise refusal
+        begin_s = time.perf_counter()
         gradients, owner = guarded(compiled, *args), session()
+        if clock is not None:
+            clock.end_pass("backward", begin_s)
         assert owner is not None and isinstance(gradients, list | tuple)
         return type(gradients)(owner.updates.early.left_to_autograd(gradients))
 

@@ -17,7 +17,7 @@ from autohete_fx.capture.grouping import block_index, group_blocks
 from autohete_fx.capture.inputs import parameter_fqns
 from autohete_fx.compiler import rewriting
 from autohete_fx.compiler.captured import CapturedGraph
-from autohete_fx.compiler.compilation import Compilation, GraphText, Share, lane_events
+from autohete_fx.compiler.compilation import Compilation, GraphText, Share, replayed
 from autohete_fx.compiler.fitting import Budget, Planned, Rewritten, fitted
 from autohete_fx.compiler.problem import moved_states, owners_of
 from autohete_fx.compiler.together import Together
@@ -275,6 +275,7 @@ class TrainingPlanner:
         footprint = footprint_of(problem, plan.decisions)
         resident = footprint.resident_bytes + self.captured.small_bytes(training=True)
         alone = dataclasses.replace(problem, fixed_bytes=problem.fixed_bytes - self.captured.others_bytes)
+        replay = replayed(problem, plan)
         return Compilation(
             plan=plan,
             training=True,
@@ -289,7 +290,9 @@ class TrainingPlanner:
                 GraphText(graph="backward", before=before[1], after=graph_text(backward)),
             ),
             transfers=(*list_transfers(forward, "forward"), *list_transfers(backward, "backward")),
-            events=lane_events(problem, plan),
+            problem=problem,
+            events=replay.events,
+            levels=replay.levels,
             notes=self.captured.notes(),
             profile_source=profile.source,
             compile_s=dict(self.seconds),

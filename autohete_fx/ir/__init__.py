@@ -12,7 +12,7 @@ from autohete_fx.ir.machine import Machine
 from autohete_fx.ir.plan import SCHEMA_VERSION, Plan
 from autohete_fx.ir.problem import Problem
 from autohete_fx.ir.reasons import Alternative, BlockReasons, Memory, MemoryUse, Reasons
-from autohete_fx.ir.record import LaneRecord
+from autohete_fx.ir.record import LaneRecord, MemoryRecord, PassRecord, StepRecord
 from autohete_fx.ir.transfer import Transfer
 
 __all__ = [
@@ -32,15 +32,18 @@ __all__ = [
     "LaneTime",
     "Machine",
     "Memory",
+    "MemoryRecord",
     "MemoryUse",
     "Optimizer",
     "Overlap",
     "Params",
+    "PassRecord",
     "Plan",
     "Problem",
     "Profile",
     "Reasons",
     "Schedule",
+    "StepRecord",
     "Transfer",
     "staging_bytes",
 ]

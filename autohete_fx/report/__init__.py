@@ -1,6 +1,6 @@
-"""Output for people: plans and transfers as tables, lanes as a timeline, training as a progress bar.
+"""Output for people: plans and transfers as tables, lanes as a timeline, training as a progress bar, a run as a page.
 
-In: the values of ``ir`` and plain numbers, and for `graph_text` graphs. Out: text. Nothing here measures or decides.
+In: the values of ``ir`` and plain numbers, and for `graph_text` graphs. Out: text and files. Nothing here measures or decides.
 """
 
 from autohete_fx.ir.sizes import format_bytes, format_count, format_seconds

@@ -119,8 +119,7 @@ def _at(plan: Plan, use: MemoryUse) -> str:
 def _sentences(plan: Plan, block: int) -> Iterator[_Sentence]:
     assert plan.reasons is not None
     reasons, decision = plan.reasons.blocks[block], plan.decisions[block]
-    own, *elsewhere = _words(decision)
-    yield (", ".join([own, *(each for each in elsewhere if not each.endswith(" device"))]),)
+    yield (decision_words(decision),)
     if reasons.next_best is not None:
         yield "next best: ", *_alternative(plan, decision, reasons.next_best)
     elif reasons.num_others > 1:
@@ -151,6 +150,12 @@ def _lacking(plan: Plan, uses: Sequence[MemoryUse]) -> Iterator[str | _Amount]:
         yield " and " if i else ", needs "
         yield _Amount(use.lacking_bytes, format_bytes)
         yield f" more {use.memory.value} than there is{_at(plan, use)}"
+
+
+def decision_words(decision: BlockDecision) -> str:
+    """The decisions about a block, but for what stays on the device and for prefetch distances."""
+    own, *elsewhere = _words(decision)
+    return ", ".join([own, *(each for each in elsewhere if not each.endswith(" device"))])
 
 
 def _words(decision: BlockDecision) -> tuple[str, str, str]:

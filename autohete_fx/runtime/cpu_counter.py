@@ -17,7 +17,7 @@ heap came to hold 6 to 27% more. A mapping for each tensor would keep the budget
 
 import functools
 import gc
-from ctypes import CDLL, c_int64
+from ctypes import CDLL, addressof, c_int64
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,13 @@ _SOURCE = r"""
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <map>
 #include <mutex>
 #include <unordered_map>
+#include <vector>
 
 namespace {
 
@@ -135,12 +137,56 @@ struct Handed {
   bool pooled;
 };
 
+// What was live over time, while it is on. A point stands for all changes within the resolution: the most and the last of them.
+class History {
+ public:
+  void begin(int64_t resolution_ns) {
+    points_.clear();
+    resolution_ns_ = resolution_ns;
+    on_ = true;
+  }
+
+  void end() { on_ = false; }
+
+  void note(int64_t live) {
+    if (!on_) return;
+    int64_t now = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                      std::chrono::steady_clock::now().time_since_epoch()).count();
+    if (points_.empty() || now - points_.back().at_ns >= resolution_ns_) {
+      if (points_.size() >= kMostPoints) return;
+      points_.push_back({now, live, live});
+    }
+    points_.back().most = std::max(points_.back().most, live);
+    points_.back().last = live;
+  }
+
+  int64_t size() const { return static_cast<int64_t>(points_.size()); }
+
+  void copy(int64_t* to) const {
+    for (const Point& point : points_) {
+      *to++ = point.at_ns;
+      *to++ = point.most;
+      *to++ = point.last;
+    }
+  }
+
+ private:
+  static constexpr size_t kMostPoints = 1 << 17;
+  struct Point {
+    int64_t at_ns, most, last;
+  };
+  std::vector<Point> points_;
+  int64_t resolution_ns_ = 0;
+  bool on_ = false;
+};
+
 struct State {
   std::mutex mutex;
   std::unordered_map<void*, Handed> sizes;
   int64_t live = 0;
   int64_t peak = 0;
   Pool pool;
+  History history;
   c10::Allocator* inner = nullptr;
 };
 
@@ -158,6 +204,7 @@ void release(void* data) {
       Handed handed = found->second;
       state().live -= static_cast<int64_t>(handed.num_bytes);
       state().sizes.erase(found);
+      state().history.note(state().live);
       if (handed.pooled) return state().pool.put(data, handed.num_bytes);
     }
   }
@@ -168,6 +215,7 @@ void count(void* data, Handed handed) {
   state().sizes[data] = handed;
   state().live += static_cast<int64_t>(handed.num_bytes);
   state().peak = std::max(state().peak, state().live);
+  state().history.note(state().live);
 }
 
 struct CountingAllocator final : c10::Allocator {
@@ -238,6 +286,25 @@ extern "C" int64_t autohete_add_older(int64_t address, int64_t num_bytes) {
   return 1;
 }
 
+extern "C" int64_t autohete_begin_history(int64_t resolution_ns) {
+  std::lock_guard<std::mutex> guard(state().mutex);
+  state().history.begin(resolution_ns);
+  state().history.note(state().live);
+  return 1;
+}
+
+extern "C" int64_t autohete_end_history() {
+  std::lock_guard<std::mutex> guard(state().mutex);
+  state().history.end();
+  return state().history.size();
+}
+
+extern "C" int64_t autohete_copy_history(int64_t address) {
+  std::lock_guard<std::mutex> guard(state().mutex);
+  state().history.copy(reinterpret_cast<int64_t*>(address));
+  return 1;
+}
+
 extern "C" int64_t autohete_remove(int64_t num_bytes) {
   std::lock_guard<std::mutex> guard(state().mutex);
   return state().live -= num_bytes;
@@ -253,6 +320,9 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "autohete_kept": (),
     "autohete_add_older": (c_int64, c_int64),
     "autohete_remove": (c_int64,),
+    "autohete_begin_history": (c_int64,),
+    "autohete_end_history": (),
+    "autohete_copy_history": (c_int64,),
 }
 _OLDER = "_autohete_older"
 
@@ -275,6 +345,21 @@ def peak_bytes() -> int:
 def reset_peak() -> None:
     """Start the peak over from what is live now."""
     _counter().autohete_reset_peak()
+
+
+def begin_history(resolution_s: float) -> None:
+    """From now on note what is live over time, the most and the last within each ``resolution_s``. There is one history a process:
+    an earlier one is forgotten."""
+    _counter().autohete_begin_history(int(resolution_s * 1e9))
+
+
+def end_history() -> list[tuple[float, int, int]]:
+    """Stop noting. For each time at which something changed, a reading of ``time.perf_counter``, the most that was live from
+    then on for the resolution, and the last."""
+    count = _counter().autohete_end_history()
+    figures = (c_int64 * (3 * count))()
+    _counter().autohete_copy_history(addressof(figures))
+    return [(figures[i] / 1e9, figures[i + 1], figures[i + 2]) for i in range(0, 3 * count, 3)]
 
 
 def keep_freed() -> None:

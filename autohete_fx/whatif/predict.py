@@ -6,15 +6,14 @@ model, which training then holds to the budget.
 """
 
 import dataclasses
-import time
 from dataclasses import dataclass
 
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.ir import Overlap, Plan, Problem
-from autohete_fx.planner.baselines import BASELINES, evaluate, fits
-from autohete_fx.planner.infeasible import least_peak
+from autohete_fx.planner.baselines import BASELINES, fits
 from autohete_fx.planner.model.figures import overlap_of
 from autohete_fx.planner.solve import solve
+from autohete_fx.planner.sweep import no_worse, plans_by_budget, undecided_peak_bytes
 from autohete_fx.whatif.depth import TracedStep
 
 
@@ -91,19 +90,9 @@ def with_more(step: TracedStep, given: Prediction, *, time_limit_s: float) -> li
         variants["2x link between ranks"] = dataclasses.replace(problem, machine=net)
     tokens = given.tokens // (problem.micro_batches * problem.num_ranks)
     return [
-        _prediction(step, variant, name, tokens, _no_worse(variant, given.plan, time_limit_s))
+        _prediction(step, variant, name, tokens, no_worse(variant, given.plan, time_limit_s))
         for name, variant in variants.items()
     ]
-
-
-def _no_worse(problem: Problem, known: Plan, time_limit_s: float) -> Plan:
-    """The solver's plan, or a known plan that fits too where the search, which is not exhaustive, found none as fast."""
-    found = solve(problem, time_limit_s=time_limit_s)
-    replayed = evaluate(problem, known.decisions, found.status)
-    if replayed.step_s >= found.step_s or not fits(problem, replayed):
-        return found
-    gap = (replayed.step_s - found.lower_bound_s) / replayed.step_s
-    return dataclasses.replace(replayed, lower_bound_s=found.lower_bound_s, gap=gap, solve_s=found.solve_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,27 +141,8 @@ def sweep_budgets(step: TracedStep, problem: Problem, *, tokens: int, num_points
         problem if problem.host_budget_bytes is None else dataclasses.replace(problem, device_budget_bytes=None)
     )
     capacity = problem.machine.device_bytes
-    smallest = _smallest_budget(problem, time_limit_s)
-    largest = min(capacity, max(p.plan.peak_bytes for p in replayed if p.name == "keep-all"))
-    points: list[Prediction] = []
-    for place in range(num_points):
-        budget = smallest + max(0, largest - smallest) * place // max(1, num_points - 1)
-        here = dataclasses.replace(problem, device_budget_bytes=budget)
-        known = points[-1].plan if points else None
-        plan = solve(here, time_limit_s=time_limit_s) if known is None else _no_worse(here, known, time_limit_s)
-        points.append(_prediction(step, here, "planned", tokens, plan))
-        if budget >= largest:
-            break
+    largest = min(capacity, undecided_peak_bytes(problem))
+    solved = plans_by_budget(problem, largest_bytes=largest, num_points=num_points, time_limit_s=time_limit_s)
+    points = [_prediction(step, here, "planned", tokens, plan) for here, plan in solved]
     baselines = tuple(p for p in replayed if fits(within_host, p.plan))
     return Sweep(points=tuple(points), baselines=baselines, capacity_bytes=capacity)
-
-
-def _smallest_budget(problem: Problem, time_limit_s: float) -> int:
-    """The least peak that any plan has within the host budget."""
-    whole_device = dataclasses.replace(problem, device_budget_bytes=problem.machine.device_bytes)
-    decisions = least_peak(whole_device, deadline=time.monotonic() + time_limit_s)
-    least = None if decisions is None else evaluate(whole_device, decisions, "least peak")
-    if least is None or not fits(whole_device, least):
-        solve(whole_device, time_limit_s=time_limit_s)  # raises, and says what holds it up
-        raise AssertionError("the search fits what the program of least peak does not")
-    return least.peak_bytes

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autohete_fx.compiler.compilation import lane_events
+from autohete_fx.compiler.compilation import replayed
 from autohete_fx.ir import Lane
 from autohete_fx.ir.sizes import format_bytes, format_count, format_seconds
 from autohete_fx.report import plan_table
@@ -267,7 +267,7 @@ def _row(name: str, prediction: Prediction) -> ComparisonRow:
 def _lanes(prediction: Prediction) -> list[tuple[Lane, float, dict[str, float]]]:
     """Busy seconds of each lane that works, and of what."""
     work: dict[Lane, dict[str, float]] = {}
-    for event in lane_events(prediction.problem, prediction.plan):
+    for event in replayed(prediction.problem, prediction.plan).events:
         kinds = work.setdefault(event.lane, {})
         kinds[event.label] = kinds.get(event.label, 0.0) + event.end_s - event.start_s
     return [(busy.lane, busy.busy_s, work.get(busy.lane, {})) for busy in prediction.plan.busy_s if busy.busy_s]

@@ -31,8 +31,8 @@ from emulated import Emulation, Speeds, steps_s
 from results import environment, print_figures, save
 
 import autohete_fx
-from autohete_fx.compiler.compilation import LaneEvent
 from autohete_fx.ir import Activations, BlockDecision, Lane, Optimizer, Overlap, Params, Plan, Schedule
+from autohete_fx.planner.model.simulation import Event
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import GPT, GPTConfig
@@ -168,7 +168,7 @@ def bounds(compilation: autohete_fx.Compilation) -> dict[str, float]:
     return {"roofline s": roofline_s, "floor s": before + after}
 
 
-def _idle_at_the_turn_s(events: Sequence[LaneEvent]) -> float:
+def _idle_at_the_turn_s(events: Sequence[Event]) -> float:
     """Of lanes that have nothing to do around the turn from forward to backward the most: their work, and what comes between."""
     last = max(e.block for e in events if e.lane is Lane.UPDATE)
     between = [e for e in events if e.lane is Lane.COMPUTE and e.block >= last]
@@ -181,11 +181,11 @@ def _idle_at_the_turn_s(events: Sequence[LaneEvent]) -> float:
     return max(through_s, first_s + _seconds([*gradients, *(e for e in events if e.label == "forward")]))
 
 
-def _seconds(events: Iterable[LaneEvent]) -> float:
+def _seconds(events: Iterable[Event]) -> float:
     return sum(e.end_s - e.start_s for e in events)
 
 
-def _busiest_s(events: Sequence[LaneEvent], chain: Sequence[LaneEvent]) -> float:
+def _busiest_s(events: Sequence[Event], chain: Sequence[Event]) -> float:
     """Of all lanes the most: its own work, and what of a chain through all lanes is not its own."""
     return max(_seconds(e for e in {*events, *chain} if e.lane is lane or e in chain) for lane in Lane)
 

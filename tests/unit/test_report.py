@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import fx, nn
 
-from autohete_fx.compiler.compilation import LaneEvent
 from autohete_fx.graph import annotations
 from autohete_fx.ir import (
     ActivationCost,
@@ -33,6 +32,7 @@ from autohete_fx.ir import (
 )
 from autohete_fx.options import parse_size
 from autohete_fx.passes import PIPELINE, PassContext, Stage, run
+from autohete_fx.planner.model.simulation import Event
 from autohete_fx.report import (
     ComparisonRow,
     TrainingProgress,
@@ -200,8 +200,8 @@ predicted          -         -      512 MiB     0.50x""",
     assert "vs" not in comparison_table(rows)
 
 
-def event(lane: Lane, label: str, block: int, start_s: float, end_s: float) -> LaneEvent:
-    return LaneEvent(lane=lane, label=label, block=block, start_s=start_s, end_s=end_s)
+def event(lane: Lane, label: str, block: int, start_s: float, end_s: float) -> Event:
+    return Event(lane=lane, label=label, block=block, start_s=start_s, end_s=end_s)
 
 
 def test_lanes_are_drawn_to_scale():

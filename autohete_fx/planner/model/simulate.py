@@ -91,7 +91,7 @@ from autohete_fx.planner.model.figures import (
 )
 from autohete_fx.planner.model.lane_clocks import LaneClocks
 from autohete_fx.planner.model.shared_lane import SharedLane
-from autohete_fx.planner.model.simulation import Simulation, events_since
+from autohete_fx.planner.model.simulation import Simulation, events_since, levels_since
 from autohete_fx.planner.model.update_lane import serve
 
 FORWARD = "forward"
@@ -102,7 +102,7 @@ OPTIMIZER_STEP = "optimizer step"
 def simulate(problem: Problem, decisions: Sequence[BlockDecision], *, events: bool = True) -> Simulation:
     """Replay one optimizer step of ``problem`` under one decision a block.
 
-    ``events=False`` leaves events and contributors out, which is several times faster.
+    ``events=False`` leaves events, contributors and levels out, which is several times faster.
     """
     assert len(decisions) == len(problem.costs), "one decision a block"
     assert all(decision.prefetch_distance >= 1 for decision in decisions), "a copy is issued at least one block ahead"
@@ -120,7 +120,7 @@ class _Replay:
         self.num_blocks = len(problem.costs)
         self.lanes = LaneClocks(problem.machine, keep_events=keep_events)
         self.landed_at: dict[int, float] = {}  # gradients of the last micro-batch, on the host
-        self.memory = DeviceMemory(keep_contributors=keep_events)
+        self.memory = DeviceMemory(keep_levels=keep_events)
         self.due = Due(problem, decisions)
         self.activations = [
             cost.activations(decision) if problem.training else ActivationCost(held_bytes=cost.saved_bytes)
@@ -137,6 +137,7 @@ class _Replay:
         if overlaps:
             began = self.lanes.clock  # the forward so far was the end of the step before
             self.lanes.forget()
+            self.memory.levels.clear()
         for micro_batch in range(self.problem.micro_batches if self.problem.training else 0):
             if micro_batch > 0:
                 self._pass(range(self.num_blocks), self._forward)
@@ -165,6 +166,7 @@ class _Replay:
             busy_s=tuple(LaneTime(lane=lane, busy_s=busy_s) for lane, busy_s in self.lanes.busy.items()),
             events=events_since(began, self.lanes.events),
             contributors=self.memory.contributors(),
+            levels=levels_since(began, self.memory.levels),
         )
 
     def _pass(self, blocks: Iterable[int], run: Callable[[int], None]) -> float:
@@ -180,7 +182,7 @@ class _Replay:
             if decision.params is Params.DEVICE:
                 self.memory.hold("parameters", block, cost.param_bytes)
             self.memory.hold("optimizer states", block, self._part_at(block, cost.optimizer_bytes, Optimizer.DEVICE))
-        self.memory.observe(0, FORWARD)
+        self.memory.observe(0, FORWARD, self.lanes.clock)
 
     def _lost_s(self, *copies: tuple[Lane, int, int]) -> float:
         """Seconds that a block's copies take from computation, given as lanes, bytes and tensors."""
@@ -212,7 +214,7 @@ class _Replay:
             self.memory.hold("gathered parameters", due, self.whole[due].gathered)
         self.memory.hold("activations", block, cost.saved_bytes)
         self.memory.hold("workspace", block, cost.forward_workspace_bytes)
-        self.memory.observe(block, FORWARD)
+        self.memory.observe(block, FORWARD, self.lanes.clock)
         if not self.whole[block].gathered:
             self._begin_forward(block, updates=updated_at is not None)
         for due in self.due.gathers_in_forward(block):
@@ -272,7 +274,7 @@ class _Replay:
         self.memory.hold("whole gradients", block, self.whole[block].reduced)
         if not (self.whole[block].reduced and block):
             self._hold_gradients(block, gradients)
-        self.memory.observe(block, BACKWARD)
+        self.memory.observe(block, BACKWARD, self.lanes.clock)
         self.lanes.wait("fetch", block)
         if self.whole[block].gathered_again:
             self._end_gather(block)
@@ -338,7 +340,7 @@ class _Replay:
         for block in range(self.num_blocks):
             states = self._part_at(block, self.costs[block].optimizer_bytes, Optimizer.STREAMED)
             self.memory.hold("streamed optimizer states", block, staging_bytes(states))
-        self.memory.observe(0, OPTIMIZER_STEP)
+        self.memory.observe(0, OPTIMIZER_STEP, self.lanes.clock)
         stepped_at = self.lanes.clock
         for block, (cost, decision) in enumerate(zip(self.costs, self.decisions, strict=True)):
             here_s = device_update_s(self.problem, block, decision, Optimizer.DEVICE)
@@ -385,7 +387,7 @@ class _Replay:
         """What is left of a block's update after a synchronous step's device and host updates: uploads and streams."""
         for due in self.due.before[block]:
             self._issue_update_copies(due, updated_at)
-        self.memory.observe(block, OPTIMIZER_STEP)
+        self.memory.observe(block, OPTIMIZER_STEP, self.lanes.clock)
         self._update_with_copies(block)
         self._return_states(block)
         for sender in self.due.after[block]:

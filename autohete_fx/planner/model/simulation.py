@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from autohete_fx.ir import Lane, LaneTime
-from autohete_fx.planner.model.device_memory import Contributor
+from autohete_fx.planner.model.device_memory import Contributor, MemoryLevel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,11 @@ def events_since(began_s: float, events: Iterable[Event]) -> tuple[Event, ...]:
     return tuple(sorted(moved, key=lambda event: (event.start_s, event.end_s)))
 
 
+def levels_since(began_s: float, levels: Iterable[MemoryLevel]) -> tuple[MemoryLevel, ...]:
+    """The same with times since then, in order."""
+    return tuple(replace(level, at_s=level.at_s - began_s) for level in levels)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
     """The result of a replay.
@@ -43,6 +48,7 @@ class Simulation:
         busy_s: seconds of work per lane.
         events: every piece of work, by start time; empty where they were not asked for.
         contributors: what the peak consists of, largest first; empty where events were not asked for.
+        levels: device memory in use, piece of work after piece of work; empty likewise.
     """
 
     step_s: float
@@ -57,3 +63,4 @@ class Simulation:
     busy_s: tuple[LaneTime, ...]
     events: tuple[Event, ...]
     contributors: tuple[Contributor, ...]
+    levels: tuple[MemoryLevel, ...]
