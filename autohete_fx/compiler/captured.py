@@ -153,7 +153,9 @@ class CapturedGraph:
         where = ("", "") if placement is None else (placement.params.value, placement.optimizer.value)
         owner = optimizer_of(param)
         clips = owner is not None and owner.max_grad_norm is not None
-        updated = ("", -1) if owner is None else (owner.overlap.value, clips, owner.rule.name, state_bytes(param))
+        updated = (
+            ("", -1) if owner is None else (owner.overlap.value, clips, owner.rule_of(param).name, state_bytes(param))
+        )
         return (name, *where, *updated)
 
     def param_infos(self, gm: fx.GraphModule) -> dict[str, ParamInfo]:

@@ -106,7 +106,8 @@ def num_ranks(params: Iterable[torch.nn.Parameter]) -> int:
 
 def is_elementwise(params: Iterable[torch.nn.Parameter]) -> bool:
     """Whether all updates may be cut into pieces and windows, as plans count them: whole states would take more memory."""
-    return all(owner.rule.is_elementwise for owner in _owners(params))
+    owned = ((p, optimizer_of(p)) for p in params if p.requires_grad)
+    return all(owner.rule_of(p).is_elementwise for p, owner in owned if owner is not None)
 
 
 def param_infos(

@@ -22,7 +22,7 @@ from autohete_fx.optim.arguments import checked_norm, overlap_named
 from autohete_fx.optim.host_copy import HostCopies
 from autohete_fx.optim.in_place import Update
 from autohete_fx.optim.loading import read_groups, read_states
-from autohete_fx.optim.owners import optimizer_of, register_owner
+from autohete_fx.optim.owners import note_change, optimizer_of, register_owner
 from autohete_fx.optim.rule import Group, Rule
 from autohete_fx.optim.start import check_group
 from autohete_fx.optim.state import (
@@ -54,7 +54,8 @@ def _untraced(method: _Method) -> _Method:
 
 
 class PlannedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose states and update are on the device, on the host or on disk, as the plan says. A subclass names its rule.
+    """An optimizer whose states and update are on the device, on the host or on disk, as the plan says. A subclass names its rule,
+    and where groups differ in more than numbers, which one each has (`rule_of_group`).
 
     Where states and parameters live changes no value, but for the rounding of the processor that does the update: the CPU for
     states on the host and on disk, the device for its own and for streamed ones. 16-bit parameters have fp32 states, an fp32 master
@@ -113,6 +114,16 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._forget_groups()
         ours = {**hyperparameters, **self.rule.checked(hyperparameters)}
         super().__init__(params, {**{name: ours[name] for name in self.rule.names}, **dict(self.rule.implementation)})
+
+    def rule_of_group(self, group: Group) -> Rule:
+        """The arithmetic of a group's parameters, which all hyperparameters of the group are known for."""
+        del group
+        return self.rule
+
+    def rule_of(self, param: Tensor) -> Rule:
+        """The arithmetic of a parameter."""
+        group = self.group_of(param)
+        return self.rule if group is None else self.rule_of_group(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in ``torch.optim``; raises OptimizerStateError, before anything is added, for what cannot be trained."""
@@ -269,7 +280,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 assert group is not None
                 if optimizer_of(consumed.param) is not self:
                     raise consumed.error("an optimizer stepped that is not the latest one of its parameters")
-                check_group(self.rule, consumed, group)
+                check_group(self.rule_of_group(group), consumed, group)
             found.append((updates, started))
         for updates, started in found:
             updates.early.settle(started)
@@ -281,24 +292,26 @@ class PlannedOptimizer(torch.optim.Optimizer):
         for param, _ in with_grad:
             check_param(param)
             check_grad(param, param.grad)
-        updates = []
+        updates, grows = [], False
         for param, group in with_grad:
-            state, placement = self.state[param], state_placement_of(param)
+            rule, state, placement = self.rule_of_group(group), self.state[param], state_placement_of(param)
             for each in pending:
                 each.wait_for(param)
                 each.wait_for(param.grad)
-            settle(self.rule, param, state, placement)
-            complete(self.rule, param, state, placement)
-            updates.append(Update(self.rule, param, param.grad, state, group, placement))
+            settle(rule, param, state, placement)
+            grows |= complete(rule, param, state, placement)
+            updates.append(Update(rule, param, param.grad, state, group, placement))
+        if grows:
+            note_change()  # plans count other states
         return updates
 
     def state_bytes_of(self, param: Tensor) -> int:
         """Bytes of the states that steps hold for ``param``, master included; 0 for a frozen one without states."""
-        return state_bytes(self.rule, param) if param.requires_grad or self.state.get(param) else 0
+        return state_bytes(self.rule_of(param), param) if param.requires_grad or self.state.get(param) else 0
 
     def update_share_of(self, param: Tensor) -> float:
         """Bytes that an update of ``param`` reads and writes, over those of an AdamW update."""
-        return update_share(self.rule, param)
+        return update_share(self.rule_of(param), param)
 
     @_untraced
     @torch.no_grad()
@@ -314,7 +327,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self.synchronize()
         for param, state in self.state.items():
             if isinstance(param, Tensor) and MASTER in state:
-                settle(self.rule, param, state, state_placement_of(param))
+                settle(self.rule_of(param), param, state, state_placement_of(param))
                 if MASTER in state:
                     reconcile(param, state[MASTER], state_placement_of(param))
         return super().state_dict()
@@ -339,8 +352,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 loaded = replaced
         for updates in self._pending():
             updates.forget_failures()
-        groups = read_groups(self.rule, loaded, self.param_groups)
-        states = read_states(self.rule, loaded, self.param_groups, self.state)
+        groups = read_groups(self.rule.name, self.rule_of_group, loaded, self.param_groups)
+        states = read_states(self.rule.name, self.rule_of_group, loaded, groups, self.state)
         self.state.clear()
         self.state.update(states)
         self.param_groups[:] = groups

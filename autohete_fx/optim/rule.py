@@ -2,7 +2,8 @@
 
 A `Rule` is a value. Everything else is the same for all optimizers: when and where updates run (`base`, `updates`), where states
 lie (`state`), kernels that pass over the memory once (`kernels`), and checkpoints (`loading`). A further optimizer is a file with a
-rule and a constructor, beside `adamw` and `lion`, and two lines that export it.
+rule and a constructor, beside `adamw` and `lion`, and two lines that export it. An optimizer may have a rule for each group of
+parameters (`base.PlannedOptimizer.rule_of_group`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +49,7 @@ class Rule:
     Attributes:
         name: of the optimizer, in messages.
         moments: names of the states as large as a parameter. A 16-bit parameter has an fp32 master weight besides.
+        idle: names of further states, of other hyperparameters' rule, which are kept as they are until that one needs them.
         hyperparameters: names of those that an update computes with, and values that kernels are checked with.
         checked: hyperparameters of a user, defaults included, to those that must be changed into ours. Raises
             OptimizerStateError, which says what was expected.
@@ -56,6 +58,10 @@ class Rule:
         may_contract: a CPU may take a product and a sum in one rounding. No where a last bit can turn a whole step, as a sign does:
             then compiled and eager operations agree bit by bit.
         fused: in the place of ``advance`` for fp32 and fp64 parameters; None where PyTorch has no such kernel.
+        reads_step_on_device: ``fused`` reads how many steps were taken where the parameter is. Else, and for every other kernel,
+            that is a number on the CPU.
+        counts_steps: in dicts of ``torch.optim`` a parameter that has stepped says how often. Else that it has stepped is all that
+            matters, and what such dicts tell.
         is_elementwise: an element's update depends on no other element. Else a parameter is never cut: it is updated whole.
         implementation: further keys of groups, with our values, which no state dict changes.
         foreign: hyperparameters of a state dict to why they are not this optimizer's and what to do, as the end of a sentence about
@@ -70,6 +76,9 @@ class Rule:
     advance: Advance
     may_contract: bool = False
     fused: Fused | None = None
+    reads_step_on_device: bool = False
+    counts_steps: bool = True
+    idle: tuple[str, ...] = ()
     is_elementwise: bool = True
     implementation: tuple[tuple[str, Any], ...] = ()
     foreign: Callable[[Group], str | None] = lambda group: None

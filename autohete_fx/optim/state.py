@@ -29,6 +29,7 @@ from autohete_fx.runtime.placement import placement_of
 from autohete_fx.runtime.tiers.host import HostTier, is_home
 
 MASTER = "master"
+MOMENTUM = "momentum_buffer"
 STEP = "step"
 
 _MEASURED_MOMENTS = 2
@@ -162,7 +163,8 @@ class StatePlacement:
     def step_device(self, rule: Rule, param: Tensor) -> torch.device:
         """The step counter's: an accelerator's fused kernel reads it there, everything else on the CPU."""
         is_on_device = self.tier is None or self.is_streamed
-        return self.device if is_on_device and uses_fused(rule, param) else torch.device("cpu")
+        reads_it = is_on_device and rule.reads_step_on_device and uses_fused(rule, param)
+        return self.device if reads_it else torch.device("cpu")
 
 
 def state_placement_of(param: Tensor) -> StatePlacement:
@@ -221,18 +223,24 @@ def _is_as_wanted(t: Tensor, param: Tensor, placement: StatePlacement) -> bool:
     return is_alike and placement.holds(t)
 
 
-def complete(rule: Rule, param: Tensor, state: State, placement: StatePlacement) -> None:
-    """Add the states that are missing: zero moments and step, and the parameter's own value as master.
+def complete(rule: Rule, param: Tensor, state: State, placement: StatePlacement) -> bool:
+    """Add the states that are missing: zero moments and step, and the parameter's own value as master. New moments begin with their
+    first step, also those of a parameter that has stepped without.
 
     They are allocated before any is added, so HostMemoryError leaves the state as it was.
+
+    Returns:
+        Whether a parameter that has stepped got states that it did without.
     """
     missing = [name for name in state_names(rule, param) if name not in state]
+    grows = STEP in state and bool(missing)
     made = {name: placement.empty(param) for name in missing}
     for name, t in made.items():
         placement.fill(t, param if name == MASTER else None)
-    if STEP not in state:
+    if STEP not in state or not made.keys() <= {MASTER}:
         made = {STEP: torch.zeros((), dtype=torch.float32, device=placement.step_device(rule, param)), **made}
     state.update(made)
+    return grows
 
 
 def reconcile(param: Tensor, master: Tensor, placement: StatePlacement) -> None:

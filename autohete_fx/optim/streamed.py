@@ -55,11 +55,12 @@ _MOST_BYTES = 192 * 2**20
 
 
 def can_stream(u: Update) -> bool:
-    """Whether the update may be cut, and pieces of the parameter, its gradient and its states lie alike. Others are updated in
-    their homes, which the device reads and writes across the link: whole states would not fit the slots that plans count."""
-    is_alike = (
-        u.rule.is_elementwise and u.param.numel() > 0 and u.param.stride() == u.grad.stride() == layout_of(u.param)
-    )
+    """Whether there are states, the update may be cut, and pieces of the parameter, its gradient and its states lie alike. Others
+    are updated in their homes, which the device reads and writes across the link: whole states would not fit the slots that plans
+    count."""
+    if not u.rule.is_elementwise or not state_bytes(u.rule, u.param):
+        return False
+    is_alike = u.param.stride() == u.grad.stride() == layout_of(u.param)
     return is_alike and (needs_master(u.param) or u.grad.dtype == u.param.dtype)
 
 

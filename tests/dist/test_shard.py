@@ -25,6 +25,18 @@ def ours(params: Any) -> torch.optim.Optimizer:
     return autohete_fx.AdamW(params, lr=1e-2)
 
 
+def adam(params: Any) -> torch.optim.Optimizer:
+    return autohete_fx.Adam(params, lr=1e-2, weight_decay=0.1)
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return autohete_fx.SGD(params, lr=0.1, momentum=0.9, dampening=0.1)
+
+
+def stateless(params: Any) -> torch.optim.Optimizer:
+    return autohete_fx.SGD(params, lr=0.1)
+
+
 def ours_clipped(params: Any) -> torch.optim.Optimizer:
     return autohete_fx.AdamW(params, lr=1e-2, max_grad_norm=0.3)
 
@@ -32,6 +44,9 @@ def ours_clipped(params: Any) -> torch.optim.Optimizer:
 def exactness() -> dict[str, float]:
     """How far each way to train is from one process, at most."""
     found = {}
+    for optimizer_of in (adam, momentum, stateless):
+        how = {"tied": False, "layers": 1, "steps": 2}
+        found[optimizer_of.__name__] = differences(together(optimizer_of, **how), alone(optimizer_of, **how))
     for name, optimizer_of in {"sgd": sgd, "ours": ours}.items():
         found[name] = differences(together(optimizer_of, tied=False), alone(optimizer_of, tied=False))
     found["tied and accumulated"] = differences(together(sgd, micro=2), alone(sgd, micro=2))
@@ -46,7 +61,8 @@ def exactness() -> dict[str, float]:
 
 def test_two_ranks_are_bitwise_one_process_and_ties_clipping_and_accumulation_within_rounding(tmp_path: Path):
     for found in ranks.run("tests.dist.test_shard.exactness", tmp_path):
-        assert {n for n, d in found.items() if not d} == {"sgd", "ours", "inductor"}
+        bitwise = {"sgd", "ours", "adam", "momentum", "stateless", "inductor"}
+        assert {n for n, d in found.items() if not d} == bitwise
         assert max(found.values()) < 1e-13, found
 
 
