@@ -20,7 +20,7 @@ from autohete_fx.errors import (
     ShardError,
 )
 from autohete_fx.ir import Activations, BlockDecision, Optimizer, Params, Plan
-from autohete_fx.optim import SGD, Adam, AdamW, Lion
+from autohete_fx.optim import SGD, Adam, AdamW, Lion, Muon
 from autohete_fx.runtime.meter import MemoryMeter
 from autohete_fx.runtime.place import place
 from autohete_fx.runtime.shard import gathered, shard
@@ -39,6 +39,7 @@ __all__ = [
     "InfeasiblePlanError",
     "Lion",
     "MemoryMeter",
+    "Muon",
     "Optimizer",
     "OptimizerStateError",
     "OptionError",

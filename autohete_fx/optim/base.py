@@ -29,6 +29,7 @@ from autohete_fx.optim.state import (
     MASTER,
     check_grad,
     check_param,
+    check_whole,
     complete,
     reconcile,
     settle,
@@ -128,15 +129,17 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in ``torch.optim``; raises OptimizerStateError, before anything is added, for what cannot be trained."""
         group = {**param_group, "params": param_group["params"]}
-        ours = self.rule.checked({**self.defaults, **group})
+        rule = self.rule_of_group({**self.defaults, **group})
+        ours = rule.checked({**self.defaults, **group})
         group |= {name: value for name, value in ours.items() if name in group}
         self._forget_groups()
         before = len(self.param_groups)
-        super().add_param_group({**group, **dict(self.rule.implementation)})
+        super().add_param_group({**group, **dict(rule.implementation)})
         try:
             for param in self.param_groups[-1]["params"]:
                 if param.requires_grad:  # a frozen one may be quantized
                     check_param(param)
+                    check_whole(rule, param)
         except OptimizerStateError:
             del self.param_groups[before:]
             raise
@@ -289,8 +292,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def _updates(self, started: Collection[int], pending: Iterable[Updates]) -> list[Update]:
         all_params = ((p, g) for g in self.param_groups for p in g["params"])
         with_grad = [(p, g) for p, g in all_params if p.grad is not None and id(p) not in started]
-        for param, _ in with_grad:
+        for param, group in with_grad:
             check_param(param)
+            check_whole(self.rule_of_group(group), param)
             check_grad(param, param.grad)
         updates, grows = [], False
         for param, group in with_grad:

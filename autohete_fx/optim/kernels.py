@@ -7,7 +7,7 @@
 
 An element-wise rule is traced once for (weight dtype, gradient dtype, device), with a symbolic length and with every
 hyperparameter in a small tensor, and compiled by Inductor (`internals.small_kernels`). On a CPU the C++ wrapper is asked for, which
-lets go of the GIL. Other rules get whole parameters, in eager operations.
+lets go of the GIL. Rules of whole parameters are eager operations (`in_place.update_whole`).
 
 **A weight that is no longer a nearest 16-bit value of its master has been edited by the user, and wins**, element by
 element: its master is then read from the weight. Comparing the data is the only complete test: version counters miss
@@ -43,7 +43,7 @@ one row at a time."""
 
 
 def update(rule: Rule, weight: Tensor, grad: Tensor, states: Sequence[Tensor], coefs: Tensor) -> None:
-    """One step, in place, on tensors of one device and size: flat ones of an element-wise rule, else of the parameter's shape.
+    """One step of an element-wise rule, in place, on flat tensors of one device and size.
 
     Args:
         weight: the parameter.
@@ -53,9 +53,6 @@ def update(rule: Rule, weight: Tensor, grad: Tensor, states: Sequence[Tensor], c
     """
     length = weight.numel()
     if not length:
-        return
-    if not rule.is_elementwise:
-        _advance(rule, weight, grad, states, coefs)
         return
     small = weight.device.type == "cpu" and length <= _SMALL
     kernel = _compiled(rule, weight.dtype, grad.dtype, weight.device, small)

@@ -58,7 +58,8 @@ def read_groups(optimizer: str, rule_of: RuleOf, state_dict: Mapping[str, Any], 
             )
         if (why := rule.foreign(new)) is not None:
             raise OptimizerStateError(f"group {index} of the state dict {why}")
-        kept = {**_LATE, **({"param_names": own["param_names"]} if "param_names" in own else {})}
+        kept = {name: own[name] for name in ("param_names", "use_muon") if name in own}
+        kept |= {name: value for name, value in _LATE.items() if name in rule.names}
         result.append({**kept, **new, **dict(rule.implementation), "params": own["params"]})
     return result
 

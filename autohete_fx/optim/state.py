@@ -26,6 +26,7 @@ from autohete_fx.runtime.disk import DiskTier, Walk
 from autohete_fx.runtime.lanes.lanes import Lanes
 from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import placement_of
+from autohete_fx.runtime.shard.parts import shard_of
 from autohete_fx.runtime.tiers.host import HostTier, is_home
 
 MASTER = "master"
@@ -52,6 +53,16 @@ def check_param(param: Tensor) -> None:
         raise OptimizerStateError(
             f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; expected float32, float64, bfloat16 "
             "or float16. Give parameters of other dtypes (complex ones as torch.view_as_real) to another optimizer"
+        )
+
+
+def check_whole(rule: Rule, param: Tensor) -> None:
+    """Raise OptimizerStateError for a parameter that is to be updated whole and is not whole here."""
+    part = None if rule.is_elementwise else shard_of(param)
+    if part is not None:
+        raise OptimizerStateError(
+            f"a parameter of shape {part.size}, of which this rank holds {part.shape}, was given to {rule.name}, which updates"
+            " matrices whole; expected a parameter that ranks hold no shards of: train with autohete_fx.AdamW, or on one device"
         )
 
 

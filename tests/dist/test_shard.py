@@ -169,6 +169,12 @@ def refusals() -> dict[str, Any]:
     optimizer.step()
     found["goes on"] = not all(map(torch.equal, before, model.parameters()))
     found["twice"] = refusal(lambda: shard(model, mesh()))
+    found["Muon"] = refusal(lambda: autohete_fx.Muon(model))
+    early = make()
+    muon = autohete_fx.Muon(early, is_matrix=lambda name, param: param.ndim == 2)
+    shard(early, mesh())
+    early.layers[0].up._parameters["weight"].grad = torch.zeros_like(early.layers[0].up._parameters["weight"])
+    found["early Muon"] = refusal(muon.step)
     found["2-D"] = refusal(lambda: shard(make(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("copy", "shard"))))
     found["mesh"] = refusal(lambda: shard(make(), 2))  # type: ignore[arg-type]
     found["differ"] = refusal(lambda: shard(make(layers=1 + rank), mesh()))
@@ -191,6 +197,9 @@ def test_wrong_use_is_an_error_that_says_what_to_do(tmp_path: Path):
         assert "the models of ranks" in found["differ"] and "layers.1.norm.weight" in found["differ"]
         assert "_flat_weights" in found["LSTM"] and "no values yet" in found["meta"]
         assert "Replace parameters within" in found["replaced"]
+        for name in ("Muon", "early Muon"):
+            text = found.pop(name)
+            assert text.startswith("OptimizerStateError") and "of which this rank holds (151, 96)" in text, text
         assert all(text.startswith("ShardError") for text in found.values() if isinstance(text, str))
 
 

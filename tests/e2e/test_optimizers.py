@@ -1,4 +1,4 @@
-"""Training with Lion, Adam and SGD: equal to their references wherever states are, and planned with their bytes and seconds."""
+"""Training with Lion, Adam, SGD and Muon: equal to their references wherever states are, planned with their bytes and seconds."""
 
 import gc
 from typing import Any
@@ -17,7 +17,7 @@ from examples.benchmarks.emulated import Emulation, Speeds
 from tests import training
 from tests.held_updates import random_delays, use_lanes
 from tests.main_job import slow
-from tests.training import REFERENCES, Sizes, adam, assert_equal, lion, make, momentum, ours, sgd, train
+from tests.training import REFERENCES, Sizes, adam, assert_equal, lion, make, momentum, muon, ours, sgd, train
 
 
 def plain(made: Any, model: training.Model, **how: Any) -> list[torch.Tensor]:
@@ -52,6 +52,10 @@ def planned(name: str, overlap: str | None) -> autohete_fx.Plan:
         (sgd, "mixed", "backward"),
         slow(sgd, "streamed", "step"),
         slow(sgd, "disk", "step"),
+        (muon, "mixed", "backward"),
+        (muon, "streamed", "step"),
+        slow(muon, "disk", "step"),
+        slow(muon, "keep", "step"),
     ],
 )
 def test_training_is_bitwise_exact_under_random_delays(
@@ -86,7 +90,13 @@ def test_clipping_and_micro_batches(made: Any, name: str, monkeypatch: pytest.Mo
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "name"),
-    [*((lion, name) for name in ("mixed", "streamed", "disk")), (adam, "mixed"), (momentum, "streamed"), (sgd, "disk")],
+    [
+        *((lion, name) for name in ("mixed", "streamed", "disk")),
+        (adam, "mixed"),
+        (momentum, "streamed"),
+        (sgd, "disk"),
+        (muon, "streamed"),
+    ],
 )
 def test_a_bf16_model_trains_as_with_states_on_the_device(made: Any, name: str, monkeypatch: pytest.MonkeyPatch):
     sizes = Sizes(width=128)  # 16-bit parameters of narrower layers are too small to move
