@@ -38,6 +38,8 @@ from autohete_fx.runtime.shard.parts import shard_of
 from autohete_fx.runtime.tiers.host import is_home
 
 _COUNTER_BYTES = 4
+_LIBRARY_BYTES = 2**18
+"""What a CPU's library of products takes, however small they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +101,25 @@ def update_share(param: torch.nn.Parameter) -> float:
     return 1.0 if owner is None else owner.update_share_of(param)
 
 
+def product_flops(param: torch.nn.Parameter) -> float:
+    """Floating point operations of matrix products in an update."""
+    owner = optimizer_of(param) if param.requires_grad else None
+    return 0.0 if owner is None else owner.product_flops_of(param)
+
+
+def update_workspace_bytes(params: Iterable[torch.nn.Parameter]) -> int:
+    """Memory that updates of whole parameters need, one after the other, beside states. A CPU's products reorder what they
+    multiply, in as much memory as the matrix itself takes in fp32."""
+    most = 0
+    for param in params:
+        owner = optimizer_of(param) if param.requires_grad else None
+        needed = 0 if owner is None else owner.workspace_bytes_of(param)
+        if needed and param.device.type == "cpu":
+            needed += 4 * param.numel() + _LIBRARY_BYTES
+        most = max(most, needed)
+    return most
+
+
 def num_ranks(params: Iterable[torch.nn.Parameter]) -> int:
     """How many ranks hold shards of the parameters: 1 where they are this process's alone."""
     return max((part.ranks.count for param in params if (part := shard_of(param)) is not None), default=1)
@@ -126,6 +147,7 @@ def param_infos(
             requires_grad=param.requires_grad,
             state_bytes=state_bytes(param),
             update_share=update_share(param),
+            product_flops=product_flops(param),
         )
     return infos
 
@@ -280,6 +302,7 @@ def make_problem(
         allow_moving_some_states=True,
         # Where host and device share a memory, states have no way to go.
         allow_streamed_optimizer=machine.device_type != "cpu" and is_elementwise(params.values()),
+        update_workspace_bytes=update_workspace_bytes(params.values()) if training else 0,
         micro_batches=options.micro_batches,
         num_ranks=num_ranks(params.values()),
         schedule=schedule_of(list(params.values()), machine),

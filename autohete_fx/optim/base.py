@@ -36,6 +36,7 @@ from autohete_fx.optim.state import (
     state_bytes,
     state_placement_of,
     update_share,
+    update_workspace_bytes,
 )
 from autohete_fx.optim.updates import apply
 from autohete_fx.runtime.pending.backward import Consumed
@@ -316,6 +317,15 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def update_share_of(self, param: Tensor) -> float:
         """Bytes that an update of ``param`` reads and writes, over those of an AdamW update."""
         return update_share(self.rule_of(param), param)
+
+    def product_flops_of(self, param: Tensor) -> float:
+        """Floating point operations of matrix products in an update of ``param``."""
+        group = self.group_of(param)
+        return 0.0 if group is None else self.rule_of_group(group).product_flops(param, group)
+
+    def workspace_bytes_of(self, param: Tensor) -> int:
+        """Memory that an update of ``param`` needs beside it, its gradient and its states."""
+        return update_workspace_bytes(self.rule_of(param), param)
 
     @_untraced
     @torch.no_grad()

@@ -33,6 +33,9 @@ HALF = (torch.bfloat16, torch.float16)
 _TILE = 1 << 18
 """Elements of a tile where eager arithmetic needs temporaries; a multiple of every vector length."""
 
+_TEMPORARIES = 5
+"""In fp32, while a tile of weights is compared with its masters."""
+
 _SMALL = 1 << 15
 """Up to this length one thread of a CPU does it all: waking the others takes as long."""
 
@@ -79,6 +82,11 @@ def reconcile_master(weight: Tensor, master: Tensor) -> None:
     """Make the flat ``master`` agree with an edited ``weight``; bounded temporaries. No edit, no change."""
     for w, m in zip(weight.split(_TILE), master.split(_TILE), strict=True):
         m.copy_(_current(w, m))
+
+
+def comparing_bytes(length: int) -> int:
+    """Memory that `reconcile_master` needs for so many elements: temporaries of a tile."""
+    return _TEMPORARIES * 4 * min(length, _TILE)
 
 
 def _current(weight: Tensor, master: Tensor) -> Tensor:

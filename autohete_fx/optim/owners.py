@@ -54,6 +54,14 @@ class Owner(Protocol):
         """Bytes that an update of ``param`` reads and writes, over those of an AdamW update."""
         ...
 
+    def product_flops_of(self, param: Tensor) -> float:
+        """Floating point operations of matrix products in an update of ``param``."""
+        ...
+
+    def workspace_bytes_of(self, param: Tensor) -> int:
+        """Memory that an update of ``param`` needs beside it, its gradient and its states."""
+        ...
+
 
 _owners = WeakIdKeyDictionary()
 _num_changes = 0

@@ -20,7 +20,7 @@ from autohete_fx.errors import OptimizerStateError
 from autohete_fx.graph.ops import contiguous_stride, is_dense
 from autohete_fx.internals import versions
 from autohete_fx.ir import Optimizer
-from autohete_fx.optim.kernels import HALF, reconcile_master
+from autohete_fx.optim.kernels import HALF, comparing_bytes, reconcile_master
 from autohete_fx.optim.rule import Rule
 from autohete_fx.runtime.disk import DiskTier, Walk
 from autohete_fx.runtime.lanes.lanes import Lanes
@@ -109,6 +109,13 @@ def _updated_bytes(param: Tensor, num_moments: int) -> int:
     """The gradient and a 16-bit weight are read, all else is read and written."""
     states = num_moments + needs_master(param)
     return 2 * states * state_dtype(param).itemsize + 3 * param.element_size()
+
+
+def update_workspace_bytes(rule: Rule, param: Tensor) -> int:
+    """Memory that an update needs beside parameter, gradient and states where the parameter is updated whole: the rule's own, and
+    of a 16-bit parameter that of comparing it with its master."""
+    own = rule.workspace_bytes(param)
+    return own + (comparing_bytes(param.numel()) if own and needs_master(param) else 0)
 
 
 def uses_fused(rule: Rule, param: Tensor) -> bool:

@@ -119,6 +119,7 @@ SIZES = Sizes(width=256, batch=4, time=32, layers=4)
         slow(adam, 1e6, Optimizer.STREAMED),
         slow(momentum, 1e6, Optimizer.STREAMED),
         (sgd, 1e9, Optimizer.HOST),
+        (muon, 1e9, Optimizer.HOST),
     ],
 )
 def test_solved_plans_keep_their_budgets(made: Any, update_params_per_s: float, expected: Optimizer):
@@ -168,3 +169,25 @@ def test_plans_count_states_and_what_updates_move(monkeypatch: pytest.MonkeyPatc
             20 / 28 if trains else 1.0
         )
         assert sgd_.update_share == (12 / 28 if trains else 1.0)
+
+
+def test_plans_count_the_products_and_the_workspace_of_muon(monkeypatch: pytest.MonkeyPatch):
+    """Four matrices a layer, of 256 x 256 to 256 x 1024, with a state each; the embedding and the head have two."""
+    problems: list[Problem] = []
+    monkeypatch.setattr(
+        captured, "make_problem", lambda *args, **how: problems.append(make_problem(*args, **how)) or problems[-1]
+    )
+    model, batch = make("cpu", SIZES), training.batch("cpu", 0, sizes=SIZES)
+    optimizer = muon(model)
+    autohete_fx.explain(model, batch, options={"profile": "analytic", "inner_backend": "eager"})
+    [*_, problem] = problems
+    width, gram = 256, 2 * 256**3
+    first, *layers, last = problem.costs
+    for cost in layers:
+        flops = tuple(5 * (4 * width * width * most + gram) for most in (width, 3 * width, 4 * width, 4 * width))
+        assert cost.product_flops == flops and cost.optimizer_bytes == 4 * cost.num_params == 4 * 12 * width * width
+    assert first.optimizer_bytes == 8 * first.num_params and last.optimizer_bytes == 8 * last.num_params
+    assert not any((*first.product_flops, *last.product_flops)) and not problem.allow_streamed_optimizer
+    largest = 4 * width * width
+    assert 6 * largest <= problem.update_workspace_bytes <= 12 * largest + 2**18
+    del optimizer
