@@ -30,6 +30,7 @@ from autohete_fx.ir import (
 from autohete_fx.ir.labels import labels_of
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.optim.owners import Owner, optimizer_of
+from autohete_fx.optim.streamed import WHOLE_SLOTS
 from autohete_fx.options import Options
 from autohete_fx.planner.model.figures import host_bytes
 from autohete_fx.profiler import ParamInfo
@@ -107,17 +108,22 @@ def product_flops(param: torch.nn.Parameter) -> float:
     return 0.0 if owner is None else owner.product_flops_of(param)
 
 
-def update_workspace_bytes(params: Iterable[torch.nn.Parameter]) -> int:
-    """Memory that updates of whole parameters need, one after the other, beside states. A CPU's products reorder what they
-    multiply, in as much memory as the matrix itself takes in fp32."""
-    most = 0
+def update_workspace_bytes(params: Iterable[torch.nn.Parameter], *, streams: bool) -> int:
+    """Memory that updates of whole parameters need beside states, given whether any states are streamed.
+
+    The updates run one after the other. A CPU's products reorder what they multiply, in as much memory as the matrix itself takes
+    in fp32. Streamed states pass through slots, each of which takes all of a parameter's and the parameter.
+    """
+    most = slot = 0
     for param in params:
         owner = optimizer_of(param) if param.requires_grad else None
         needed = 0 if owner is None else owner.workspace_bytes_of(param)
         if needed and param.device.type == "cpu":
             needed += 4 * param.numel() + _LIBRARY_BYTES
+        if needed and streams:
+            slot = max(slot, state_bytes(param) + param.nbytes)
         most = max(most, needed)
-    return most
+    return most + WHOLE_SLOTS * slot
 
 
 def num_ranks(params: Iterable[torch.nn.Parameter]) -> int:
@@ -285,6 +291,7 @@ def make_problem(
     keep_placement: bool,
 ) -> Problem:
     """The planner's input. ``keep_placement``: parameters that are placed already stay where they are."""
+    streams = options.plan is not None and any(decision.streams for decision in options.plan.decisions)
     allow_disk = training and {"host_optimizer", "disk_optimizer"} <= options.allow
     fixed = tuple(_placed_decision(block, params) for block in graph.blocks) if keep_placement else ()
     problem = Problem(
@@ -302,7 +309,7 @@ def make_problem(
         allow_moving_some_states=True,
         # Where host and device share a memory, states have no way to go.
         allow_streamed_optimizer=machine.device_type != "cpu" and is_elementwise(params.values()),
-        update_workspace_bytes=update_workspace_bytes(params.values()) if training else 0,
+        update_workspace_bytes=update_workspace_bytes(params.values(), streams=streams) if training else 0,
         micro_batches=options.micro_batches,
         num_ranks=num_ranks(params.values()),
         schedule=schedule_of(list(params.values()), machine),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from autohete_fx.compiler.problem import update_workspace_bytes
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Lane, Optimizer, Overlap, Params, Schedule
 from autohete_fx.optim import AdamW, Muon
@@ -185,6 +186,24 @@ def test_a_step_takes_the_workspace_that_plans_count() -> None:
                 # A CPU's products reorder a transposed matrix. Masters are compared with weights in a few temporaries of a tile.
                 assert expected <= taken <= expected + (6 * 2**20 if dtype is torch.bfloat16 else 2**21)
                 assert expected <= 8 * 512 * 1024
+
+
+def test_streamed_matrices_take_the_memory_that_a_given_plan_counts(tier: HostTier) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        params = make_params(dtype, [(512, 1024), (1024, 512), (256, 256), (512, 512)])
+        optimizer = Muon([{"params": params, "use_muon": True}])
+        with placed(params, Optimizer.STREAMED, tier, is_host=False, params_at=Params.HOST):
+            for step in range(2):
+                for p in params:
+                    p.grad = torch.randn(p.shape).to(dtype)
+                lower_fences()
+                with MemoryMeter("cpu") as meter:
+                    optimizer.step()
+                    lower_fences()
+                    optimizer.synchronize()
+                if step:
+                    counted = update_workspace_bytes(params, streams=True)
+                    assert 0.6 * counted <= meter.peak_bytes - meter.start_bytes <= counted
 
 
 def test_flops_of_products() -> None:
