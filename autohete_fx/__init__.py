@@ -21,7 +21,7 @@ from autohete_fx.errors import (
     ShardError,
 )
 from autohete_fx.ir import Activations, BlockDecision, Optimizer, Params, Plan
-from autohete_fx.optim import AdamW, Lion
+from autohete_fx.optim import SGD, Adam, AdamW, Lion, Muon
 from autohete_fx.runtime.meter import MemoryMeter
 from autohete_fx.runtime.place import place
 from autohete_fx.runtime.shard import gathered, shard
@@ -29,7 +29,9 @@ from autohete_fx.runtime.shard import gathered, shard
 __version__ = "0.1.0"
 
 __all__ = [
+    "SGD",
     "Activations",
+    "Adam",
     "AdamW",
     "AutoHeteError",
     "BlockDecision",
@@ -38,6 +40,7 @@ __all__ = [
     "InfeasiblePlanError",
     "Lion",
     "MemoryMeter",
+    "Muon",
     "Optimizer",
     "OptimizerStateError",
     "OptionError",

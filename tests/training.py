@@ -184,7 +184,8 @@ def train(
             seen.extend(map(copied, between(model)))
     seen.extend(map(copied, model.parameters()))
     states = optimizer.state_dict()["state"]
-    seen.extend(copied(states[i][name]) for i in sorted(states) for name in sorted(states[i]) if name.startswith("exp"))
+    moments = ((i, name) for i in sorted(states) for name in sorted(states[i]) if name not in ("step", "master"))
+    seen.extend(copied(states[i][name]) for i, name in moments)
     return seen
 
 
@@ -254,6 +255,63 @@ def lion(model: nn.Module, overlap: str | None = "step") -> autohete_fx.Lion:
     """Ours, with the hyperparameters of its reference."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return autohete_fx.Lion(trained, lr=1e-3, weight_decay=0.1, overlap=overlap)
+
+
+def adam(model: nn.Module, overlap: str | None = "step") -> autohete_fx.Adam:
+    """Ours, with the hyperparameters of its reference."""
+    return autohete_fx.Adam(model.parameters(), lr=1e-3, weight_decay=0.1, overlap=overlap)
+
+
+def momentum(model: nn.Module, overlap: str | None = "step") -> autohete_fx.SGD:
+    """Ours, with the hyperparameters of its reference."""
+    how = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}
+    return autohete_fx.SGD(model.parameters(), **how, overlap=overlap)
+
+
+def sgd(model: nn.Module, overlap: str | None = "step") -> autohete_fx.SGD:
+    """Ours, with the hyperparameters of its reference, and no state."""
+    return autohete_fx.SGD(model.parameters(), lr=1e-1, overlap=overlap)
+
+
+def muon(model: nn.Module, overlap: str | None = "step") -> autohete_fx.Muon:
+    """Ours, with the hyperparameters of its reference."""
+    return autohete_fx.Muon(model, lr=0.02, adamw={"lr": 1e-3}, overlap=overlap)
+
+
+class ReferenceMuon:
+    """``torch.optim.Muon`` for the matrices of layers, ``torch.optim.AdamW`` for all else."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.params = list(model.parameters())
+        matrices = [p for name, p in model.named_parameters() if name.startswith("layers.") and p.ndim == 2]
+        inside = set(map(id, matrices))
+        others = [p for p in self.params if id(p) not in inside]
+        self.optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=1e-3, fused=True)]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for p in self.params:
+            p.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """States in the order of ours: matrices first."""
+        states = [optimizer.state[p] for optimizer in self.optimizers for p in optimizer.param_groups[0]["params"]]
+        return {"state": dict(enumerate(states))}
+
+
+REFERENCES: dict[Any, Callable[[nn.Module], Any]] = {
+    lion: lambda model: ReferenceLion(model.parameters()),
+    adam: lambda model: torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True),
+    momentum: lambda model: torch.optim.SGD(
+        model.parameters(), lr=1e-2, momentum=0.9, dampening=0.1, weight_decay=0.1, fused=True
+    ),
+    sgd: lambda model: torch.optim.SGD(model.parameters(), lr=1e-1, fused=True),
+    muon: ReferenceMuon,
+}
+"""What each of them must equal, by what makes ours."""
 
 
 def ours(

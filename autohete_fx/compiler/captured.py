@@ -25,6 +25,7 @@ from autohete_fx.compiler.problem import (
     note_on_reduction,
     notes_on_optimizer,
     param_infos,
+    product_flops,
     reducing_after_backward,
     refuse_moving,
     small_bytes,
@@ -153,7 +154,11 @@ class CapturedGraph:
         where = ("", "") if placement is None else (placement.params.value, placement.optimizer.value)
         owner = optimizer_of(param)
         clips = owner is not None and owner.max_grad_norm is not None
-        updated = ("", -1) if owner is None else (owner.overlap.value, clips, owner.rule.name, state_bytes(param))
+        updated = (
+            ("", -1)
+            if owner is None
+            else (owner.overlap.value, clips, owner.rule_of(param).name, state_bytes(param), product_flops(param))
+        )
         return (name, *where, *updated)
 
     def param_infos(self, gm: fx.GraphModule) -> dict[str, ParamInfo]:

@@ -30,6 +30,7 @@ from autohete_fx.ir import (
 from autohete_fx.ir.labels import labels_of
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.optim.owners import Owner, optimizer_of
+from autohete_fx.optim.streamed import WHOLE_SLOTS
 from autohete_fx.options import Options
 from autohete_fx.planner.model.figures import host_bytes
 from autohete_fx.profiler import ParamInfo
@@ -38,6 +39,8 @@ from autohete_fx.runtime.shard.parts import shard_of
 from autohete_fx.runtime.tiers.host import is_home
 
 _COUNTER_BYTES = 4
+_LIBRARY_BYTES = 2**18
+"""What a CPU's library of products takes, however small they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,30 @@ def update_share(param: torch.nn.Parameter) -> float:
     return 1.0 if owner is None else owner.update_share_of(param)
 
 
+def product_flops(param: torch.nn.Parameter) -> float:
+    """Floating point operations of matrix products in an update."""
+    owner = optimizer_of(param) if param.requires_grad else None
+    return 0.0 if owner is None else owner.product_flops_of(param)
+
+
+def update_workspace_bytes(params: Iterable[torch.nn.Parameter], *, streams: bool) -> int:
+    """Memory that updates of whole parameters need beside states, given whether any states are streamed.
+
+    The updates run one after the other. A CPU's products reorder what they multiply, in as much memory as the matrix itself takes
+    in fp32. Streamed states pass through slots, each of which takes all of a parameter's and the parameter.
+    """
+    most = slot = 0
+    for param in params:
+        owner = optimizer_of(param) if param.requires_grad else None
+        needed = 0 if owner is None else owner.workspace_bytes_of(param)
+        if needed and param.device.type == "cpu":
+            needed += 4 * param.numel() + _LIBRARY_BYTES
+        if needed and streams:
+            slot = max(slot, state_bytes(param) + param.nbytes)
+        most = max(most, needed)
+    return most + WHOLE_SLOTS * slot
+
+
 def num_ranks(params: Iterable[torch.nn.Parameter]) -> int:
     """How many ranks hold shards of the parameters: 1 where they are this process's alone."""
     return max((part.ranks.count for param in params if (part := shard_of(param)) is not None), default=1)
@@ -106,7 +133,8 @@ def num_ranks(params: Iterable[torch.nn.Parameter]) -> int:
 
 def is_elementwise(params: Iterable[torch.nn.Parameter]) -> bool:
     """Whether all updates may be cut into pieces and windows, as plans count them: whole states would take more memory."""
-    return all(owner.rule.is_elementwise for owner in _owners(params))
+    owned = ((p, optimizer_of(p)) for p in params if p.requires_grad)
+    return all(owner.rule_of(p).is_elementwise for p, owner in owned if owner is not None)
 
 
 def param_infos(
@@ -125,6 +153,7 @@ def param_infos(
             requires_grad=param.requires_grad,
             state_bytes=state_bytes(param),
             update_share=update_share(param),
+            product_flops=product_flops(param),
         )
     return infos
 
@@ -262,6 +291,7 @@ def make_problem(
     keep_placement: bool,
 ) -> Problem:
     """The planner's input. ``keep_placement``: parameters that are placed already stay where they are."""
+    streams = options.plan is not None and any(decision.streams for decision in options.plan.decisions)
     allow_disk = training and {"host_optimizer", "disk_optimizer"} <= options.allow
     fixed = tuple(_placed_decision(block, params) for block in graph.blocks) if keep_placement else ()
     problem = Problem(
@@ -279,6 +309,7 @@ def make_problem(
         allow_moving_some_states=True,
         # Where host and device share a memory, states have no way to go.
         allow_streamed_optimizer=machine.device_type != "cpu" and is_elementwise(params.values()),
+        update_workspace_bytes=update_workspace_bytes(params.values(), streams=streams) if training else 0,
         micro_batches=options.micro_batches,
         num_ranks=num_ranks(params.values()),
         schedule=schedule_of(list(params.values()), machine),

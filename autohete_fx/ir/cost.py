@@ -1,5 +1,6 @@
 """The costs of a block, in seconds and bytes."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from autohete_fx.ir.decision import Activations, BlockDecision, Optimizer
@@ -49,6 +50,8 @@ class BlockCost:
         num_params: trainable parameters, in elements.
         trained: the elements of each trainable parameter, smallest first, ``num_params`` in all; empty where it is not
             known how they divide.
+        trained_states: bytes of the optimizer states of each of ``trained``, in its order; empty where they are as its elements.
+        product_flops: operations of matrix products in the update of each of ``trained``, in its order; empty for none.
         update_share: bytes that an update of ``num_params`` reads and writes, over those of an AdamW update, whose rates are known.
         selective: of computing again only what is cheap to compute; None where that would free nothing.
         num_param_tensors, num_grad_tensors: in how many copies the parameters move, and their gradients.
@@ -73,6 +76,8 @@ class BlockCost:
     optimizer_bytes: int
     num_params: int
     trained: tuple[int, ...] = ()
+    trained_states: tuple[int, ...] = ()
+    product_flops: tuple[float, ...] = ()
     update_share: float = 1.0
     selective: ActivationCost | None = None
     num_param_tensors: int = 1
@@ -99,6 +104,16 @@ class BlockCost:
         """Updates of the trainable parameters that belong to ``places``, as so many of AdamW's that take as long."""
         return self.update_share * self.part_at(self.num_params, decision, *places)
 
+    def states_at(self, decision: BlockDecision, *places: Optimizer) -> int:
+        """Bytes of the optimizer states at ``places``."""
+        if not self.trained_states:
+            return self.part_at(self.optimizer_bytes, decision, *places)
+        return int(_of_each(self.trained_states, decision, places))
+
+    def products_at(self, decision: BlockDecision, *places: Optimizer) -> float:
+        """Floating point operations of the matrix products in updates of parameters with optimizer states at ``places``."""
+        return _of_each(self.product_flops, decision, places)
+
     def part_at(self, num_bytes: int, decision: BlockDecision, *places: Optimizer) -> int:
         """The part of a quantity of all trainable parameters, bytes or elements, that belongs to parameters whose optimizer
         states are at one of ``places``."""
@@ -116,6 +131,13 @@ class BlockCost:
         if count is None:
             return self.num_grad_tensors * (decision.optimizer in places)
         return count * (decision.optimizer in places) + (len(self.trained) - count) * (decision.other_states in places)
+
+
+def _of_each(amounts: Sequence[float], decision: BlockDecision, places: Collection[Optimizer]) -> float:
+    """The sum of what belongs to trainable parameters, smallest parameter first, with optimizer states at ``places``."""
+    count = len(amounts) if decision.num_moved_states is None else decision.num_moved_states
+    first, others = sum(amounts[:count]), sum(amounts[count:])
+    return first * (decision.optimizer in places) + others * (decision.other_states in places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,8 @@ from autohete_fx.errors import MachineError
 from autohete_fx.ir.files import SavedAs, checked, refuse_unknown
 
 MACHINE_SCHEMA_VERSION = 1
+ASSUMED_HOST_FLOPS_PER_S = 1e12
+"""Of bf16 products on the host beside a GPU, where nobody has timed them: a socket of a server without matrix units."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,7 @@ class Machine:
             engine of their own; 1 where the processors that compute do the copying.
         net_bytes_per_s: of one rank's link to the others, in one direction; 0 where there are no others.
         net_latency_s: fixed cost of a message between two ranks.
+        host_flops_per_s: products of bf16 matrices on the host; 0 where nobody knows (`host_products_per_s`).
         launch_s: the least that a kernel takes; 0 where nobody knows.
     """
 
@@ -53,6 +56,14 @@ class Machine:
     net_latency_s: float = 0.0
     backward_flops_per_s: tuple[tuple[str, float], ...] = ()
     launch_s: float = 0.0
+    host_flops_per_s: float = 0.0
+
+    @property
+    def host_products_per_s(self) -> float:
+        """Floating point operations of bf16 products on the host: as known, as those of a device that is the host, or assumed."""
+        if self.host_flops_per_s:
+            return self.host_flops_per_s
+        return self.flops_per_s("bfloat16") if self.device_type == "cpu" else ASSUMED_HOST_FLOPS_PER_S
 
     def flops_per_s(self, dtype: str, *, backward: bool = False) -> float:
         """Matmul rate for a dtype, of forward or of backward; the slowest known one where it was not measured."""
@@ -99,7 +110,7 @@ _RATES = (
     "host_update_params_per_s",
 )
 _MAY_BE_ZERO = ("disk_bytes_per_s", "latency_s", "copy_share")
-_MAY_LACK = ("net_bytes_per_s", "net_latency_s", "launch_s")
+_MAY_LACK = ("net_bytes_per_s", "net_latency_s", "launch_s", "host_flops_per_s")
 """0 where a file does not say: those of machines that were measured, and alone, do not."""
 
 

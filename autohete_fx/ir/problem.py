@@ -28,6 +28,7 @@ class Problem:
         allow_moving_some_states: likewise, beside ``allow_host_optimizer``: whether ``num_moved_states`` may be decided.
         allow_streamed_optimizer, allow_disk_optimizer: likewise, beside ``allow_host_optimizer``.
         schedule: when updates on the host run. On a CPU device they always run inside ``optimizer.step()``.
+        update_workspace_bytes: memory that updates of whole parameters, one after the other, need where they run.
         clips_gradients: whether the norm of all gradients must be known before the first update.
         micro_batches: forward and backward passes per optimizer step.
         num_ranks: how many ranks hold shards of the parameters.
@@ -54,6 +55,7 @@ class Problem:
     allow_streamed_optimizer: bool = False
     allow_disk_optimizer: bool = False
     schedule: Schedule = field(default_factory=Schedule)
+    update_workspace_bytes: int = 0
     clips_gradients: bool = False
     micro_batches: int = 1
     num_ranks: int = 1

@@ -26,6 +26,11 @@ def machine_text(machine: Machine) -> str:
                 for dtype, rate in machine.backward_flops_per_s
                 if rate != machine.flops_per_s(dtype)
             ),
+            *(
+                [f"  {'matmul, bfloat16, host':<28}{host / 1e12:.3g} TFLOP/s"]
+                if (host := machine.host_flops_per_s)
+                else []
+            ),
             *(f"  {f'{name}, bandwidth':<28}{format_bytes(rate)}/s" for name, rate in rates if rate),
             *(f"  {f'AdamW {where}':<28}{format_count(rate)} parameters/s" for where, rate in updates if rate),
             f"  {'latency of a transfer':<28}{format_seconds(machine.latency_s)}",

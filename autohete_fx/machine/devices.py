@@ -36,6 +36,7 @@ Host
     desktop with as much memory as its platform takes. An update on the host moves UPDATE_BYTES a parameter (fp32 master and
     moments read and written, the gradient read and a 16-bit weight written; as many for pure fp32) at HOST_SHARE of the
     stated DRAM bandwidth: STREAM reaches about 0.8 of it, our AdamW about 0.9 of STREAM.
+    Matrix products there, which Muon's updates take, are assumed to do `ASSUMED_HOST_FLOPS_PER_S`.
 Net
     Between GPUs of a node, bytes a second that one sends in a ring: NVLink of A100 240 of 300 GB/s a direction, of H100 370 of 450
     (``torch/_inductor/comm_analysis.py``), and for other NVLinks and Infinity Fabric NET_SHARE of what they state, an assumption.
@@ -53,6 +54,7 @@ from dataclasses import replace
 
 from autohete_fx.errors import OptionError, unknown_word
 from autohete_fx.ir import Machine
+from autohete_fx.ir.machine import ASSUMED_HOST_FLOPS_PER_S
 from autohete_fx.machine.data_sheets import DEVICES
 from autohete_fx.machine.device_spec import DeviceSpec, Net
 
@@ -103,6 +105,7 @@ def machine_of_spec(spec: DeviceSpec, *, tf32: bool = False) -> Machine:
         disk_bytes_per_s=DISK_SHARE * spec.host.disk_gb_per_s * 1e9,
         device_update_params_per_s=spec.update_share * spec.memory_gb_per_s * 1e9 / UPDATE_BYTES,
         host_update_params_per_s=HOST_SHARE * spec.host.dram_gb_per_s * 1e9 / UPDATE_BYTES,
+        host_flops_per_s=ASSUMED_HOST_FLOPS_PER_S,
         latency_s=LATENCY_S,
         launch_s=LAUNCH_S,
     )
@@ -131,6 +134,7 @@ def machine_of_rank(machine: Machine, *, ranks_of_node: int, net_bytes_per_s: fl
         disk_bytes=machine.disk_bytes // ranks_of_node,
         disk_bytes_per_s=machine.disk_bytes_per_s / ranks_of_node,
         host_update_params_per_s=machine.host_update_params_per_s / ranks_of_node,
+        host_flops_per_s=machine.host_products_per_s / ranks_of_node,
         net_bytes_per_s=net_bytes_per_s,
         net_latency_s=net_latency_s,
     )

@@ -36,6 +36,8 @@ _STREAM_BYTES = {"cpu": 24 * 2**20, "cuda": 128 * 2**20}
 # Parameters, gradients and moments together more than a cache holds; beside a GPU that is the cache of a server.
 _UPDATE_PARAMS = {"cpu": 2**22, "cuda": 2**24}
 _SERVER_UPDATE_PARAMS = 2**25
+_HOST_PRODUCT = 2048
+"""Rows and columns of matrices that the host multiplies beside a GPU."""
 _PRODUCTS = {"cpu": 1, "cuda": 8}
 """At a time: one of a GPU takes hardly longer than to launch it and to see that it is done."""
 _PRODUCT_SIZE = {"cpu": 768, "cuda": 4096}
@@ -225,6 +227,12 @@ def _update_rate(device: torch.device, make: MakeTensor, count: int) -> float:
         return count / best_seconds(device, step)
 
 
+def _host_product_rate() -> float:
+    """Floating point operations a second of bf16 products on the host."""
+    left, product = (torch.ones(_HOST_PRODUCT, _HOST_PRODUCT, dtype=torch.bfloat16) for _ in range(2))
+    return 2.0 * _HOST_PRODUCT**3 / best_seconds(torch.device("cpu"), lambda: torch.mm(left, left, out=product))
+
+
 def measure_disk(directory: str | None = None) -> float:
     """Bytes per second of a file in a directory that is written, and read when it has left RAM; rounded, for disks differ from
     moment to moment. 0 where there is no room for the file."""
@@ -322,6 +330,7 @@ def measure_machine(
             if device.type == "cpu"
             else _update_rate(device, make, _UPDATE_PARAMS["cuda"]),
             host_update_params_per_s=host_rate,
+            host_flops_per_s=0.0 if device.type == "cpu" else _host_product_rate(),
             **copies,
         )
 

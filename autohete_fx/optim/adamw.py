@@ -8,7 +8,7 @@
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,20 +36,25 @@ def _foreign(group: Group) -> str | None:
     return None
 
 
-def _coefficients(group: Mapping[str, Any], step: float) -> tuple[float, ...]:
-    """Computed in double precision; the bias corrections are folded into the last two."""
+def coefficients_with(group: Group, step: float, decay: float) -> tuple[float, ...]:
+    """Adam's and AdamW's, with a factor of the weight. Computed in double precision; the bias corrections are folded into the last
+    two."""
     beta1, beta2 = group["betas"]
     lr = float(group["lr"])
     root = math.sqrt(1.0 - beta2**step)
     return (
         -1.0 if group["maximize"] else 1.0,
-        lr * group["weight_decay"],
+        decay,
         1.0 - beta1,
         beta2,
         1.0 - beta2,
         lr * root / (1.0 - beta1**step),
         group["eps"] * root,
     )
+
+
+def _coefficients(group: Group, step: float) -> tuple[float, ...]:
+    return coefficients_with(group, step, float(group["lr"]) * group["weight_decay"])
 
 
 def _advance(
@@ -65,11 +70,23 @@ def _advance(
 def _fused(
     params: list[Tensor], grads: list[Tensor], moments: Sequence[list[Tensor]], steps: list[Tensor], group: Group
 ) -> None:
+    run_fused(torch.ops.aten._fused_adamw_, params, grads, moments, steps, group)
+
+
+def run_fused(
+    kernel: Any,
+    params: list[Tensor],
+    grads: list[Tensor],
+    moments: Sequence[list[Tensor]],
+    steps: list[Tensor],
+    group: Group,
+) -> None:
+    """PyTorch's fused Adam or AdamW, as the operator given."""
     beta1, beta2 = group["betas"]
-    lr = _learning_rate(group, params[0].device)
+    lr = learning_rate(group, params[0].device)
     # Left to itself PyTorch takes the overload of numbers for either, and waits for the device to read the tensor.
-    kernel = torch.ops.aten._fused_adamw_.tensor_lr if isinstance(lr, Tensor) else torch.ops.aten._fused_adamw_.default
-    kernel(
+    overload = kernel.tensor_lr if isinstance(lr, Tensor) else kernel.default
+    overload(
         params,
         grads,
         *moments,
@@ -85,7 +102,7 @@ def _fused(
     )
 
 
-def _learning_rate(group: Mapping[str, Any], device: torch.device) -> Any:
+def learning_rate(group: Group, device: torch.device) -> Any:
     """A tensor rate stays a tensor only on its own accelerator, where reading it would wait for the device."""
     lr = group["lr"]
     if isinstance(lr, Tensor) and (device.type == "cpu" or lr.device.type == "cpu"):
@@ -109,6 +126,7 @@ ADAMW = Rule(
     # Fewer operations, and what the fused kernel of torch does.
     may_contract=True,
     fused=_fused,
+    reads_step_on_device=True,
     # What torch.optim.AdamW keeps in its groups to choose an implementation. Ours computes as its fused one does, and saying so
     # lets a loaded torch.optim.AdamW go on with the same arithmetic.
     implementation=(

@@ -1,5 +1,6 @@
 """The arguments of optimizers: in come a user's values, out come ours, or an OptimizerStateError that says what was expected."""
 
+import math
 from collections.abc import Collection, Mapping
 from numbers import Real
 from typing import Any
@@ -42,6 +43,12 @@ def check_at_least_0(values: Mapping[str, Any], names: Collection[str]) -> None:
     for name in names:
         if not (_is_number(values[name]) and values[name] >= 0.0):  # NaN too
             raise OptimizerStateError(f"{name} is {values[name]!r}; expected a number of at least 0")
+
+
+def check_number(values: Mapping[str, Any], name: str) -> None:
+    """A number of either sign, by name."""
+    if not (_is_number(values[name]) and abs(float(values[name])) < math.inf):  # NaN too
+        raise OptimizerStateError(f"{name} is {values[name]!r}; expected a number")
 
 
 def checked_betas(betas: Any) -> tuple[float, float]:

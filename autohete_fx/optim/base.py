@@ -22,19 +22,21 @@ from autohete_fx.optim.arguments import checked_norm, overlap_named
 from autohete_fx.optim.host_copy import HostCopies
 from autohete_fx.optim.in_place import Update
 from autohete_fx.optim.loading import read_groups, read_states
-from autohete_fx.optim.owners import optimizer_of, register_owner
+from autohete_fx.optim.owners import note_change, optimizer_of, register_owner
 from autohete_fx.optim.rule import Group, Rule
 from autohete_fx.optim.start import check_group
 from autohete_fx.optim.state import (
     MASTER,
     check_grad,
     check_param,
+    check_whole,
     complete,
     reconcile,
     settle,
     state_bytes,
     state_placement_of,
     update_share,
+    update_workspace_bytes,
 )
 from autohete_fx.optim.updates import apply
 from autohete_fx.runtime.pending.backward import Consumed
@@ -54,7 +56,8 @@ def _untraced(method: _Method) -> _Method:
 
 
 class PlannedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose states and update are on the device, on the host or on disk, as the plan says. A subclass names its rule.
+    """An optimizer whose states and update are on the device, on the host or on disk, as the plan says. A subclass names its rule,
+    and where groups differ in more than numbers, which one each has (`rule_of_group`).
 
     Where states and parameters live changes no value, but for the rounding of the processor that does the update: the CPU for
     states on the host and on disk, the device for its own and for streamed ones. 16-bit parameters have fp32 states, an fp32 master
@@ -114,18 +117,30 @@ class PlannedOptimizer(torch.optim.Optimizer):
         ours = {**hyperparameters, **self.rule.checked(hyperparameters)}
         super().__init__(params, {**{name: ours[name] for name in self.rule.names}, **dict(self.rule.implementation)})
 
+    def rule_of_group(self, group: Group) -> Rule:
+        """The arithmetic of a group's parameters, which all hyperparameters of the group are known for."""
+        del group
+        return self.rule
+
+    def rule_of(self, param: Tensor) -> Rule:
+        """The arithmetic of a parameter."""
+        group = self.group_of(param)
+        return self.rule if group is None else self.rule_of_group(group)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in ``torch.optim``; raises OptimizerStateError, before anything is added, for what cannot be trained."""
         group = {**param_group, "params": param_group["params"]}
-        ours = self.rule.checked({**self.defaults, **group})
+        rule = self.rule_of_group({**self.defaults, **group})
+        ours = rule.checked({**self.defaults, **group})
         group |= {name: value for name, value in ours.items() if name in group}
         self._forget_groups()
         before = len(self.param_groups)
-        super().add_param_group({**group, **dict(self.rule.implementation)})
+        super().add_param_group({**group, **dict(rule.implementation)})
         try:
             for param in self.param_groups[-1]["params"]:
                 if param.requires_grad:  # a frozen one may be quantized
                     check_param(param)
+                    check_whole(rule, param)
         except OptimizerStateError:
             del self.param_groups[before:]
             raise
@@ -269,7 +284,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 assert group is not None
                 if optimizer_of(consumed.param) is not self:
                     raise consumed.error("an optimizer stepped that is not the latest one of its parameters")
-                check_group(self.rule, consumed, group)
+                check_group(self.rule_of_group(group), consumed, group)
             found.append((updates, started))
         for updates, started in found:
             updates.early.settle(started)
@@ -278,27 +293,39 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def _updates(self, started: Collection[int], pending: Iterable[Updates]) -> list[Update]:
         all_params = ((p, g) for g in self.param_groups for p in g["params"])
         with_grad = [(p, g) for p, g in all_params if p.grad is not None and id(p) not in started]
-        for param, _ in with_grad:
-            check_param(param)
-            check_grad(param, param.grad)
-        updates = []
         for param, group in with_grad:
-            state, placement = self.state[param], state_placement_of(param)
+            check_param(param)
+            check_whole(self.rule_of_group(group), param)
+            check_grad(param, param.grad)
+        updates, grows = [], False
+        for param, group in with_grad:
+            rule, state, placement = self.rule_of_group(group), self.state[param], state_placement_of(param)
             for each in pending:
                 each.wait_for(param)
                 each.wait_for(param.grad)
-            settle(self.rule, param, state, placement)
-            complete(self.rule, param, state, placement)
-            updates.append(Update(self.rule, param, param.grad, state, group, placement))
+            settle(rule, param, state, placement)
+            grows |= complete(rule, param, state, placement)
+            updates.append(Update(rule, param, param.grad, state, group, placement))
+        if grows:
+            note_change()  # plans count other states
         return updates
 
     def state_bytes_of(self, param: Tensor) -> int:
         """Bytes of the states that steps hold for ``param``, master included; 0 for a frozen one without states."""
-        return state_bytes(self.rule, param) if param.requires_grad or self.state.get(param) else 0
+        return state_bytes(self.rule_of(param), param) if param.requires_grad or self.state.get(param) else 0
 
     def update_share_of(self, param: Tensor) -> float:
         """Bytes that an update of ``param`` reads and writes, over those of an AdamW update."""
-        return update_share(self.rule, param)
+        return update_share(self.rule_of(param), param)
+
+    def product_flops_of(self, param: Tensor) -> float:
+        """Floating point operations of matrix products in an update of ``param``."""
+        group = self.group_of(param)
+        return 0.0 if group is None else self.rule_of_group(group).product_flops(param, group)
+
+    def workspace_bytes_of(self, param: Tensor) -> int:
+        """Memory that an update of ``param`` needs beside it, its gradient and its states."""
+        return update_workspace_bytes(self.rule_of(param), param)
 
     @_untraced
     @torch.no_grad()
@@ -314,7 +341,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self.synchronize()
         for param, state in self.state.items():
             if isinstance(param, Tensor) and MASTER in state:
-                settle(self.rule, param, state, state_placement_of(param))
+                settle(self.rule_of(param), param, state, state_placement_of(param))
                 if MASTER in state:
                     reconcile(param, state[MASTER], state_placement_of(param))
         return super().state_dict()
@@ -339,8 +366,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 loaded = replaced
         for updates in self._pending():
             updates.forget_failures()
-        groups = read_groups(self.rule, loaded, self.param_groups)
-        states = read_states(self.rule, loaded, self.param_groups, self.state)
+        groups = read_groups(self.rule.name, self.rule_of_group, loaded, self.param_groups)
+        states = read_states(self.rule.name, self.rule_of_group, loaded, groups, self.state)
         self.state.clear()
         self.state.update(states)
         self.param_groups[:] = groups

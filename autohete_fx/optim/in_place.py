@@ -2,21 +2,21 @@
 
 In: updates whose parameter, gradient and states one processor can address. Out: parameter, moments, master and step counter
 updated in place, by the kernel of the optimizer's rule and the parameter's dtype. Device temporaries: at most a copy of one oddly
-laid out parameter and gradient at a time, and those of a rule that is not element-wise. States on disk pass through RAM, a window
-of a parameter at a time, or all of it where the rule is not element-wise.
+laid out parameter and gradient at a time, and the workspace of a rule that is not element-wise. States on disk pass through RAM, a
+window of a parameter at a time, or all of it where the rule is not element-wise.
 """
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autohete_fx.optim.kernels import update
-from autohete_fx.optim.rule import Rule
+from autohete_fx.optim.kernels import reconcile_master, update
+from autohete_fx.optim.rule import Group, Rule
 from autohete_fx.optim.state import (
     STEP,
     State,
@@ -30,6 +30,8 @@ from autohete_fx.optim.state import (
     uses_fused,
 )
 from autohete_fx.runtime.disk import Walk
+
+_NONE: Mapping[torch.device, Tensor | None] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +71,26 @@ class Coefficients:
         return self._tensors[key]
 
 
-def apply_in_place(updates: Iterable[Update]) -> None:
-    """Do all updates, those of plain parameters with a fused kernel in one call of it."""
+def workspace_of(updates: Iterable[Update], device: torch.device) -> Tensor | None:
+    """Memory that updates of whole parameters need, one after the other; None where there are none.
+
+    Raises torch.OutOfMemoryError.
+    """
+    most = max((u.rule.workspace_bytes(u.param) for u in updates if not u.rule.is_elementwise), default=0)
+    return torch.empty(most, dtype=torch.uint8, device=device) if most else None
+
+
+def apply_in_place(updates: Iterable[Update], workspaces: Mapping[torch.device, Tensor | None] = _NONE) -> None:
+    """Do all updates, those of plain parameters with a fused kernel in one call of it. ``workspaces``, by device, were taken before
+    anything changed."""
     coefs = Coefficients()
     on_disk: list[tuple[Update, Walk]] = []
     batches: defaultdict[tuple[int, torch.device, torch.dtype], list[Update]] = defaultdict(list)
     for u in updates:
         if (walk := walk_of(u)) is not None:
             on_disk.append((u, walk))
+        elif not u.rule.is_elementwise:
+            _apply_whole(u, u.param, u.grad, u.state, workspaces.get(u.param.device))
         elif not uses_fused(u.rule, u.param):
             _apply_own(u, u.param, u.grad, u.state, coefs)
         elif _plain(u.param, u.grad):
@@ -96,6 +110,8 @@ def apply_one(u: Update, param: Tensor, grad: Tensor, state: State, walk: Walk |
     """Do an update on what stands for its parameter, its gradient and its states here."""
     if walk is not None:
         _apply_in_windows(u, walk, param, grad, coefs)
+    elif not u.rule.is_elementwise:
+        _apply_whole(u, param, grad, state)
     elif not uses_fused(u.rule, u.param):
         _apply_own(u, param, grad, state, coefs)
     else:
@@ -121,10 +137,10 @@ def _apply_fused(batch: Sequence[Update]) -> None:
 
 
 def walk_of(u: Update) -> Walk | None:
-    """Over the states of an update; None where they are not on disk."""
-    if u.placement.disk is None:
-        return None
+    """Over the states of an update; None where they are not on disk, or there are none."""
     homes = [flat(u.state[name]) for name in state_names(u.rule, u.param)]
+    if u.placement.disk is None or not homes:
+        return None
     return Walk(u.placement.disk, u.placement.lanes, homes, is_cut=u.rule.is_elementwise)
 
 
@@ -142,7 +158,9 @@ def _apply_in_windows(u: Update, walk: Walk, param: Tensor, grad: Tensor, coefs:
             pieces, values = (weight, gradient), [t.as_strided(weight.shape, weight.stride()) for t in states]
         state = {STEP: step.clone(), **dict(zip(state_names(u.rule, u.param), values, strict=True))}
         part = Update(u.rule, *pieces, state, u.group, u.placement)
-        if uses_fused(u.rule, u.param):
+        if not u.rule.is_elementwise:
+            _apply_whole(part, part.param, part.grad, state)
+        elif uses_fused(u.rule, u.param):
             _apply_fused([part])
         else:
             _apply_own(part, part.param, part.grad, state, coefs)
@@ -160,8 +178,35 @@ def _apply_own(u: Update, param: Tensor, grad: Tensor, state: State, coefs: Coef
         gradient = gradient.to(weight.dtype)
     state[STEP] += 1
     at_step = coefs.at(u, float(state[STEP]), param.device)
-    tensors = [weight.detach(), gradient.detach(), *(state[name] for name in state_names(u.rule, u.param))]
-    weights, gradients, *states = map(flat, tensors) if u.rule.is_elementwise else tensors
+    tensors = [weight, gradient, *(state[name] for name in state_names(u.rule, u.param))]
+    weights, gradients, *states = map(flat, tensors)
     update(u.rule, weights, gradients, states, at_step)
     if weight is not param:
         param.copy_(weight)
+
+
+def _apply_whole(u: Update, param: Tensor, grad: Tensor, state: State, workspace: Tensor | None = None) -> None:
+    """By a rule of whole parameters. It takes its workspace here where it was given none."""
+    weight, gradient = laid_out(param, u.param), laid_out(grad, u.param)
+    if workspace is None:
+        workspace = torch.empty(u.rule.workspace_bytes(u.param), dtype=torch.uint8, device=param.device)
+    state[STEP] += 1
+    states = [state[name] for name in state_names(u.rule, u.param)]
+    update_whole(u.rule, weight.detach(), gradient.detach(), states, u.group, workspace)
+    if weight is not param:
+        param.copy_(weight)
+
+
+def update_whole(
+    rule: Rule, weight: Tensor, grad: Tensor, states: Sequence[Tensor], group: Group, workspace: Tensor
+) -> None:
+    """One step of a whole parameter, in place, on tensors of its shape and layout. A 16-bit one has its master first of its states,
+    which is made to agree with edits, updated, and rounded to the parameter."""
+    assert rule.whole is not None
+    if not needs_master(weight):
+        rule.whole(weight, grad, states, group, workspace)
+        return
+    master, *moments = states
+    reconcile_master(flat(weight), flat(master))
+    rule.whole(master, grad, moments, group, workspace)
+    weight.copy_(master)

@@ -7,7 +7,7 @@
 
 An element-wise rule is traced once for (weight dtype, gradient dtype, device), with a symbolic length and with every
 hyperparameter in a small tensor, and compiled by Inductor (`internals.small_kernels`). On a CPU the C++ wrapper is asked for, which
-lets go of the GIL. Other rules get whole parameters, in eager operations.
+lets go of the GIL. Rules of whole parameters are eager operations (`in_place.update_whole`).
 
 **A weight that is no longer a nearest 16-bit value of its master has been edited by the user, and wins**, element by
 element: its master is then read from the weight. Comparing the data is the only complete test: version counters miss
@@ -33,6 +33,9 @@ HALF = (torch.bfloat16, torch.float16)
 _TILE = 1 << 18
 """Elements of a tile where eager arithmetic needs temporaries; a multiple of every vector length."""
 
+_TEMPORARIES = 5
+"""In fp32, while a tile of weights is compared with its masters."""
+
 _SMALL = 1 << 15
 """Up to this length one thread of a CPU does it all: waking the others takes as long."""
 
@@ -43,7 +46,7 @@ one row at a time."""
 
 
 def update(rule: Rule, weight: Tensor, grad: Tensor, states: Sequence[Tensor], coefs: Tensor) -> None:
-    """One step, in place, on tensors of one device and size: flat ones of an element-wise rule, else of the parameter's shape.
+    """One step of an element-wise rule, in place, on flat tensors of one device and size.
 
     Args:
         weight: the parameter.
@@ -53,9 +56,6 @@ def update(rule: Rule, weight: Tensor, grad: Tensor, states: Sequence[Tensor], c
     """
     length = weight.numel()
     if not length:
-        return
-    if not rule.is_elementwise:
-        _advance(rule, weight, grad, states, coefs)
         return
     small = weight.device.type == "cpu" and length <= _SMALL
     kernel = _compiled(rule, weight.dtype, grad.dtype, weight.device, small)
@@ -82,6 +82,11 @@ def reconcile_master(weight: Tensor, master: Tensor) -> None:
     """Make the flat ``master`` agree with an edited ``weight``; bounded temporaries. No edit, no change."""
     for w, m in zip(weight.split(_TILE), master.split(_TILE), strict=True):
         m.copy_(_current(w, m))
+
+
+def comparing_bytes(length: int) -> int:
+    """Memory that `reconcile_master` needs for so many elements: temporaries of a tile."""
+    return _TEMPORARIES * 4 * min(length, _TILE)
 
 
 def _current(weight: Tensor, master: Tensor) -> Tensor:

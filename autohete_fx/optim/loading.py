@@ -1,11 +1,11 @@
 """Reading a state dict: everything is checked and built before anything is replaced.
 
-In: a dict shaped as ``torch.optim`` makes it, from it or from ours, and the optimizer's rule and its own groups. Out: new
+In: a dict shaped as ``torch.optim`` makes it, from it or from ours, and the optimizer's rules and its own groups. Out: new
 groups and new states, in the places that the placements ask for. ``torch.optim.Optimizer.load_state_dict`` is not
 used because it casts states to the parameter's dtype, which loses the fp32 states of 16-bit parameters.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -18,21 +18,24 @@ from autohete_fx.optim.state import MASTER, STEP, State, needs_master, state_nam
 
 Group = dict[str, Any]
 
+RuleOf = Callable[[Mapping[str, Any]], Rule]
+"""Of a group."""
+
 _LATE = {"maximize": False}
 """Hyperparameters that dicts of early PyTorch lack, and what they meant."""
 
 
-def _same(rule: Rule) -> str:
-    """What to do about a dict of others."""
-    return f"make it with {rule.name}.state_dict(), of the same parameters in the same groups"
+def _same(optimizer: str) -> str:
+    """What to do about a dict of others, given the optimizer's name."""
+    return f"make it with {optimizer}.state_dict(), of the same parameters in the same groups"
 
 
-def read_groups(rule: Rule, state_dict: Mapping[str, Any], groups: Sequence[Group]) -> list[Group]:
+def read_groups(optimizer: str, rule_of: RuleOf, state_dict: Mapping[str, Any], groups: Sequence[Group]) -> list[Group]:
     """The loaded hyperparameters over the optimizer's own parameters. Keys that say how the step is computed are not taken over.
 
     Raises OptimizerStateError where the dict is of another form, or of another optimizer.
     """
-    same = _same(rule)
+    same = _same(optimizer)
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise OptimizerStateError(
@@ -47,20 +50,26 @@ def read_groups(rule: Rule, state_dict: Mapping[str, Any], groups: Sequence[Grou
         )
     result = []
     for index, (new, own) in enumerate(zip(loaded, groups, strict=True)):
+        rule = rule_of({**own, **new})
         lacking = [key for key in rule.names if key not in new and key not in _LATE]
         if lacking:
             raise OptimizerStateError(
-                f"group {index} of the state dict lacks {lacking}; it is not {rule.name}'s: {same}"
+                f"group {index} of the state dict lacks {lacking}; it is not {optimizer}'s: {same}"
             )
         if (why := rule.foreign(new)) is not None:
             raise OptimizerStateError(f"group {index} of the state dict {why}")
-        kept = {**_LATE, **({"param_names": own["param_names"]} if "param_names" in own else {})}
+        kept = {name: own[name] for name in ("param_names", "use_muon") if name in own}
+        kept |= {name: value for name, value in _LATE.items() if name in rule.names}
         result.append({**kept, **new, **dict(rule.implementation), "params": own["params"]})
     return result
 
 
 def read_states(
-    rule: Rule, state_dict: Mapping[str, Any], groups: Sequence[Group], current: Mapping[Tensor, State]
+    optimizer: str,
+    rule_of: RuleOf,
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Group],
+    current: Mapping[Tensor, State],
 ) -> dict[Tensor, State]:
     """New states of every parameter that the dict has any for. Values of the dict are copied, never aliased.
 
@@ -72,26 +81,25 @@ def read_states(
         HostMemoryError: no room for the new states.
     """
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    params = [param for group in groups for param in group["params"]]
+    params = [(param, rule_of(group)) for group in groups for param in group["params"]]
     states: Mapping[Any, Mapping[str, Any]] = state_dict["state"]
     unknown = [key for key in states if key not in set(keys)]
     if unknown:
         raise OptimizerStateError(
-            f"the state dict has states for {unknown[:5]}, which are in none of its groups: {_same(rule)}"
+            f"the state dict has states for {unknown[:5]}, which are in none of its groups: {_same(optimizer)}"
         )
-    for key, param in zip(keys, params, strict=True):
-        if states.get(key):
-            _check(rule, key, param, states[key])
-    return {
-        param: _build(rule, param, states[key], current.get(param, {}))
-        for key, param in zip(keys, params, strict=True)
-        if states.get(key)
-    }
+    given = [(key, param, rule) for key, (param, rule) in zip(keys, params, strict=True) if states.get(key)]
+    for key, param, rule in given:
+        _check(optimizer, rule, key, param, states[key])
+    return {param: _build(rule, param, states[key], current.get(param, {})) for key, param, rule in given}
 
 
-def _check(rule: Rule, key: object, param: Tensor, entry: Mapping[str, Any]) -> None:
+def _check(optimizer: str, rule: Rule, key: object, param: Tensor, entry: Mapping[str, Any]) -> None:
     required, allowed = (STEP, *rule.moments), (STEP, *state_names(rule, param))
-    missing, unknown = [n for n in required if n not in entry], [n for n in entry if n not in allowed]
+    if not rule.counts_steps:
+        required = required[1:]
+    missing = [n for n in required if n not in entry]
+    unknown = [n for n in entry if n not in (*allowed, *rule.idle)]
     if MASTER in unknown:
         raise OptimizerStateError(
             f"the state of parameter {key} has a master, but the parameter is {param.dtype}: it was 16-bit when "
@@ -100,12 +108,12 @@ def _check(rule: Rule, key: object, param: Tensor, entry: Mapping[str, Any]) -> 
     if missing or unknown:
         raise OptimizerStateError(
             f"the state of parameter {key} has {list(entry)}; expected {list(allowed)}"
-            f"{' (master may be absent)' if needs_master(param) else ''}: {_same(rule)}"
+            f"{' (master may be absent)' if needs_master(param) else ''}: {_same(optimizer)}"
         )
-    step = entry[STEP]
+    step = entry.get(STEP, 1.0)
     if not isinstance(step, (int, float)) and not (isinstance(step, Tensor) and step.numel() == 1):
         raise OptimizerStateError(f"the step of parameter {key} is {step!r}; expected a number or a one-element tensor")
-    for name in allowed[1:]:
+    for name in (*allowed[1:], *rule.idle):
         if name not in entry:
             continue
         t = entry[name]
@@ -116,7 +124,7 @@ def _check(rule: Rule, key: object, param: Tensor, entry: Mapping[str, Any]) -> 
         if t.shape != param.shape:
             raise OptimizerStateError(
                 f"state {name!r} of parameter {key} has shape {tuple(t.shape)}; expected the parameter's "
-                f"{tuple(param.shape)}: the parameters are others, or in another order; {_same(rule)}"
+                f"{tuple(param.shape)}: the parameters are others, or in another order; {_same(optimizer)}"
             )
 
 
@@ -126,10 +134,10 @@ def _described(value: Any) -> str:
 
 def _build(rule: Rule, param: Tensor, entry: Mapping[str, Any], current: Mapping[str, Any]) -> State:
     placement = state_placement_of(param)
-    given = entry[STEP]
+    given = entry.get(STEP, 1.0)
     step = given.detach().reshape(()).clone() if isinstance(given, Tensor) else torch.tensor(float(given))
     state: State = {STEP: step.to(dtype=torch.float32, device=placement.step_device(rule, param))}
-    for name in state_names(rule, param):
+    for name in (*state_names(rule, param), *rule.idle):
         if name in entry:
             t = entry[name]
             state[name] = t if t is current.get(name) else placement.fill(placement.empty(param), t.detach())

@@ -7,7 +7,7 @@ changed. Both sides are held weakly: asking keeps nothing alive.
 
 import weakref
 from collections import defaultdict
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -21,14 +21,12 @@ class Owner(Protocol):
     """An optimizer whose states plans may move, and whose updates may overlap with compute.
 
     Attributes:
-        rule: what it computes.
         overlap: what its updates may overlap with.
         max_grad_norm: that gradients are clipped to; None where they are not.
         param_groups, state: as in ``torch.optim``.
         host_copies: of its parameters.
     """
 
-    rule: ClassVar[Rule]
     overlap: Overlap
     max_grad_norm: float | None
     param_groups: list[dict[str, Any]]
@@ -38,6 +36,10 @@ class Owner(Protocol):
     @property
     def starts_in_backward(self) -> bool:
         """Whether updates may start in a backward pass now."""
+        ...
+
+    def rule_of(self, param: Tensor) -> Rule:
+        """The arithmetic of a parameter's updates."""
         ...
 
     def group_of(self, param: Tensor) -> dict[str, Any] | None:
@@ -52,6 +54,14 @@ class Owner(Protocol):
         """Bytes that an update of ``param`` reads and writes, over those of an AdamW update."""
         ...
 
+    def product_flops_of(self, param: Tensor) -> float:
+        """Floating point operations of matrix products in an update of ``param``."""
+        ...
+
+    def workspace_bytes_of(self, param: Tensor) -> int:
+        """Memory that an update of ``param`` needs beside it, its gradient and its states."""
+        ...
+
 
 _owners = WeakIdKeyDictionary()
 _num_changes = 0
@@ -59,12 +69,12 @@ _num_changes = 0
 
 def register_owner(param: Tensor, optimizer: Owner) -> None:
     """Record that ``optimizer`` updates ``param``. The latest optimizer of a parameter wins."""
-    _owners[param] = weakref.ref(optimizer, _note_change)
-    _note_change()
+    _owners[param] = weakref.ref(optimizer, note_change)
+    note_change()
 
 
 def num_changes() -> int:
-    """How often so far an optimizer got a parameter, or went."""
+    """How often so far an optimizer got a parameter, or went, or needs other states."""
     return _num_changes
 
 
@@ -74,6 +84,7 @@ def optimizer_of(param: Tensor) -> Owner | None:
     return None if reference is None else reference()
 
 
-def _note_change(_: object = None) -> None:
+def note_change(_: object = None) -> None:
+    """The states that optimizers hold for their parameters may be others from now on."""
     global _num_changes
     _num_changes += 1

@@ -2,7 +2,8 @@
 
 A `Rule` is a value. Everything else is the same for all optimizers: when and where updates run (`base`, `updates`), where states
 lie (`state`), kernels that pass over the memory once (`kernels`), and checkpoints (`loading`). A further optimizer is a file with a
-rule and a constructor, beside `adamw` and `lion`, and two lines that export it.
+rule and a constructor, beside `adamw` and `lion`, and two lines that export it. An optimizer may have a rule for each group of
+parameters (`base.PlannedOptimizer.rule_of_group`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +19,8 @@ Group = Mapping[str, Any]
 class Advance(Protocol):
     """One step of a parameter, without a change of what it is given: the new value and the new moments.
 
-    All tensors are of one dtype, fp32 or fp64. An element-wise rule gets flat ones, of any piece of a parameter. It is traced and
-    compiled, so it must not read a value. Another rule gets tensors of the parameter's shape. Coefficients have no dimension.
+    All tensors are flat, of any piece of a parameter, and of one dtype, fp32 or fp64. It is traced and compiled, so it must not
+    read a value. Coefficients have no dimension.
     """
 
     def __call__(
@@ -41,6 +42,24 @@ class Fused(Protocol):
     ) -> None: ...
 
 
+class Whole(Protocol):
+    """One step of a whole parameter in place, in eager operations, of a rule of which no element's update can be told alone.
+
+    The value, or its master, and the moments are fp32 or fp64, of the parameter's shape and layout, as the gradient is, whose dtype
+    may be another. The workspace is flat, of bytes, and where they are: nothing else of that size may be allocated.
+    """
+
+    def __call__(
+        self, value: Tensor, grad: Tensor, moments: Sequence[Tensor], group: Group, workspace: Tensor, /
+    ) -> None: ...
+
+
+def _no_advance(
+    value: Tensor, grad: Tensor, moments: Sequence[Tensor], coefficients: Sequence[Tensor]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    raise AssertionError("the rule updates parameters whole")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """An optimizer's own part.
@@ -48,15 +67,23 @@ class Rule:
     Attributes:
         name: of the optimizer, in messages.
         moments: names of the states as large as a parameter. A 16-bit parameter has an fp32 master weight besides.
+        idle: names of further states, of other hyperparameters' rule, which are kept as they are until that one needs them.
         hyperparameters: names of those that an update computes with, and values that kernels are checked with.
         checked: hyperparameters of a user, defaults included, to those that must be changed into ours. Raises
             OptimizerStateError, which says what was expected.
         coefficients: hyperparameters and the step, 1 for the first, to the numbers that ``advance`` gets.
-        advance: the arithmetic.
+        advance: the arithmetic of an element-wise rule.
         may_contract: a CPU may take a product and a sum in one rounding. No where a last bit can turn a whole step, as a sign does:
             then compiled and eager operations agree bit by bit.
         fused: in the place of ``advance`` for fp32 and fp64 parameters; None where PyTorch has no such kernel.
-        is_elementwise: an element's update depends on no other element. Else a parameter is never cut: it is updated whole.
+        reads_step_on_device: ``fused`` reads how many steps were taken where the parameter is. Else, and for every other kernel,
+            that is a number on the CPU.
+        counts_steps: in dicts of ``torch.optim`` a parameter that has stepped says how often. Else that it has stepped is all that
+            matters, and what such dicts tell.
+        whole: the arithmetic of a rule by which an element's update depends on others: a parameter is never cut, but updated whole,
+            on one processor. There are no coefficients then.
+        workspace_bytes: memory that ``whole`` needs for a parameter.
+        product_flops: floating point operations of bf16 matrix products in an update of a parameter, given its group.
         implementation: further keys of groups, with our values, which no state dict changes.
         foreign: hyperparameters of a state dict to why they are not this optimizer's and what to do, as the end of a sentence about
             the group; None where they may be.
@@ -66,13 +93,23 @@ class Rule:
     moments: tuple[str, ...]
     hyperparameters: tuple[tuple[str, Any], ...]
     checked: Callable[[Group], dict[str, Any]]
-    coefficients: Callable[[Group, float], tuple[float, ...]]
-    advance: Advance
+    coefficients: Callable[[Group, float], tuple[float, ...]] = lambda group, step: ()
+    advance: Advance = _no_advance
     may_contract: bool = False
     fused: Fused | None = None
-    is_elementwise: bool = True
+    reads_step_on_device: bool = False
+    counts_steps: bool = True
+    idle: tuple[str, ...] = ()
+    whole: Whole | None = None
+    workspace_bytes: Callable[[Tensor], int] = lambda param: 0
+    product_flops: Callable[[Tensor, Group], float] = lambda param, group: 0.0
     implementation: tuple[tuple[str, Any], ...] = ()
     foreign: Callable[[Group], str | None] = lambda group: None
+
+    @property
+    def is_elementwise(self) -> bool:
+        """An element's update depends on no other element."""
+        return self.whole is None
 
     @property
     def names(self) -> tuple[str, ...]:

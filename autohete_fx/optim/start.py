@@ -39,11 +39,14 @@ def start_update(
         return None
     group, state = optimizer.group_of(param), optimizer.state.get(param, {})
     overlaps = pending.schedule.overlap is Overlap.BACKWARD and pending.lanes.in_background and tier.owns(home)
-    if group is None or not overlaps or not is_settled(optimizer.rule, param, state, placement):
+    if group is None or not overlaps:
+        return None
+    rule = optimizer.rule_of(param)
+    if not is_settled(rule, param, state, placement):
         return None
     grad, addend = (home, None) if collected is None else (collected, home)
     # What is written behind the program's back counts once, now.
-    update = Update(optimizer.rule, param, grad.data, state, frozen(group), placement, addend=addend)
+    update = Update(rule, param, grad.data, state, frozen(group), placement, addend=addend)
     if collected is not None and not is_read_in_place(update, pending.lanes):
         return None
     try:

@@ -20,15 +20,17 @@ from autohete_fx.errors import OptimizerStateError
 from autohete_fx.graph.ops import contiguous_stride, is_dense
 from autohete_fx.internals import versions
 from autohete_fx.ir import Optimizer
-from autohete_fx.optim.kernels import HALF, reconcile_master
+from autohete_fx.optim.kernels import HALF, comparing_bytes, reconcile_master
 from autohete_fx.optim.rule import Rule
 from autohete_fx.runtime.disk import DiskTier, Walk
 from autohete_fx.runtime.lanes.lanes import Lanes
 from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import placement_of
+from autohete_fx.runtime.shard.parts import shard_of
 from autohete_fx.runtime.tiers.host import HostTier, is_home
 
 MASTER = "master"
+MOMENTUM = "momentum_buffer"
 STEP = "step"
 
 _MEASURED_MOMENTS = 2
@@ -51,6 +53,16 @@ def check_param(param: Tensor) -> None:
         raise OptimizerStateError(
             f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; expected float32, float64, bfloat16 "
             "or float16. Give parameters of other dtypes (complex ones as torch.view_as_real) to another optimizer"
+        )
+
+
+def check_whole(rule: Rule, param: Tensor) -> None:
+    """Raise OptimizerStateError for a parameter that is to be updated whole and is not whole here."""
+    part = None if rule.is_elementwise else shard_of(param)
+    if part is not None:
+        raise OptimizerStateError(
+            f"a parameter of shape {part.size}, of which this rank holds {part.shape}, was given to {rule.name}, which updates"
+            " matrices whole; expected a parameter that ranks hold no shards of: train with autohete_fx.AdamW, or on one device"
         )
 
 
@@ -97,6 +109,13 @@ def _updated_bytes(param: Tensor, num_moments: int) -> int:
     """The gradient and a 16-bit weight are read, all else is read and written."""
     states = num_moments + needs_master(param)
     return 2 * states * state_dtype(param).itemsize + 3 * param.element_size()
+
+
+def update_workspace_bytes(rule: Rule, param: Tensor) -> int:
+    """Memory that an update needs beside parameter, gradient and states where the parameter is updated whole: the rule's own, and
+    of a 16-bit parameter that of comparing it with its master."""
+    own = rule.workspace_bytes(param)
+    return own + (comparing_bytes(param.numel()) if own and needs_master(param) else 0)
 
 
 def uses_fused(rule: Rule, param: Tensor) -> bool:
@@ -162,7 +181,8 @@ class StatePlacement:
     def step_device(self, rule: Rule, param: Tensor) -> torch.device:
         """The step counter's: an accelerator's fused kernel reads it there, everything else on the CPU."""
         is_on_device = self.tier is None or self.is_streamed
-        return self.device if is_on_device and uses_fused(rule, param) else torch.device("cpu")
+        reads_it = is_on_device and rule.reads_step_on_device and uses_fused(rule, param)
+        return self.device if reads_it else torch.device("cpu")
 
 
 def state_placement_of(param: Tensor) -> StatePlacement:
@@ -221,18 +241,24 @@ def _is_as_wanted(t: Tensor, param: Tensor, placement: StatePlacement) -> bool:
     return is_alike and placement.holds(t)
 
 
-def complete(rule: Rule, param: Tensor, state: State, placement: StatePlacement) -> None:
-    """Add the states that are missing: zero moments and step, and the parameter's own value as master.
+def complete(rule: Rule, param: Tensor, state: State, placement: StatePlacement) -> bool:
+    """Add the states that are missing: zero moments and step, and the parameter's own value as master. New moments begin with their
+    first step, also those of a parameter that has stepped without.
 
     They are allocated before any is added, so HostMemoryError leaves the state as it was.
+
+    Returns:
+        Whether a parameter that has stepped got states that it did without.
     """
     missing = [name for name in state_names(rule, param) if name not in state]
+    grows = STEP in state and bool(missing)
     made = {name: placement.empty(param) for name in missing}
     for name, t in made.items():
         placement.fill(t, param if name == MASTER else None)
-    if STEP not in state:
+    if STEP not in state or not made.keys() <= {MASTER}:
         made = {STEP: torch.zeros((), dtype=torch.float32, device=placement.step_device(rule, param)), **made}
     state.update(made)
+    return grows
 
 
 def reconcile(param: Tensor, master: Tensor, placement: StatePlacement) -> None:

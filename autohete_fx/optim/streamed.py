@@ -1,7 +1,8 @@
 """Updates that the device does of states that live on the host: they pass through it in pieces.
 
 In: updates whose states are homes and whose gradients are on the device. Out: what the device's own update gives, bit by bit; the
-states at home again. An element-wise rule works on each element alone, so any piece of a tensor can be updated by itself::
+states at home again. An element-wise rule works on each element alone, so any piece of a tensor can be updated by itself. Another
+rule has one piece, which is all of the parameter::
 
     h2d      states of piece 1 | states of piece 2, kernel of piece 1 | ...       into one of a few slots on the device
     kernel   behind the copies, on their stream: the gradient is read where it is
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from autohete_fx.ir import Lane, staging_bytes
-from autohete_fx.optim.in_place import Update
+from autohete_fx.optim.in_place import Update, update_whole, workspace_of
 from autohete_fx.optim.kernels import update
 from autohete_fx.optim.state import (
     STEP,
@@ -47,6 +48,8 @@ from autohete_fx.runtime.tiers.host import host_view, is_home
 
 _SLOTS = 3
 """One fills, one empties, and one is in between."""
+WHOLE_SLOTS = 2
+"""Where a slot takes all states of a matrix: one is updated while the next comes."""
 _GRAIN = 64
 """Elements of which pieces are multiples, so that a kernel's vectors are those that it takes of the whole tensor."""
 _ALIGNMENT_BYTES = 512
@@ -55,22 +58,22 @@ _MOST_BYTES = 192 * 2**20
 
 
 def can_stream(u: Update) -> bool:
-    """Whether the update may be cut, and pieces of the parameter, its gradient and its states lie alike. Others are updated in
-    their homes, which the device reads and writes across the link: whole states would not fit the slots that plans count."""
-    is_alike = (
-        u.rule.is_elementwise and u.param.numel() > 0 and u.param.stride() == u.grad.stride() == layout_of(u.param)
-    )
-    return is_alike and (needs_master(u.param) or u.grad.dtype == u.param.dtype)
+    """Whether there are states, and pieces of the parameter, its gradient and its states lie alike. Others are updated in their
+    homes, which the device reads and writes across the link."""
+    is_alike = u.param.stride() == u.grad.stride() == layout_of(u.param)
+    return is_alike and state_bytes(u.rule, u.param) > 0 and (needs_master(u.param) or u.grad.dtype == u.param.dtype)
 
 
 class Staging:
     """Memory that the updates of one step need beside parameters, gradients and states: it is allocated here or not at all.
 
-    Device memory for pieces of states, in some slots, used in turn; and the coefficients of the step for kernels of ours, which
-    come out of homes so that nothing waits for them.
+    Device memory for pieces of states, in some slots, used in turn; the workspace of updates of whole parameters, which kernels use
+    one after the other; and the coefficients of the step for kernels of ours, which come out of homes so that nothing waits for
+    them.
 
     Attributes:
         coefs: by identity of the parameter, what a kernel of ours reads.
+        workspace: None where no parameter is updated whole.
 
     Raises:
         torch.OutOfMemoryError, HostMemoryError: no room; nothing has changed.
@@ -81,16 +84,19 @@ class Staging:
         for u in updates:
             by_block[u.placement.block] += state_bytes(u.rule, u.param)
         a_third = min(sum(map(staging_bytes, by_block.values())), _MOST_BYTES) // _SLOTS
-        least = max(2 * _GRAIN * _bytes_per_element(u) for u in updates)
+        least = max(_least_bytes(u) for u in updates)
         self._slot_bytes = max(a_third // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES, least)
-        self._memory = torch.empty(_SLOTS, self._slot_bytes, dtype=torch.uint8, device=updates[0].param.device)
-        self._freed_by: list[Sequence[Ticket]] = [()] * _SLOTS
+        device = updates[0].param.device
+        self.workspace = workspace_of(updates, device)
+        count = _SLOTS if self.workspace is None else WHOLE_SLOTS
+        self._memory = torch.empty(count, self._slot_bytes, dtype=torch.uint8, device=device)
+        self._freed_by: list[Sequence[Ticket]] = [()] * count
         self._next = 0
         self.coefs: dict[int, Tensor] = {}
         self._homes: list[Tensor] = []
         made: dict[tuple[int, float, torch.dtype], Tensor] = {}
         for u in updates:
-            if not uses_fused(u.rule, u.param):
+            if u.rule.is_elementwise and not uses_fused(u.rule, u.param):
                 key = id(u.group), float(u.state[STEP]) + 1, state_dtype(u.param)
                 if key not in made:
                     made[key] = self._on_device(u.rule.coefficients(u.group, key[1]), key[2], u.placement)
@@ -104,7 +110,10 @@ class Staging:
         return home.clone()
 
     def pieces(self, u: Update) -> list[slice]:
-        """Where a parameter is cut, into pieces of about one size. None is shorter than a grain, unless the parameter is."""
+        """Where a parameter is cut, into pieces of about one size. None is shorter than a grain, unless the parameter is. A
+        parameter that is updated whole is one piece."""
+        if not u.rule.is_elementwise:
+            return [slice(0, u.param.numel())]
         grains, most = -(-u.param.numel() // _GRAIN), self._slot_bytes // _bytes_per_element(u) // _GRAIN - 1
         length, size = u.param.numel(), -(-grains // -(-grains // most)) * _GRAIN
         begins = list(range(0, length, size))
@@ -128,7 +137,7 @@ class Staging:
     def give_back(self, freed_by: Sequence[Ticket]) -> None:
         """The pieces taken are free when these are complete."""
         self._freed_by[self._next] = freed_by
-        self._next = (self._next + 1) % _SLOTS
+        self._next = (self._next + 1) % len(self._freed_by)
 
 
 def _staged_dtypes(u: Update) -> list[torch.dtype]:
@@ -138,6 +147,12 @@ def _staged_dtypes(u: Update) -> list[torch.dtype]:
 
 def _bytes_per_element(u: Update) -> int:
     return sum(dtype.itemsize for dtype in _staged_dtypes(u))
+
+
+def _least_bytes(u: Update) -> int:
+    """The smallest slot that an update can do with."""
+    grains = 2 if u.rule.is_elementwise else -(-u.param.numel() // _GRAIN)
+    return grains * _GRAIN * _bytes_per_element(u)
 
 
 def stream(lanes: Lanes, updates: Sequence[Update], staging: Staging, pending: Updates | None) -> list[Ticket]:
@@ -203,6 +218,11 @@ class _Streamed:
         count = len(state_names(u.rule, u.param))
         states, passing = staged[:count], staged[count:]
         param, grad = passing[0] if passing else flat(u.param)[at], flat(u.grad)[at]
+        if not u.rule.is_elementwise:
+            assert self.staging.workspace is not None
+            param, grad, *states = (t.as_strided(u.param.shape, u.param.stride()) for t in (param, grad, *states))
+            update_whole(u.rule, param, grad, states, u.group, self.staging.workspace)
+            return
         if uses_fused(u.rule, u.param):
             assert u.rule.fused is not None
             u.rule.fused([param], [grad], [[state] for state in states], [u.state[STEP]], u.group)

@@ -31,7 +31,7 @@ from torch import Tensor
 from autohete_fx.ir import Lane, Overlap
 from autohete_fx.optim import clipping
 from autohete_fx.optim.host_copy import Edits, HostCopies, HostCopy
-from autohete_fx.optim.in_place import Coefficients, Update, apply_in_place, apply_one, walk_of
+from autohete_fx.optim.in_place import Coefficients, Update, apply_in_place, apply_one, walk_of, workspace_of
 from autohete_fx.optim.kernels import prepare
 from autohete_fx.optim.staging import GradientBuffers, shaped
 from autohete_fx.optim.state import STEP, layout_of, needs_master, uses_fused
@@ -78,6 +78,8 @@ def apply(
             started.append((prepared(on_host, lanes, host_copies), pending if overlaps else None))
         if streamed := [u for u in streamed if can_stream(u)]:
             streams.append((lanes, streamed, Staging(streamed), pending if overlaps else None))
+    # All that may be refused is taken before anything changes.
+    workspaces = {d: workspace_of((u for u in here if u.param.device == d), d) for d in {u.param.device for u in here}}
     on_device = [*here, *(u for _, streamed, _, _ in streams for u in streamed)]
     for u in on_device:
         host_copies.discard(u.param)
@@ -94,7 +96,7 @@ def apply(
         except BaseException:  # an interrupt may come between giving an update to the lanes and noting it
             lanes.drain()
             raise
-    apply_in_place(here)
+    apply_in_place(here, workspaces)
     for ticket in tickets:
         ticket.synchronize()
     # No kernel tells autograd, which must refuse a backward through a parameter that it saved before the step.

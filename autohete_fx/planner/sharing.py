@@ -31,6 +31,7 @@ def joined(problems: Sequence[Problem]) -> Problem:
         costs=tuple(cost for problem in problems for cost in problem.costs),
         edges=tuple(edges),
         fixed_bytes=sum(problem.fixed_bytes for problem in problems),
+        update_workspace_bytes=max(problem.update_workspace_bytes for problem in problems),
         allow_host_optimizer=all(problem.allow_host_optimizer for problem in problems),
         fixed_decisions=tuple(
             decision for problem in problems for decision in problem.fixed_decisions or (None,) * len(problem.costs)
@@ -88,7 +89,7 @@ def left_bytes(problem: Problem, decisions: Sequence[BlockDecision]) -> int:
 def _left_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
     cost = problem.costs[block]
     at_home = cost.param_bytes if decision.params is Params.DEVICE else 0
-    states = cost.part_at(cost.optimizer_bytes, decision, Optimizer.DEVICE)
+    states = cost.states_at(decision, Optimizer.DEVICE)
     gradients = cost.part_at(cost.grad_bytes, decision, Optimizer.DEVICE, Optimizer.STREAMED)
     return (
         at_home + kept_bytes(problem, block, decision) + states + gradients + cost.activations(decision).staying_bytes

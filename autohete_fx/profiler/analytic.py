@@ -6,6 +6,7 @@ Enters a `Partition` and a `Machine`; leaves a `Profile`. Nothing runs on the de
 import time
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 from torch import fx
@@ -245,6 +246,8 @@ class _Owned:
     optimizer_bytes: int = 0
     num_params: int = 0
     trained: tuple[int, ...] = ()
+    trained_states: tuple[int, ...] = ()
+    product_flops: tuple[float, ...] = ()
     update_share: float = 1.0
     num_param_tensors: int = 1
     num_grad_tensors: int = 1
@@ -269,13 +272,17 @@ def _owned(partition: Partition) -> list[_Owned]:
     owned = []
     for infos in per_block:
         trained = [info for info in infos if info.requires_grad and partition.training]
+        trained.sort(key=lambda info: (info.num_elements, info.fqn))
+        is_even = len({Fraction(info.state_bytes, info.num_elements) for info in trained if info.num_elements}) < 2
         owned.append(
             _Owned(
                 param_bytes=sum(info.num_bytes for info in infos),
                 grad_bytes=sum(info.num_bytes for info in trained),
                 optimizer_bytes=sum(info.state_bytes for info in trained),
                 num_params=sum(info.num_elements for info in trained),
-                trained=tuple(sorted(info.num_elements for info in trained)),
+                trained=tuple(info.num_elements for info in trained),
+                trained_states=tuple(info.state_bytes for info in trained) if not is_even else (),
+                product_flops=tuple(flops) if any(flops := [info.product_flops for info in trained]) else (),
                 update_share=_update_share(trained),
                 num_param_tensors=max(1, len(infos)),
                 num_grad_tensors=max(1, len(trained)),
@@ -376,6 +383,8 @@ def costs_from_times(partition: Partition, times: tuple[BlockTimes, ...]) -> tup
                 optimizer_bytes=params.optimizer_bytes,
                 num_params=params.num_params,
                 trained=params.trained,
+                trained_states=params.trained_states,
+                product_flops=params.product_flops,
                 update_share=params.update_share,
                 num_param_tensors=params.num_param_tensors,
                 num_grad_tensors=params.num_grad_tensors,

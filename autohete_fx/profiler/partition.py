@@ -28,6 +28,7 @@ class ParamInfo:
         num_bytes, num_elements: of the parameter.
         requires_grad: it is trained.
         state_bytes: optimizer states of a trained parameter, master weights included.
+        product_flops: floating point operations of matrix products in its update.
         update_share: bytes that its update reads and writes, over those of an AdamW update.
     """
 
@@ -37,6 +38,7 @@ class ParamInfo:
     requires_grad: bool
     state_bytes: int
     update_share: float = 1.0
+    product_flops: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

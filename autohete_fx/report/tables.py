@@ -180,7 +180,7 @@ def _byte_totals(plan: Plan, costs: Sequence[BlockCost]) -> Iterator[str]:
         "optimizer": (
             [cost.optimizer_bytes for cost in costs],
             [
-                cost.optimizer_bytes - cost.part_at(cost.optimizer_bytes, d, Optimizer.DEVICE)
+                cost.optimizer_bytes - cost.states_at(d, Optimizer.DEVICE)
                 for cost, d in zip(costs, plan.decisions, strict=True)
             ],
         ),

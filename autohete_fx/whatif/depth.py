@@ -101,14 +101,14 @@ def _figures(step: TracedStep) -> list[_Figures]:
     return [(flops, *_row_of(cost)) for flops, cost in zip(step.flops, step.problem.costs, strict=True)]
 
 
-_LISTED = ("offloadable", "trained", "selective")
+_LISTED = ("offloadable", "trained", "trained_states", "product_flops", "selective")
 _COST_NAMES = tuple(field.name for field in dataclasses.fields(BlockCost) if field.name not in _LISTED)
 
 
 def _row_of(cost: BlockCost) -> _Figures:
     kept = cost.selective
     selective = () if kept is None else (kept.held_bytes, kept.recompute_s)
-    lists = (cost.offloadable, cost.trained, selective)
+    lists = (cost.offloadable, cost.trained, cost.trained_states, cost.product_flops, selective)
     figures = (getattr(cost, name) for name in _COST_NAMES)
     return (*figures, *map(len, lists), *(n for each in lists for n in each))
 
@@ -121,11 +121,13 @@ def _cost_of(row: _Figures) -> BlockCost:
     for length in row[first:end]:
         lists.append(row[end : end + int(length)])
         end += int(length)
-    offloadable, trained, selective = lists
+    offloadable, trained, states, flops, selective = lists
     return BlockCost(
         **costs,
         offloadable=tuple(int(n) for n in offloadable),
         trained=tuple(int(n) for n in trained),
+        trained_states=tuple(int(n) for n in states),
+        product_flops=tuple(flops),
         selective=ActivationCost(held_bytes=int(selective[0]), recompute_s=selective[1]) if selective else None,
     )
 

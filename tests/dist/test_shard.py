@@ -25,6 +25,18 @@ def ours(params: Any) -> torch.optim.Optimizer:
     return autohete_fx.AdamW(params, lr=1e-2)
 
 
+def adam(params: Any) -> torch.optim.Optimizer:
+    return autohete_fx.Adam(params, lr=1e-2, weight_decay=0.1)
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return autohete_fx.SGD(params, lr=0.1, momentum=0.9, dampening=0.1)
+
+
+def stateless(params: Any) -> torch.optim.Optimizer:
+    return autohete_fx.SGD(params, lr=0.1)
+
+
 def ours_clipped(params: Any) -> torch.optim.Optimizer:
     return autohete_fx.AdamW(params, lr=1e-2, max_grad_norm=0.3)
 
@@ -32,6 +44,9 @@ def ours_clipped(params: Any) -> torch.optim.Optimizer:
 def exactness() -> dict[str, float]:
     """How far each way to train is from one process, at most."""
     found = {}
+    for optimizer_of in (adam, momentum, stateless):
+        how = {"tied": False, "layers": 1, "steps": 2}
+        found[optimizer_of.__name__] = differences(together(optimizer_of, **how), alone(optimizer_of, **how))
     for name, optimizer_of in {"sgd": sgd, "ours": ours}.items():
         found[name] = differences(together(optimizer_of, tied=False), alone(optimizer_of, tied=False))
     found["tied and accumulated"] = differences(together(sgd, micro=2), alone(sgd, micro=2))
@@ -46,7 +61,8 @@ def exactness() -> dict[str, float]:
 
 def test_two_ranks_are_bitwise_one_process_and_ties_clipping_and_accumulation_within_rounding(tmp_path: Path):
     for found in ranks.run("tests.dist.test_shard.exactness", tmp_path):
-        assert {n for n, d in found.items() if not d} == {"sgd", "ours", "inductor"}
+        bitwise = {"sgd", "ours", "adam", "momentum", "stateless", "inductor"}
+        assert {n for n, d in found.items() if not d} == bitwise
         assert max(found.values()) < 1e-13, found
 
 
@@ -153,6 +169,12 @@ def refusals() -> dict[str, Any]:
     optimizer.step()
     found["goes on"] = not all(map(torch.equal, before, model.parameters()))
     found["twice"] = refusal(lambda: shard(model, mesh()))
+    found["Muon"] = refusal(lambda: autohete_fx.Muon(model))
+    early = make()
+    muon = autohete_fx.Muon(early, is_matrix=lambda name, param: param.ndim == 2)
+    shard(early, mesh())
+    early.layers[0].up._parameters["weight"].grad = torch.zeros_like(early.layers[0].up._parameters["weight"])
+    found["early Muon"] = refusal(muon.step)
     found["2-D"] = refusal(lambda: shard(make(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("copy", "shard"))))
     found["mesh"] = refusal(lambda: shard(make(), 2))  # type: ignore[arg-type]
     found["differ"] = refusal(lambda: shard(make(layers=1 + rank), mesh()))
@@ -175,6 +197,9 @@ def test_wrong_use_is_an_error_that_says_what_to_do(tmp_path: Path):
         assert "the models of ranks" in found["differ"] and "layers.1.norm.weight" in found["differ"]
         assert "_flat_weights" in found["LSTM"] and "no values yet" in found["meta"]
         assert "Replace parameters within" in found["replaced"]
+        for name in ("Muon", "early Muon"):
+            text = found.pop(name)
+            assert text.startswith("OptimizerStateError") and "of which this rank holds (151, 96)" in text, text
         assert all(text.startswith("ShardError") for text in found.values() if isinstance(text, str))
 
 

@@ -35,6 +35,7 @@ def machines(draw: st.DrawFn) -> Machine:
         latency_s=draw(st.floats(0, 1)),
         backward_flops_per_s=tuple(draw(st.lists(st.tuples(st.text(max_size=9), rates), max_size=3))),
         launch_s=draw(st.floats(0, 1)),
+        host_flops_per_s=draw(st.floats(0, 1e18)),
     )
 
 
@@ -82,7 +83,8 @@ def test_what_is_no_machine_is_refused_by_file_and_fault(text: str, message: str
 
 
 def test_a_file_from_before_backward_had_rates_of_its_own_is_read():
-    text = changed(lambda raw: [raw.pop(name) for name in ("backward_flops_per_s", "launch_s", "net_bytes_per_s")])
+    absent = ("backward_flops_per_s", "launch_s", "net_bytes_per_s", "host_flops_per_s")
+    text = changed(lambda raw: [raw.pop(name) for name in absent])
     machine = Machine.from_json(text)
     assert machine.flops_per_s("bfloat16", backward=True) == machine.flops_per_s("bfloat16") == 1e14
     assert machine.launch_s == 0

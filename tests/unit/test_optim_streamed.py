@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Lane, Optimizer, Overlap, Params, Schedule, staging_bytes
-from autohete_fx.optim import AdamW, Lion
+from autohete_fx.optim import SGD, Adam, AdamW, Lion
 from autohete_fx.optim.adamw import ADAMW
 from autohete_fx.optim.base import PlannedOptimizer
 from autohete_fx.optim.in_place import Update
@@ -107,14 +107,23 @@ def tier(tmp_path: Path) -> HostTier:
     [torch.float32, *(pytest.param(t, marks=pytest.mark.slow) for t in (torch.float64, torch.bfloat16))],
     ids=str,
 )
-@pytest.mark.parametrize("kind", [AdamW, Lion])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [(AdamW, {}), (Lion, {}), (Adam, {}), (SGD, {"momentum": 0.9, "dampening": 0.1}), (SGD, {})],
+    ids=["AdamW", "Lion", "Adam", "momentum", "SGD"],
+)
 def test_updates_are_the_devices_own_bit_by_bit(
-    kind: type[PlannedOptimizer], dtype: torch.dtype, params_at: Params, overlap: Overlap, tier: HostTier
+    kind: type[PlannedOptimizer],
+    how: dict[str, float],
+    dtype: torch.dtype,
+    params_at: Params,
+    overlap: Overlap,
+    tier: HostTier,
 ):
     """Edits of parameters, gradients and states between steps, rates that change, and everything late at random."""
     chance = random.Random(0)
     with two_memories(in_background=True, num_update_workers=4, pace=lambda ticket: chance.uniform(0, 1e-3)) as lanes:
-        twins = Twins(tier, lanes, dtype=dtype, params_at=params_at, overlap=overlap, kind=kind)
+        twins = Twins(tier, lanes, dtype=dtype, params_at=params_at, overlap=overlap, kind=kind, **how)
         for step in range(5):
             twins.backward()
             for optimizer, params in zip(twins.optimizers, (twins.params, twins.others), strict=True):
@@ -123,7 +132,8 @@ def test_updates_are_the_devices_own_bit_by_bit(
                     if step == 2:
                         params[0][7:].mul_(1.5)
                         params[1].grad.mul_(0.25)
-                        optimizer.state[params[0]]["exp_avg"].mul_(0.5)
+                        for name in optimizer.rule_of(params[0]).moments:
+                            optimizer.state[params[0]][name].mul_(0.5)
                 optimizer.step()
                 optimizer.param_groups[0]["lr"] = 7.0  # too late for this step
                 optimizer.zero_grad()

@@ -31,7 +31,8 @@ def device_bytes(problem: Problem, blocks: Sequence[int], decisions: Sequence[Bl
 
     Spans are the pieces of work of blocks 0..n-1 in a pass, pass after pass: the first forward of a step, which under an
     overlapping schedule waits for updates; in training the last backward; with several micro-batches a forward of a
-    later one, where gradients are there already; and where states may be streamed, the pass of the updates, of which an
+    later one, where gradients are there already; and where states may be streamed or updates need a workspace, the pass of the
+    updates, of which an
     overlapping schedule has only the begin. In the last micro-batch's backward its gradients come on top of accumulated ones.
     """
     use = _Use(problem, blocks, decisions)
@@ -41,7 +42,7 @@ def device_bytes(problem: Problem, blocks: Sequence[int], decisions: Sequence[Bl
     passes = [use.first_pass() if overlaps else use.forward(), use.backward()]
     if problem.micro_batches > 1:
         passes.append(use.forward() + use.held.accumulated[:, None])
-    if problem.allow_streamed_optimizer:
+    if problem.allow_streamed_optimizer or problem.update_workspace_bytes:
         passes.append(use.update_pass()[:, : 1 if overlaps else None])
     return np.concatenate(passes, axis=1)
 
@@ -55,7 +56,8 @@ def streaming_peak_bytes(problem: Problem, decisions: Sequence[BlockDecision]) -
     use = _Use(problem, range(len(decisions)), decisions)
     passes = [use.update_pass().sum(axis=0)]
     if overlap_of(problem) is not Overlap.NONE:
-        passes = [passes[0][:1], use.first_pass().sum(axis=0)[: streamed[-1] + 1]]
+        first = use.first_pass().sum(axis=0) + problem.update_workspace_bytes
+        passes = [passes[0][:1], first[: streamed[-1] + 1]]
     return problem.fixed_bytes + int(np.concatenate(passes).max())
 
 
@@ -99,7 +101,7 @@ def _held(problem: Problem, block: int, decision: BlockDecision) -> tuple[int, .
     activations = cost.activations(decision)
     staying = cost.part_at(cost.grad_bytes, decision, Optimizer.DEVICE, Optimizer.STREAMED)
     return (
-        cost.param_bytes - fetched + cost.part_at(cost.optimizer_bytes, decision, Optimizer.DEVICE),
+        cost.param_bytes - fetched + cost.states_at(decision, Optimizer.DEVICE),
         fetched,
         whole.gathered,
         whole.gathered if decision.keeps_fetched else whole.gathered_again,
@@ -113,7 +115,7 @@ def _held(problem: Problem, block: int, decision: BlockDecision) -> tuple[int, .
         staying,
         staying if problem.micro_batches > 1 else 0,
         cost.part_at(cost.grad_bytes, decision, Optimizer.STREAMED),
-        staging_bytes(cost.part_at(cost.optimizer_bytes, decision, Optimizer.STREAMED)),
+        staging_bytes(cost.states_at(decision, Optimizer.STREAMED)),
     )
 
 
@@ -157,7 +159,8 @@ class _Use:
     def update_pass(self) -> Bytes:
         """The updates by themselves."""
         held = self.held
-        return (held.always + held.staying - held.streamed_gradients)[:, None] + self._updates()
+        workspace = self.problem.update_workspace_bytes * (self.block == 0)  # once, in every plan
+        return (held.always + held.staying - held.streamed_gradients + workspace)[:, None] + self._updates()
 
     def forward(self) -> Bytes:
         """A forward that waits for nothing."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from autohete_fx.ir import BlockCost, BlockDecision, Lane, Machine, Optimizer, Overlap, Params, Problem
 
+PRODUCTS_OF_UPDATES = "bfloat16"
+"""The dtype of matrix products in updates."""
 UPDATED_ON_HOST = tuple(place for place in Optimizer if place.updates_on_host)
 
 
@@ -38,7 +40,7 @@ def host_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
     copies of parameters that it updates and that live in memory of the device's own."""
     cost = problem.costs[block]
     total = cost.param_bytes if decision.params is Params.HOST else 0
-    total += cost.part_at(cost.optimizer_bytes, decision, Optimizer.HOST, Optimizer.STREAMED)
+    total += cost.states_at(decision, Optimizer.HOST, Optimizer.STREAMED)
     if problem.training:
         total += cost.part_at(cost.grad_bytes, decision, *UPDATED_ON_HOST) * (2 if problem.micro_batches > 1 else 1)
         if decision.params is Params.DEVICE and problem.machine.device_type != "cpu":
@@ -50,7 +52,7 @@ def host_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
 def disk_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
     """Bytes of one block on disk: optimizer states."""
     cost = problem.costs[block]
-    return cost.part_at(cost.optimizer_bytes, decision, Optimizer.DISK)
+    return cost.states_at(decision, Optimizer.DISK)
 
 
 def device_update_s(problem: Problem, block: int, decision: BlockDecision, place: Optimizer) -> float:
@@ -59,6 +61,7 @@ def device_update_s(problem: Problem, block: int, decision: BlockDecision, place
     cost, machine = problem.costs[block], problem.machine
     num_params = cost.part_at(cost.num_params, decision, place)
     seconds = cost.updated_at(decision, place) / machine.device_update_params_per_s
+    seconds += cost.products_at(decision, place) / machine.flops_per_s(PRODUCTS_OF_UPDATES)
     if place is Optimizer.DEVICE and decision.params is Params.HOST and num_params:
         num_bytes = cost.param_bytes * num_params / cost.num_params
         seconds += num_bytes / machine.h2d_bytes_per_s + num_bytes / machine.d2h_bytes_per_s
@@ -67,7 +70,7 @@ def device_update_s(problem: Problem, block: int, decision: BlockDecision, place
 
 def streamed_bytes(cost: BlockCost, decision: BlockDecision) -> int:
     """Bytes that a streamed update copies up, and down again: states, and parameters at home."""
-    states = cost.part_at(cost.optimizer_bytes, decision, Optimizer.STREAMED)
+    states = cost.states_at(decision, Optimizer.STREAMED)
     at_home = decision.params is Params.HOST
     return states + at_home * cost.part_at(cost.param_bytes, decision, Optimizer.STREAMED)
 
@@ -132,6 +135,7 @@ def host_update_s(problem: Problem, block: int, decision: BlockDecision) -> floa
     cost, machine = problem.costs[block], problem.machine
     lost_s = machine.copy_share * copy_s(machine, Lane.H2D, uploaded_bytes(cost, decision))
     computed_s = cost.updated_at(decision, *UPDATED_ON_HOST) / machine.host_update_params_per_s + lost_s
+    computed_s += cost.products_at(decision, *UPDATED_ON_HOST) / machine.host_products_per_s
     return max(computed_s, disk_s(problem, block, decision))
 
 

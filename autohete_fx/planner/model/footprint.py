@@ -50,7 +50,7 @@ def resident_bytes(problem: Problem, plan: Plan) -> int:
     params = sum(cost.param_bytes for cost, decision in pairs if decision.params is Params.DEVICE)
     if not problem.training:
         return params
-    return params + sum(cost.part_at(cost.optimizer_bytes, d, Optimizer.DEVICE) for cost, d in pairs)
+    return params + sum(cost.states_at(d, Optimizer.DEVICE) for cost, d in pairs)
 
 
 def device_gradient_bytes(problem: Problem, plan: Plan) -> int:
@@ -79,4 +79,5 @@ def traced_peak_bytes(problem: Problem, plan: Plan, intermediate_bytes: int) -> 
     gradients = device_gradient_bytes(problem, plan)
     accumulated = gradients if problem.micro_batches > 1 else 0
     streaming = streaming_peak_bytes(problem, plan.decisions)
-    return max(resident + max(accumulated + intermediate_bytes, gradients), streaming)
+    stepping = gradients + problem.update_workspace_bytes
+    return max(resident + max(accumulated + intermediate_bytes, stepping), streaming)

@@ -181,7 +181,7 @@ class _Replay:
         for block, (cost, decision) in enumerate(zip(self.costs, self.decisions, strict=True)):
             if decision.params is Params.DEVICE:
                 self.memory.hold("parameters", block, cost.param_bytes)
-            self.memory.hold("optimizer states", block, self._part_at(block, cost.optimizer_bytes, Optimizer.DEVICE))
+            self.memory.hold("optimizer states", block, cost.states_at(decision, Optimizer.DEVICE))
         self.memory.observe(0, FORWARD, self.lanes.clock)
 
     def _lost_s(self, *copies: tuple[Lane, int, int]) -> float:
@@ -338,9 +338,17 @@ class _Replay:
     def _optimizer_step(self) -> None:
         """Updates after the last backward, and under an overlapping schedule the next forward with them."""
         for block in range(self.num_blocks):
-            states = self._part_at(block, self.costs[block].optimizer_bytes, Optimizer.STREAMED)
+            states = self.costs[block].states_at(self.decisions[block], Optimizer.STREAMED)
             self.memory.hold("streamed optimizer states", block, staging_bytes(states))
+        # On an accelerator it is taken where the device updates any.
+        on_device = [not d.updates_on_host or d.num_moved_states is not None for d in self.decisions]
+        workspace = self.problem.update_workspace_bytes
+        self.memory.hold(
+            "workspace of updates", -1, workspace if any(on_device) or self.machine.device_type == "cpu" else 0
+        )
         self.memory.observe(0, OPTIMIZER_STEP, self.lanes.clock)
+        if not any(decision.streams for decision in self.decisions):
+            self.memory.hold("workspace of updates", -1, 0)
         stepped_at = self.lanes.clock
         for block, (cost, decision) in enumerate(zip(self.costs, self.decisions, strict=True)):
             here_s = device_update_s(self.problem, block, decision, Optimizer.DEVICE)

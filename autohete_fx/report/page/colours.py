@@ -31,6 +31,7 @@ OF_MEMORY = {
     "streamed optimizer states": "cyan",
     "activations": "orange",
     "workspace": "amber",
+    "workspace of updates": "amber",
     "gradients": "pink",
     "gradients on their way to the host": "red",
     "gradients of streamed states": "lime",

@@ -1,7 +1,7 @@
-"""AdamW against torch.optim.AdamW(fused=True), wherever parameters and states live."""
+"""AdamW, Adam and SGD against those of torch.optim with fused=True, wherever parameters and states live."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from autohete_fx.ir import Optimizer, Params
 from autohete_fx.optim import AdamW, optimizer_of
 from autohete_fx.runtime.placement import Placement, place_param
 from autohete_fx.runtime.tiers.host import HostTier, is_home, open_tier
+from tests.optimizers import KINDS, assert_same, exact_copies, make_params, run, set_grads
 
 SHAPES = ((33, 7), (5,), (), (1,), (0, 4), (200, 300))
 PLACES = [(params, optimizer) for params in Params for optimizer in (Optimizer.DEVICE, Optimizer.HOST)]
@@ -24,80 +25,22 @@ def tier(tmp_path: Path) -> HostTier:
     return open_tier("cpu", str(tmp_path))
 
 
-def make_params(dtype: torch.dtype, seed: int = 0, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
-
-
-def exact_copies(params: Sequence[Parameter]) -> list[Parameter]:
-    """What the reference optimizes: full-precision copies, the masters of 16-bit parameters."""
-    wide = [p.detach().clone() if p.dtype in (torch.float32, torch.float64) else p.detach().float() for p in params]
-    return [Parameter(p) for p in wide]
-
-
-def set_grads(params: Sequence[Parameter], reference: Sequence[Parameter], step: int) -> None:
-    generator = torch.Generator().manual_seed(1000 + step)
-    for p, r in zip(params, reference, strict=True):
-        grad = (torch.randn(p.shape, generator=generator) * 10.0 ** (step % 3 - 1)).to(p.dtype)
-        p.grad, r.grad = grad, grad.to(r.dtype).clone()
-
-
 def place_all(params: Sequence[Parameter], where: tuple[Params, Optimizer], tier: HostTier) -> None:
     for block, p in enumerate(params):
         place_param(p, Placement(params=where[0], optimizer=where[1], tier=tier, block=block))
 
 
-def assert_same(
-    params: Sequence[Parameter],
-    optimizer: AdamW,
-    reference: Sequence[Parameter],
-    expected: torch.optim.Optimizer,
-    steps: int = 1,
-) -> None:
-    """Bitwise for full precision; for 16 bits, a few fp32 units in the last place a step."""
-    for p, r in zip(params, reference, strict=True):
-        state, wanted = optimizer.state[p], expected.state[r]
-        if p.dtype in (torch.float32, torch.float64):
-            assert torch.equal(p, r)
-            for name in ("exp_avg", "exp_avg_sq", "step"):
-                assert torch.equal(state[name], wanted[name]), name
-            assert "master" not in state
-            continue
-        assert state["master"].dtype == state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
-        for ours, theirs in ((state["master"], r), (state["exp_avg"], wanted["exp_avg"])):
-            torch.testing.assert_close(ours, theirs.detach(), rtol=2e-6 * steps, atol=3e-7 * steps)
-        torch.testing.assert_close(state["exp_avg_sq"], wanted["exp_avg_sq"], rtol=2e-6 * steps, atol=1e-12)
-        assert torch.equal(p, state["master"].to(p.dtype)), "the weight is the rounding of its master"
-
-
-def run(
-    params: Sequence[Parameter],
-    optimizer: AdamW,
-    steps: int,
-    between: Callable[[int], None] = lambda step: None,
-    **kwargs: Any,
-) -> None:
-    """Step both optimizers on equal gradients and compare after every step."""
-    reference = exact_copies(params)
-    expected = torch.optim.AdamW(reference, fused=True, **kwargs)
-    for step in range(steps):
-        set_grads(params, reference, step)
-        optimizer.step()
-        expected.step()
-        assert_same(params, optimizer, reference, expected, step + 1)
-        between(step)
-
-
 @pytest.mark.parametrize("where", PLACES, ids=PLACE_IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_steps_equal_torch(dtype: torch.dtype, where: tuple[Params, Optimizer], tier: HostTier) -> None:
-    params = make_params(dtype)
-    optimizer = AdamW(params, lr=3e-3, weight_decay=0.1)
+@pytest.mark.parametrize("name", KINDS)
+def test_steps_equal_torch(name: str, dtype: torch.dtype, where: tuple[Params, Optimizer], tier: HostTier) -> None:
+    params, kind = make_params(dtype, SHAPES), KINDS[name]
+    optimizer = kind.make(params, lr=3e-3)
     place_all(params, where, tier)
-    run(params, optimizer, 6, lr=3e-3, weight_decay=0.1)
+    run(kind, params, optimizer, 6, lr=3e-3)
     for p in params:
         assert is_home(p) == (where[0] is Params.HOST)
-        for name in ("exp_avg", "exp_avg_sq", "master"):
+        for name in (*kind.moments, "master"):
             t = optimizer.state[p].get(name)
             assert t is None or tier.owns(t) == (where[1] is Optimizer.HOST)
 
@@ -115,23 +58,24 @@ def test_steps_equal_torch(dtype: torch.dtype, where: tuple[Params, Optimizer], 
     ids=["betas", "maximize", "beta1_0", "lr_0", "lr_tensor"],
 )
 def test_hyperparameters(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    params = make_params(dtype)
-    run(params, AdamW(params, **options), 4, **options)
+    params = make_params(dtype, SHAPES)
+    run(KINDS["AdamW"], params, KINDS["AdamW"].make(params, **options), 4, **options)
 
 
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_placement_that_changes_between_steps_changes_no_value(dtype: torch.dtype, tier: HostTier) -> None:
-    params = make_params(dtype)
-    optimizer = AdamW(params)
+def test_a_placement_that_changes_between_steps_changes_no_value(name: str, dtype: torch.dtype, tier: HostTier) -> None:
+    params = make_params(dtype, SHAPES)
+    optimizer = KINDS[name].make(params)
 
     def move(step: int) -> None:
         place_all(params, PLACES[step % 4], tier)
 
-    run(params, optimizer, 9, move)
+    run(KINDS[name], params, optimizer, 9, move)
 
 
 def test_a_host_gradient_is_used_where_it_is(tier: HostTier) -> None:
-    params = make_params(torch.bfloat16, shapes=((64, 64),))
+    params = make_params(torch.bfloat16, ((64, 64),))
     optimizer = AdamW(params)
     place_all(params, (Params.DEVICE, Optimizer.HOST), tier)
     reference = exact_copies(params)
@@ -147,7 +91,8 @@ def test_a_host_gradient_is_used_where_it_is(tier: HostTier) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("where", [PLACES[0], PLACES[3]], ids=[PLACE_IDS[0], PLACE_IDS[3]])
-def test_layouts(dtype: torch.dtype, where: tuple[Params, Optimizer], tier: HostTier) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_layouts(name: str, dtype: torch.dtype, where: tuple[Params, Optimizer], tier: HostTier) -> None:
     """Channels-last and transposed parameters, strided views, and gradients laid out in another way."""
     base = torch.randn(4, 6, 5, 5).to(dtype)
     params = [
@@ -156,12 +101,15 @@ def test_layouts(dtype: torch.dtype, where: tuple[Params, Optimizer], tier: Host
         Parameter(torch.randn(20, 20).to(dtype)[:, ::2]),
         Parameter(torch.randn(30, 40).to(dtype)),
     ]
-    optimizer = AdamW(params)
+    optimizer = KINDS[name].make(params)
     place_all(params, where, tier)
-    reference = [Parameter(p.detach().float().contiguous()) for p in params]
-    expected = torch.optim.AdamW(reference, fused=True)
+    reference = [Parameter(p.detach().to(torch.float32, copy=True)) for p in params]
+    expected = KINDS[name].reference(reference)
     for step in range(3):
         set_grads(params, reference, step)
+        for r in reference:
+            assert r.grad is not None
+            r.grad = torch.empty_like(r).copy_(r.grad)  # torch's kernel walks all memory in one order
         assert params[3].grad is not None
         params[3].grad = params[3].grad.t().contiguous().t()
         optimizer.step()
@@ -171,7 +119,7 @@ def test_layouts(dtype: torch.dtype, where: tuple[Params, Optimizer], tier: Host
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_groups_schedulers_and_clipping(dtype: torch.dtype, tier: HostTier) -> None:
-    params = make_params(dtype, shapes=((16, 16), (16,), (8, 16)))
+    params = make_params(dtype, ((16, 16), (16,), (8, 16)))
     reference = exact_copies(params)
 
     def groups(p: Sequence[Parameter]) -> list[dict[str, Any]]:
@@ -198,7 +146,7 @@ def test_groups_schedulers_and_clipping(dtype: torch.dtype, tier: HostTier) -> N
 
 
 def test_only_parameters_with_gradients_move() -> None:
-    params = make_params(torch.float32, shapes=((4, 4), (4,), (3,)))
+    params = make_params(torch.float32, ((4, 4), (4,), (3,)))
     params[1].requires_grad_(False)
     before = [p.detach().clone() for p in params]
     optimizer = AdamW(params, lr=0.1)
@@ -215,7 +163,7 @@ def test_only_parameters_with_gradients_move() -> None:
 
 @pytest.mark.parametrize("to_none", [True, False])
 def test_zero_grad_keeps_homes_valid(to_none: bool, tier: HostTier) -> None:
-    (p,) = make_params(torch.float32, shapes=((8, 8),))
+    (p,) = make_params(torch.float32, ((8, 8),))
     optimizer = AdamW([p])
     home = tier.empty_like(p).fill_(3.0)
     p.grad = home
@@ -223,15 +171,16 @@ def test_zero_grad_keeps_homes_valid(to_none: bool, tier: HostTier) -> None:
     assert (p.grad is None) if to_none else (p.grad is home and not home.any())
 
 
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_closure_hooks_and_accumulation(dtype: torch.dtype, tier: HostTier) -> None:
+def test_closure_hooks_and_accumulation(name: str, dtype: torch.dtype, tier: HostTier) -> None:
     """Three different micro-batches in a closure, as Lightning runs them, with hooks around the step."""
     torch.manual_seed(0)
     model = torch.nn.Linear(12, 6).to(dtype)
     params = list(model.parameters())
     place_all(params, (Params.HOST, Optimizer.HOST), tier)
     reference = exact_copies(params)
-    optimizer, expected = AdamW(params), torch.optim.AdamW(reference, fused=True)
+    optimizer, expected = KINDS[name].make(params), KINDS[name].reference(reference)
     calls: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
     optimizer.register_step_post_hook(lambda *_: calls.append("post"))
@@ -262,7 +211,7 @@ def test_edits_between_steps_are_honoured(
     how: str, dtype: torch.dtype, where: tuple[Params, Optimizer], tier: HostTier
 ) -> None:
     """After an edit, training goes on exactly as from the edited value; elements not edited keep their masters."""
-    (p,) = make_params(dtype, shapes=((500, 90),))
+    (p,) = make_params(dtype, ((500, 90),))
     optimizer = AdamW([p], lr=1e-2)
     place_all([p], where, tier)
     for step in range(2):
@@ -298,7 +247,7 @@ def test_edits_between_steps_are_honoured(
 
 
 def test_one_unit_in_the_last_place_is_an_edit() -> None:
-    (p,) = make_params(torch.bfloat16, shapes=((100, 100),))
+    (p,) = make_params(torch.bfloat16, ((100, 100),))
     optimizer = AdamW([p], lr=1e-2)
     set_grads([p], exact_copies([p]), 0)
     optimizer.step()
@@ -307,10 +256,11 @@ def test_one_unit_in_the_last_place_is_an_edit() -> None:
     assert torch.equal(optimizer.state_dict()["state"][0]["master"], value.float())
 
 
-def test_grad_scaler_skips_without_trace() -> None:
-    (p,) = make_params(torch.float32, shapes=((4, 4),))
+@pytest.mark.parametrize("name", KINDS)
+def test_grad_scaler_skips_without_trace(name: str) -> None:
+    (p,) = make_params(torch.float32, ((4, 4),))
     reference = exact_copies([p])
-    optimizer, expected = AdamW([p], lr=0.1), torch.optim.AdamW(reference, lr=0.1, fused=True)
+    optimizer, expected = KINDS[name].make([p], lr=0.1), KINDS[name].reference(reference, lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10)
     for step, factor in enumerate((1.0, float("inf"), 1.0, float("nan"), 1.0)):
         before, state = p.detach().clone(), copy.deepcopy(optimizer.state_dict())
@@ -332,7 +282,7 @@ def test_grad_scaler_skips_without_trace() -> None:
 
 
 def test_several_optimizers() -> None:
-    a, b = make_params(torch.float32, shapes=((3, 3), (4,)))
+    a, b = make_params(torch.float32, ((3, 3), (4,)))
     first, second = AdamW([a], lr=0.1), AdamW([b], lr=0.2)
     assert optimizer_of(a) is first and optimizer_of(b) is second and optimizer_of(torch.ones(1)) is None
     a.grad, b.grad = torch.ones(3, 3), torch.ones(4)

@@ -1,0 +1,193 @@
+"""Training with Lion, Adam, SGD and Muon: equal to their references wherever states are, planned with their bytes and seconds."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import autohete_fx
+from autohete_fx import Optimizer
+from autohete_fx.compiler import captured
+from autohete_fx.compiler.problem import make_problem
+from autohete_fx.ir import Overlap, Problem, Schedule
+from autohete_fx.runtime import disk
+from autohete_fx.runtime.meter import device_live_bytes
+from examples.benchmarks.emulated import Emulation, Speeds
+from tests import training
+from tests.held_updates import random_delays, use_lanes
+from tests.main_job import slow
+from tests.training import REFERENCES, Sizes, adam, assert_equal, lion, make, momentum, muon, ours, sgd, train
+
+
+def plain(made: Any, model: training.Model, **how: Any) -> list[torch.Tensor]:
+    """What the reference gives without our backend."""
+    model.compile(backend="aot_eager")
+    result = train(model, REFERENCES[made](model), **how)
+    torch._dynamo.reset()
+    return result
+
+
+def planned(name: str, overlap: str | None) -> autohete_fx.Plan:
+    schedule = Schedule(overlap=Overlap.NONE if overlap is None else Overlap(overlap))
+    return autohete_fx.Plan(labels=training.LABELS, decisions=training.PLANS[name], schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    ("made", "name", "overlap"),
+    [
+        (lion, "streamed", "step"),
+        (lion, "disk", "backward"),
+        (lion, "mixed", "backward"),
+        slow(lion, "mixed", "step"),
+        slow(lion, "host-optimizer", None),
+        slow(lion, "streamed", None),
+        slow(lion, "disk", "step"),
+        (adam, "mixed", "step"),
+        slow(adam, "streamed", "step"),
+        slow(adam, "disk", "backward"),
+        (momentum, "mixed", "backward"),
+        (momentum, "streamed", "step"),
+        slow(momentum, "disk", "step"),
+        (sgd, "mixed", "backward"),
+        slow(sgd, "streamed", "step"),
+        slow(sgd, "disk", "step"),
+        (muon, "mixed", "backward"),
+        (muon, "streamed", "step"),
+        slow(muon, "disk", "step"),
+        slow(muon, "keep", "step"),
+    ],
+)
+def test_training_is_bitwise_exact_under_random_delays(
+    made: Any, name: str, overlap: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    """With dropout and fresh data. Losses, gradients, parameters and states are compared."""
+    monkeypatch.setattr(disk, "WINDOW_BYTES", 2**15)
+    use_lanes(monkeypatch, is_host=False, pace=random_delays(0.002))
+    given = ours(make("cpu"), "eager", {"plan": planned(name, overlap)}, overlap, made)
+    assert_equal(given, plain(made, make("cpu")), bitwise=True)
+
+
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [
+        (lion, "streamed"),
+        slow(lion, "disk"),
+        slow(lion, "mixed"),
+        slow(adam, "mixed"),
+        (momentum, "mixed"),
+        (sgd, "mixed"),
+    ],
+)
+def test_clipping_and_micro_batches(made: Any, name: str, monkeypatch: pytest.MonkeyPatch):
+    use_lanes(monkeypatch, is_host=False)
+    how = {"clip": True, "micro_batches": 2}
+    options = {"plan": planned(name, "step"), "micro_batches": 2}
+    given = ours(make("cpu"), "eager", options, "step", made, **how)
+    assert_equal(given, plain(made, make("cpu"), **how), bitwise=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [
+        *((lion, name) for name in ("mixed", "streamed", "disk")),
+        (adam, "mixed"),
+        (momentum, "streamed"),
+        (sgd, "disk"),
+        (muon, "streamed"),
+    ],
+)
+def test_a_bf16_model_trains_as_with_states_on_the_device(made: Any, name: str, monkeypatch: pytest.MonkeyPatch):
+    sizes = Sizes(width=128)  # 16-bit parameters of narrower layers are too small to move
+    seen = []
+    for plan in ("keep", name):
+        use_lanes(monkeypatch, is_host=False, pace=random_delays(0.002))
+        model = make("cpu", sizes).bfloat16()
+        seen.append(ours(model, "eager", {"plan": planned(plan, "step")}, "step", made, sizes=sizes))
+    assert_equal(seen[1], seen[0], bitwise=True)
+
+
+SIZES = Sizes(width=256, batch=4, time=32, layers=4)
+
+
+@pytest.mark.parametrize(
+    ("made", "update_params_per_s", "expected"),
+    [
+        (lion, 1e6, Optimizer.STREAMED),
+        slow(lion, 1e9, Optimizer.HOST),
+        slow(adam, 1e6, Optimizer.STREAMED),
+        slow(momentum, 1e6, Optimizer.STREAMED),
+        (sgd, 1e9, Optimizer.HOST),
+        (muon, 1e9, Optimizer.HOST),
+    ],
+)
+def test_solved_plans_keep_their_budgets(made: Any, update_params_per_s: float, expected: Optimizer):
+    """On an emulated machine, whose host is slow enough that it pays to stream, or fast enough that it does not. Without states
+    there is nothing to stream: gradients go to the host, and parameters come from there."""
+    training.warm_up("cpu")
+    foreign, peaks = device_live_bytes("cpu"), []
+    values = plain(made, make("cpu", SIZES), sizes=SIZES, peaks=peaks)
+    gc.collect()
+    budget = int(0.6 * (max(peaks) - foreign))
+    speeds = Speeds(forward_s=2e-3, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, update_params_per_s=update_params_per_s)
+    peaks = []
+    with Emulation(speeds).running() as emulation:
+        foreign = device_live_bytes("cpu")
+        options = {**emulation.options, "memory_budget": budget}
+        given = ours(make("cpu", SIZES), "eager", options, "step", made, sizes=SIZES, peaks=peaks)
+    found = training.training_compilation()
+    peak = max(peaks) - foreign
+    places = {place for decision in found.plan.decisions for place in (decision.optimizer, decision.other_states)}
+    assert expected in places, places
+    assert peak <= budget and found.plan.peak_bytes == pytest.approx(peak, rel=0.1)
+    assert_equal(given, values, bitwise=True)
+
+
+def test_plans_count_states_and_what_updates_move(monkeypatch: pytest.MonkeyPatch):
+    """One moment for two, and 20 bytes moved for 28; without a moment 12."""
+    problems: list[Problem] = []
+    monkeypatch.setattr(
+        captured, "make_problem", lambda *args, **how: problems.append(make_problem(*args, **how)) or problems[-1]
+    )
+    costs = []
+    for made in (training.adamw, lion, momentum, sgd):
+        model = make("cpu", SIZES)
+        optimizer = made(model)
+        autohete_fx.explain(
+            model, training.batch("cpu", 0, sizes=SIZES), options={"profile": "analytic", "inner_backend": "eager"}
+        )
+        costs.append(problems[-1].costs)
+        torch._dynamo.reset()
+        del optimizer
+    for adamw, lion_, momentum_, sgd_ in zip(*costs, strict=True):
+        assert adamw.num_params == lion_.num_params == sgd_.num_params
+        assert adamw.optimizer_bytes == 2 * lion_.optimizer_bytes == 2 * momentum_.optimizer_bytes
+        assert sgd_.optimizer_bytes == 0 and sgd_.grad_bytes == adamw.grad_bytes
+        trains = bool(adamw.num_params)
+        assert adamw.update_share == 1.0 and lion_.update_share == momentum_.update_share == (
+            20 / 28 if trains else 1.0
+        )
+        assert sgd_.update_share == (12 / 28 if trains else 1.0)
+
+
+def test_plans_count_the_products_and_the_workspace_of_muon(monkeypatch: pytest.MonkeyPatch):
+    """Four matrices a layer, of 256 x 256 to 256 x 1024, with a state each; the embedding and the head have two."""
+    problems: list[Problem] = []
+    monkeypatch.setattr(
+        captured, "make_problem", lambda *args, **how: problems.append(make_problem(*args, **how)) or problems[-1]
+    )
+    model, batch = make("cpu", SIZES), training.batch("cpu", 0, sizes=SIZES)
+    optimizer = muon(model)
+    autohete_fx.explain(model, batch, options={"profile": "analytic", "inner_backend": "eager"})
+    [*_, problem] = problems
+    width, gram = 256, 2 * 256**3
+    first, *layers, last = problem.costs
+    for cost in layers:
+        flops = tuple(5 * (4 * width * width * most + gram) for most in (width, 3 * width, 4 * width, 4 * width))
+        assert cost.product_flops == flops and cost.optimizer_bytes == 4 * cost.num_params == 4 * 12 * width * width
+    assert first.optimizer_bytes == 8 * first.num_params and last.optimizer_bytes == 8 * last.num_params
+    assert not any((*first.product_flops, *last.product_flops)) and not problem.allow_streamed_optimizer
+    largest = 4 * width * width
+    assert 6 * largest <= problem.update_workspace_bytes <= 12 * largest + 2**18
+    del optimizer

@@ -1,0 +1,112 @@
+"""Updates with matrix products: their seconds on either processor, their states, and the memory that they work in."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from autohete_fx.ir import BlockDecision, Optimizer, Overlap, Params, Plan, Problem, Schedule
+from autohete_fx.ir.machine import ASSUMED_HOST_FLOPS_PER_S
+from autohete_fx.machine.devices import machine_of_rank
+from autohete_fx.planner.model.device_use import device_bytes
+from autohete_fx.planner.model.figures import device_update_s, disk_bytes, host_bytes, host_update_s, streamed_bytes
+from autohete_fx.planner.model.footprint import resident_bytes, traced_peak_bytes
+from autohete_fx.planner.model.simulate import simulate
+from autohete_fx.planner.sharing import joined
+from autohete_fx.planner.solve import solve, work_bound_s
+from tests.planner_problems import MACHINE, cost, problem
+
+HOST, DEVICE = BlockDecision(optimizer=Optimizer.HOST), BlockDecision()
+FLOPS = (0.0, 2e12, 6e12)
+BLOCK = cost(num_params=10, trained=(1, 3, 6), trained_states=(8, 12, 24), optimizer_bytes=44, product_flops=FLOPS)
+WITH_HOST = replace(MACHINE, host_flops_per_s=5e11)  # half of the device's
+
+
+def test_products_are_seconds_of_the_processor_that_updates():
+    given = problem([BLOCK], machine=WITH_HOST)
+    without = problem([replace(BLOCK, product_flops=())], machine=WITH_HOST)
+    parts = itertools.product((1, 2), [p for p in Optimizer if p is not Optimizer.DEVICE], Optimizer)
+    wholes = ((None, place, Optimizer.DEVICE) for place in Optimizer)
+    for count, place, other in (*wholes, *(part for part in parts if part[1] is not part[2])):
+        decision = BlockDecision(optimizer=place, num_moved_states=count, other_states=other)
+        moved = 3 if count is None else count
+        places = [place] * moved + [other] * (3 - moved)
+        for on_device in (Optimizer.DEVICE, Optimizer.STREAMED):
+            added = device_update_s(given, 0, decision, on_device) - device_update_s(without, 0, decision, on_device)
+            assert added == pytest.approx(sum(f for f, at in zip(FLOPS, places, strict=True) if at is on_device) / 1e12)
+        if Optimizer.DISK not in places:
+            added = host_update_s(given, 0, decision) - host_update_s(without, 0, decision)
+            assert added == pytest.approx(
+                sum(f for f, at in zip(FLOPS, places, strict=True) if at.updates_on_host) / 5e11
+            )
+        held = {at: sum(n for n, p in zip(BLOCK.trained_states, places, strict=True) if p is at) for at in Optimizer}
+        assert {at: BLOCK.states_at(decision, at) for at in Optimizer} == held
+        assert (
+            disk_bytes(given, 0, decision) == held[Optimizer.DISK]
+            and streamed_bytes(BLOCK, decision) == held[Optimizer.STREAMED]
+        )
+
+
+def test_the_hosts_rate_is_known_the_devices_or_assumed():
+    assert WITH_HOST.host_products_per_s == 5e11 and MACHINE.host_products_per_s == ASSUMED_HOST_FLOPS_PER_S
+    assert replace(MACHINE, device_type="cpu", device_flops_per_s=(("bfloat16", 7.0),)).host_products_per_s == 7.0
+    share = machine_of_rank(MACHINE, ranks_of_node=4, net_bytes_per_s=1.0, net_latency_s=0.0)
+    assert share.host_products_per_s == ASSUMED_HOST_FLOPS_PER_S / 4
+
+
+def test_steps_take_longer_by_them_and_no_bound_is_passed():
+    given = [problem([replace(BLOCK, product_flops=flops)] * 3) for flops in ((), FLOPS)]
+    without, with_products = (simulate(p, [DEVICE] * 3).step_s for p in given)
+    assert with_products - without == pytest.approx(3 * 8.0)
+    for device_type, p in itertools.product(("cuda", "cpu"), given):
+        here = replace(p, machine=replace(MACHINE, device_type=device_type))
+        assert work_bound_s(here) <= min(simulate(here, [d] * 3).step_s for d in (DEVICE, HOST)) + 1e-9
+
+
+def test_the_planner_updates_products_where_they_are_fast():
+    """The host is ten times as slow at AdamW's updates as the device, and at products as fast or a hundred times as slow."""
+    for rate, expected in ((1e14, Optimizer.HOST), (1e10, Optimizer.DEVICE)):
+        machine = replace(MACHINE, host_flops_per_s=rate, device_flops_per_s=(("bfloat16", 1e12),))
+        block = replace(BLOCK, trained=(10,), trained_states=(44,), product_flops=(3e12,))
+        schedule = Schedule(overlap=Overlap.STEP)
+        plan = solve(problem([block] * 3, machine=machine, schedule=schedule), time_limit_s=2.0)
+        assert {d.optimizer for d in plan.decisions} == {expected}
+
+
+@pytest.mark.parametrize("overlap", [Overlap.NONE, Overlap.STEP])
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_updates_work_in_memory_of_their_processor(device_type: str, overlap: Overlap):
+    machine = replace(MACHINE, device_type=device_type)
+    given = problem([BLOCK] * 3, machine=machine, schedule=Schedule(overlap=overlap), update_workspace_bytes=10_000)
+    for decision in (DEVICE, HOST, BlockDecision(optimizer=Optimizer.HOST, params=Params.HOST)):
+        decisions = [decision] * 3
+        found, without = (simulate(p, decisions) for p in (given, replace(given, update_workspace_bytes=0)))
+        counts = device_type == "cpu" or decision is DEVICE
+        gradients = 3 * (20 if decision is DEVICE else 0)
+        if counts:
+            expected = resident_bytes(given, plan_of(given, decisions)) + gradients + 10_000
+            assert found.peak_bytes == expected and found.peak_phase == "optimizer step"
+            assert traced_peak_bytes(given, plan_of(given, decisions), 0) == expected
+        else:
+            assert found.peak_bytes == without.peak_bytes
+        use = device_bytes(given, range(3), decisions).sum(axis=0).max()
+        assert use >= found.peak_bytes and (not counts or use == found.peak_bytes)
+        assert found.step_s == without.step_s and host_bytes(given, 0, decision) == host_bytes(given, 1, decision)
+
+
+def plan_of(given: Problem, decisions: Sequence[BlockDecision]) -> Plan:
+    return Plan(labels=given.labels, decisions=tuple(decisions))
+
+
+def test_a_budget_below_the_workspace_is_met_elsewhere_or_refused():
+    block = replace(BLOCK, saved_bytes=100)
+    free = problem([block] * 3, schedule=Schedule(overlap=Overlap.STEP), update_workspace_bytes=400)
+    least = simulate(free, [DEVICE] * 3).peak_bytes
+    plan = solve(replace(free, device_budget_bytes=least - 100), time_limit_s=2.0)
+    assert plan.peak_bytes <= least - 100
+
+
+def test_graphs_of_one_step_share_the_largest_workspace():
+    parts = [problem([BLOCK], update_workspace_bytes=n) for n in (7, 3)]
+    assert joined(parts).update_workspace_bytes == 7
