@@ -132,6 +132,13 @@ def check_runs(plan: ClusterPlan, layer_map: LayerMap, model: str) -> None:
                 f" Expected"
                 " was at least one micro-batch a stage. Give smaller micro-batches, or fewer stages"
             )
+        begins = layer_map.held(pipeline.stages[0].layers)
+        if len(pipeline.stages) > 1 and layer_map.frozen.issuperset(begins):
+            raise ClusterError(
+                f"pipeline {index} of the plan begins with a stage whose parameters are all frozen. Expected was one that"
+                f" trains, because"
+                " hidden states need gradients. Give the first stage more layers"
+            )
         degrees = sorted({stage.tp for stage in pipeline.stages})
         if degrees != [1]:
             raise ClusterError(

@@ -73,6 +73,7 @@ class LayerMap:
         hidden: what a layer hands to the next one.
         entrance: argument of layer 1 that is its hidden state: a place, or a keyword.
         order: parameters in the order in which ``build_model`` registers them.
+        frozen: parameters that are not trained.
     """
 
     layers: tuple[str, ...]
@@ -83,6 +84,7 @@ class LayerMap:
     hidden: Shape
     entrance: int | str
     order: tuple[str, ...]
+    frozen: frozenset[str] = frozenset()
 
     @property
     def num_layers(self) -> int:
@@ -356,6 +358,7 @@ class _Watch(TorchDispatchMode):
             hidden=self._hidden,
             entrance=self._entrance,
             order=tuple(order),
+            frozen=frozenset(name for name in self._readers if not params[name].requires_grad),
         )
 
 
