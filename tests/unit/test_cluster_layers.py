@@ -1,0 +1,214 @@
+"""Where any model can be cut, what its stages hold, and their initial weights."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+from autohete_fx.cluster.batches import batch_of, call
+from autohete_fx.cluster.building import build_noting_order, build_part
+from autohete_fx.cluster.layers import map_layers
+from autohete_fx.cluster.restore import plan_fetch
+from autohete_fx.cluster.stage import build_stage
+from autohete_fx.errors import ClusterError
+from tests.tiny_models import GPT, VOCAB
+
+TOKENS, CPU = 8, torch.device("cpu")
+IDS = torch.zeros(2, TOKENS, dtype=torch.int64)
+SIZES = {"num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 64, "hidden_size": 32}
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(intermediate_size=48, num_key_value_heads=2, **SIZES)),
+    "gemma2": lambda: hf.Gemma2ForCausalLM(
+        hf.Gemma2Config(intermediate_size=48, num_key_value_heads=2, head_dim=8, **SIZES)
+    ),
+    "gpt2": lambda: hf.GPT2LMHeadModel(
+        hf.GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=64, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
+    ),
+    "bloom": lambda: hf.BloomForCausalLM(hf.BloomConfig(hidden_size=32, n_layer=3, n_head=4, vocab_size=64)),
+    "opt": lambda: hf.OPTForCausalLM(hf.OPTConfig(ffn_dim=48, word_embed_proj_dim=32, dropout=0.0, **SIZES)),
+    "by hand, tied": lambda: without_dropout(GPT(3, tied=True)),
+}
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def loss_of(out: object, batch: dict[str, Tensor]) -> Tensor:
+    logits = getattr(out, "logits", out)
+    assert isinstance(logits, Tensor)
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten())
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("cuts", [[2, 3], [1, 4]])
+def test_stages_of_a_model_have_its_loss_and_its_gradients(family: str, cuts: list[int], monkeypatch: pytest.MonkeyPatch):
+    build = FAMILIES[family]
+    ids = torch.randint(VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[0, -2:] = 0
+    names = {"ids": ids} if family == "by hand, tied" else {"ids": ids, "input_ids": ids, "attention_mask": mask}
+    batch = batch_of(names)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        layer_map = map_layers(build, batch)
+        assert layer_map.num_layers == 5
+        torch.manual_seed(11)
+        whole = build().train()
+        expected = loss_of(call(whole, batch), names)
+        expected.backward()
+        ends = [0, *cuts, 5]
+        stages = [
+            build_stage(build, layer_map, range(first, stop), loss=loss_of, share=1.0, device=CPU, seed=11)
+            for first, stop in zip(ends, ends[1:], strict=False)
+        ]
+    finally:
+        torch.set_default_dtype(before)
+    received, passed = (), []
+    for stage in stages:
+        stage.reads(batch)
+        out = stage(*received, **{f"batch_{name}": tensor for name, tensor in names.items()})
+        passed.append((out, received))
+        received = (out.detach().requires_grad_(),)
+    assert torch.equal(passed[-1][0], expected)
+    grad: Tensor | None = None
+    for out, read in reversed(passed):
+        out.backward(grad)
+        grad = read[0].grad if read else None
+    params = dict(whole.named_parameters())
+    for name, param in params.items():
+        parts = [held.grad for stage in stages if (held := stage.named().get(name)) is not None and held.grad is not None]
+        assert (sum(parts) if parts else None) is None if param.grad is None else torch.allclose(sum(parts), param.grad, 0, 1e-15)
+    assert all(len(stage.held) < len(params) for stage in stages), "no stage holds the model"
+
+
+class Skips(nn.Module):
+    """A hidden state goes around a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layers[0](x)
+        return self.layers[2](self.layers[1](first) + first)
+
+
+class Collects(nn.Module):
+    """The loss reads every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for layer in self.layers:
+            x = layer(x)
+            total = total + x.sum()
+        return total
+
+
+class Narrows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) if x.sum() > 0 else x
+
+
+class SharesBias(nn.Module):
+    """Every layer reads one table outside of the layers: all stages hold it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Embedding(2, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias(torch.ones(1, dtype=torch.int64))
+        for layer in self.layers:
+            x = layer(x) + bias
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Skips, "from layer 1 to layer 3"),
+        (Collects, "past the layers between"),
+        (Narrows, "Expected were equal shapes"),
+        (Branches, "do not depend on values"),
+        (lambda: nn.Linear(4, 4), "no list of layers"),
+        (lambda: 3, "build_model returned int"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_told_why(model: Callable[[], nn.Module], words: str):
+    with pytest.raises(ClusterError, match=words):
+        map_layers(model, batch_of(torch.zeros(2, 4)))
+
+
+def test_a_parameter_that_several_layers_read_is_held_by_all_their_stages():
+    layer_map = map_layers(SharesBias, batch_of(torch.zeros(2, 4)))
+    assert layer_map.readers["bias.weight"] >= {2, 3} and layer_map.readers["layers.0.weight"] == {1}
+    assert "bias.weight" in layer_map.held(range(2, 3)) and "layers.1.weight" not in layer_map.held(range(0, 2))
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_initial_weights_of_a_part_are_those_of_the_whole(family: str):
+    build = FAMILIES[family]
+    torch.manual_seed(5)
+    whole = dict(build().to(torch.bfloat16).named_parameters())
+    _, order = build_noting_order(lambda: build().to(torch.bfloat16))
+    for wanted in (list(whole), list(whole)[1::2], list(whole)[-1:], []):
+        part = dict(build_part(lambda: build().to(torch.bfloat16), order, wanted, 5).named_parameters())
+        assert {name for name, param in part.items() if not param.is_meta} == set(wanted)
+        assert all(torch.equal(part[name], whole[name]) for name in wanted)
+        assert all(param.shape == whole[name].shape and param.dtype == whole[name].dtype for name, param in part.items())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (3, "a batch of int"),
+        ({"a": torch.zeros(2), "b": torch.zeros(3)}, "Expected was one number"),
+        ((torch.zeros(2), "text"), "Tensor, str"),
+        ({}, "was given"),
+    ],
+)
+def test_batches_that_are_none_are_told(given: object, words: str):
+    with pytest.raises(ClusterError, match=words):
+        batch_of(given)
+
+
+def test_a_model_reads_those_tensors_of_a_batch_that_its_forward_names():
+    model = GPT(2)
+    named = batch_of({"ids": IDS, "labels": IDS})
+    assert torch.equal(call(model.eval(), named), model(IDS))
+    assert torch.equal(call(model, batch_of((IDS, IDS))), model(IDS))
+    with pytest.raises(ClusterError, match="forward reads ids"):
+        call(model, batch_of({"tokens": IDS}))
+
+
+def test_a_parameter_comes_from_the_nearest_place_and_from_the_cloud_once():
+    needs = [["a", "b"], ["b", "c"], ["c", "d"], ["d"]]
+    fetch = plan_fetch(needs, ["n", "m", "m", "o"], {"n": {"a"}, "m": {"b"}, "o": set()}, {"a", "b", "c", "d"})
+    assert fetch.local == {0: ("a",), 1: ("b",)}
+    assert fetch.cloud == {1: ("c",), 2: ("d",)}
+    assert sum(len(names) for names in fetch.peer.values()) == 3 and fetch.peer[1, 2] == ("c",) and fetch.peer[2, 3] == ("d",)
