@@ -12,6 +12,7 @@ from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.described import described
 from autohete_fx.cluster.frontier import changes, frontier
 from autohete_fx.cluster.measurements import cluster_of, costs_of, read
+from autohete_fx.cluster.memory import OVERHEAD_BYTES
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.priced import priced_costs
 from autohete_fx.cluster.report import ClusterReport, Variant, draw_gantt, frontier_table, report_json, report_text
@@ -21,8 +22,6 @@ from autohete_fx.errors import ClusterError
 
 DEGREES = (1, 2, 4, 8)
 MICRO_BATCHES = (1, 2, 4, 8)
-OVERHEAD_BYTES = 2 * 2**30
-"""Of each GPU's memory beside the reserve: CUDA's context, collectives' buffers, and gaps of the allocator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
