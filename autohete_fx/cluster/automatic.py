@@ -16,12 +16,13 @@ from autohete_fx.cluster.batches import Batch
 from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.deploy import Member
 from autohete_fx.cluster.layers import BuildModel
-from autohete_fx.cluster.measured_costs import Measuring, measured_costs
+from autohete_fx.cluster.measured_costs import measured_costs
 from autohete_fx.cluster.measured_links import measured_cluster
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.solve import plan_cluster
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.cluster.stage import Loss, StageModule
+from autohete_fx.cluster.timed_layer import Measuring
 from autohete_fx.errors import ClusterError
 from autohete_fx.ir.sizes import format_seconds
 from autohete_fx.options import Size, parse_size

@@ -39,6 +39,7 @@ class Request:
         objective: ``throughput`` or ``cost``.
         spot: prices are those of GPUs that may be taken away.
         symmetric_tp: one degree for all pipelines.
+        max_tp: the most GPUs of a unit; None: as many as a node allows.
         explain: also plan clusters that differ by one thing.
         as_json: one JSON object instead of tables.
         plot: path of a chart; None: none.
@@ -56,6 +57,7 @@ class Request:
     objective: str
     spot: bool
     symmetric_tp: bool
+    max_tp: int | None
     explain: bool
     as_json: bool
     plot: str | None
@@ -95,6 +97,7 @@ def plan_for_cluster(request: Request) -> str:
             inputs.costs,
             global_batch=request.global_batch,
             micro_batches=[size for size in inputs.sizes if size <= request.global_batch],
+            degrees=None if request.max_tp is None else range(1, request.max_tp + 1),
             symmetric_tp=request.symmetric_tp,
             time_limit_s=request.time_limit_s,
         )

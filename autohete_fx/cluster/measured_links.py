@@ -19,13 +19,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from autohete_fx.cache import load_text, store_text
 from autohete_fx.cluster.deploy import Member
-from autohete_fx.cluster.spec import Cluster, Gpu, Joined, Link, Node, Rates
+from autohete_fx.cluster.spec import Cluster, Gpu, Joined, Link, Node, Rates, TimedLinks
 from autohete_fx.errors import ClusterError
 from autohete_fx.ir.files import SavedAs, spelled
 from autohete_fx.machine.devices import RESERVE_SHARE
@@ -57,15 +58,6 @@ class Trial:
     source: str
     target: str
     pairs: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timed:
-    """Links between GPUs; `Cluster` explains them."""
-
-    within: tuple[Joined, ...]
-    between: tuple[Joined, ...]
-    schema_version: int = 1
 
 
 def measured_cluster(
@@ -100,7 +92,7 @@ def measured_cluster(
         trials = trials_of(members)
         timed = links_of(trials, run_trials(trials, device))
         if not dist.get_rank():
-            store_text(_CACHED_AS, key, json.dumps(asdict(timed)), cache_dir)
+            store_text(_CACHED_AS, key, json.dumps({"schema_version": 1, **asdict(timed)}), cache_dir)
     types = tuple(dict.fromkeys(node.gpu for node in nodes))
     return Cluster(
         gpus=tuple(Gpu(name=gpu, memory_bytes=memory[gpu]) for gpu in types),
@@ -110,13 +102,17 @@ def measured_cluster(
     )
 
 
-def _read(text: str | None) -> Timed | None:
+def _read(text: str | None) -> TimedLinks | None:
     if text is None:
         return None
     try:
-        return _FILES.parse(text, lambda raw: spelled(Timed, raw))
+        return _FILES.parse(text, lambda raw: _of_file(raw))
     except ClusterError:  # of another version of this package: measured again
         return None
+
+
+def _of_file(raw: dict[str, Any]) -> TimedLinks:
+    return spelled(TimedLinks, {key: value for key, value in raw.items() if key != "schema_version"})
 
 
 def nodes_of(members: Sequence[Member]) -> tuple[Node, ...]:
@@ -235,7 +231,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def links_of(trials: Sequence[Trial], points: Sequence[Sequence[tuple[float, float]]]) -> Timed:
+def links_of(trials: Sequence[Trial], points: Sequence[Sequence[tuple[float, float]]]) -> TimedLinks:
     """Links from the points of trials. Types without two nodes have between nodes the slowest link of all, which no plan uses."""
     rates: dict[tuple[bool, str, str], list[Rates]] = {}
     for trial, found in zip(trials, points, strict=True):
@@ -259,4 +255,4 @@ def links_of(trials: Sequence[Trial], points: Sequence[Sequence[tuple[float, flo
         for b in types
         if slowest is not None and (a, b) not in known
     ]
-    return Timed(within=tuple(within), between=tuple(between))
+    return TimedLinks(within=tuple(within), between=tuple(between))

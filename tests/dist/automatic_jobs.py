@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autohete_fx.cluster import automatic, measured_costs
+from autohete_fx.cluster import automatic, measured_costs, measured_links
 from autohete_fx.cluster.batches import batch_of
 from autohete_fx.cluster.deploy import Member
 from autohete_fx.cluster.job import join
@@ -150,3 +150,29 @@ def trains_equal(folder: str, backend: str | None) -> dict[str, float]:
     """Differences of a job without a plan from one process."""
     os.environ["AUTOHETE_CACHE_DIR"] = folder
     return difference(3, True, None, backend, "1f1b", "torch")
+
+
+def clusters(members: list[list[str]], folder: str) -> dict[str, Any]:
+    """A cluster as it is measured first, and as it is found again."""
+    timed, run_trials = [], measured_links.run_trials
+
+    def counted(*args: Any) -> Any:
+        timed.append(1)
+        return run_trials(*args)
+
+    measured_links.run_trials = counted
+    rows = [Member(node=node, gpu=gpu) for node, gpu in members]
+    first, again = (
+        measured_links.measured_cluster(rows, torch.device("cpu"), memory_budget=1000, cache_dir=folder)
+        for _ in range(2)
+    )
+    links = [joined.link for joined in (*first.within, *first.between)]
+    return {
+        "first": repr(first),
+        "again": repr(again),
+        "nodes": [[node.name, node.gpus] for node in first.nodes],
+        "links": sorted({link.name for link in links}),
+        "rates": [rate for link in links for rates in link.rates for _, rate in rates.points],
+        "memory": [gpu.memory_bytes for gpu in first.gpus],
+        "timed": len(timed),
+    }
