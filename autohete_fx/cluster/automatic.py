@@ -3,7 +3,6 @@
 A job that starts again finds costs and links in the cache, and plans in seconds.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from autohete_fx.cluster.batches import Batch
+from autohete_fx.cluster.building import BuildModel
 from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.deploy import Member
-from autohete_fx.cluster.layers import BuildModel
 from autohete_fx.cluster.measured_costs import measured_costs
 from autohete_fx.cluster.measured_links import measured_cluster
 from autohete_fx.cluster.plan import ClusterPlan
@@ -30,7 +29,6 @@ from autohete_fx.options import Size, parse_size
 MICRO_BATCHES = (1, 2, 4, 8)
 """Samples to choose from; the smallest and the largest are timed."""
 _TIME_LIMIT_S = 10.0
-_log = logging.getLogger(__name__)
 
 
 def automatic_plan(
@@ -42,10 +40,12 @@ def automatic_plan(
     backend: str,
     members: Sequence[Member],
     device: torch.device,
+    group: dist.ProcessGroup | None,
     *,
     global_batch: int,
     memory_budget: str | int | None = None,
     cache_dir: str | Path | None = None,
+    say: Callable[[str], None],
 ) -> ClusterPlan:
     """Measure what there is, and plan for it. All ranks call it; all get one plan.
 
@@ -58,15 +58,17 @@ def automatic_plan(
         backend: that compiles it and its options, in words.
         members: all ranks, in order.
         device: of this rank.
+        group: of all ranks, for values in host memory; None: the default one.
         global_batch: samples of a step.
         memory_budget: of each GPU; None: nearly all that there is.
         cache_dir: where measurements are kept; None: `cache.cache_dir`.
+        say: tells the user a line.
 
     Raises:
         ClusterError: nothing fits, or a rank could not measure; on all ranks.
     """
     budget: Size | None = parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
-    cluster = measured_cluster(members, device, memory_budget=budget, cache_dir=cache_dir)
+    cluster = measured_cluster(members, device, group, memory_budget=budget, cache_dir=cache_dir)
     model = getattr(build_model, "__name__", "the model")
     measuring = Measuring(
         build_model=build_model,
@@ -77,15 +79,14 @@ def automatic_plan(
         backend=backend,
         micro_batches=micro_batches_of(global_batch),
     )
-    costs = measured_costs(measuring, members, device, model=model, cache_dir=cache_dir)
+    costs = measured_costs(measuring, members, device, group, model=model, cache_dir=cache_dir)
     found: list[ClusterPlan | str] = [""]
     if not dist.get_rank():
         found = [_planned(cluster, costs, global_batch)]
-    dist.broadcast_object_list(found)
+    dist.broadcast_object_list(found, group=group)
     if isinstance(found[0], str):
         raise ClusterError(found[0])
-    if not dist.get_rank():
-        _log.info("%s", plan_line(found[0]))
+    say(plan_line(found[0]))
     return found[0]
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from autohete_fx.cluster.deploy import Member
 from autohete_fx.cluster.described import save_measured
-from autohete_fx.cluster.job import this_member
+from autohete_fx.cluster.joining import this_member
 from autohete_fx.cluster.measured_links import measured_cluster
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.errors import ClusterError
@@ -42,7 +42,7 @@ def measure_cluster(path: str | Path, device_type: str) -> str:
         torch.cuda.set_device(device)
     begun = not dist.is_initialized()
     if begun:
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
     try:
         return _measured(path, device)
     finally:

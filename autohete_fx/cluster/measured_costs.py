@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import nn
 
 from autohete_fx.cache import device_name, load_text, store_text
+from autohete_fx.cluster.building import BuildModel
 from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTime
 from autohete_fx.cluster.deploy import Member
-from autohete_fx.cluster.layers import BuildModel, LayerMap, Shape, map_layers
+from autohete_fx.cluster.layers import LayerMap, Shape, map_layers
 from autohete_fx.cluster.memory import OVERHEAD_BYTES
 from autohete_fx.cluster.timed_layer import Measuring, TimedLayer, time_layer
 from autohete_fx.errors import ClusterError
@@ -72,6 +73,7 @@ def measured_costs(
     measuring: Measuring,
     members: Sequence[Member],
     device: torch.device,
+    group: dist.ProcessGroup | None = None,
     *,
     model: str,
     cache_dir: str | Path | None = None,
@@ -82,6 +84,7 @@ def measured_costs(
         measuring: what is timed.
         members: all ranks, in order.
         device: of this rank.
+        group: of all ranks, for values in host memory; None: the default one.
         model: name, for errors and plans.
         cache_dir: where figures are kept; None: `cache.cache_dir`.
 
@@ -93,10 +96,21 @@ def measured_costs(
     mine = members[rank].gpu
     key = _key(measuring, layer_map, kinds, mine, device)
     known = _loaded(key, cache_dir)
-    found = _first_of_each_gpu(members, _exchanged(known))
-    if mine not in found and next(r for r, member in enumerate(members) if member.gpu == mine) == rank:
-        known = _or_error(lambda: measure(measuring, kinds, device))
-    rows = _exchanged(known)
+    found = _first_of_each_gpu(members, _exchanged(known, group))
+    missing = {member.gpu for member in members} - set(found)
+    left = len(set(kinds)) * len(measuring.micro_batches) if missing else 0
+
+    def meet() -> None:
+        """All ranks meet after each layer, or those that wait would give the others up."""
+        nonlocal left
+        left -= 1
+        _exchanged(None, group)
+
+    if mine in missing and next(r for r, member in enumerate(members) if member.gpu == mine) == rank:
+        known = _or_error(lambda: measure(measuring, kinds, device, meet))
+    while left:
+        meet()
+    rows = _exchanged(known, group)
     failed = next((f"rank {r}: {row}" for r, row in enumerate(rows) if isinstance(row, str)), None)
     if failed is not None:
         raise ClusterError(
@@ -108,9 +122,9 @@ def measured_costs(
     return _table(model, kinds, layer_map, found, device)
 
 
-def _exchanged(value: "GpuCosts | str | None") -> "list[GpuCosts | str | None]":
+def _exchanged(value: "GpuCosts | str | None", group: dist.ProcessGroup | None) -> "list[GpuCosts | str | None]":
     rows: list[GpuCosts | str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, value)
+    dist.all_gather_object(rows, value, group=group)
     return rows
 
 
@@ -228,7 +242,9 @@ def _loaded(key: str, cache_dir: str | Path | None) -> GpuCosts | None:
 # -- timing ----------------------------------------------------------------------------------------------------------
 
 
-def measure(measuring: Measuring, kinds: Sequence[str], device: torch.device) -> GpuCosts:
+def measure(
+    measuring: Measuring, kinds: Sequence[str], device: torch.device, after_each: Callable[[], None]
+) -> GpuCosts:
     """Time one layer of each kind, and a step of the optimizer, on this rank alone.
 
     Compiled code of earlier functions is dropped (`torch.compiler.reset`): the job's stages must not be taken for layers that
@@ -257,6 +273,7 @@ def measure(measuring: Measuring, kinds: Sequence[str], device: torch.device) ->
                     sizes[kind] = layer.bytes(kind)
                     if kind == most and update is None:
                         update = layer.update()
+                    after_each()
             except torch.OutOfMemoryError as error:
                 if not times:
                     raise ClusterError(

@@ -63,6 +63,7 @@ class Trial:
 def measured_cluster(
     members: Sequence[Member],
     device: torch.device,
+    group: dist.ProcessGroup | None = None,
     *,
     memory_budget: Size | None = None,
     cache_dir: str | Path | None = None,
@@ -73,6 +74,7 @@ def measured_cluster(
     Args:
         members: all ranks, in order.
         device: of this rank.
+        group: of all ranks, for values in host memory; None: the default one.
         memory_budget: of each GPU, in bytes or as a share; None: `RESERVE_SHARE` less than there is, which ranks of one host share
             where their device is its CPU.
         cache_dir: where links are kept; None: `cache.cache_dir`.
@@ -82,15 +84,17 @@ def measured_cluster(
         ClusterError: a node has GPUs of two types.
     """
     nodes = nodes_of(members)
-    memory = _memory(members, device, memory_budget)
+    memory = _memory(members, device, memory_budget, group)
     # The first rank's file counts, for all ranks must do the same.
-    key = repr((sorted((node.name, node.gpu, node.gpus) for node in nodes), device.type, dist.get_backend()))
+    key = repr(
+        (sorted((node.name, node.gpu, node.gpus) for node in nodes), device.type, str(dist.get_backend_config()))
+    )
     known = [None if fresh or dist.get_rank() else load_text(_CACHED_AS, key, cache_dir)]
-    dist.broadcast_object_list(known)
+    dist.broadcast_object_list(known, group=group)
     timed = _read(known[0])
     if timed is None:
         trials = trials_of(members)
-        timed = links_of(trials, run_trials(trials, device))
+        timed = links_of(trials, run_trials(trials, device, group))
         if not dist.get_rank():
             store_text(_CACHED_AS, key, json.dumps({"schema_version": 1, **asdict(timed)}), cache_dir)
     types = tuple(dict.fromkeys(node.gpu for node in nodes))
@@ -129,11 +133,14 @@ def nodes_of(members: Sequence[Member]) -> tuple[Node, ...]:
     return tuple(Node(name=node, gpu=found[0], gpus=len(found)) for node, found in types.items())
 
 
-def _memory(members: Sequence[Member], device: torch.device, budget: Size | None) -> dict[str, int]:
+def _memory(
+    members: Sequence[Member], device: torch.device, budget: Size | None, group: dist.ProcessGroup | None
+) -> dict[str, int]:
     """Bytes that plans may take of each GPU, by type: those of the smallest."""
     total = device_capacity_bytes(device)
     rows: list[tuple[str, int]] = [("", 0)] * len(members)
-    dist.all_gather_object(rows, (socket.gethostname(), total if budget is None else resolve_bytes(budget, total)))
+    mine = socket.gethostname(), total if budget is None else resolve_bytes(budget, total)
+    dist.all_gather_object(rows, mine, group=group)
     hosts = [host for host, _ in rows]
     found: dict[str, int] = {}
     for member, (host, num_bytes) in zip(members, rows, strict=True):
@@ -180,21 +187,23 @@ def _alone_and_together(within: bool, source: str, target: str, pairs: list[tupl
 # -- how they are timed ----------------------------------------------------------------------------------------------
 
 
-def run_trials(trials: Sequence[Trial], device: torch.device) -> list[list[tuple[float, float]]]:
+def run_trials(
+    trials: Sequence[Trial], device: torch.device, group: dist.ProcessGroup | None
+) -> list[list[tuple[float, float]]]:
     """Points of each trial: bytes of a message, and bytes a second of all its pairs. All ranks call it."""
     rank, sizes = dist.get_rank(), _SIZES[device.type]
     mine: dict[int, list[float]] = {}
     for index, trial in enumerate(trials):
-        dist.barrier()
+        dist.barrier(group)
         for source, target in trial.pairs:
             if rank == source:
                 mine[index] = [_round_trip_s(size, sizes[0], target, device) for size in sizes]
             elif rank == target:
                 for size in sizes:
                     _answer(size, sizes[0], source, device)
-    dist.barrier()
+    dist.barrier(group)
     rows: list[dict[int, list[float]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(rows, mine)
+    dist.all_gather_object(rows, mine, group=group)
     found = []
     for index, trial in enumerate(trials):
         slowest = [max(times) for times in zip(*(row[index] for row in rows if index in row), strict=True)]

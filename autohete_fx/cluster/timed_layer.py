@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from autohete_fx.cluster.batches import Batch
+from autohete_fx.cluster.building import BuildModel
 from autohete_fx.cluster.costs import LayerBytes
-from autohete_fx.cluster.layers import BuildModel, LayerMap, Shape
-from autohete_fx.cluster.stage import Loss, StageModule, build_stage, materialize
+from autohete_fx.cluster.layers import LayerMap, Shape
+from autohete_fx.cluster.stage import Loss, StageModule, build_stage
 from autohete_fx.internals.operators import tree_leaves
 
 _WARM_UPS, _FEWEST, _MOST = 2, 3, 9
@@ -74,9 +75,14 @@ class TimedLayer:
         self._hidden = layer_map.hidden
         layers = range(index, index + 1)
         self.stage = build_stage(
-            measuring.build_model, layer_map, layers, loss=measuring.loss, share=1.0, device=device
+            measuring.build_model,
+            layer_map,
+            layers,
+            loss=measuring.loss,
+            share=1.0,
+            device=device,
+            weights=lambda name: _random(layer_map.shapes[name], device),
         )
-        materialize(self.stage, device, lambda name: _random(layer_map.shapes[name], device), 0)
         self.stage.reads(batch)
         torch.compiler.reset()
         self._run = measuring.compiled(self.stage)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from autohete_fx.cluster import automatic, measured_costs, measured_links
 from autohete_fx.cluster.batches import batch_of
 from autohete_fx.cluster.deploy import Member
-from autohete_fx.cluster.job import join
+from autohete_fx.cluster.joining import join
 from autohete_fx.cluster.layers import map_layers
 from autohete_fx.cluster.measured_costs import kinds_of
 from autohete_fx.cluster.plan import ClusterPlan
