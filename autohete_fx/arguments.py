@@ -94,6 +94,12 @@ def add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         "--symmetric-tp", action="store_true", help="of --cluster: one degree of tensor parallelism for all pipelines"
     )
     plan.add_argument(
+        "--max-tp",
+        type=_positive,
+        metavar="N",
+        help="of --cluster: the most GPUs that share a layer by tensor parallelism; jobs run plans of --max-tp 1",
+    )
+    plan.add_argument(
         "--costs",
         metavar="DIR",
         help="of --cluster: measured layers.json, memory.json and network.json, instead of data sheets",

@@ -49,15 +49,22 @@ def _user_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
 
 
-def _path(kind: str, key: str) -> Path:
+def _path(kind: str, key: str, directory: str | Path | None) -> Path:
     if not re.fullmatch(r"[a-z_]+", kind):
         raise AssertionError(f"a kind is a plain word, not {kind!r}")
-    return cache_dir() / kind / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    return (
+        (cache_dir() if directory is None else Path(directory))
+        / kind
+        / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    )
 
 
-def store_text(kind: str, key: str, text: str) -> None:
-    """Keep a text under (kind, key), replacing what was there. Where the directory refuses, nothing is kept."""
-    path = _path(kind, key)
+def store_text(kind: str, key: str, text: str, directory: str | Path | None = None) -> None:
+    """Keep a text under (kind, key), replacing what was there. Where the directory refuses, nothing is kept.
+
+    ``directory``: instead of `cache_dir`.
+    """
+    path = _path(kind, key, directory)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
@@ -72,10 +79,10 @@ def store_text(kind: str, key: str, text: str) -> None:
         return
 
 
-def load_text(kind: str, key: str) -> str | None:
+def load_text(kind: str, key: str, directory: str | Path | None = None) -> str | None:
     """The text kept under (kind, key); None where there is none, or none that can be read."""
     try:
-        raw = json.loads(_path(kind, key).read_text())
+        raw = json.loads(_path(kind, key, directory).read_text())
     except (OSError, ValueError):
         return None
     if not isinstance(raw, dict) or raw.get("version") != CACHE_VERSION or raw.get("key") != key:

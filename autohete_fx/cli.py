@@ -92,6 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="DIR",
         help="measure the disk there, as training does with the option of that name (default: the temporary directory)",
     )
+    doctor.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="under torchrun, a process a GPU: measure all nodes and links, and write a file that `autohete plan --cluster` reads",
+    )
     doctor.set_defaults(run=_doctor)
     add_plan(commands).set_defaults(run=_plan)
     parsed = parser.parse_args(arguments)
@@ -139,6 +144,8 @@ def _doctor(parsed: argparse.Namespace) -> str:
             f"cannot write {parsed.save!r}: its directory does not exist; give --save a file that can be written"
         )
     device = torch.device(parsed.device or ("cuda" if has_cuda else "cpu"))
+    if parsed.cluster:
+        return _doctor_cluster(parsed, device.type)
     offload_dir = Options.from_user({"offload_dir": parsed.offload_dir}).offload_dir
     ranks = ranks_of_job(device.type)
     if ranks is not None and ranks.rank:
@@ -155,6 +162,17 @@ def _doctor(parsed: argparse.Namespace) -> str:
     if parsed.save:
         _save(machine, parsed.save)
     return f"torch {torch.__version__}\n{machine_text(machine)}\n{link_text(link)}"
+
+
+def _doctor_cluster(parsed: argparse.Namespace, device_type: str) -> str:
+    from autohete_fx.cluster.doctor import measure_cluster
+
+    if parsed.save or parsed.offload_dir:
+        raise OptionError(
+            "--cluster was given with --save or --offload-dir, which are about one machine. Expected was --cluster alone. Run"
+            " doctor twice"
+        )
+    return measure_cluster(parsed.cluster, device_type)
 
 
 def _exchange(ranks: Ranks) -> Exchange:
@@ -197,7 +215,12 @@ def _check(parsed: argparse.Namespace) -> None:
     for option, given in (("--plot", parsed.plot), ("--points", parsed.points)):
         if given and parsed.sweep != "budget" and not (parsed.cluster and option == "--plot"):
             raise OptionError(f"{option} is about a sweep of budgets; give --sweep budget too")
-    for option, given in (("--costs", parsed.costs), ("--symmetric-tp", parsed.symmetric_tp), ("--spot", parsed.spot)):
+    for option, given in (
+        ("--costs", parsed.costs),
+        ("--symmetric-tp", parsed.symmetric_tp),
+        ("--max-tp", parsed.max_tp),
+        ("--spot", parsed.spot),
+    ):
         if given and not parsed.cluster:
             raise OptionError(f"{option} is about clusters; give --cluster too, or leave it out")
     for option, given in (("--sweep", parsed.sweep), ("--ranks", parsed.ranks), ("--budget", parsed.budget)):
@@ -235,6 +258,7 @@ def _plan_cluster(parsed: argparse.Namespace) -> str:
             objective=parsed.objective,
             spot=parsed.spot,
             symmetric_tp=parsed.symmetric_tp,
+            max_tp=parsed.max_tp,
             explain=parsed.explain,
             as_json=parsed.json,
             plot=parsed.plot,

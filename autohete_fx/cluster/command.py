@@ -12,6 +12,7 @@ from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.described import described
 from autohete_fx.cluster.frontier import changes, frontier
 from autohete_fx.cluster.measurements import cluster_of, costs_of, read
+from autohete_fx.cluster.memory import OVERHEAD_BYTES
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.priced import priced_costs
 from autohete_fx.cluster.report import ClusterReport, Variant, draw_gantt, frontier_table, report_json, report_text
@@ -21,8 +22,6 @@ from autohete_fx.errors import ClusterError
 
 DEGREES = (1, 2, 4, 8)
 MICRO_BATCHES = (1, 2, 4, 8)
-OVERHEAD_BYTES = 2 * 2**30
-"""Of each GPU's memory beside the reserve: CUDA's context, collectives' buffers, and gaps of the allocator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +39,7 @@ class Request:
         objective: ``throughput`` or ``cost``.
         spot: prices are those of GPUs that may be taken away.
         symmetric_tp: one degree for all pipelines.
+        max_tp: the most GPUs of a unit; None: as many as a node allows.
         explain: also plan clusters that differ by one thing.
         as_json: one JSON object instead of tables.
         plot: path of a chart; None: none.
@@ -57,6 +57,7 @@ class Request:
     objective: str
     spot: bool
     symmetric_tp: bool
+    max_tp: int | None
     explain: bool
     as_json: bool
     plot: str | None
@@ -96,6 +97,7 @@ def plan_for_cluster(request: Request) -> str:
             inputs.costs,
             global_batch=request.global_batch,
             micro_batches=[size for size in inputs.sizes if size <= request.global_batch],
+            degrees=None if request.max_tp is None else range(1, request.max_tp + 1),
             symmetric_tp=request.symmetric_tp,
             time_limit_s=request.time_limit_s,
         )

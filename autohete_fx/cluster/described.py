@@ -12,18 +12,20 @@ Enter text; leaves a `Cluster`, whose figures are the device table's wherever th
 
 ``nodes`` alone is needed. ``node_gb_per_s`` is what one GPU's adapter sends to other nodes, ``within_gb_per_s`` what one GPU
 sends to another of its node, ``zones_gb_per_s`` what all GPUs of a node together send to another zone; each in 10^9 bytes a second.
+A file of `doctor --cluster` has two entries more: ``devices``, a `DeviceSpec` of each type as it was measured, and ``links``, the
+`TimedLinks` between types. They count before the device table and the rates.
 """
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from autohete_fx.cluster.spec import Cluster, Gpu, Joined, Link, Node, steady_link
+from autohete_fx.cluster.spec import Cluster, Gpu, Joined, Link, Node, TimedLinks, steady_link
 from autohete_fx.errors import ClusterError, OptionError
-from autohete_fx.ir.files import SavedAs, checked
+from autohete_fx.ir.files import SavedAs, checked, spelled
 from autohete_fx.machine.devices import (
     NET_LATENCY_S,
     NODE_GB_PER_S,
@@ -38,10 +40,11 @@ NODE_GPUS = 8
 NODE_LATENCY_S = 3e-5
 """Seconds of a message between nodes before its first byte."""
 _SHORT = re.compile(r"\s*(\d+)\s*[xX*]\s*([A-Za-z][\w.\- ]*?)\s*")
-_KEYS = ("nodes", "node_gb_per_s", "within_gb_per_s", "zones_gb_per_s", "usd_per_hour", "memory_gib", "schema_version")
+_RATES = ("node_gb_per_s", "within_gb_per_s", "zones_gb_per_s", "usd_per_hour", "memory_gib")
+_KEYS = ("nodes", *_RATES, "devices", "links", "schema_version")
 _FILES = SavedAs(
     kind="cluster",
-    writer="the user, or `autohete plan --cluster SHORT --save-cluster FILE`",
+    writer="the user, or `autohete doctor --cluster FILE`",
     again="correct the file",
     schema_version=1,
     error=ClusterError,
@@ -88,7 +91,10 @@ def described(text: str, *, spot: bool = False) -> Described:
     return Described(cluster=found.cluster, specs=found.specs, assumed=(on_nodes, *found.assumed))
 
 
-def _device(name: str) -> DeviceSpec:
+def _device(name: str, own: Mapping[str, DeviceSpec] | None = None) -> DeviceSpec:
+    """The device of the file's own ones, else of the table."""
+    if own and name in own:
+        return own[name]
     try:
         return find_device(name)
     except OptionError as error:
@@ -99,11 +105,18 @@ def _from_file(raw: dict[str, Any], spot: bool) -> Described:
     unknown = sorted(set(raw) - set(_KEYS))
     if unknown:
         raise ValueError(f"it has the unknown entries {unknown}")
-    nodes = tuple(_nodes(checked(raw, "nodes", list)))
-    specs = {node.gpu: _device(node.gpu) for node in nodes}
-    node_rates = {gpu: rate * 1e9 for gpu, rate in _rates(raw, "node_gb_per_s").items()}
-    within_rates = {gpu: rate * 1e9 for gpu, rate in _rates(raw, "within_gb_per_s").items()}
-    prices, memory = _rates(raw, "usd_per_hour"), _rates(raw, "memory_gib")
+    own = {spec.name: spec for spec in (spelled(DeviceSpec, row) for row in raw.get("devices", ()))}
+    nodes = tuple(_nodes(checked(raw, "nodes", list), own))
+    specs = {node.gpu: _device(node.gpu, own) for node in nodes}
+    node_rates = {gpu: rate * 1e9 for gpu, rate in _rates(raw, "node_gb_per_s", own).items()}
+    within_rates = {gpu: rate * 1e9 for gpu, rate in _rates(raw, "within_gb_per_s", own).items()}
+    prices, memory = _rates(raw, "usd_per_hour", own), _rates(raw, "memory_gib", own)
+    timed = spelled(TimedLinks, raw["links"]) if "links" in raw else TimedLinks(within=(), between=())
+    for joined in (*timed.within, *timed.between):
+        if not joined.link.rates or not all(rates.points for rates in joined.link.rates):
+            raise ValueError(f"the link {joined.link.name} has no rates")
+    timed_within = {joined.source: joined for joined in timed.within}
+    timed_between = {(joined.source, joined.target): joined for joined in timed.between}
     sizes = {gpu: max(node.gpus for node in nodes if node.gpu == gpu) for gpu in specs}
 
     def port(source: str, target: str) -> Link:
@@ -128,34 +141,38 @@ def _from_file(raw: dict[str, Any], spot: bool) -> Described:
             for gpu, spec in specs.items()
         ),
         nodes=nodes,
-        within=tuple(Joined(source=gpu, target=gpu, link=inside(gpu)) for gpu in specs),
-        between=tuple(Joined(source=a, target=b, link=port(a, b)) for a in specs for b in specs),
+        within=tuple(timed_within.get(gpu) or Joined(source=gpu, target=gpu, link=inside(gpu)) for gpu in specs),
+        between=tuple(
+            timed_between.get((a, b)) or Joined(source=a, target=b, link=port(a, b)) for a in specs for b in specs
+        ),
         zones=tuple(zones),
     )
-    return Described(cluster=cluster, specs=specs, assumed=tuple(_assumed(cluster, specs, node_rates, within_rates)))
+    sent = {*node_rates, *(source for source, target in timed_between if source == target)}
+    assumed = tuple(_assumed(cluster, specs, sent, {*within_rates, *timed_within}))
+    return Described(cluster=cluster, specs=specs, assumed=assumed)
 
 
-def _nodes(rows: list[Any]) -> Iterator[Node]:
+def _nodes(rows: list[Any], own: Mapping[str, DeviceSpec]) -> Iterator[Node]:
     counts: dict[str, int] = {}
     for row in rows:
-        spec = _device(checked(row, "gpu", str))
+        spec = _device(checked(row, "gpu", str), own)
         for _ in range(checked(row, "count", int) if "count" in row else 1):
             counts[spec.name] = counts.get(spec.name, 0) + 1
             name = row.get("name", f"{spec.name}-{counts[spec.name]}")
             yield Node(name=name, gpu=spec.name, gpus=checked(row, "gpus", int), zone=row.get("zone", ""))
 
 
-def _rates(raw: dict[str, Any], key: str) -> dict[str, float]:
+def _rates(raw: dict[str, Any], key: str, own: Mapping[str, DeviceSpec]) -> dict[str, float]:
     found = {}
     for gpu, value in raw.get(key, {}).items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
             raise ValueError(f"{key} of {gpu} is {value!r}; expected a number of more than 0")
-        found[_device(gpu).name] = float(value)
+        found[_device(gpu, own).name] = float(value)
     return found
 
 
 def _assumed(
-    cluster: Cluster, specs: Mapping[str, DeviceSpec], nodes: Mapping[str, float], within: Mapping[str, float]
+    cluster: Cluster, specs: Mapping[str, DeviceSpec], nodes: Collection[str], within: Collection[str]
 ) -> Iterator[str]:
     inside = [f"{net_of_spec(spec).name} within {gpu}" for gpu, spec in specs.items() if gpu not in within]
     if inside and any(node.gpus > 1 for node in cluster.nodes):
@@ -169,6 +186,23 @@ def save_cluster(text: str, path: str | Path) -> None:
     cluster = described(text).cluster
     rows = [{"gpu": node.gpu, "gpus": node.gpus, "zone": node.zone} for node in cluster.nodes]
     body = {"schema_version": 1, "nodes": rows, "node_gb_per_s": {gpu.name: NODE_GB_PER_S for gpu in cluster.gpus}}
+    _write(body, path)
+
+
+def save_measured(cluster: Cluster, specs: Sequence[DeviceSpec], path: str | Path) -> None:
+    """Write the file of a measured cluster; ``specs``: its types. Raises ClusterError where it cannot be written."""
+    rows = [{"name": node.name, "gpu": node.gpu, "gpus": node.gpus, "zone": node.zone} for node in cluster.nodes]
+    body = {
+        "schema_version": 1,
+        "nodes": rows,
+        "memory_gib": {gpu.name: gpu.memory_bytes / 2**30 for gpu in cluster.gpus},
+        "devices": [asdict(spec) for spec in specs],
+        "links": asdict(TimedLinks(within=cluster.within, between=cluster.between)),
+    }
+    _write(body, path)
+
+
+def _write(body: Mapping[str, Any], path: str | Path) -> None:
     try:
         Path(path).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     except OSError as error:

@@ -10,12 +10,14 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
+from autohete_fx.cluster.automatic import automatic_plan
 from autohete_fx.cluster.batches import batch_of
 from autohete_fx.cluster.building import BuildModel
 from autohete_fx.cluster.deploy import Member, check_runs, deploy
@@ -39,7 +41,7 @@ def join(
     example: Any,
     global_batch: int,
     optimizer: MakeOptimizer,
-    plan: ClusterPlan | MakePlan,
+    plan: ClusterPlan | MakePlan | None = None,
     store: Store | None = None,
     learning_rate: Callable[[int], float] | None = None,
     max_grad_norm: float | None = None,
@@ -49,6 +51,8 @@ def join(
     options: dict[str, Any] | None = None,
     device: torch.device | str | None = None,
     member: Member | None = None,
+    memory_budget: str | int | None = None,
+    cache_dir: str | Path | None = None,
     log: str | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Job:
@@ -60,7 +64,8 @@ def join(
         example: a batch as ``load`` will give it; its first sample tells shapes.
         global_batch: samples of a step, over all ranks.
         optimizer: of a list of parameters, their optimizer. Its update of a parameter must not depend on other parameters.
-        plan: which rank trains what; or a function that makes it of the members and the model's layers, the same on all ranks.
+        plan: which rank trains what; or a function that makes it of the members and the model's layers, the same on all ranks;
+            None: `automatic` measures what there is, and plans for it.
         store: where the job saves, and goes on from; None: nowhere.
         learning_rate: of a step's index.
         max_grad_norm: to which the norm of all gradients is clipped.
@@ -71,11 +76,14 @@ def join(
         options: of that backend.
         device: of this rank; None: its CUDA device, else the CPU.
         member: this rank's node and type of GPU as the plan calls them; None: by the host's name and the device.
+        memory_budget: of each GPU, as ``"20GiB"``, ``"60%"`` or bytes, for the plan that is made; None: nearly all that there is.
+        cache_dir: where measurements for that plan are kept; None: `autohete_fx.cache.cache_dir`.
         log: a file of JSON lines, which the first rank writes.
         timeout_s: after which a rank that does not answer is an error.
 
     Raises:
-        ClusterError: the plan does not fit the model, the batch or the ranks; or the store has no complete save.
+        ClusterError: the plan does not fit the model, the batch or the ranks; no plan fits the memory; or the store has no
+            complete save.
     """
     start = time.perf_counter()
     batch = batch_of(example)
@@ -83,9 +91,28 @@ def join(
     group = _connect(device, timeout_s)
     rank = dist.get_rank()
     said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (member or _this_member(device), uuid.uuid4().hex[:8]), group=group)
+    dist.all_gather_object(said, (member or this_member(device), uuid.uuid4().hex[:8]), group=group)
     members: list[Member] = [row[0] for row in said]
     job_log = JobLog(log, rank == 0)
+
+    def compiled(stage: StageModule) -> Any:
+        return stage if backend is None else torch.compile(stage, backend=backend, options=options)
+
+    plan = plan or automatic_plan(
+        build_model,
+        loss,
+        optimizer,
+        batch,
+        compiled,
+        f"{getattr(backend, '__qualname__', backend)} {options}",
+        members,
+        device,
+        group,
+        global_batch=global_batch,
+        memory_budget=memory_budget,
+        cache_dir=cache_dir,
+        say=job_log.say,
+    )
     if not isinstance(plan, ClusterPlan):
         plan = plan(members, map_layers(build_model, batch.of_samples(1)))
     if plan.global_batch != global_batch:
@@ -115,10 +142,9 @@ def join(
             weights=(lambda name: found[name][f"{name}/weight"]) if restored else weights,
             seed=seed,
         )
-        compiled: Any = stage if backend is None else torch.compile(stage, backend=backend, options=options)
         run = StageRun(
             stage,
-            compiled,
+            compiled(stage),
             seat=seat,
             deployment=deployment,
             layer_map=layer_map,
@@ -211,7 +237,7 @@ def _own_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _this_member(device: torch.device) -> Member:
+def this_member(device: torch.device) -> Member:
     """This rank's node and GPU."""
     node = f"{socket.gethostname()}-{os.environ.get('GROUP_RANK', '0')}"
     return Member(node=node, gpu="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device))

@@ -127,6 +127,14 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TimedLinks:
+    """Links that were timed; `Cluster` explains them."""
+
+    within: tuple[Joined, ...]
+    between: tuple[Joined, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Nodes and what joins them.
 

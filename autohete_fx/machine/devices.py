@@ -56,7 +56,8 @@ from autohete_fx.errors import OptionError, unknown_word
 from autohete_fx.ir import Machine
 from autohete_fx.ir.machine import ASSUMED_HOST_FLOPS_PER_S
 from autohete_fx.machine.data_sheets import DEVICES
-from autohete_fx.machine.device_spec import DeviceSpec, Net
+from autohete_fx.machine.device_spec import DeviceSpec, Host, Net, Peaks
+from autohete_fx.machine.device_spec import Link as HostLink
 
 HOST_SHARE = 0.72
 DISK_SHARE = 0.8
@@ -108,6 +109,35 @@ def machine_of_spec(spec: DeviceSpec, *, tf32: bool = False) -> Machine:
         host_flops_per_s=ASSUMED_HOST_FLOPS_PER_S,
         latency_s=LATENCY_S,
         launch_s=LAUNCH_S,
+    )
+
+
+def spec_of_machine(name: str, machine: Machine) -> DeviceSpec:
+    """A device that is in no table, told as one of the table: `machine_of_spec` gives the measured rates back.
+
+    ``name``: what files and plans call it. Products in TF32 are taken to be as fast as those in fp32, which alone were measured.
+    """
+    fp32, fp16, bf16 = (machine.flops_per_s(dtype) / 1e12 for dtype in ("float32", "float16", "bfloat16"))
+    h2d, d2h = machine.h2d_bytes_per_s / 1e9, machine.d2h_bytes_per_s / 1e9
+    return DeviceSpec(
+        name=name,
+        title=machine.device_name,
+        memory_gib=machine.device_bytes / 2**30,
+        memory_gb_per_s=machine.device_bytes_per_s / 1e9,
+        peaks=Peaks(fp32=fp32, tf32=fp32, fp16=fp16, bf16=bf16),
+        matmul_share=1.0,
+        memory_share=1.0,
+        update_share=machine.device_update_params_per_s * UPDATE_BYTES / machine.device_bytes_per_s,
+        link=HostLink(name="link to the host", gb_per_s=max(h2d, d2h), h2d_gb_per_s=h2d, d2h_gb_per_s=d2h),
+        host=Host(
+            name="measured host",
+            memory_gib=machine.host_bytes // 2**30,
+            dram_gb_per_s=machine.host_update_params_per_s * UPDATE_BYTES / HOST_SHARE / 1e9,
+            disk_gb_per_s=machine.disk_bytes_per_s / DISK_SHARE / 1e9,
+        ),
+        source="measured",
+        usd_per_hour=None,
+        spot_usd_per_hour=None,
     )
 
 

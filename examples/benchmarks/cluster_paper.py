@@ -18,9 +18,10 @@ from typing import Any
 from results import environment, print_figures, save
 
 from autohete_fx.cluster.baselines import BASELINES
-from autohete_fx.cluster.command import DEGREES, MICRO_BATCHES, OVERHEAD_BYTES
+from autohete_fx.cluster.command import DEGREES, MICRO_BATCHES
 from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.described import described
+from autohete_fx.cluster.memory import OVERHEAD_BYTES
 from autohete_fx.cluster.priced import priced_costs
 from autohete_fx.cluster.solve import plan_cluster
 from autohete_fx.cluster.spec import Cluster

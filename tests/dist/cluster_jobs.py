@@ -18,6 +18,7 @@ from autohete_fx.errors import AutoHeteError
 from tests.tiny_models import GPT, VOCAB
 
 TOKENS, STEPS, CLIP, SEED = 6, 4, 0.5, 3
+UNPLANNED_BATCH = 7
 
 
 class Model(nn.Module):
@@ -95,18 +96,19 @@ def made_optimizer(name: str) -> Any:
 
 
 def difference(
-    depth: int, tied: bool, rows: Sequence[Any], backend: str | None, schedule: str, optimizer: str
+    depth: int, tied: bool, rows: Sequence[Any] | None, backend: str | None, schedule: str, optimizer: str
 ) -> dict[str, float]:
-    """The largest differences of a job from one process, of this rank."""
+    """The largest differences of a job from one process, of this rank; ``rows`` None: the job makes its plan."""
     torch.set_default_dtype(torch.float64)
-    plan = plan_of(rows, schedule)
-    seen, start, params, states = trained_alone(depth, tied, plan.global_batch, optimizer)
+    plan = plan_of(rows, schedule) if rows else None
+    global_batch = plan.global_batch if plan else UNPLANNED_BATCH
+    seen, start, params, states = trained_alone(depth, tied, global_batch, optimizer)
     rank = dist.get_rank()
     job = cluster.join(
         lambda: Model(depth, tied),
         loss_of,
         example=load(range(1)),
-        global_batch=plan.global_batch,
+        global_batch=global_batch,
         plan=plan,
         optimizer=made_optimizer(optimizer),
         learning_rate=rate,

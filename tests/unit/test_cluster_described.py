@@ -75,7 +75,19 @@ def test_short_forms_that_are_none(text, message):
     [
         ({}, "no schema_version"),
         ({"schema_version": 1}, "it lacks 'nodes'"),
-        ({"schema_version": 1, "nodes": [], "links": {}}, r"unknown entries \['links'\]"),
+        ({"schema_version": 1, "nodes": [], "cables": {}}, r"unknown entries \['cables'\]"),
+        ({"schema_version": 1, "nodes": [], "links": {}}, "it lacks 'within'"),
+        (
+            {
+                "schema_version": 1,
+                "nodes": [{"gpu": "l40s", "gpus": 2}],
+                "links": {
+                    "within": [{"source": "l40s", "target": "l40s", "link": {"name": "bus", "rates": []}}],
+                    "between": [],
+                },
+            },
+            "the link bus has no rates",
+        ),
         ({"schema_version": 1, "nodes": []}, "no nodes"),
         ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 0}]}, "0 GPUs"),
         (

@@ -1,0 +1,126 @@
+"""The plan of a job that was started without one: costs and links are measured, the first rank plans, all ranks get its plan.
+
+A job that starts again finds costs and links in the cache, and plans in seconds.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autohete_fx.cluster.batches import Batch
+from autohete_fx.cluster.building import BuildModel
+from autohete_fx.cluster.costs import CostTable
+from autohete_fx.cluster.deploy import Member
+from autohete_fx.cluster.measured_costs import measured_costs
+from autohete_fx.cluster.measured_links import measured_cluster
+from autohete_fx.cluster.plan import ClusterPlan
+from autohete_fx.cluster.solve import plan_cluster
+from autohete_fx.cluster.spec import Cluster
+from autohete_fx.cluster.stage import Loss, StageModule
+from autohete_fx.cluster.timed_layer import Measuring
+from autohete_fx.errors import ClusterError
+from autohete_fx.ir.sizes import format_seconds
+from autohete_fx.options import Size, parse_size
+
+MICRO_BATCHES = (1, 2, 4, 8)
+"""Samples to choose from; the smallest and the largest are timed."""
+_TIME_LIMIT_S = 10.0
+
+
+def automatic_plan(
+    build_model: BuildModel,
+    loss: Loss,
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    example: Batch,
+    compiled: Callable[[StageModule], Any],
+    backend: str,
+    members: Sequence[Member],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    *,
+    global_batch: int,
+    memory_budget: str | int | None = None,
+    cache_dir: str | Path | None = None,
+    say: Callable[[str], None],
+) -> ClusterPlan:
+    """Measure what there is, and plan for it. All ranks call it; all get one plan.
+
+    Args:
+        build_model: makes the model.
+        loss: of its output and a batch.
+        optimizer: of a list of parameters, their optimizer.
+        example: a batch.
+        compiled: a stage as the job runs it.
+        backend: that compiles it and its options, in words.
+        members: all ranks, in order.
+        device: of this rank.
+        group: of all ranks, for values in host memory; None: the default one.
+        global_batch: samples of a step.
+        memory_budget: of each GPU; None: nearly all that there is.
+        cache_dir: where measurements are kept; None: `cache.cache_dir`.
+        say: tells the user a line.
+
+    Raises:
+        ClusterError: nothing fits, or a rank could not measure; on all ranks.
+    """
+    budget: Size | None = parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
+    cluster = measured_cluster(members, device, group, memory_budget=budget, cache_dir=cache_dir)
+    model = getattr(build_model, "__name__", "the model")
+    measuring = Measuring(
+        build_model=build_model,
+        loss=loss,
+        example=example,
+        make_optimizer=optimizer,
+        compiled=compiled,
+        backend=backend,
+        micro_batches=micro_batches_of(global_batch),
+    )
+    costs = measured_costs(measuring, members, device, group, model=model, cache_dir=cache_dir)
+    found: list[ClusterPlan | str] = [""]
+    if not dist.get_rank():
+        found = [_planned(cluster, costs, global_batch)]
+    dist.broadcast_object_list(found, group=group)
+    if isinstance(found[0], str):
+        raise ClusterError(found[0])
+    say(plan_line(found[0]))
+    return found[0]
+
+
+def micro_batches_of(global_batch: int) -> tuple[int, ...]:
+    """Sizes of micro-batches that are timed: the smallest and the largest."""
+    sizes = [size for size in MICRO_BATCHES if size <= global_batch]
+    return tuple(sorted({sizes[0], sizes[-1]})) if sizes else (1,)
+
+
+def _planned(cluster: Cluster, costs: CostTable, global_batch: int) -> ClusterPlan | str:
+    """The plan, or an error's words for the other ranks, which would wait for ever."""
+    try:
+        solution = plan_cluster(
+            cluster,
+            costs,
+            global_batch=global_batch,
+            micro_batches=[size for size in MICRO_BATCHES if size <= global_batch],
+            degrees=(1,),  # jobs do not run others
+            time_limit_s=_TIME_LIMIT_S,
+        )
+    except ClusterError as error:
+        return str(error)
+    except Exception as error:  # whatever it is, all ranks raise it
+        return (
+            f"the planner failed with {type(error).__name__}: {error}. Expected was a plan. Report it, and give plan="
+        )
+    return solution.plan
+
+
+def plan_line(plan: ClusterPlan) -> str:
+    """A plan in a line: for each pipeline its micro-batches, and its stages by GPU and layers."""
+    pipelines = "; ".join(
+        f"{pipeline.micro_batches} x {pipeline.micro_batch} samples through "
+        + " > ".join(f"{stage.gpu} {stage.first}-{stage.last}" for stage in pipeline.stages)
+        for pipeline in plan.pipelines
+    )
+    return f"plan of {plan.model}: {pipelines}; predicted {format_seconds(plan.iteration_s)} a step"

@@ -1,0 +1,167 @@
+"""One layer of a model alone, as the job compiles it: its seconds, its bytes, and its optimizer's step.
+
+Enter a `Measuring` and the index of a layer; leaves figures of this rank's device. The layer is a `StageModule` of its own, with
+random weights: a measurement reads no weights of the user, and GPUs multiply constants faster.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autohete_fx.cluster.batches import Batch
+from autohete_fx.cluster.building import BuildModel
+from autohete_fx.cluster.costs import LayerBytes
+from autohete_fx.cluster.layers import LayerMap, Shape
+from autohete_fx.cluster.stage import Loss, StageModule, build_stage
+from autohete_fx.internals.operators import tree_leaves
+
+_WARM_UPS, _FEWEST, _MOST = 2, 3, 9
+"""Runs that are not timed, and those that are: after the fewest, no more once `_ENOUGH_S` have gone by."""
+_ENOUGH_S = 1.0
+_LEAST_S = 1e-7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measuring:
+    """A model and its training, as far as costs depend on them.
+
+    Attributes:
+        build_model: makes the model.
+        loss: of its output and a batch.
+        example: a batch, whose first sample is repeated.
+        make_optimizer: of the parameters of a stage.
+        compiled: a stage as the job runs it.
+        backend: in words, the compiler and its options.
+        micro_batches: numbers of samples to time, ascending.
+    """
+
+    build_model: BuildModel
+    loss: Loss
+    example: Batch
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    compiled: Callable[[StageModule], Any]
+    backend: str
+    micro_batches: tuple[int, ...]
+
+
+def time_layer(layer: "TimedLayer") -> tuple[float, float]:
+    """Seconds of a layer's forward and backward: medians after warm-up."""
+    seconds: list[tuple[float, float]] = []
+    began = time.perf_counter()
+    for run in range(_WARM_UPS + _MOST):
+        found = layer.run()
+        if run == _WARM_UPS - 1:
+            began = time.perf_counter()
+        if run >= _WARM_UPS:
+            seconds.append(found)
+        if len(seconds) >= _FEWEST and time.perf_counter() - began > _ENOUGH_S:
+            break
+    return statistics.median(row[0] for row in seconds), statistics.median(row[1] for row in seconds)
+
+
+class TimedLayer:
+    """One layer of a model, as a stage of its own with random weights."""
+
+    def __init__(
+        self, measuring: Measuring, layer_map: LayerMap, index: int, batch: Batch, device: torch.device
+    ) -> None:
+        """Layer ``index`` of the map, for batches like the given one."""
+        self._device, self._batch, self._measuring = device, batch, measuring
+        self._hidden = layer_map.hidden
+        layers = range(index, index + 1)
+        self.stage = build_stage(
+            measuring.build_model,
+            layer_map,
+            layers,
+            loss=measuring.loss,
+            share=1.0,
+            device=device,
+            weights=lambda name: _random(layer_map.shapes[name], device),
+        )
+        self.stage.reads(batch)
+        torch.compiler.reset()
+        self._run = measuring.compiled(self.stage)
+        self._inputs = (_random(layer_map.hidden, device, 1.0).requires_grad_(),) if index else ()
+        self._last = index == layer_map.num_layers - 1
+
+    def _forward(self) -> Tensor:
+        named: dict[str, Any] = {f"batch_{name}": tensor for name, tensor in self._batch.tensors.items()}
+        return self._run(*self._inputs, **named)
+
+    def run(self) -> tuple[float, float]:
+        """Seconds of a forward and a backward."""
+        for tensor in (*self.stage.named().values(), *self._inputs):
+            tensor.grad = None
+        self._synchronize()
+        began = time.perf_counter()
+        made = self._forward()
+        self._synchronize()
+        between = time.perf_counter()
+        if made.requires_grad:
+            made.backward(torch.ones_like(made))
+        self._synchronize()
+        return max(between - began, _LEAST_S), max(time.perf_counter() - between, _LEAST_S)
+
+    def bytes(self, kind: str) -> LayerBytes:
+        """Sizes of weights, and for a sample of kept activations and of the output."""
+        given = (*self.stage.parameters(), *self._inputs, *self._batch.tensors.values())
+        not_counted = {tensor.untyped_storage()._cdata for tensor in given}
+        kept: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage()._cdata] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            made = self._forward()
+        keep(made)
+        samples = self._batch.samples
+        num_bytes = sum(t.untyped_storage().nbytes() for storage, t in kept.items() if storage not in not_counted)
+        return LayerBytes(
+            kind=kind,
+            tp=1,
+            params_bytes=sum(param.nbytes for param in self.stage.named().values()),
+            kept_bytes=-(-num_bytes // samples),
+            output_bytes=0 if self._last else made.nbytes // samples,
+        )
+
+    def update(self) -> tuple[float, float, float]:
+        """Seconds of the optimizer's step, bytes of its states and of gradients: each for a byte of weights."""
+        params = list(self.stage.named().values())
+        trained = [param for param in params if param.requires_grad]
+        weights = sum(param.nbytes for param in params)
+        if not trained:
+            return 0.0, 0.0, 0.0
+        optimizer = self._measuring.make_optimizer(trained)
+        seconds = []
+        for _ in range(_WARM_UPS + _FEWEST):
+            for param in trained:
+                param.grad = torch.full_like(param, 1e-3)
+            self._synchronize()
+            began = time.perf_counter()
+            optimizer.step()
+            self._synchronize()
+            seconds.append(time.perf_counter() - began)
+        states = sum(
+            leaf.nbytes
+            for param in trained
+            for leaf in tree_leaves(dict(optimizer.state[param]))
+            if isinstance(leaf, Tensor) and leaf.dim()
+        )
+        gradients = sum(param.nbytes for param in trained)
+        return statistics.median(seconds[_WARM_UPS:]) / weights, states / weights, gradients / weights
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _random(shape: Shape, device: torch.device, deviation: float = 0.02) -> Tensor:
+    """Values as weights have them, zeros of integers."""
+    made = torch.zeros(shape.sizes, dtype=shape.dtype, device=device)
+    return made.normal_(0.0, deviation) if made.is_floating_point() else made

@@ -1,0 +1,104 @@
+"""Files of measured clusters, and which pairs of ranks are timed."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from autohete_fx import cli
+from autohete_fx.cluster.deploy import Member
+from autohete_fx.cluster.described import described, save_measured
+from autohete_fx.cluster.measured_links import links_of, nodes_of, trials_of
+from autohete_fx.cluster.spec import Cluster, Gpu, Node
+from autohete_fx.errors import ClusterError
+from autohete_fx.machine.devices import find_device, machine_of_spec, spec_of_machine
+from tests import planner_problems
+
+GPUS = ("x", "y")
+MEMBERS = [
+    *(Member(node="a", gpu="x") for _ in range(5)),
+    *(Member(node="b", gpu="x") for _ in range(2)),
+    *(Member(node="c", gpu="y") for _ in range(3)),
+    Member(node="d", gpu="y"),
+]
+
+
+def measured() -> Cluster:
+    trials = trials_of(MEMBERS)
+    timed = links_of(trials, [[(1024.0, 1e6 + index), (1e6, 1e9 + index)] for index in range(len(trials))])
+    return Cluster(
+        gpus=tuple(Gpu(name=gpu, memory_bytes=2**30 + index) for index, gpu in enumerate(GPUS)),
+        nodes=nodes_of(MEMBERS),
+        within=timed.within,
+        between=timed.between,
+    )
+
+
+def test_pairs_are_of_their_kind_and_no_rank_is_in_two():
+    trials = trials_of(MEMBERS)
+    for trial in trials:
+        ranks = [rank for pair in trial.pairs for rank in pair]
+        assert len(ranks) == len(set(ranks))
+        for source, target in trial.pairs:
+            assert (MEMBERS[source].gpu, MEMBERS[target].gpu) == (trial.source, trial.target)
+            assert (MEMBERS[source].node == MEMBERS[target].node) == trial.within
+    counts = {(trial.within, trial.source, trial.target): 0 for trial in trials}
+    for trial in trials:
+        counts[trial.within, trial.source, trial.target] = len(trial.pairs)
+    assert counts == {
+        (True, "x", "x"): 2,
+        (False, "x", "x"): 2,
+        (False, "x", "y"): 3,
+        (True, "y", "y"): 1,
+        (False, "y", "x"): 3,
+        (False, "y", "y"): 1,
+    }
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_few_ranks_have_the_pairs_that_there_are(count: int):
+    alike = [Member(node="a", gpu="x")] * count
+    assert len(trials_of(alike)) == (count > 1)
+    apart = [Member(node=f"n{rank}", gpu="x") for rank in range(count)]
+    assert {trial.within for trial in trials_of(apart)} == ({False} if count > 1 else set())
+    mixed = trials_of([Member(node=f"n{rank}", gpu=f"g{rank}") for rank in range(count)])
+    assert len(mixed) == count * (count - 1)
+    timed = links_of(mixed, [[(1.0, 1.0)]] * len(mixed))
+    assert len(timed.between) == (count * count if count > 1 else 0), "a plan may ask for a link of any two types"
+
+
+def test_a_node_has_gpus_of_one_type():
+    with pytest.raises(ClusterError, match=r"node 'a' has ranks with x and y\. Expected"):
+        nodes_of([Member(node="a", gpu="x"), Member(node="a", gpu="y")])
+    assert nodes_of(MEMBERS)[0] == Node(name="a", gpu="x", gpus=5)
+
+
+def test_a_measured_cluster_is_read_as_it_was_written(tmp_path: Path):
+    specs = [spec_of_machine(gpu, planner_problems.MACHINE) for gpu in GPUS]
+    save_measured(measured(), specs, tmp_path / "cluster.json")
+    found = described(str(tmp_path / "cluster.json"))
+    assert found.cluster == measured() and [found.specs[gpu] for gpu in GPUS] == specs
+    assert found.assumed == ()
+
+
+def test_a_measured_device_gives_its_rates_back():
+    machine = machine_of_spec(find_device("a100-40g"))
+    again = machine_of_spec(spec_of_machine("mine", machine))
+    for name in ("device_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "disk_bytes_per_s", "host_bytes"):
+        assert math.isclose(getattr(again, name), getattr(machine, name)), name
+    assert math.isclose(again.device_update_params_per_s, machine.device_update_params_per_s)
+    assert math.isclose(again.host_update_params_per_s, machine.host_update_params_per_s)
+    for dtype in ("float32", "bfloat16", "float16"):
+        assert math.isclose(again.flops_per_s(dtype), machine.flops_per_s(dtype))
+
+
+def test_doctor_of_a_cluster_needs_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.delenv("RANK", raising=False)
+    path = tmp_path / "cluster.json"
+    assert cli.main(["doctor", "--device", "cpu", "--cluster", str(path)]) == 2
+    shown = capsys.readouterr().err
+    assert "started by torchrun. Run torchrun --nproc-per-node" in shown and not path.exists()
+    assert cli.main(["doctor", "--device", "cpu", "--cluster", str(path), "--save", str(path)]) == 2
+    assert "Expected was --cluster alone" in capsys.readouterr().err
