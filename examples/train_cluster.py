@@ -22,6 +22,7 @@ from train_gpt import load_text
 
 from autohete_fx import cluster
 from autohete_fx.cluster.deploy import Member
+from autohete_fx.cluster.joining import MakePlan
 from autohete_fx.cluster.layers import LayerMap
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, Stage
 
@@ -59,7 +60,7 @@ def main() -> None:
         optimizer=lambda params: torch.optim.AdamW(params, lr=0.0, weight_decay=0.1),
         learning_rate=lambda step: 3e-3 * min(1.0, (step + 1) / 10) * math.exp(-step / arguments.steps),
         max_grad_norm=1.0,
-        plan=ClusterPlan.load(arguments.plan) if arguments.plan else even_plan(arguments.batch),
+        plan=chosen_plan(arguments),
         store=store,
         backend=None if arguments.eager else "inductor",
         log=arguments.events,
@@ -78,7 +79,14 @@ def main() -> None:
     torch.distributed.destroy_process_group()
 
 
-def even_plan(global_batch: int):
+def chosen_plan(arguments: argparse.Namespace) -> ClusterPlan | MakePlan | None:
+    """A file's; or shared evenly; or None: the job measures its layers and links, and plans."""
+    if arguments.plan:
+        return ClusterPlan.load(arguments.plan)
+    return even_plan(arguments.batch) if arguments.even else None
+
+
+def even_plan(global_batch: int) -> MakePlan:
     """Plans for machines that are alike: pipelines of two or three stages, layers and samples shared evenly."""
 
     def make(members: Sequence[Member], layer_map: LayerMap) -> ClusterPlan:
@@ -108,9 +116,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument(
-        "--plan", help="a file of `autohete plan --cluster ... --save`; without it layers are shared evenly"
-    )
+    parser.add_argument("--plan", help="file of `autohete plan --cluster`; without it the job measures and plans")
+    parser.add_argument("--even", action="store_true", help="share layers evenly instead")
     parser.add_argument("--disk", help="folder for saves on each machine's disk")
     parser.add_argument("--cloud", help="URL or folder for saves that all machines reach")
     parser.add_argument("--every", type=int, default=10, help="steps between saves on disks")

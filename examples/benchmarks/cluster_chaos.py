@@ -159,6 +159,7 @@ def training(arguments: argparse.Namespace) -> list[str]:
         str(EXAMPLES / "train_cluster.py"),
         *(
             "--eager",
+            "--even",
             "--double",
             "--steps",
             str(10 * arguments.events + 20),

@@ -1,9 +1,10 @@
 """What the pages quote of the benchmarks of clusters; see `quotations`."""
 
+import json
 import statistics
 from collections.abc import Callable
 
-from quotations import read
+from quotations import RESULTS, read
 
 
 def cluster_truth() -> str:
@@ -62,10 +63,28 @@ def cluster_planners() -> str:
     return "\n".join(lines)
 
 
+def cluster_chaos() -> str:
+    """The outcome of a job that was disturbed, in a sentence."""
+    found = json.loads((RESULTS / "cluster_chaos.json").read_text())
+    rows = [row for row in found["recovery_s"] if row["recovery_s"] is not None]
+    kinds = ", ".join(f"{count} {kind}" for kind, count in found["kinds"].items())
+    return (
+        f"{found['events']} changes ({kinds}) in {found['steps']} steps: the largest difference of a weight at the end is"
+        f" {found['max_weight_difference']:.0e} in fp64, {found['lost_saved_steps']} saved steps were lost, and of"
+        f" {found['cloud_bytes_needed']:,} bytes that no disk had {found['cloud_bytes_read']:,} were read from the cloud."
+        f" Training went on"
+        f" {statistics.median(row['recovery_s'] for row in rows):.0f} s after a change in the median,"
+        f" {statistics.median(row['join_s'] for row in rows):.1f} s of it in `join`; the rest is torchrun's rendezvous and"
+        f" the start of"
+        " Python on 2 cores."
+    )
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "cluster.truth": cluster_truth,
     "cluster.truth.short": cluster_truth_in_short,
     "cluster.pricing": cluster_pricing,
     "cluster.planners": cluster_planners,
+    "cluster.chaos": cluster_chaos,
 }
 """By the name under which a page quotes it."""

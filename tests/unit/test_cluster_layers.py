@@ -47,7 +47,9 @@ def loss_of(out: object, batch: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 @pytest.mark.parametrize("cuts", [[2, 3], [1, 4]])
-def test_stages_of_a_model_have_its_loss_and_its_gradients(family: str, cuts: list[int], monkeypatch: pytest.MonkeyPatch):
+def test_stages_of_a_model_have_its_loss_and_its_gradients(
+    family: str, cuts: list[int], monkeypatch: pytest.MonkeyPatch
+):
     build = FAMILIES[family]
     ids = torch.randint(VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
@@ -83,8 +85,14 @@ def test_stages_of_a_model_have_its_loss_and_its_gradients(family: str, cuts: li
         grad = read[0].grad if read else None
     params = dict(whole.named_parameters())
     for name, param in params.items():
-        parts = [held.grad for stage in stages if (held := stage.named().get(name)) is not None and held.grad is not None]
-        assert (sum(parts) if parts else None) is None if param.grad is None else torch.allclose(sum(parts), param.grad, 0, 1e-15)
+        parts = [
+            held.grad for stage in stages if (held := stage.named().get(name)) is not None and held.grad is not None
+        ]
+        assert (
+            (sum(parts) if parts else None) is None
+            if param.grad is None
+            else torch.allclose(sum(parts), param.grad, 0, 1e-15)
+        )
     assert all(len(stage.held) < len(params) for stage in stages), "no stage holds the model"
 
 
@@ -180,7 +188,9 @@ def test_initial_weights_of_a_part_are_those_of_the_whole(family: str):
         part = dict(build_part(lambda: build().to(torch.bfloat16), order, wanted, 5).named_parameters())
         assert {name for name, param in part.items() if not param.is_meta} == set(wanted)
         assert all(torch.equal(part[name], whole[name]) for name in wanted)
-        assert all(param.shape == whole[name].shape and param.dtype == whole[name].dtype for name, param in part.items())
+        assert all(
+            param.shape == whole[name].shape and param.dtype == whole[name].dtype for name, param in part.items()
+        )
 
 
 @pytest.mark.parametrize(
@@ -211,4 +221,8 @@ def test_a_parameter_comes_from_the_nearest_place_and_from_the_cloud_once():
     fetch = plan_fetch(needs, ["n", "m", "m", "o"], {"n": {"a"}, "m": {"b"}, "o": set()}, {"a", "b", "c", "d"})
     assert fetch.local == {0: ("a",), 1: ("b",)}
     assert fetch.cloud == {1: ("c",), 2: ("d",)}
-    assert sum(len(names) for names in fetch.peer.values()) == 3 and fetch.peer[1, 2] == ("c",) and fetch.peer[2, 3] == ("d",)
+    assert (
+        sum(len(names) for names in fetch.peer.values()) == 3
+        and fetch.peer[1, 2] == ("c",)
+        and fetch.peer[2, 3] == ("d",)
+    )
