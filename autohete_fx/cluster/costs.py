@@ -113,7 +113,6 @@ class CostTable:
         optimizer_bytes_per_byte: of the optimizer's states, masters among them, for each byte of weights.
         accumulate_share: of the seconds of a step's optimizer on the GPU, those of adding one gradient to another.
         overhead_bytes: of each GPU's memory that nobody plans: context, libraries, collectives' buffers.
-        can_recompute: layers can make activations again in backward; else recomputed ones keep all that they kept.
         source: of the figures.
     """
 
@@ -127,7 +126,6 @@ class CostTable:
     optimizer_bytes_per_byte: float = 2.0
     accumulate_share: float = ACCUMULATE_SHARE
     overhead_bytes: int = 0
-    can_recompute: bool = True
     source: str = ""
     _rows: Mapping[tuple[str, str, int], tuple[Sequence[int], Sequence[LayerTime]]] = field(
         init=False, repr=False, compare=False
@@ -237,10 +235,7 @@ class StageSums:
         seconds = {kind: costs.layer_s(kind, gpu, tp, micro_batch) for kind in dict.fromkeys(costs.kinds)}
         sizes = {kind: costs.layer_bytes(kind, tp) for kind in seconds}
         kept = {kind: size.kept_bytes * micro_batch for kind, size in sizes.items()}
-        least = {
-            kind: min(kept[kind], size.output_bytes * micro_batch) if costs.can_recompute else kept[kind]
-            for kind, size in sizes.items()
-        }
+        least = {kind: min(kept[kind], size.output_bytes * micro_batch) for kind, size in sizes.items()}
         self._kept_by_layer = [kept[kind] for kind in costs.kinds]
         self._forward_s = _running([seconds[kind][0] for kind in costs.kinds])
         self._backward_s = _running([seconds[kind][1] for kind in costs.kinds])

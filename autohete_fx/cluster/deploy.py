@@ -8,6 +8,7 @@ stages of one pipeline read is one parameter with more owners, and that is all t
 summed together; there are at most as many sets of owners as the pipelines have cuts, one more, and one for each tie.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -116,6 +117,18 @@ def deploy(plan: ClusterPlan, members: Sequence[Member]) -> Deployment:
             ranks[Seat(pipeline=index, place=place, part=part)] = taken[stage.node].pop(0)
     seated = set(ranks.values())
     return Deployment(plan=plan, ranks=ranks, idle=tuple(rank for rank in range(len(members)) if rank not in seated))
+
+
+def warn_of_offloads(plan: ClusterPlan) -> None:
+    """Warn where optimizer states should be on hosts: jobs keep them on the GPU. The result is the same, in more memory."""
+    layers = sum(stage.offloaded for _, _, stage in plan.stages())
+    if layers:
+        warnings.warn(
+            f"the plan keeps optimizer states of {layers} layers on hosts, and jobs keep all of them on the GPU. Expected was"
+            f" a plan"
+            " that offloads none. Plan for less memory a GPU, or see that there is enough",
+            stacklevel=3,
+        )
 
 
 def check_runs(plan: ClusterPlan, layer_map: LayerMap, model: str) -> None:

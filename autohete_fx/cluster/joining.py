@@ -20,7 +20,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from autohete_fx.cluster.automatic import automatic_plan
 from autohete_fx.cluster.batches import batch_of
 from autohete_fx.cluster.building import BuildModel
-from autohete_fx.cluster.deploy import Member, check_runs, deploy
+from autohete_fx.cluster.deploy import Member, check_runs, deploy, warn_of_offloads
 from autohete_fx.cluster.job import Job, JobLog, MakeOptimizer, Recipe
 from autohete_fx.cluster.layers import LayerMap, map_layers
 from autohete_fx.cluster.plan import ClusterPlan
@@ -123,6 +123,7 @@ def join(
     deployment = deploy(plan, members)
     seat = deployment.seat(rank)
     layer_map = map_layers(build_model, batch.of_samples(plan.pipelines[seat.pipeline if seat else 0].micro_batch))
+    warn_of_offloads(plan)
     check_runs(plan, layer_map, getattr(build_model, "__name__", "the model"))
     groups = pipeline_groups(deployment)
     stage: StageModule | None = None
@@ -141,6 +142,7 @@ def join(
             device=device,
             weights=(lambda name: found[name][f"{name}/weight"]) if restored else weights,
             seed=seed,
+            recomputed=plan.pipelines[seat.pipeline].stages[seat.place].recomputed,
         )
         run = StageRun(
             stage,

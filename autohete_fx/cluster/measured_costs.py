@@ -175,7 +175,6 @@ def _table(
         gradient_bytes_per_byte=max(costs.gradient_bytes_per_byte for costs in found.values()),
         optimizer_bytes_per_byte=max(costs.optimizer_bytes_per_byte for costs in found.values()),
         overhead_bytes=OVERHEAD_BYTES if device.type == "cuda" else 0,
-        can_recompute=False,  # jobs keep all activations
         source="timed by the job",
     )
 

@@ -9,11 +9,13 @@ Names of modules and parameters are those of the whole model.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from autohete_fx.cluster.batches import Batch, call
 from autohete_fx.cluster.building import BuildModel, build_part
@@ -53,7 +55,14 @@ class StageModule(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, layer_map: LayerMap, layers: range, loss: Loss, share: float, device: torch.device
+        self,
+        model: nn.Module,
+        layer_map: LayerMap,
+        layers: range,
+        loss: Loss,
+        share: float,
+        device: torch.device,
+        recomputed: int = 0,
     ) -> None:
         super().__init__()
         self.model, self.held = model, layer_map.held(layers)
@@ -65,6 +74,7 @@ class StageModule(nn.Module):
         self._entrance = layer_map.entrance
         self._batch_form: tuple[str, tuple[str, ...]] = ("tensor", ("0",))
         _cut(model, layer_map, layers, set(self.held), device)
+        _recompute(model, layer_map, layers[:recomputed])
         if layers.start > 1:
             inlet = model.get_submodule(layer_map.layers[layers.start - 2])
             assert isinstance(inlet, StandIn), "the layer before the first is another stage's"
@@ -123,6 +133,14 @@ class StageModule(nn.Module):
         self._found.append(args[self._entrance] if isinstance(self._entrance, int) else kwargs[self._entrance])
 
 
+def _recompute(model: nn.Module, layer_map: LayerMap, layers: range) -> None:
+    """Let layers keep their inputs alone, and make their activations again in backward. The ends of the model keep theirs."""
+    for index in layers:
+        if 0 < index <= len(layer_map.layers):
+            layer = model.get_submodule(layer_map.layers[index - 1])
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
 def _cut(model: nn.Module, layer_map: LayerMap, layers: range, held: set[str], device: torch.device) -> None:
     """Put stand-ins where another stage's modules are, and zeros without memory where modules of this stage have others'
     weights."""
@@ -177,6 +195,7 @@ def build_stage(
     device: torch.device,
     weights: Weights = None,
     seed: int = 0,
+    recomputed: int = 0,
 ) -> StageModule:
     """A stage with its weights on its device.
 
@@ -189,13 +208,14 @@ def build_stage(
         device: where it will run.
         weights: where values come from; None: those that ``torch.manual_seed(seed); build_model()`` gives.
         seed: of these.
+        recomputed: how many of the layers, from the first, make their activations again in backward.
 
     Raises:
         ClusterError: a parameter has no value in ``weights``, or one of another shape; or the model is not the mapped one.
     """
     wanted = set(layer_map.held(layers)) if weights is None else set()
     model = without_cache(build_part(build_model, layer_map.order, wanted, seed).train())
-    stage = StageModule(model, layer_map, layers, loss, share, device)
+    stage = StageModule(model, layer_map, layers, loss, share, device, recomputed)
     for module in stage.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -55,12 +55,13 @@ def rate(step: int) -> float:
 
 
 def plan_of(rows: Sequence[Any], schedule: str = "1f1b") -> ClusterPlan:
-    """Of (micro-batch, micro-batches, last layers of stages) for each pipeline; every rank is a node."""
+    """Of (micro-batch, micro-batches, last layers of stages) for each pipeline; every rank is a node, every second one recomputes."""
     pipelines, node = [], 0
     for micro_batch, micro_batches, lasts in rows:
         stages = []
         for first, last in zip([0, *(last + 1 for last in lasts)], lasts, strict=False):
-            stages.append(Stage(node=f"node-{node}", gpu="cpu", tp=1, first=first, last=last))
+            recomputed = node % 2 * (last + 1 - first)
+            stages.append(Stage(node=f"node-{node}", gpu="cpu", tp=1, first=first, last=last, recomputed=recomputed))
             node += 1
         pipelines.append(Pipeline(stages=tuple(stages), micro_batch=micro_batch, micro_batches=micro_batches))
     return ClusterPlan(model="tiny", pipelines=tuple(pipelines), schedule=PipelineSchedule(schedule))
