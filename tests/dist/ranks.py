@@ -32,7 +32,7 @@ def run(
         for command in commands
     ]
     try:
-        ended = [process.communicate(timeout=200) for process in processes]
+        ended = [process.communicate(timeout=600) for process in processes]
     finally:
         for process in processes:
             process.kill()
