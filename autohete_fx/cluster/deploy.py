@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autohete_fx.cluster.layers import LayerMap
-from autohete_fx.cluster.plan import ClusterPlan
+from autohete_fx.cluster.plan import ClusterPlan, Stage
 from autohete_fx.errors import ClusterError
 
 
@@ -63,6 +63,10 @@ class Deployment:
         """A rank's seat; None where it is idle."""
         return next((seat for seat, taken in self.ranks.items() if taken == rank), None)
 
+    def stage(self, seat: Seat) -> Stage:
+        """The stage of a seat."""
+        return self.plan.pipelines[seat.pipeline].stages[seat.place]
+
     def pipeline(self, index: int, part: int) -> tuple[int, ...]:
         """Ranks of a pipeline in order of stages, one of each stage."""
         return tuple(self.ranks[Seat(pipeline=index, place=place, part=part)] for place in range(self.depth(index)))
@@ -81,8 +85,7 @@ class Deployment:
         """By name of a parameter, the ranks that hold it, ascending."""
         found: dict[str, list[int]] = {name: [] for name in layer_map.readers}
         for seat, rank in self.ranks.items():
-            stage = self.plan.pipelines[seat.pipeline].stages[seat.place]
-            for name in layer_map.held(stage.layers):
+            for name in layer_map.held(self.stage(seat).layers):
                 found[name].append(rank)
         return {name: tuple(sorted(ranks)) for name, ranks in found.items()}
 

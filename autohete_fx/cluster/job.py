@@ -6,7 +6,6 @@ goes on as if nothing had happened, but for the rounding of sums and the draws o
 """
 
 import json
-import logging
 import sys
 import time
 from collections.abc import Callable
@@ -28,8 +27,6 @@ from autohete_fx.cluster.stage_run import Load, StageRun
 from autohete_fx.cluster.store import Store, states_of
 from autohete_fx.cluster.sums import GradientSums, clip_factor
 from autohete_fx.errors import AutoHeteError, ClusterError
-
-log = logging.getLogger(__name__)
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

@@ -20,7 +20,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from autohete_fx.cluster.automatic import automatic_plan
 from autohete_fx.cluster.batches import batch_of
 from autohete_fx.cluster.building import BuildModel
-from autohete_fx.cluster.deploy import Member, check_runs, deploy, warn_of_offloads
+from autohete_fx.cluster.deploy import Deployment, Member, Seat, check_runs, deploy, warn_of_offloads
 from autohete_fx.cluster.job import Job, JobLog, MakeOptimizer, Recipe
 from autohete_fx.cluster.layers import LayerMap, map_layers
 from autohete_fx.cluster.plan import ClusterPlan
@@ -126,24 +126,23 @@ def join(
     warn_of_offloads(plan)
     check_runs(plan, layer_map, getattr(build_model, "__name__", "the model"))
     groups = pipeline_groups(deployment)
-    stage: StageModule | None = None
-    run: StageRun | None = None
-    layers = plan.pipelines[seat.pipeline].stages[seat.place].layers if seat else range(0)
+    layers = deployment.stage(seat).layers if seat else range(0)
     needs = layer_map.held(layers)
     restored = restore(store, needs, list(layer_map.readers), members[rank].node, group) if store else None
-    if seat is not None:
-        found = restored.tensors if restored else {}
-        stage = build_stage(
-            build_model,
-            layer_map,
-            layers,
-            loss=loss,
-            share=plan.pipelines[seat.pipeline].micro_batch / global_batch,
-            device=device,
-            weights=(lambda name: found[name][f"{name}/weight"]) if restored else weights,
-            seed=seed,
-            recomputed=plan.pipelines[seat.pipeline].stages[seat.place].recomputed,
-        )
+    if restored:
+        weights = restored.weight
+    recipe = Recipe(
+        build_model=build_model,
+        loss=loss,
+        global_batch=global_batch,
+        make_optimizer=optimizer,
+        learning_rate=learning_rate,
+        max_grad_norm=max_grad_norm,
+        seed=seed,
+    )
+    stage = _stage_of(recipe, deployment, seat, layer_map, device, weights) if seat else None
+    run = None
+    if seat and stage:
         run = StageRun(
             stage,
             compiled(stage),
@@ -155,15 +154,7 @@ def join(
             device=device,
         )
     job = Job(
-        Recipe(
-            build_model=build_model,
-            loss=loss,
-            global_batch=global_batch,
-            make_optimizer=optimizer,
-            learning_rate=learning_rate,
-            max_grad_norm=max_grad_norm,
-            seed=seed,
-        ),
+        recipe,
         deployment,
         members,
         layer_map,
@@ -179,6 +170,24 @@ def join(
         restore_states(job.params, job.optimizer, restored.tensors)
     _report(job, job_log, restored, group, time.perf_counter() - start)
     return job
+
+
+def _stage_of(
+    recipe: Recipe, deployment: Deployment, seat: Seat, layer_map: LayerMap, device: torch.device, weights: Weights
+) -> StageModule:
+    """This rank's stage, with its weights."""
+    planned = deployment.stage(seat)
+    return build_stage(
+        recipe.build_model,
+        layer_map,
+        planned.layers,
+        loss=recipe.loss,
+        share=deployment.plan.pipelines[seat.pipeline].micro_batch / recipe.global_batch,
+        device=device,
+        weights=weights,
+        seed=recipe.seed,
+        recomputed=planned.recomputed,
+    )
 
 
 def _report(

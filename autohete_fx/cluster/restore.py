@@ -35,6 +35,10 @@ class Restored:
     seconds: dict[str, float] = field(default_factory=dict)
     missing_bytes: int = 0
 
+    def weight(self, name: str) -> Tensor:
+        """The weight of a parameter."""
+        return self.tensors[name][f"{name}/weight"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetch:
