@@ -107,6 +107,8 @@ def test_60_percent_of_plains_peak_are_enough_and_a_named_budget_is_kept(name: s
     given, peak = train(name, "autohete", {"memory_budget": budget})
     assert peak <= budget
     training.assert_equal(given, expected, bitwise=False)
+    if name != "mlp":  # a named budget takes three more compilations, and does not depend on the kind of layer
+        return
     with pytest.raises(autohete_fx.InfeasiblePlanError) as caught:
         train(name, "autohete", {"memory_budget": plain_peak // 10})
     named = caught.value.smallest_budget_bytes
