@@ -11,7 +11,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -167,7 +167,8 @@ def _adding(
         assert owner is not None and isinstance(gradients, list | tuple)
         return type(gradients)(owner.updates.early.left_to_autograd(gradients))
 
-    return call
+    # Where a whole training step is compiled, Dynamo would trace this too, and cannot trace a clock.
+    return cast("Callable[..., object]", torch.compiler.disable(call))
 
 
 def _shortage(device: torch.device, compilation: Compilation, error: BaseException) -> str:

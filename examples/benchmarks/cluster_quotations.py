@@ -63,6 +63,18 @@ def cluster_planners() -> str:
     return "\n".join(lines)
 
 
+def cluster_emulated() -> str:
+    """Steps of jobs on emulated GPUs, measured and simulated, by planner."""
+    rows = read("cluster_emulated").rows
+    lines = ["| plan | measured | simulated | error | over ours, as measured |", "|---|---|---|---|---|"]
+    for row in rows:
+        lines.append(
+            f"| {row['planner']} | {row['measured_s']:.3f} s | {row['predicted_s']:.3f} s | {row['error']:+.1%} |"
+            f" {row['measured_over_ours']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
 def cluster_chaos() -> str:
     """The outcome of a job that was disturbed, in a sentence."""
     found = json.loads((RESULTS / "cluster_chaos.json").read_text())
@@ -86,5 +98,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "cluster.pricing": cluster_pricing,
     "cluster.planners": cluster_planners,
     "cluster.chaos": cluster_chaos,
+    "cluster.emulated": cluster_emulated,
 }
 """By the name under which a page quotes it."""

@@ -353,7 +353,7 @@ def test_updates_on_the_host_begin_before_those_on_the_device(gate: Gate, monkey
     state.optimizer.synchronize()
     begun: list[bool] = []
 
-    def note(updates: Iterable[Update]) -> None:
+    def note(updates: Iterable[Update], _: object) -> None:
         begun.append(state.updates.is_pending and len(list(updates)) == 4)
 
     monkeypatch.setattr("autohete_fx.optim.updates.apply_in_place", note)

@@ -1,0 +1,219 @@
+"""An emulated cluster of unlike GPUs: steps of jobs as measured, against the simulator, for plans of several planners.
+
+Six processes on this machine are GPUs of three types, each on a node of its own. Their layers sleep for the time of their type,
+forward and backward, and hardly compute. Links are those of this machine, measured by the processes. For each plan a job trains a
+few steps; its median step is compared with the simulated one. Plans: ours, the equal grid, the proportional grid, the two stages
+of AutoHet's paper, the best of one type, and three drawn at random.
+
+    python examples/benchmarks/cluster_emulated.py --json cluster_emulated.json
+"""
+
+import argparse
+import os
+import random
+import statistics
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from results import environment, save
+from torch import Tensor, nn
+
+from autohete_fx import cluster
+from autohete_fx.cluster.baselines import BASELINES
+from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTime
+from autohete_fx.cluster.measured_links import measured_cluster
+from autohete_fx.cluster.plan import ClusterPlan, Pipeline, Stage
+from autohete_fx.cluster.simulate import simulate
+from autohete_fx.cluster.solve import plan_cluster
+from autohete_fx.cluster.spec import Cluster
+
+GPUS = ("fast", "fast", "middle", "middle", "slow", "slow")
+FORWARD_S = {"fast": 0.008, "middle": 0.014, "slow": 0.026}
+"""Of a layer and a sample; backward takes twice as long."""
+LAYERS, GLOBAL_BATCH, WIDTH = 8, 24, 64
+WARM_UP, STEPS = 1, 4
+
+
+class Sleep(torch.autograd.Function):
+    """The identity, in given times."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(len(x) * seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * len(grads[0]) * ctx.seconds)
+        return grads[0], None
+
+
+class Layer(nn.Module):
+    """A layer of an emulated GPU."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.linear, self.seconds = nn.Linear(WIDTH, WIDTH), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(Sleep.apply(x, self.seconds))
+
+
+class Model(nn.Module):
+    """Layers between two linear ones that take no time."""
+
+    def __init__(self, gpu: str) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.layers = nn.ModuleList(Layer(FORWARD_S[gpu]) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+def emulated_costs() -> CostTable:
+    """The costs that the layers sleep for."""
+    kinds = ("first", *("layer" for _ in range(LAYERS)), "last")
+    times = [
+        LayerTime(kind=kind, gpu=gpu, tp=1, micro_batch=size, forward_s=forward_s, backward_s=2 * forward_s)
+        for gpu, layer_s in FORWARD_S.items()
+        for size in (1, 2)
+        for kind, forward_s in (("first", 0.0), ("layer", size * layer_s), ("last", 0.0))
+    ]
+    num_bytes = 4 * WIDTH * WIDTH
+    sizes = [
+        LayerBytes(
+            kind=kind,
+            tp=1,
+            params_bytes=num_bytes,
+            kept_bytes=4 * WIDTH,
+            output_bytes=0 if kind == "last" else 4 * WIDTH,
+        )
+        for kind in ("first", "layer", "last")
+    ]
+    updates = [UpdateTime(gpu=gpu, fixed_s=0.0, s_per_byte=0.0) for gpu in FORWARD_S]
+    return CostTable(
+        model="emulated", kinds=kinds, times=tuple(times), sizes=tuple(sizes), updates=tuple(updates), source="emulated"
+    )
+
+
+def plans(found: Cluster, costs: CostTable) -> dict[str, ClusterPlan]:
+    """By the planner's name."""
+    made = {"ours": plan_cluster(found, costs, global_batch=GLOBAL_BATCH).plan}
+    for name, make in BASELINES.items():
+        plan = make(found, costs, GLOBAL_BATCH)
+        if plan is not None:
+            made[name] = plan
+    chance = random.Random(5)
+    for index in range(3):
+        made[f"random {index + 1}"] = drawn(found, chance)
+    return made
+
+
+def drawn(found: Cluster, chance: random.Random) -> ClusterPlan:
+    """Two pipelines of GPUs in any order, with any layers."""
+    nodes = list(found.nodes)
+    chance.shuffle(nodes)
+    first = chance.randint(1, 4)
+    pipelines = []
+    for mine, samples in ((nodes[:first], GLOBAL_BATCH // 2), (nodes[first : first + 2], GLOBAL_BATCH // 2)):
+        ends = [*sorted(chance.sample(range(LAYERS + 1), len(mine) - 1)), LAYERS + 1]
+        stages = tuple(
+            Stage(node=node.name, gpu=node.gpu, tp=1, first=begin, last=end)
+            for node, begin, end in zip(mine, [0, *(end + 1 for end in ends)], ends, strict=False)
+        )
+        pipelines.append(Pipeline(stages=stages, micro_batch=1, micro_batches=samples))
+    return ClusterPlan(model="emulated", pipelines=tuple(pipelines), planner="random")
+
+
+def rank_main(rank: int, meeting: str, json_path: str | None) -> None:
+    """One emulated GPU."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=len(GPUS), timeout=timedelta(seconds=300)
+    )
+    member = cluster.Member(node=f"node-{rank}", gpu=GPUS[rank])
+    members: list[Any] = [None] * len(GPUS)
+    dist.all_gather_object(members, member)
+    found = measured_cluster(members, torch.device("cpu"), fresh=True)
+    costs = emulated_costs()
+    chosen: list[Any] = [plans(found, costs) if rank == 0 else None]
+    dist.broadcast_object_list(chosen)
+    rows = []
+    for name, plan in chosen[0].items():
+        predicted_s = simulate(plan, found, costs).iteration_s
+        measured_s = trained(plan, member)
+        rows.append(
+            {
+                "planner": name,
+                "stages": [
+                    [[stage.gpu, stage.first, stage.last] for stage in pipeline.stages] for pipeline in plan.pipelines
+                ],
+                "micro_batches": [[pipeline.micro_batch, pipeline.micro_batches] for pipeline in plan.pipelines],
+                "predicted_s": predicted_s,
+                "measured_s": measured_s,
+                "error": predicted_s / measured_s - 1,
+            }
+        )
+        if rank == 0:
+            print(
+                f"{name:<20} measured {measured_s:.3f} s, simulated {predicted_s:.3f} s, {rows[-1]['error']:+.1%}",
+                flush=True,
+            )
+    if rank == 0:
+        ours = rows[0]["measured_s"]
+        for row in rows:
+            row["measured_over_ours"] = row["measured_s"] / ours
+        errors = [abs(row["error"]) for row in rows]
+        print(f"largest error {max(errors):.1%}, median {statistics.median(errors):.1%}")
+        print(
+            ", ".join(f"{row['planner']} {row['measured_over_ours']:.2f}" for row in rows[1:])
+            + " times ours, as measured"
+        )
+        save(Path(json_path) if json_path else None, rows)
+    dist.destroy_process_group()
+
+
+def trained(plan: ClusterPlan, member: cluster.Member) -> float:
+    """The median step of a job of that plan, of the slowest rank."""
+    job = cluster.join(
+        lambda: Model(member.gpu),
+        lambda out, batch: out.square().mean(),
+        example=torch.zeros(1, WIDTH),
+        global_batch=GLOBAL_BATCH,
+        optimizer=lambda params: torch.optim.SGD(params, lr=1e-3),
+        plan=plan,
+        backend=None,
+        member=member,
+    )
+    seconds = []
+    for _ in range(WARM_UP + STEPS):
+        dist.barrier()
+        seconds.append(job.train_step(lambda samples: torch.ones(len(samples), WIDTH)).seconds)
+    slowest = torch.tensor(seconds[WARM_UP:], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest.median())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="file of the results")
+    arguments = parser.parse_args()
+    print(environment())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    meeting = f"/tmp/emulated-{os.getpid()}"
+    mp.spawn(rank_main, (meeting, arguments.json), nprocs=len(GPUS))
+    Path(meeting).unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main()
