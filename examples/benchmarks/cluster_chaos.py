@@ -17,6 +17,7 @@ At the end the weights are compared with those of a run that nobody disturbed, a
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -182,7 +183,7 @@ def changes(path: Path, nodes: int) -> list[int]:
     counts = [count for _, count in json.loads(path.read_text())["points"]]
     most = max(counts)
     scaled = [max(1, round(count * nodes / most)) for count in counts]
-    return [scaled[0], *(new for old, new in zip(scaled, scaled[1:], strict=False) if new != old)]
+    return [scaled[0], *(new for old, new in itertools.pairwise(scaled) if new != old)]
 
 
 def main() -> None:

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from results import environment, save
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 from autohete_fx import cluster
 from autohete_fx.cluster.baselines import BASELINES
@@ -211,7 +211,7 @@ def main() -> None:
     print(environment())
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     meeting = f"/tmp/emulated-{os.getpid()}"
-    mp.spawn(rank_main, (meeting, arguments.json), nprocs=len(GPUS))
+    spawn(rank_main, (meeting, arguments.json), nprocs=len(GPUS))
     Path(meeting).unlink(missing_ok=True)
 
 

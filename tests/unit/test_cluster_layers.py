@@ -1,5 +1,6 @@
 """Where any model can be cut, what its stages hold, and their initial weights."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -68,7 +69,7 @@ def test_stages_of_a_model_have_its_loss_and_its_gradients(
         ends = [0, *cuts, 5]
         stages = [
             build_stage(build, layer_map, range(first, stop), loss=loss_of, share=1.0, device=CPU, seed=11)
-            for first, stop in zip(ends, ends[1:], strict=False)
+            for first, stop in itertools.pairwise(ends)
         ]
     finally:
         torch.set_default_dtype(before)

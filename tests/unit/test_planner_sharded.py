@@ -134,8 +134,26 @@ def test_activations_and_places_add_up(free: Problem):
 @given(free_problems(most_blocks=5))
 def test_with_all_choices_made_the_program_bounds_the_simulator(free: Problem):
     """Whatever is chosen, at whatever distances: this is what its proof says."""
+    bounds_its_simulations(free, rows=2)
+
+
+def test_an_update_that_others_gathers_wait_for_is_counted_once():
+    """The first block gathers nothing, and its streamed states are updated before the gather of the second is issued."""
+    whole = replace(cost(param_bytes=40, forward_s=1.0), trained=(20, 20))
+    shared = replace(whole, gathered_bytes=80, gathered_again_bytes=80)
+    free = problem(
+        [whole, shared, shared],
+        machine=replace(MACHINE, net_bytes_per_s=3000.0, device_update_params_per_s=300.0),
+        num_ranks=2,
+        schedule=Schedule(overlap=Overlap.BACKWARD, priority=False),
+        allow_streamed_optimizer=True,
+    )
+    bounds_its_simulations(free, rows=60)
+
+
+def bounds_its_simulations(free: Problem, *, rows: int) -> None:
     replays = Replays(free)
-    for row in any_rows(replays, 2):
+    for row in any_rows(replays, rows):
         far = replays.decisions(row)
         made = [replace(decision, prefetch_distance=1) for decision in far]
         program = Program(free)

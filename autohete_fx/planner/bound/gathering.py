@@ -4,15 +4,20 @@ The rows of `formulation` hold, with what follows in the place of those of one p
 r[i] are the seconds of i's gather and reduce, u[i] what the up lane copies that i itself waits for, c[i] what its gather waits for,
 x[i] the work that an update does before the gather, w[i] all other. F[i] is when compute is done with i, E[i] when it is with the
 waits at its end, too. A gather of i is issued at the begin of j = max(0, i-1), at A[i]; G[i] is when it ends, N[i] when the reduce
-of i does, V[i] when the up lane is done with c[i].
+of i does, V[i] when the up lane is done with c[i]. I[j] is when the program comes to issue gathers at j: E[j-1] in most cases.
 
     V[i] >= U[j-1] + c[i],  V[i] >= E[j-1-a] + c[i],  V[1] >= V[0] + c[1]
-    A[i] >= E[j-1] + x[i],  A[i] >= V[i] + x[i],  A[1] >= A[0] + x[1],  A[i] >= Q[i] + x[i]
+    A[i] >= I[j] + x[i],    A[i] >= V[i] + x[i],  A[1] >= A[0] + x[1],  A[i] >= Q[i] + x[i]
     G[i] >= A[i] + g[i],    G[i] >= what net was given before + g[i]
     U[i] >= V[i+1] + u[i],  U[i] >= U[i-1] + u[i],  U[i] >= E[i-1-a] + u[i]
-    F[i] >= E[i-1] + w[i],  F[i] >= A[i+1] + w[i],  F[i] >= U[i] + w[i],  F[i] >= G[i] + w[i],  F[i] >= Q[i] + w[i]
+    F[i] >= I[i] + w[i],    F[i] >= A[i+1] + w[i],  F[i] >= U[i] + w[i],  F[i] >= G[i] + w[i],  F[i] >= Q[i] + w[i]
     N[i] >= F[i] + r[i],    N[i] >= what net was given before + r[i]
     E[i] >= F[i],           E[i] >= N[i-1],  E[n-1] >= N[n-1]
+
+A forward begins a block j that gathers nothing before it issues the next gather: it waits for what j reads, and does j's update,
+x[j]. Then H[j] is when the up lane is done with that, V[j+1] follows H[j] in the place of U[j-1] and E[j-1-a], and U[j] is V[j+1].
+
+    H[j] >= U[j-1] + u[j],  H[j] >= E[j-1-a] + u[j],  I[j] >= x[j] + each of E[j-1], H[j], Q[j]
 
 Copies down of what is reduced follow N[i] and F[i+1] and are waited for a block later; others follow F[i] and N[i-1].
 
@@ -88,6 +93,7 @@ class _Pass:
     ) -> None:
         self.program, self.ahead, self.order = program, ahead, order
         self.begin, self.copied, self.add = begin, copied, program.model.add
+        self.begins_first = not kind.reverse
         self.slots = [slots_of(program.problem, block, kind) for block in order]
         names = "EUDF"
         self.ends, self.ups, self.downs, self.works = (
@@ -102,24 +108,37 @@ class _Pass:
 
     def add_begin(self, i: int) -> None:
         """The gathers issued at a position, and its work."""
-        before, lane = (self.ends[i - 1], self.ups[i - 1]) if i else (self.begin, self.begin)
-        farthest = [self.ends[i - 1 - self.ahead]] if i - 1 - self.ahead >= 0 else []
-        starts = [before]
+        slots = self.slots[i]
+        copies, work = self._sum(i, slots.up), self._sum(i, slots.work)
+        came: Linear = self.ends[i - 1] if i else self.begin
+        lane = [self.ups[i - 1] if i else self.begin, *([self.ends[i - 1 - self.ahead]] if i > self.ahead else [])]
+        if self.begins_first and not slots.gathers:
+            came, lane, copies = *self._add_first(i, came, lane), 0
+        starts = [came]
         for at in range(i + (i > 0), min(self.last, i + 1) + 1):
             if self.slots[at].gathers:
-                lane = self._add_gather(at, [lane, *farthest], starts[-1])
+                lane[0] = self._add_gather(at, lane, starts[-1])
                 starts.append(self.issued[at])
-        slots = self.slots[i]
-        copies, work = self._sum(i, slots.up), self._sum(i, (*slots.work, *slots.work_first))
-        for earliest in (lane, *farthest):
+        for earliest in lane:
             self.add(self.ups[i] >= earliest + copies)
         starts.append(self.ups[i])
-        if self.slots[i].gathers:
+        if slots.gathers:
             starts.append(self.gathered[i])
         if self.copied is not None:
             starts.append(self.copied[i])
         for start in starts:
             self.add(self.works[i] >= start + work)
+
+    def _add_first(self, i: int, came: Linear, lane: Sequence[Linear]) -> tuple[cp_model.IntVar, list[Linear]]:
+        """What a forward does of a block before others' gathers; returns I, and H as the times that later copies follow."""
+        block, slots = self.order[i], self.slots[i]
+        read, begun = self.program._time(f"H[{block}]"), self.program._time(f"I[{block}]")
+        copies, work = self._sum(i, slots.up), self._sum(i, slots.work_first)
+        for earliest in lane:
+            self.add(read >= earliest + copies)
+        for earliest in (came, read, *([self.copied[i]] if self.copied is not None else [])):
+            self.add(begun >= earliest + work)
+        return begun, [read]
 
     def _add_gather(self, at: int, lane: Sequence[Linear], before: Linear) -> Linear:
         """The gather of a block; returns when the up lane is done with what it reads."""
