@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from autohete_fx import cli
+from autohete_fx.commands import doctor
 from autohete_fx.ir import BlockDecision, Machine, Params, Plan
 from autohete_fx.report import plan_table
 from autohete_fx.report.why import why
@@ -115,7 +116,7 @@ def test_doctor_prints_what_was_measured_and_saves_it(
         asked.append((str(device), offload_dir))
         return machine
 
-    monkeypatch.setattr(cli, "measure_machine", measured)
+    monkeypatch.setattr(doctor, "measure_machine", measured)
     there = ["--offload-dir", str(tmp_path)]
     assert cli.main(["doctor", "--device", "cpu", "--save", str(tmp_path / "machine.json"), *there]) == 0
     assert Machine.load(tmp_path / "machine.json") == machine
