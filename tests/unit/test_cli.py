@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from autohete_fx import cli
 from autohete_fx.commands import doctor
@@ -76,6 +78,14 @@ def test_a_budget_that_the_device_has_not_is_refused_before_anything_is_traced(c
     assert (
         shown.out == "" and "--budget 200GiB was given, but" in shown.err and "24.0 GiB of device memory" in shown.err
     )
+
+
+def test_versions_are_those_of_the_package_and_of_pytorch(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    project = tomllib.loads((Path(cli.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith(f"autohete {project['version']} (torch {torch.__version__}, Python 3.")
 
 
 @pytest.mark.slow

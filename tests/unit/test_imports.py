@@ -39,8 +39,10 @@ def test_importing_it_imports_next_to_nothing():
 
 
 def test_the_command_has_no_need_of_pytorch_before_its_first_word():
-    light = "import autohete_fx.cli, autohete_fx.commands.plan"
-    assert modules_after(light, "torch", "numpy", "ortools", "transformers") == []
+    light = "import sys; from autohete_fx import cli; sys.stderr = sys.stdout; assert cli.main({}) == 2; sys.stdout.write(chr(10))"
+    for mistake in (["plan", "meta-llama/Llama-2-7b-hf", "--device", "h100"], ["plan", "gpt2", "--device", "h10"]):
+        told = modules_after(light.format(mistake), "torch", "numpy", "ortools", "transformers")
+        assert told[:2] == ["autohete:", "unknown"] and "torch" not in told
 
 
 def test_every_public_name_is_there_where_it_is_said_to_be():
