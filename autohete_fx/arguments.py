@@ -1,15 +1,14 @@
-"""The options of ``autohete plan``: names, defaults, and what their text may be."""
+"""The options of ``autohete plan``: names, defaults, and what their text may be. PyTorch is not needed to read them."""
 
 import argparse
 import math
-
-import torch
 
 from autohete_fx.ir import Overlap
 from autohete_fx.machine.devices import DEVICES, NODE_GB_PER_S, RESERVE_SHARE
 from autohete_fx.whatif.architectures import ARCHITECTURES
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "tf32": "float32"}
+"""What PyTorch calls them."""
 POINTS, MOST_RANKS = 10, 8
 """Budgets of a sweep, and where one of ranks ends, unless told otherwise."""
 EXPLAIN = "also say why: what binds, and for each block what else could have been chosen and what that would cost"
@@ -115,6 +114,11 @@ def add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     plan.add_argument("--explain", action="store_true", help=EXPLAIN)
     plan.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     plan.add_argument("--save", metavar="PLAN.json", help="write the plan, for the option 'plan' of the backend")
+    plan.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="trace and solve again what has been planned before; without it the same question gets the answer of the first time",
+    )
     plan.add_argument(
         "--time-limit",
         type=_seconds,

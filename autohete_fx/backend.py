@@ -8,7 +8,6 @@ compilation is done. A process that finds the compiled code in a cache runs none
 """
 
 import dataclasses
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -21,13 +20,12 @@ from autohete_fx.compiler.graph import GraphCompiler
 from autohete_fx.compiler.model import find_model, graph_key
 from autohete_fx.compiler.reporting import reported
 from autohete_fx.compiler.running import running, timed
+from autohete_fx.compiler.telling import tell
 from autohete_fx.errors import AutoHeteError
-from autohete_fx.internals import dynamo
+from autohete_fx.internals import dynamo, logs
 from autohete_fx.options import Options
 from autohete_fx.runtime.pending import calls
 from autohete_fx.runtime.pending.fence import tensors_in
-
-log = logging.getLogger(__name__)
 
 
 def __getattr__(name: str) -> Callable[..., object]:
@@ -61,6 +59,7 @@ def _autohete(
 
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[object], chosen: Options) -> Callable[..., object]:
     began = time.perf_counter()
+    logs.follow()
     calls.note_compiled_graph(tensors_in(example_inputs))
     inputs = graph_inputs(gm, example_inputs, calls.modules_called())
     model = find_model(gm, inputs, chosen)
@@ -71,7 +70,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[object], chosen: Optio
     compilation = timed(compilation, model.session, options.micro_batches)
     compilation = reported(compilation, options.report_dir, model.session.device, graph_key(inputs))
     record(compilation)
-    log.info("%s", compilation)
+    tell(compilation)
     return running(compiled, compilation, inputs, model, options.micro_batches)
 
 

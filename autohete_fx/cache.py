@@ -2,7 +2,8 @@
 
 Enter a kind, a key and text; the same text leaves in a later process. The directory is ``AUTOHETE_CACHE_DIR``, else
 ``autohete_fx`` under the user's cache directory, else, where that cannot be written, under the temporary directory.
-Files are replaced atomically and carry a version; a damaged one counts as absent and is written again.
+Files are replaced atomically and carry a version; a damaged one counts as absent and is written again. PyTorch is imported only
+where a key asks it.
 """
 
 import functools
@@ -14,11 +15,13 @@ import re
 import sys
 import tempfile
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from autohete_fx.errors import MachineError
 from autohete_fx.ir import Machine
+
+if TYPE_CHECKING:
+    import torch
 
 CACHE_VERSION = 5
 """Raised when what files contain changes meaning: older files then count as absent."""
@@ -107,8 +110,18 @@ def load_machine(key: str) -> Machine | None:
         return None
 
 
-def machine_key(device: torch.device, offload_dir: str | None = None) -> str:
+def sources_digest() -> str:
+    """A digest of this package's own code: another version of it must not find the old one's plans and compiled code."""
+    digest, package = hashlib.sha256(), Path(__file__).resolve().parent
+    for path in sorted([*package.rglob("*.py"), *(package / "passes").glob("*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def machine_key(device: "torch.device", offload_dir: str | None = None) -> str:
     """Everything that the figures depend on: device, cores, threads, torch, and the file system of ``offload_dir``."""
+    import torch
+
     directory = offload_dir or tempfile.gettempdir()
     parts = [
         device_name(device.type, device.index),
@@ -125,6 +138,8 @@ def machine_key(device: torch.device, offload_dir: str | None = None) -> str:
 def device_name(device_type: str, index: int | None) -> str:
     """The GPU's name, or the CPU's model."""
     if device_type == "cuda":
+        import torch
+
         return torch.cuda.get_device_name(index)
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as file:

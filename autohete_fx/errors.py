@@ -76,10 +76,10 @@ class OptimizerStateError(AutoHeteError, ValueError):
     """An optimizer state dict or hyperparameter cannot be used."""
 
 
-def unknown_word(what: str, given: object, valid: Iterable[str]) -> str:
-    """The message for a word that is not one of ``valid``; names the nearest."""
+def unknown_word(what: str, given: object, valid: Iterable[str], *, meant: str = "") -> str:
+    """The message for a word that is not one of ``valid``; names the nearest to it, or to ``meant`` where given."""
     words = list(valid)
     lower = {word.lower(): word for word in words}
-    nearest = difflib.get_close_matches(str(given).lower(), lower, n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches((meant or str(given)).lower(), lower, n=1, cutoff=0.5)
     suggestion = f"did you mean {lower[nearest[0]]!r}? " if nearest else ""
     return f"unknown {what} {given!r}; {suggestion}expected one of {', '.join(words)}"

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from autohete_fx.cache import sources_digest
 from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compiler.agreement import Agreement
 from autohete_fx.compiler.compilation import Share
-from autohete_fx.compiler.keys import described_options, graph_digest, sources_digest, surroundings
+from autohete_fx.compiler.keys import described_options, graph_digest, surroundings
 from autohete_fx.compiler.model import Model, origin_of
 from autohete_fx.compiler.problem import (
     NOTE_ON_SHARDS,

@@ -14,8 +14,9 @@ from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.compiler.graph import GraphCompiler
 from autohete_fx.compiler.model import graph_key, new_model
 from autohete_fx.compiler.reporting import reported
+from autohete_fx.compiler.telling import tell
 from autohete_fx.errors import AutoHeteError, CaptureError
-from autohete_fx.internals import dynamo, versions
+from autohete_fx.internals import dynamo, logs, versions
 from autohete_fx.options import Options
 from autohete_fx.runtime.pending import calls
 
@@ -45,12 +46,14 @@ def explain(
     calls.watch()
 
     def look(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., object]:
+        logs.follow()
         sources = graph_inputs(gm, example_inputs, calls.modules_called())
         owner = new_model(gm, sources, chosen)
         try:
             compiler = GraphCompiler(gm=gm, inputs=sources, options=chosen, model=owner)
             compilation = compiler.look(example_inputs)
             found.append(reported(compilation, chosen.report_dir, owner.session.device, graph_key(sources)))
+            tell(compilation)
         except AutoHeteError as error:
             raise dynamo.surfacing(error) from error.__cause__
         finally:

@@ -29,7 +29,7 @@ from autohete_fx.compiler.parameters import place_parameters
 from autohete_fx.compiler.shares import Unsettled
 from autohete_fx.compiler.training import TrainingPlanner
 from autohete_fx.errors import AutoHeteError, InfeasiblePlanError, PassError
-from autohete_fx.internals import versions
+from autohete_fx.internals import dynamo, versions
 from autohete_fx.internals.configs import functorch_config, inductor_config
 from autohete_fx.internals.inductor import (
     InductorError,
@@ -48,6 +48,7 @@ from autohete_fx.planner.infeasible import advice_of, broken_up
 from autohete_fx.planner.model.footprint import resident_bytes, traced_peak_bytes
 from autohete_fx.profiler import CompiledCode, dry_run
 from autohete_fx.profiler.memory.probe import Probe, probing
+from autohete_fx.report.stages import Stages
 from autohete_fx.runtime import (
     cpu_counter,
     kernels,  # noqa: F401  (registers the ops' kernels)
@@ -75,6 +76,7 @@ class GraphCompiler:
         self._seconds: dict[str, float] = {}
         self._compiled: dict[Stage, CompiledCode] = {}
         self._final_context: PassContext | None = None
+        self._stages = Stages()
 
     # -- entry and exit -------------------------------------------------------------------------------------------
 
@@ -87,7 +89,7 @@ class GraphCompiler:
         if self._keeps_freed:
             cpu_counter.keep_freed()
         try:
-            with self._agreeing(), self._probing():
+            with self._agreeing(), self._probing(), self._telling():
                 return self._compile(example_inputs)
         except AutoHeteError:
             self.captured.model.give_up_call()
@@ -123,6 +125,15 @@ class GraphCompiler:
         counted = functools.partial(peak_of, device)
         return probing(None if budget is None else Probe(device.type, counted, self.captured.free_bytes()))
 
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """The stages of what happens within, a line each. Where the code is found in a cache, tracing was all."""
+        with self._stages:
+            self._stages.begin("tracing", began_s=dynamo.conversion_began_s())
+            yield
+            if self.compilation is None:
+                self._stages.end("the code and its plan were in the cache")
+
     def _compile(self, example_inputs: Sequence[Any]) -> Any:
         if self.captured.options.inner_backend == "eager":
             with self._own_config():
@@ -143,6 +154,8 @@ class GraphCompiler:
             withheld = self.captured.agreement.most("withheld bytes", withheld)
             if not withheld:
                 return compiled
+            self._stages.end("takes more than the budget: it is planned again")
+            self._stages.begin("tracing")
             # The last attempt withholds all of the budget and so gets the plan of least peak: its code must fit, not its trace.
             all_of_it = attempt == _MAX_COMPILATIONS - 1
             self._withhold(self._budget.device_bytes if self._budget and all_of_it else withheld)
@@ -173,7 +186,7 @@ class GraphCompiler:
             with functorch_config.patch(enable_autograd_cache=False):
                 self.compile(example_inputs)
         else:
-            with self._agreeing(), self._own_config(), self._probing():
+            with self._agreeing(), self._own_config(), self._probing(), self._telling():
                 partitioner = Partitioner(self.partition, self.key)
                 run_without_code(self.captured.gm, example_inputs, partitioner, self._rewrite_inference)
             self._refuse_unjudged()
@@ -303,6 +316,7 @@ class GraphCompiler:
             shares=self._stored.shares if self._stored else (),
             budget=self._budget,
             seconds=self._seconds,
+            stages=self._stages,
         )
         self._note(planner.run(may_measure=self._stored is None))
         assert self._planned is not None
@@ -318,7 +332,7 @@ class GraphCompiler:
 
     def _rewrite_inference(self, gm: fx.GraphModule) -> PassContext:
         given = self._stored.plan if self._stored else None
-        self._note(InferencePlanner(self.captured, gm, given=given, budget=self._budget).run())
+        self._note(InferencePlanner(self.captured, gm, given=given, budget=self._budget, stages=self._stages).run())
         assert self._planned is not None
         (context,) = self._planned.contexts
         if self.captured.options.inner_backend == "eager":
@@ -337,6 +351,7 @@ class GraphCompiler:
             assert self._planned is not None, "a graph with gradients came past the partitioner"
             context = self._planned.contexts[1 if keywords.get("is_backward") else 0]
         self._final_context = context
+        self._stages.begin("compiling")
         try:
             compiled = compile_fx_inner(gm, example_inputs, **keywords)
         except InductorError as error:

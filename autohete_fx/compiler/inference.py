@@ -24,6 +24,7 @@ from autohete_fx.planner.given import fitted_plan, solved_plan
 from autohete_fx.planner.model.footprint import traced_peak_bytes
 from autohete_fx.profiler import Partition, profile_analytic, trace_step
 from autohete_fx.report.graph_text import graph_text, list_transfers
+from autohete_fx.report.stages import Stages, blocks_words, plan_words
 
 
 class InferencePlanner:
@@ -34,26 +35,31 @@ class InferencePlanner:
         gm: its ATen form.
         given: a plan to replay where nothing has decided yet, instead of solving.
         budget: None for no limit.
+        stages: where what is under way is told; tracing is.
     """
 
     def __init__(
-        self, captured: CapturedGraph, gm: fx.GraphModule, *, given: Plan | None, budget: Budget | None
+        self, captured: CapturedGraph, gm: fx.GraphModule, *, given: Plan | None, budget: Budget | None, stages: Stages
     ) -> None:
         self.captured = captured
         self.gm = gm
         self.given = given
         self.budget = budget
+        self.stages = stages
         self.num_outputs = len(output_args(gm))
         self.blocks = group_blocks(gm, parameter_fqns(gm, captured.inputs))
         self.owners = owners_of(self.blocks, captured.params)
 
     def run(self) -> Planned:
         """Plan where parameters live if nothing has yet, and insert their fetches."""
+        self.stages.end(blocks_words(self.blocks))
+        self.stages.begin("planning")
         profile = profile_analytic(self._partition(), self.captured.machine)
         problem = self.captured.problem(self.blocks, profile, training=False)
         before, original = graph_text(self.gm), rewriting.copy_graph(self.gm)
         found = self._planned(problem, original)
         made = dataclasses.replace(self._made(found.problem, found.plan, self.gm), refusal=found.refusal)
+        self.stages.end(plan_words(made.plan, self.captured.budget_bytes))
         replay = replayed(made.problem, made.plan)
         compilation = Compilation(
             plan=made.plan,

@@ -7,7 +7,6 @@ equal in two processes where the same plan and the same code serve.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 
 import torch
 from torch import fx
@@ -18,7 +17,6 @@ from autohete_fx.internals import versions
 from autohete_fx.internals.configs import functorch_config, inductor_config
 from autohete_fx.options import Options, UserPasses
 
-_PACKAGE = Path(__file__).resolve().parents[1]
 _INDUCTOR_PASSES = (
     "pre_grad_custom_pass",
     "joint_custom_pre_pass",
@@ -86,14 +84,6 @@ def described_options(options: Options) -> dict[str, object]:
         "solver_time_limit_s": options.solver_time_limit_s,
         "passes": passes,
     }
-
-
-def sources_digest() -> str:
-    """A digest of this package's own code: another version of a pass must not find the old one's compiled code."""
-    digest = hashlib.sha256()
-    for path in sorted([*_PACKAGE.rglob("*.py"), *(_PACKAGE / "passes").glob("*.py")]):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def surroundings(device: torch.device) -> tuple[object, ...]:

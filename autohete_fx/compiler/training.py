@@ -34,6 +34,7 @@ from autohete_fx.planner.model.footprint import footprint_of, traced_peak_bytes
 from autohete_fx.planner.sharing import leanest
 from autohete_fx.profiler import Partition, profile_analytic, profile_measured, trace_step
 from autohete_fx.report.graph_text import graph_text, list_transfers
+from autohete_fx.report.stages import Stages, blocks_words, plan_words
 
 Decisions = tuple[BlockDecision, ...]
 
@@ -49,6 +50,7 @@ class TrainingPlanner:
         shares: where it is given, what was decided with it for earlier graphs of the call.
         budget: None for no limit.
         seconds: by stage, what earlier compilations of the graph took; what this one takes is added.
+        stages: where what is under way is told; tracing is.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class TrainingPlanner:
         shares: tuple[Share, ...] = (),
         budget: Budget | None,
         seconds: dict[str, float],
+        stages: Stages,
     ) -> None:
         self.captured = captured
         self.options = captured.options
@@ -73,6 +76,7 @@ class TrainingPlanner:
         self.given = given
         self.budget = budget
         self.seconds = seconds
+        self.stages = stages
         self.offloadable: tuple[str, ...] = ()
         self.shares = shares
         with self._timed("grouping"):
@@ -85,8 +89,12 @@ class TrainingPlanner:
     def run(self, *, may_measure: bool) -> Planned:
         """Profile, plan and rewrite. ``may_measure``: whether timing blocks on the device is worth its while."""
         split = self._split(self.joint, rewriting.keep_everything(labels_of(self.blocks.blocks)))
+        self.stages.end(blocks_words(self.blocks))
+        self.stages.begin("profiling")
         with self._timed("profiling"):
             profile = self._profile(split, may_measure)
+        self.stages.end(profile.source)
+        self.stages.begin("planning")
         self.offloadable = tuple(node.name for node in offloadable(split.forward, split.num_outputs))
         before = (graph_text(split.forward), graph_text(split.backward))
         self._unchanged, self._unchanged_bytes = split, self._traced_bytes(split)
@@ -99,6 +107,7 @@ class TrainingPlanner:
         graphs = tuple(map(rewriting.run_user_passes, theirs, made.graphs, made.contexts))
         refusal = made.refusal and broken_up(made.refusal, breaks)
         made = dataclasses.replace(made, graphs=graphs, refusal=refusal)
+        self.stages.end(plan_words(made.plan, self.captured.budget_bytes))
         return Planned(rewritten=made, compilation=self._report(made, profile, before))
 
     def _split(self, joint: fx.GraphModule, plan: Plan) -> rewriting.Partitioned:

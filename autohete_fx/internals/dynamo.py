@@ -8,6 +8,7 @@ import re
 import sys
 import sysconfig
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -50,10 +51,12 @@ class _Frame(threading.local):
     Attributes:
         is_split: whether Dynamo may split its graph for DistributedDataParallel.
         loop_break: why and where a graph broke within a loop, because of which the frame runs as it is; empty where none did.
+        began_s: when that began, by `time.perf_counter`; None where nobody looked.
     """
 
     is_split = True
     loop_break = ""
+    began_s: float | None = None
 
 
 _frame = _Frame()
@@ -61,11 +64,17 @@ _frame = _Frame()
 
 @contextlib.contextmanager
 def _converting(*, is_split: bool) -> Iterator[None]:
-    before, _frame.is_split, _frame.loop_break = _frame.is_split, is_split, ""
+    before = _frame.is_split, _frame.began_s
+    _frame.is_split, _frame.loop_break, _frame.began_s = is_split, "", time.perf_counter()
     try:
         yield
     finally:
-        _frame.is_split = before
+        _frame.is_split, _frame.began_s = before
+
+
+def conversion_began_s() -> float | None:
+    """When Dynamo began with the frame that it converts in this thread, by `time.perf_counter`; None where it converts none."""
+    return _frame.began_s
 
 
 def turn_off_ddp_optimizer() -> None:

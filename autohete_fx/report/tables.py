@@ -7,8 +7,9 @@ from itertools import groupby
 from autohete_fx.ir import Activations, BlockCost, BlockDecision, Lane, Optimizer, Params, Plan, Transfer
 from autohete_fx.ir.labels import label_pattern, run_label
 from autohete_fx.ir.sizes import format_bytes, format_seconds
+from autohete_fx.planner.model.device_memory import MemoryLevel
 
-__all__ = ["ComparisonRow", "aligned", "comparison_table", "plan_table", "transfers_table"]
+__all__ = ["ComparisonRow", "aligned", "comparison_table", "memory_table", "plan_table", "transfers_table"]
 
 _LONGEST_NAME = 28
 
@@ -115,6 +116,23 @@ def transfers_table(transfers: Sequence[Transfer]) -> str:
         for lane in by_lane
     ]
     return f"{table}\n{len(transfers)} transfers: {', '.join(totals)}"
+
+
+def memory_table(plan: Plan, levels: Sequence[MemoryLevel]) -> str:
+    """The predicted device memory over a step, a moment a row, and who holds it when it is most. It is the planner's own count:
+    the plan's peak may be that of a trace of the code."""
+    if not levels:
+        return "no memory is predicted"
+    peak = max(levels, key=lambda level: level.num_bytes)
+    rows = [
+        [format_seconds(level.at_s), level.phase, plan.labels[level.block], format_bytes(level.num_bytes)]
+        for level in levels
+    ]
+    held = ", ".join(f"{part.name} {format_bytes(part.num_bytes)}" for part in peak.held)
+    return (
+        f"{aligned(['at', 'work', 'block', 'device memory'], rows, right_from=3)}\n"
+        f"peak {format_bytes(peak.num_bytes)}, {peak.phase} of {plan.labels[peak.block]}: {held}"
+    )
 
 
 def _alike(plan: Plan, costs: Sequence[BlockCost] | None, gathered_again: Collection[int]) -> Iterator[list[int]]:

@@ -6,6 +6,7 @@ AutoHete's evaluation (arXiv 2503.01890), which does not publish their shapes: l
 without dropout.
 """
 
+import re
 from collections.abc import Mapping
 
 from autohete_fx.errors import OptionError, unknown_word
@@ -83,11 +84,29 @@ ARCHITECTURES: Mapping[str, Entries] = {
 
 
 def find_architecture(name: str) -> Entries:
-    """The entries behind a name, in any case. Raises OptionError with the nearest name."""
+    """The entries behind a name, in any case. Raises OptionError with the nearest name, which for an id of the Hugging Face hub is
+    that of the model there."""
     entries = ARCHITECTURES.get(name.strip().lower())
     if entries is None:
+        hub = ""
+        if "/" in name:
+            hub = (
+                ". Ids of the Hugging Face hub are not looked up: get its configuration by `hf download"
+                f" {name.strip()} config.json`, and give that file"
+            )
         raise OptionError(
-            f"{unknown_word('model', name, ARCHITECTURES)}; or a JSON file of a transformers configuration, or"
-            " file.py:factory"
+            f"{unknown_word('model', name, ARCHITECTURES, meant=_meant(name))}; or a JSON file of a transformers configuration, or"
+            f" file.py:factory{hub}"
         )
     return entries
+
+
+_SUFFIX = re.compile(r"[-_](hf|instruct|base|chat|it|pt|v\d[\d.]*|\d{4})$")
+
+
+def _meant(name: str) -> str:
+    """The model that an id of the hub names: without its owner, and without the endings of tuned and converted ones."""
+    word = name.strip().lower().rpartition("/")[2].removeprefix("meta-")
+    while (shorter := _SUFFIX.sub("", word)) != word:
+        word = shorter
+    return word

@@ -50,6 +50,8 @@ class Blueprint:
         num_layers: how many layers it has; None where it is known only as a whole.
         period: every so many layers are of the same types again.
         layer_types: of each layer, as its configuration calls them; empty where it does not.
+        draws: whether layers draw random numbers. Kernels that do fuse otherwise in each layer, so that a few layers do not tell
+            what all of them cost.
         build: the sketch with that many layers (all of them where None), under a fake mode.
     """
 
@@ -58,6 +60,7 @@ class Blueprint:
     period: int
     build: Callable[[FakeTensorMode, int | None], Sketch]
     layer_types: tuple[str, ...] = ()
+    draws: bool = False
 
 
 def read_model(text: str, *, batch: int, seq: int, dtype: torch.dtype | None) -> Blueprint:
@@ -120,7 +123,13 @@ def _from_config(
         return Sketch(module=module, loss=_loss_of_labels(module), inputs=(tokens,))
 
     period = _period(types or [""] * num_layers)
-    return Blueprint(name=name, num_layers=num_layers, period=period, build=build, layer_types=tuple(types))
+    return Blueprint(
+        name=name, num_layers=num_layers, period=period, build=build, layer_types=tuple(types), draws=_draws(config)
+    )
+
+
+def _draws(config: Any) -> bool:
+    return any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in config.to_dict().items())
 
 
 def _loss_of_labels(module: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -82,7 +82,7 @@ def capture_step(blueprint: Blueprint, num_layers: int | None, device_type: str)
 
 
 def _traced_model(blueprint: Blueprint, machine: Machine, options: Options, mesh: DeviceMesh | None) -> TracedStep:
-    if blueprint.num_layers is not None:
+    if blueprint.num_layers is not None and not blueprint.draws:
         fewest = shallow_layers(blueprint.num_layers, blueprint.period)
         if fewest is not None:
             shallow = _trace(blueprint, fewest, machine, options, mesh)

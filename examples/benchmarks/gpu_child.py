@@ -22,7 +22,7 @@ from torch import Tensor
 from train_gpt import Text, load_text
 
 import autohete_fx
-from autohete_fx.cli import link_of
+from autohete_fx.commands.doctor import link_of
 from autohete_fx.errors import HostMemoryError, InfeasiblePlanError
 from autohete_fx.ir import Machine
 from autohete_fx.machine.measure import load_or_measure_machine

@@ -21,8 +21,8 @@ from gpu_child import machine_of
 from systems import OURS
 from systems.base import SCHEDULES, Case
 
-from autohete_fx.cli import link_text, machine_text
 from autohete_fx.ir import Machine
+from autohete_fx.machine.described import link_text, machine_text
 from autohete_fx.machine.link import Link
 from autohete_fx.report import format_bytes, format_seconds
 from autohete_fx.report.tables import aligned

@@ -10,10 +10,11 @@ import warnings
 import pytest
 import torch
 
-from autohete_fx import cli
+from autohete_fx.commands import doctor
 from autohete_fx.errors import HostMemoryError
 from autohete_fx.graph.ops import contiguous_stride
 from autohete_fx.ir import Lane
+from autohete_fx.machine.described import link_text, machine_text
 from autohete_fx.machine.measure import measure_machine
 from autohete_fx.runtime.lanes.lanes import COPY_LANES, Lanes
 from autohete_fx.runtime.meter import MemoryMeter, device_live_bytes
@@ -214,10 +215,10 @@ def test_a_child_takes_no_page_from_the_device(tier: HostTier) -> None:
 
 def test_the_doctor_times_the_link_over_homes(capsys: pytest.CaptureFixture[str]) -> None:
     """Rates of another order would be those of memory that is not pinned, or of a clock that did not wait."""
-    machine, link = measure_machine(torch.device("cuda")), cli.link_of(torch.device("cuda"))
+    machine, link = measure_machine(torch.device("cuda")), doctor.link_of(torch.device("cuda"))
     assert link is not None
     both = machine.h2d_bytes_per_s + machine.d2h_bytes_per_s
-    print(cli.machine_text(machine), cli.link_text(link), sep="\n")
+    print(machine_text(machine), link_text(link), sep="\n")
     assert 0.4 * both < link.both_ways_bytes_per_s < 1.1 * both
     assert link.kernel_reads_bytes_per_s > 0.1 * machine.h2d_bytes_per_s
     assert link.kernel_writes_bytes_per_s > 0.1 * machine.d2h_bytes_per_s

@@ -125,6 +125,7 @@ def test_factories_give_modules_and_inputs(tmp_path: Path):
 def test_what_is_no_model_is_refused_with_what_to_do(tmp_path: Path):
     file = write(tmp_path, "models.py", FACTORIES)
     for text, reason in (
+        ("Qwen/Qwen3-8B-Base", r"did you mean 'qwen3-8b'\?.*hf download Qwen/Qwen3-8B-Base config.json"),
         ("lama-2-7b", r"unknown model 'lama-2-7b'; did you mean 'llama-2-7b'\?.*file.py:factory"),
         (str(tmp_path / "absent.json"), "cannot read the configuration .*No such file"),
         (write(tmp_path, "broken.json", "{"), "is not JSON.*config.json"),

@@ -4,11 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from autohete_fx import cli
+from autohete_fx.commands import doctor
 from autohete_fx.ir import BlockDecision, Machine, Params, Plan
 from autohete_fx.report import plan_table
 from autohete_fx.report.why import why
@@ -77,6 +80,14 @@ def test_a_budget_that_the_device_has_not_is_refused_before_anything_is_traced(c
     )
 
 
+def test_versions_are_those_of_the_package_and_of_pytorch(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    project = tomllib.loads((Path(cli.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith(f"autohete {project['version']} (torch {torch.__version__}, Python 3.")
+
+
 @pytest.mark.slow
 def test_the_command_ends_without_a_traceback(tmp_path: Path):
     """As a user runs it."""
@@ -115,7 +126,7 @@ def test_doctor_prints_what_was_measured_and_saves_it(
         asked.append((str(device), offload_dir))
         return machine
 
-    monkeypatch.setattr(cli, "measure_machine", measured)
+    monkeypatch.setattr(doctor, "measure_machine", measured)
     there = ["--offload-dir", str(tmp_path)]
     assert cli.main(["doctor", "--device", "cpu", "--save", str(tmp_path / "machine.json"), *there]) == 0
     assert Machine.load(tmp_path / "machine.json") == machine

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from autohete_fx import cli
+from autohete_fx.commands import doctor
+from autohete_fx.errors import OptionError
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "tests" / "cuda" / "FIRST_TEN_MINUTES.md").read_text()
@@ -60,10 +62,10 @@ def test_the_doctor_saves_where_there_is_a_directory(
     (words,) = [command[1:] for command in COMMANDS if command[0] == "autohete"]
 
     def measured(*_: object, **__: object) -> None:
-        raise cli.OptionError("here it would measure")
+        raise OptionError("here it would measure")
 
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(cli, "measure_machine", measured)
+    monkeypatch.setattr(doctor, "measure_machine", measured)
     assert cli.main(words) == 2 and "here it would measure" in capsys.readouterr().err
 
 

@@ -5,14 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from autohete_fx import cli
+from autohete_fx.commands import doctor
 from autohete_fx.machine import link
+from autohete_fx.machine.described import link_text
 from autohete_fx.runtime.tiers.host import host_view, open_tier
 
 
 def test_a_cpu_device_has_no_link_and_says_so():
-    assert cli.link_of(torch.device("cpu")) is None
-    lines = cli.link_text(None).splitlines()
+    assert doctor.link_of(torch.device("cpu")) is None
+    lines = link_text(None).splitlines()
     assert len(lines) == 3 and all("not applicable" in line for line in lines)
 
 
@@ -46,7 +47,5 @@ def test_both_ways_are_copied_on_streams_of_their_own_and_kernels_work_on_homes(
     one = torch.ones(4, dtype=torch.uint8).view(torch.float32)
     assert bool((homes[0].view(torch.float32) == one + 1 + 1).all()), "read by a kernel, written by another"
     assert found.kernel_reads_bytes_per_s > 0 and found.kernel_writes_bytes_per_s > 0
-    words = cli.link_text(
-        link.Link(both_ways_bytes_per_s=2**30, kernel_reads_bytes_per_s=1, kernel_writes_bytes_per_s=1)
-    )
+    words = link_text(link.Link(both_ways_bytes_per_s=2**30, kernel_reads_bytes_per_s=1, kernel_writes_bytes_per_s=1))
     assert "both ways at once           1.00 GiB/s" in words

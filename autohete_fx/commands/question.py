@@ -1,0 +1,133 @@
+"""The question of ``autohete plan``, as far as it is known without PyTorch: which options go together, the machine, the budgets.
+
+In: parsed options. Out: a `Question`, or OptionError within a second, before anything is traced.
+"""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from autohete_fx.arguments import DTYPES
+from autohete_fx.errors import OptionError
+from autohete_fx.ir import Machine
+from autohete_fx.ir.sizes import format_bytes
+from autohete_fx.machine.devices import RESERVE_SHARE, find_device, machine_of_spec, net_of_spec
+from autohete_fx.options import Share, Size, parse_size, resolve_bytes
+from autohete_fx.report.plots import require_matplotlib
+from autohete_fx.whatif.architectures import find_architecture
+from autohete_fx.whatif.job import Job
+
+HOST_SHARE = Share(0.9)
+"""Of the host's memory, what homes may take unless told otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A plan for one rank of a job.
+
+    Attributes:
+        job: all of its ranks.
+        machine: of that rank.
+        source: where the machine's figures come from, in words.
+        peak_flops_per_s, peak_name: the rate that utilization refers to, and in words.
+        device_budget_bytes, host_budget_bytes: that a plan may take.
+    """
+
+    job: Job
+    machine: Machine
+    source: str
+    peak_flops_per_s: float
+    peak_name: str
+    device_budget_bytes: int
+    host_budget_bytes: int
+
+
+def question(parsed: argparse.Namespace, job: Job) -> Question:
+    """The question about one rank. Raises OptionError or MachineError."""
+    machine, source, rate, name = _machine_for(parsed, job)
+    device_bytes, host_bytes = _budgets(parsed, machine)
+    return Question(
+        job=job,
+        machine=machine,
+        source=source,
+        peak_flops_per_s=rate,
+        peak_name=name,
+        device_budget_bytes=device_bytes,
+        host_budget_bytes=host_bytes,
+    )
+
+
+def is_file(model: str) -> bool:
+    """Whether a model is given as a file, and not by a name."""
+    return model.endswith((".json", ".py")) or model.rpartition(":")[0].endswith(".py")
+
+
+def check(parsed: argparse.Namespace) -> None:
+    """Raise OptionError where options do not go together, before anything is traced."""
+    for option, given in (("--plot", parsed.plot), ("--points", parsed.points)):
+        if given and parsed.sweep != "budget" and not (parsed.cluster and option == "--plot"):
+            raise OptionError(f"{option} is about a sweep of budgets; give --sweep budget too")
+    for option, given in (
+        ("--costs", parsed.costs),
+        ("--symmetric-tp", parsed.symmetric_tp),
+        ("--max-tp", parsed.max_tp),
+        ("--spot", parsed.spot),
+    ):
+        if given and not parsed.cluster:
+            raise OptionError(f"{option} is about clusters; give --cluster too, or leave it out")
+    for option, given in (("--sweep", parsed.sweep), ("--ranks", parsed.ranks), ("--budget", parsed.budget)):
+        if given and parsed.cluster:
+            raise OptionError(
+                f"{option} is about GPUs that are alike; leave it out, or name a --device instead of a --cluster"
+            )
+    for option, given, verb in (("--save", parsed.save, "writes"), ("--explain", parsed.explain, "explains")):
+        if given and parsed.sweep:
+            raise OptionError(f"{option} {verb} one plan, and a sweep makes several; leave one of the two out")
+    if parsed.sweep == "ranks" and parsed.nodes > 1:
+        raise OptionError(
+            f"--sweep ranks was given with --nodes {parsed.nodes}. Expected was one node, on which the sweep puts all ranks. Leave"
+            " --nodes out, or --sweep"
+        )
+    for option, path in (("--plot", parsed.plot), ("--save", parsed.save)):
+        if path and (Path(path).is_dir() or not Path(path).parent.is_dir()):  # said now, not when all is solved
+            raise OptionError(f"cannot write {path!r}; give {option} a file in a directory that exists")
+    if parsed.plot:
+        require_matplotlib()
+    if not (is_file(parsed.model) or parsed.costs):
+        find_architecture(parsed.model)
+
+
+def _machine_for(parsed: argparse.Namespace, job: Job) -> tuple[Machine, str, float, str]:
+    """The machine of one rank, where its figures come from, and the rate that utilization refers to, with its name."""
+    dtype = DTYPES[parsed.dtype or "bf16"]
+    if parsed.machine:
+        machine = Machine.load(parsed.machine)
+        rate = machine.flops_per_s(dtype)
+        return (
+            job.machine_of(machine, None),
+            f"measured ({parsed.machine})",
+            rate,
+            f"the measured {rate / 1e12:.3g} TFLOP/s",
+        )
+    spec, tf32 = find_device(parsed.device), parsed.dtype == "tf32"
+    peak = spec.peak_flops_per_s(dtype, tf32=tf32)
+    net = f", {net_of_spec(spec).name} between ranks" if job.num_ranks > 1 else ""
+    source = f"from its data sheet ({spec.link.name}{net}; host assumed: {spec.host.name})"
+    return (
+        job.machine_of(machine_of_spec(spec, tf32=tf32), spec),
+        source,
+        peak,
+        f"the data sheet's {peak / 1e12:.4g} TFLOP/s (MFU)",
+    )
+
+
+def _budgets(parsed: argparse.Namespace, machine: Machine) -> tuple[int, int]:
+    """Bytes that a plan may take on the device and on the host."""
+    device: Size = Share(1 - RESERVE_SHARE) if parsed.budget is None else parse_size(parsed.budget)
+    host: Size = HOST_SHARE if parsed.host_budget is None else parse_size(parsed.host_budget)
+    if parsed.budget is not None and resolve_bytes(device, machine.device_bytes) > machine.device_bytes:
+        raise OptionError(
+            f"--budget {parsed.budget} was given, but {machine.device_name} has {format_bytes(machine.device_bytes)} of device"
+            " memory. Expected was no more than that. Give less, such as --budget 90%, or name a larger device"
+        )
+    return resolve_bytes(device, machine.device_bytes), resolve_bytes(host, machine.host_bytes)
