@@ -148,7 +148,7 @@ def _doctor(parsed: argparse.Namespace) -> str:
         return _doctor_cluster(parsed, device.type)
     offload_dir = Options.from_user({"offload_dir": parsed.offload_dir}).offload_dir
     ranks = ranks_of_job(device.type)
-    if ranks is not None and ranks.rank:
+    if ranks is not None and ranks.number:
         ranks.exchange(None)  # or this rank's work would slow down what the first one measures
         measure_net(ranks, device, _exchange(ranks))
         return ""
@@ -192,7 +192,12 @@ def _plan(parsed: argparse.Namespace) -> str:
         return _plan_cluster(parsed)
     if parsed.sweep == "ranks":
         return _scaling(parsed)
-    job = Job(num_ranks=parsed.ranks or 1, num_nodes=parsed.nodes, node_bytes_per_s=parsed.node_rate * 1e9)
+    job = Job(
+        num_ranks=parsed.ranks or 1,
+        num_nodes=parsed.nodes,
+        num_replicas=parsed.replicas,
+        node_bytes_per_s=parsed.node_rate * 1e9,
+    )
     asked = _ask(parsed, job)
     step, problem, setting = asked.step, asked.problem, asked.setting
     tokens, limit_s = setting.batch * setting.seq, parsed.time_limit
@@ -235,6 +240,11 @@ def _check(parsed: argparse.Namespace) -> None:
         raise OptionError(
             f"--sweep ranks was given with --nodes {parsed.nodes}. Expected was one node, on which the sweep puts all ranks. Leave"
             " --nodes out, or --sweep"
+        )
+    if parsed.sweep == "ranks" and parsed.replicas > 1:
+        raise OptionError(
+            f"--sweep ranks was given with --replicas {parsed.replicas}. Expected was one copy of the model, which the sweep shards"
+            " over all ranks. Leave --replicas out, or --sweep"
         )
     for option, path in (("--plot", parsed.plot), ("--save", parsed.save)):
         if path and (Path(path).is_dir() or not Path(path).parent.is_dir()):  # said now, not when all is solved
@@ -302,7 +312,7 @@ def _ask(parsed: argparse.Namespace, job: Job) -> _Asked:
     dtype = DTYPES[parsed.dtype] if parsed.dtype else None
     blueprint = read_model(parsed.model, batch=parsed.batch, seq=parsed.seq, dtype=dtype)
     began = time.perf_counter()
-    step = trace_model(blueprint, machine, Options(micro_batches=parsed.micro_batches), job.num_ranks)
+    step = trace_model(blueprint, machine, Options(micro_batches=parsed.micro_batches), job.num_ranks, job.num_replicas)
     batch, seq = step.batch
     setting = Setting(
         model=parsed.model,
