@@ -49,6 +49,13 @@ def add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         "--nodes", type=_positive, metavar="N", default=1, help="machines that the ranks are on, evenly (default: 1)"
     )
     plan.add_argument(
+        "--replicas",
+        type=_positive,
+        metavar="N",
+        default=1,
+        help="copies of the model, each sharded over an even part of the ranks, which average gradients once a step (default: 1)",
+    )
+    plan.add_argument(
         "--node-rate",
         type=_rate,
         metavar="GB/S",

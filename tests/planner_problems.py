@@ -179,6 +179,7 @@ def sharded(draw: st.DrawFn, of: st.SearchStrategy[Problem], *, budgets: bool = 
         free.machine,
         net_bytes_per_s=draw(st.floats(50, 5000)),
         net_latency_s=draw(st.sampled_from([0.0, 0.01, 0.1])),
+        replica_net_bytes_per_s=draw(st.floats(50, 5000)),
     )
     all_of_them, costs = draw(st.booleans()), []
     for own in free.costs:
@@ -191,6 +192,11 @@ def sharded(draw: st.DrawFn, of: st.SearchStrategy[Problem], *, budgets: bool = 
             )
         )
     given = dataclasses.replace(
-        free, costs=tuple(costs), machine=machine, num_ranks=ranks, allow_keeping_fetched=draw(st.booleans())
+        free,
+        costs=tuple(costs),
+        machine=machine,
+        num_ranks=ranks,
+        num_replicas=draw(st.sampled_from([1, 1, 3])),
+        allow_keeping_fetched=draw(st.booleans()),
     )
     return limited(given, draw(st.floats(0.1, 1.1)), draw(st.none() | st.floats(0.0, 1.0))) if budgets else given

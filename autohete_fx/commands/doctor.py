@@ -42,7 +42,7 @@ def doctor(parsed: argparse.Namespace) -> str:
         return _doctor_cluster(parsed, device.type)
     offload_dir = Options.from_user({"offload_dir": parsed.offload_dir}).offload_dir
     ranks = ranks_of_job(device.type)
-    if ranks is not None and ranks.rank:
+    if ranks is not None and ranks.number:
         ranks.exchange(None)  # or this rank's work would slow down what the first one measures
         measure_net(ranks, device, _exchange(ranks))
         return ""

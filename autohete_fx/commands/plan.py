@@ -52,7 +52,14 @@ def _jobs(parsed: argparse.Namespace) -> list[Job]:
     if parsed.sweep == "ranks":
         most = parsed.ranks or MOST_RANKS
         return [Job(num_ranks=1 << n) for n in range(most.bit_length())]
-    return [Job(num_ranks=parsed.ranks or 1, num_nodes=parsed.nodes, node_bytes_per_s=parsed.node_rate * 1e9)]
+    return [
+        Job(
+            num_ranks=parsed.ranks or 1,
+            num_nodes=parsed.nodes,
+            num_replicas=parsed.replicas,
+            node_bytes_per_s=parsed.node_rate * 1e9,
+        )
+    ]
 
 
 def _for_cluster(parsed: argparse.Namespace, stages: Stages) -> str:

@@ -93,7 +93,8 @@ def _ask(parsed: argparse.Namespace, question: Question, stages: Stages) -> _Ask
     stages.end(f"{blueprint.num_layers} layers" if blueprint.num_layers else "a factory")
     stages.begin("tracing")
     began = time.perf_counter()
-    step = trace_model(blueprint, question.machine, Options(micro_batches=parsed.micro_batches), question.job.num_ranks)
+    job, options = question.job, Options(micro_batches=parsed.micro_batches)
+    step = trace_model(blueprint, question.machine, options, job.num_ranks, job.num_replicas)
     stages.end(f"{step.traced_layers} layers, {format_count(step.num_params)} parameters")
     batch, seq = step.batch
     setting = Setting(

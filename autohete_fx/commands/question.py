@@ -88,6 +88,11 @@ def check(parsed: argparse.Namespace) -> None:
             f"--sweep ranks was given with --nodes {parsed.nodes}. Expected was one node, on which the sweep puts all ranks. Leave"
             " --nodes out, or --sweep"
         )
+    if parsed.sweep == "ranks" and parsed.replicas > 1:
+        raise OptionError(
+            f"--sweep ranks was given with --replicas {parsed.replicas}. Expected was one copy of the model, which the sweep shards"
+            " over all ranks. Leave --replicas out, or --sweep"
+        )
     for option, path in (("--plot", parsed.plot), ("--save", parsed.save)):
         if path and (Path(path).is_dir() or not Path(path).parent.is_dir()):  # said now, not when all is solved
             raise OptionError(f"cannot write {path!r}; give {option} a file in a directory that exists")

@@ -108,7 +108,8 @@ class Agreement:
     def machine(self, machine: Machine, device: torch.device) -> Machine:
         """The first rank's, with the rate of the link between ranks, which all of them measure together."""
         first = self.exchange("machine", machine)[0]
-        if self._ranks is None or first.net_bytes_per_s:
+        lacks = self._ranks is not None and self._ranks.num_replicas > 1 and not first.replica_net_bytes_per_s
+        if self._ranks is None or (first.net_bytes_per_s and not lacks):
             return first
         return load_or_measure_net(first, self._ranks, device, self.exchange)
 
@@ -125,7 +126,7 @@ class Agreement:
         if self._ranks is None:
             return make()
         made: Any = None
-        if self._ranks.rank == 0:
+        if self._ranks.number == 0:
             try:
                 made = make()
             except AutoHeteError as error:

@@ -20,11 +20,13 @@ from autohete_fx.compiler.model import Model, origin_of
 from autohete_fx.compiler.problem import (
     NOTE_ON_SHARDS,
     Limits,
+    averaging_bytes,
     input_bytes,
     leaving_parameters,
     make_problem,
     note_on_reduction,
     notes_on_optimizer,
+    notes_on_replicas,
     param_infos,
     product_flops,
     reducing_after_backward,
@@ -178,7 +180,8 @@ class CapturedGraph:
             + (0 if training else self.trained_bytes)
             + self.others_bytes
             + tuning_bytes(self.device, self.options)
-            + (self.bucket_bytes or 0),
+            + (self.bucket_bytes or 0)
+            + (averaging_bytes(self.params.values()) if training else 0),
         )
         problem = make_problem(
             blocks,
@@ -201,7 +204,8 @@ class CapturedGraph:
         reduction = () if self.bucket_bytes is None else (note_on_reduction(params, self.bucket_bytes),)
         ends = (f"the graph ends before its function, at {self.graph_break}",) if self.graph_break else ()
         least = (_NOTE_ON_LEAST,) if self.is_unsettled else ()
-        return (*notes_on_optimizer(params), *shards, *reduction, *least, *ends)
+        replicas = notes_on_replicas(params)
+        return (*notes_on_optimizer(params), *shards, *reduction, *replicas, *least, *ends)
 
     def small_bytes(self, training: bool) -> int:
         """Parameters that stay on the device whatever is decided, with their optimizer states and accumulated gradients."""

@@ -35,7 +35,8 @@ from autohete_fx.options import Options
 from autohete_fx.planner.model.figures import host_bytes
 from autohete_fx.profiler import ParamInfo
 from autohete_fx.runtime.placement import is_movable, placement_of
-from autohete_fx.runtime.shard.parts import shard_of
+from autohete_fx.runtime.shard.parts import part_of, shard_of
+from autohete_fx.runtime.shard.step import PIECE_BYTES
 from autohete_fx.runtime.tiers.host import is_home
 
 _COUNTER_BYTES = 4
@@ -129,6 +130,18 @@ def update_workspace_bytes(params: Iterable[torch.nn.Parameter], *, streams: boo
 def num_ranks(params: Iterable[torch.nn.Parameter]) -> int:
     """How many ranks hold shards of the parameters: 1 where they are this process's alone."""
     return max((part.ranks.count for param in params if (part := shard_of(param)) is not None), default=1)
+
+
+def num_replicas(params: Iterable[torch.nn.Parameter]) -> int:
+    """How many ranks hold the same as this one, and average its gradients at a step."""
+    parts = [part for param in params if (part := part_of(param)) is not None]
+    return max((part.ranks.num_replicas for part in parts), default=1)
+
+
+def averaging_bytes(params: Iterable[torch.nn.Parameter]) -> int:
+    """Memory in which gradients at home on the host are averaged over replicas."""
+    params = [param for param in params if param.requires_grad]
+    return min(PIECE_BYTES, sum(param.nbytes for param in params)) if num_replicas(params) > 1 else 0
 
 
 def is_elementwise(params: Iterable[torch.nn.Parameter]) -> bool:
@@ -263,8 +276,8 @@ def refuse_moving(plan: Plan, graph: BlockGraph, sharded: Set[str]) -> None:
 
 
 def reducing_after_backward(problem: Problem) -> Problem:
-    """The problem inside of a DistributedDataParallel, which changes gradients in hooks that nobody sees: no update starts before
-    all of backward has run, nor is a norm taken before."""
+    """The problem with replicas, which average gradients at the step, and inside of a DistributedDataParallel, which changes them
+    in hooks that nobody sees: no update starts before all of backward has run, nor is a norm taken before."""
     overlap = Overlap.STEP if problem.schedule.overlap is Overlap.BACKWARD else problem.schedule.overlap
     return dataclasses.replace(problem, schedule=Schedule(overlap=overlap))
 
@@ -276,6 +289,15 @@ def note_on_reduction(params: Sequence[torch.nn.Parameter], bucket_bytes: int) -
         f"DistributedDataParallel: its gradient buckets, {format_bytes(bucket_bytes)}, are counted on the device; the graph is"
         " compiled whole, without Dynamo's DDPOptimizer, so reductions start when its backward ends"
         + ("; updates start at optimizer.step() in spite of overlap='backward', because DDP changes gradients" * waits)
+    )
+
+
+def notes_on_replicas(params: Sequence[torch.nn.Parameter]) -> tuple[str, ...]:
+    """The remark about a graph whose parameters have replicas, where an optimizer would start updates earlier."""
+    if num_replicas(params) == 1 or not any(owner.overlap is Overlap.BACKWARD for owner in _owners(params)):
+        return ()
+    return (
+        "updates start at optimizer.step() in spite of overlap='backward', because replicas average their gradients there",
     )
 
 
@@ -312,12 +334,15 @@ def make_problem(
         update_workspace_bytes=update_workspace_bytes(params.values(), streams=streams) if training else 0,
         micro_batches=options.micro_batches,
         num_ranks=num_ranks(params.values()),
+        num_replicas=num_replicas(params.values()),
         schedule=schedule_of(list(params.values()), machine),
         clips_gradients=training and clips_gradients(params.values()),
         training=training,
         fixed_decisions=fixed if any(d is not None for d in fixed) else (),
         obstacles=_obstacles(params, options) if training else (),
     )
+    if problem.num_replicas > 1:
+        problem = reducing_after_backward(problem)
     return with_disk(problem) if allow_disk and is_elementwise(params.values()) else problem
 
 

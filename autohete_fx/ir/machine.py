@@ -34,6 +34,7 @@ class Machine:
             engine of their own; 1 where the processors that compute do the copying.
         net_bytes_per_s: of one rank's link to the others, in one direction; 0 where there are no others.
         net_latency_s: fixed cost of a message between two ranks.
+        replica_net_bytes_per_s: of a rank's link to those that hold the same shards; 0 where there are none.
         host_flops_per_s: products of bf16 matrices on the host; 0 where nobody knows (`host_products_per_s`).
         launch_s: the least that a kernel takes; 0 where nobody knows.
     """
@@ -54,6 +55,7 @@ class Machine:
     copy_share: float = 0.0
     net_bytes_per_s: float = 0.0
     net_latency_s: float = 0.0
+    replica_net_bytes_per_s: float = 0.0
     backward_flops_per_s: tuple[tuple[str, float], ...] = ()
     launch_s: float = 0.0
     host_flops_per_s: float = 0.0
@@ -110,7 +112,7 @@ _RATES = (
     "host_update_params_per_s",
 )
 _MAY_BE_ZERO = ("disk_bytes_per_s", "latency_s", "copy_share")
-_MAY_LACK = ("net_bytes_per_s", "net_latency_s", "launch_s", "host_flops_per_s")
+_MAY_LACK = ("net_bytes_per_s", "net_latency_s", "replica_net_bytes_per_s", "launch_s", "host_flops_per_s")
 """0 where a file does not say: those of machines that were measured, and alone, do not."""
 
 

@@ -32,6 +32,7 @@ class Problem:
         clips_gradients: whether the norm of all gradients must be known before the first update.
         micro_batches: forward and backward passes per optimizer step.
         num_ranks: how many ranks hold shards of the parameters.
+        num_replicas: how many ranks hold the same shards, and average gradients before they update.
         training: False for an inference graph: no backward, gradients or optimizer.
         fixed_decisions: per block, decisions about params and optimizer that an earlier graph of the same model has
             made already, or None; empty for no such decisions. The ``activations`` of such a decision are free.
@@ -59,6 +60,7 @@ class Problem:
     clips_gradients: bool = False
     micro_batches: int = 1
     num_ranks: int = 1
+    num_replicas: int = 1
     training: bool = True
     fixed_decisions: tuple[BlockDecision | None, ...] = ()
     obstacles: tuple[tuple[str, str], ...] = ()

@@ -1,15 +1,19 @@
 """The link between ranks: what a gather and a reduce of all of them at once take, timed once and cached.
 
-In: `Ranks`, and a machine that was measured alone. Out: the machine with the rate of a rank's link and the fixed cost of a message.
+In: `Ranks`, and a machine that was measured alone. Out: the machine with the rate of a rank's link and the fixed cost of a message,
+and where there are replicas, the rate of the link between those.
 The time of a whole of S bytes over n ranks is told by two figures, as NCCL's rings have it::
 
     seconds = (n - 1) * (net_latency_s + S / (n * net_bytes_per_s))
 
 Two sizes tell both. All ranks measure together, or none: a cached figure counts where every rank has it. The slowest rank's seconds
 count, and a gather's and a reduce's seconds are averaged, because a machine has one rate for both. gloo reduces by sending
-everything to everyone, so that on CPUs the rate is a mean of two unlike ones.
+everything to everyone, so that on CPUs the rate is a mean of two unlike ones. Replicas all-reduce, which takes twice as long::
+
+    seconds = 2 * (n - 1) * (net_latency_s + S / (n * replica_net_bytes_per_s))
 """
 
+import functools
 import json
 import os
 import platform
@@ -27,7 +31,7 @@ from autohete_fx.ir import Machine
 from autohete_fx.machine.measure import best_seconds
 from autohete_fx.runtime.shard.ranks import Ranks, ranks_of
 
-__all__ = ["Exchange", "figures_of", "load_or_measure_net", "measure_net", "ranks_of_job"]
+__all__ = ["Exchange", "figures_of", "load_or_measure_net", "measure_net", "measure_replica_net", "ranks_of_job"]
 
 _SIZES = {"cpu": (2**15, 2**20), "cuda": (2**20, 2**27)}
 """Bytes of the whole, about: on CPUs little, because a measurement may fall into a step that has a budget to keep."""
@@ -56,14 +60,15 @@ def load_or_measure_net(machine: Machine, ranks: Ranks, device: torch.device, ex
     """
     hosts = exchange("hosts", platform.node())
     layout = [hosts.index(host) for host in hosts]  # which ranks are on one host, whatever its name
-    key = "|".join([machine_key(device), str(layout), dist.get_backend(ranks.group)])
+    key = "|".join([machine_key(device), str(layout), dist.get_backend(ranks.group), str(ranks.num_replicas)])
     cached = exchange("net figures", load_text("net", key))
     if cached[0] is not None and len(set(cached)) == 1:
-        rate, latency_s = json.loads(cached[0])
-        return replace(machine, net_bytes_per_s=rate, net_latency_s=latency_s)
-    rate, latency_s = measure_net(ranks, device, exchange)
-    store_text("net", key, json.dumps([rate, latency_s]))
-    return replace(machine, net_bytes_per_s=rate, net_latency_s=latency_s)
+        rate, latency_s, replica_rate = json.loads(cached[0])
+    else:
+        rate, latency_s = measure_net(ranks, device, exchange)
+        replica_rate = measure_replica_net(ranks, device, exchange)
+        store_text("net", key, json.dumps([rate, latency_s, replica_rate]))
+    return replace(machine, net_bytes_per_s=rate, net_latency_s=latency_s, replica_net_bytes_per_s=replica_rate)
 
 
 def measure_net(ranks: Ranks, device: torch.device, exchange: Exchange) -> tuple[float, float]:
@@ -76,6 +81,21 @@ def measure_net(ranks: Ranks, device: torch.device, exchange: Exchange) -> tuple
     seconds = [max(times) for times in zip(*exchange("seconds of collectives", mine), strict=True)]
     rate, latency_s = figures_of([4 * count * ranks.count for count in rows], seconds, ranks.count)
     return float(f"{rate:.2g}"), float(f"{latency_s:.2g}")
+
+
+def measure_replica_net(ranks: Ranks, device: torch.device, exchange: Exchange) -> float:
+    """Likewise bytes a second of the link to the other replicas, from all-reduces of all of them at once; 0 without others."""
+    if ranks.replicas is None:
+        return 0.0
+    group, mine = ranks.replicas, []
+    counts = [size // 4 for size in _SIZES["cuda" if device.type == "cuda" else "cpu"]]
+    with unset_fake_temporarily(), no_python_dispatcher(), torch.no_grad():
+        for count in counts:
+            values = torch.ones(count, device=device)
+            average = functools.partial(dist.all_reduce, values, op=dist.ReduceOp.AVG, group=group)
+            mine.append(best_seconds(device, average) / 2)
+    seconds = [max(times) for times in zip(*exchange("seconds of all-reduces", mine), strict=True)]
+    return float(f"{figures_of([4 * count for count in counts], seconds, ranks.num_replicas)[0]:.2g}")
 
 
 def _seconds(ranks: Ranks, device: torch.device, num_rows: int) -> float:

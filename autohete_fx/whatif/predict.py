@@ -60,7 +60,7 @@ def _prediction(step: TracedStep, problem: Problem, name: str, tokens: int, plan
         name=name,
         problem=problem,
         plan=plan,
-        tokens=times * problem.num_ranks * tokens,
+        tokens=times * problem.num_ranks * problem.num_replicas * tokens,
         flops=times * sum(step.flops),
         num_params=step.num_params,
     )
@@ -82,13 +82,13 @@ def with_more(step: TracedStep, given: Prediction, *, time_limit_s: float) -> li
     if budget is not None:
         more = dataclasses.replace(problem, device_budget_bytes=budget + budget // 4)
         variants = {"+25% device memory": more, **variants}
-    if overlap_of(problem) is Overlap.STEP and not problem.clips_gradients:
+    if overlap_of(problem) is Overlap.STEP and not problem.clips_gradients and problem.num_replicas == 1:
         early = dataclasses.replace(problem.schedule, overlap=Overlap.BACKWARD)
         variants['overlap="backward"'] = dataclasses.replace(problem, schedule=early)
     if problem.num_ranks > 1:
         net = dataclasses.replace(machine, net_bytes_per_s=2 * machine.net_bytes_per_s)
         variants["2x link between ranks"] = dataclasses.replace(problem, machine=net)
-    tokens = given.tokens // (problem.micro_batches * problem.num_ranks)
+    tokens = given.tokens // (problem.micro_batches * problem.num_ranks * problem.num_replicas)
     return [
         _prediction(step, variant, name, tokens, no_worse(variant, given.plan, time_limit_s))
         for name, variant in variants.items()

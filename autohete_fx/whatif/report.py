@@ -192,7 +192,8 @@ def _setting_values(setting: Setting, prediction: Prediction) -> dict[str, Any]:
         "batch": setting.batch,
         "seq": setting.seq,
         "micro_batches": problem.micro_batches,
-        "num_ranks": problem.num_ranks,
+        "num_ranks": problem.num_ranks * problem.num_replicas,
+        "num_replicas": problem.num_replicas,
         "num_nodes": setting.num_nodes,
         "dtype": setting.dtype,
         "device": problem.machine.device_name,
@@ -226,10 +227,10 @@ def _heading(setting: Setting, prediction: Prediction) -> list[str]:
     micro = f" x {problem.micro_batches} micro-batches" if problem.micro_batches > 1 else ""
     limits = [f"{format_bytes(budget)} on the device"] if budget is not None else []
     limits += [f"{format_bytes(host)} on the host"] if host is not None else []
-    each, ranks = "", ""
-    if problem.num_ranks > 1:
+    each, ranks, count = "", "", problem.num_ranks * problem.num_replicas
+    if count > 1:
         nodes = f"{setting.num_nodes} nodes" if setting.num_nodes > 1 else "one node"
-        each, ranks = " on each rank", f"{problem.num_ranks} ranks on {nodes}, each "
+        each, ranks = " on each rank", f"{count} ranks on {nodes}, each "
     return [
         f"{setting.model}: {format_count(prediction.num_params)} parameters in {setting.dtype}, batch {setting.batch} x"
         f" {setting.seq} tokens{micro}{each}",
@@ -241,12 +242,16 @@ def _heading(setting: Setting, prediction: Prediction) -> list[str]:
 def _of_ranks(prediction: Prediction) -> list[str]:
     """What a plan of several ranks says beside that of one."""
     problem, lane = prediction.problem, binding_lane(prediction.plan)
-    if problem.num_ranks == 1:
+    count = problem.num_ranks * problem.num_replicas
+    if count == 1:
         return []
     binds = "" if lane is None else f", the {lane.value} lane binds"
     rate = f"{format_bytes(problem.machine.net_bytes_per_s)}/s to other ranks"
+    replicas, machine = f"{problem.num_replicas} replicas of {problem.num_ranks} ranks", problem.machine
+    between = f"{format_bytes(machine.replica_net_bytes_per_s)}/s to the same shards of others"
     return [
-        f"ranks           {problem.num_ranks}, tokens of all, all else of one; {rate}",
+        f"ranks           {count}, tokens of all, all else of one; {rate}",
+        *([f"replicas        {replicas}; {between}"] if problem.num_replicas > 1 else []),
         f"net             works {net_share(prediction):.0%} of the step{binds}",
     ]
 

@@ -56,11 +56,14 @@ class Captured:
     batch: tuple[int, int]
 
 
-def trace_model(blueprint: Blueprint, machine: Machine, options: Options, num_ranks: int = 1) -> TracedStep:
+def trace_model(
+    blueprint: Blueprint, machine: Machine, options: Options, num_ranks: int = 1, num_replicas: int = 1
+) -> TracedStep:
     """The costs of one training step of the model on the machine, all of its layers included.
 
     Args:
-        num_ranks: how many ranks hold the model together. The machine is that of one of them, and costs are the first one's.
+        num_ranks: how many ranks train the model together. The machine is that of one of them, and costs are the first one's.
+        num_replicas: how many of them hold the same shards.
 
     Raises:
         CaptureError: the model does not compile to one graph.
@@ -68,7 +71,7 @@ def trace_model(blueprint: Blueprint, machine: Machine, options: Options, num_ra
     """
     if num_ranks == 1:
         return _traced_model(blueprint, machine, options, None)
-    with imagined_mesh(num_ranks) as mesh:
+    with imagined_mesh(num_ranks, num_replicas=num_replicas) as mesh:
         return _traced_model(blueprint, machine, options, mesh)
 
 

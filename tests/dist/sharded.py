@@ -68,8 +68,18 @@ def seed_masks(step: int, rank: int, micro: int = 0) -> None:
     torch.manual_seed(7 + 1000 * step + 10 * rank + micro)
 
 
-def mesh() -> Any:
-    return init_device_mesh(DEVICE, (dist.get_world_size(),))
+def mesh(replicas: int | None = None) -> Any:
+    """Of all ranks; of two dimensions where a number of replicas is given, which may be 1."""
+    count = dist.get_world_size()
+    return init_device_mesh(DEVICE, (count,) if replicas is None else (replicas, count // replicas))
+
+
+def from_first(make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What the first rank makes, which the others need not compute again."""
+    found = [make() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    assert found[0] is not None
+    return found[0]
 
 
 def whole(tensor: Tensor, param: Tensor) -> Tensor:
@@ -133,13 +143,14 @@ def together(
     micro: int = 1,
     compiled: dict[str, Any] | None = None,
     prepare: Callable[[nn.Module], None] = lambda model: None,
+    replicas: int | None = None,
     **how: Any,
 ) -> dict[str, Tensor]:
-    """All ranks with a shard each. What is this rank's alone has its number."""
+    """All ranks with a shard each, of so many copies. What is this rank's alone has its number."""
     if compiled is not None:
         torch._dynamo.reset()  # plans are made for each model
     model, rank, records = make(seed=dist.get_rank(), **how), dist.get_rank(), Records()
-    shard(model, mesh())
+    shard(model, mesh(replicas))
     optimizer = optimizer_of(model.parameters())
     prepare(model)
     model.compile(**(compiled or {"backend": "aot_eager"}))
@@ -165,7 +176,11 @@ def together(
 
 def _mean(gradient: Tensor, param: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
     """A gradient over all ranks: a shard's as backward left it, a small one's as the step made it, unless it clipped that."""
-    if part_of(param).is_shard:  # type: ignore[union-attr]
+    part = part_of(param)
+    assert part is not None
+    if part.is_shard:
+        if part.averaged_over is not None:
+            dist.all_reduce(gradient, op=dist.ReduceOp.AVG, group=part.averaged_over)
         return gradient
     if getattr(optimizer, "max_grad_norm", None) is None:
         assert param.grad is not None

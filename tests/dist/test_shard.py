@@ -175,7 +175,7 @@ def refusals() -> dict[str, Any]:
     shard(early, mesh())
     early.layers[0].up._parameters["weight"].grad = torch.zeros_like(early.layers[0].up._parameters["weight"])
     found["early Muon"] = refusal(muon.step)
-    found["2-D"] = refusal(lambda: shard(make(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("copy", "shard"))))
+    found["3-D"] = refusal(lambda: shard(make(), init_device_mesh("cpu", (1, 1, 2))))
     found["mesh"] = refusal(lambda: shard(make(), 2))  # type: ignore[arg-type]
     found["differ"] = refusal(lambda: shard(make(layers=1 + rank), mesh()))
     found["LSTM"] = refusal(lambda: shard(nn.LSTM(128, 128), mesh()))
@@ -193,7 +193,7 @@ def test_wrong_use_is_an_error_that_says_what_to_do(tmp_path: Path):
         assert found["known"] == [[131, 96], "torch.float64", True, "cpu"] and found["tied"]
         assert "torch.distributed.checkpoint" in found["pickle"]
         assert "max_grad_norm" in found["clip"] and found["untouched"] and found["goes on"]
-        assert "was sharded before" in found["twice"] and "2 dimensions" in found["2-D"] and "DeviceMesh" in found["mesh"]
+        assert "was sharded before" in found["twice"] and "3 dimensions" in found["3-D"] and "DeviceMesh" in found["mesh"]
         assert "the models of ranks" in found["differ"] and "layers.1.norm.weight" in found["differ"]
         assert "_flat_weights" in found["LSTM"] and "no values yet" in found["meta"]
         assert "Replace parameters within" in found["replaced"]

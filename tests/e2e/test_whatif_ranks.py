@@ -127,6 +127,10 @@ def test_a_plan_of_ranks_says_what_is_of_all_and_what_of_one(tmp_path: Path, cap
         "2x link between ranks",
     ):
         assert expected in out, expected
+    replicas = ("--ranks", "4", "--nodes", "2", "--replicas", "2", "--json")
+    assert plan(small, "--device", "a100-40g", *replicas) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["num_ranks"], found["num_replicas"], found["tokens"]) == (4, 2, 4 * 2 * 64)
     assert plan(small, "--device", "a100-40g", "--ranks", "4", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["num_ranks"], found["num_nodes"], found["tokens"]) == (4, 1, 4 * 2 * 64)

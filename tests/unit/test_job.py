@@ -26,6 +26,21 @@ def test_nodes_are_no_faster_than_what_their_adapters_let_through(spec: DeviceSp
     assert Job(num_ranks=4).machine_of(machine_of_spec(spec), spec).net_bytes_per_s == inside
 
 
+def test_replicas_on_nodes_of_their_own_gather_at_the_rate_within_a_node():
+    inside = net_of_spec(A100).reached_gb_per_s * 1e9
+    whole_nodes = Job(num_ranks=8, num_nodes=2, num_replicas=2, node_bytes_per_s=25e9)
+    found = whole_nodes.machine_of(machine_of_spec(A100), A100)
+    assert (found.net_bytes_per_s, found.replica_net_bytes_per_s) == (inside, 25e9)
+    # Two replicas a node: two rings of four cross its four adapters.
+    halves = Job(num_ranks=8, num_nodes=2, num_replicas=4, node_bytes_per_s=25e9)
+    assert halves.machine_of(machine_of_spec(A100), A100).replica_net_bytes_per_s == 50e9
+    # A replica over both nodes gathers through all adapters.
+    across = Job(num_ranks=8, num_nodes=2, num_replicas=1, node_bytes_per_s=25e9)
+    assert across.machine_of(machine_of_spec(A100), A100).net_bytes_per_s == 4 * 25e9
+    one_node = Job(num_ranks=4, num_replicas=2).machine_of(machine_of_spec(A100), A100)
+    assert (one_node.net_bytes_per_s, one_node.replica_net_bytes_per_s) == (inside, inside)
+
+
 def test_ranks_share_the_host_of_their_node():
     alone = machine_of_spec(A100)
     for num_nodes in (1, 2):
@@ -54,6 +69,8 @@ def test_jobs_that_cannot_be_are_refused_before_anything_is_traced(tmp_path: Pat
     assert "Give --ranks 8, or fewer nodes" in refused(capsys, *device, "--ranks", "6", "--nodes", "4")
     assert "--ranks 1 on --nodes 2" in refused(capsys, *device, "--nodes", "2")
     assert "one node" in refused(capsys, *device, "--sweep", "ranks", "--nodes", "2")
+    assert "Give --ranks 6, or fewer replicas" in refused(capsys, *device, "--ranks", "4", "--replicas", "3")
+    assert "one copy of the model" in refused(capsys, *device, "--sweep", "ranks", "--replicas", "2")
     assert "--sweep budget too" in refused(capsys, *device, "--sweep", "ranks", "--points", "3")
     machine_of_spec(A100).save(tmp_path / "alone.json")
     alone = ["--machine", str(tmp_path / "alone.json")]
@@ -61,7 +78,7 @@ def test_jobs_that_cannot_be_are_refused_before_anything_is_traced(tmp_path: Pat
         assert "no rate of the link between ranks" in refused(capsys, *alone, *asked)
 
 
-@pytest.mark.parametrize("option", ["--ranks", "--nodes", "--node-rate"])
+@pytest.mark.parametrize("option", ["--ranks", "--nodes", "--replicas", "--node-rate"])
 @pytest.mark.parametrize("value", ["0", "-1", "many"])
 def test_no_ranks_are_wrong_usage(option: str, value: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as caught:

@@ -19,7 +19,7 @@ from autohete_fx.ir import (
 )
 from autohete_fx.ir.block import Block
 from autohete_fx.planner.given import fitted_plan
-from autohete_fx.planner.model.figures import collective_s, kept_bytes
+from autohete_fx.planner.model.figures import average_s, collective_s, kept_bytes
 from autohete_fx.planner.model.footprint import held_bytes
 from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.model.simulation import Simulation
@@ -45,6 +45,33 @@ def test_a_collective_is_a_ring():
     four = problem([cost()], machine=replace(MACHINE, net_bytes_per_s=50.0, net_latency_s=0.25), num_ranks=4)
     assert collective_s(four, 100) == pytest.approx(3 * 0.25 + 100 * 3 / 4 / 50)
     assert collective_s(four, 0) == 0 and collective_s(replace(four, num_ranks=1), 100) == 0
+
+
+def test_replicas_average_after_the_last_backward_and_before_updates():
+    # Three replicas: four messages of a third of 20 bytes, at 10 bytes a second.
+    ring = replace(RING, replica_net_bytes_per_s=10.0)
+    alone, many = shared(2, machine=ring), shared(2, machine=ring, num_replicas=3, micro_batches=2)
+    block_s = 4 * (ring.net_latency_s + 20 / 3 / 10.0)
+    assert average_s(many, 0, AGAIN) == pytest.approx(block_s) and average_s(alone, 0, AGAIN) == 0
+    replayed, single = simulate(many, [AGAIN] * 2), simulate(replace(alone, micro_batches=2), [AGAIN] * 2)
+    assert replayed.step_s == pytest.approx(single.step_s + 2 * block_s)
+    found = times(replayed, "average")
+    assert len([e for e in replayed.events if e.label == "average"]) == 2  # once a step
+    assert min(begin for begin, _ in times(replayed, "update").values()) == max(end for _, end in found.values())
+    host = BlockDecision(optimizer=Optimizer.HOST)
+    copies_s = 20 / ring.h2d_bytes_per_s + 20 / ring.d2h_bytes_per_s + 2 * ring.latency_s
+    assert average_s(many, 0, host) == pytest.approx(block_s + copies_s)
+
+
+def test_no_update_overlaps_with_the_backward_of_a_replica():
+    ring = replace(RING, replica_net_bytes_per_s=10.0, device_type="cuda")
+    host = [BlockDecision(optimizer=Optimizer.HOST)] * 3
+    given = {
+        overlap: shared(3, machine=ring, num_replicas=2, schedule=Schedule(overlap=overlap))
+        for overlap in (Overlap.BACKWARD, Overlap.STEP)
+    }
+    first, second = (simulate(each, host).step_s for each in given.values())
+    assert first == second
 
 
 def test_gathers_are_issued_a_block_ahead_and_reduces_waited_for_a_block_later():

@@ -40,6 +40,9 @@ done with i, D[i] the down lane; E[-1] and before is when the pass begins. Copie
 
 Where ranks share blocks, a pass has a lane for collectives as well: `gathering` has its rows (`Program._add_gathering_pass`).
 
+Replicas average gradients between the last backward and the updates, while nothing else runs: that is one sum, which the objective
+has besides.
+
 Time of the updates (`Program._add_updates`), from the end of the last backward on. V is when the device has done its own,
 which is one sum; R[b] is when the update lane has done blocks 0..b, with h[b] its work, P[b] the sum of h[0..b], and g[b]
 when it may begin: where updates start in backward when the gradients are there, D of backward, else when that ends (on a
@@ -292,7 +295,8 @@ class Program(GatheringRows):
         self.model.add(end >= self._add_pass(kind, ahead, begin=device_end, updated=ready, copied=copied)[0])
         # The last that the lane does: in its order without priority, block 0.
         self.model.add(end >= updated[-1 if problem.schedule.priority else 0])
-        return later * forward + (problem.micro_batches - 1) * backward + end
+        averaged = self._sum(range(self.num_blocks), ("average",))
+        return later * forward + (problem.micro_batches - 1) * backward + end + averaged
 
     def minimize_step(self, *, ahead: int) -> None:
         """Ask for the least seconds of an optimizer step within the budgets; ``Answer.bound`` is in seconds.

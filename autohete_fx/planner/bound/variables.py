@@ -115,7 +115,7 @@ class Variables:
 
     def _ticks_of_copies(self) -> Linear:
         passes = self.problem.micro_batches if self.problem.training else 1
-        once = ("update_up", "upload", "states", "update_down")
+        once = ("update_up", "upload", "states", "update_down", "average")
         values = [
             COPY_WEIGHT * (passes * sum(ticks[name] for name in MOVED_IN_PASSES) + sum(ticks[name] for name in once))
             for ticks in self.ticks

@@ -19,6 +19,7 @@ from autohete_fx.ir import (
 )
 from autohete_fx.planner.model.figures import (
     UPDATED_ON_HOST,
+    average_s,
     collective_s,
     copy_s,
     device_update_s,
@@ -159,6 +160,7 @@ class Durations:
         upload, states: of ``update_up``, what was updated on the host, and what is streamed.
         forward_gather, backward_gather, reduce: on net, the last of them in backward.
         device_update, host_update: updates on compute of states that are there, and on the update lane.
+        average: of gradients over replicas, before all updates.
     """
 
     forward_work: float
@@ -179,11 +181,12 @@ class Durations:
     forward_gather: float = 0.0
     backward_gather: float = 0.0
     reduce: float = 0.0
+    average: float = 0.0
 
     def copies(self, passes: int) -> float:
         """All copies and collectives of a step with so many passes forward and backward."""
         in_passes = sum(getattr(self, name) for name in MOVED_IN_PASSES)
-        return passes * in_passes + self.update_up + self.update_down
+        return passes * in_passes + self.update_up + self.update_down + self.average
 
 
 MOVED_IN_PASSES = (
@@ -347,4 +350,5 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
         forward_gather=gather_s,
         backward_gather=0.0 if decision.keeps_fetched else collective_s(problem, whole.gathered_again),
         reduce=collective_s(problem, whole.reduced),
+        average=average_s(problem, block, decision),
     )

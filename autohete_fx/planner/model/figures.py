@@ -14,11 +14,11 @@ UPDATED_ON_HOST = tuple(place for place in Optimizer if place.updates_on_host)
 
 def overlap_of(problem: Problem) -> Overlap:
     """The work that updates on the host really overlap with. With clipping none starts before the norm of all gradients is
-    known."""
+    known, nor, with replicas, before gradients are averaged."""
     if problem.machine.device_type == "cpu":
         return Overlap.NONE
-    clips_late = problem.clips_gradients and problem.schedule.overlap is Overlap.BACKWARD
-    return Overlap.STEP if clips_late else problem.schedule.overlap
+    comes_late = problem.clips_gradients or problem.num_replicas > 1
+    return Overlap.STEP if comes_late and problem.schedule.overlap is Overlap.BACKWARD else problem.schedule.overlap
 
 
 def limits_of(problem: Problem) -> tuple[int | None, int | None, int]:
@@ -90,6 +90,17 @@ def collective_s(problem: Problem, num_bytes: int) -> float:
         return 0.0
     machine, others = problem.machine, problem.num_ranks - 1
     return others * machine.net_latency_s + num_bytes * others / problem.num_ranks / machine.net_bytes_per_s
+
+
+def average_s(problem: Problem, block: int, decision: BlockDecision) -> float:
+    """Seconds in which replicas average the gradients of a block, after the last backward and before any update: an all-reduce by a
+    ring of them, and for gradients at home on the host a way up to the device and back. Nothing else runs meanwhile."""
+    cost, machine, count = problem.costs[block], problem.machine, problem.num_replicas
+    if count == 1 or not cost.grad_bytes or not machine.replica_net_bytes_per_s:
+        return 0.0
+    on_host = cost.part_at(cost.grad_bytes, decision, *UPDATED_ON_HOST)
+    ring_s = 2 * (count - 1) * (machine.net_latency_s + cost.grad_bytes / count / machine.replica_net_bytes_per_s)
+    return ring_s + copy_s(machine, Lane.H2D, on_host) + copy_s(machine, Lane.D2H, on_host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

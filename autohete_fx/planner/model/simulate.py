@@ -11,6 +11,7 @@ that was issued before; it takes ``tensors * latency_s + bytes / bandwidth``. Co
     forward of b      issue the copies up due now; wait for b's; compute; issue b's offload; wait for the copies down due
     backward of b     issue the fetches and reloads due now; wait for b's; recompute; compute; issue b's gradients to
                       their home; wait for the gradients due
+    mean              where there are replicas: lane net averages all gradients, and all else waits
     updates           those on the device, in block order, on compute; those on the host on the update lane; a block that
                       was updated on the host and whose parameters are on the device is *uploaded* on h2d; streamed
                       optimizer states go up, with parameters at home, the device updates, they go back
@@ -76,6 +77,7 @@ from autohete_fx.planner.model.device_memory import DeviceMemory
 from autohete_fx.planner.model.due import Due
 from autohete_fx.planner.model.figures import (
     UPDATED_ON_HOST,
+    average_s,
     collective_s,
     copy_s,
     device_update_s,
@@ -349,6 +351,7 @@ class _Replay:
         self.memory.observe(0, OPTIMIZER_STEP, self.lanes.clock)
         if not any(decision.streams for decision in self.decisions):
             self.memory.hold("workspace of updates", -1, 0)
+        self._average()
         stepped_at = self.lanes.clock
         for block, (cost, decision) in enumerate(zip(self.costs, self.decisions, strict=True)):
             here_s = device_update_s(self.problem, block, decision, Optimizer.DEVICE)
@@ -374,6 +377,12 @@ class _Replay:
                 shared_up.add("states", block, states_s, stepped_at)
             self.lanes.share_up(shared_up)
         self._pass(range(self.num_blocks), lambda block: self._forward(block, updated_at))
+
+    def _average(self) -> None:
+        """The mean of gradients over replicas, block by block."""
+        for block, decision in enumerate(self.decisions):
+            self.lanes.start(Lane.NET, "average", block, average_s(self.problem, block, decision))
+            self.lanes.wait("average", block)
 
     def _update_on_host(self, ready_at: Mapping[int, float]) -> dict[int, float]:
         """Run the update lane; returns when each block is updated."""

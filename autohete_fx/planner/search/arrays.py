@@ -17,7 +17,7 @@ Rows = NDArray[np.int64]
 
 _FIRST, _BACKWARD, _FORWARD = range(3)
 _WORK = 0
-_DEVICE, _HOST, _UPLOADS, _STATES, _WAITS = range(5)
+_DEVICE, _HOST, _UPLOADS, _STATES, _WAITS, _AVERAGE = range(6)
 
 
 class Rules(NamedTuple):
@@ -51,7 +51,8 @@ class Tables(NamedTuple):
             second is a backward, the last block first; a third is a forward, where the first is not that.
         distance: prefetch distances by block and setting, 0 where nothing is copied.
         updates: by kind, block and setting, seconds of updates on the device and on the host, and of uploads and streamed states
-            that no pass issues; and 0 where the first pass's copies up wait for an update on the host, else NEVER.
+            that no pass issues; 0 where the first pass's copies up wait for an update on the host, else NEVER; and of the mean
+            over replicas, before which no update begins.
         gathering: what passes with collectives have besides; None where there are none.
     """
 
@@ -144,7 +145,8 @@ class Assignments:
             figure[:] = kind.take(rows)
 
     def step(self) -> Seconds:
-        """Seconds of a step of each. Work after the last backward is timed from its end on."""
+        """Seconds of a step of each. Work after the last backward is timed from its end on, or from that of the mean over replicas,
+        while which nothing else runs."""
         rules, updates, passes = self.rules, self._updates, self._passes
         start = updates[_DEVICE].sum(axis=0)
         all_updated_at = NEVER
@@ -162,7 +164,7 @@ class Assignments:
         for i in range(1, self.num_passes):
             later = i == _FORWARD and not rules.synchronous
             step += (rules.micro_batches - later) * others[(i - 1) * self.count : i * self.count]
-        return step
+        return step + updates[_AVERAGE].sum(axis=0)
 
     def _run_with_first(self, start: Seconds) -> None:
         """Run all passes, the first of which waits for updates in training."""

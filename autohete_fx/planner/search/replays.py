@@ -114,7 +114,15 @@ class Replays:
             ),
             lanes=lanes,
             distance=self.distance * _is_copied(lanes, gathering),
-            updates=np.stack([self.device_update, self.host_update, *sent * at_once, np.where(waits, 0.0, NEVER)]),
+            updates=np.stack(
+                [
+                    self.device_update,
+                    self.host_update,
+                    *sent * at_once,
+                    np.where(waits, 0.0, NEVER),
+                    self._took["average"],
+                ]
+            ),
             gathering=gathering,
         )
 

@@ -1,7 +1,7 @@
 """Ranks that are not there: a mesh for a model that is traced sharded and never run.
 
-In: a number of ranks, and which of them this process is. Out: a mesh. Exchanges over it give this rank's values for all of them,
-and collectives move nothing.
+In: a number of ranks, and of replicas among them, and which rank this process is. Out: a mesh. Exchanges over it give this rank's
+values for all of them, and collectives move nothing.
 """
 
 import contextlib
@@ -17,8 +17,9 @@ __all__ = ["DeviceMesh", "imagined_mesh"]
 
 
 @contextlib.contextmanager
-def imagined_mesh(num_ranks: int, rank: int = 0) -> Iterator[DeviceMesh]:
-    """A mesh of ranks on CPUs, of which this process is one, within the context alone.
+def imagined_mesh(num_ranks: int, rank: int = 0, num_replicas: int = 1) -> Iterator[DeviceMesh]:
+    """A mesh of ranks on CPUs, of which this process is one, within the context alone. It has two dimensions where there are
+    several replicas, which divide the ranks evenly.
 
     Raises:
         ShardError: this process is a rank of a job that does run.
@@ -29,4 +30,5 @@ def imagined_mesh(num_ranks: int, rank: int = 0) -> Iterator[DeviceMesh]:
             " which imagines them. Plan before init_process_group, or without torchrun"
         )
     with fake_default_group(num_ranks, rank):
-        yield init_device_mesh("cpu", (num_ranks,))
+        shape = (num_ranks,) if num_replicas == 1 else (num_replicas, num_ranks // num_replicas)
+        yield init_device_mesh("cpu", shape)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -33,6 +34,12 @@ class Part:
     def ranks(self) -> Ranks:
         """The ranks that hold it."""
         return ranks_by_digest(self.group)
+
+    @property
+    def averaged_over(self) -> dist.ProcessGroup | None:
+        """The ranks over which a step averages its gradient: those that hold the same of it. None where no other does."""
+        ranks = self.ranks
+        return ranks.replicas if self.is_shard else ranks.everyone if ranks.total > 1 else None
 
     @property
     def rows(self) -> int:
@@ -84,13 +91,14 @@ def note_part(param: Tensor, part: Part) -> None:
     """A parameter is held with other ranks from now on."""
     _parts[param] = part
     if part.is_shard and param.requires_grad:
-        param.register_post_accumulate_grad_hook(_note_gradient)
-    elif not part.is_shard:
+        param.register_post_accumulate_grad_hook(note_gradient)
+    if part.averaged_over is not None or not part.is_shard:
         leave_to_step(param)
 
 
 @that_reads_nothing
-def _note_gradient(param: Tensor) -> None:
+def note_gradient(param: Tensor) -> None:
+    """The gradient of a parameter is right as it is now."""
     if param.grad is not None:
         _written[param] = (id(param.grad), param.grad._version)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from autohete_fx.errors import ShardError
@@ -26,14 +26,15 @@ def to_dtensor(shard: Tensor, part: Part) -> DTensor:
     stride = contiguous_stride(part.size)
     own = shard[: part.num_own_rows]
     size = torch.Size(part.size)
-    return DTensor.from_local(own, part.ranks.mesh, [Shard(0)], run_check=False, shape=size, stride=stride)
+    ranks = part.ranks
+    return DTensor.from_local(own, ranks.mesh, ranks.placements, run_check=False, shape=size, stride=stride)
 
 
 def to_shard(value: Tensor, part: Part) -> Tensor:
     """This rank's shard of a whole tensor, padding included. All ranks call it where the value is a DTensor."""
     if not isinstance(value, DTensor):
         return part.padded(part.own(value))
-    if value.device_mesh == part.ranks.mesh and tuple(value.placements) == (Shard(0),):
+    if value.device_mesh == part.ranks.mesh and tuple(value.placements) == part.ranks.placements:
         return part.padded(value.to_local())
     return part.padded(part.own(value.full_tensor()))
 

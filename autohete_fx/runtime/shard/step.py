@@ -1,22 +1,29 @@
-"""The ranks' common work at ``optimizer.step()``, whatever the optimizer: small parameters get the mean of their gradients.
+"""The ranks' common work at ``optimizer.step()``, whatever the optimizer: the mean of gradients that no graph has reduced.
 
-In: the parameters of an optimizer that is about to step. Out: the same gradients of whole parameters on all ranks, by one
-all-reduce a dtype. A gradient that only some ranks have counts as zero on the others, and is there on all of them afterwards.
-The gradients of shards are means already: the graph's reduce made them. Writes to them since are refused, because all
-that is known to write there goes by a local norm.
+In: the parameters of an optimizer that is about to step. Out: the same gradients of whole parameters on all ranks. A gradient that
+only some ranks have counts as zero on the others, and is there on all of them afterwards. The gradients of shards are means
+already: the graph's reduce made them. Where there are replicas, these are means over one replica's ranks, of all micro-batches; the
+mean over replicas is made here, once a step. Writes to them since backward are refused, because all that is known to write there
+goes by a local norm.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from autohete_fx.errors import ShardError
+from autohete_fx.graph.ops import SMALLEST_COPY_BYTES
 from autohete_fx.runtime.shard import parts, state
 from autohete_fx.runtime.shard.parts import part_of, shard_of
+from autohete_fx.runtime.tiers.host import is_home
+
+PIECE_BYTES = 16 * 2**20
+"""The most that is averaged at once."""
 
 _is_watching = False
 
@@ -71,31 +78,66 @@ def prepare(params: Iterable[Tensor]) -> None:
             " Expected were gradients as backward leaves them. Clip with autohete_fx.AdamW(..., max_grad_norm=...), and scale the"
             " loss where gradients are to be scaled"
         )
-    kept = [p for p in params if p.requires_grad and (part := part_of(p)) is not None and not part.is_shard]
-    by_kind: dict[tuple[str, torch.dtype, torch.device], list[Tensor]] = {}
-    for param in kept:
+    by_kind: dict[tuple[str, bool, torch.dtype, torch.device], list[Tensor]] = {}
+    for param in params:
         part = part_of(param)
-        assert part is not None
-        if part.ranks.count > 1:
-            by_kind.setdefault((part.group, param.dtype, param.device), []).append(param)
-    for same in by_kind.values():
-        _average(same)
-
-
-def _average(params: list[Tensor]) -> None:
-    """The mean over ranks, of parameters of one dtype and device. Behind the gradients stand flags that say who has one."""
-    part = part_of(params[0])
-    assert part is not None
+        if param.requires_grad and part is not None and part.averaged_over is not None:
+            by_kind.setdefault((part.group, part.is_shard, param.dtype, param.device), []).append(param)
     with torch.no_grad():
-        flags = torch.tensor(
-            [float(p.grad is not None) for p in params], dtype=params[0].dtype, device=params[0].device
-        )
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-        flat = torch.cat([*(g.detach().reshape(-1) for g in grads), flags])
-        dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=part.ranks.group)
-        means, has = flat[: -len(params)].split([p.numel() for p in params]), flat[-len(params) :].tolist()
-        for param, mean, share in zip(params, means, has, strict=True):
-            if share and param.grad is None:
-                param.grad = mean.reshape(param.shape).clone()
-            elif share and param.grad is not None:
-                param.grad.copy_(mean.reshape(param.shape))
+        for same in by_kind.values():
+            for bucket in _buckets(same):
+                _average(bucket)
+
+
+def _buckets(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """The parameters in their order, so many together that the small ones among them fill one piece."""
+    bucket: list[Tensor] = []
+    for param in params:
+        bucket.append(param)
+        if sum(p.nbytes for p in bucket if _is_small(p)) > PIECE_BYTES - SMALLEST_COPY_BYTES:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
+
+
+def _is_small(param: Tensor) -> bool:
+    return param.nbytes < SMALLEST_COPY_BYTES
+
+
+def _average(params: Sequence[Tensor]) -> None:
+    """The mean over ranks, of parameters of one kind. The gradients of small ones go as one tensor, with flags that say who has a
+    gradient of which parameter."""
+    part = part_of(params[0])
+    assert part is not None and part.averaged_over is not None
+    group, small = part.averaged_over, [p for p in params if _is_small(p)]
+    flags = torch.tensor([float(p.grad is not None) for p in params], dtype=params[0].dtype, device=params[0].device)
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in small]
+    flat = torch.cat([flags, *(g.detach().reshape(-1) for g in grads)])
+    dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=group)
+    has, means = flat[: len(params)].tolist(), iter(flat[len(params) :].split([p.numel() for p in small]))
+    for param, share in zip(params, has, strict=True):
+        mean = next(means) if _is_small(param) else None
+        if not share:
+            continue
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        if mean is None:
+            _average_large(param.grad, group)
+        else:
+            param.grad.copy_(mean.reshape(param.shape))
+        if part.is_shard:
+            parts.note_gradient(param)
+
+
+def _average_large(grad: Tensor, group: dist.ProcessGroup) -> None:
+    """In place, a piece at a time: a gradient at home on the host passes through the device."""
+    flat = grad.detach().view(-1) if grad.is_contiguous() else grad.detach().reshape(-1)
+    for piece in flat.split(PIECE_BYTES // grad.element_size()):
+        here = piece.clone() if is_home(grad) else piece
+        dist.all_reduce(here, op=dist.ReduceOp.AVG, group=group)
+        if here is not piece:
+            piece.copy_(here)
+    if not grad.is_contiguous():
+        grad.copy_(flat.view(grad.shape))
+    increment_version(grad)

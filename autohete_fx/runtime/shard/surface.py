@@ -44,13 +44,14 @@ def shard(model: ModuleT, mesh: DeviceMesh) -> ModuleT:
 
     Args:
         model: changed in place, not yet compiled or placed.
-        mesh: of one dimension.
+        mesh: of one dimension, over which parameters are sharded; or of two, of which the first has replicas: ranks that hold
+            the same shards, whose gradients ``optimizer.step()`` averages.
 
     Returns:
         The model.
 
     Raises:
-        ShardError: the mesh has more dimensions, ranks have other parameters, or a parameter cannot be sharded.
+        ShardError: the mesh has three or more dimensions, ranks have other parameters, or a parameter cannot be sharded.
     """
     ranks = ranks_of(mesh)
     named = dict(model.named_parameters())
@@ -84,7 +85,7 @@ def _check(model: nn.Module, named: Mapping[str, nn.Parameter], ranks: Ranks) ->
     if other is not None:
         difference = next((a, b) for a, b in _pairs(described, everywhere[other]) if a != b)
         raise ShardError(
-            f"the models of ranks {ranks.rank} and {other} differ: {difference[0]} and {difference[1]}. Expected were the same"
+            f"the models of ranks {ranks.number} and {other} differ: {difference[0]} and {difference[1]}. Expected were the same"
             " parameters and buffers in the same order. Build the model alike on all ranks"
         )
     if ranks.count > 1:

@@ -106,7 +106,7 @@ def _taken_over(places: list[tuple[nn.Module, str, _Whole]]) -> str | None:
 
 
 def _bring_back(wholes: list[_Whole], ranks: Ranks, problem: str | None, *, is_raising: bool) -> None:
-    if ranks.count == 1:
+    if ranks.total == 1:
         everywhere = [(problem, [])]
     else:
         digests = [] if problem else [_digest(whole.param) for whole in wholes]
