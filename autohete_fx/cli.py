@@ -17,6 +17,7 @@ import torch
 from autohete_fx.arguments import DTYPES, EXPLAIN, MOST_RANKS, POINTS, add_plan
 from autohete_fx.compiler.problem import with_disk
 from autohete_fx.errors import AutoHeteError, OptionError, ReportError
+from autohete_fx.integrations.run import add_run, run_program
 from autohete_fx.ir import Machine, Overlap, Plan, Problem, Schedule
 from autohete_fx.machine.described import link_text, machine_text
 from autohete_fx.machine.devices import (
@@ -99,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     doctor.set_defaults(run=_doctor)
     add_plan(commands).set_defaults(run=_plan)
+    add_run(commands).set_defaults(run=run_program)
     parsed = parser.parse_args(arguments)
     try:
         text = parsed.run(parsed)
