@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         AutoHeteError,
         HostMemoryError,
         InfeasiblePlanError,
+        IntegrationError,
         OptimizerStateError,
         OptionError,
         PassError,
@@ -45,6 +46,7 @@ __all__ = [
     "Compilation",
     "HostMemoryError",
     "InfeasiblePlanError",
+    "IntegrationError",
     "Lion",
     "MemoryMeter",
     "Muon",
@@ -68,8 +70,8 @@ _HOMES = {
     "compiler.compilation": "Compilation compilations",
     "compiler.explain": "explain",
     "errors": (
-        "AutoHeteError HostMemoryError InfeasiblePlanError OptimizerStateError OptionError PassError PlanError ReportError"
-        " ShardError"
+        "AutoHeteError HostMemoryError InfeasiblePlanError IntegrationError OptimizerStateError OptionError PassError PlanError"
+        " ReportError ShardError"
     ),
     "ir": "Activations BlockDecision Optimizer Params Plan",
     "optim": "SGD Adam AdamW Lion Muon",

@@ -10,7 +10,7 @@ import webbrowser
 from collections.abc import Sequence
 
 from autohete_fx import __version__
-from autohete_fx.arguments import EXPLAIN, add_plan
+from autohete_fx.arguments import EXPLAIN, add_plan, add_run
 from autohete_fx.errors import AutoHeteError, ReportError
 from autohete_fx.report.coloured import show_text
 
@@ -72,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     doctor.set_defaults(run=_doctor)
     add_plan(commands).set_defaults(run=_plan)
+    add_run(commands).set_defaults(run=_run)
     parsed = parser.parse_args(arguments)
     try:
         text = parsed.run(parsed)
@@ -120,6 +121,12 @@ def _plan(parsed: argparse.Namespace) -> str:
     from autohete_fx.commands.plan import plan
 
     return plan(parsed)
+
+
+def _run(parsed: argparse.Namespace) -> str:
+    from autohete_fx.integrations.run import run_program
+
+    return run_program(parsed)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,10 @@ class OptimizerStateError(AutoHeteError, ValueError):
     """An optimizer state dict or hyperparameter cannot be used."""
 
 
+class IntegrationError(AutoHeteError, ImportError):
+    """A trainer's package is missing, or its inside is not what we know how to extend."""
+
+
 def unknown_word(what: str, given: object, valid: Iterable[str], *, meant: str = "") -> str:
     """The message for a word that is not one of ``valid``; names the nearest to it, or to ``meant`` where given."""
     words = list(valid)
