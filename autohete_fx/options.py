@@ -82,7 +82,8 @@ class Options:
         plan: replay this plan instead of solving for one.
         passes: the user's own FX passes.
         inner_backend: what compiles the rewritten graphs: ``inductor`` or ``eager``.
-        profile: where block costs come from: ``measured`` on the device or ``analytic``.
+        profile: where block costs come from: ``measured`` on the device, ``analytic``, or ``auto``, which measures where a step is
+            long enough for that to pay off (`autohete_fx.compiler.training`).
         allow: what the planner may decide, a subset of ``ALLOWED_DECISIONS``.
         micro_batches: forward and backward passes per optimizer step, at least 1.
         solver_time_limit_s: seconds that the solver may take.
@@ -96,7 +97,7 @@ class Options:
     plan: Plan | None = None
     passes: UserPasses = field(default_factory=UserPasses)
     inner_backend: str = "inductor"
-    profile: str = "measured"
+    profile: str = "auto"
     allow: frozenset[str] = frozenset(ALLOWED_DECISIONS)
     micro_batches: int = 1
     solver_time_limit_s: float = 10.0
@@ -302,7 +303,7 @@ _PARSERS: dict[str, Callable[[str, object], Any]] = {  # Any: each parser return
     "plan": _parse_plan,
     "passes": _parse_passes,
     "inner_backend": _parse_choice("inductor", "eager"),
-    "profile": _parse_choice("measured", "analytic"),
+    "profile": _parse_choice("auto", "measured", "analytic"),
     "allow": _parse_allow,
     "micro_batches": _parse_micro_batches,
     "solver_time_limit_s": _parse_seconds,

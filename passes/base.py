@@ -161,8 +161,8 @@ def run(
                     verify(gm)
             except (AssertionError, RuntimeError) as error:
                 raise PassError(f"pass {item.name} left a broken {context.stage.value} graph: {error}") from error
-        gm.recompile()
         log.debug("%s: %s: %d -> %d nodes", context.stage.value, item.name, before, len(gm.graph.nodes))
+    gm.recompile()  # once: passes read nodes, not code
     return gm
 
 

@@ -38,6 +38,10 @@ from autohete_fx.report.stages import Stages, blocks_words, plan_words
 
 Decisions = tuple[BlockDecision, ...]
 
+_TIMED_FROM_S = 0.03
+"""Blocks of a shorter step, as estimated, are not timed unless the options say so. A plan that is a tenth better for it would take
+more than a thousand steps to make up for the seconds that it takes to compile them by themselves."""
+
 
 class TrainingPlanner:
     """One joint graph on its way to a `Planned`.
@@ -130,11 +134,15 @@ class TrainingPlanner:
             after=passes.regions_apart(split.backward, self._unplanned(Stage.BACKWARD)),
         )
         machine = self.captured.machine
-        if may_measure and self.options.profile == "measured" and self.captured.budget_bytes is not None:
+        profile = profile_analytic(partition, machine)
+        if may_measure and self.captured.budget_bytes is not None and self._pays_off(profile):
             profile = profile_measured(partition, machine, max_bytes=self.captured.free_bytes())
-        else:
-            profile = profile_analytic(partition, machine)
         return self.captured.agreement.slowest(profile)
+
+    def _pays_off(self, estimated: Profile) -> bool:
+        """Whether to time blocks, which compiles each distinct one by itself."""
+        passes_s = self.options.micro_batches * sum(cost.forward_s + cost.backward_s for cost in estimated.costs)
+        return self.options.profile == "measured" or (self.options.profile == "auto" and passes_s >= _TIMED_FROM_S)
 
     def _planned_beside(self, profile: Profile) -> Rewritten:
         """Within the budget, as one graph of its call: see `autohete_fx.compiler.shares`."""

@@ -17,9 +17,8 @@ from autohete_fx.graph.saved import offloadable
 from autohete_fx.ir import ActivationCost, BlockCost, Machine, Profile
 from autohete_fx.profiler.exchanged import exchanged
 from autohete_fx.profiler.flops import seconds_of
-from autohete_fx.profiler.memory.kernels import Kernel, KernelGraph
+from autohete_fx.profiler.memory.kernels import Kernel
 from autohete_fx.profiler.memory.liveness import MemoryTrace, trace_step
-from autohete_fx.profiler.memory.lowering import lower
 from autohete_fx.profiler.memory.node_kinds import Kind, extent_bytes, holds_tensor, kind_of, packet_name
 from autohete_fx.profiler.partition import ParamInfo, Partition
 
@@ -90,7 +89,7 @@ def saved_tensors(partition: Partition) -> tuple[SavedTensor, ...]:
     """
     nodes = {node.name: node for node in partition.forward.graph.nodes}
     placed = partition.placements(partition.forward)
-    graph = _memory_of_forward(partition)
+    graph = partition.forward_kernels
     held = {graph.storages[i].name for i in graph.outputs[: partition.num_outputs] if i is not None}
     by_default: dict[str, int] = {}
     for index in graph.outputs:
@@ -121,11 +120,6 @@ def saved_tensors(partition: Partition) -> tuple[SavedTensor, ...]:
         )
     position = {name: place for place, name in enumerate(nodes)}
     return tuple(sorted(found, key=lambda tensor: position[tensor.name.partition("[")[0]]))
-
-
-def _memory_of_forward(partition: Partition) -> KernelGraph:
-    device_type, inner = partition.device_type, partition.inner_backend
-    return lower(partition.forward, device_type=device_type, inner_backend=inner, counts_wholes=False)
 
 
 def _crossing_values(
@@ -183,7 +177,7 @@ def _selectively_saved(partition: Partition, saved: tuple[SavedTensor, ...]) -> 
     """Bytes by block that live from forward to backward where the block is recomputed selectively."""
     placed = partition.placements(partition.forward)
     again = _recomputed(partition, saved, placed, selective=True)
-    graph = _memory_of_forward(partition)
+    graph = partition.forward_kernels
     stays = {tensor.name for tensor in saved}
     total = dict.fromkeys(range(len(partition.blocks.blocks)), 0)
     for tensor in saved:
@@ -211,11 +205,7 @@ def analytic_times(partition: Partition, machine: Machine) -> tuple[BlockTimes, 
     recomputed = _recomputed(partition, saved, placed)
     selectively = _recomputed(partition, saved, placed, selective=True)
 
-    def kernels_of(graph_module: fx.GraphModule) -> tuple[KernelGraph, dict[str, fx.Node]]:
-        graph = lower(graph_module, device_type=partition.device_type, inner_backend=partition.inner_backend)
-        return graph, {node.name: node for node in graph_module.graph.nodes}
-
-    graph, nodes = kernels_of(partition.forward)
+    graph, nodes = partition.forward_kernels, {node.name: node for node in partition.forward.graph.nodes}
     for kernel in graph.kernels:
         seconds = seconds_of(kernel, graph, nodes, machine)
         for block, share in _share(kernel, placed).items():
@@ -226,7 +216,7 @@ def analytic_times(partition: Partition, machine: Machine) -> tuple[BlockTimes, 
             cheap[block] += share * seconds
     if partition.backward is not None:
         placed = partition.placements(partition.backward)
-        graph, nodes = kernels_of(partition.backward)
+        graph, nodes = partition.backward_kernels, {node.name: node for node in partition.backward.graph.nodes}
         for kernel in graph.kernels:
             seconds = seconds_of(kernel, graph, nodes, machine, backward=True)
             for block, share in _share(kernel, placed).items():
@@ -358,6 +348,7 @@ def costs_from_times(partition: Partition, times: tuple[BlockTimes, ...]) -> tup
         inner_backend=partition.inner_backend,
         after=partition.after,
         counts_wholes=False,
+        lowered=partition.forward_kernels,
     )
     forward_workspaces = _forward_workspaces(partition, trace.forward)
     backward_workspaces = (

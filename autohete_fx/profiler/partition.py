@@ -8,6 +8,8 @@ import torch
 from torch import fx
 
 from autohete_fx.ir import BlockGraph
+from autohete_fx.profiler.memory.kernels import KernelGraph
+from autohete_fx.profiler.memory.lowering import lower
 
 
 def device_type_of(graph_module: fx.GraphModule) -> str:
@@ -71,6 +73,20 @@ class Partition:
     def device_type(self) -> str:
         """Whose memory and time are meant: that of the graph's inputs, a CPU only where all of them are there."""
         return device_type_of(self.forward)
+
+    @functools.cached_property
+    def forward_kernels(self) -> KernelGraph:
+        """The kernels of ``forward``, without memory of gathered parameters: for reading only."""
+        return self._lowered(self.forward)
+
+    @functools.cached_property
+    def backward_kernels(self) -> KernelGraph:
+        """Likewise of ``backward``."""
+        assert self.backward is not None
+        return self._lowered(self.backward)
+
+    def _lowered(self, graph_module: fx.GraphModule) -> KernelGraph:
+        return lower(graph_module, device_type=self.device_type, inner_backend=self.inner_backend, counts_wholes=False)
 
     @property
     def training(self) -> bool:

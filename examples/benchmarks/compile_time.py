@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--budget", default="50%", help="a share of plain's peak, or a size")
-    parser.add_argument("--profile", choices=["measured", "analytic"], default="measured")
+    parser.add_argument("--profile", choices=["auto", "measured", "analytic"], default="auto")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", choices=["plain", "ours"], help=argparse.SUPPRESS)

@@ -143,7 +143,7 @@ def measure(name: str, budget_bytes: int | None, steps: int) -> dict[str, Any]:
         model.compile()
     else:
         optimizer = autohete_fx.AdamW(model.parameters())
-        model.compile(backend="autohete", options={"memory_budget": budget_bytes})
+        model.compile(backend="autohete", options={"memory_budget": budget_bytes, "profile": "measured"})
 
     def step() -> list[float]:
         """One training step; seconds of its forward, its backward, the optimizer, and all."""

@@ -100,6 +100,7 @@ def trace_step(
     donates: bool = True,
     after: Mapping[str, Sequence[str]] | None = None,
     counts_wholes: bool = True,
+    lowered: KernelGraph | None = None,
 ) -> StepTrace:
     """The device bytes of a forward graph and of the backward graph that follows it.
 
@@ -112,9 +113,10 @@ def trace_step(
             outputs it never may.
         after: for nodes of ``backward``, others that will have run before them, by name, beside their arguments.
         counts_wholes: as in `lower`.
+        lowered: kernels of ``forward`` that were made alike; None to make them.
     """
     how: Any = {"device_type": device_type, "inner_backend": inner_backend, "counts_wholes": counts_wholes}
-    graph = lower(forward, **how)
+    graph = lower(forward, **how) if lowered is None else lowered
     first = _trace(graph, device_type=device_type, inner_backend=inner_backend, saved={})
     if backward is None:
         return StepTrace(forward=first, backward=None)
