@@ -103,7 +103,7 @@ def add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         "--max-tp",
         type=_positive,
         metavar="N",
-        help="of --cluster: the most GPUs that share a layer by tensor parallelism; jobs run plans of --max-tp 1",
+        help="of --cluster: the most GPUs that share a layer by tensor parallelism",
     )
     plan.add_argument(
         "--costs",

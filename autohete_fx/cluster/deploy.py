@@ -6,6 +6,9 @@ have as many GPUs of the type.
 Gradients of a parameter are summed over its owners: all ranks whose stages hold it, in all pipelines. A tied embedding that several
 stages of one pipeline read is one parameter with more owners, and that is all that ties need. Parameters with equal owners are
 summed together; there are at most as many sets of owners as the pipelines have cuts, one more, and one for each tie.
+
+Where units share layers by tensor parallelism, a parameter has owners for each piece of it: pipelines of different degrees cut it
+at different places, and every piece between two cuts has its own set of owners.
 """
 
 import warnings
@@ -13,7 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autohete_fx.cluster.layers import LayerMap
+from autohete_fx.cluster.pieces import Piece, finest
 from autohete_fx.cluster.plan import ClusterPlan, Stage
+from autohete_fx.cluster.tensor_parallel import TensorLayout
 from autohete_fx.errors import ClusterError
 
 
@@ -81,13 +86,32 @@ class Deployment:
         first = sum(sizes[:index])
         return range(first, first + sizes[index])
 
-    def owners(self, layer_map: LayerMap) -> dict[str, tuple[int, ...]]:
-        """By name of a parameter, the ranks that hold it, ascending."""
-        found: dict[str, list[int]] = {name: [] for name in layer_map.readers}
-        for seat, rank in self.ranks.items():
-            for name in layer_map.held(self.stage(seat).layers):
-                found[name].append(rank)
-        return {name: tuple(sorted(ranks)) for name, ranks in found.items()}
+    def held(self, seat: Seat, layer_map: LayerMap, layout: TensorLayout) -> dict[str, Piece]:
+        """By name of a parameter, the piece that a seat has."""
+        stage = self.stage(seat)
+        return {
+            name: Piece(name, cut=layout.cut(name, layer_map.shapes[name].sizes, stage.tp, seat.part))
+            for name in layer_map.held(stage.layers)
+        }
+
+    def owners(self, layer_map: LayerMap, layout: TensorLayout) -> dict[Piece, tuple[int, ...]]:
+        """By piece, the ranks that hold it, ascending. Pieces are the finest that the units of all pipelines need together."""
+        held = {rank: self.held(seat, layer_map, layout) for seat, rank in self.ranks.items()}
+        pieces = finest(piece for mine in held.values() for piece in mine.values())
+        found: dict[Piece, list[int]] = {}
+        for rank, mine in held.items():
+            for piece in mine.values():
+                for part in pieces[piece]:
+                    found.setdefault(part, []).append(rank)
+        return {piece: tuple(sorted(ranks)) for piece, ranks in found.items()}
+
+    def units(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """By pipeline and place, the ranks of each unit of several GPUs, in order of their parts."""
+        return {
+            (index, place): tuple(self.ranks[Seat(pipeline=index, place=place, part=part)] for part in range(stage.tp))
+            for index, place, stage in self.plan.stages()
+            if stage.tp > 1
+        }
 
 
 def deploy(plan: ClusterPlan, members: Sequence[Member]) -> Deployment:
@@ -156,8 +180,8 @@ def check_runs(plan: ClusterPlan, layer_map: LayerMap, model: str) -> None:
                 " hidden states need gradients. Give the first stage more layers"
             )
         degrees = sorted({stage.tp for stage in pipeline.stages})
-        if degrees != [1]:
+        if len(degrees) > 1:
             raise ClusterError(
-                f"pipeline {index} of the plan has stages of {degrees} GPUs. Expected was one GPU a stage: tensor parallelism is"
-                " planned and not yet run. Plan with --max-tp 1"
+                f"pipeline {index} of the plan has stages of {degrees} GPUs. Expected was one degree of tensor parallelism in a"
+                " pipeline; pipelines may differ. Plan with --symmetric-tp, or with --max-tp 1"
             )

@@ -21,11 +21,13 @@ from autohete_fx.cluster.building import BuildModel
 from autohete_fx.cluster.deploy import Deployment, Member
 from autohete_fx.cluster.layers import LayerMap
 from autohete_fx.cluster.leaving import Notice, hand_over
+from autohete_fx.cluster.pieces import Piece
 from autohete_fx.cluster.saving import Saved, Saver
 from autohete_fx.cluster.stage import Loss, StageModule
 from autohete_fx.cluster.stage_run import Load, StageRun
 from autohete_fx.cluster.store import Store, states_of
 from autohete_fx.cluster.sums import GradientSums, clip_factor
+from autohete_fx.cluster.tensor_parallel import TensorLayout, Unit, check_whole
 from autohete_fx.errors import AutoHeteError, ClusterError
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -104,6 +106,8 @@ class Job:
         members: all ranks.
         layer_map: of the model.
         stage: this rank's layers; None where it is idle.
+        params: by name, what this rank has of the stage's parameters.
+        held: the pieces of the whole parameters that these are.
         optimizer: of the stage's parameters; None where it is idle or all are frozen.
         saver: of a job with a store.
     """
@@ -115,6 +119,8 @@ class Job:
         members: list[Member],
         layer_map: LayerMap,
         *,
+        layout: TensorLayout,
+        unit: Unit | None,
         stage: StageModule | None,
         run: StageRun | None,
         group: dist.ProcessGroup | None,
@@ -124,21 +130,26 @@ class Job:
     ) -> None:
         self.step, self.deployment, self.members, self.layer_map, self.stage = 0, deployment, members, layer_map, stage
         self._recipe, self._run, self._group, self._log = recipe, run, group, job_log
-        self._rank = dist.get_rank()
-        self.params: dict[str, nn.Parameter] = stage.named() if stage else {}
+        self._rank, self._unit = dist.get_rank(), unit
+        self.params: dict[str, nn.Parameter] = stage.parts if stage else {}
         trained = [param for param in self.params.values() if param.requires_grad]
         self.optimizer = recipe.make_optimizer(trained) if trained else None
-        self._owners = deployment.owners(layer_map)
-        self._sums = GradientSums(self._owners, layer_map, self.params)
+        seat = deployment.seat(self._rank)
+        self.held: dict[str, Piece] = deployment.held(seat, layer_map, layout) if seat else {}
+        self._owners = deployment.owners(layer_map, layout)
+        self._sums = GradientSums(
+            self._owners, layer_map, self.params, self.held, unit.shares(self.held) if unit else {}
+        )
         self._store, self.saver = store, None
-        self._notice = Notice()
+        self._notice, self._unchecked = Notice(), True
         if store is not None:
             mine = members[self._rank].node
             self.saver = Saver(
                 store,
                 generation,
                 group,
-                owned=[name for name in self.params if self._owners[name][0] == self._rank],
+                owned=[piece for piece, ranks in self._owners.items() if ranks[0] == self._rank],
+                held=self.held,
                 all_names=list(layer_map.readers),
                 cleans=[member.node for member in members].index(mine) == self._rank,
             )
@@ -177,6 +188,11 @@ class Job:
         """Passes, sums, clipping, update. Returns the loss, the squared norm, and how many ranks were told to leave."""
         zero = torch.zeros((), dtype=torch.float64)
         loss = self._run.passes(load, self.step, self._recipe.seed) if self._run else zero
+        if self.stage is not None and self._unit is not None:
+            self.stage.take_gradients()
+            if self._unchecked:
+                check_whole(self.params, self._unit)
+                self._unchecked = False
         self._sums.reduce()
         totals = torch.stack([loss, self._sums.squares(), zero + self._notice.given])
         dist.all_reduce(totals, group=self._group)
@@ -222,7 +238,7 @@ class Job:
                 "a job without a store was asked to save. Expected was a store. Give store= to cluster.join"
             )
         start = time.perf_counter()
-        self.saver.save(self.step, states_of(self.params, self.optimizer), cloud=cloud)
+        self.saver.save(self.step, states_of(self.params, self.optimizer, self.held), cloud=cloud)
         saved = self.saver.saved
         seconds = time.perf_counter() - start
         self._log.write("save", step=self.step, seconds=seconds, local=saved.local, cloud=saved.cloud)
@@ -256,6 +272,7 @@ class Job:
                 set(nodes),
                 self.params,
                 self.optimizer,
+                self.held,
                 self._group,
             )
             self._log.say(f"its state went to other nodes: {num_bytes / 2**20:.1f} MiB")

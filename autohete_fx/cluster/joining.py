@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.device_mesh import DeviceMesh
 
 from autohete_fx.cluster.automatic import automatic_plan
 from autohete_fx.cluster.batches import batch_of
@@ -28,6 +29,7 @@ from autohete_fx.cluster.restore import Restored, restore
 from autohete_fx.cluster.stage import Loss, StageModule, Weights, build_stage
 from autohete_fx.cluster.stage_run import StageRun, pipeline_groups
 from autohete_fx.cluster.store import Store, restore_states
+from autohete_fx.cluster.tensor_parallel import TensorLayout, TpPlan, Unit, layout_of
 from autohete_fx.errors import ClusterError
 
 TIMEOUT_S = 300.0
@@ -42,6 +44,7 @@ def join(
     global_batch: int,
     optimizer: MakeOptimizer,
     plan: ClusterPlan | MakePlan | None = None,
+    tp_plan: TpPlan | None = None,
     store: Store | None = None,
     learning_rate: Callable[[int], float] | None = None,
     max_grad_norm: float | None = None,
@@ -66,6 +69,8 @@ def join(
         optimizer: of a list of parameters, their optimizer. Its update of a parameter must not depend on other parameters.
         plan: which rank trains what; or a function that makes it of the members and the model's layers, the same on all ranks;
             None: `automatic` measures what there is, and plans for it.
+        tp_plan: how the GPUs of a stage share its layers, for models without a plan in their transformers configuration: by name
+            of a module, with a star for each index, ``colwise``, ``rowwise``, ``colwise_gather_output`` or ``embedding_rowwise``.
         store: where the job saves, and goes on from; None: nowhere.
         learning_rate: of a step's index.
         max_grad_norm: to which the norm of all gradients is clipped.
@@ -125,9 +130,10 @@ def join(
     layer_map = map_layers(build_model, batch.of_samples(plan.pipelines[seat.pipeline if seat else 0].micro_batch))
     warn_of_offloads(plan)
     check_runs(plan, layer_map, getattr(build_model, "__name__", "the model"))
+    layout = layout_of(build_model, layer_map, {stage.tp for _, _, stage in plan.stages()}, tp_plan)
+    unit = _unit_of(deployment, seat, layout, device, backend)
     groups = pipeline_groups(deployment)
-    layers = deployment.stage(seat).layers if seat else range(0)
-    needs = layer_map.held(layers)
+    needs = list(deployment.held(seat, layer_map, layout).values()) if seat else []
     restored = restore(store, needs, list(layer_map.readers), members[rank].node, group) if store else None
     if restored:
         weights = restored.weight
@@ -140,7 +146,7 @@ def join(
         max_grad_norm=max_grad_norm,
         seed=seed,
     )
-    stage = _stage_of(recipe, deployment, seat, layer_map, device, weights) if seat else None
+    stage = _stage_of(recipe, deployment, seat, layer_map, device, weights, unit) if seat else None
     run = None
     if seat and stage:
         run = StageRun(
@@ -158,6 +164,8 @@ def join(
         deployment,
         members,
         layer_map,
+        layout=layout,
+        unit=unit,
         stage=stage,
         run=run,
         group=group,
@@ -172,8 +180,36 @@ def join(
     return job
 
 
+def _unit_of(
+    deployment: Deployment, seat: Seat | None, layout: TensorLayout, device: torch.device, backend: object
+) -> Unit | None:
+    """The unit of this rank; None where it has its layers alone. All ranks call it, because they make process groups together.
+
+    Raises ClusterError where the backend cannot compile shared layers.
+    """
+    found = None
+    units = deployment.units()
+    if units and getattr(backend, "__name__", backend) == "autohete":
+        raise ClusterError(
+            'the plan has stages of several GPUs, and backend="autohete" compiles layers that one GPU has. Expected was another'
+            ' backend. Give backend="inductor", or plan with --max-tp 1'
+        )
+    for (pipeline, place), ranks in units.items():
+        group: Any = dist.new_group(list(ranks))
+        if seat is not None and (seat.pipeline, seat.place) == (pipeline, place):
+            mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("tp",))
+            found = Unit(layout=layout, mesh=mesh, degree=len(ranks), part=seat.part)
+    return found
+
+
 def _stage_of(
-    recipe: Recipe, deployment: Deployment, seat: Seat, layer_map: LayerMap, device: torch.device, weights: Weights
+    recipe: Recipe,
+    deployment: Deployment,
+    seat: Seat,
+    layer_map: LayerMap,
+    device: torch.device,
+    weights: Weights,
+    unit: Unit | None,
 ) -> StageModule:
     """This rank's stage, with its weights."""
     planned = deployment.stage(seat)
@@ -187,6 +223,7 @@ def _stage_of(
         weights=weights,
         seed=recipe.seed,
         recomputed=planned.recomputed,
+        unit=unit,
     )
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from autohete_fx.cluster.deploy import Member
-from autohete_fx.cluster.store import Entry, Place, Save, Store, states_of
+from autohete_fx.cluster.pieces import Held, Owners, Piece
+from autohete_fx.cluster.store import Entry, Place, Save, Store, states_of, taken
 
 
 class Notice:
@@ -30,11 +31,12 @@ class Notice:
 def hand_over(
     store: Store,
     save: Save,
-    owners: Mapping[str, Sequence[int]],
+    owners: Owners,
     members: Sequence[Member],
     leaving: Collection[str],
     params: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer | None,
+    held: Held,
     group: dist.ProcessGroup | None,
 ) -> int:
     """Add a part to a save, on disks that stay, of all that only leaving nodes own. All ranks call it.
@@ -46,17 +48,16 @@ def hand_over(
     stay = [other for other, member in enumerate(members) if member.node not in leaving]
     if not stay:
         return 0
-    moved: dict[int, list[str]] = {}
-    for name, ranks in owners.items():
+    moved: dict[int, list[Piece]] = {}
+    for piece, ranks in owners.items():
         if all(members[other].node in leaving for other in ranks):
-            moved.setdefault(ranks[0], []).append(name)
-    tensors = states_of(params, optimizer) if rank in moved else {}
+            moved.setdefault(ranks[0], []).append(piece)
+    states = states_of(params, optimizer, held) if rank in moved else {}
+    tensors: dict[str, Tensor] = {}
+    for piece in moved.get(rank, ()):
+        tensors |= taken(states[held[piece.name]], held[piece.name], piece)
     heads: list[Any] = [None] * len(members)
-    mine = [
-        Entry(key=key, sizes=tuple(tensor.shape), dtype=tensor.dtype)
-        for key, tensor in tensors.items()
-        if key.partition("/")[0] in moved.get(rank, ())
-    ]
+    mine = [Entry(key=key, sizes=tuple(tensor.shape), dtype=tensor.dtype) for key, tensor in tensors.items()]
     dist.all_gather_object(heads, mine, group=group)
     sent = 0
     for index, source in enumerate(sorted(moved)):

@@ -2,18 +2,20 @@
 
 All ranks say which parameters of which saves their node's disk has; the newest save of which everything is somewhere is taken. A
 rank reads a parameter from its own node's disk; else from a peer, whose node's disk has it; else one of the ranks that need it
-reads it from the cloud and hands it to the others.
+reads it from the cloud and hands it to the others. Where saves and plans cut parameters at different places, all of that is said of
+the pieces between all cuts. The unit of a read is the saved piece.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from autohete_fx.cluster.store import Entry, Parts, Place, Save, Store, read_parts
+from autohete_fx.cluster.pieces import Piece, covered, finest
+from autohete_fx.cluster.store import Entry, Parts, Place, Save, Store, joined, read_pieces
 from autohete_fx.errors import ClusterError
 
 
@@ -36,7 +38,7 @@ class Restored:
     missing_bytes: int = 0
 
     def weight(self, name: str) -> Tensor:
-        """The weight of a parameter."""
+        """The weight of a parameter, or this rank's part of it."""
         return self.tensors[name][f"{name}/weight"]
 
 
@@ -56,18 +58,18 @@ class Fetch:
 
 
 def plan_fetch(
-    needs: Sequence[Sequence[str]], nodes: Sequence[str], disks: Mapping[str, set[str]], cloud: set[str]
+    needs: Sequence[Sequence[str]], nodes: Sequence[str], disks: Mapping[str, set[str]], cloud: Mapping[str, str]
 ) -> Fetch:
     """Choose the nearest source of each parameter for each rank.
 
     Args:
-        needs: by rank, names of parameters.
+        needs: by rank, keys of pieces.
         nodes: by rank, its node.
-        disks: by node, parameters on its disk.
-        cloud: parameters there.
+        disks: by node, pieces on its disk.
+        cloud: by piece there, the saved piece that it is a part of. One rank reads all that is wanted of a saved piece.
     """
     local: dict[int, list[str]] = {}
-    fetched: dict[int, list[str]] = {}
+    fetched: dict[int, dict[str, None]] = {}
     peer: dict[tuple[int, int], list[str]] = {}
     senders: dict[str, int] = {}
     sent = [0] * len(needs)
@@ -79,13 +81,12 @@ def plan_fetch(
             able = [other for other in range(len(nodes)) if name in disks[nodes[other]]]
             if able:
                 sender = min(able, key=lambda other: (sent[other], other))
-            elif name in senders:
-                sender = senders[name]
             else:
                 assert name in cloud, "a save is taken if all of it is somewhere"
-                senders[name] = rank
-                fetched.setdefault(rank, []).append(name)
-                continue
+                sender = senders.setdefault(cloud[name], rank)
+                fetched.setdefault(sender, {})[name] = None
+                if sender == rank:
+                    continue
             sent[sender] += 1
             peer.setdefault((sender, rank), []).append(name)
     return Fetch(
@@ -96,13 +97,13 @@ def plan_fetch(
 
 
 def restore(
-    store: Store, needs: Sequence[str], all_names: Sequence[str], node: str, group: dist.ProcessGroup | None
+    store: Store, needs: Sequence[Piece], all_names: Sequence[str], node: str, group: dist.ProcessGroup | None
 ) -> Restored | None:
     """Restore the newest save of which every parameter is somewhere; None where there is no save at all. All ranks call it.
 
     Args:
         store: of the job.
-        needs: parameters of this rank.
+        needs: pieces of parameters that this rank has, one of each.
         all_names: of the model.
         node: of this rank.
         group: of all ranks, for tensors in host memory.
@@ -116,35 +117,53 @@ def restore(
     mine = {save: disk.parts(save) for save in disk.saves()}
     said: list[Any] = [None] * size
     rows = {save: sorted(parts) for save, parts in mine.items()}
-    dist.all_gather_object(said, (node, rows, list(needs)), group=group)
+    dist.all_gather_object(said, (node, rows, [piece.key for piece in needs]), group=group)
     nodes = [row[0] for row in said]
-    disks: dict[Save, dict[str, set[str]]] = {}
+    disks: dict[Save, dict[str, set[Piece]]] = {}
     for name, saves, _ in said:
-        for save, names in saves.items():
-            disks.setdefault(save, {}).setdefault(name, set()).update(names)
+        for save, keys in saves.items():
+            disks.setdefault(save, {}).setdefault(name, set()).update(map(Piece.of_key, keys))
     chosen, clouds = _chosen(store, disks, set(all_names), rank, group)
     if chosen is None:
         return None
     found = Restored(step=chosen.step)
-    found.missing_bytes = sum(entry.num_bytes for name in {*all_names} & {*clouds} for entry in clouds[name][1])
+    found.missing_bytes = sum(entry.num_bytes for _, entries in clouds.values() for entry in entries)
     here = {name: disks.get(chosen, {}).get(name, set()) for name in nodes}
-    fetch = plan_fetch([row[2] for row in said], nodes, here, set(clouds))
+    wanted = [[Piece.of_key(key) for key in row[2]] for row in said]
+    made_of = finest(
+        [*(piece for row in (*here.values(), *wanted) for piece in row), *(Piece.of_key(key) for key in clouds)]
+    )
+    fetch = plan_fetch(
+        [_keys(row, made_of) for row in wanted],
+        nodes,
+        {name: set(_keys(row, made_of)) for name, row in here.items()},
+        {part.key: key for key in clouds for part in made_of[Piece.of_key(key)]},
+    )
     found.seconds["look"] = time.perf_counter() - start
-    local = fetch.local.get(rank, ())
-    _read(found, "local", mine.get(chosen, {}), local)
-    _read(found, "cloud", clouds, fetch.cloud.get(rank, ()))
-    _exchange(found, fetch, mine.get(chosen, {}), group)
+    local = mine.get(chosen, {})
+    _read(found, "local", local, fetch.local.get(rank, ()), made_of)
+    _read(found, "cloud", clouds, fetch.cloud.get(rank, ()), made_of)
+    _exchange(found, fetch, local, made_of, group)
+    found.tensors = {piece.name: joined(piece.name, made_of[piece], found.tensors) for piece in needs}
     return found
+
+
+MadeOf = Mapping[Piece, tuple[Piece, ...]]
+"""By piece, the finest ones that it is made of."""
+
+
+def _keys(pieces: Iterable[Piece], made_of: MadeOf) -> list[str]:
+    return [part.key for piece in pieces for part in made_of[piece]]
 
 
 def _chosen(
     store: Store,
-    disks: Mapping[Save, Mapping[str, set[str]]],
+    disks: Mapping[Save, Mapping[str, set[Piece]]],
     wanted: set[str],
     rank: int,
     group: dist.ProcessGroup | None,
 ) -> tuple[Save | None, Parts]:
-    """The newest complete save, and its parts in the cloud. The first rank looks there, for all."""
+    """The newest complete save, and of its pieces in the cloud those that no disk has. The first rank looks there, for all."""
     answer: list[Any] = [None]
     if rank == 0:
         answer[0] = _look(store, disks, wanted)
@@ -155,7 +174,7 @@ def _chosen(
 
 
 def _look(
-    store: Store, disks: Mapping[Save, Mapping[str, set[str]]], wanted: set[str]
+    store: Store, disks: Mapping[Save, Mapping[str, set[Piece]]], wanted: set[str]
 ) -> tuple[Save | None, Parts] | str:
     cloud, trouble = None, ""
     try:
@@ -165,12 +184,19 @@ def _look(
         cloud, there, trouble = None, set(), f" The cloud {store.cloud!r} could not be read: {error}."
     saves = sorted({*disks, *there}, reverse=True)
     for save in saves:
-        on_disks: set[str] = set().union(*disks.get(save, {}).values())
-        if wanted <= on_disks:
+        on_disks: set[Piece] = set().union(*disks.get(save, {}).values())
+        if wanted <= covered(on_disks):
             return save, {}
         parts = cloud.parts(save) if cloud and save in there else {}
-        if wanted <= on_disks | set(parts):
-            return save, {name: row for name, row in parts.items() if name not in on_disks}
+        pieces = {key: Piece.of_key(key) for key in parts}
+        if wanted <= covered([*on_disks, *pieces.values()]):
+            made_of = finest([*on_disks, *pieces.values()])
+            near = {part for piece in on_disks for part in made_of[piece]}
+            return save, {
+                key: row
+                for key, row in parts.items()
+                if pieces[key].name in wanted and not near.issuperset(made_of[pieces[key]])
+            }
     if not saves and not trouble:
         return None, {}
     seen = ", ".join(f"step {save.step}" for save in saves[:5]) or "none"
@@ -181,40 +207,37 @@ def _look(
     )
 
 
-def _read(found: Restored, source: str, parts: Parts, names: Sequence[str]) -> None:
+def _read(found: Restored, source: str, parts: Parts, keys: Sequence[str], made_of: MadeOf) -> None:
     start = time.perf_counter()
-    found.tensors.update(read_parts(parts, names))
-    found.num_bytes[source] += sum(entry.num_bytes for name in names for entry in parts[name][1])
+    tensors, num_bytes = read_pieces(parts, [Piece.of_key(key) for key in keys], made_of)
+    found.tensors.update(tensors)
+    found.num_bytes[source] += num_bytes
     found.seconds[source] = time.perf_counter() - start
 
 
-def _exchange(found: Restored, fetch: Fetch, parts: Parts, group: dist.ProcessGroup | None) -> None:
+def _exchange(found: Restored, fetch: Fetch, parts: Parts, made_of: MadeOf, group: dist.ProcessGroup | None) -> None:
     """Send and receive whatever is sent, pair by pair in one order, so that no rank holds more than its own and one message."""
     start = time.perf_counter()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    outgoing = {pair: names for pair, names in fetch.peer.items() if pair[0] == rank}
-    missing = {name for names in outgoing.values() for name in names} - set(found.tensors)
-    sent = {**found.tensors, **read_parts(parts, sorted(missing))}
+    outgoing = {pair: keys for pair, keys in fetch.peer.items() if pair[0] == rank}
+    missing = {key for keys in outgoing.values() for key in keys} - set(found.tensors)
+    sent = {**found.tensors, **read_pieces(parts, [Piece.of_key(key) for key in sorted(missing)], made_of)[0]}
     heads: list[Any] = [None] * size
-    mine = {
-        name: [_entry(key, tensor) for key, tensor in sent[name].items()]
-        for names in outgoing.values()
-        for name in names
-    }
+    mine = {key: [_entry(*item) for item in sent[key].items()] for keys in outgoing.values() for key in keys}
     dist.all_gather_object(heads, mine, group=group)
-    for (source, target), names in fetch.peer.items():
+    for (source, target), keys in fetch.peer.items():
         if rank == source:
-            for name in names:
-                for tensor in sent[name].values():
+            for key in keys:
+                for tensor in sent[key].values():
                     dist.send(tensor.contiguous(), target, group=group)
         elif rank == target:
-            for name in names:
-                entries: list[Entry] = heads[source][name]
+            for key in keys:
+                entries: list[Entry] = heads[source][key]
                 tensors = {entry.key: entry.empty() for entry in entries}
                 for entry in entries:
                     dist.recv(tensors[entry.key], source, group=group)
                     found.num_bytes["peer"] += entry.num_bytes
-                found.tensors[name] = tensors
+                found.tensors[key] = tensors
     found.seconds["peer"] = time.perf_counter() - start
 
 

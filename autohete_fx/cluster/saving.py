@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autohete_fx.cluster.store import Place, Save, Store, names_entry, param_of
+from autohete_fx.cluster.pieces import Held, Piece
+from autohete_fx.cluster.store import Place, Save, States, Store, names_entry, taken
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ class Saver:
         store: of the job.
         generation: of this start of the job.
         group: of all ranks, for tensors in host memory.
-        owned: parameters whose first owner this rank is; it saves them in the cloud.
+        owned: pieces whose first owner this rank is; it saves them in the cloud.
+        held: pieces that this rank has.
         all_names: parameters of the model.
         cleans: this rank is the first of its node, and removes old saves from the disk.
     """
@@ -51,12 +53,14 @@ class Saver:
         generation: str,
         group: dist.ProcessGroup | None,
         *,
-        owned: Collection[str],
+        owned: Collection[Piece],
+        held: Held,
         all_names: Collection[str],
         cleans: bool,
     ) -> None:
         self._store, self._generation, self._group = store, generation, group
-        self._owned, self._names, self._cleans = frozenset(owned), names_entry(all_names), cleans
+        self._owned, self._held = tuple(owned), held
+        self._names, self._cleans = names_entry(all_names), cleans
         self._rank = dist.get_rank(group)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="autohete-save")
         self._running: Future[None] | None = None
@@ -67,17 +71,17 @@ class Saver:
         self.last = Save(step=0, generation=generation)
         self.error: str | None = None
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], *, cloud: bool) -> None:
+    def save(self, step: int, states: States, *, cloud: bool) -> None:
         """Begin to write the state before ``step``; waits for the save before it.
 
         Args:
             step: that would be trained next.
-            tensors: of `store.states_of`; not changed after.
+            states: of `store.states_of`; not changed after.
             cloud: to the cloud as well.
         """
         self.settle()
         save = self.last = Save(step=step, generation=self._generation)
-        self._running = self._thread.submit(self._write, save, {**tensors, **self._names}, cloud)
+        self._running = self._thread.submit(self._write, save, states, cloud)
 
     def settle(self) -> Saved:
         """Wait for this rank's save, hear of the others', remove what is old. Returns the committed steps."""
@@ -102,12 +106,16 @@ class Saver:
         self._thread.shutdown()
         return saved
 
-    def _write(self, save: Save, tensors: dict[str, Tensor], cloud: bool) -> None:
+    def _write(self, save: Save, states: States, cloud: bool) -> None:
+        tensors = {**self._names, **{key: tensor for mine in states.values() for key, tensor in mine.items()}}
         if self._try(self._store.local, save, tensors):
             with self._lock:
                 self._written = Saved(local=save.step, cloud=self._written.cloud)
         if cloud and self._store.cloud is not None:
-            own = {key: tensor for key, tensor in tensors.items() if param_of(key) in self._owned or key in self._names}
+            own = dict(self._names)
+            for piece in self._owned:
+                held = self._held[piece.name]
+                own |= states[held] if piece == held else taken(states[held], held, piece)
             if self._try(self._store.cloud, save, own):
                 with self._lock:
                     self._written = Saved(local=self._written.local, cloud=save.step)

@@ -20,13 +20,16 @@ from torch.utils.checkpoint import checkpoint
 from autohete_fx.cluster.batches import Batch, call
 from autohete_fx.cluster.building import BuildModel, build_part
 from autohete_fx.cluster.layers import LayerMap, Returned, without_cache
+from autohete_fx.cluster.pieces import Cut
+from autohete_fx.cluster.tensor_parallel import Unit, divide, take_gradients
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.operators import tree_leaves
 
 Loss = Callable[[Any, Any], Tensor]
 """A function of the output of the model and the batch: the mean over its samples."""
 Weights = str | Path | Callable[[str], Tensor] | None
-"""A safetensors file or folder, a function of a parameter's name, or None: as ``build_model`` initialises them."""
+"""A safetensors file or folder, a function of a parameter's name, or None: as ``build_model`` initialises them. A function gives
+the whole parameter, or this rank's part of it."""
 
 
 class StandIn(nn.Module):
@@ -52,6 +55,7 @@ class StageModule(nn.Module):
     Attributes:
         model: the whole model's module tree; ``model.parameters()`` has some of other stages, without memory and frozen.
         held: names of this stage's parameters, tied ones once.
+        parts: by name of a parameter, what this rank has of it. It is the parameter itself, but where a unit's GPUs share layers.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class StageModule(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.held = model, layer_map.held(layers)
+        self.parts: dict[str, nn.Parameter] = {}
         self._loss, self._share = loss, share
         self._first, self._last = layers.start == 0, layers.stop == layer_map.num_layers
         self._found: list[Tensor] = []
@@ -95,6 +100,10 @@ class StageModule(nn.Module):
         """This stage's parameters."""
         params = dict(self.model.named_parameters(remove_duplicate=False))
         return {name: params[name] for name in self.held}
+
+    def take_gradients(self) -> None:
+        """Move the gradients of parameters to this rank's parts of them."""
+        take_gradients(self.named(), self.parts)
 
     def reads(self, batch: Batch) -> None:
         """Batches will have the form of this one."""
@@ -196,6 +205,7 @@ def build_stage(
     weights: Weights = None,
     seed: int = 0,
     recomputed: int = 0,
+    unit: Unit | None = None,
 ) -> StageModule:
     """A stage with its weights on its device.
 
@@ -209,6 +219,7 @@ def build_stage(
         weights: where values come from; None: those that ``torch.manual_seed(seed); build_model()`` gives.
         seed: of these.
         recomputed: how many of the layers, from the first, make their activations again in backward.
+        unit: of GPUs that share the layers; None: this one alone has them.
 
     Raises:
         ClusterError: a parameter has no value in ``weights``, or one of another shape; or the model is not the mapped one.
@@ -221,26 +232,42 @@ def build_stage(
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
     held = {id(param): name for name, param in stage.named().items()}
-    fresh: dict[int, nn.Parameter] = {}
     for module in stage.modules():
-        for name, param in module._parameters.items():
+        for key, param in module._parameters.items():
             if param is not None and id(param) in held:
-                if id(param) not in fresh:
-                    value = torch.empty_like(param, device=device) if param.is_meta else param.detach().to(device)
-                    fresh[id(param)] = nn.Parameter(value, param.requires_grad)
-                module._parameters[name] = fresh[id(param)]
+                name = held[id(param)]
+                if name not in stage.parts:
+                    cut = _cut_of(name, layer_map, unit)
+                    stage.parts[name] = nn.Parameter(_part(param.detach(), cut, device), param.requires_grad)
+                module._parameters[key] = stage.parts[name]
+    stage.parts = {name: stage.parts[name] for name in stage.held}
     if weights is not None:
-        _load(stage, weights)
+        _load(stage, weights, layer_map, unit)
+    if unit is not None:
+        divide(stage.model, {id(param): name for name, param in stage.parts.items()}, stage.parts, unit)
     return stage
 
 
-def _load(stage: StageModule, weights: Weights) -> None:
+def _cut_of(name: str, layer_map: LayerMap, unit: Unit | None) -> Cut | None:
+    return unit.layout.cut(name, layer_map.shapes[name].sizes, unit.degree, unit.part) if unit else None
+
+
+def _part(whole: Tensor, cut: Cut | None, device: torch.device) -> Tensor:
+    """A copy of the range on a device; without values where there are none."""
+    part = whole if cut is None else cut.of(whole)
+    return torch.empty(part.shape, dtype=part.dtype, device=device) if part.is_meta else part.to(device).contiguous()
+
+
+def _load(stage: StageModule, weights: Weights, layer_map: LayerMap, unit: Unit | None) -> None:
     read = weights if callable(weights) else _of_safetensors(Path(str(weights)))
-    for name, param in stage.named().items():
-        found = read(name)
-        if tuple(found.shape) != tuple(param.shape):
+    for name, param in stage.parts.items():
+        found, whole = read(name), layer_map.shapes[name].sizes
+        if tuple(found.shape) == whole:
+            cut = _cut_of(name, layer_map, unit)
+            found = found if cut is None else cut.of(found)
+        elif tuple(found.shape) != tuple(param.shape):
             raise ClusterError(
-                f"the weights have {name!r} with shape {tuple(found.shape)}, and the model has {tuple(param.shape)}. Expected were"
+                f"the weights have {name!r} with shape {tuple(found.shape)}, and the model has {whole}. Expected were"
                 " equal shapes. Give the weights of this model"
             )
         with torch.no_grad():

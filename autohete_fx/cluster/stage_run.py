@@ -93,7 +93,7 @@ class StageRun:
             seed: of dropout; with the step and the seat it makes the draws.
 
         Returns:
-            The sum of this rank's losses, in fp64 in host memory; 0 but for the last stage.
+            The sum of this rank's losses, in fp64 in host memory; 0 but for the first rank of the last stage.
 
         Raises:
             ClusterError: the batch has another number of samples.
@@ -111,4 +111,5 @@ class StageRun:
         named = {f"batch_{name}": tensor.to(self._device) for name, tensor in batch.tensors.items()}
         no_targets: Any = torch.zeros(self._pipeline.micro_batches)  # the loss is the last stage's output
         self._schedule.step(target=no_targets, losses=losses, return_outputs=False, **cast(Any, named))
-        return torch.zeros((), dtype=torch.float64) + sum(loss.detach().double().cpu() for loss in losses)
+        zero = torch.zeros((), dtype=torch.float64)
+        return zero if self._seat.part else zero + sum(loss.detach().double().cpu() for loss in losses)

@@ -1,7 +1,8 @@
 """The store of a job: states of parameters on every node's disk, and one copy in the cloud.
 
-A save of a step has a part for each rank, a checkpoint of `torch.distributed.checkpoint` with whole tensors by name:
-``NAME/weight`` and ``NAME/state/KEY``. No part depends on the plan but by the names in it, so any later plan reads what it needs
+A save of a step has a part for each rank, a checkpoint of `torch.distributed.checkpoint` with tensors by name: ``NAME/weight`` and
+``NAME/state/KEY``. Where a unit's GPUs share a layer, a part has the range that its rank holds, as
+``NAME@DIM:FIRST-STOP:LENGTH/weight``. No part depends on the plan but by the names in it, so any later plan reads what it needs
 from any part. A part is complete when its metadata is there, which is written last; parts that were cut off are never read.
 
     LOCAL/step-000000020-GENERATION/part-000003/      each rank, all that it holds
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
+from autohete_fx.cluster.pieces import Held, Piece, covered, finest
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.checkpoints import FsspecReader, FsspecWriter
 
@@ -111,7 +113,7 @@ class Entry:
 
 
 Parts = Mapping[str, tuple[str, tuple[Entry, ...]]]
-"""By name of a parameter: the path of a part, and its tensors there."""
+"""By key of a parameter's piece: the path of a part, and its tensors there."""
 
 
 class Place:
@@ -138,7 +140,7 @@ class Place:
         return sorted(Save(step=int(match[1]), generation=match[2]) for match in found if match)
 
     def parts(self, save: Save) -> Parts:
-        """Parameters in the complete parts of a save. A parameter in several parts is given for one of them."""
+        """Pieces of parameters in the complete parts of a save. A piece in several parts is given for one of them."""
         found: dict[str, tuple[str, tuple[Entry, ...]]] = {}
         for name in self._names(f"{self._root}/{save.folder}"):
             path = f"{self._path}/{save.folder}/{name}"
@@ -181,6 +183,55 @@ def read_parts(parts: Parts, names: Collection[str]) -> dict[str, dict[str, Tens
     return found
 
 
+def read_pieces(
+    parts: Parts, wanted: Collection[Piece], made_of: Mapping[Piece, Sequence[Piece]]
+) -> tuple[dict[str, dict[str, Tensor]], int]:
+    """Read pieces out of the saved ones that have them.
+
+    Args:
+        parts: saved pieces.
+        wanted: finest pieces.
+        made_of: by piece, the finest ones that it is made of.
+
+    Returns:
+        Tensors by the key of a piece and their own; and bytes of the saved pieces that were read.
+    """
+    sources: dict[Piece, Piece] = {}
+    for key in parts:
+        saved = Piece.of_key(key)
+        for piece in made_of.get(saved, ()):
+            sources.setdefault(piece, saved)
+    keys = sorted({sources[piece].key for piece in wanted})
+    read = read_parts(parts, keys)
+    found = {piece.key: taken(read[sources[piece].key], sources[piece], piece) for piece in wanted}
+    return found, sum(entry.num_bytes for key in keys for entry in parts[key][1])
+
+
+def taken(tensors: Mapping[str, Tensor], held: Piece, piece: Piece) -> dict[str, Tensor]:
+    """The tensors of a piece within one that is held. Those that have the weight's shape are cut."""
+    if piece == held:
+        return dict(tensors)
+    shape = tensors[f"{held.key}/weight"].shape
+    return {
+        f"{piece.key}/{key.partition('/')[2]}": piece.of(tensor, held).clone() if tensor.shape == shape else tensor
+        for key, tensor in tensors.items()
+    }
+
+
+def joined(name: str, pieces: Sequence[Piece], found: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of consecutive pieces of a parameter, as one, by keys with the parameter's name."""
+    first = pieces[0]
+    shape = found[first.key][f"{first.key}/weight"].shape
+    made: dict[str, Tensor] = {}
+    for key, tensor in found[first.key].items():
+        rest = key.partition("/")[2]
+        made[f"{name}/{rest}"] = tensor
+        if first.cut is not None and len(pieces) > 1 and tensor.shape == shape:
+            rows = [found[piece.key][f"{piece.key}/{rest}"] for piece in pieces]
+            made[f"{name}/{rest}"] = torch.cat(rows, dim=first.cut.dim)
+    return made
+
+
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
     """Without PyTorch's warning that a part is saved and loaded by one process: it is."""
@@ -189,32 +240,49 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def param_of(key: str) -> str:
-    """The parameter that a saved tensor belongs to."""
-    return key.partition("/")[0]
-
-
 def _entries(metadata: Metadata) -> dict[str, tuple[Entry, ...]]:
     found: dict[str, list[Entry]] = {}
     for key, about in metadata.state_dict_metadata.items():
         assert isinstance(about, TensorStorageMetadata), "parts have tensors alone"
         entry = Entry(key=key, sizes=tuple(about.size), dtype=about.properties.dtype)
-        found.setdefault(param_of(key), []).append(entry)
+        found.setdefault(key.partition("/")[0], []).append(entry)
     return {name: tuple(entries) for name, entries in found.items()}
 
 
 # -- states of a stage ------------------------------------------------------------------------------------------------
 
 
-def states_of(params: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Copies in host memory of weights and optimizer states, by the keys of a part."""
-    found = {f"{name}/weight": _copied(param) for name, param in params.items()}
+States = Mapping[Piece, Mapping[str, Tensor]]
+"""By piece of a parameter, its tensors by the keys of a part."""
+
+
+def states_of(params: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer | None, held: Held) -> States:
+    """Copies in host memory of weights and optimizer states.
+
+    Args:
+        params: of this rank.
+        optimizer: of those that are trained.
+        held: the pieces that they are.
+
+    Raises:
+        ClusterError: the optimizer keeps for a piece a tensor that is neither one number nor shaped as the piece.
+    """
+    found = {held[name]: {f"{held[name].key}/weight": _copied(param)} for name, param in params.items()}
     if optimizer is not None:
         states = optimizer.state_dict()["state"]
         for index, name in enumerate(_trained(params)):
+            piece = held[name]
             for key, value in states.get(index, {}).items():
-                if value is not None:
-                    found[f"{name}/state/{key}"] = _copied(torch.as_tensor(value))
+                if value is None:
+                    continue
+                tensor = torch.as_tensor(value)
+                if piece.cut is not None and tensor.shape != params[name].shape and tensor.numel() > 1:
+                    raise ClusterError(
+                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(tensor.shape)} for a part of {name!r} of shape"
+                        f" {tuple(params[name].shape)}. Expected were states shaped as the part. Plan with --max-tp 1, or use an"
+                        " optimizer that works element by element"
+                    )
+                found[piece][f"{piece.key}/state/{key}"] = _copied(tensor)
     return found
 
 
@@ -279,14 +347,20 @@ def export(store: Store | str | Sequence[str], path: str | Path) -> int:
         parts: dict[str, tuple[str, tuple[Entry, ...]]] = {}
         for place in places:
             parts.update(place.parts(save))
-        if parts and set(parts) == _names_of_model(parts):
+        pieces = {key: Piece.of_key(key) for key in parts}
+        if parts and covered(pieces.values()) == _names_of_model(parts):
             weights = {
-                name: (where, tuple(entry for entry in entries if entry.key == f"{name}/weight"))
-                for name, (where, entries) in parts.items()
-                if name != ALL_NAMES
+                key: (where, tuple(entry for entry in entries if entry.key == f"{key}/weight"))
+                for key, (where, entries) in parts.items()
+                if key != ALL_NAMES
             }
-            tensors = read_parts(weights, list(weights))
-            save_file({name: rows[f"{name}/weight"] for name, rows in tensors.items()}, str(path))
+            whole = {name: Piece(name) for name in sorted({pieces[key].name for key in weights})}
+            made_of = finest([*whole.values(), *(pieces[key] for key in weights)])
+            tensors, _ = read_pieces(
+                weights, [piece for all_of in whole.values() for piece in made_of[all_of]], made_of
+            )
+            named = {name: joined(name, made_of[all_of], tensors)[f"{name}/weight"] for name, all_of in whole.items()}
+            save_file({name: tensor.contiguous() for name, tensor in named.items()}, str(path))
             return save.step
     raise ClusterError(
         f"no save in {', '.join(_paths(store)) or 'the store'} has all weights of a model. Expected was a complete one. Give the"

@@ -4,6 +4,10 @@ Every parameter's gradient is summed over all ranks that hold it. Parameters wit
 buckets. Ranks start the sums of their groups in one global order, by the last layer that reads a parameter of the group,
 descending. Later stages end their backward passes first and start while earlier ones still compute. Parameters that no layer
 reads are not summed.
+
+Pipelines that cut a parameter at different places sum it piece by piece. A piece of a row-wise weight lies apart in memory; it is
+copied into its bucket and back. A parameter that all GPUs of a unit have whole has the same gradient on each, which counts once:
+each adds its share.
 """
 
 import math
@@ -16,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autohete_fx.cluster.layers import LayerMap
+from autohete_fx.cluster.pieces import Held, Owners, Piece
 
 BUCKET_BYTES = 64 * 2**20
 """Gradients of one sum; a larger parameter has a sum of its own."""
@@ -23,7 +28,7 @@ BUCKET_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    names: tuple[str, ...]
+    pieces: tuple[Piece, ...]
     owners: tuple[int, ...]
 
 
@@ -33,36 +38,53 @@ class GradientSums:
     All ranks make one, at the same time, because they make process groups together.
 
     Args:
-        owners: by name of a parameter, the ranks that hold it.
+        owners: by piece of a parameter, the ranks that hold it.
         layer_map: of the model.
         params: those of this rank.
+        held: the pieces that they are.
+        shares: by name of a parameter, this rank's part in the gradient of its unit; 1 where it is not there.
     """
 
     def __init__(
-        self, owners: Mapping[str, tuple[int, ...]], layer_map: LayerMap, params: Mapping[str, nn.Parameter]
+        self,
+        owners: Owners,
+        layer_map: LayerMap,
+        params: Mapping[str, nn.Parameter],
+        held: Held,
+        shares: Mapping[str, float] | None = None,
     ) -> None:
         rank = dist.get_rank()
         self._params = {name: param for name, param in params.items() if param.requires_grad}
+        self._held, self._shares = held, shares or {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for ranks in sorted(set(owners.values())):
             if len(ranks) > 1:
                 group: Any = dist.new_group(list(ranks))
                 self._groups[ranks] = group if rank in ranks else None
         last: dict[tuple[int, ...], int] = {}
-        for name, ranks in owners.items():
-            last[ranks] = max(last.get(ranks, 0), *layer_map.readers[name], 0)
-        summed = [name for name in self._params if len(owners[name]) > 1 and layer_map.readers[name]]
-        summed.sort(key=lambda name: (-last[owners[name]], owners[name], str(self._params[name].dtype), name))
-        self._buckets = _buckets([(name, owners[name]) for name in summed], self._params)
-        self._first = {name: owners[name][0] == rank for name in self._params}
+        for piece, ranks in owners.items():
+            last[ranks] = max(last.get(ranks, 0), *layer_map.readers[piece.name], 0)
+        mine = [piece for piece, ranks in owners.items() if rank in ranks and piece.name in self._params]
+        summed = [piece for piece in mine if len(owners[piece]) > 1 and layer_map.readers[piece.name]]
+        summed.sort(
+            key=lambda piece: (
+                -last[owners[piece]],
+                owners[piece],
+                str(self._params[piece.name].dtype),
+                piece.name,
+                piece.cut.first if piece.cut else 0,
+            )
+        )
+        self._buckets = self._bucketed([(piece, owners[piece]) for piece in summed])
+        self._first = [piece for piece in mine if owners[piece][0] == rank]
 
     def reduce(self) -> None:
         """Sum the gradients in place. A parameter that this rank's backward passes did not reach has a gradient of zeros after
         it."""
         running = []
         for bucket in self._buckets:
-            grads = [self._gradient(name) for name in bucket.names]
-            flat = torch.cat([grad.reshape(-1) for grad in grads])
+            grads = [self._gradient(piece) for piece in bucket.pieces]
+            flat = torch.cat([self._shared(piece.name, grad) for piece, grad in zip(bucket.pieces, grads, strict=True)])
             work = dist.all_reduce(flat, group=self._groups[bucket.owners], async_op=True)
             running.append((work, flat, grads))
         for work, flat, grads in running:
@@ -72,11 +94,13 @@ class GradientSums:
                 grad.copy_(total.view_as(grad))
 
     def squares(self) -> Tensor:
-        """The sum of squares of the gradients of those parameters whose first owner this rank is, in fp64."""
+        """The sum of squares of the gradients of those pieces whose first owner this rank is, in fp64."""
         total = torch.zeros((), dtype=torch.float64)
-        for name, param in self._params.items():
-            if self._first[name] and param.grad is not None:
-                total += torch.linalg.vector_norm(param.grad, dtype=_exact(param.grad.dtype)).double().cpu() ** 2
+        for piece in self._first:
+            grad = self._params[piece.name].grad
+            if grad is not None:
+                part = piece.of(grad, self._held[piece.name])
+                total += torch.linalg.vector_norm(part, dtype=_exact(grad.dtype)).double().cpu() ** 2
         return total
 
     def scale(self, factor: float) -> None:
@@ -85,11 +109,37 @@ class GradientSums:
             if param.grad is not None:
                 param.grad.mul_(factor)
 
-    def _gradient(self, name: str) -> Tensor:
-        param = self._params[name]
+    def _gradient(self, piece: Piece) -> Tensor:
+        """A view of the piece of its parameter's gradient."""
+        param = self._params[piece.name]
         if param.grad is None:
             param.grad = torch.zeros_like(param)
-        return param.grad
+        return piece.of(param.grad, self._held[piece.name])
+
+    def _shared(self, name: str, grad: Tensor) -> Tensor:
+        """This rank's part of the sum, flat."""
+        share = self._shares.get(name, 1.0)
+        return (grad if share == 1.0 else grad * share).reshape(-1)
+
+    def _bucketed(self, rows: Sequence[tuple[Piece, tuple[int, ...]]]) -> list[_Bucket]:
+        """Consecutive pieces of equal owners and dtypes, up to `BUCKET_BYTES`."""
+        buckets: list[_Bucket] = []
+        pieces: list[Piece] = []
+        key: tuple[tuple[int, ...], torch.dtype] | None = None
+        size = 0
+        for piece, owners in rows:
+            param = self._params[piece.name]
+            num_bytes = piece.of(param, self._held[piece.name]).nbytes
+            mine = owners, param.dtype
+            if pieces and key is not None and (mine != key or size + num_bytes > BUCKET_BYTES):
+                buckets.append(_Bucket(tuple(pieces), key[0]))
+                pieces, size = [], 0
+            key = mine
+            pieces.append(piece)
+            size += num_bytes
+        if pieces and key is not None:
+            buckets.append(_Bucket(tuple(pieces), key[0]))
+        return buckets
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
@@ -101,22 +151,3 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
-
-
-def _buckets(rows: Sequence[tuple[str, tuple[int, ...]]], params: Mapping[str, nn.Parameter]) -> list[_Bucket]:
-    """Consecutive parameters of equal owners and dtypes, up to `BUCKET_BYTES`."""
-    buckets: list[_Bucket] = []
-    names: list[str] = []
-    key: tuple[tuple[int, ...], torch.dtype] | None = None
-    size = 0
-    for name, owners in rows:
-        mine = owners, params[name].dtype
-        if names and key is not None and (mine != key or size + params[name].nbytes > BUCKET_BYTES):
-            buckets.append(_Bucket(tuple(names), key[0]))
-            names, size = [], 0
-        key = mine
-        names.append(name)
-        size += params[name].nbytes
-    if names and key is not None:
-        buckets.append(_Bucket(tuple(names), key[0]))
-    return buckets

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import autohete_fx
 from autohete_fx import cluster
+from autohete_fx.cluster.pieces import Piece
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, PipelineSchedule, Stage
 from autohete_fx.errors import AutoHeteError
 from tests.tiny_models import GPT, VOCAB
@@ -41,6 +42,51 @@ class Model(nn.Module):
         return self.scale * self.body(ids)
 
 
+TP_PLAN = {
+    "body.embed": "embedding_rowwise",
+    "body.head": "colwise_gather_output",
+    "body.layers.*.mlp.0": "colwise",
+    "body.layers.*.mlp.2": "rowwise",
+}
+
+
+class Causal(nn.Module):
+    """A transformers model that has a tensor-parallel plan of its own, whose norms of single heads stand between cut layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        config = Qwen3Config(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=4,
+            tie_word_embeddings=True,
+            attention_dropout=0.0,
+        )
+        self.inner = Qwen3ForCausalLM(config)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.inner(input_ids=ids).logits
+
+
+def made_model(depth: int, tied: bool) -> nn.Module:
+    """The tiny GPT; of depth 0, the transformers model."""
+    return Model(depth, tied) if depth else Causal()
+
+
+def nodes_of(plan: ClusterPlan | None, ranks: int) -> list[str]:
+    """By rank, its node in a plan of `plan_of`; ranks that have no part are nodes of their own."""
+    if plan is None:
+        return [f"node-{rank}" for rank in range(ranks)]
+    named = [stage.node for _, _, stage in plan.stages() for _ in range(stage.tp)]
+    return [*named, *(f"node-{rank}" for rank in range(len(named), ranks))]
+
+
 def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
@@ -55,14 +101,17 @@ def rate(step: int) -> float:
 
 
 def plan_of(rows: Sequence[Any], schedule: str = "1f1b") -> ClusterPlan:
-    """Of (micro-batch, micro-batches, last layers of stages) for each pipeline; every rank is a node, every second one recomputes."""
+    """Of (micro-batch, micro-batches, last layers of stages, and GPUs of each stage where these are several) for each pipeline.
+
+    Every stage is a node, called after its first rank. Every second one recomputes.
+    """
     pipelines, node = [], 0
-    for micro_batch, micro_batches, lasts in rows:
-        stages = []
+    for micro_batch, micro_batches, lasts, *degree in rows:
+        stages, tp = [], degree[0] if degree else 1
         for first, last in zip([0, *(last + 1 for last in lasts)], lasts, strict=False):
-            recomputed = node % 2 * (last + 1 - first)
-            stages.append(Stage(node=f"node-{node}", gpu="cpu", tp=1, first=first, last=last, recomputed=recomputed))
-            node += 1
+            recomputed = node // tp % 2 * (last + 1 - first)
+            stages.append(Stage(node=f"node-{node}", gpu="cpu", tp=tp, first=first, last=last, recomputed=recomputed))
+            node += tp
         pipelines.append(Pipeline(stages=tuple(stages), micro_batch=micro_batch, micro_batches=micro_batches))
     return ClusterPlan(model="tiny", pipelines=tuple(pipelines), schedule=PipelineSchedule(schedule))
 
@@ -71,7 +120,7 @@ def trained_alone(
     depth: int, tied: bool, global_batch: int, optimizer: str, steps: int = STEPS
 ) -> tuple[list[Any], dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     torch.manual_seed(SEED)
-    model = Model(depth, tied).train()
+    model = made_model(depth, tied).train()
     start = {name: param.detach().clone() for name, param in model.named_parameters()}
     optim = made_optimizer(optimizer)(list(model.parameters()))
     seen = []
@@ -97,16 +146,22 @@ def made_optimizer(name: str) -> Any:
 
 
 def difference(
-    depth: int, tied: bool, rows: Sequence[Any] | None, backend: str | None, schedule: str, optimizer: str
+    depth: int,
+    tied: bool,
+    rows: Sequence[Any] | None,
+    backend: str | None,
+    schedule: str,
+    optimizer: str,
+    steps: int = STEPS,
 ) -> dict[str, float]:
     """The largest differences of a job from one process, of this rank; ``rows`` None: the job makes its plan."""
     torch.set_default_dtype(torch.float64)
     plan = plan_of(rows, schedule) if rows else None
     global_batch = plan.global_batch if plan else UNPLANNED_BATCH
-    seen, start, params, states = trained_alone(depth, tied, global_batch, optimizer)
+    seen, start, params, states = trained_alone(depth, tied, global_batch, optimizer, steps)
     rank = dist.get_rank()
     job = cluster.join(
-        lambda: Model(depth, tied),
+        lambda: made_model(depth, tied),
         loss_of,
         example=load(range(1)),
         global_batch=global_batch,
@@ -116,7 +171,8 @@ def difference(
         max_grad_norm=CLIP,
         seed=SEED,
         backend=backend,
-        member=cluster.Member(node=f"node-{rank}", gpu="cpu"),
+        member=cluster.Member(node=nodes_of(plan, dist.get_world_size())[rank], gpu="cpu"),
+        tp_plan=TP_PLAN if depth else None,
     )
     found = {"loss": 0.0, "norm": 0.0, "weights": 0.0, "states": 0.0, "held": 0.0}
     for loss, norm in seen:
@@ -125,16 +181,25 @@ def difference(
         found["norm"] = max(found["norm"], abs(step.grad_norm - norm))
     if job.stage is not None:
         assert job.optimizer is not None
-        for name, param in job.stage.named().items():
-            found["held"] += param.numel()
-            found["weights"] = max(found["weights"], float((param.detach() - params[name]).abs().max()))
-            mine = job.optimizer.state[param]
-            assert set(mine) == set(states[name]), (name, set(mine), set(states[name]))
-            for key, value in states[name].items():
-                found["states"] = max(
-                    found["states"], float((torch.as_tensor(mine[key]) - torch.as_tensor(value)).abs().max())
-                )
+        compare_states(job, params, states, found)
     return found
+
+
+def compare_states(job: cluster.Job, params: Any, states: Any, found: dict[str, Any]) -> None:
+    """Note the largest differences of this rank's parts of weights and optimizer states from whole ones."""
+    assert job.optimizer is not None
+    found.setdefault("held", 0.0)
+    for name, param in job.params.items():
+        piece, whole = job.held[name], params[name]
+        found["held"] += param.numel()
+        found["weights"] = max(found["weights"], float((param.detach() - piece.of(whole, Piece(name))).abs().max()))
+        mine = job.optimizer.state[param]
+        assert set(mine) == set(states[name]), (name, set(mine), set(states[name]))
+        for key, value in states[name].items():
+            expected = torch.as_tensor(value)
+            expected = piece.of(expected, Piece(name)) if expected.shape == whole.shape else expected
+            apart = torch.as_tensor(mine[key]).double() - expected.double()
+            found["states"] = max(found["states"], float(apart.abs().max()))
 
 
 def differences(cases: Sequence[Any]) -> list[dict[str, float]]:
@@ -149,13 +214,14 @@ def differences(cases: Sequence[Any]) -> list[dict[str, float]]:
 def leg(
     root: str, rows: Sequence[Any], nodes: Sequence[str], steps: int, store: dict[str, Any], optimizer: str = "torch"
 ) -> dict[str, Any]:
-    """Go on with the job of a store until so many steps are done, on nodes of these names whose disks are folders of ``root``.
+    """Go on with the job of a store until so many steps are done, on nodes of these names, of each rank, whose disks are folders of
+    ``root``.
 
     Returns the step it began with, what was read from where, and the largest differences from one process.
     """
     torch.set_default_dtype(torch.float64)
     plan, rank = plan_of(rows), dist.get_rank()
-    moved = {f"node-{index}": node for index, node in enumerate(nodes)}
+    moved = dict(zip(nodes_of(plan, len(nodes)), nodes, strict=True))
     pipelines = tuple(
         replace(pipeline, stages=tuple(replace(stage, node=moved[stage.node]) for stage in pipeline.stages))
         for pipeline in plan.pipelines
@@ -178,6 +244,7 @@ def leg(
             weights=lambda name: start[name],
             backend=None,
             member=cluster.Member(node=nodes[rank], gpu="cpu"),
+            tp_plan=TP_PLAN,
             log=str(logged),
         )
     except AutoHeteError as error:
@@ -187,12 +254,8 @@ def leg(
         step = job.train_step(load)
         found["loss"] = max(found["loss"], abs(step.loss - seen[step.step][0]))
     saved = job.finish()
-    for name, param in job.params.items():
-        found["weights"] = max(found["weights"], float((param.detach() - params[name]).abs().max()))
-        mine = job.optimizer.state[param] if job.optimizer else {}
-        for key, value in states[name].items():
-            apart = torch.as_tensor(mine[key]).double() - torch.as_tensor(value).double()
-            found["states"] = max(found["states"], float(apart.abs().max()))
+    if job.stage is not None:
+        compare_states(job, params, states, found)
     rows_logged = [json.loads(line) for line in logged.read_text().splitlines()] if rank == 0 else []
     joined = next((row for row in rows_logged if row["event"] == "join"), None)
     found |= {

@@ -219,7 +219,9 @@ def test_a_model_reads_those_tensors_of_a_batch_that_its_forward_names():
 
 def test_a_parameter_comes_from_the_nearest_place_and_from_the_cloud_once():
     needs = [["a", "b"], ["b", "c"], ["c", "d"], ["d"]]
-    fetch = plan_fetch(needs, ["n", "m", "m", "o"], {"n": {"a"}, "m": {"b"}, "o": set()}, {"a", "b", "c", "d"})
+    fetch = plan_fetch(
+        needs, ["n", "m", "m", "o"], {"n": {"a"}, "m": {"b"}, "o": set()}, {name: name for name in "abcd"}
+    )
     assert fetch.local == {0: ("a",), 1: ("b",)}
     assert fetch.cloud == {1: ("c",), 2: ("d",)}
     assert (

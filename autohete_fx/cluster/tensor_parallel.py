@@ -1,0 +1,331 @@
+"""Tensor parallelism inside a unit: which layers its GPUs share, and a stage's modules after `parallelize_module`.
+
+Enter a model and a plan of it: names of modules, with a star for each index, and the styles that transformers' configurations name.
+``colwise`` layers keep a part of their outputs, ``rowwise`` ones a part of their inputs, and sum their results; embeddings and
+heads keep a part of the vocabulary. All other parameters stay whole on each GPU. Leaves a `TensorLayout`, the same on all ranks.
+
+The modules of a stage have DTensors as parameters. Everything else (sums of gradients, the optimizer, saves) works with a rank's
+own part of them, which shares its memory with the DTensor.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from autohete_fx.cluster.building import BuildModel, build_noting_order
+from autohete_fx.cluster.layers import LayerMap
+from autohete_fx.cluster.pieces import Cut, part_of
+from autohete_fx.errors import ClusterError
+
+TpPlan = Mapping[str, str]
+"""By name of a module, with a star for each index, its style."""
+_SUMMED = "replicated_with_grad_allreduce"
+_UNLIKE, _NOISE = 1e-2, 1e-6
+"""Shares of a norm, and of the largest norm, by which gradients that should be equal may differ."""
+
+
+def _gathered() -> ParallelStyle:
+    return ColwiseParallel(output_layouts=Replicate())
+
+
+def _vocabulary() -> ParallelStyle:
+    return RowwiseParallel(input_layouts=Replicate())
+
+
+@dataclass(frozen=True, slots=True)
+class _Style:
+    """How a module is cut: by which class of PyTorch, and along which dimension of each parameter.
+
+    ``uneven``: parts may differ in size, because no other layer reads them in parts.
+    """
+
+    kind: type[nn.Module]
+    dims: Mapping[str, int]
+    make: Callable[[], ParallelStyle]
+    uneven: bool = False
+
+
+_HEAD = _Style(nn.Linear, {"weight": 0, "bias": 0}, _gathered, uneven=True)
+_EMBEDDING = _Style(nn.Embedding, {"weight": 0}, _vocabulary, uneven=True)
+_STYLES: Mapping[str, _Style] = {
+    "colwise": _Style(nn.Linear, {"weight": 0, "bias": 0}, ColwiseParallel),
+    "rowwise": _Style(nn.Linear, {"weight": 1}, RowwiseParallel),
+    "colwise_gather_output": _HEAD,
+    "colwise_rep": _HEAD,
+    "embedding_rowwise": _EMBEDDING,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorLayout:
+    """How the GPUs of a unit share the layers of a model.
+
+    Attributes:
+        styles: by name of a module that is cut, its style.
+        dims: by name of a parameter that is cut, the dimension; tied ones by the first name.
+        summed: parameters that each GPU has whole and applies to its part of the activations, so that gradients are summed.
+    """
+
+    styles: Mapping[str, str] = field(default_factory=dict)
+    dims: Mapping[str, int] = field(default_factory=dict)
+    summed: frozenset[str] = frozenset()
+
+    def cut(self, name: str, sizes: Collection[int], degree: int, part: int) -> Cut | None:
+        """The range of a parameter that one of so many GPUs has; None: all of it."""
+        dim = self.dims.get(name)
+        return None if dim is None or degree == 1 else part_of(dim, tuple(sizes)[dim], degree, part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """The GPUs that share a stage's layers, and this rank among them.
+
+    Attributes:
+        layout: of the model.
+        mesh: of the ranks.
+        degree: how many they are.
+        part: index of this rank.
+    """
+
+    layout: TensorLayout
+    mesh: DeviceMesh
+    degree: int
+    part: int
+
+    def shares(self, names: Iterable[str]) -> dict[str, float]:
+        """This rank's share of the gradients of parameters that each GPU has whole, where each has the whole gradient."""
+        whole = (name for name in names if name not in self.layout.dims and name not in self.layout.summed)
+        return dict.fromkeys(whole, 1 / self.degree)
+
+
+# -- which layers are shared -----------------------------------------------------------------------------------------
+
+
+def layout_of(
+    build_model: BuildModel, layer_map: LayerMap, degrees: Collection[int], tp_plan: TpPlan | None = None
+) -> TensorLayout:
+    """How units of these degrees share the layers of a model.
+
+    Args:
+        build_model: makes the model.
+        layer_map: of the model.
+        degrees: GPUs of the plan's units.
+        tp_plan: of the model; None: that of its transformers configuration.
+
+    Raises:
+        ClusterError: the model has no plan, the plan has styles that are unknown or modules that cannot be cut so, or a degree does
+            not divide a layer.
+    """
+    if max(degrees) == 1:
+        return TensorLayout()
+    model, _ = build_noting_order(build_model)
+    plan, config = _plan_of(model, tp_plan)
+    patterns = {pattern: re.compile(re.escape(pattern).replace(r"\*", r"\d+")) for pattern in plan}
+    styles: dict[str, str] = {}
+    summed: set[str] = set()
+    matched: set[str] = set()
+    for name, module in model.named_modules():
+        pattern = next((pattern for pattern in plan if patterns[pattern].fullmatch(name)), None)
+        if pattern is None:
+            continue
+        style = plan[pattern]
+        matched.add(pattern)
+        if style == _SUMMED:
+            summed.update(layer_map.tied.get(own, own) for own, _ in module.named_parameters(name))
+        elif style not in _STYLES or not isinstance(module, _STYLES[style].kind):
+            raise ClusterError(
+                f"the tensor-parallel plan calls {name!r}, a {type(module).__name__}, {style!r}. Expected were Linear layers that"
+                f" are colwise, rowwise or colwise_gather_output, and Embeddings that are embedding_rowwise. Give"
+                " another tp_plan= to cluster.join, or plan with --max-tp 1"
+            )
+        elif not isinstance(module, nn.Embedding) or _is_plain(module):
+            styles[name] = style
+    unmatched = sorted(set(plan) - matched) if tp_plan is not None or not styles else []
+    if unmatched:
+        raise ClusterError(
+            f"the tensor-parallel plan names {unmatched[0]!r}, and {type(model).__name__} has no such module. Expected were names"
+            f" as {layer_map.layers[0]!r}, with a star in place of an index. Correct tp_plan="
+        )
+    _keep_ties_whole(model, layer_map, styles)
+    dims = _dims(model, layer_map, styles)
+    _check_degrees(layer_map, styles, dims, config, degrees)
+    return TensorLayout(styles=styles, dims=dims, summed=frozenset(summed))
+
+
+def _plan_of(model: nn.Module, given: TpPlan | None) -> tuple[TpPlan, Any]:
+    """The plan with names as the model has them, and the configuration that knows of heads."""
+    if given is not None:
+        return given, getattr(model, "config", None)
+    for name, module in model.named_modules():
+        inner: Any = module
+        if getattr(inner, "config", None) is not None and getattr(inner, "tp_plan", None):
+            prefix = f"{name}." if name else ""
+            return {f"{prefix}{pattern}": style for pattern, style in inner.tp_plan.items()}, inner.config
+    raise ClusterError(
+        f"the plan has stages of several GPUs, and {type(model).__name__} has no tensor-parallel plan. Expected was one, such as"
+        ' {"layers.*.up": "colwise", "layers.*.down": "rowwise"}. Give it to cluster.join as tp_plan=, or plan with --max-tp 1'
+    )
+
+
+def _is_plain(module: nn.Embedding) -> bool:
+    """Whether rows of an embedding do not depend on each other. Others stay whole."""
+    return type(module) is nn.Embedding and module.padding_idx is None and module.max_norm is None
+
+
+def _keep_ties_whole(model: nn.Module, layer_map: LayerMap, styles: dict[str, str]) -> None:
+    """Take out ends of the model whose tied weights not all of their modules would cut alike."""
+    ways: dict[str, set[tuple[str, int | None]]] = {}
+    for full, _ in model.named_parameters(remove_duplicate=False):
+        module, _, own = full.rpartition(".")
+        style = styles.get(module)
+        dim = _STYLES[style].dims.get(own) if style else None
+        ways.setdefault(layer_map.tied.get(full, full), set()).add((module, dim))
+    for name, places in ways.items():
+        if len({dim for _, dim in places}) > 1:
+            for module in {module for module, _ in places} & set(styles):
+                if not _STYLES[styles[module]].uneven:
+                    raise ClusterError(
+                        f"the tensor-parallel plan cuts {module!r}, and {name!r} is tied to a module that it does not cut so."
+                        " Expected was one way for both. Correct tp_plan="
+                    )
+                del styles[module]
+
+
+def _dims(model: nn.Module, layer_map: LayerMap, styles: Mapping[str, str]) -> dict[str, int]:
+    dims: dict[str, int] = {}
+    for module, style in styles.items():
+        for own, _ in model.get_submodule(module).named_parameters(recurse=False):
+            dim = _STYLES[style].dims.get(own)
+            if dim is not None:
+                full = f"{module}.{own}"
+                dims[layer_map.tied.get(full, full)] = dim
+    return dims
+
+
+def _check_degrees(
+    layer_map: LayerMap, styles: Mapping[str, str], dims: Mapping[str, int], config: Any, degrees: Collection[int]
+) -> None:
+    sizes = {name: layer_map.shapes[name].sizes[dim] for name, dim in dims.items()}
+    uneven = {module for module, style in styles.items() if _STYLES[style].uneven}
+    for heads in ("num_attention_heads", "num_key_value_heads"):
+        count = getattr(config, heads, None)
+        if isinstance(count, int):
+            sizes[heads] = count
+    for degree in sorted(degrees):
+        for name, size in sizes.items():
+            loose = name.rpartition(".")[0] in uneven
+            if part_of(0, size, degree, degree - 1).first >= size if loose else size % degree:
+                raise ClusterError(
+                    f"the plan has units of {degree} GPUs, and {name!r} has {size} rows to share. Expected was a degree that"
+                    " divides them. Plan with a smaller --max-tp"
+                )
+
+
+# -- a stage's modules -----------------------------------------------------------------------------------------------
+
+
+def divide(model: nn.Module, names: Mapping[int, str], parts: Mapping[str, nn.Parameter], unit: Unit) -> None:
+    """Give the modules of a stage DTensors as parameters, and the collectives around them.
+
+    Args:
+        model: whose modules have this rank's parts as parameters.
+        names: by address of such a part, its parameter's name.
+        parts: by name of a parameter.
+        unit: of this rank.
+    """
+    styles: dict[str, ParallelStyle] = {}
+    before: dict[tuple[str, str], str] = {}
+    for name, style in unit.layout.styles.items():
+        module = _module(model, name)
+        own = dict(module.named_parameters(recurse=False)) if isinstance(module, _STYLES[style].kind) else {}
+        if module is None or not own or not all(id(param) in names for param in own.values()):
+            continue  # another stage's
+        styles[name] = _STYLES[style].make()
+        for key, param in own.items():
+            before[name, key] = names[id(param)]
+            whole = list(param.shape)
+            dim = unit.layout.dims.get(names[id(param)])
+            if dim is not None:
+                whole[dim] = _length(module, key, dim)
+            module._parameters[key] = nn.Parameter(
+                torch.empty(whole, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad
+            )
+    if styles:
+        parallelize_module(model, unit.mesh, styles, src_data_rank=None)
+    shared: dict[str, nn.Parameter] = {}
+    for (module_name, key), name in before.items():
+        module = model.get_submodule(module_name)
+        planned = module._parameters[key]
+        assert isinstance(planned, DTensor), "parallelize_module distributes all parameters of the modules it is given"
+        if name not in shared:
+            shared[name] = _distributed(parts[name], planned, unit.mesh)
+        module._parameters[key] = shared[name]
+
+
+def _module(model: nn.Module, name: str) -> nn.Module | None:
+    """A module of the model; None where another stage's has a stand-in above it."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def _length(module: nn.Module, key: str, dim: int) -> int:
+    layer: Any = module
+    if isinstance(module, nn.Embedding):
+        return layer.num_embeddings if dim == 0 else layer.embedding_dim
+    return layer.out_features if key == "bias" or dim == 0 else layer.in_features
+
+
+def _distributed(part: nn.Parameter, planned: DTensor, mesh: DeviceMesh) -> nn.Parameter:
+    """A DTensor of a rank's part, placed as planned."""
+    placements: tuple[Placement, ...] = planned.placements
+    made = DTensor.from_local(
+        part.detach(), mesh, placements, run_check=False, shape=planned.shape, stride=planned.stride()
+    )
+    assert made.to_local().shape == part.shape, "parts are cut as DTensors are"
+    return nn.Parameter(made, part.requires_grad)
+
+
+def take_gradients(params: Mapping[str, nn.Parameter], parts: Mapping[str, nn.Parameter]) -> None:
+    """Move the gradients of DTensors to a rank's parts of them."""
+    for name, param in params.items():
+        if isinstance(param, DTensor) and param.grad is not None:
+            grad: Any = param.grad
+            if tuple(grad.placements) != tuple(param.placements):
+                grad = grad.redistribute(placements=param.placements)
+            parts[name].grad = grad.to_local()
+            param.grad = None
+
+
+def check_whole(parts: Mapping[str, nn.Parameter], unit: Unit) -> None:
+    """Compare the gradients of parameters that each GPU of a unit has whole, and applies to whole activations.
+
+    All ranks of the unit call it. Raises ClusterError, on all of them, where gradients differ: one of the parameters is applied to
+    a part of the activations, and the plan does not say so.
+    """
+    names = [name for name in parts if name not in unit.layout.dims and name not in unit.layout.summed]
+    norms = torch.zeros(len(names), dtype=torch.float64, device=unit.mesh.device_type)
+    for index, name in enumerate(names):
+        grad = parts[name].grad
+        if grad is not None:
+            norms[index] = torch.linalg.vector_norm(grad)
+    ends = torch.stack([norms, -norms])
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=unit.mesh.get_group())
+    largest, least = ends[0].cpu(), -ends[1].cpu()
+    apart = largest - least
+    wrong = (apart > _UNLIKE * largest) & (apart > _NOISE * largest.max()) if names else apart.bool()
+    if wrong.any():
+        name = names[int(wrong.nonzero()[0])]
+        raise ClusterError(
+            f"GPUs of a unit have different gradients of {name!r}, which each has whole. Expected were equal ones. Call its module"
+            f" {_SUMMED!r} in tp_plan= if it is applied to a part of the heads or columns"
+        )

@@ -1,0 +1,77 @@
+"""Jobs whose stages have several GPUs: a plan that is wrong, and saves that other plans restore."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from autohete_fx import cluster
+from autohete_fx.errors import AutoHeteError
+from tests.dist.cluster_jobs import Causal, differences, leg, load, loss_of, made_optimizer, nodes_of, plan_of
+
+WRONG_PLAN = {
+    "inner.model.layers.*.self_attn.q_proj": "colwise",
+    "inner.model.layers.*.self_attn.k_proj": "colwise",
+    "inner.model.layers.*.self_attn.v_proj": "colwise",
+    "inner.model.layers.*.self_attn.o_proj": "rowwise",
+}
+"""It does not say that norms of heads see a part of the heads."""
+SAVED, STEPS = [[2, 2, [4], 2], [1, 2, [1, 4]]], 4
+LEGS: Sequence[Any] = (
+    ("same", SAVED, "aabc", ""),
+    ("other degree", [[1, 6, [1, 4]]], "adbc", "d"),
+    ("halves", [[3, 2, [4], 2]], "eebc", "e"),
+    ("cloud", SAVED, "ffgh", "fgh"),
+)
+"""Name, plan, the node of each rank, and the nodes whose disks are new."""
+
+
+def trained(cases: Sequence[Any]) -> dict[str, Any]:
+    """`differences` of plans, and `errors`."""
+    return {"differences": differences(cases), "errors": errors()}
+
+
+def errors() -> list[str]:
+    """Of a plan that leaves out what it must say, of one that names nothing, and of a backend that cannot."""
+    plan = plan_of([(2, 2, [3], 2), (2, 2, [3], 2)])
+    found = []
+    for tp_plan, backend in ((WRONG_PLAN, None), ({"layers.*.q_proj": "colwise"}, None), (None, "autohete")):
+        try:
+            job = cluster.join(
+                Causal,
+                loss_of,
+                example=load(range(1)),
+                global_batch=plan.global_batch,
+                plan=plan,
+                optimizer=made_optimizer("torch"),
+                backend=backend,
+                member=cluster.Member(node=nodes_of(plan, dist.get_world_size())[dist.get_rank()], gpu="cpu"),
+                tp_plan=tp_plan,
+            )
+            job.train_step(load)
+            found.append("")
+        except AutoHeteError as error:
+            found.append(str(error))
+    return found
+
+
+def legs(root: str) -> list[dict[str, Any]]:
+    """A job that is saved, and then goes on with other plans; some disks are lost before each."""
+    found = [leg(root, SAVED, list("aabc"), STEPS, {"cloud": f"{root}/cloud"})]
+    for index, (_, rows, nodes, lost) in enumerate(LEGS, 1):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for node in lost:
+                shutil.rmtree(f"{root}/{node}", ignore_errors=True)
+        dist.barrier()
+        found.append(leg(root, rows, list(nodes), STEPS + 2 * index, {"cloud": f"{root}/cloud"}))
+    if dist.get_rank() == 0:
+        exported = str(Path(root) / "model.safetensors")
+        found[-1]["exported"] = cluster.export(cluster.Store(local=f"{root}/f", cloud=f"{root}/cloud"), exported)
+        from safetensors.torch import load_file
+
+        found[-1]["shapes"] = sorted(list(tensor.shape) for tensor in load_file(exported).values())
+    dist.barrier()
+    return found

@@ -1,0 +1,78 @@
+"""Stages of several GPUs train as one process does, beside stages of one GPU too; other plans go on with their saves."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.ranks import run
+from tests.dist.tensor_parallel_jobs import LEGS, STEPS
+from tests.dist.test_cluster_job import DEPTH, check
+
+EXACT = 1e-11
+TRAINED = 10
+
+
+def plans() -> list[Any]:
+    """(micro-batch, micro-batches, last layers of stages, GPUs of a stage) of each pipeline."""
+    return [
+        [(2, 3, [4], 2)],
+        [(1, 3, [2, 4], 2)],
+        [(2, 2, [4], 4)],
+        [(2, 3, [4], 2), (1, 2, [4])],  # two degrees
+        [(1, 2, [4], 2), (1, 3, [1, 4])],  # of unequal depth and micro-batches
+        [(2, 1, [4], 2), (1, 2, [4], 2)],
+    ]
+
+
+def drawn(count: int, ranks: int) -> list[Any]:
+    """Plans of up to so many ranks, at random, each with a stage of several GPUs."""
+    chance, found = random.Random(11), []
+    while len(found) < count:
+        free, rows = ranks, []
+        while free and (not rows or chance.random() < 0.8):
+            degree = chance.choice([1, 2, 2]) if free > 1 else 1
+            depth = chance.randint(1, min(free // degree, 3))
+            lasts = [*sorted(chance.sample(range(DEPTH + 1), depth - 1)), DEPTH + 1]
+            rows.append((chance.randint(1, 3), depth + chance.randint(0, 2), lasts, degree))
+            free -= depth * degree
+        if any(row[3] > 1 for row in rows):
+            found.append(rows)
+    return found
+
+
+@pytest.mark.slow
+def test_stages_of_several_gpus_train_as_one_process_does(tmp_path: Path):
+    cases: list[Any] = [
+        (DEPTH, index % 2 == 0, rows, None, "gpipe" if index % 4 == 1 else "1f1b", "torch", TRAINED)
+        for index, rows in enumerate([*plans(), *drawn(4, 4)])
+    ]
+    cases.append((0, True, [(1, 2, [3], 2), (2, 1, [3])], None, "1f1b", "torch", TRAINED))  # a transformers model
+    cases.append((DEPTH, True, [(2, 2, [4], 2), (1, 2, [4])], "inductor", "1f1b", "torch", TRAINED))
+    found = run("tests.dist.tensor_parallel_jobs.trained", tmp_path, cases, num_ranks=4)
+    check([rank["differences"] for rank in found], cases)
+    for rank in found:
+        wrong, unmatched, backend = rank["errors"]
+        assert "different gradients of 'inner.model.layers.0.self_attn.q_norm.weight'" in wrong
+        assert "has no such module" in unmatched
+        assert "--max-tp 1" in backend
+
+
+@pytest.mark.slow
+def test_plans_of_other_degrees_go_on_with_what_was_saved(tmp_path: Path):
+    root = tmp_path / "root"
+    root.mkdir()
+    found = run("tests.dist.tensor_parallel_jobs.legs", tmp_path, str(root), num_ranks=4)
+    for rank in found:
+        for index, row in enumerate(rank):
+            assert "error" not in row, row
+            assert row["first"] == (STEPS + 2 * (index - 1) if index else 0)
+            assert max(row[key] for key in ("loss", "weights", "states")) < EXACT
+    read = {name: row["bytes"] for (name, *_), row in zip(LEGS, found[0][1:], strict=True)}
+    assert read["same"]["local"] and not read["same"]["peer"] and not read["same"]["cloud"]
+    assert read["other degree"]["local"] and read["other degree"]["peer"] and not read["other degree"]["cloud"]
+    assert read["cloud"]["cloud"] == pytest.approx(8 * 7220 * 3, rel=0.01), "each saved piece once"
+    assert 0 < read["halves"]["cloud"] < read["cloud"]["cloud"]
+    assert found[0][-1]["exported"] == STEPS + 2 * len(LEGS)
+    assert [32, 16] in found[0][-1]["shapes"], "the whole embedding"
