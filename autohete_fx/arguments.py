@@ -1,4 +1,4 @@
-"""The options of ``autohete plan`` and ``autohete run``: names, defaults, and what their text may be. PyTorch is not needed to read them."""
+"""The options of ``autohete plan`` and ``autohete run``: names, defaults, what their text may be. Reading them needs no PyTorch."""
 
 import argparse
 import math
