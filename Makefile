@@ -1,6 +1,7 @@
 # make demo        train a GPT on real text in half the device memory that plain torch.compile needs
 # make test        the whole test suite             make test-fast   without the slow tests
 # make lint        ruff, pyright, import-linter     make venv        only set up .venv
+# make docs        the pages as a site, in build/site
 #
 # All of them work on a fresh machine with Python 3.11 or later, pip and a C++ compiler. What they need is installed into
 # .venv once. Variables:
@@ -29,7 +30,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet $(PIP_ARGS)
 HAS_CUDA_TORCH := import torch; v = tuple(map(int, torch.__version__.split('.')[:2])); \
 	assert (2, 11) <= v < (2, 16) and torch.cuda.is_available()
 
-.PHONY: demo test test-fast lint venv clean
+.PHONY: demo test test-fast lint docs venv clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -50,6 +51,9 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 venv: $(VENV)/.installed-test
 
@@ -93,6 +97,10 @@ $(VENV)/.installed: $(VENV)/.installed-torch pyproject.toml
 $(VENV)/.installed-test: $(VENV)/.installed-torch pyproject.toml
 	$(PIP_INSTALL) -e '.[test]'
 	touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: $(VENV)/.installed-torch pyproject.toml
+	$(PIP_INSTALL) -e '.[docs]'
+	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-torch pyproject.toml
 	$(PIP_INSTALL) -e '.[test,dev]'

@@ -38,6 +38,12 @@ def test_files_that_commands_and_sentences_name_are_there(page: Path):
         assert (ROOT / name).exists(), name
 
 
+def test_the_site_shows_every_page():
+    """`make docs` builds it."""
+    nav = re.findall(r"^ +- .*: (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    assert sorted(nav) == sorted(["index.md", *(page.name for page in PAGES[1:])])
+
+
 def test_rooms_of_the_house_are_there():
     text = (ROOT / "docs" / "internals.md").read_text()
     rooms = re.findall(r"`(\w+(?:/\w+)?)/`", text[text.index("## Where things are") :])
