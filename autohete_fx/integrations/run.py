@@ -88,7 +88,8 @@ def run(
             sys.excepthook(type(error), error, error.__traceback__)
             return 130 if isinstance(error, KeyboardInterrupt) else 1
         finally:
-            if os.getpid() == process:  # a process that the program forked may end here too
+            # A process that the program forked may end here too, and ranks of a job decide alike.
+            if os.getpid() == process and os.environ.get("RANK", "0") == "0":
                 sys.stdout.flush()
                 print(report(watched.trained, options, _since(earlier)), file=sys.stderr, flush=True)
     return 0
