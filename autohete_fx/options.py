@@ -86,6 +86,7 @@ class Options:
             long enough for that to pay off (`autohete_fx.compiler.training`).
         allow: what the planner may decide, a subset of ``ALLOWED_DECISIONS``.
         micro_batches: forward and backward passes per optimizer step, at least 1.
+        in_flight: the most forward passes that run before a backward of one of them ends, as in a pipeline; at least 1.
         solver_time_limit_s: seconds that the solver may take.
         verify: check graphs between passes.
     """
@@ -100,6 +101,7 @@ class Options:
     profile: str = "auto"
     allow: frozenset[str] = frozenset(ALLOWED_DECISIONS)
     micro_batches: int = 1
+    in_flight: int = 1
     solver_time_limit_s: float = 10.0
     verify: bool = True
 
@@ -283,6 +285,15 @@ def _parse_micro_batches(name: str, value: object) -> int:
     return value
 
 
+def _parse_in_flight(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise OptionError(
+            f"option {name!r} is {_shown(value)}; expected an int of at least 1: how many forward passes run before the"
+            " backward pass of the first of them"
+        )
+    return value
+
+
 def _parse_seconds(name: str, value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not (value > 0 and math.isfinite(value)):
         raise OptionError(f"option {name!r} is {_shown(value)}; expected a positive number of seconds")
@@ -306,6 +317,7 @@ _PARSERS: dict[str, Callable[[str, object], Any]] = {  # Any: each parser return
     "profile": _parse_choice("auto", "measured", "analytic"),
     "allow": _parse_allow,
     "micro_batches": _parse_micro_batches,
+    "in_flight": _parse_in_flight,
     "solver_time_limit_s": _parse_seconds,
     "verify": _parse_bool,
 }

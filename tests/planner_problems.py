@@ -149,7 +149,8 @@ def problems(
         allow_disk_optimizer=draw(_SELDOM) and not some_states,  # all places together are too many to try them all
         schedule=Schedule(overlap=draw(st.sampled_from(Overlap)), priority=draw(st.sampled_from([True, True, False]))),
         clips_gradients=draw(st.booleans()),
-        micro_batches=draw(st.sampled_from([1, 1, 2, 4])),
+        micro_batches=(passes := draw(st.sampled_from([1, 1, 2, 4]))),
+        in_flight=draw(st.sampled_from([1, 1, passes])),
         training=training,
     )
     if early:

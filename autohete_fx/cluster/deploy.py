@@ -146,14 +146,15 @@ def deploy(plan: ClusterPlan, members: Sequence[Member]) -> Deployment:
     return Deployment(plan=plan, ranks=ranks, idle=tuple(rank for rank in range(len(members)) if rank not in seated))
 
 
-def warn_of_offloads(plan: ClusterPlan) -> None:
-    """Warn where optimizer states should be on hosts: jobs keep them on the GPU. The result is the same, in more memory."""
+def warn_of_offloads(plan: ClusterPlan, optimizer: object) -> None:
+    """Warn where optimizer states should be on hosts, and the job's backend and optimizer keep them on the GPU. The result is
+    the same, in more memory."""
     layers = sum(stage.offloaded for _, _, stage in plan.stages())
     if layers:
         warnings.warn(
-            f"the plan keeps optimizer states of {layers} layers on hosts, and jobs keep all of them on the GPU. Expected was"
-            f" a plan"
-            " that offloads none. Plan for less memory a GPU, or see that there is enough",
+            f"the plan keeps optimizer states of {layers} layers on hosts, and {type(optimizer).__name__} keeps all of them on the"
+            ' GPU. Expected were backend="autohete" and an optimizer of autohete_fx, which move states within memory_budget. Give'
+            " both, plan for less memory a GPU, or see that there is enough",
             stacklevel=3,
         )
 

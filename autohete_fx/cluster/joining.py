@@ -24,6 +24,7 @@ from autohete_fx.cluster.building import BuildModel
 from autohete_fx.cluster.deploy import Deployment, Member, Seat, check_runs, deploy, warn_of_offloads
 from autohete_fx.cluster.job import Job, JobLog, MakeOptimizer, Recipe
 from autohete_fx.cluster.layers import LayerMap, map_layers
+from autohete_fx.cluster.memory import in_flight
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.restore import Restored, restore
 from autohete_fx.cluster.stage import Loss, StageModule, Weights, build_stage
@@ -31,6 +32,7 @@ from autohete_fx.cluster.stage_run import StageRun, pipeline_groups
 from autohete_fx.cluster.store import Store, restore_states
 from autohete_fx.cluster.tensor_parallel import TensorLayout, TpPlan, Unit, layout_of
 from autohete_fx.errors import ClusterError
+from autohete_fx.optim.base import PlannedOptimizer
 
 TIMEOUT_S = 300.0
 MakePlan = Callable[[Sequence[Member], LayerMap], ClusterPlan]
@@ -81,7 +83,8 @@ def join(
         options: of that backend.
         device: of this rank; None: its CUDA device, else the CPU.
         member: this rank's node and type of GPU as the plan calls them; None: by the host's name and the device.
-        memory_budget: of each GPU, as ``"20GiB"``, ``"60%"`` or bytes, for the plan that is made; None: nearly all that there is.
+        memory_budget: of each GPU, as ``"20GiB"``, ``"60%"`` or bytes, for the plan that is made, and for each stage that
+            ``backend="autohete"`` compiles; None: nearly all that there is.
         cache_dir: where measurements for that plan are kept; None: `autohete_fx.cache.cache_dir`.
         log: a file of JSON lines, which the first rank writes.
         timeout_s: after which a rank that does not answer is an error.
@@ -100,8 +103,10 @@ def join(
     members: list[Member] = [row[0] for row in said]
     job_log = JobLog(log, rank == 0)
 
-    def compiled(stage: StageModule) -> Any:
-        return stage if backend is None else torch.compile(stage, backend=backend, options=options)
+    def compiled(stage: StageModule, more: dict[str, Any] | None = None) -> Any:
+        if backend is None:
+            return stage
+        return torch.compile(stage, backend=backend, options={**more, **(options or {})} if more else options)
 
     plan = plan or automatic_plan(
         build_model,
@@ -128,7 +133,6 @@ def join(
     deployment = deploy(plan, members)
     seat = deployment.seat(rank)
     layer_map = map_layers(build_model, batch.of_samples(plan.pipelines[seat.pipeline if seat else 0].micro_batch))
-    warn_of_offloads(plan)
     check_runs(plan, layer_map, getattr(build_model, "__name__", "the model"))
     layout = layout_of(build_model, layer_map, {stage.tp for _, _, stage in plan.stages()}, tp_plan)
     unit = _unit_of(deployment, seat, layout, device, backend)
@@ -151,7 +155,7 @@ def join(
     if seat and stage:
         run = StageRun(
             stage,
-            compiled(stage),
+            compiled(stage, _stage_options(deployment, seat, memory_budget) if _is_autohete(backend) else None),
             seat=seat,
             deployment=deployment,
             layer_map=layer_map,
@@ -173,11 +177,24 @@ def join(
         generation=said[0][1],
         job_log=job_log,
     )
+    if not (_is_autohete(backend) and isinstance(job.optimizer, PlannedOptimizer | None)):
+        warn_of_offloads(plan, job.optimizer)
     if restored is not None:
         job.step = restored.step
         restore_states(job.params, job.optimizer, restored.tensors)
     _report(job, job_log, restored, group, time.perf_counter() - start)
     return job
+
+
+def _is_autohete(backend: object) -> bool:
+    return getattr(backend, "__name__", backend) == "autohete"
+
+
+def _stage_options(deployment: Deployment, seat: Seat, memory_budget: str | int | None) -> dict[str, Any]:
+    """The options that tell our backend which passes a stage runs, and in how much memory."""
+    pipeline = deployment.plan.pipelines[seat.pipeline]
+    held = in_flight(seat.place, len(pipeline.stages), pipeline.micro_batches, deployment.plan.schedule)
+    return {"micro_batches": pipeline.micro_batches, "in_flight": held, "memory_budget": memory_budget}
 
 
 def _unit_of(
@@ -189,7 +206,7 @@ def _unit_of(
     """
     found = None
     units = deployment.units()
-    if units and getattr(backend, "__name__", backend) == "autohete":
+    if units and _is_autohete(backend):
         raise ClusterError(
             'the plan has stages of several GPUs, and backend="autohete" compiles layers that one GPU has. Expected was another'
             ' backend. Give backend="inductor", or plan with --max-tp 1'

@@ -175,7 +175,7 @@ class CapturedGraph:
         limits = Limits(
             device_budget_bytes=self.budget_bytes,
             host_budget_bytes=self.host_bytes,
-            fixed_bytes=input_bytes(self.inputs)
+            fixed_bytes=(self.options.in_flight if training else 1) * input_bytes(self.inputs)
             + self.small_bytes(training)
             + (0 if training else self.trained_bytes)
             + self.others_bytes

@@ -78,6 +78,7 @@ def described_options(options: Options) -> dict[str, object]:
         "host_budget": options.host_budget,
         "allow": sorted(options.allow),
         "micro_batches": options.micro_batches,
+        "in_flight": options.in_flight,
         "inner_backend": options.inner_backend,
         "profile": options.profile,
         "plan": options.plan.digest if options.plan else None,

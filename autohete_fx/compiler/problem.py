@@ -333,6 +333,7 @@ def make_problem(
         allow_streamed_optimizer=machine.device_type != "cpu" and is_elementwise(params.values()),
         update_workspace_bytes=update_workspace_bytes(params.values(), streams=streams) if training else 0,
         micro_batches=options.micro_batches,
+        in_flight=options.in_flight if training else 1,
         num_ranks=num_ranks(params.values()),
         num_replicas=num_replicas(params.values()),
         schedule=schedule_of(list(params.values()), machine),

@@ -31,6 +31,7 @@ class Problem:
         update_workspace_bytes: memory that updates of whole parameters, one after the other, need where they run.
         clips_gradients: whether the norm of all gradients must be known before the first update.
         micro_batches: forward and backward passes per optimizer step.
+        in_flight: of these, the most whose forward has run and whose backward has not.
         num_ranks: how many ranks hold shards of the parameters.
         num_replicas: how many ranks hold the same shards, and average gradients before they update.
         training: False for an inference graph: no backward, gradients or optimizer.
@@ -59,6 +60,7 @@ class Problem:
     update_workspace_bytes: int = 0
     clips_gradients: bool = False
     micro_batches: int = 1
+    in_flight: int = 1
     num_ranks: int = 1
     num_replicas: int = 1
     training: bool = True
@@ -67,6 +69,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         assert len(self.labels) == len(self.costs), "one label a block"
+        assert 1 <= self.in_flight <= self.micro_batches, "micro-batches in flight are some of a step's"
         assert not self.fixed_decisions or len(self.fixed_decisions) == len(self.costs)
 
     @property

@@ -91,6 +91,5 @@ def _left_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
     at_home = cost.param_bytes if decision.params is Params.DEVICE else 0
     states = cost.states_at(decision, Optimizer.DEVICE)
     gradients = cost.part_at(cost.grad_bytes, decision, Optimizer.DEVICE, Optimizer.STREAMED)
-    return (
-        at_home + kept_bytes(problem, block, decision) + states + gradients + cost.activations(decision).staying_bytes
-    )
+    between = kept_bytes(problem, block, decision) + cost.activations(decision).staying_bytes
+    return at_home + states + gradients + problem.in_flight * between

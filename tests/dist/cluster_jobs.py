@@ -16,6 +16,7 @@ from autohete_fx import cluster
 from autohete_fx.cluster.pieces import Piece
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, PipelineSchedule, Stage
 from autohete_fx.errors import AutoHeteError
+from autohete_fx.runtime import placement
 from tests.tiny_models import GPT, VOCAB
 
 TOKENS, STEPS, CLIP, SEED = 6, 4, 0.5, 3
@@ -212,10 +213,16 @@ def differences(cases: Sequence[Any]) -> list[dict[str, float]]:
 
 
 def leg(
-    root: str, rows: Sequence[Any], nodes: Sequence[str], steps: int, store: dict[str, Any], optimizer: str = "torch"
+    root: str,
+    rows: Sequence[Any],
+    nodes: Sequence[str],
+    steps: int,
+    store: dict[str, Any],
+    optimizer: str = "torch",
+    options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Go on with the job of a store until so many steps are done, on nodes of these names, of each rank, whose disks are folders of
-    ``root``.
+    ``root``; with our backend where there are options.
 
     Returns the step it began with, what was read from where, and the largest differences from one process.
     """
@@ -242,7 +249,8 @@ def leg(
             learning_rate=rate,
             max_grad_norm=CLIP,
             weights=lambda name: start[name],
-            backend=None,
+            backend="autohete" if options else None,
+            options=options,
             member=cluster.Member(node=nodes[rank], gpu="cpu"),
             tp_plan=TP_PLAN,
             log=str(logged),
@@ -256,6 +264,8 @@ def leg(
     saved = job.finish()
     if job.stage is not None:
         compare_states(job, params, states, found)
+    newest = autohete_fx.compilations()[-1:] if options else ()
+    found["states at"] = sorted({d.optimizer.value for c in newest for d in c.plan.decisions})
     rows_logged = [json.loads(line) for line in logged.read_text().splitlines()] if rank == 0 else []
     joined = next((row for row in rows_logged if row["event"] == "join"), None)
     found |= {
@@ -263,4 +273,18 @@ def leg(
         "saved": [saved.local, saved.cloud],
         "save_error": job.saver.error if job.saver else None,
     }
+    return found
+
+
+def states_on_hosts(root: str) -> list[dict[str, Any]]:
+    """A job whose stages keep optimizer states on hosts, and plain ones that go on with it, and at last stages with states on disk."""
+    placement.SMALLEST_COPY_BYTES = 512
+    stages, nodes = [(2, 4, [2, 4])], ["a", "b"]
+    budget = {"memory_budget": 150_000, "allow": ["host_optimizer"], "inner_backend": "eager", "profile": "analytic"}
+    found = []
+    disk = {**budget, "allow": ["host_optimizer", "disk_optimizer"], "host_budget": 75_000}
+    for steps, options in ((4, budget), (6, None), (8, disk)):
+        torch._dynamo.reset()
+        found.append(leg(root, stages, nodes, steps, {}, "autohete", options))
+        dist.barrier()
     return found

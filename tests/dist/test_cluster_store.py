@@ -90,3 +90,13 @@ def test_a_disk_that_is_full_stops_saving_and_not_training(tmp_path: Path):
     check(found, 0)
     assert found[0]["save_error"] is None and "could not save step 4" in found[1]["save_error"]
     assert found[0]["saved"] == [-1, 4], "the cloud has all of it"
+
+
+@pytest.mark.slow
+def test_optimizer_states_are_where_each_stage_has_them_and_any_stage_goes_on_with_them(tmp_path: Path):
+    (tmp_path / "root").mkdir()
+    found = run("tests.dist.cluster_jobs.states_on_hosts", tmp_path, str(tmp_path / "root"), num_ranks=2)
+    for index, first in enumerate((0, 4, 6)):
+        check([rank[index] for rank in found], first)
+    places = [row["states at"] for row in found[0]]
+    assert "host" in places[0] and places[1] == [] and "disk" in places[2]

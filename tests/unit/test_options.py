@@ -50,6 +50,7 @@ def test_bad_sizes_are_refused(text: str):
         ({"allow": ["recompte"]}, "did you mean 'recompute'"),
         ({"allow": "recompute"}, "list of"),
         ({"micro_batches": 0}, "at least 1"),
+        ({"in_flight": 0}, "backward pass of the first"),
         ({"passes": {"fowrard": []}}, "did you mean 'forward'"),
         ({"passes": {"forward": [1]}}, "expected a callable"),
         ({"allow": {"recompute": False}}, "list of"),

@@ -20,7 +20,7 @@ from autohete_fx.ir import (
     staging_bytes,
 )
 from autohete_fx.ir.decision import GATHER_DISTANCE
-from autohete_fx.planner.model.figures import last_readers, overlap_of, whole_of
+from autohete_fx.planner.model.figures import last_readers, overlap_of, waiting_bytes, whole_of
 
 Bytes = NDArray[np.int64]
 
@@ -33,7 +33,8 @@ def device_bytes(problem: Problem, blocks: Sequence[int], decisions: Sequence[Bl
     overlapping schedule waits for updates; in training the last backward; with several micro-batches a forward of a
     later one, where gradients are there already; and where states may be streamed or updates need a workspace, the pass of the
     updates, of which an
-    overlapping schedule has only the begin. In the last micro-batch's backward its gradients come on top of accumulated ones.
+    overlapping schedule has only the begin. In the last micro-batch's backward its gradients come on top of accumulated ones. All
+    passes but the first forward and the updates have the other micro-batches in flight beside them.
     """
     use = _Use(problem, blocks, decisions)
     if not problem.training:
@@ -41,7 +42,7 @@ def device_bytes(problem: Problem, blocks: Sequence[int], decisions: Sequence[Bl
     overlaps = overlap_of(problem) is not Overlap.NONE
     passes = [use.first_pass() if overlaps else use.forward(), use.backward()]
     if problem.micro_batches > 1:
-        passes.append(use.forward() + use.held.accumulated[:, None])
+        passes.append(use.forward() + (use.held.accumulated + use.held.waiting)[:, None])
     if problem.allow_streamed_optimizer or problem.update_workspace_bytes:
         passes.append(use.update_pass()[:, : 1 if overlaps else None])
     return np.concatenate(passes, axis=1)
@@ -72,6 +73,7 @@ class _Held:
         reduced: whole gradients.
         in_forward, in_backward: activations and workspace while the block runs.
         around, held: activations while they leave and once they are due back; in between.
+        waiting: of the other micro-batches in flight.
         boundary: of the activations, what other blocks read.
         gradients, staying, accumulated: all gradients; those that stay until the step; of these, those of earlier micro-batches.
         streamed_gradients, staging: gradients of streamed states, and what these pass through.
@@ -86,6 +88,7 @@ class _Held:
     in_backward: Bytes
     around: Bytes
     held: Bytes
+    waiting: Bytes
     boundary: Bytes
     gradients: Bytes
     staying: Bytes
@@ -110,6 +113,7 @@ def _held(problem: Problem, block: int, decision: BlockDecision) -> tuple[int, .
         cost.saved_bytes + cost.backward_workspace_bytes,
         activations.held_bytes,
         activations.staying_bytes,
+        waiting_bytes(problem, block, decision),
         cost.boundary_bytes,
         cost.grad_bytes,
         staying,
@@ -181,7 +185,7 @@ class _Use:
         held, after, end = self.held, self.after, self.num_blocks
         fetched = np.where(self.kept & ~self.shard_kept, 0, held.fetched)
         return self._from(
-            (0, held.always + held.accumulated + held.staying),
+            (0, held.always + held.accumulated + held.staying + held.waiting),
             (self.block, fetched),
             (np.where(self.shard_kept, end, self.fetch_again + 1), -fetched),
             (self.block, held.gathered_again),

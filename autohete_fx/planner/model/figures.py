@@ -45,7 +45,7 @@ def host_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
         total += cost.part_at(cost.grad_bytes, decision, *UPDATED_ON_HOST) * (2 if problem.micro_batches > 1 else 1)
         if decision.params is Params.DEVICE and problem.machine.device_type != "cpu":
             total += cost.part_at(cost.param_bytes, decision, *UPDATED_ON_HOST)
-        total += cost.activations(decision).offloaded_bytes
+        total += problem.in_flight * cost.activations(decision).offloaded_bytes
     return total
 
 
@@ -133,6 +133,12 @@ def kept_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
     """Bytes of parameters that stay on the device from a block's forward to its backward, beside those at home there."""
     fetched = problem.costs[block].param_bytes if decision.params is Params.HOST else 0
     return (whole_of(problem, block).gathered or fetched) if decision.keeps_fetched else 0
+
+
+def waiting_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
+    """Device bytes of a block for the other micro-batches in flight: their activations, and copies of parameters that stay."""
+    each = kept_bytes(problem, block, decision) + problem.costs[block].activations(decision).staying_bytes
+    return (problem.in_flight - 1) * each
 
 
 def uploaded_bytes(cost: BlockCost, decision: BlockDecision) -> int:

@@ -11,7 +11,7 @@ from autohete_fx.ir import (
     Problem,
 )
 from autohete_fx.planner.model.device_use import streaming_peak_bytes
-from autohete_fx.planner.model.figures import kept_bytes
+from autohete_fx.planner.model.figures import kept_bytes, waiting_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +60,12 @@ def device_gradient_bytes(problem: Problem, plan: Plan) -> int:
 
 
 def held_bytes(problem: Problem, plan: Plan) -> int:
-    """Activations, and copies of parameters that stay, on the device between forward and backward."""
+    """Activations, and copies of parameters that stay, on the device between forward and backward, for all micro-batches
+    in flight."""
     total = 0
     for block, (cost, decision) in enumerate(zip(problem.costs, plan.decisions, strict=True)):
         total += kept_bytes(problem, block, decision) + cost.activations(decision).staying_bytes
+        total += waiting_bytes(problem, block, decision)
     return total
 
 
@@ -71,13 +73,15 @@ def traced_peak_bytes(problem: Problem, plan: Plan, intermediate_bytes: int) -> 
     """Peak device memory of a step, given the traced peak of the rewritten graphs' intermediates.
 
     The trace knows fusion and the order of nodes, which the per-block model does not. With several micro-batches the
-    gradients of the earlier ones are there all along. Only the model knows the bytes that streamed states need until their update.
+    gradients of the earlier ones are there all along, and with several in flight what the others hold. Only the model knows the
+    bytes that streamed states need until their update.
     """
     resident = problem.fixed_bytes + resident_bytes(problem, plan)
     if not problem.training:
         return resident + intermediate_bytes
     gradients = device_gradient_bytes(problem, plan)
     accumulated = gradients if problem.micro_batches > 1 else 0
+    accumulated += sum(waiting_bytes(problem, block, decision) for block, decision in enumerate(plan.decisions))
     streaming = streaming_peak_bytes(problem, plan.decisions)
     stepping = gradients + problem.update_workspace_bytes
     return max(resident + max(accumulated + intermediate_bytes, stepping), streaming)

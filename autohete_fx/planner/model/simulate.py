@@ -141,6 +141,7 @@ class _Replay:
             self.lanes.forget()
             self.memory.levels.clear()
         for micro_batch in range(self.problem.micro_batches if self.problem.training else 0):
+            self._hold_others_in_flight(self.problem.in_flight - 1)
             if micro_batch > 0:
                 self._pass(range(self.num_blocks), self._forward)
             gradients = "gradients" if micro_batch == 0 else "gradients of a later micro-batch"
@@ -150,6 +151,7 @@ class _Replay:
             backward_s = self.lanes.clock - middle
             for block in range(self.num_blocks) if micro_batch > 0 else ():
                 self.memory.hold(gradients, block, 0)
+        self._hold_others_in_flight(0)
         if self.problem.training:
             self._optimizer_step()
         step_s = max(self.lanes.free_at.values()) - began
@@ -185,6 +187,14 @@ class _Replay:
                 self.memory.hold("parameters", block, cost.param_bytes)
             self.memory.hold("optimizer states", block, cost.states_at(decision, Optimizer.DEVICE))
         self.memory.observe(0, FORWARD, self.lanes.clock)
+
+    def _hold_others_in_flight(self, count: int) -> None:
+        """Hold between forward and backward what so many more micro-batches keep."""
+        for block, decision in enumerate(self.decisions):
+            fetched = self.costs[block].param_bytes if decision.params is Params.HOST else 0
+            copies = (self.whole[block].gathered or fetched) if decision.keeps_fetched else 0
+            each = self.activations[block].staying_bytes + copies
+            self.memory.hold("activations of other micro-batches", block, count * each)
 
     def _lost_s(self, *copies: tuple[Lane, int, int]) -> float:
         """Seconds that a block's copies take from computation, given as lanes, bytes and tensors."""
