@@ -39,7 +39,7 @@ class Agreement:
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
         parts = [part for param in params if (part := shard_of(param)) is not None]
         self._ranks: Ranks | None = parts[0].ranks if parts else None
-        self._is_over = False
+        self._is_over = self._is_settled = False
 
     @property
     def is_shared(self) -> bool:
@@ -52,7 +52,7 @@ class Agreement:
         Raises:
             ShardError: another rank is elsewhere, or has failed, or does not answer in the time that its process group allows.
         """
-        if self._ranks is None:
+        if self._ranks is None or self._is_settled:
             return [value]
         try:
             everywhere = self._ranks.exchange((what, value))
@@ -123,7 +123,7 @@ class Agreement:
 
     def first(self, what: str, make: Callable[[], _Value]) -> _Value:
         """The result of the first rank, which alone makes it. Raises what it raises there, on all ranks."""
-        if self._ranks is None:
+        if self._ranks is None or self._is_settled:
             return make()
         made: Any = None
         if self._ranks.number == 0:
@@ -135,6 +135,16 @@ class Agreement:
         if isinstance(made, _Raised):
             raise made.error()
         return made
+
+    @contextlib.contextmanager
+    def settled(self, is_settled: bool) -> Iterator[None]:
+        """Around what not all ranks may do, because the caches of some have its result: where all of them have the same plan from
+        an earlier compilation, nothing is exchanged, and each value is its own."""
+        self._is_settled = is_settled
+        try:
+            yield
+        finally:
+            self._is_settled = False
 
     @contextlib.contextmanager
     def announced(self) -> Iterator[None]:

@@ -95,7 +95,13 @@ class CapturedGraph:
         agreed = self.agreement
         if not agreed.is_shared:
             return
-        shapes = [list(item.tensor.shape) for item in self.inputs if item.tensor is not None and not item.is_parameter]
+        placeholders = self.gm.graph.find_nodes(op="placeholder")
+        traced = [node.meta.get("example_value") for node in placeholders]  # sizes that may change are symbols there
+        shapes = [
+            list(value.shape)
+            for item, value in zip(self.inputs, traced, strict=True)
+            if isinstance(value, torch.Tensor) and not item.is_parameter
+        ]
         code = hashlib.sha256(self.gm.code.encode()).hexdigest()[:12]
         agreed.same("graph", {"parameters": sorted(self.params), "inputs": repr(shapes), "code": code})
         agreed.same("version", {"torch": torch.__version__, "autohete_fx": sources_digest()})

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import logging
+import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -97,19 +98,16 @@ class GraphCompiler:
 
     @contextlib.contextmanager
     def _agreeing(self) -> Iterator[None]:
-        """Around what all ranks do alike that hold the parameters. Code that AOTAutograd has cached would leave out most of it on
-        the ranks that find it, so it finds none."""
+        """Around what all ranks do alike that hold the parameters."""
         agreement = self.captured.agreement
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(agreement.announced())
-            if agreement.is_shared:
-                stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
+        with agreement.announced():
             self.captured.agree()
             self.base_key = self.captured.key()
             self._withhold(agreement.most("withheld bytes", int(load_text("withheld", self.base_key) or 0)))
             yield
             if agreement.is_shared:
-                text = repr(() if self.compilation is None else self.compilation.graphs)
+                made = self.compilation or self._stored
+                text = repr(() if made is None else made.graphs)
                 # A pass without an identity has one in each process.
                 text = text.replace(self.captured.model.session.digest, "")
                 agreement.same("rewritten graphs", {"digest": hashlib.sha256(text.encode()).hexdigest()[:12]})
@@ -144,7 +142,8 @@ class GraphCompiler:
                     inference_pass=self._rewrite_inference,
                 )
         for attempt in range(1, _MAX_COMPILATIONS + 1):
-            compiled = self._compile_fx(example_inputs)
+            with self.captured.agreement.settled(self._stored is not None):
+                compiled = self._compile_fx(example_inputs)
             if self.compilation is None and self._stored is None:
                 # The code was cached but its plan is gone (the cache directories are separate): compile afresh.
                 fresh = inductor_config.patch(force_disable_caches=True)
@@ -172,8 +171,8 @@ class GraphCompiler:
     def _compile_fx(self, example_inputs: Sequence[Any]) -> Any:
         user_passes = versions.custom_passes(inductor_config.post_grad_custom_post_pass)
         patches = {
-            "custom_partitioner_fn": Partitioner(self.partition, self.key),
-            "post_grad_custom_post_pass": LastPass(self.pin, self.key, user_passes),
+            "custom_partitioner_fn": Partitioner(self.partition, self.code_key),
+            "post_grad_custom_post_pass": LastPass(self.pin, self.code_key, user_passes),
         }
         with self._own_config():
             return compile_fx(
@@ -202,6 +201,7 @@ class GraphCompiler:
             seconds = {**self.compilation.compile_s, "total": total_s}
             result = dataclasses.replace(self.compilation, compile_s=seconds)
             store_text("compilation", self.key, result.to_json())
+            store_text("code", self.key, self.code_key)
         model = self.captured.model
         self._warn_of_inference(result)
         if result.training or not model.is_placed:
@@ -247,8 +247,23 @@ class GraphCompiler:
         self._withheld_bytes = num_bytes
         self._budget = None if budget is None else Budget(device_bytes=budget, withheld_bytes=num_bytes)
         self.key = hashlib.sha256(f"{self.base_key}/{num_bytes}".encode()).hexdigest()[:24]
-        stored = self.captured.agreement.common("cache", load_text("compilation", self.key))
+        self.code_key, stored = self.key, load_text("compilation", self.key)
+        if self.captured.agreement.is_shared:
+            self.code_key, stored = self._common_code(stored)
         self._stored = None if stored is None else Compilation.from_json(stored)
+
+    def _common_code(self, stored: str | None) -> tuple[str, str | None]:
+        """The key of the code that ranks compile together, and what this one has stored of it, if all of them have.
+
+        A rank whose caches have the code runs none of what the others would wait for it in. Each compilation of all ranks
+        therefore has a key of its own, under which no rank finds code before. From then on all is decided, so that each rank may
+        find the code or compile it again by itself.
+        """
+        agreement = self.captured.agreement
+        found = agreement.common("cache", None if stored is None else load_text("code", self.key))
+        if found is not None:
+            return found, stored
+        return agreement.first("key of code", lambda: f"{self.key}/{secrets.token_hex(8)}"), None
 
     def _judge(self, *, is_last: bool) -> int:
         """See what the compiled code takes; from then on that is the plan's peak. Returns how much of the budget to withhold from

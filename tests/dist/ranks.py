@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,23 @@ def run(
         output, errors = ended[rank]
         assert processes[rank].returncode == 0, errors[-4000:]
         found.append(json.loads(output.splitlines()[-1]))
+    return found
+
+
+def run_each(functions: Sequence[Callable[[], Any]], folder: Path, num_ranks: int = 2) -> dict[str, list[Any]]:
+    """By the name of each function of a module, its results on all ranks, one after the other in the same processes: to start one and
+    import PyTorch takes longer than most of them."""
+    found = run("tests.dist.ranks.each", folder, functions[0].__module__, [f.__name__ for f in functions], num_ranks=num_ranks)
+    return {name: [of_rank[name] for of_rank in found] for name in found[0]}
+
+
+def each(module: str, names: list[str]) -> dict[str, Any]:
+    import torch
+
+    found = {}
+    for name in names:
+        torch._dynamo.reset()
+        found[name] = getattr(importlib.import_module(module), name)()
     return found
 
 

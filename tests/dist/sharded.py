@@ -89,6 +89,7 @@ def whole(tensor: Tensor, param: Tensor) -> Tensor:
     return gathered_from(tensor, part) if part.is_shard else tensor.detach().clone()
 
 
+LengthOf = Callable[[int, int], int]
 OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -112,7 +113,13 @@ class Records:
 
 
 def alone(
-    optimizer_of: OptimizerOf, steps: int = 3, micro: int = 1, clip: float | None = None, backend: str = "aot_eager", **how: Any
+    optimizer_of: OptimizerOf,
+    steps: int = 3,
+    micro: int = 1,
+    clip: float | None = None,
+    backend: str = "aot_eager",
+    length_of: LengthOf = lambda step, rank: 32,
+    **how: Any,
 ) -> dict[str, Tensor]:
     """One process, which computes each rank's batch in turn."""
     model, count, records = make(**how), dist.get_world_size(), Records()
@@ -122,7 +129,7 @@ def alone(
         for at in range(micro):
             for rank in range(count):
                 seed_masks(step, rank, at)
-                loss = model(tokens(step, rank, at))
+                loss = model(tokens(step, rank, at, length=length_of(step, rank)))
                 loss.backward()
                 records.values[f"{step}/loss{at}/{rank}"] = loss.detach().clone()
         for param in model.parameters():
@@ -144,6 +151,7 @@ def together(
     compiled: dict[str, Any] | None = None,
     prepare: Callable[[nn.Module], None] = lambda model: None,
     replicas: int | None = None,
+    length_of: LengthOf = lambda step, rank: 32,
     **how: Any,
 ) -> dict[str, Tensor]:
     """All ranks with a shard each, of so many copies. What is this rank's alone has its number."""
@@ -159,7 +167,7 @@ def together(
             seed_masks(step, rank, at)
             is_last = at == micro - 1 or not isinstance(optimizer, autohete_fx.AdamW)
             with contextlib.nullcontext() if is_last else optimizer.accumulate():
-                loss = model(tokens(step, rank, at))
+                loss = model(tokens(step, rank, at, length=length_of(step, rank)))
                 loss.backward()
             records.values[f"{step}/loss{at}/{rank}"] = loss.detach().clone()
         kept = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

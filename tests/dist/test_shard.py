@@ -5,6 +5,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,6 +16,14 @@ from autohete_fx.runtime.shard import gathered, shard
 from autohete_fx.runtime.shard.parts import shard_of
 from tests.dist import ranks
 from tests.dist.sharded import Net, alone, differences, make, mesh, refusal, together, tokens, whole
+
+
+pytestmark = pytest.mark.xdist_group("test_shard")
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    return ranks.run_each([exactness, odd_uses, refusals, in_whole], tmp_path_factory.mktemp("ranks"))
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -59,8 +68,8 @@ def exactness() -> dict[str, float]:
     return {name: max(found[name].values(), default=0.0) for name in found}
 
 
-def test_two_ranks_are_bitwise_one_process_and_ties_clipping_and_accumulation_within_rounding(tmp_path: Path):
-    for found in ranks.run("tests.dist.test_shard.exactness", tmp_path):
+def test_two_ranks_are_bitwise_one_process_and_ties_clipping_and_accumulation_within_rounding(of_two: dict[str, list[Any]]):
+    for found in of_two["exactness"]:
         bitwise = {"sgd", "ours", "adam", "momentum", "stateless", "inductor"}
         assert {n for n, d in found.items() if not d} == bitwise
         assert max(found.values()) < 1e-13, found
@@ -143,8 +152,8 @@ def odd_uses() -> dict[str, Any]:
     return found
 
 
-def test_gradients_that_some_ranks_have_early_optimizers_copies_and_closures(tmp_path: Path):
-    for found in ranks.run("tests.dist.test_shard.odd_uses", tmp_path):
+def test_gradients_that_some_ranks_have_early_optimizers_copies_and_closures(of_two: dict[str, list[Any]]):
+    for found in of_two["odd_uses"]:
         assert found == {"half": True, "early": True, "copied": True, "right": True}
 
 
@@ -186,8 +195,8 @@ def refusals() -> dict[str, Any]:
     return found
 
 
-def test_wrong_use_is_an_error_that_says_what_to_do(tmp_path: Path):
-    for found in ranks.run("tests.dist.test_shard.refusals", tmp_path):
+def test_wrong_use_is_an_error_that_says_what_to_do(of_two: dict[str, list[Any]]):
+    for found in of_two["refusals"]:
         for name in ("read", "forward"):
             assert "autohete_fx.gathered(model)" in found[name] and "size (131, 96)" in found[name]
         assert found["known"] == [[131, 96], "torch.float64", True, "cpu"] and found["tied"]
@@ -251,8 +260,8 @@ def in_whole() -> dict[str, Any]:
     return found
 
 
-def test_gathered_shows_whole_parameters_and_scatters_what_the_first_rank_wrote(tmp_path: Path):
-    for rank, found in enumerate(ranks.run("tests.dist.test_shard.in_whole", tmp_path)):
+def test_gathered_shows_whole_parameters_and_scatters_what_the_first_rank_wrote(of_two: dict[str, list[Any]]):
+    for rank, found in enumerate(of_two["in_whole"]):
         backward, other_rank, failing, not_sharded = found.pop("errors")
         assert all(found.values()), found
         assert "ran a backward within gathered" in backward and "wrote row, and the first did not" in other_rank

@@ -2,19 +2,32 @@
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch._dynamo.utils import counters
 
 import autohete_fx
 from autohete_fx.compiler.agreement import Agreement
+from autohete_fx.compiler.graph import GraphCompiler
 from autohete_fx.runtime.shard import shard
 from tests.dist import ranks
 from tests.dist.sharded import mesh, refusal
 from tests.layers import EAGER, Layers
+
+
+pytestmark = pytest.mark.xdist_group("test_shard_agreement")
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    return ranks.run_each([disagreements, one_cache], tmp_path_factory.mktemp("ranks"))
 
 
 def made() -> nn.Module:
@@ -59,8 +72,8 @@ def disagreements() -> dict[str, Any]:
     return found
 
 
-def test_ranks_that_differ_get_errors_that_name_it(tmp_path: Path):
-    for rank, found in enumerate(ranks.run("tests.dist.test_shard_agreement.disagreements", tmp_path)):
+def test_ranks_that_differ_get_errors_that_name_it(of_two: dict[str, list[Any]]):
+    for rank, found in enumerate(of_two["disagreements"]):
         assert f"the options: memory_budget is {20 << 20} on rank 0; {21 << 20} on rank 1" in found["options"]
         assert "differ in the graph: inputs is [[64, 128]] on rank 0; [[65, 128]] on rank 1" in found["graph"]
         assert ("rank 1 failed: PassError" if rank == 0 else "PassError: the pass fails_on_the_second") in found["failure"]
@@ -69,8 +82,8 @@ def test_ranks_that_differ_get_errors_that_name_it(tmp_path: Path):
         assert "rank 0 profile; rank 1 plan" in found["places"]
 
 
-def one_cache(folder: str) -> dict[str, Any]:
-    own = Path(folder) / str(dist.get_rank())
+def one_cache() -> dict[str, Any]:
+    own = Path(tempfile.mkdtemp())
     os.environ["AUTOHETE_CACHE_DIR"] = str(own)
     results = []
     for _ in range(2):
@@ -80,9 +93,40 @@ def one_cache(folder: str) -> dict[str, Any]:
         del model
         if dist.get_rank() == 1:
             shutil.rmtree(own)
+    shutil.rmtree(own, ignore_errors=True)
     return {"same": all(map(torch.equal, *results)), "solved again": "solving" in notes}
 
 
-def test_what_one_rank_has_cached_counts_for_none(tmp_path: Path):
-    found = ranks.run("tests.dist.test_shard_agreement.one_cache", tmp_path, str(tmp_path))
-    assert found == [{"same": True, "solved again": True}] * 2
+def cached_code(folder: str) -> dict[str, Any]:
+    """Of compilations with caches of ranks' own, of which the second rank loses one before some: the hits of AOTAutograd's cache, by
+    how much each code was above the budget, and whether the step was the same."""
+    own, hits, results = Path(folder) / str(dist.get_rank()), {}, []
+    judged, judge = [], GraphCompiler._judge
+
+    def missing_once(compiler: GraphCompiler, *, is_last: bool) -> int:
+        """Of the first code the second rank says that it takes more than the budget."""
+        judged.append(judge(compiler, is_last=is_last) or (4096 if dist.get_rank() == 1 and not judged else 0))
+        return judged[-1]
+
+    os.environ |= {"AUTOHETE_CACHE_DIR": str(own / "plans"), "TORCHINDUCTOR_CACHE_DIR": str(own / "code")}
+    for lost in ("all", "none", "code", "plans"):
+        if dist.get_rank() == 1 and lost in ("code", "plans"):
+            shutil.rmtree(own / lost)
+        counters["aot_autograd"].clear()
+        with mock.patch.object(GraphCompiler, "_judge", missing_once):
+            model = step(inner_backend="inductor")
+        hits[lost] = counters["aot_autograd"]["autograd_cache_hit"]
+        results.append([p.detach().clone() for p in model.parameters()])
+    return {"hits": hits, "judged": judged, "same": all(all(map(torch.equal, results[0], other)) for other in results[1:])}
+
+
+@pytest.mark.slow
+def test_code_is_found_in_the_cache_of_each_rank_where_all_have_the_plan(tmp_path: Path):
+    first, second = ranks.run("tests.dist.test_shard_agreement.cached_code", tmp_path, str(tmp_path))
+    assert first == {"hits": {"all": 0, "none": 1, "code": 1, "plans": 0}, "judged": [0] * 5, "same": True}
+    # All compiled again for the second rank, and found that again.
+    assert second == {"hits": {"all": 0, "none": 1, "code": 0, "plans": 0}, "judged": [4096, 0, 0, 0, 0], "same": True}
+
+
+def test_what_one_rank_has_cached_counts_for_none(of_two: dict[str, list[Any]]):
+    assert of_two["one_cache"] == [{"same": True, "solved again": True}] * 2

@@ -1,12 +1,15 @@
 """Sharded models in other use than plain training: 16 bit, evaluation between steps, graph breaks, text generation, ranks that end."""
 
+import contextlib
 import datetime
+import json
 import os
 import signal
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -17,13 +20,22 @@ import autohete_fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
 from autohete_fx.ir import Overlap, Schedule
 from tests.dist import ranks
-from tests.dist.sharded import VOCABULARY, WIDTH, Net, alone, differences, make, mesh, refusal, together, tokens
-from tests.dist.test_shard_plans import BLOCKS, backend, furthest, ours
+from tests.dist.sharded import VOCABULARY, WIDTH, Net, alone, differences, make, mesh, refusal, together, tokens, whole
+from tests.dist.test_shard_plans import BLOCKS, backend, furthest, ours, sgd
 
 HOST = [
     BlockDecision(optimizer=Optimizer.HOST),
     BlockDecision(optimizer=Optimizer.HOST, params=Params.HOST, activations=Activations.RECOMPUTE),
 ]
+
+
+pytestmark = pytest.mark.xdist_group("test_shard_uses")
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    functions = [in_16_bits, evaluated, broken, generated, lengths, two_models, on_a_device_with_memory_of_its_own]
+    return ranks.run_each(functions, tmp_path_factory.mktemp("ranks"))
 
 
 def in_16_bits() -> dict[str, float]:
@@ -32,12 +44,13 @@ def in_16_bits() -> dict[str, float]:
     return differences(together(ours, compiled=backend("mixed"), **how), alone(ours, **how))
 
 
-def test_parameters_in_16_bits_are_those_of_one_process(tmp_path: Path):
-    assert ranks.run("tests.dist.test_shard_uses.in_16_bits", tmp_path) == [{}, {}]
+def test_parameters_in_16_bits_are_those_of_one_process(of_two: dict[str, list[Any]]):
+    assert of_two["in_16_bits"] == [{}, {}]
 
 
 def evaluated() -> list[float]:
-    """Losses without gradients before, between and after steps of training, of one process and of a sharded model."""
+    """Losses without gradients before, between and after steps of training, of one process and of a sharded model; the last by the
+    first rank alone, while the others wait within ``gathered``."""
     found = []
     for is_sharded in (False, True):
         torch._dynamo.reset()
@@ -56,12 +69,14 @@ def evaluated() -> list[float]:
                 (model(tokens(step, rank)) / (1 if is_sharded else dist.get_world_size())).backward()
             optimizer.step()
             optimizer.zero_grad()
+        with autohete_fx.gathered(model) if is_sharded else contextlib.nullcontext(), torch.no_grad():
+            losses.append(model.eval()(tokens(9, 0)).item() if dist.get_rank() == 0 else 0.0)
         found.append(losses)
     return [abs(one - other) for one, other in zip(*found, strict=True)]
 
 
-def test_evaluation_between_steps_sees_the_weights_of_the_step(tmp_path: Path):
-    for found in ranks.run("tests.dist.test_shard_uses.evaluated", tmp_path):
+def test_evaluation_between_steps_sees_the_weights_of_the_step(of_two: dict[str, list[Any]]):
+    for found in of_two["evaluated"]:
         assert max(found) < 1e-12, found
 
 
@@ -99,8 +114,8 @@ def on_a_device_with_memory_of_its_own() -> dict[str, Any]:
     return found
 
 
-def test_updates_overlap_on_ranks_as_on_one(tmp_path: Path):
-    for found in ranks.run("tests.dist.test_shard_uses.on_a_device_with_memory_of_its_own", tmp_path):
+def test_updates_overlap_on_ranks_as_on_one(of_two: dict[str, list[Any]]):
+    for found in of_two["on_a_device_with_memory_of_its_own"]:
         assert found["step"][0] == found["backward"][0] == 0.0, found
         assert max(apart for apart, _ in found.values()) < 1e-12, found
         assert [name for name, (_, count) in found.items() if count] == ["backward", "backward micro"], found
@@ -125,9 +140,9 @@ def broken() -> float:
     return furthest(together(ours, compiled=backend(), prepare=in_two, layers=2, steps=2), expected)
 
 
-def test_a_model_in_two_graphs_is_within_rounding(tmp_path: Path):
+def test_a_model_in_two_graphs_is_within_rounding(of_two: dict[str, list[Any]]):
     # The gradient of tied embeddings is averaged in each graph by itself, and then added.
-    assert max(ranks.run("tests.dist.test_shard_uses.broken", tmp_path)) < 1e-13
+    assert max(of_two["broken"]) < 1e-13
 
 
 def generated() -> list[list[int]]:
@@ -145,9 +160,47 @@ def generated() -> list[list[int]]:
     return found
 
 
-def test_a_sharded_model_writes_the_same_text(tmp_path: Path):
-    first, second = ranks.run("tests.dist.test_shard_uses.generated", tmp_path)
+def test_a_sharded_model_writes_the_same_text(of_two: dict[str, list[Any]]):
+    first, second = of_two["generated"]
     assert first == second and first[0] == first[1]
+
+
+def lengths() -> list[float]:
+    """How far ranks whose sequences are of other lengths in each step are from one process that has all of them."""
+    how: dict[str, Any] = {"layers": 1, "steps": 3, "dropout": 0.0, "length_of": lambda step, rank: 16 + 8 * step + 3 * rank}
+    compiled = {**backend(), "dynamic": True}
+    return [furthest(together(sgd, compiled=compiled, **how), alone(sgd, **how))]
+
+
+def test_ranks_may_have_sequences_of_other_lengths(of_two: dict[str, list[Any]]):
+    assert max(found for [found] in of_two["lengths"]) < 1e-13
+
+
+def two_models() -> bool:
+    """Whether two models of one process, trained in turns and each through the other's backward, are as two that are not sharded."""
+    trained = []
+    for is_sharded in (False, True):
+        torch._dynamo.reset()
+        models = [make(dropout=0.0, layers=1, seed=seed) for seed in (1, 2)]
+        if is_sharded:
+            models = [autohete_fx.shard(model, mesh()) for model in models]
+        optimizers = [ours(model.parameters()) for model in models]
+        for model in models:
+            model.compile(**backend("") if is_sharded else {"backend": "aot_eager"})
+        for step in range(2):
+            first, second = (model(tokens(step, 0)) for model in models)  # the same on all ranks
+            second.backward()
+            optimizers[1].step()
+            first.backward()
+            optimizers[0].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        trained.append([whole(p, p) if is_sharded else p.detach() for model in models for p in model.parameters()])
+    return all(map(torch.equal, *trained))
+
+
+def test_two_sharded_models_of_one_process_do_not_meet(of_two: dict[str, list[Any]]):
+    assert of_two["two_models"] == [True, True]
 
 
 def killed() -> str:
@@ -171,19 +224,26 @@ def test_a_rank_learns_that_another_one_was_killed(tmp_path: Path):
     assert told[0].startswith("ShardError: a collective over the ranks that hold the model failed"), told
 
 
-def recompiling_alone() -> str:
-    """What ranks are told of which one compiles, for another batch, what the others have compiled."""
-    group = dist.new_group(timeout=datetime.timedelta(seconds=15))
-    model = autohete_fx.shard(make(), DeviceMesh.from_group(group, "cpu"))
-    model.compile(**backend("keep"), dynamic=False)
-    model(tokens(0, dist.get_rank())).backward()
-    batch = 4 + dist.get_rank()
-    told = refusal(lambda: model(tokens(1, dist.get_rank(), batch=batch)).backward())
-    print(f'"{told.splitlines()[0]}"', flush=True)
+def waiting_alone() -> list[str]:
+    """What ranks are told that wait for others in vain: where one compiles, for another batch, what the others have compiled; and
+    where the first one evaluates by itself."""
+    found = []
+    for evaluates in (False, True):
+        torch._dynamo.reset()
+        group, rank = dist.new_group(timeout=datetime.timedelta(seconds=12)), dist.get_rank()
+        model = autohete_fx.shard(make(layers=1), DeviceMesh.from_group(group, "cpu"))
+        model.compile(**backend(), dynamic=False)
+        with torch.set_grad_enabled(not evaluates):
+            model(tokens(0, rank))
+            batch = 4 if evaluates else 4 + rank
+            is_there = rank == 0 or not evaluates
+            found.append(refusal(lambda: model(tokens(1, rank, batch=batch))).splitlines()[0] if is_there else "")
+    print(json.dumps(found), flush=True)
     os._exit(0)
 
 
-def test_ranks_of_which_one_compiles_again_do_not_wait_for_ever(tmp_path: Path):
-    others, alone_ = ranks.run("tests.dist.test_shard_uses.recompiling_alone", tmp_path)
-    assert others.startswith("ShardError: a collective over the ranks that hold the model failed"), others
-    assert alone_.startswith("ShardError: a rank that compiles got no answer from the others about the"), alone_
+def test_ranks_that_are_left_alone_do_not_wait_for_ever(tmp_path: Path):
+    (first, evaluating), (second, _) = ranks.run("tests.dist.test_shard_uses.waiting_alone", tmp_path)
+    for told in (first, evaluating):
+        assert told.startswith("ShardError: a collective over the ranks that hold the model failed"), told
+    assert second.startswith("ShardError: a rank that compiles got no answer from the others about the"), second
