@@ -73,8 +73,8 @@ MOST_CHOICES = 200_000
 _STARTS, _IMPROVED_STARTS, _ROUNDINGS, _POLISHED = 12, 2, 2, 3
 
 
-def solve(problem: Problem, *, time_limit_s: float = 10.0) -> Plan:
-    """The fastest plan found that keeps the budgets.
+def solve(problem: Problem, *, time_limit_s: float = 10.0, explains: bool = True) -> Plan:
+    """The fastest plan found that keeps the budgets. ``explains``: whether it says why, which takes a part of the time.
 
     Equal problems get equal decisions: work is counted, not timed, unless the machine is so slow that ``time_limit_s``
     (seconds of the clock, for all of it but tables and patterns) comes first.
@@ -89,7 +89,7 @@ def solve(problem: Problem, *, time_limit_s: float = 10.0) -> Plan:
     bound_s = min(bound_s, plan.step_s)
     gap = (plan.step_s - bound_s) / plan.step_s if plan.step_s else 0.0
     status = "optimal" if gap <= OPTIMAL_GAP else "feasible"
-    reasons = reasons_of(problem, decisions)
+    reasons = reasons_of(problem, decisions) if explains else None
     solve_s = time.monotonic() - began
     return replace(plan, lower_bound_s=bound_s, gap=gap, status=status, reasons=reasons, solve_s=solve_s)
 

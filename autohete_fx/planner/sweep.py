@@ -41,12 +41,13 @@ def undecided_peak_bytes(problem: Problem) -> int:
 
 
 def no_worse(problem: Problem, known: Plan, time_limit_s: float) -> Plan:
-    """The solver's plan, or a known plan that fits too where the search, which is not exhaustive, found none as fast."""
+    """The solver's plan, or a known plan that fits too where the search, which is not exhaustive, found none as fast; neither says
+    why."""
     replayed = evaluate(problem, known.decisions, known.status)
     if not fits(problem, replayed):
-        return solve(problem, time_limit_s=time_limit_s)
+        return solve(problem, time_limit_s=time_limit_s, explains=False)
     try:
-        found = solve(problem, time_limit_s=time_limit_s)
+        found = solve(problem, time_limit_s=time_limit_s, explains=False)
     except InfeasiblePlanError:  # the search ended before it came to what is known to fit
         return replayed
     if replayed.step_s >= found.step_s:
