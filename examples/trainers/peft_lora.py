@@ -13,7 +13,7 @@ import autohete_fx
 def main(arguments: Sequence[str] | None = None) -> Outcome:
     setting = parse(arguments, __doc__, budget="2800KiB")
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    model = get_peft_model(tiny_llama(), config)
+    model = get_peft_model(tiny_llama(layers=3), config)
     if setting.is_plain:
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
         if setting.plain_backend:

@@ -72,14 +72,14 @@ def parse(arguments: Sequence[str] | None, about: str | None, budget: str = "4Mi
     )
 
 
-def tiny_llama() -> LlamaForCausalLM:
-    """Two layers, each of more than half a megabyte, on the GPU where there is one."""
+def tiny_llama(layers: int = 2) -> LlamaForCausalLM:
+    """A few layers, each of more than half a megabyte, on the GPU where there is one."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         use_cache=False,
     )

@@ -1,12 +1,14 @@
 """Which module ``autohete run`` compiles, and that it trains the same."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from autohete_fx import cli
 from autohete_fx.integrations.watching import Watched
 
 OPTIONS = {"inner_backend": "eager", "profile": "analytic"}
@@ -150,3 +152,54 @@ def test_a_second_optimizer_of_a_compiled_model_is_replaced_too_and_a_closure_wo
             assert torch.is_tensor(optimizer.step(closure))
     assert [note.compiled.rpartition(".")[2] for note in run.trained] == ["Outer"] * 3
     assert [note.replaced.partition(",")[0] for note in run.trained] == ["autohete_fx.Adam", "autohete_fx.AdamW", ""]
+
+
+PROGRAM = """
+import sys
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.second(nn.functional.gelu(self.first(x))).square().mean()
+
+model = Model()
+if sys.argv[2:]:
+    model.compile(backend=sys.argv[2])
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for step in range(4):
+    torch.manual_seed(step)
+    model(torch.randn(4, 8)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.save([p.detach() for p in model.parameters()], sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_run_under_inductor_differs_from_plain_no_more_than_inductor_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The optimizer's implementation is PyTorch's choice in the program, and the fused one under ours."""
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+
+    def trained_by(*arguments: str) -> Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.argv", [str(path), str(tmp_path / "saved.pt"), *arguments])
+            exec(compile(PROGRAM, str(path), "exec"), {"__name__": "__main__"})
+        return torch.cat([p.flatten() for p in torch.load(tmp_path / "saved.pt")])
+
+    eager, inductor = trained_by(), trained_by("inductor")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", "--option", "profile=analytic", str(path), str(tmp_path / "saved.pt")])
+    told = capsys.readouterr().err
+    assert ended.value.code == 0 and "model: compiled Model" in told and "last bits" in told
+    given = torch.cat([p.flatten() for p in torch.load(tmp_path / "saved.pt")])
+    limit = 2 * float((inductor - eager).abs().max()) + 1e-6  # a few units in the last place of the updates
+    assert float((given - eager).abs().max()) <= limit
