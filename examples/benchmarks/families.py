@@ -1,0 +1,278 @@
+"""Small random models of every family of the installed transformers, written from its mappings.
+
+A family is a model type, such as ``llama``; its kind is the first of `KINDS` that has a class for it. Its configuration is the
+default one with every size made small: `SIZES` says by name how small, and `EXCEPTIONS` what a family needs besides.
+"""
+
+import fnmatch
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+LAYERS, WIDTH, FEED_FORWARD, HEADS, VOCABULARY, TIME, BATCH, IMAGE, SOUND = 3, 128, 256, 4, 256, 64, 4, 32, 2000
+_WORDS = (5, 200)
+"""Ordinary tokens. Special ones of a vocabulary that was made small are above these."""
+
+KINDS = {
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "encoder-decoder": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "vision": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "speech to text": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "speech": "MODEL_FOR_CTC_MAPPING_NAMES",
+    "audio": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
+}
+"""The task of a family, and transformers' mapping from model types to classes for it. Encoder-decoders come before decoders: many
+have a class for their decoder alone."""
+_FIRST = ("encoder-decoder", "speech to text", "masked")
+
+_KEPT, _KEYS = -1, -2
+SIZES: tuple[tuple[str, int], ...] = (
+    ("*layers_per_* *_layer_interval num_nextn_predict_layers num_adapter_layers num_kv_shared_layers", _KEPT),
+    (
+        "num_hidden_layers num_layers n_layers n_layer *encoder_layers *decoder_layers num_blocks *_num_hidden_layers",
+        LAYERS,
+    ),
+    ("max_window_layers num_hidden_groups", LAYERS),
+    ("vocab_size *_vocab_size vocab_size_* max_vocab_size", VOCABULARY),
+    ("num_key_value_heads num_kv_heads *_num_key_value_heads", _KEYS),
+    (
+        "num_attention_heads num_heads n_head n_heads *attention_heads *_num_heads mamba_n_heads linear_num_*heads",
+        HEADS,
+    ),
+    ("head_dim *_head_dim d_kv d_head attention_head_size kv_channels attention_head_dim mamba_d_head", WIDTH // HEADS),
+    ("*intermediate_size* *ffn_dim* d_ff dff dim_ff d_inner n_inner *ffn_hidden_size feed_forward_size", FEED_FORWARD),
+    ("hidden_dim", FEED_FORWARD),
+    ("hidden_size *_hidden_size d_model n_embd emb_dim embedding_size *put_embedding_size word_embed_proj_dim", WIDTH),
+    ("embed_dim dim lru_width", WIDTH),
+    (
+        "*max_position_embeddings n_positions n_ctx max_source_positions max_target_positions max_text_positions",
+        2 * TIME,
+    ),
+    ("max_seq_len context_length max_2d_position_embeddings", 2 * TIME),
+    ("num_experts n_routed_experts num_local_experts moe_num_experts num_routed_experts", 4),
+    ("num_experts_per_tok num_experts_per_token moe_topk moe_k", 2),
+    ("n_group topk_group num_expert_group", 1),
+    ("q_lora_rank kv_lora_rank o_lora_rank", 32),
+    ("image_size", IMAGE),
+    ("first_k_dense_replace num_dense_layers", 1),
+    ("num_mel_bins input_feat_per_channel", 16),
+    ("patch_size", 8),
+    ("num_conv_pos_embeddings", 16),
+    ("num_conv_pos_embedding_groups", 4),
+)
+"""Names of sizes with the most that they may be; the first that matches counts. Keys have half as many heads as queries, unless the
+family has as many."""
+LISTS: tuple[tuple[str, int], ...] = (
+    ("depths num_blocks layer_repeats", 1),
+    ("hidden_sizes embed_dims encoder_hidden_sizes stage_out_channels stage_mid_channels stage_in_channels", 32),
+)
+"""Likewise of lists with an entry for each stage: the most of the first entry, and of the others in proportion."""
+UNSET = {"head_dim": WIDTH // HEADS, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+"""What some families leave out where they ought not to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Except:
+    """What a family needs beside small sizes.
+
+    Attributes:
+        config: attributes of its configuration; a dict for a part's.
+        batch: further inputs, as functions of nothing; None to leave one out.
+        why_not: why it has no row of its own, in words; empty where it has one.
+    """
+
+    config: dict[str, Any] | None = None
+    batch: dict[str, Any] | None = None
+    why_not: str = ""
+
+
+_MAMBA = {"mamba_d_head": 64, "mamba_n_heads": 4}
+_SWIN = {"window_size": 4, "image_size": 64, "depths": [1, 1], "num_heads": [3, 6], "patch_size": 4}
+_CONVOLUTIONS = {"conv_dim": (64, 64), "conv_kernel": (10, 3), "conv_stride": (5, 4), "num_feat_extract_layers": 2}
+_TIMM = "its blocks are those of the package timm"
+_AUDIO_CODEC = "its audio codec is no transformer and is not made small"
+_WHOLE = "text alone does not reach its other half, which has no batch of its own here"
+
+EXCEPTIONS: dict[str, Except] = {
+    "bamba": Except(config=_MAMBA),
+    "granitemoehybrid": Except(config=_MAMBA),
+    "mamba2": Except(config={"num_heads": 4, "head_dim": 64, "n_groups": 1, "state_size": 16}),
+    "codegen": Except(config={"rotary_dim": 16}),
+    "gptj": Except(config={"rotary_dim": 16}),
+    "reformer": Except(why_not="it keeps no activations: its layers are reversible, and run backward by themselves"),
+    "xmod": Except(config={"default_language": "en_XX"}),
+    "swin": Except(config=_SWIN),
+    "donut-swin": Except(config=_SWIN),
+    "swinv2": Except(config=_SWIN),
+    "hubert": Except(config=_CONVOLUTIONS),
+    "wav2vec2": Except(config=_CONVOLUTIONS),
+    "wavlm": Except(config=_CONVOLUTIONS),
+    "unispeech": Except(config=_CONVOLUTIONS),
+    "unispeech-sat": Except(config=_CONVOLUTIONS),
+    "data2vec-audio": Except(config=_CONVOLUTIONS),
+    "wav2vec2-bert": Except(config={"vocab_size": 32}),
+    "wav2vec2-conformer": Except(config={"vocab_size": 32, **_CONVOLUTIONS}),
+    "whisper": Except(config={"max_source_positions": TIME}),
+    "dinat": Except(why_not="its attention is that of the package natten"),
+    "gemma3n": Except(why_not=_TIMM),
+    "timm_wrapper": Except(why_not=_TIMM),
+    "vibevoice": Except(why_not=_AUDIO_CODEC),
+    "vibevoice_asr": Except(why_not=_AUDIO_CODEC),
+    "kyutai_speech_to_text": Except(why_not=_AUDIO_CODEC),
+    "imagegpt": Except(why_not="its images are tokens, which it takes as text"),
+    "shieldgemma2": Except(why_not=_WHOLE),
+    "git": Except(why_not=_WHOLE),
+    "perceiver": Except(why_not="its decoder of images and sounds is not made small"),
+    "blt": Except(why_not="its tables of hashed bytes are not made small"),
+}
+
+
+def kinds() -> dict[str, str]:
+    """Every family with its kind."""
+    found: dict[str, str] = {}
+    for kind in (*_FIRST, *(kind for kind in KINDS if kind not in _FIRST)):
+        for family in getattr(modeling_auto, KINDS[kind]):
+            found.setdefault(family, kind)
+    order = list(KINDS)
+    return dict(sorted(found.items(), key=lambda item: (order.index(item[1]), item[0])))
+
+
+def small_config(family: str) -> Any:
+    """The family's configuration, made small."""
+    given = EXCEPTIONS.get(family, Except()).config or {}
+    return _small(CONFIG_MAPPING[family], given)
+
+
+def _small(kind: type[Any], given: dict[str, Any]) -> Any:
+    default = kind()
+    values = {name: value for name, value in vars(default).items() if not name.startswith("_")}
+    changes: dict[str, Any] = {}
+    special = iter(range(_WORDS[1], VOCABULARY))
+    for name, value in values.items():
+        if isinstance(value, transformers.PreTrainedConfig):
+            part = given.get(name, {})
+            changes[name] = _small(type(value), part if isinstance(part, dict) else {})
+        elif name.endswith(("_token_id", "_token_index", "_index", "_idx")) and isinstance(value, int):
+            if value >= _WORDS[0] and "ignore" not in name:
+                changes[name] = next(special)
+        elif isinstance(value, (list, tuple)) and len(value) == _depth(values) and _depth(values) > LAYERS:
+            changes[name] = type(value)(_spread(value))
+        elif isinstance(value, (list, tuple)):
+            most = next((most for names, most in LISTS if _is_one(name, names)), None)
+            changes |= {} if most is None else {name: type(value)(_small_stages(value, most))}
+        elif isinstance(value, int) and not isinstance(value, bool):
+            changes[name] = _small_size(name, value, values)
+        elif value is None and name in UNSET:
+            changes[name] = UNSET[name]
+    changes |= {
+        name: value for name, value in given.items() if not isinstance(changes.get(name), transformers.PreTrainedConfig)
+    }
+    if "use_cache" in values:
+        changes["use_cache"] = False
+    return kind(**changes)
+
+
+def _depth(values: dict[str, Any]) -> int:
+    """Layers of a default configuration; 0 where it has no such number."""
+    names = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    return next((values[name] for name in names if isinstance(values.get(name), int)), 0)
+
+
+def _spread(per_layer: Any) -> list[Any]:
+    """Per-layer entries of a small model: every kind that there is, in order of appearance, as far as layers go."""
+    picked = []
+    for entry in per_layer:
+        if entry not in picked:
+            picked.append(entry)
+    return (picked + list(per_layer))[:LAYERS] if len(picked) <= LAYERS else list(per_layer)[:LAYERS]
+
+
+def _small_stages(entries: Sequence[int], most: int) -> list[int]:
+    divisor = max(1, entries[0] // most)
+    return [max(1, entry // divisor) for entry in entries]
+
+
+def _is_one(name: str, patterns: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns.split())
+
+
+def _small_size(name: str, value: int, values: dict[str, Any]) -> int:
+    most = next((most for names, most in SIZES if _is_one(name, names)), _KEPT)
+    if most == _KEYS:
+        heads = next((values[n] for n in ("num_attention_heads", "n_head", "num_heads") if n in values), value)
+        return HEADS if value == heads else HEADS // 2
+    return value if most == _KEPT else min(value, most)
+
+
+def small_model(family: str) -> nn.Module:
+    """A model of the family with random weights, in training mode."""
+    config = small_config(family)
+    for name in ("decoder_start_token_id", "pad_token_id"):
+        if getattr(config, name, None) is None:
+            setattr(config, name, 0)
+    name = getattr(modeling_auto, KINDS[kinds()[family]])[family]
+    name = name[0] if isinstance(name, (list, tuple)) else name
+    kind = getattr(transformers, name)
+    if not isinstance(config, kind.config_class):
+        config = config.get_text_config(decoder=True)
+    with torch.device("meta"):
+        count = sum(param.numel() for param in kind(config).parameters())
+    assert count < 20_000_000, f"{family} is not small: {count} parameters"
+    return kind(config).train()
+
+
+def batch_of(model: Any, family: str, step: int) -> dict[str, Tensor]:
+    """Inputs of a step, from the signature of the model's forward."""
+    generator = torch.Generator().manual_seed(step)
+    config, names = model.config, inspect.signature(model.forward).parameters
+    kind = kinds()[family]
+
+    def words(*sizes: int) -> Tensor:
+        return torch.randint(*_WORDS, sizes or (BATCH, TIME), generator=generator)
+
+    main = model.main_input_name
+    found: dict[str, Tensor] = {}
+    if kind == "vision":
+        size = (
+            getattr(config, "image_size", None)
+            or getattr(getattr(config, "vision_config", None), "image_size", None)
+            or IMAGE
+        )
+        height, width = (size, size) if isinstance(size, int) else size
+        channels = getattr(config, "num_channels", 3)
+        found["pixel_values"] = torch.randn(BATCH, channels, height, width, generator=generator)
+        labels = torch.randint(2, (BATCH,), generator=generator)
+    elif main == "input_values":
+        found["input_values"] = torch.randn(BATCH, SOUND, generator=generator)
+        labels = torch.randint(_WORDS[0], 30, (BATCH, 4), generator=generator)
+    elif main == "input_features":
+        bins = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", None) or 16
+        found["input_features"] = torch.randn(BATCH, bins, 2 * TIME, generator=generator)
+        labels = words()
+    else:
+        found[main] = words()
+        labels = found[main]
+    if "labels" in names:
+        found["labels"] = labels
+    for name, make in (EXCEPTIONS.get(family, Except()).batch or {}).items():
+        found.pop(name, None)
+        if make is not None:
+            found[name] = make()
+    return found
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """The loss of a model's outputs; the mean square of the first where it has none."""
+    loss = getattr(outputs, "loss", None)
+    if loss is not None:
+        return loss.mean()
+    first = outputs[0]
+    return first.float().square().mean()

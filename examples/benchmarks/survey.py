@@ -1,0 +1,109 @@
+"""Every family of the installed transformers, trained by us at 60% of plain's measured peak, against plain ``torch.compile``.
+
+Each family is a process of its own, with empty caches, and a row of the JSON file as soon as it is over: a run that was interrupted
+goes on where it ended. Both train the same small random model (`families.py`) with AdamW for a few steps of different batches, in
+training mode, dropout included, from the same seeds. Every loss, gradient and parameter is compared. Where a bit differs, plain's
+own difference from eager PyTorch is measured too, with random numbers that both draw alike.
+
+    python examples/benchmarks/survey.py --inner eager --jobs 2 --json families_eager.json
+    python examples/benchmarks/survey.py --families llama t5 --json families.json
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import survey_child
+from families import EXCEPTIONS, kinds
+from results import environment, print_figures, save
+
+_HERE = Path(__file__).resolve().parent
+_FORKS = multiprocessing.get_context("forkserver")
+
+
+def main() -> None:
+    """Train all families that the file has no row of, and print each row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", help="default: all")
+    parser.add_argument("--kinds", nargs="+", help="of families, such as causal; default: all")
+    parser.add_argument("--inner", choices=["inductor", "eager"], default="inductor")
+    parser.add_argument("--share", type=float, default=0.6, help="of plain's peak")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds for one family")
+    parser.add_argument("--again", action="store_true", help="also families that have a row")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    print_figures(environment())
+    _preload()
+    rows = {} if not arguments.json or not arguments.json.exists() else _read(arguments.json)
+    wanted = chosen(arguments.families, arguments.kinds)
+    missing = [name for name in wanted if arguments.again or name not in rows]
+    with tempfile.TemporaryDirectory() as machine, ThreadPoolExecutor(arguments.jobs) as pool:
+
+        def one(name: str) -> dict[str, Any]:
+            return row_of(name, arguments.inner, arguments.share, arguments.limit, Path(machine))
+
+        for row in pool.map(one, missing):
+            rows[row["family"]] = row
+            print_figures(row)
+            save(arguments.json, [rows[name] for name in kinds() if name in rows])
+
+
+def chosen(families: Sequence[str] | None, of_kinds: Sequence[str] | None) -> list[str]:
+    """Names of families, in the order in which they are trained."""
+    known = kinds()
+    unknown = sorted({*(families or ())} - {*known} | {*(of_kinds or ())} - {*known.values()})
+    if unknown:
+        sys.exit(
+            f"unknown: {', '.join(unknown)}. Families: {', '.join(known)}; kinds: {', '.join(dict.fromkeys(known.values()))}"
+        )
+    return list(families or (name for name, kind in known.items() if not of_kinds or kind in of_kinds))
+
+
+def _preload() -> None:
+    """Every family begins with PyTorch and transformers imported. The server of forks looks for modules where the environment
+    says."""
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")])
+    os.environ["TORCH_WARM_POOL"] = (
+        "0"  # Inductor's compiling processes, which C++ does not use: a fork must not inherit threads
+    )
+    _FORKS.set_forkserver_preload(["survey_child"])
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    return {row["family"]: row for row in json.loads(path.read_text())["rows"]}
+
+
+def row_of(name: str, inner: str, share: float, limit_s: float, machine: Path) -> dict[str, Any]:
+    """The row of one family, trained in a process of its own. ``machine`` is a directory that keeps the machine's rates."""
+    head = {"family": name, "kind": kinds()[name], "inner": inner, "share": share}
+    if name in EXCEPTIONS and EXCEPTIONS[name].why_not:
+        return {**head, "result": "left out", "error": EXCEPTIONS[name].why_not}
+    with tempfile.TemporaryDirectory() as caches:
+        own, words, answer = Path(caches) / "autohete", Path(caches) / "words", Path(caches) / "row.json"
+        shutil.copytree(machine, own)
+        child = _FORKS.Process(target=survey_child.run, args=(name, inner, share, caches, words, answer))
+        child.start()
+        child.join(limit_s)
+        if child.is_alive():
+            child.kill()
+            child.join()
+            return {**head, "result": "failed", "error": f"took more than {limit_s:.0f} s"}
+        if (own / "machine").exists():
+            shutil.copytree(own / "machine", machine / "machine", dirs_exist_ok=True)
+        if not answer.exists():
+            lines = [line for line in words.read_text(errors="replace").splitlines() if line.strip()]
+            return {**head, "result": "failed", "error": f"status {child.exitcode}: {(lines or [''])[-1][:300]}"}
+        return {**head, **json.loads(answer.read_text())}
+
+
+if __name__ == "__main__":
+    main()
