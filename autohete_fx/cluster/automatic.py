@@ -15,12 +15,16 @@ from autohete_fx.cluster.batches import Batch
 from autohete_fx.cluster.building import BuildModel
 from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.deploy import Member
+from autohete_fx.cluster.layers import LayerMap, map_layers
 from autohete_fx.cluster.measured_costs import measured_costs
 from autohete_fx.cluster.measured_links import measured_cluster
+from autohete_fx.cluster.moving import Moving
+from autohete_fx.cluster.pieces import Piece, covered
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.solve import plan_cluster
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.cluster.stage import Loss, StageModule
+from autohete_fx.cluster.store import Place, Store
 from autohete_fx.cluster.timed_layer import Measuring
 from autohete_fx.errors import ClusterError
 from autohete_fx.ir.sizes import format_seconds
@@ -45,6 +49,8 @@ def automatic_plan(
     global_batch: int,
     memory_budget: str | int | None = None,
     cache_dir: str | Path | None = None,
+    store: Store | None = None,
+    expected_lifetime_s: float | None = None,
     say: Callable[[str], None],
 ) -> ClusterPlan:
     """Measure what there is, and plan for it. All ranks call it; all get one plan.
@@ -62,6 +68,8 @@ def automatic_plan(
         global_batch: samples of a step.
         memory_budget: of each GPU; None: nearly all that there is.
         cache_dir: where measurements are kept; None: `cache.cache_dir`.
+        store: of the job, whose local saves need not move.
+        expected_lifetime_s: seconds until the nodes change again; None: so long that moving does not count.
         say: tells the user a line.
 
     Raises:
@@ -80,14 +88,37 @@ def automatic_plan(
         micro_batches=micro_batches_of(global_batch),
     )
     costs = measured_costs(measuring, members, device, group, model=model, cache_dir=cache_dir)
-    found: list[ClusterPlan | str] = [""]
+    moving = None
+    if store is not None and expected_lifetime_s is not None:
+        layer_map = map_layers(build_model, example.of_samples(1))
+        moving = Moving(lifetime_s=expected_lifetime_s, held=held_layers(store, layer_map, members, group))
+    found: list[tuple[ClusterPlan, str] | str] = [""]
     if not dist.get_rank():
-        found = [_planned(cluster, costs, global_batch)]
+        found = [_planned(cluster, costs, global_batch, moving)]
     dist.broadcast_object_list(found, group=group)
     if isinstance(found[0], str):
         raise ClusterError(found[0])
-    say(plan_line(found[0]))
-    return found[0]
+    plan, moves = found[0]
+    say(plan_line(plan))
+    if moves:
+        say(moves)
+    return plan
+
+
+def held_layers(
+    store: Store, layer_map: LayerMap, members: Sequence[Member], group: dist.ProcessGroup | None
+) -> dict[str, frozenset[int]]:
+    """By node, the layers of which its disk has everything in its newest save. All ranks call it."""
+    disk = Place(store.local)
+    names = covered(Piece.of_key(key) for save in disk.saves()[-1:] for key in disk.parts(save))
+    every = range(layer_map.num_layers)
+    mine = frozenset(layer for layer in every if names.issuperset(layer_map.held(range(layer, layer + 1))))
+    said: list[Any] = [None] * len(members)
+    dist.all_gather_object(said, mine if names else frozenset(), group=group)
+    found: dict[str, frozenset[int]] = {}
+    for member, layers in zip(members, said, strict=True):
+        found[member.node] = found.get(member.node, frozenset()) | layers
+    return found
 
 
 def micro_batches_of(global_batch: int) -> tuple[int, ...]:
@@ -96,16 +127,19 @@ def micro_batches_of(global_batch: int) -> tuple[int, ...]:
     return tuple(sorted({sizes[0], sizes[-1]})) if sizes else (1,)
 
 
-def _planned(cluster: Cluster, costs: CostTable, global_batch: int) -> ClusterPlan | str:
-    """The plan, or an error's words for the other ranks, which would wait for ever."""
+def _planned(
+    cluster: Cluster, costs: CostTable, global_batch: int, moving: Moving | None
+) -> tuple[ClusterPlan, str] | str:
+    """The plan and why it is not the fastest, or an error's words for the other ranks, which would wait for ever."""
     try:
         solution = plan_cluster(
             cluster,
             costs,
             global_batch=global_batch,
             micro_batches=[size for size in MICRO_BATCHES if size <= global_batch],
-            degrees=(1,),  # jobs do not run others
+            degrees=(1,),  # others are not measured
             time_limit_s=_TIME_LIMIT_S,
+            moving=moving,
         )
     except ClusterError as error:
         return str(error)
@@ -113,7 +147,7 @@ def _planned(cluster: Cluster, costs: CostTable, global_batch: int) -> ClusterPl
         return (
             f"the planner failed with {type(error).__name__}: {error}. Expected was a plan. Report it, and give plan="
         )
-    return solution.plan
+    return solution.plan, solution.moves
 
 
 def plan_line(plan: ClusterPlan) -> str:

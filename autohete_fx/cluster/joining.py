@@ -58,6 +58,7 @@ def join(
     member: Member | None = None,
     memory_budget: str | int | None = None,
     cache_dir: str | Path | None = None,
+    expected_lifetime_s: float | None = None,
     log: str | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Job:
@@ -86,6 +87,8 @@ def join(
         memory_budget: of each GPU, as ``"20GiB"``, ``"60%"`` or bytes, for the plan that is made, and for each stage that
             ``backend="autohete"`` compiles; None: nearly all that there is.
         cache_dir: where measurements for that plan are kept; None: `autohete_fx.cache.cache_dir`.
+        expected_lifetime_s: seconds until the nodes are expected to change again, for the plan that is made: one that moves fewer
+            bytes may then be taken before a faster one; None: the fastest step is best.
         log: a file of JSON lines, which the first rank writes.
         timeout_s: after which a rank that does not answer is an error.
 
@@ -121,6 +124,8 @@ def join(
         global_batch=global_batch,
         memory_budget=memory_budget,
         cache_dir=cache_dir,
+        store=store,
+        expected_lifetime_s=expected_lifetime_s,
         say=job_log.say,
     )
     if not isinstance(plan, ClusterPlan):

@@ -19,6 +19,7 @@ therefore simulated (`place` puts units on nodes), and the best ones improved un
 neighbours, micro-batches between pipelines, pipelines leave. The best grid in proportion to speed is a candidate, too.
 """
 
+import contextlib
 import heapq
 import itertools
 import math
@@ -31,6 +32,7 @@ from ortools.sat.python import cp_model
 from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.grids import proportional_grid
 from autohete_fx.cluster.links import Links
+from autohete_fx.cluster.moving import Moving, nearest
 from autohete_fx.cluster.place import placed
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.shapes import Shape, Shaper, UnitType, orders
@@ -70,6 +72,7 @@ class Solution:
         num_shapes: that were made.
         num_simulated: plans that were simulated.
         solve_s: seconds that it took.
+        moves: why a slower plan was taken that moves less; "" where none was.
     """
 
     plan: ClusterPlan
@@ -79,6 +82,7 @@ class Solution:
     num_shapes: int
     num_simulated: int
     solve_s: float
+    moves: str = ""
 
 
 def plan_cluster(
@@ -91,6 +95,7 @@ def plan_cluster(
     symmetric_tp: bool = False,
     sends: Sends = Sends.BLOCKING,
     time_limit_s: float = 30.0,
+    moving: Moving | None = None,
 ) -> Solution:
     """The fastest plan of a step over ``global_batch`` samples.
 
@@ -98,6 +103,7 @@ def plan_cluster(
         micro_batches: sizes to choose from; by default those that costs have, up to 16.
         degrees: of tensor parallelism to choose from; by default those that costs have.
         symmetric_tp: all pipelines have one degree, as in AutoHet's paper.
+        moving: what nodes have of the states, and how long they are expected to stay; None: the fastest step is best.
         time_limit_s: improving stops then; what comes before it does not wait for the clock, and is the same for equal inputs.
 
     Raises:
@@ -120,7 +126,27 @@ def plan_cluster(
     hint = proportional_grid(cluster, costs, global_batch)
     if hint and hint.iteration_s < timeline.iteration_s and search.allows(hint, known):
         plan, timeline = replace(hint, planner=plan.planner), simulate(hint, cluster, costs, sends=sends)
-    plan = replace(plan, iteration_s=timeline.iteration_s)
+    plan, moves = replace(plan, iteration_s=timeline.iteration_s), ""
+    if moving is not None:
+        others = [replace(found.plan, iteration_s=found.timeline.iteration_s) for found in search.found]
+        keeping = tuple(node for node in cluster.nodes if moving.held.get(node.name))
+        if 0 < len(keeping) < len(cluster.nodes):
+            with contextlib.suppress(ClusterError):  # raised where these alone do not hold the model
+                others.append(
+                    plan_cluster(
+                        replace(cluster, nodes=keeping),
+                        costs,
+                        global_batch=global_batch,
+                        micro_batches=micro_batches,
+                        degrees=degrees,
+                        symmetric_tp=symmetric_tp,
+                        sends=sends,
+                        time_limit_s=time_limit_s / 2,
+                    ).plan
+                )
+        chosen = nearest([plan, *others], cluster, costs, moving)
+        plan, moves = chosen.plan, chosen.line
+        timeline = simulate(plan, cluster, costs, sends=sends)
     return Solution(
         plan=plan,
         timeline=timeline,
@@ -129,6 +155,7 @@ def plan_cluster(
         num_shapes=search.num_shapes,
         num_simulated=search.num_simulated,
         solve_s=time.monotonic() - began,
+        moves=moves,
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import autohete_fx
 from autohete_fx import cluster
+from autohete_fx.cluster.automatic import held_layers
 from autohete_fx.cluster.pieces import Piece
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, PipelineSchedule, Stage
 from autohete_fx.errors import AutoHeteError
@@ -264,6 +265,8 @@ def leg(
     saved = job.finish()
     if job.stage is not None:
         compare_states(job, params, states, found)
+    disks = held_layers(cluster.Store(local=f"{root}/{nodes[rank]}"), job.layer_map, job.members, None)
+    found["layers"] = {node: sorted(layers) for node, layers in disks.items()}
     newest = autohete_fx.compilations()[-1:] if options else ()
     found["states at"] = sorted({d.optimizer.value for c in newest for d in c.plan.decisions})
     rows_logged = [json.loads(line) for line in logged.read_text().splitlines()] if rank == 0 else []
