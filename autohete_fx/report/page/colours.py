@@ -20,6 +20,7 @@ OF_WORK = {
     "disk": "brown",
     "gather": "teal",
     "reduce": "pink",
+    "average": "red",
 }
 """By the label of a planned event or a measured record."""
 

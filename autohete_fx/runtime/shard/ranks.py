@@ -6,6 +6,7 @@ numbers alone, so that the code which one process compiled finds the groups of t
 """
 
 import hashlib
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,24 +95,21 @@ def ranks_of(mesh: object) -> Ranks:
             f"rank {dist.get_rank()} is not in the mesh {mesh}; expected a mesh with this process in it. Call shard on its ranks"
             " alone"
         )
-    digest, group = _digest(mesh), mesh.get_group(mesh.ndim - 1)
-    known = _known.get(digest)
+    with disable_current_modes():  # a mesh keeps numbers in a tensor, which a model without memory is not to meet
+        numbers = mesh.mesh.tolist()
+    digest = f"{'x'.join(map(str, mesh.shape))}-{hashlib.sha256(repr(numbers).encode()).hexdigest()[:8]}"
+    known, group = _known.get(digest), mesh.get_group(mesh.ndim - 1)
     if known is None or known.group is not group:
-        known = _known[digest] = _ranks(digest, mesh, group)
+        known = _known[digest] = _ranks(digest, mesh, group, numbers)
     return known
 
 
-def _digest(mesh: DeviceMesh) -> str:
-    numbers = mesh.mesh.tolist()
-    return f"{'x'.join(map(str, mesh.shape))}-{hashlib.sha256(repr(numbers).encode()).hexdigest()[:8]}"
-
-
-def _ranks(digest: str, mesh: DeviceMesh, group: dist.ProcessGroup) -> Ranks:
-    coordinate, members = mesh.get_coordinate(), sorted(mesh.mesh.flatten().tolist())
+def _ranks(digest: str, mesh: DeviceMesh, group: dist.ProcessGroup, numbers: list[Any]) -> Ranks:
+    coordinate, members = mesh.get_coordinate(), sorted(numbers if mesh.ndim == 1 else itertools.chain(*numbers))
     rank, count = dist.get_rank(group), mesh.shape[-1]
     if coordinate is None or coordinate[-1] != rank:
         raise ShardError(
-            f"the mesh has its ranks in the order {mesh.mesh.tolist()}; expected ascending numbers along its last dimension, in"
+            f"the mesh has its ranks in the order {numbers}; expected ascending numbers along its last dimension, in"
             " which process groups count. Make it by init_device_mesh"
         )
     # Ranks that do not run have no host to meet on.
