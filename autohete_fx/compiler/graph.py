@@ -107,7 +107,7 @@ class GraphCompiler:
             self._withhold(agreement.most("withheld bytes", int(load_text("withheld", self.base_key) or 0)))
             yield
             if agreement.is_shared:
-                text = repr(() if self.compilation is None else self.compilation.graphs)
+                text = "" if self.compilation is None else agreement.described(self.compilation)
                 # A pass without an identity has one in each process.
                 text = text.replace(self.captured.model.session.digest, "")
                 agreement.same("rewritten graphs", {"digest": hashlib.sha256(text.encode()).hexdigest()[:12]})
