@@ -4,6 +4,7 @@ import gc
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
@@ -199,7 +201,7 @@ def wrong_uses() -> dict[str, Any]:
     found["place"] = refusal(lambda: autohete_fx.place(parallel(make()), "cpu"))
     found["shard"] = refusal(lambda: autohete_fx.shard(parallel(make()), mesh()))
     found["Muon"] = refusal(lambda: autohete_fx.Muon(parallel(make())))
-    both = nn.ModuleList([autohete_fx.shard(nn.Linear(96, 96), mesh()), parallel(make())])
+    both = nn.ModuleList([autohete_fx.shard(nn.Linear(128, 256), mesh()), parallel(make())])
     found["both"] = refusal(lambda: ranks_of_graph(both.parameters()))
     found["infeasible"] = refusal(lambda: step(parallel(make()), memory_budget=1 << 16))
     model = parallel(make())
@@ -257,3 +259,68 @@ def test_a_budget_is_kept_by_moving_local_shards(tmp_path: Path):
         assert found["tight"]["peak"] <= found["tight"]["budget"], found
         for each in found.values():
             assert abs(each["peak"] - each["plan"]) <= 0.1 * each["plan"] and each["apart"] < 1e-12, found
+
+
+def by_inductor() -> dict[str, Any]:
+    """The solver's plan within a budget that it has to move things for, and what is moved."""
+    expected = reference(dropout=0.0)
+    model = compiled(parallel(make(dropout=0.0)), inner_backend="inductor", memory_budget="3700KiB")
+    optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-2)
+    given = train(model, optimizer)
+    compilation = autohete_fx.compilations()[-1]
+    lanes = sorted({each.lane.value for each in compilation.transfers})
+    return {"apart": largest_difference(given, expected), "lanes": lanes, "peak": compilation.plan.peak_bytes}
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor_within_a_budget_two_ranks_are_within_rounding(tmp_path: Path):
+    for found in ranks.run("tests.dist.test_tensor_parallel.by_inductor", tmp_path):
+        assert found["apart"][0] < 1e-12 and found["peak"] <= 3700 << 10, found
+        assert found["lanes"] == ["d2h", "h2d", "net"], found
+
+
+def llama() -> dict[str, Any]:
+    """A model of transformers, with the styles that its configuration names."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    config = LlamaConfig(
+        vocab_size=100,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+
+    class Trained(nn.Module):
+        """Gives its loss."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner = LlamaForCausalLM(config).double()
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.inner(input_ids=batch, labels=batch).loss
+
+    plain, model = Trained(), Trained()
+    named = {
+        f"inner.model.{name}": styles[style]() for name, style in config.base_model_tp_plan.items() if style in styles
+    }
+    parallelize_module(model, mesh(), named)
+    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
+    blocks = autohete_fx.explain(Trained(), tokens(0), options=EAGER)[0].plan.labels
+    decisions = tuple(DECISIONS["mixed"][at % 3] for at in range(len(blocks)))
+    compiled(model, plan=Plan(labels=blocks, decisions=decisions))
+    given = train(model, autohete_fx.AdamW(model.parameters(), lr=1e-2))
+    shards = sum(isinstance(param, DTensor) for param in model.parameters())
+    return {"apart": largest_difference(given, expected), "shards": shards, "blocks": blocks}
+
+
+@pytest.mark.slow
+def test_a_llama_of_transformers_with_its_own_styles(tmp_path: Path):
+    for found in ranks.run("tests.dist.test_tensor_parallel.llama", tmp_path):
+        assert found["apart"][0] < 1e-12 and found["shards"] == 2 * 7 and len(found["blocks"]) == 4, found

@@ -35,6 +35,7 @@ def ranks_of_graph(params: Iterable[Tensor]) -> Ranks | None:
     Raises:
         ShardError: the parameters are on several meshes, or on one of several dimensions.
     """
+    params = list(params)
     shards = {part.group: part.ranks for p in params if (part := shard_of(p)) is not None}
     meshes = {whole.device_mesh for p in params if (whole := dtensor_of(p)) is not None}
     if len(meshes) + len(shards) > 1 or any(mesh.ndim != 1 for mesh in meshes):
