@@ -17,7 +17,7 @@ from autohete_fx.capture.inputs import graph_inputs
 from autohete_fx.compiler import assumptions
 from autohete_fx.compiler.compilation import record
 from autohete_fx.compiler.graph import GraphCompiler
-from autohete_fx.compiler.model import find_model, graph_key
+from autohete_fx.compiler.model import find_model, graph_key, held_inputs
 from autohete_fx.compiler.reporting import reported
 from autohete_fx.compiler.running import running, timed
 from autohete_fx.compiler.telling import tell
@@ -61,7 +61,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[object], chosen: Optio
     began = time.perf_counter()
     logs.follow()
     calls.note_compiled_graph(tensors_in(example_inputs))
-    inputs = graph_inputs(gm, example_inputs, calls.modules_called())
+    inputs = held_inputs(graph_inputs(gm, example_inputs, calls.modules_called()))
     model = find_model(gm, inputs, chosen)
     passes = max(chosen.micro_batches, chosen.in_flight, model.micro_batches)
     options = dataclasses.replace(chosen, micro_batches=passes)

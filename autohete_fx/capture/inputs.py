@@ -69,6 +69,7 @@ def graph_inputs(
         for source, value in zip(sources, example_inputs, strict=True)
     ]
     edges = itertools.count()
+    within_fsdp = versions.has_fsdp(called)
     return tuple(
         GraphInput(
             index=index,
@@ -77,7 +78,7 @@ def graph_inputs(
             is_parameter=isinstance(value, torch.nn.Parameter),
             edge=next(edges) if isinstance(value, torch.Tensor) else None,
             is_sharded=isinstance(value, torch.nn.Parameter)
-            and (versions.is_of_fsdp(node) or versions.is_dtensor(value)),
+            and (versions.is_of_fsdp(node) or (within_fsdp and versions.is_dtensor(value))),
         )
         for index, (name, source, value, node) in enumerate(
             zip(names, sources, example_inputs, placeholders, strict=True)
@@ -113,8 +114,8 @@ def placeholder_inputs(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> dict
     for node in gm.graph.nodes:
         if node.op != "placeholder":
             continue
-        index = getattr(node.meta.get("desc"), "idx", None)
-        if type(node.meta.get("desc")).__name__ == "PlainAOTInput" and isinstance(index, int) and index < len(inputs):
+        index = versions.input_index(node.meta.get("desc"))
+        if index is not None and index < len(inputs):
             found[node.name] = inputs[index]
     return found
 

@@ -19,11 +19,12 @@ from typing import Any, TypeVar
 import torch
 
 from autohete_fx import errors
+from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.errors import AutoHeteError, ShardError
-from autohete_fx.ir import BlockCost, Machine, Profile
+from autohete_fx.ir import BlockCost, Lane, Machine, Profile
 from autohete_fx.machine.net import load_or_measure_net
-from autohete_fx.runtime.shard.parts import shard_of
 from autohete_fx.runtime.shard.ranks import Ranks
+from autohete_fx.runtime.shard.tensor_parallel import dtensor_of, ranks_of_graph
 
 _Value = TypeVar("_Value")
 _FAILED = "failure"
@@ -37,9 +38,15 @@ class Agreement:
     """
 
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
-        parts = [part for param in params if (part := shard_of(param)) is not None]
-        self._ranks: Ranks | None = parts[0].ranks if parts else None
+        params = list(params)
+        self._ranks: Ranks | None = ranks_of_graph(params)
+        self._is_tensor_parallel = any(dtensor_of(param) is not None for param in params)
         self._is_over = self._is_settled = False
+
+    @property
+    def rank_of_code(self) -> int | None:
+        """This rank, where the ranks' graphs differ in sizes and constants though they are of one model; None where they do not."""
+        return self._ranks.rank if self._ranks is not None and self._is_tensor_parallel else None
 
     @property
     def is_shared(self) -> bool:
@@ -120,6 +127,14 @@ class Agreement:
             raise AssertionError("the same graph has the same blocks")
         costs = tuple(_slowest(same) for same in zip(*(other.costs for other in everywhere), strict=True))
         return dataclasses.replace(profile, costs=costs)
+
+    def described(self, compilation: Compilation) -> str:
+        """The part of a compilation that all ranks must have alike: the graphs, or of tensor parallelism their collectives, because
+        there each rank's graphs have sizes and constants of its own, such as where its rows of an embedding begin."""
+        if not self._is_tensor_parallel:
+            return repr(compilation.graphs)
+        moved = (each for each in compilation.transfers if each.lane is Lane.NET)
+        return repr([(each.graph, each.op, each.block, each.num_bytes) for each in moved])
 
     def first(self, what: str, make: Callable[[], _Value]) -> _Value:
         """The result of the first rank, which alone makes it. Raises what it raises there, on all ranks."""

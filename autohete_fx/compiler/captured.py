@@ -133,6 +133,7 @@ class CapturedGraph:
             (self.is_unsettled, self.decided, *(u.problem.digest for u in self.unsettled.values())),
             self.bucket_bytes,
             sorted(self.sharded),
+            self.agreement.rank_of_code,
             surroundings(self.device),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]

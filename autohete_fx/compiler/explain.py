@@ -12,7 +12,7 @@ from torch import fx
 from autohete_fx.capture.inputs import graph_inputs
 from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.compiler.graph import GraphCompiler
-from autohete_fx.compiler.model import graph_key, new_model
+from autohete_fx.compiler.model import graph_key, held_inputs, new_model
 from autohete_fx.compiler.reporting import reported
 from autohete_fx.compiler.telling import tell
 from autohete_fx.errors import AutoHeteError, CaptureError
@@ -47,7 +47,7 @@ def explain(
 
     def look(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., object]:
         logs.follow()
-        sources = graph_inputs(gm, example_inputs, calls.modules_called())
+        sources = held_inputs(graph_inputs(gm, example_inputs, calls.modules_called()))
         owner = new_model(gm, sources, chosen)
         try:
             compiler = GraphCompiler(gm=gm, inputs=sources, options=chosen, model=owner)

@@ -107,7 +107,7 @@ class GraphCompiler:
             yield
             if agreement.is_shared:
                 made = self.compilation or self._stored
-                text = repr(() if made is None else made.graphs)
+                text = "" if made is None else agreement.described(made)
                 # A pass without an identity has one in each process.
                 text = text.replace(self.captured.model.session.digest, "")
                 agreement.same("rewritten graphs", {"digest": hashlib.sha256(text.encode()).hexdigest()[:12]})
@@ -201,7 +201,7 @@ class GraphCompiler:
             seconds = {**self.compilation.compile_s, "total": total_s}
             result = dataclasses.replace(self.compilation, compile_s=seconds)
             store_text("compilation", self.key, result.to_json())
-            store_text("code", self.key, self.code_key)
+            store_text("code", self.key, self._common_key)
         model = self.captured.model
         self._warn_of_inference(result)
         if result.training or not model.is_placed:
@@ -247,10 +247,16 @@ class GraphCompiler:
         self._withheld_bytes = num_bytes
         self._budget = None if budget is None else Budget(device_bytes=budget, withheld_bytes=num_bytes)
         self.key = hashlib.sha256(f"{self.base_key}/{num_bytes}".encode()).hexdigest()[:24]
-        self.code_key, stored = self.key, load_text("compilation", self.key)
+        self._common_key, stored = self.key, load_text("compilation", self.key)
         if self.captured.agreement.is_shared:
-            self.code_key, stored = self._common_code(stored)
+            self._common_key, stored = self._common_code(stored)
         self._stored = None if stored is None else Compilation.from_json(stored)
+
+    @property
+    def code_key(self) -> str:
+        """Of the code: that of all ranks that compile together, and where their code differs, of this one."""
+        rank = self.captured.agreement.rank_of_code
+        return self._common_key if rank is None else f"{self._common_key}/{rank}"
 
     def _common_code(self, stored: str | None) -> tuple[str, str | None]:
         """The key of the code that ranks compile together, and what this one has stored of it, if all of them have.

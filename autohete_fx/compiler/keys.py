@@ -16,6 +16,7 @@ from autohete_fx.compiler.pass_identity import pass_identity
 from autohete_fx.internals import versions
 from autohete_fx.internals.configs import functorch_config, inductor_config
 from autohete_fx.options import Options, UserPasses
+from autohete_fx.runtime.held import whole_of
 
 _INDUCTOR_PASSES = (
     "pre_grad_custom_pass",
@@ -35,6 +36,7 @@ def graph_digest(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Opti
             tuple(map(str, i.tensor.shape)),
             tuple(map(str, i.tensor.stride())),
             i.tensor.requires_grad,
+            described_parts(i.tensor),
         )
         if i.tensor is not None
         else (i.name,)
@@ -49,6 +51,12 @@ def graph_digest(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Opti
         torch.__version__,
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def described_parts(param: torch.Tensor) -> str:
+    """How ranks divide a DTensor parameter of which this rank holds a part; empty for any other tensor."""
+    whole = whole_of(param)
+    return "" if whole is None else f"{tuple(whole.shape)} {getattr(whole, 'placements', ())}"
 
 
 def option_fields(options: Options) -> tuple[tuple[str, str], ...]:

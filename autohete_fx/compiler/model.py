@@ -5,6 +5,7 @@ the parameters that they read, or by the autohete_fx optimizer that holds them.
 Each training graph leaves a note of the device memory that it takes beside the others.
 """
 
+import dataclasses
 import hashlib
 import logging
 import weakref
@@ -23,6 +24,7 @@ from autohete_fx.internals import dynamo
 from autohete_fx.machine.budgets import host_budget_bytes
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
+from autohete_fx.runtime.held import held
 from autohete_fx.runtime.pending import calls
 from autohete_fx.runtime.session import Session, is_live
 
@@ -79,6 +81,16 @@ class Model:
 _models: "WeakIdKeyDictionary" = WeakIdKeyDictionary()  # parameter -> weak reference to its Model
 
 
+def held_inputs(inputs: Sequence[GraphInput]) -> tuple[GraphInput, ...]:
+    """The inputs with this rank's part in the place of each DTensor parameter that is ours to move."""
+    return tuple(
+        dataclasses.replace(item, tensor=held(item.tensor))
+        if item.is_parameter and not item.is_sharded and item.tensor is not None
+        else item
+        for item in inputs
+    )
+
+
 def origin_of(inputs: Sequence[GraphInput]) -> Origin:
     """The origin of the graph that Dynamo is compiling now."""
     function, part = dynamo.function_being_compiled()
@@ -96,7 +108,7 @@ def find_model(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Option
     parameters = [item.tensor for item in inputs if item.is_parameter and item.tensor is not None]
     # A graph break leaves graphs without a parameter in common; one optimizer holds them all.
     owners = {id(o): o for p in parameters if (o := optimizer_of(p)) is not None}
-    siblings = [p for owner in owners.values() for group in owner.param_groups for p in group["params"]]
+    siblings = [held(p) for owner in owners.values() for group in owner.param_groups for p in group["params"]]
     known = (reference() for p in (*parameters, *siblings) if (reference := _models.get(p)) is not None)
     model = next((m for m in known if m is not None), None)
     if model is None and not parameters:

@@ -13,6 +13,7 @@ from autohete_fx.compiler.model import Model, note_model
 from autohete_fx.ir import Optimizer, Overlap
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.optim.start import start_update
+from autohete_fx.runtime.held import held
 from autohete_fx.runtime.pending import calls, unplanned
 from autohete_fx.runtime.placement import Placement, place_param, placement_of
 
@@ -85,7 +86,7 @@ class GraphParameters:
         """Place those of a call that no plan has placed yet. Returns the identities of those whose updates the graph's nodes
         wait for."""
         given = args[0] if len(args) == 1 and isinstance(args[0], list) else args  # one list where the call is boxed
-        params = {name: given[index] for name, index in self._indices.items()}
+        params = {name: held(given[index]) for name, index in self._indices.items()}
         if not (self._seen and all(seen() is param for seen, param in zip(self._seen, params.values(), strict=True))):
             self._warn_of_others(params)
             unplanned.note_run(

@@ -262,6 +262,18 @@ def leaving_parameters(problem: Problem) -> Problem:
     )
 
 
+NOTE_ON_UNAGREED = (
+    "the graph has collectives, and no parameter is a DTensor or a shard that tells with which ranks: each rank plans for itself,"
+    " and no plan computes activations again; give all ranks one plan that does, or parallelize the model with parallelize_module"
+)
+
+
+def never_computing_again(problem: Problem) -> Problem:
+    """The problem with every forward run once."""
+    why = "The graph has collectives of ranks that do not plan together: parallelize the model with parallelize_module"
+    return dataclasses.replace(problem, allow_recompute=False, obstacles=(*problem.obstacles, ("recompute", why)))
+
+
 def refuse_moving(plan: Plan, graph: BlockGraph, sharded: Set[str]) -> None:
     """Raise PlanError where a given plan moves parameters, or their optimizer states, that FSDP shards."""
     for block, label, decision in zip(graph.blocks, labels_of(graph.blocks), plan.decisions, strict=False):

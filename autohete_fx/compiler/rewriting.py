@@ -20,8 +20,9 @@ from autohete_fx.errors import AutoHeteError, PassError
 from autohete_fx.graph import annotations
 from autohete_fx.graph.draws import DRAWN_AGAIN
 from autohete_fx.graph.saved import is_copy, output_args, storage_root, written_inputs
+from autohete_fx.internals import versions
 from autohete_fx.internals.configs import functorch_config
-from autohete_fx.internals.partitioning import make_graph_module, min_cut_rematerialization_partition
+from autohete_fx.internals.partitioning import is_opaque, make_graph_module, min_cut_rematerialization_partition
 from autohete_fx.ir import BlockDecision, Optimizer, Plan
 from autohete_fx.options import UserPass
 from autohete_fx.passes import PIPELINE, Pass, PassContext, Stage
@@ -86,9 +87,34 @@ def partition(
     # masks than without recomputation, and deaf to torch.manual_seed. Saving the default generator's state is exact.
     with functorch_config.patch(graphsafe_rng_functionalization=False):
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **keywords)  # type: ignore[arg-type]
+    num_outputs = int(keywords["num_fwd_outputs"])  # type: ignore[call-overload]
+    _put_tensors_first(forward, backward, num_outputs)
     for gm in (forward, backward):
         _annotate_drawn_again(gm)
-    return Partitioned(forward=forward, backward=backward, num_outputs=int(keywords["num_fwd_outputs"]))  # type: ignore[call-overload]
+    return Partitioned(forward=forward, backward=backward, num_outputs=num_outputs)
+
+
+def _put_tensors_first(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
+    """Among what is saved, tensors come before the meshes of DTensors, as AOTAutograd has it. Its partitioner puts states of random
+    generators, which recomputation saves, behind meshes."""
+    output = next(node for node in reversed(forward.graph.nodes) if node.op == "output")
+    results = output_args(forward)
+    saved = results[num_outputs:]
+    meshes = [node for node in saved if isinstance(node, fx.Node) and is_opaque(node.meta.get("val"))]
+    states = saved[saved.index(meshes[0]) :] if meshes else []
+    states = [node for node in states if isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)]
+    if not states:
+        return
+    others = [node for node in saved if node not in states]
+    at = others.index(meshes[0])
+    output.args = (tuple([*results[:num_outputs], *others[:at], *states, *others[at:]]),)
+    placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
+    first = next(node for node in placeholders if is_opaque(node.meta.get("val")))
+    for node in placeholders[placeholders.index(first) :]:
+        if isinstance(node.meta.get("val"), torch.Tensor) and not str(node.target).startswith("tangents"):
+            first.prepend(node)
+    forward.recompile()
+    backward.recompile()
 
 
 def _annotate_drawn_again(gm: fx.GraphModule) -> None:
@@ -196,8 +222,8 @@ def _parameters_of_gradients(
     descriptions = next(n for n in reversed(backward.graph.nodes) if n.op == "output").meta["desc"]
     found: list[GraphInput | None] = []
     for description in descriptions:
-        index = getattr(getattr(description, "grad_of", None), "idx", None)
-        item = inputs[index] if isinstance(index, int) and index < len(inputs) else None
+        index = versions.gradient_index(description)
+        item = inputs[index] if index is not None and index < len(inputs) else None
         is_owned = item is not None and item.is_parameter and item.tensor is not None and item.name in owners
         found.append(item if is_owned else None)
     return found

@@ -26,6 +26,7 @@ from autohete_fx.ir import LaneRecord, Overlap, Schedule
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.planner.infeasible import too_small
 from autohete_fx.runtime import shortage
+from autohete_fx.runtime.held import held
 from autohete_fx.runtime.pending import calls
 from autohete_fx.runtime.pending.fence import tensors_in
 from autohete_fx.runtime.session import Session
@@ -98,7 +99,7 @@ def running(
         updates.wait_all(but=awaited)
         if updates.is_pending:
             for t in tensors_in(args):
-                if id(t) not in awaited:
+                if id(held(t)) not in awaited:
                     updates.wait_for(t)
         if compilation.training:
             updates.shortage = explain

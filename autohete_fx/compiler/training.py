@@ -19,9 +19,10 @@ from autohete_fx.compiler import rewriting
 from autohete_fx.compiler.captured import CapturedGraph
 from autohete_fx.compiler.compilation import Compilation, GraphText, Share, replayed
 from autohete_fx.compiler.fitting import Budget, Planned, Rewritten, fitted
-from autohete_fx.compiler.problem import moved_states, owners_of
+from autohete_fx.compiler.problem import NOTE_ON_UNAGREED, moved_states, never_computing_again, owners_of
 from autohete_fx.compiler.together import Together
 from autohete_fx.errors import InfeasiblePlanError
+from autohete_fx.graph.collectives import starts_functional
 from autohete_fx.graph.saved import offloadable
 from autohete_fx.internals.configs import functorch_config
 from autohete_fx.ir import BlockDecision, BlockGraph, Plan, Problem, Profile
@@ -144,10 +145,22 @@ class TrainingPlanner:
         passes_s = self.options.micro_batches * sum(cost.forward_s + cost.backward_s for cost in estimated.costs)
         return self.options.profile == "measured" or (self.options.profile == "auto" and passes_s >= _TIMED_FROM_S)
 
+    def _problem(self, profile: Profile) -> Problem:
+        """What is to be solved now."""
+        problem = self.captured.problem(self.blocks, profile, training=True)
+        return never_computing_again(problem) if self._has_unagreed else problem
+
+    @functools.cached_property
+    def _has_unagreed(self) -> bool:
+        """Whether the graph has collectives of ranks that no parameter tells of. Each plans for itself, and if one recomputed a
+        collective and another did not, both would wait for ever."""
+        targets = (node.target for node in self._original.graph.nodes)
+        return not self.captured.agreement.is_shared and any(map(starts_functional, targets))
+
     def _planned_beside(self, profile: Profile) -> Rewritten:
         """Within the budget, as one graph of its call: see `autohete_fx.compiler.shares`."""
         captured, budget = self.captured, self.budget
-        problem = captured.problem(self.blocks, profile, training=True)
+        problem = self._problem(profile)
         if captured.is_unsettled:
             return self._unsettled(problem)
         together = Together(captured, problem)
@@ -156,18 +169,18 @@ class TrainingPlanner:
             return self._planned(problem, () if decided is None else (decided.decisions, decided.least))
         if self.given is not None:  # found in the cache, with what was decided for the others
             captured.others_bytes = together.beside(self.shares) if self.shares else together.beside_least()
-            return self._planned(captured.problem(self.blocks, profile, training=True))
+            return self._planned(self._problem(profile))
         with self._timed("solving"):
             best = captured.agreement.first("plan of all graphs", lambda: together.best(budget.usable_bytes))
         if best is not None:
             self.shares, own = best
             captured.others_bytes = together.beside(self.shares)
-            made = self._tried(captured.problem(self.blocks, profile, training=True), (own,))
+            made = self._tried(self._problem(profile), (own,))
             if made is not None and together.peak_beside(made.plan.decisions) <= budget.device_bytes:
                 return made
         self.shares = ()
         captured.others_bytes = together.beside_least()
-        made = self._leanest(captured.problem(self.blocks, profile, training=True))
+        made = self._leanest(self._problem(profile))
         needed = max(made.plan.peak_bytes, together.peak_beside(made.plan.decisions))
         if needed > budget.device_bytes - budget.withheld_bytes:
             what = f"The plans that take least need {format_bytes(needed)}"
@@ -206,7 +219,7 @@ class TrainingPlanner:
         ]
         usable = None if problem.device_budget_bytes is None else self._usable_bytes(problem)
         if self.given is not None:
-            fixed = functools.partial(given.fitted_plan, self.given, self.blocks)
+            fixed = functools.partial(given.fitted_plan, self._of_first_rank(self.given), self.blocks)
             return fitted(problem, self.budget, usable, [fixed], functools.partial(self._made, problem), is_given=True)
         ways.append(functools.partial(self._timed_plan, self._lean_plan if takes_least else self._agreed_plan))
         return fitted(problem, self.budget, usable, ways, functools.partial(self._made, problem))
@@ -256,10 +269,16 @@ class TrainingPlanner:
             return way(problem, **rest)
 
     def _lean_plan(self, problem: Problem) -> Plan:
-        return self.captured.agreement.first("plan", lambda: given.lean_plan(problem, self.blocks))
+        return self._of_first_rank(self.captured.agreement.first("plan", lambda: given.lean_plan(problem, self.blocks)))
 
     def _agreed_plan(self, problem: Problem) -> Plan:
-        return self.captured.agreement.first("plan", lambda: self._solved_plan(problem))
+        return self._of_first_rank(self.captured.agreement.first("plan", lambda: self._solved_plan(problem)))
+
+    def _of_first_rank(self, plan: Plan) -> Plan:
+        """A plan that the first rank made for its blocks, for those of this rank, which may have other constants."""
+        own = tuple(block.digest for block in self.blocks.blocks)
+        first = self.captured.agreement.first("blocks", lambda: own)
+        return dataclasses.replace(plan, block_digests=own) if plan.block_digests == first else plan
 
     def _solved_plan(self, problem: Problem) -> Plan:
         try:
@@ -310,7 +329,7 @@ class TrainingPlanner:
             problem=problem,
             events=replay.events,
             levels=replay.levels,
-            notes=self.captured.notes(),
+            notes=(*self.captured.notes(), *((NOTE_ON_UNAGREED,) if self._has_unagreed else ())),
             profile_source=profile.source,
             compile_s=dict(self.seconds),
         )

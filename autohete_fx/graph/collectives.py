@@ -20,15 +20,21 @@ and likewise with ``reduce``. Each wait gives the result ``at`` a position. It i
 until then.
 
 The kernels are in `autohete_fx.runtime.shard.kernels`.
+
+Tensor parallelism puts collectives of PyTorch's own into a graph, two nodes each, which stay where the program has them::
+
+    all_reduce = _c10d_functional.all_reduce(mm, "sum", group_name)
+    wait_tensor = _c10d_functional.wait_tensor(all_reduce)  # the same memory
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from autohete_fx.graph.ops import library
+from autohete_fx.internals.operators import OpOverload
 
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
 
@@ -50,12 +56,43 @@ wait_gather = torch.ops.autohete.gather.wait
 issue_reduce = torch.ops.autohete.reduce.issue
 wait_reduce = torch.ops.autohete.reduce.wait
 
+wait_functional = torch.ops._c10d_functional.wait_tensor.default
+
 COLLECTIVES = (gather, reduce)
 """The ops that wait for other ranks while they run, as they were traced."""
 ISSUING_COLLECTIVES = (issue_gather, issue_reduce)
 """The ops that start a collective."""
 WAITS = (wait_gather, wait_reduce)
 """The ops that give one result of a collective, when that is there."""
+
+
+def is_functional(target: object) -> bool:
+    """Whether an op is a functional collective of PyTorch's, or the wait for one."""
+    return isinstance(target, OpOverload) and target.namespace == "_c10d_functional"
+
+
+def needs_others(target: object) -> bool:
+    """Whether an op, as it was traced, waits for other ranks: one rank alone cannot run it."""
+    return target in COLLECTIVES or is_functional(target)
+
+
+def starts_functional(target: object) -> bool:
+    """Whether an op is a functional collective, and no wait."""
+    return is_functional(target) and target is not wait_functional
+
+
+def exchanged_bytes(node: fx.Node) -> int:
+    """Bytes of the wholes of a functional collective: of the larger of what goes in and what comes out."""
+    return max(_bytes_of(node.args[0]), _bytes_of(node))
+
+
+def _bytes_of(value: Any) -> int:
+    """Of the tensors that nodes stand for."""
+    if isinstance(value, fx.Node):
+        value = value.meta.get("val")
+    if isinstance(value, list | tuple):
+        return sum(map(_bytes_of, value))
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
 
 @torch.library.register_fake("autohete::gather", lib=library)

@@ -10,7 +10,7 @@ import operator
 import torch
 from torch import fx
 
-from autohete_fx.graph.collectives import gather
+from autohete_fx.graph.collectives import gather, wait_functional
 from autohete_fx.graph.ops import SMALLEST_COPY_BYTES, is_dense
 from autohete_fx.internals.operators import OpOverload
 
@@ -27,7 +27,7 @@ def is_view(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return is_view(node.all_input_nodes[0])
-    if node.target is torch.ops.aten._unsafe_view.default:  # its schema does not say so
+    if node.target in (torch.ops.aten._unsafe_view.default, wait_functional):  # their schemas do not say so
         return True
     if not isinstance(node.target, OpOverload):
         return False

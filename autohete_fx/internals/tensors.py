@@ -1,4 +1,7 @@
-"""Storages over given memory, PyTorch's grouping of tensors for its foreach kernels, and the backward that runs."""
+"""Storages over given memory, PyTorch's grouping of tensors for its foreach kernels, the backward that runs, and the local tensor
+of a DTensor."""
+
+from typing import Any
 
 from torch._C import _construct_storage_from_data_pointer as storage_at
 from torch._C import _current_autograd_node as current_autograd_node
@@ -11,5 +14,11 @@ __all__ = [
     "current_graph_task_id",
     "group_by_device_and_dtype",
     "has_foreach_support",
+    "local_of",
     "storage_at",
 ]
+
+
+def local_of(dtensor: Any) -> Any:
+    """The tensor that holds a DTensor's part on this rank: itself, where ``to_local`` makes a view."""
+    return dtensor._local_tensor

@@ -4,7 +4,7 @@ import datetime
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -105,6 +105,30 @@ def is_of_fsdp(placeholder: fx.Node) -> bool:
     return guard_source is not None and guard_source.is_fsdp_module()
 
 
+def has_fsdp(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether FSDP manages any of the modules, or one below them."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without it there is none
+    return fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for module in modules for m in module.modules())
+
+
+def input_index(description: object) -> int | None:
+    """The place among Dynamo's inputs of the one that a placeholder of AOTAutograd's stands for, or of a DTensor whose local tensor
+    it stands for; None for any other."""
+    if type(description).__name__ == "SubclassGetAttrAOTInput" and getattr(description, "attr", "") == "_local_tensor":
+        description = getattr(description, "base", None)
+    index = getattr(description, "idx", None)
+    return index if type(description).__name__ == "PlainAOTInput" and isinstance(index, int) else None
+
+
+def gradient_index(description: object) -> int | None:
+    """The place among Dynamo's inputs of the one that an output of AOTAutograd's backward is the gradient of, or the local tensor
+    of its gradient; None for any other."""
+    if type(description).__name__ == "SubclassGetAttrAOTOutput" and getattr(description, "attr", "") == "_local_tensor":
+        description = getattr(description, "base", None)
+    index = getattr(getattr(description, "grad_of", None), "idx", None)
+    return index if isinstance(index, int) else None
+
+
 def is_dtensor(tensor: object) -> bool:
     """Whether it is a part of a tensor that several ranks hold together."""
     module = sys.modules.get("torch.distributed.tensor")  # without it there is none
@@ -136,6 +160,14 @@ def coalescing(group: Any) -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._coalescing_manager(group=group, async_ops=True)
+
+
+def size_of_group(name: str) -> int:
+    """How many ranks a process group has, by the name that functional collectives carry."""
+    from torch.distributed import distributed_c10d
+
+    resolve: Any = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+    return resolve(name).size()
 
 
 def timeout_of(group: Any, device_type: str) -> datetime.timedelta:

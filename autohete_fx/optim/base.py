@@ -39,12 +39,14 @@ from autohete_fx.optim.state import (
     update_workspace_bytes,
 )
 from autohete_fx.optim.updates import apply
+from autohete_fx.runtime.held import held, whole_of
 from autohete_fx.runtime.pending.backward import Consumed
 from autohete_fx.runtime.pending.calls import is_within_call
 from autohete_fx.runtime.pending.fence import watched
 from autohete_fx.runtime.pending.unplanned import Watch
 from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import placement_of
+from autohete_fx.runtime.shard import tensor_parallel
 from autohete_fx.runtime.shard.state import attend
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -147,6 +149,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         for param in self.param_groups[-1]["params"]:
             register_owner(param, self)
         attend(self)
+        tensor_parallel.attend(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -158,6 +161,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 register_owner(param, self)
+        tensor_parallel.attend(self)
 
     @_untraced
     @torch.no_grad()
@@ -212,6 +216,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         for each in pending:
             each.early.norms.clear()
         apply(updates, self.host_copies, may_overlap=self.overlap is not Overlap.NONE and is_guarded, scale=scale)
+        if wholes := [whole for u in updates if (whole := whole_of(u.param)) is not None]:
+            torch.autograd.graph.increment_version(wholes)
         self._groups, self._has_stepped = None, True
         self._watch.step([p for group in self.param_groups for p in group["params"]], self.state)
         if started and not is_guarded:
@@ -238,7 +244,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     def _pending(self) -> set[Updates]:
         """The updates under way, for each model that has parameters here."""
-        placements = (placement_of(p) for group in self.param_groups for p in group["params"])
+        placements = (placement_of(held(p)) for group in self.param_groups for p in group["params"])
         return {p.updates for p in placements if p is not None and p.updates is not None}
 
     @property
@@ -254,14 +260,14 @@ class PlannedOptimizer(torch.optim.Optimizer):
             u.param: None if u.placement.updates is None else u.placement.updates.early.norms.of(u.grad)
             for u in updates
         }
-        params = [p for group in self.param_groups for p in group["params"]]
+        params = [held(p) for group in self.param_groups for p in group["params"]]
         self.grad_norm = shards.total_norm(params, {u.param: u.grad for u in updates}, norms, clipping.total_norm)
         return clipping.factor(self.grad_norm, self.max_grad_norm)
 
     def group_of(self, param: Tensor) -> dict[str, Any] | None:
         """The group of a parameter; None where it has none."""
         if self._groups is None:
-            self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
+            self._groups = {id(each): g for g in self.param_groups for p in g["params"] for each in (p, held(p))}
         return self._groups.get(id(param))
 
     def _forget_groups(self) -> None:
@@ -299,20 +305,22 @@ class PlannedOptimizer(torch.optim.Optimizer):
             check_grad(param, param.grad)
         updates, grows = [], False
         for param, group in with_grad:
-            rule, state, placement = self.rule_of_group(group), self.state[param], state_placement_of(param)
             for each in pending:
                 each.wait_for(param)
                 each.wait_for(param.grad)
-            settle(rule, param, state, placement)
-            grows |= complete(rule, param, state, placement)
-            updates.append(Update(rule, param, param.grad, state, group, placement))
+            mine, grad = held(param), tensor_parallel.local_gradient(param)
+            rule, state, placement = self.rule_of_group(group), self.state[param], state_placement_of(mine)
+            settle(rule, mine, state, placement)
+            grows |= complete(rule, mine, state, placement)
+            updates.append(Update(rule, mine, grad, state, group, placement))
         if grows:
             note_change()  # plans count other states
         return updates
 
     def state_bytes_of(self, param: Tensor) -> int:
         """Bytes of the states that steps hold for ``param``, master included; 0 for a frozen one without states."""
-        return state_bytes(self.rule_of(param), param) if param.requires_grad or self.state.get(param) else 0
+        has_states = param.requires_grad or self.state.get(param if (whole := whole_of(param)) is None else whole)
+        return state_bytes(self.rule_of(param), param) if has_states else 0
 
     def update_share_of(self, param: Tensor) -> float:
         """Bytes that an update of ``param`` reads and writes, over those of an AdamW update."""
@@ -341,9 +349,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self.synchronize()
         for param, state in self.state.items():
             if isinstance(param, Tensor) and MASTER in state:
-                settle(self.rule_of(param), param, state, state_placement_of(param))
+                mine = held(param)
+                settle(self.rule_of(param), mine, state, state_placement_of(mine))
                 if MASTER in state:
-                    reconcile(param, state[MASTER], state_placement_of(param))
+                    reconcile(mine, state[MASTER], state_placement_of(mine))
         return super().state_dict()
 
     @_untraced

@@ -15,6 +15,7 @@ from torch import Tensor
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.optim.rule import Rule
 from autohete_fx.optim.state import MASTER, STEP, State, needs_master, state_names, state_placement_of
+from autohete_fx.runtime.held import held
 
 Group = dict[str, Any]
 
@@ -90,8 +91,8 @@ def read_states(
         )
     given = [(key, param, rule) for key, (param, rule) in zip(keys, params, strict=True) if states.get(key)]
     for key, param, rule in given:
-        _check(optimizer, rule, key, param, states[key])
-    return {param: _build(rule, param, states[key], current.get(param, {})) for key, param, rule in given}
+        _check(optimizer, rule, key, held(param), states[key])
+    return {param: _build(rule, held(param), states[key], current.get(param, {})) for key, param, rule in given}
 
 
 def _check(optimizer: str, rule: Rule, key: object, param: Tensor, entry: Mapping[str, Any]) -> None:

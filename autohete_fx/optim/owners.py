@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autohete_fx.ir import Overlap
 from autohete_fx.optim.host_copy import HostCopies
 from autohete_fx.optim.rule import Rule
+from autohete_fx.runtime.held import held
 
 
 class Owner(Protocol):
@@ -68,8 +69,8 @@ _num_changes = 0
 
 
 def register_owner(param: Tensor, optimizer: Owner) -> None:
-    """Record that ``optimizer`` updates ``param``. The latest optimizer of a parameter wins."""
-    _owners[param] = weakref.ref(optimizer, note_change)
+    """Record that ``optimizer`` updates ``param``, and what this rank holds of it. The latest optimizer of a parameter wins."""
+    _owners[param] = _owners[held(param)] = weakref.ref(optimizer, note_change)
     note_change()
 
 

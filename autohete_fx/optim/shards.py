@@ -11,9 +11,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autohete_fx.runtime.shard.parts import shard_of
+from autohete_fx.runtime.shard.tensor_parallel import groups_of_parts
 
 NormOf = Callable[[Sequence[Tensor], Sequence[Tensor | None]], Tensor]
 """Of gradients, and of those norms of single ones that are known."""
+
+
+def _groups_of(param: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups over which squares of a gradient add up to those of the whole; none where this rank has all of it."""
+    part = shard_of(param)
+    return groups_of_parts(param) if part is None else (part.ranks.group,)
+
+
+def _names(groups: Sequence[dist.ProcessGroup]) -> tuple[str, ...]:
+    return tuple(group.group_name for group in groups)
 
 
 def total_norm(
@@ -30,7 +41,7 @@ def total_norm(
         known: their norms, as far as they are known, by parameter.
         norm_of: takes the norm of gradients on this rank.
     """
-    groups = {part.group: part.ranks for p in params if (part := shard_of(p)) is not None}
+    groups = {names: found for p in params if (found := _groups_of(p)) and (names := _names(found))}
 
     def local(of: Sequence[Tensor]) -> Tensor:
         return norm_of([grads[p] for p in of], [known[p] for p in of])
@@ -38,12 +49,13 @@ def total_norm(
     present = [p for p in params if p in grads]
     if not groups:
         return local(present)
-    alone = local([p for p in present if shard_of(p) is None])
+    alone = local([p for p in present if not _groups_of(p)])
     total, dtype = alone.double().square(), alone.dtype
-    for group in sorted(groups):
-        mine = [p for p in present if (part := shard_of(p)) is not None and part.group == group]
+    for names, over in groups.items():
+        mine = [p for p in present if _names(_groups_of(p)) == names]
         norm = local(mine)
         squares = norm.double().square().to(mine[0].device if mine else params[0].device)
-        dist.all_reduce(squares, group=groups[group].group)
+        for group in over:
+            dist.all_reduce(squares, group=group)
         total, dtype = squares + total.to(squares.device), norm.dtype if mine else dtype
     return total.sqrt().to(dtype)

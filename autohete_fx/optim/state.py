@@ -18,15 +18,16 @@ from torch import Tensor
 
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.graph.ops import contiguous_stride, is_dense
-from autohete_fx.internals import versions
 from autohete_fx.ir import Optimizer
 from autohete_fx.optim.kernels import HALF, comparing_bytes, reconcile_master
 from autohete_fx.optim.rule import Rule
 from autohete_fx.runtime.disk import DiskTier, Walk
+from autohete_fx.runtime.held import held
 from autohete_fx.runtime.lanes.lanes import Lanes
 from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import placement_of
 from autohete_fx.runtime.shard.parts import shard_of
+from autohete_fx.runtime.shard.tensor_parallel import is_part
 from autohete_fx.runtime.tiers.host import HostTier, is_home
 
 MASTER = "master"
@@ -43,12 +44,6 @@ State = dict[str, Any]
 
 def check_param(param: Tensor) -> None:
     """Raise OptimizerStateError for a parameter that there is no exact update for."""
-    if versions.is_dtensor(param):
-        raise OptimizerStateError(
-            f"a parameter of shape {tuple(param.shape)} is a DTensor, which several ranks hold together, as fully_shard makes"
-            " them; expected was a parameter that one process holds whole. Give DTensors to torch.optim.AdamW(fused=True):"
-            " FSDP's own offload_policy=CPUOffloadPolicy() keeps their states on the host"
-        )
     if param.dtype not in _FULL + HALF:
         raise OptimizerStateError(
             f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; expected float32, float64, bfloat16 "
@@ -58,10 +53,13 @@ def check_param(param: Tensor) -> None:
 
 def check_whole(rule: Rule, param: Tensor) -> None:
     """Raise OptimizerStateError for a parameter that is to be updated whole and is not whole here."""
-    part = None if rule.is_elementwise else shard_of(param)
-    if part is not None:
+    if rule.is_elementwise:
+        return
+    part, mine = shard_of(param), held(param)
+    size = part.size if part is not None else tuple(param.shape) if is_part(param) else None
+    if size is not None:
         raise OptimizerStateError(
-            f"a parameter of shape {part.size}, of which this rank holds {part.shape}, was given to {rule.name}, which updates"
+            f"a parameter of shape {size}, of which this rank holds {tuple(mine.shape)}, was given to {rule.name}, which updates"
             " matrices whole; expected a parameter that ranks hold no shards of: train with autohete_fx.AdamW, or on one device"
         )
 

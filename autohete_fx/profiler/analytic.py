@@ -15,7 +15,7 @@ from autohete_fx.graph.collectives import COLLECTIVES, gather
 from autohete_fx.graph.recompute import is_kept
 from autohete_fx.graph.saved import offloadable
 from autohete_fx.ir import ActivationCost, BlockCost, Machine, Profile
-from autohete_fx.profiler.exchanged import exchanged
+from autohete_fx.profiler.exchanged import Waits, exchanged
 from autohete_fx.profiler.flops import seconds_of
 from autohete_fx.profiler.memory.kernels import Kernel
 from autohete_fx.profiler.memory.liveness import MemoryTrace, trace_step
@@ -336,6 +336,25 @@ def _backward_workspaces(
     return result
 
 
+def with_waits(partition: Partition, times: tuple[BlockTimes, ...], machine: Machine) -> tuple[BlockTimes, ...]:
+    """The seconds of computation with those that blocks wait for functional collectives."""
+    waits = Waits(partition, machine)
+    if not waits.any:
+        return times
+    placed, saved = partition.placements(partition.forward), saved_tensors(partition) if partition.training else ()
+    again, cheap = (_recomputed(partition, saved, placed, selective=selective) for selective in (False, True))
+    parts = zip(waits.forward(), waits.backward(), waits.forward(again), waits.forward(cheap), strict=True)
+    return tuple(
+        BlockTimes(
+            forward_s=each.forward_s + forward_s,
+            backward_s=each.backward_s + backward_s,
+            recompute_s=each.recompute_s + again_s,
+            selective_s=each.selective_s + cheap_s,
+        )
+        for each, (forward_s, backward_s, again_s, cheap_s) in zip(times, parts, strict=True)
+    )
+
+
 def costs_from_times(partition: Partition, times: tuple[BlockTimes, ...]) -> tuple[BlockCost, ...]:
     """Block costs with given seconds; all bytes come from the graphs."""
     saved = saved_tensors(partition) if partition.training else ()
@@ -398,5 +417,5 @@ def profile_analytic(partition: Partition, machine: Machine, *, inner_backend: s
     started = time.perf_counter()
     if inner_backend is not None:
         partition = replace(partition, inner_backend=inner_backend)
-    costs = costs_from_times(partition, analytic_times(partition, machine))
+    costs = costs_from_times(partition, with_waits(partition, analytic_times(partition, machine), machine))
     return Profile(costs=costs, source="analytic", profile_s=time.perf_counter() - started)

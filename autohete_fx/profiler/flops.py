@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from autohete_fx.graph.collectives import COLLECTIVES
+from autohete_fx.graph.collectives import needs_others
 from autohete_fx.ir import Machine
 from autohete_fx.profiler.memory.kernels import Kernel, KernelGraph
 from autohete_fx.profiler.memory.node_kinds import hint, unwrapped_call
@@ -103,9 +103,10 @@ def seconds_of(
 ) -> float:
     """Roofline seconds of one kernel on a machine, as a kernel of forward or of backward.
 
-    Arithmetic and traffic overlap, but for narrow products, where they add. A collective takes none: it has a lane of its own.
+    Arithmetic and traffic overlap, but for narrow products, where they add. A collective takes none: it has a lane of its own, or
+    `exchanged.Waits` prices it.
     """
-    if not kernel.fused and any(nodes[name].target in COLLECTIVES for name in kernel.nodes):
+    if not kernel.fused and any(needs_others(nodes[name].target) for name in kernel.nodes):
         return 0.0
     traffic_s = bytes_of(kernel, graph) / machine.device_bytes_per_s
     products = [nodes[name] for name in kernel.nodes] if not kernel.fused else []

@@ -16,10 +16,10 @@ import torch
 from torch import fx
 
 from autohete_fx.cache import load_text, machine_key, store_text
-from autohete_fx.graph.collectives import COLLECTIVES
+from autohete_fx.graph.collectives import needs_others
 from autohete_fx.internals.partitioning import make_graph_module
 from autohete_fx.ir import Machine, Profile
-from autohete_fx.profiler.analytic import BlockTimes, analytic_times, costs_from_times
+from autohete_fx.profiler.analytic import BlockTimes, analytic_times, costs_from_times, with_waits
 from autohete_fx.profiler.memory.liveness import trace_memory
 from autohete_fx.profiler.memory.lowering import lower
 from autohete_fx.profiler.memory.node_kinds import extent_bytes
@@ -55,13 +55,13 @@ def extract_block(
     Collectives belong to no block, or one rank would run them without the others: their results come from outside.
     """
     nodes = graph_module.graph.nodes
-    own = {node for node in nodes if placed.get(node.name) == block and node.target not in COLLECTIVES}
+    own = {node for node in nodes if placed.get(node.name) == block and not needs_others(node.target)}
     inside = set(own)
     for node in reversed(graph_module.graph.nodes):
         if node in inside:
             for source in node.all_input_nodes:
                 # A tuple cannot be passed in either: who reads an item of one belongs with it.
-                if source.target not in COLLECTIVES and (
+                if not needs_others(source.target) and (
                     source.name in not_stored or isinstance(source.meta.get("val"), (tuple, list))
                 ):
                     inside.add(source)
@@ -299,7 +299,7 @@ def profile_measured(
     found = measure_blocks(
         partition, estimates, compile_graph=compile_graph, max_bytes=max_bytes, time_limit_s=time_limit_s
     )
-    costs = costs_from_times(partition, _scaled(estimates, found))
+    costs = costs_from_times(partition, with_waits(partition, _scaled(estimates, found), machine))
     return Profile(costs=costs, source=_source(estimates, found), profile_s=time.perf_counter() - started)
 
 

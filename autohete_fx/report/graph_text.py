@@ -6,8 +6,8 @@ In: a rewritten graph. Out: text, and `ir.Transfer` values in schedule order.
 from torch import fx
 
 from autohete_fx.graph import annotations, ops
-from autohete_fx.graph.collectives import ISSUING_COLLECTIVES
-from autohete_fx.ir import Transfer
+from autohete_fx.graph.collectives import ISSUING_COLLECTIVES, exchanged_bytes, starts_functional, wait_functional
+from autohete_fx.ir import Lane, Transfer
 from autohete_fx.ir.sizes import format_bytes
 
 
@@ -46,18 +46,43 @@ def _type(node: fx.Node) -> str:
 def _comment(node: fx.Node) -> str:
     note, block = annotations.inserted(node), annotations.block_of(node)
     if note is None:
-        return "" if block is None else f"block {block}"
+        found = "" if block is None else f"block {block}"
+        if not starts_functional(node.target):
+            return found
+        return ", ".join(
+            filter(None, [found, f"collective, lane {Lane.NET.value}, {format_bytes(exchanged_bytes(node))}"])
+        )
     parts = [f"block {note.block}", note.what]
     if note.lane is not None:
         parts += [f"lane {note.lane.value}", f"priority {note.priority}"]
     return ", ".join([*parts, format_bytes(note.num_bytes)])
 
 
+def _functional(node: fx.Node, graph: str, number: int, previous: str) -> Transfer:
+    """A collective of the program's own, which stands where the program has it."""
+    waits = [user for user in node.users if user.target is wait_functional]
+    needed = [reader.name for wait in waits for reader in wait.users]
+    return Transfer(
+        graph=graph,
+        node=node.name,
+        op=str(node.target).split(".")[1],
+        block=annotations.block_of(node) or 0,
+        lane=Lane.NET,
+        priority=number,
+        num_bytes=exchanged_bytes(node),
+        waits_on=previous,
+        needed_by=needed[0] if needed else next((wait.name for wait in waits), "output"),
+    )
+
+
 def list_transfers(gm: fx.GraphModule, graph: str) -> tuple[Transfer, ...]:
     """The copies and collectives of one graph, in the order in which they are issued."""
-    found, previous = [], ""
+    found, previous, num_functional = [], "", 0
     for node in gm.graph.nodes:
         note = annotations.inserted(node)
+        if starts_functional(node.target):
+            found.append(_functional(node, graph, num_functional, previous))
+            num_functional += 1
         if note is None or node.target not in (*ops.ISSUING_OPS, *ISSUING_COLLECTIVES):
             previous = node.name if node.op == "call_function" and note is None else previous
             continue

@@ -18,6 +18,7 @@ from autohete_fx.graph.ops import SMALLEST_COPY_BYTES
 from autohete_fx.internals.modes import disable_current_modes
 from autohete_fx.ir import Optimizer, Params
 from autohete_fx.runtime.disk import DiskTier
+from autohete_fx.runtime.held import move
 from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.tiers.host import HostTier, is_home
 
@@ -95,7 +96,7 @@ def _set_data(param: Tensor, data: Tensor) -> None:
     if grad is not None and grad.device != data.device:
         # A tensor refuses data on another device than its gradient's.
         param.grad = None
-        param.data = data
+        move(param, data)
         param.grad = grad.to(data.device)
     else:
-        param.data = data
+        move(param, data)

@@ -203,7 +203,7 @@ def kind_of(node: fx.Node) -> Kind:
     if node.target is ops.wait or node.target in ops.PASSING_OPS or node.target in collectives.WAITS:
         return Kind.WAIT
     name = packet_name(node)
-    if node.target is operator.getitem or name in _VIEWS:
+    if node.target in (operator.getitem, collectives.wait_functional) or name in _VIEWS:
         return Kind.VIEW
     if name in _REDUCTIONS:
         return Kind.REDUCTION if not _binary_extremum(node) else Kind.POINTWISE

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autohete_fx.graph.collectives import COLLECTIVES, gather, issue_gather
+from autohete_fx.graph.collectives import COLLECTIVES, gather, is_functional, issue_gather
 from autohete_fx.graph.saved import hint
 from autohete_fx.profiler.memory.node_kinds import innermost_operator
 from autohete_fx.profiler.memory.probe import current
@@ -56,6 +56,8 @@ def scratch_bytes(target: object, args: Any, kwargs: Any) -> int:
         return 0
     if inner in COLLECTIVES:
         return collective_scratch_bytes(inner, inner_args)
+    if is_functional(inner):  # one rank alone must not run it to measure it
+        return _functional_scratch_bytes(name, inner_args)
     bound_bytes = convolution_scratch_bytes(name, inner_args)
     probe = current()
     measured = None
@@ -76,6 +78,17 @@ def collective_scratch_bytes(target: object, args: Sequence[Any]) -> int:
         * tensor.element_size()
         * (num_ranks if target in (gather, issue_gather) else 1)
     )
+
+
+def _functional_scratch_bytes(name: str, args: Sequence[Any]) -> int:
+    """Likewise of PyTorch's functional collectives, of which gloo works on a copy of the whole, as of ours."""
+    tensor = args[0]
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":
+        return 0
+    num_bytes = math.prod(map(hint, tensor.shape)) * tensor.element_size()
+    if name.endswith("all_gather_into_tensor"):
+        return num_bytes * hint(args[1])
+    return num_bytes if name.endswith("reduce_scatter_tensor") else 0
 
 
 def is_blas_product(name: str, args: Sequence[Any], kwargs: Any) -> bool:

@@ -1,0 +1,142 @@
+"""Parameters that are DTensors, as ``parallelize_module`` makes them: their ranks, and the way between wholes and parts.
+
+In: held parameters (`autohete_fx.runtime.held`), and gradients and optimizer states, which are laid out as their DTensors are.
+Out: DTensors of them for state dicts, local tensors of DTensors and of whole tensors, and the process groups that have other parts.
+"""
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.optimizer import Optimizer
+
+from autohete_fx.errors import OptimizerStateError, ShardError
+from autohete_fx.internals.tensors import local_of
+from autohete_fx.runtime.held import held, whole_of
+from autohete_fx.runtime.shard.parts import shard_of
+from autohete_fx.runtime.shard.ranks import Ranks, ranks_of
+
+_attended: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+
+
+def dtensor_of(param: Tensor) -> DTensor | None:
+    """The DTensor that a parameter is, or is this rank's part of; None for any other."""
+    whole = param if isinstance(param, DTensor) else whole_of(param)
+    return whole if isinstance(whole, DTensor) else None
+
+
+def ranks_of_graph(params: Iterable[Tensor]) -> Ranks | None:
+    """The ranks that a graph has collectives with, told by its parameters; None where it has none.
+
+    Raises:
+        ShardError: the parameters are on several meshes, or on one of several dimensions.
+    """
+    params = list(params)
+    shards = {part.group: part.ranks for p in params if (part := shard_of(p)) is not None}
+    meshes = {whole.device_mesh for p in params if (whole := dtensor_of(p)) is not None}
+    if len(meshes) + len(shards) > 1 or any(mesh.ndim != 1 for mesh in meshes):
+        found = "; ".join([*map(str, meshes), *(f"shards over {digest}" for digest in shards)])
+        raise ShardError(
+            f"one graph has parameters on {found}. Expected was one mesh of one dimension. Use either autohete_fx.shard or"
+            " parallelize_module, with one dimension of a mesh, mesh[name]; a DistributedDataParallel may be around it"
+        )
+    if meshes:
+        return ranks_of(meshes.pop())
+    return next(iter(shards.values()), None)
+
+
+def groups_of_parts(param: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups over which a DTensor's parts differ, a group for each such dimension of its mesh: all that replicates it
+    is left out."""
+    whole = dtensor_of(param)
+    if whole is None:
+        return ()
+    mesh = whole.device_mesh
+    return tuple(mesh.get_group(dim) for dim, place in enumerate(whole.placements) if not place.is_replicate())
+
+
+def is_part(param: Tensor) -> bool:
+    """Whether other ranks have other parts of it."""
+    return bool(groups_of_parts(param))
+
+
+def local_gradient(param: Tensor) -> Tensor:
+    """The gradient of this rank's part of a parameter, which has one. A DTensor's gradient that is laid out otherwise, such as one
+    of which each rank has an addend, first gets the parameter's layout, by a collective of all ranks."""
+    grad = param.grad
+    assert grad is not None
+    if not isinstance(param, DTensor):
+        return grad
+    if not isinstance(grad, DTensor):
+        raise OptimizerStateError(
+            f"a parameter of shape {tuple(param.shape)} is a DTensor, and its gradient is a {type(grad).__name__}. Expected was a"
+            " DTensor, as autograd makes it. Give param.grad a DTensor of the parameter's mesh and placements"
+        )
+    if grad.placements != param.placements:
+        param.grad = grad = grad.redistribute(placements=param.placements)
+    return local_of(grad)
+
+
+def to_dtensor(local: Tensor, whole: DTensor) -> DTensor:
+    """The whole that a tensor is a part of as a parameter's local tensor is of the parameter. It refers to the tensor's memory."""
+    return DTensor.from_local(
+        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def to_local(value: Tensor, whole: DTensor) -> Tensor:
+    """This rank's part of a whole tensor, as of the parameter. All ranks call it where the value is a DTensor."""
+    if not isinstance(value, DTensor):
+        value = distribute_tensor(value, whole.device_mesh, whole.placements, src_data_rank=None)
+    elif value.device_mesh != whole.device_mesh or value.placements != whole.placements:
+        value = distribute_tensor(value.full_tensor(), whole.device_mesh, whole.placements, src_data_rank=None)
+    return local_of(value)
+
+
+# -- optimizers ---------------------------------------------------------------------------------------------------
+
+
+def attend(optimizer: Optimizer) -> None:
+    """Let the state dicts of an optimizer have DTensors for the states of DTensors."""
+    if optimizer not in _attended and any(isinstance(p, DTensor) for g in optimizer.param_groups for p in g["params"]):
+        _attended.add(optimizer)
+        optimizer.register_state_dict_post_hook(_give_states)
+        optimizer.register_load_state_dict_pre_hook(_take_states)
+
+
+def _entries(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Any, tuple[Tensor | None, dict[str, Any]]]:
+    """Parameter and states by key."""
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    by_key = dict(zip(keys, params, strict=False))
+    return {key: (by_key.get(key), entry) for key, entry in state_dict["state"].items()}
+
+
+def _give_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    given: dict[Any, Any] = {}
+    for key, (param, entry) in _entries(optimizer, state_dict).items():
+        given[key] = entry
+        if isinstance(param, DTensor):
+            given[key] = {name: to_dtensor(t, param) if _is_like(t, held(param)) else t for name, t in entry.items()}
+    return {**state_dict, "state": given}
+
+
+def _take_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    if not {"state", "param_groups"} <= state_dict.keys():
+        return state_dict  # the optimizer refuses it
+    taken: dict[Any, Any] = {}
+    for key, (param, entry) in _entries(optimizer, state_dict).items():
+        taken[key] = entry
+        if isinstance(param, DTensor):
+            with torch.no_grad():
+                taken[key] = {name: to_local(t, param) if _is_like(t, param) else t for name, t in entry.items()}
+    return {**state_dict, "state": taken}
+
+
+def _is_like(value: Any, param: Tensor) -> bool:
+    """Whether it is a state as large as a parameter."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == param.shape
