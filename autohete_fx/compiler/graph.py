@@ -254,7 +254,7 @@ class GraphCompiler:
 
     @property
     def code_key(self) -> str:
-        """Of the code: that of all ranks that compile together, and where their code differs, of this one."""
+        """The key of the code: one for all ranks that compile together, or where their code differs, one for each."""
         rank = self.captured.agreement.rank_of_code
         return self._common_key if rank is None else f"{self._common_key}/{rank}"
 
