@@ -28,6 +28,7 @@ from autohete_fx.internals.configs import functorch_config
 from autohete_fx.ir import BlockDecision, BlockGraph, Plan, Problem, Profile
 from autohete_fx.ir.labels import labels_of
 from autohete_fx.ir.sizes import format_bytes
+from autohete_fx.options import Options
 from autohete_fx.passes import PassContext, Stage
 from autohete_fx.planner import given
 from autohete_fx.planner.infeasible import advice_of, broken_up, too_small
@@ -39,9 +40,17 @@ from autohete_fx.report.stages import Stages, blocks_words, plan_words
 
 Decisions = tuple[BlockDecision, ...]
 
-_TIMED_FROM_S = 0.03
-"""Blocks of a shorter step, as estimated, are not timed unless the options say so. A plan that is a tenth better for it would take
-more than a thousand steps to make up for the seconds that it takes to compile them by themselves."""
+_TIMED_FROM_S = 0.1
+"""On a CPU device the blocks of a shorter step, as estimated, are not timed unless the options say so. A plan that is a tenth better
+for it would take more than a thousand steps to make up for the seconds that it takes to compile them by themselves. Accelerators
+run such steps by the hundred thousand."""
+
+
+def is_worth_timing(options: Options, estimated: Profile, device_type: str) -> bool:
+    """Whether to time blocks, which compiles each distinct one by itself; ``estimated`` are their costs without that."""
+    passes_s = options.micro_batches * sum(cost.forward_s + cost.backward_s for cost in estimated.costs)
+    is_long = device_type != "cpu" or passes_s >= _TIMED_FROM_S
+    return options.profile == "measured" or (options.profile == "auto" and is_long)
 
 
 class TrainingPlanner:
@@ -136,14 +145,10 @@ class TrainingPlanner:
         )
         machine = self.captured.machine
         profile = profile_analytic(partition, machine)
-        if may_measure and self.captured.budget_bytes is not None and self._pays_off(profile):
+        has_budget, device_type = self.captured.budget_bytes is not None, self.captured.device.type
+        if may_measure and has_budget and is_worth_timing(self.options, profile, device_type):
             profile = profile_measured(partition, machine, max_bytes=self.captured.free_bytes())
         return self.captured.agreement.slowest(profile)
-
-    def _pays_off(self, estimated: Profile) -> bool:
-        """Whether to time blocks, which compiles each distinct one by itself."""
-        passes_s = self.options.micro_batches * sum(cost.forward_s + cost.backward_s for cost in estimated.costs)
-        return self.options.profile == "measured" or (self.options.profile == "auto" and passes_s >= _TIMED_FROM_S)
 
     def _problem(self, profile: Profile) -> Problem:
         """What is to be solved now."""

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from autohete_fx.compiler.keys import option_fields
+from autohete_fx.compiler.training import is_worth_timing
 from autohete_fx.errors import OptionError
+from autohete_fx.ir import Profile
 from autohete_fx.options import Options, Share, parse_size, resolve_bytes
+from tests.planner_problems import cost
 
 
 @pytest.mark.parametrize(
@@ -98,3 +101,16 @@ def test_passes_of_any_kind_that_can_be_called_are_taken():
 
     given = {"joint": Pass(), "final": [functools.partial(Pass(), depth=2), print]}
     assert Options.from_user({"passes": given}).passes.joint == (given["joint"],)
+
+
+def test_blocks_of_short_steps_are_not_timed():
+    def costs(seconds: float) -> Profile:
+        timed = cost(forward_s=seconds / 3, backward_s=2 * seconds / 3)
+        return Profile(costs=(timed,), source="analytic", profile_s=0.0)
+
+    short, long = costs(0.01), costs(1.0)
+    assert [is_worth_timing(Options(), each, "cpu") for each in (short, long)] == [False, True]
+    assert is_worth_timing(Options(micro_batches=20), short, "cpu"), "a step has all of its micro-batches"
+    assert is_worth_timing(Options(), short, "cuda"), "which runs such steps by the hundred thousand"
+    assert is_worth_timing(Options(profile="measured"), short, "cpu")
+    assert not is_worth_timing(Options(profile="analytic"), long, "cuda")
