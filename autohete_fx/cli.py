@@ -17,7 +17,7 @@ import torch
 from autohete_fx.arguments import DTYPES, EXPLAIN, MOST_RANKS, POINTS, add_plan
 from autohete_fx.compiler.problem import with_disk
 from autohete_fx.errors import AutoHeteError, OptionError, ReportError
-from autohete_fx.integrations.run import add_run, run_program
+from autohete_fx.integrations.command import add_run, run_program
 from autohete_fx.ir import Machine, Overlap, Plan, Problem, Schedule
 from autohete_fx.machine.described import link_text, machine_text
 from autohete_fx.machine.devices import (
