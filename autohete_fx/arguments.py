@@ -1,4 +1,4 @@
-"""The options of ``autohete plan`` and ``autohete run``: names, defaults, what their text may be. Reading them needs no PyTorch."""
+"""The options of ``autohete plan``: names, defaults, and what their text may be. PyTorch is not needed to read them."""
 
 import argparse
 import math
@@ -134,36 +134,6 @@ def add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         help="of each solve (default: 10); half of it for those that tell what more of a resource would buy",
     )
     return plan
-
-
-def add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
-    """Add the subcommand; returns its parser."""
-    parser = commands.add_parser(
-        "run",
-        help="run an unmodified training script: its model is compiled, its AdamW replaced where that is exact",
-        description="Run a Python program as `python PROGRAM` does. The module that it trains is compiled with the backend"
-        " autohete, and torch.optim.AdamW, Adam and SGD become ours where that trains the same. A report on standard error says"
-        " what was done, what was not, and why.",
-    )
-    parser.add_argument("--budget", metavar="SIZE", help="the option memory_budget: 12GiB, 60%%, ...")
-    parser.add_argument(
-        "--option",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="a further option of the backend; may be repeated",
-    )
-    parser.add_argument(
-        "--bitwise",
-        action="store_true",
-        help="replace only optimizers made with fused=True, whose kernels are those of ours",
-    )
-    parser.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is the name of a module")
-    parser.add_argument("program", metavar="PROGRAM", help="the path of a script, or after -m the name of a module")
-    parser.add_argument(
-        "arguments", metavar="...", nargs=argparse.REMAINDER, help="what follows are arguments of the program"
-    )
-    return parser
 
 
 def _positive(text: str) -> int:

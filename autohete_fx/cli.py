@@ -10,8 +10,9 @@ import webbrowser
 from collections.abc import Sequence
 
 from autohete_fx import __version__
-from autohete_fx.arguments import EXPLAIN, add_plan, add_run
+from autohete_fx.arguments import EXPLAIN, add_plan
 from autohete_fx.errors import AutoHeteError, ReportError
+from autohete_fx.integrations.command import add_run, run_program
 from autohete_fx.report.coloured import show_text
 
 __all__ = ["main"]
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     doctor.set_defaults(run=_doctor)
     add_plan(commands).set_defaults(run=_plan)
-    add_run(commands).set_defaults(run=_run)
+    add_run(commands).set_defaults(run=run_program)
     parsed = parser.parse_args(arguments)
     try:
         text = parsed.run(parsed)
@@ -121,12 +122,6 @@ def _plan(parsed: argparse.Namespace) -> str:
     from autohete_fx.commands.plan import plan
 
     return plan(parsed)
-
-
-def _run(parsed: argparse.Namespace) -> str:
-    from autohete_fx.integrations.run import run_program
-
-    return run_program(parsed)
 
 
 if __name__ == "__main__":

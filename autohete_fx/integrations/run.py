@@ -5,7 +5,6 @@ them: ``sys.argv``, ``__main__``, ``sys.path``, tracebacks, exit status. When it
 says what was done to its optimizers and models, what was not, and why.
 """
 
-import argparse
 import builtins
 import contextlib
 import importlib.machinery
@@ -35,21 +34,6 @@ class Program:
 
     code: CodeType
     main: types.ModuleType
-
-
-def run_program(parsed: argparse.Namespace) -> str:
-    """Run what the command line names; ends by SystemExit with the status of the program."""
-    options = parsed_options(parsed.option)
-    if parsed.budget is not None:
-        options["memory_budget"] = parsed.budget
-    status = run(
-        parsed.program,
-        parsed.arguments,
-        options,
-        is_module=parsed.is_module,
-        only_same_kernels=parsed.bitwise,
-    )
-    raise SystemExit(status)
 
 
 def run(

@@ -149,7 +149,7 @@ class Watched:
         def wait(*args: Any, **kwargs: Any) -> Any:
             module = reference()
             assert module is not None, "it is being called"
-            if torch.compiler.is_compiling() or torch.jit.is_tracing() or not torch.is_grad_enabled():
+            if torch.compiler.is_compiling() or torch.jit.is_tracing() or not torch.is_grad_enabled():  # pyright: ignore[reportPrivateImportUsage]
                 return calls.call_as_is(module, *args, **kwargs)
             self._decide(module)
             return module(*args, **kwargs)
