@@ -1,8 +1,8 @@
 """Recovery by part, predicted and measured, beside a recovery that reads everything from the cloud, over three bandwidths.
 
 Four processes on this machine are nodes of two pipelines of two stages. They train, save, and lose disks: of one node whose
-layers another one has, or of both nodes that have some layers. New nodes take their places and restore. Reads of disks, of peers and
-of the
+layers another one has, or of both nodes that have some layers. New nodes take their places and restore. Reads of disks, of peers
+and of the
 cloud take as long as the bandwidths of a setting say, scaled to the size of the model. `autohete_fx.cluster.moving` predicts the
 same from the plan and from what disks have. Finding a loss, planning and starting again are not emulated here: their seconds are
 those that `cluster_chaos` measured on this machine.
