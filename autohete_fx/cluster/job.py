@@ -6,10 +6,12 @@ goes on as if nothing had happened, but for the rounding of sums and the draws o
 """
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,10 @@ from autohete_fx.cluster.store import Store, states_of
 from autohete_fx.cluster.sums import GradientSums, clip_factor
 from autohete_fx.cluster.tensor_parallel import TensorLayout, Unit, check_whole
 from autohete_fx.errors import AutoHeteError, ClusterError
+
+_ANSWER_S = 10.0
+"""In which a rank that lives tells the first one so, after an error."""
+_RANKS = re.compile(r"Ranks? (\d+(?:, \d+)*) failed")
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -124,6 +130,8 @@ class Job:
         stage: StageModule | None,
         run: StageRun | None,
         group: dist.ProcessGroup | None,
+        watch: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
         store: Store | None,
         generation: str,
         job_log: JobLog,
@@ -137,11 +145,10 @@ class Job:
         seat = deployment.seat(self._rank)
         self.held: dict[str, Piece] = deployment.held(seat, layer_map, layout) if seat else {}
         self._owners = deployment.owners(layer_map, layout)
-        self._sums = GradientSums(
-            self._owners, layer_map, self.params, self.held, unit.shares(self.held) if unit else {}
-        )
+        shares = unit.shares(self.held) if unit else {}
+        self._sums = GradientSums(self._owners, layer_map, self.params, self.held, shares, timeout)
         self._store, self.saver = store, None
-        self._notice, self._unchecked = Notice(), True
+        self._notice, self._unchecked, self._watch = Notice(), True, watch
         if store is not None:
             mine = members[self._rank].node
             self.saver = Saver(
@@ -219,10 +226,22 @@ class Job:
             return error
         mine = self.members[self._rank]
         cause = next(iter(str(error).strip().splitlines()), "")
+        cause = f"{self._absent()}{cause}"
         return ClusterError(
             f"rank {self._rank} on {mine.node} lost another rank in step {self.step}: {cause}. Expected were all"
             f" {len(self.members)}. Start the job again; torchrun with --max-restarts does so itself"
         )
+
+    def _absent(self) -> str:
+        """The ranks that do not answer, as far as this rank is told: the first one hears of all."""
+        try:
+            dist.monitored_barrier(self._watch, timeout=timedelta(seconds=_ANSWER_S), wait_all_ranks=True)
+        except RuntimeError as error:
+            found = _RANKS.search(str(error))
+            ranks = [int(number) for number in found[1].split(", ")] if found else []
+            named = ", ".join(f"rank {rank} on {self.members[rank].node}" for rank in ranks if rank != self._rank)
+            return f"{named} does not answer. " if named else ""
+        return ""
 
     # -- saving ---------------------------------------------------------------------------------------------------
 

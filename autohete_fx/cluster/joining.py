@@ -139,9 +139,11 @@ def join(
     seat = deployment.seat(rank)
     layer_map = map_layers(build_model, batch.of_samples(plan.pipelines[seat.pipeline if seat else 0].micro_batch))
     check_runs(plan, layer_map, getattr(build_model, "__name__", "the model"))
+    timeout = timedelta(seconds=timeout_s)
+    watch: Any = dist.new_group(backend="gloo", timeout=timeout)
     layout = layout_of(build_model, layer_map, {stage.tp for _, _, stage in plan.stages()}, tp_plan)
-    unit = _unit_of(deployment, seat, layout, device, backend)
-    groups = pipeline_groups(deployment)
+    unit = _unit_of(deployment, seat, layout, device, backend, timeout)
+    groups = pipeline_groups(deployment, timeout)
     needs = list(deployment.held(seat, layer_map, layout).values()) if seat else []
     restored = restore(store, needs, list(layer_map.readers), members[rank].node, group) if store else None
     if restored:
@@ -178,6 +180,8 @@ def join(
         stage=stage,
         run=run,
         group=group,
+        watch=watch,
+        timeout=timeout,
         store=store,
         generation=said[0][1],
         job_log=job_log,
@@ -203,7 +207,12 @@ def _stage_options(deployment: Deployment, seat: Seat, memory_budget: str | int 
 
 
 def _unit_of(
-    deployment: Deployment, seat: Seat | None, layout: TensorLayout, device: torch.device, backend: object
+    deployment: Deployment,
+    seat: Seat | None,
+    layout: TensorLayout,
+    device: torch.device,
+    backend: object,
+    timeout: timedelta,
 ) -> Unit | None:
     """The unit of this rank; None where it has its layers alone. All ranks call it, because they make process groups together.
 
@@ -217,7 +226,7 @@ def _unit_of(
             ' backend. Give backend="inductor", or plan with --max-tp 1'
         )
     for (pipeline, place), ranks in units.items():
-        group: Any = dist.new_group(list(ranks))
+        group: Any = dist.new_group(list(ranks), timeout=timeout)
         if seat is not None and (seat.pipeline, seat.place) == (pipeline, place):
             mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("tp",))
             found = Unit(layout=layout, mesh=mesh, degree=len(ranks), part=seat.part)

@@ -3,10 +3,11 @@
 Enter candidates with their simulated steps, and what the nodes' disks have; leaves the plan that does the most within the time
 until the next change. Seconds of a plan over a lifetime L are
 
-    (L / T_fastest) * T  +  max over nodes of (local / b_local + peer / b_peer + cloud / b_cloud)
+    (L / T_fastest) * T  +  max over nodes of (local / b_local + cloud / b_cloud)  +  max over nodes of peer / b_peer
 
-for a step of T seconds: those of the steps that the fastest plan would do in L, and of the node that waits longest for its
-states. A node reads a layer from its own disk, else from a node that has it, else from the cloud; a layer that no disk has is read
+for a step of T seconds: those of the steps that the fastest plan would do in L, of the node that reads longest, and of the one that
+then receives most. A node reads a layer from its own disk, else from a node that has it, else from the cloud; a layer that no disk
+has is read
 there once, and peers send it on, as `restore` does. Nodes of a kind may change their places in a plan: each takes one whose layers
 it has.
 """
@@ -119,15 +120,17 @@ def all_from_cloud(plan: ClusterPlan, costs: CostTable) -> dict[str, Moved]:
 
 
 def move_parts_s(rows: Mapping[str, Moved], bandwidths: Bandwidths) -> tuple[float, float, float]:
-    """Seconds of the node that waits longest: for its disk, for peers, for the cloud."""
+    """Seconds of the node that reads longest from its disk and the cloud, and of the one that then receives most from peers: in the
+    order disk, peers, cloud."""
     readers = sum(row.cloud > 0 for row in rows.values())
     cloud = min(bandwidths.cloud, bandwidths.cloud_of_all / max(1, readers))
-    parts = [(row.local / bandwidths.local, row.peer / bandwidths.peer, row.cloud / cloud) for row in rows.values()]
-    return max(parts, key=sum, default=(0.0, 0.0, 0.0))
+    read = [(row.local / bandwidths.local, row.cloud / cloud) for row in rows.values()]
+    local_s, cloud_s = max(read, key=sum, default=(0.0, 0.0))
+    return local_s, max((row.peer / bandwidths.peer for row in rows.values()), default=0.0), cloud_s
 
 
 def move_s(rows: Mapping[str, Moved], bandwidths: Bandwidths) -> float:
-    """Seconds until the node that waits longest has its states."""
+    """Seconds until all nodes have their states."""
     return sum(move_parts_s(rows, bandwidths))
 
 

@@ -5,6 +5,7 @@ gradients of one process with the whole batch, but for rounding.
 """
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -25,13 +26,18 @@ Groups = dict[tuple[int, int], tuple[tuple[int, ...], dist.ProcessGroup]]
 """By pipeline and part of its units: the ranks in order of stages, and their group."""
 
 
-def pipeline_groups(deployment: Deployment) -> Groups:
-    """The groups of all pipelines. All ranks call it."""
+def pipeline_groups(deployment: Deployment, timeout: timedelta | None = None) -> Groups:
+    """The groups of all pipelines. All ranks call it.
+
+    Args:
+        deployment: of all ranks.
+        timeout: after which a rank that does not answer is an error; None: PyTorch's.
+    """
     found = {}
     for index, pipeline in enumerate(deployment.plan.pipelines):
         for part in range(pipeline.stages[0].tp):
             ranks = deployment.pipeline(index, part)
-            found[index, part] = ranks, dist.new_group(list(ranks))
+            found[index, part] = ranks, dist.new_group(list(ranks), timeout=timeout)
     return found
 
 

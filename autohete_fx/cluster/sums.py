@@ -13,6 +13,7 @@ each adds its share.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class GradientSums:
         params: those of this rank.
         held: the pieces that they are.
         shares: by name of a parameter, this rank's part in the gradient of its unit; 1 where it is not there.
+        timeout: after which a rank that does not answer is an error; None: PyTorch's.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class GradientSums:
         params: Mapping[str, nn.Parameter],
         held: Held,
         shares: Mapping[str, float] | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         rank = dist.get_rank()
         self._params = {name: param for name, param in params.items() if param.requires_grad}
@@ -59,7 +62,7 @@ class GradientSums:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for ranks in sorted(set(owners.values())):
             if len(ranks) > 1:
-                group: Any = dist.new_group(list(ranks))
+                group: Any = dist.new_group(list(ranks), timeout=timeout)
                 self._groups[ranks] = group if rank in ranks else None
         last: dict[tuple[int, ...], int] = {}
         for piece, ranks in owners.items():

@@ -92,12 +92,34 @@ def cluster_chaos() -> str:
     )
 
 
+def cluster_recovery() -> str:
+    """Seconds until states are back, predicted and measured, beside those of the cloud alone."""
+    lines = [
+        "| bandwidths | lost | measured | predicted | error | all from the cloud | over ours |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in read("cluster_recovery").rows:
+        sums = {
+            (way, kind): sum(row[way][kind][part] for part in ("local", "peer", "cloud"))
+            for way in ("nearest", "cloud")
+            for kind in ("measured_s", "predicted_s")
+        }
+        ours, predicted = sums["nearest", "measured_s"], sums["nearest", "predicted_s"]
+        cloud = sums["cloud", "measured_s"]
+        lines.append(
+            f"| {row['setting']} | {row['loss']} | {ours:.2f} s | {predicted:.2f} s | {predicted / ours - 1:+.0%} | {cloud:.2f} s |"
+            f" {cloud / ours:.1f} |"
+        )
+    return "\n".join(lines)
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "cluster.truth": cluster_truth,
     "cluster.truth.short": cluster_truth_in_short,
     "cluster.pricing": cluster_pricing,
     "cluster.planners": cluster_planners,
     "cluster.chaos": cluster_chaos,
+    "cluster.recovery": cluster_recovery,
     "cluster.emulated": cluster_emulated,
 }
 """By the name under which a page quotes it."""

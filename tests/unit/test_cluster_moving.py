@@ -46,8 +46,7 @@ def test_bytes_come_from_the_nearest_source_and_from_the_cloud_once():
         (0, 4, 0),
         (0, 4, 0),
     ]
-    both = 2 / 4 + 1 / 2 + 1 / 0.75, 4 / 0.75  # two nodes share the cloud
-    assert move_s(rows, RATES) == pytest.approx(max(both))
+    assert move_s(rows, RATES) == pytest.approx(4 / 0.75 + 4 / 2), "two nodes share the cloud, then peers send"
     assert move_s(all_from_cloud(twice, TABLE), RATES) == pytest.approx(4 / (1.5 / 4))
 
 
