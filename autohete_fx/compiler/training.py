@@ -41,9 +41,9 @@ from autohete_fx.report.stages import Stages, blocks_words, plan_words
 Decisions = tuple[BlockDecision, ...]
 
 _TIMED_FROM_S = 0.1
-"""On a CPU device the blocks of a shorter step, as estimated, are not timed unless the options say so. A plan that is a tenth better
-for it would take more than a thousand steps to make up for the seconds that it takes to compile them by themselves. Accelerators
-run such steps by the hundred thousand."""
+"""On a CPU device the blocks of a shorter step, as estimated, are not timed unless the options say so. A plan that is a tenth
+better for it would take more than a thousand steps to make up for the seconds that it takes to compile them by themselves.
+Accelerators run such steps by the hundred thousand."""
 
 
 def is_worth_timing(options: Options, estimated: Profile, device_type: str) -> bool:
