@@ -15,7 +15,7 @@ def test_a_wheel_works_without_this_folder(tmp_path: Path):
     root = wheel_smoke.ROOT
     kept = {
         str(path.relative_to(root))
-        for suffix in ("py", "html", "css", "js", "typed")
+        for suffix in ("py", "cpp", "html", "css", "js", "typed")
         for path in [
             *(root / "autohete_fx").rglob(f"*.{suffix}"),
             *(root / "autohete_fx" / "passes").glob(f"*.{suffix}"),
