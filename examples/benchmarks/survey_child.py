@@ -90,7 +90,7 @@ def ours_beside(family: str, inner: str, budget_bytes: int, plain: Trained) -> d
         if inner != "eager":
             warm_up({"backend": "autohete", "options": {**options, "memory_budget": 2**40}}, autohete_fx.AdamW)
         while True:
-            earlier = {id(each) for each in autohete_fx.compilations()}
+            earlier = autohete_fx.compilations()
             try:
                 ours = train(family, {"backend": "autohete", "options": options}, autohete_fx.AdamW)
                 break
@@ -105,7 +105,8 @@ def ours_beside(family: str, inner: str, budget_bytes: int, plain: Trained) -> d
                 options["memory_budget"] = enough
             except Exception as error:
                 return row | {"result": "failed", "error": first_line(error), "warnings": said()}
-    plans = [each for each in autohete_fx.compilations() if each.training and id(each) not in earlier]
+    made = [each for each in autohete_fx.compilations() if not any(each is other for other in earlier)]
+    plans = [each for each in made if each.training]
     row |= {
         "blocks": [len(each.plan.decisions) for each in plans],
         "layers found": sorted({label for each in plans for label in each.plan.labels if "." in label}),
