@@ -1,8 +1,9 @@
 """Strategies of other systems as plans: decided by rule, replayed by the simulator, of the same type as a solved plan.
 
-Each has few free numbers. Those are set to what is fastest within the budgets, as a careful user of that system would; where
-nothing keeps them, to what has the least peak, and the plan says by its ``peak_bytes`` that it does not fit. A strategy
-brings its own schedule, whatever the problem's is; on a CPU device updates never overlap.
+Each has few free numbers, and where ranks share blocks the choice between gathering all again and keeping all. Those are set to
+what is fastest within the budgets, as a careful user of that system would; where nothing keeps them, to what has the least peak,
+and the plan says by its ``peak_bytes`` that it does not fit. A strategy brings its own schedule, whatever the problem's is; on a
+CPU device updates never overlap.
 
 Checkpointing in segments of sqrt(n) blocks (Chen et al., arXiv 1604.06174) is not among them. It drops the boundaries inside a
 segment and computes the whole segment again at once, which no decisions of single blocks say: each keeps its boundary. The
@@ -11,7 +12,7 @@ nearest plan is `full_recompute`, whose segments are single blocks. It takes the
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -71,7 +72,7 @@ def zero_offload(problem: Problem) -> Plan:
     """ZeRO-Offload: all optimizer states and updates on the host, inside the step; parameters on the device."""
     return _best(
         problem,
-        _with_and_without_recompute([(BlockDecision(optimizer=Optimizer.HOST),) * _count(problem)]),
+        _settings(problem, [(BlockDecision(optimizer=Optimizer.HOST),) * _count(problem)]),
         "zero-offload",
     )
 
@@ -79,21 +80,21 @@ def zero_offload(problem: Problem) -> Plan:
 def twin_flow(problem: Problem) -> Plan:
     """ZeRO-Offload++: as ZeRO-Offload, for as many of the last blocks as must be."""
     rows = (_split(problem, BlockDecision(), BlockDecision(optimizer=Optimizer.HOST), n) for n in _sizes(problem))
-    return _best(problem, _with_and_without_recompute(rows), "twin-flow")
+    return _best(problem, _settings(problem, rows), "twin-flow")
 
 
 def offload_everything(problem: Problem) -> Plan:
     """FSDP2's CPU offload: parameters, gradients and optimizer on the host, updates after backward."""
     decision = BlockDecision(params=Params.HOST, optimizer=Optimizer.HOST)
     rows = ((replace(decision, prefetch_distance=distance),) * _count(problem) for distance in (1, 2))
-    return _best(problem, _with_and_without_recompute(rows), "offload-everything")
+    return _best(problem, _settings(problem, rows), "offload-everything")
 
 
 def chunks_on_demand(problem: Problem) -> Plan:
     """Like PatrickStar: parameters come when they are needed; states stay on the device for as many blocks as fit."""
     host = BlockDecision(params=Params.HOST, optimizer=Optimizer.HOST)
     rows = (_split(problem, replace(host, optimizer=Optimizer.DEVICE), host, n) for n in _sizes(problem))
-    return _best(problem, _with_and_without_recompute(rows), "chunks-on-demand")
+    return _best(problem, _settings(problem, rows), "chunks-on-demand")
 
 
 def working_window(problem: Problem) -> Plan:
@@ -105,7 +106,7 @@ def working_window(problem: Problem) -> Plan:
         for distance in (1, 2, 4)
     )
     overlapping = replace(problem, schedule=_ON_ARRIVAL)
-    return _best(problem, _with_and_without_recompute(rows), "working-window", overlapping)
+    return _best(problem, _settings(problem, rows), "working-window", overlapping)
 
 
 def three_integers(problem: Problem) -> Plan:
@@ -130,8 +131,17 @@ def always_keep(problem: Problem) -> Plan:
 
 def _gathered(problem: Problem, *, keeps: bool) -> Decisions:
     """All blocks at home on the device, those that gather again kept or not."""
+    row = (BlockDecision(),) * _count(problem)
+    return _kept(problem, row) if keeps else row
+
+
+def _kept(problem: Problem, row: Decisions) -> Decisions:
+    """As given, but blocks that gather again for their backward keep what they gathered."""
     again = (whole_of(problem, block).gathered_again > 0 for block in range(_count(problem)))
-    return tuple(BlockDecision(keeps_fetched=keeps and problem.training and gathers) for gathers in again)
+    return tuple(
+        replace(decision, keeps_fetched=decision.keeps_fetched or (problem.training and gathers))
+        for decision, gathers in zip(row, again, strict=True)
+    )
 
 
 def _three_integers(problem: Problem, schedule: Schedule, status: str) -> Plan:
@@ -145,7 +155,17 @@ def _three_integers(problem: Problem, schedule: Schedule, status: str) -> Plan:
         for params in (Params.DEVICE, Params.HOST)
         for optimizer in (Optimizer.DEVICE, Optimizer.HOST)
     ]
-    replays = Replays(overlapping, [kinds] * count)
+    sharings = [list(zip(*rows, strict=True)) for rows in _by_sharing(problem, [(kind,) * count for kind in kinds])]
+    plans = [_best_integers(overlapping, of_blocks, status) for of_blocks in sharings]
+    fitting = [plan for plan in plans if plan is not None]
+    least = (kinds[-1],) * count
+    return min(fitting, key=lambda plan: plan.step_s) if fitting else evaluate(overlapping, least, status)
+
+
+def _best_integers(problem: Problem, kinds: Sequence[Sequence[BlockDecision]], status: str) -> Plan | None:
+    """The fastest within the budgets, given for each block its eight decisions; None if none is."""
+    count = len(kinds)
+    replays = Replays(problem, kinds)
     sizes = np.array(list(_sizes(problem)))
     recomputed, fetched, updated = (grid.reshape(-1, 1) for grid in np.meshgrid(sizes, sizes, sizes, indexing="ij"))
     at = np.arange(count)
@@ -154,14 +174,14 @@ def _three_integers(problem: Problem, schedule: Schedule, status: str) -> Plan:
     found: list[Plan] = []
     # The safe prefetch: as far ahead as memory allows, for all blocks alike.
     for distance in range(1, replays.farthest + 1):
-        settings = np.array([replays.row([replace(k, prefetch_distance=distance)] * count) for k in kinds])
+        ahead = [[replace(decision, prefetch_distance=distance) for decision in of_block] for of_block in kinds]
+        settings = np.array([replays.row(row) for row in zip(*ahead, strict=True)])
         rows = settings[kind, at]
         rows = np.concatenate([part[search.fitting(part)] for part in np.array_split(rows, 1 + len(rows) // _CHUNK)])
         if len(rows):
             best = rows[int(np.argmin(replays.seconds(rows)))]
-            found.append(evaluate(overlapping, replays.decisions(best), status))
-    least = (kinds[-1],) * count
-    return min(found, key=lambda plan: plan.step_s) if found else evaluate(overlapping, least, status)
+            found.append(evaluate(problem, replays.decisions(best), status))
+    return min(found, key=lambda plan: plan.step_s) if found else None
 
 
 def _same(problem: Problem, decision: BlockDecision, status: str) -> Plan:
@@ -186,6 +206,20 @@ def _with_and_without_recompute(rows: Iterable[Decisions]) -> Iterable[Decisions
     for row in rows:
         yield row
         yield tuple(replace(decision, activations=Activations.RECOMPUTE) for decision in row)
+
+
+def _by_sharing(problem: Problem, rows: Sequence[Decisions]) -> Iterable[Sequence[Decisions]]:
+    """The rows as they are, and where ranks share blocks also with all that was gathered kept till backward."""
+    yield rows
+    kept = [_kept(problem, row) for row in rows]
+    if kept != rows:
+        yield kept
+
+
+def _settings(problem: Problem, rows: Iterable[Decisions]) -> Iterable[Decisions]:
+    """Every row with recomputation and without, gathering again and keeping."""
+    for sharing in _by_sharing(problem, list(_with_and_without_recompute(rows))):
+        yield from sharing
 
 
 def _best(problem: Problem, rows: Iterable[Decisions], status: str, scheduled: Problem | None = None) -> Plan:

@@ -7,7 +7,8 @@ GPUs are A100, H800 and H20, priced from data sheets in bf16; every figure is si
 (arXiv 2512.20953) has mixes of these GPUs, which its abstract does not list. Its authors claim up to 1.79 times the throughput of
 Megatron-LM and Whale. The baselines here have the freedom that a careful user has: each is the best of all grids of its kind, under
 the same simulator (`autohete_fx.cluster.baselines`). Equal grids are Megatron-LM's way, proportional ones Whale's, two stages is
-the paper's own way as it was published, and one type is our planner on the best type alone.
+the paper's own way as it was published, and one type is our planner on the best type alone. One degree is our planner under the
+paper's rule that all pipelines have the same degree of tensor parallelism.
 """
 
 import argparse
@@ -23,11 +24,11 @@ from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.described import described
 from autohete_fx.cluster.memory import OVERHEAD_BYTES
 from autohete_fx.cluster.priced import priced_costs
-from autohete_fx.cluster.solve import plan_cluster
+from autohete_fx.cluster.solve import Solution, plan_cluster
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.errors import ClusterError
 
-_MODELS = ("llama-2-7b", "llama-2-13b", "gpt-22b")
+_MODELS = ("llama-2-7b", "llama-2-13b", "qwen3-32b")
 _CLUSTERS = (
     "8xA100-80G,8xH20",
     "8xA100-40G,4xH800",
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--clusters", nargs="+", default=_CLUSTERS)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--seq", type=int, default=2048)
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write a result file, with the environment")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a result file, with the environment")
     parsed = parser.parse_args()
     print_figures(environment())
     rows = []
@@ -57,7 +58,7 @@ def main() -> None:
         for text in parsed.clusters:
             rows.append({"model": model, "cluster": text, **compared(described(text).cluster, costs, parsed.batch)})
             print(line(rows[-1]), flush=True)
-    save(parsed.save, rows)
+            save(parsed.json, rows)
 
 
 def compared(cluster: Cluster, costs: CostTable, batch: int) -> dict[str, Any]:
@@ -66,9 +67,9 @@ def compared(cluster: Cluster, costs: CostTable, batch: int) -> dict[str, Any]:
     for name, make in BASELINES.items():
         plan = make(cluster, costs, batch)
         seconds[name] = plan and plan.iteration_s
-    try:
-        found = plan_cluster(cluster, costs, global_batch=batch, micro_batches=MICRO_BATCHES)
-    except ClusterError:
+    found, symmetric = (planned(cluster, costs, batch, symmetric_tp=symmetric) for symmetric in (False, True))
+    seconds["one degree"] = symmetric and symmetric.timeline.iteration_s
+    if found is None:
         return {"autohete_s": None, "baselines_s": seconds}
     return {
         "autohete_s": found.timeline.iteration_s,
@@ -76,6 +77,14 @@ def compared(cluster: Cluster, costs: CostTable, batch: int) -> dict[str, Any]:
         "search_s": found.solve_s,
         "baselines_s": seconds,
     }
+
+
+def planned(cluster: Cluster, costs: CostTable, batch: int, *, symmetric_tp: bool) -> Solution | None:
+    """Our plan; None where nothing fits."""
+    try:
+        return plan_cluster(cluster, costs, global_batch=batch, micro_batches=MICRO_BATCHES, symmetric_tp=symmetric_tp)
+    except ClusterError:
+        return None
 
 
 def line(row: dict[str, Any]) -> str:
