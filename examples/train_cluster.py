@@ -83,7 +83,7 @@ def chosen_plan(arguments: argparse.Namespace) -> ClusterPlan | MakePlan | None:
     """A file's; or shared evenly; or None: the job measures its layers and links, and plans."""
     if arguments.plan:
         return ClusterPlan.load(arguments.plan)
-    return even_plan(arguments.batch) if arguments.even else None
+    return even_plan(arguments.batch) if arguments.evenly else None
 
 
 def even_plan(global_batch: int) -> MakePlan:
@@ -117,7 +117,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--plan", help="file of `autohete plan --cluster`; without it the job measures and plans")
-    parser.add_argument("--even", action="store_true", help="share layers evenly instead")
+    parser.add_argument("--evenly", action="store_true", help="share layers evenly instead")
     parser.add_argument("--disk", help="folder for saves on each machine's disk")
     parser.add_argument("--cloud", help="URL or folder for saves that all machines reach")
     parser.add_argument("--every", type=int, default=10, help="steps between saves on disks")

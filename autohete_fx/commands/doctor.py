@@ -12,7 +12,7 @@ from autohete_fx.ir import Machine
 from autohete_fx.machine.described import link_text, machine_text
 from autohete_fx.machine.link import Link, measure_link
 from autohete_fx.machine.measure import measure_machine
-from autohete_fx.machine.net import Exchange, measure_net, ranks_of_job
+from autohete_fx.machine.net import Exchange, leave_job, measure_net, ranks_of_job
 from autohete_fx.options import Options
 from autohete_fx.runtime.shard.ranks import Ranks
 from autohete_fx.runtime.tiers.host import host_view, open_tier
@@ -45,6 +45,7 @@ def doctor(parsed: argparse.Namespace) -> str:
     if ranks is not None and ranks.number:
         ranks.exchange(None)  # or this rank's work would slow down what the first one measures
         measure_net(ranks, device, _exchange(ranks))
+        leave_job()
         return ""
     if ranks is not None:
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # torchrun leaves one; plans divide what all of them do
@@ -53,6 +54,7 @@ def doctor(parsed: argparse.Namespace) -> str:
         ranks.exchange(None)
         rate, latency_s = measure_net(ranks, device, _exchange(ranks))
         machine = dataclasses.replace(machine, net_bytes_per_s=rate, net_latency_s=latency_s)
+        leave_job()
     if parsed.save:
         _save(machine, parsed.save)
     return f"torch {torch.__version__}\n{machine_text(machine)}\n{link_text(link)}"

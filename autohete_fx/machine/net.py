@@ -51,6 +51,12 @@ def ranks_of_job(device_type: str) -> Ranks | None:
     return ranks_of(init_device_mesh(device_type, (dist.get_world_size(),)))
 
 
+def leave_job() -> None:
+    """End what `ranks_of_job` began: threads of process groups must not outlive the interpreter."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def load_or_measure_net(machine: Machine, ranks: Ranks, device: torch.device, exchange: Exchange) -> Machine:
     """The machine with the figures of its net, from the cache or timed. All ranks call it; all get the same figures.
 

@@ -160,7 +160,7 @@ def training(arguments: argparse.Namespace) -> list[str]:
         str(EXAMPLES / "train_cluster.py"),
         *(
             "--eager",
-            "--even",
+            "--evenly",
             "--double",
             "--steps",
             str(10 * arguments.events + 20),
