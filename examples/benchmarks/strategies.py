@@ -112,7 +112,7 @@ def compare(where: dict[str, Any], problem: Problem, time_limit_s: float) -> lis
         return [{**where, "strategy": "ours", "fits": False}]
     print(f"{title}: ours {ours.step_s:.3f} s, gap {ours.gap:.2%}")
     rows = [{**where, "strategy": "ours", "fits": True, "step_s": ours.step_s, "gap": ours.gap}]
-    for name, strategy in (BASELINES if problem.num_ranks == 1 else BASELINES | SHARDED_BASELINES).items():
+    for name, strategy in (BASELINES if problem.num_ranks == 1 else {**BASELINES, **SHARDED_BASELINES}).items():
         theirs = strategy(problem)
         fit, ratio = fits(problem, theirs), theirs.step_s / ours.step_s
         print(f"  {name:<28}{f'{ratio:.3f}x' if fit else 'does not fit'}")
