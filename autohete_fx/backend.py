@@ -63,8 +63,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[object], chosen: Optio
     calls.note_compiled_graph(tensors_in(example_inputs))
     inputs = held_inputs(graph_inputs(gm, example_inputs, calls.modules_called()))
     model = find_model(gm, inputs, chosen)
-    passes = max(chosen.micro_batches, chosen.in_flight, model.micro_batches)
-    options = dataclasses.replace(chosen, micro_batches=passes)
+    options = dataclasses.replace(chosen, micro_batches=max(chosen.micro_batches, model.micro_batches))
     compiler = GraphCompiler(gm=gm, inputs=inputs, options=options, model=model)
     compiled = compiler.compile(example_inputs)  # group, profile, plan, rewrite, and the inner compiler
     compilation = compiler.finish(time.perf_counter() - began)  # parameters move to where the plan has them

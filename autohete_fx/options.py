@@ -8,6 +8,7 @@ Sizes stay symbolic where they are a share of a device (``"60%"``): ``resolve_by
 total is known.
 """
 
+import dataclasses
 import inspect
 import math
 import os
@@ -124,7 +125,9 @@ class Options:
         for name in given:
             if name not in _PARSERS:
                 raise OptionError(unknown_word("option", name, _PARSERS))
-        return Options(**{name: _PARSERS[name](name, value) for name, value in given.items()})
+        parsed = Options(**{name: _PARSERS[name](name, value) for name, value in given.items()})
+        # As many as are in flight belong to one step, at least.
+        return dataclasses.replace(parsed, micro_batches=max(parsed.micro_batches, parsed.in_flight))
 
 
 def resolve_bytes(size: Size, total_bytes: int) -> int:

@@ -114,3 +114,8 @@ def test_blocks_of_short_steps_are_not_timed():
     assert is_worth_timing(Options(), short, "cuda"), "which runs such steps by the hundred thousand"
     assert is_worth_timing(Options(profile="measured"), short, "cpu")
     assert not is_worth_timing(Options(profile="analytic"), long, "cuda")
+
+
+def test_a_step_has_at_least_the_passes_that_are_in_flight():
+    """For training and for `autohete_fx.explain` alike."""
+    assert [Options.from_user({"in_flight": 3, **more}).micro_batches for more in ({}, {"micro_batches": 8})] == [3, 8]
