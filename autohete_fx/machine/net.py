@@ -31,7 +31,15 @@ from autohete_fx.ir import Machine
 from autohete_fx.machine.measure import best_seconds
 from autohete_fx.runtime.shard.ranks import Ranks, ranks_of
 
-__all__ = ["Exchange", "figures_of", "load_or_measure_net", "measure_net", "measure_replica_net", "ranks_of_job"]
+__all__ = [
+    "Exchange",
+    "figures_of",
+    "leave_job",
+    "load_or_measure_net",
+    "measure_net",
+    "measure_replica_net",
+    "ranks_of_job",
+]
 
 _SIZES = {"cpu": (2**15, 2**20), "cuda": (2**20, 2**27)}
 """Bytes of the whole, about: on CPUs little, because a measurement may fall into a step that has a budget to keep."""
