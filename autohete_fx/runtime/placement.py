@@ -1,9 +1,9 @@
 """Where each parameter lives, and who decided so.
 
-In: a ``Parameter`` and the ``Placement`` that a plan gives it. Out: its data on the device or in a home of the
-host tier, and a record that the optimizer reads at every step. The record is keyed by the identity of the tensor and
-holds it weakly: nothing is stored on the ``Parameter``, so pickling, deepcopying and dropping it are unaffected (a
-copy is simply a parameter that nobody placed, in ordinary memory).
+In: a ``Parameter`` and the ``Placement`` that a plan gives it. Out: its data on the device or in a home of the host tier, and a
+record that the optimizer reads at every step. The record is keyed by the identity of the tensor and holds it weakly. Nothing is
+stored on the ``Parameter``, so pickling, deepcopying and dropping it are unaffected. A copy is simply a parameter that nobody
+placed, in ordinary memory.
 
 A parameter without a record lives where its data lives, and its optimizer states live beside it.
 """
