@@ -195,8 +195,10 @@ def small_bytes(params: Iterable[torch.nn.Parameter], *, training: bool, micro_b
 
 
 def trained_bytes(params: Iterable[torch.nn.Parameter]) -> int:
-    """Bytes that training has on the device beside parameters: optimizer states, where a plan has them there or none moves them,
-    and gradients that are there now."""
+    """Bytes that training has on the device beside parameters.
+
+    Gradients that are there now count, and optimizer states where a plan has them there or none moves them.
+    """
     total = 0
     for param in params:
         placement = placement_of(param)
@@ -288,8 +290,11 @@ def refuse_moving(plan: Plan, graph: BlockGraph, sharded: Set[str]) -> None:
 
 
 def reducing_after_backward(problem: Problem) -> Problem:
-    """The problem with replicas, which average gradients at the step, and inside of a DistributedDataParallel, which changes them
-    in hooks that nobody sees: no update starts before all of backward has run, nor is a norm taken before."""
+    """The problem with replicas, which average gradients at the step, and inside of a DistributedDataParallel, which changes
+    them in hooks that nobody sees.
+
+    No update starts before all of backward has run, nor is a norm taken before.
+    """
     overlap = Overlap.STEP if problem.schedule.overlap is Overlap.BACKWARD else problem.schedule.overlap
     return dataclasses.replace(problem, schedule=Schedule(overlap=overlap))
 
