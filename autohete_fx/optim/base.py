@@ -75,7 +75,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     With ``overlap="step"`` updates on the host start at ``step()``, in the order in which the next forward needs them. They may
     still run when it returns. Whatever is done to the gradients before ``step()`` counts, as always. Whoever then reads or
-    writes a parameter, a gradient or a state, compiled or eager, gets the updated value and waits for it if need be. Call
+    writes a parameter, a gradient or a state, compiled or eager, gets the updated value, and waits if necessary. Call
     ``synchronize()`` only before a read in another thread than the one that calls ``step()``, by TorchScript, or through a
     NumPy array made before. Steps do not overlap with what follows where the backend sees no use in it, as on a CPU device. Nor
     do they in a model whose graph breaks, inside a compiled function, or inside a backward pass.
