@@ -26,8 +26,10 @@ _WORKSPACES_BYTES = 96 * 2**20
 
 
 def device_budget_bytes(device: torch.device, options: Options) -> int | None:
-    """The peak device memory allowed: the option, else None on a CPU device and on CUDA what is free, but for what the
-    libraries and the allocator take."""
+    """The peak device memory allowed, in bytes: the option, else None on a CPU device.
+
+    On CUDA it is what is free, but for what the libraries and the allocator take.
+    """
     total = device_capacity_bytes(device)
     if options.memory_budget is not None:
         return resolve_bytes(options.memory_budget, total)
@@ -43,8 +45,11 @@ def device_budget_bytes(device: torch.device, options: Options) -> int | None:
 
 
 def tuning_bytes(device: torch.device, options: Options) -> int:
-    """Device bytes that Inductor takes in the first step beside the step's own tensors: it times variants of each of Triton's
-    kernels where that first runs, and empties the device's cache in between by filling a buffer of its size."""
+    """Device bytes that Inductor takes in the first step beside the step's own tensors.
+
+    It times variants of each of Triton's kernels where that first runs. In between it empties the device's cache by filling a
+    buffer of its size.
+    """
     if device.type != "cuda" or options.inner_backend == "eager":
         return 0
     return torch.cuda.get_device_properties(device).L2_cache_size
