@@ -93,9 +93,9 @@ def offloadable(
 ) -> tuple[fx.Node, ...]:
     """The saved storages that can leave for host memory, by the nodes that own them: largest first, ties in graph order.
 
-    A storage leaves by a copy of each saved view of it; its device memory is free when all of them are on the host. Left
-    on the device: what belongs to inputs, what the user gets too, what has gaps, views below ``smallest_bytes``, whole
-    parameters that were gathered, and storages whose views overlap, because their copies would be larger than what they free.
+    A storage leaves by a copy of each saved view of it; its device memory is free when all of them are on the host. Left on the
+    device: what belongs to inputs, what the user gets too, what has gaps, views below ``smallest_bytes``, and whole parameters
+    that were gathered. Storages whose views overlap stay, too, because their copies would be larger than what they free.
     """
     parameters = gathered(forward.graph)
     held = {storage_root(node) for node in output_args(forward)[:num_outputs] if isinstance(node, fx.Node)}
