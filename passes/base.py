@@ -51,8 +51,8 @@ class PassContext:
         kept: names of saved parameters, and of saved views of them, whose fetched copies are saved instead (`select_kept`).
         staying: placeholders of parameters whose optimizer states stay on the device, although their block's decision moves
             those of others.
-        gradients: in a backward graph, the owning block of the parameter whose gradient each output is, or None for
-            outputs that are no parameter's gradient, or that of one that the device updates; empty elsewhere.
+        gradients: in a backward graph, the owning block of the parameter whose gradient each output is. It is None for outputs
+            that are no parameter's gradient, or that of one that the device updates; empty elsewhere.
         gradient_strides: strides of those parameters, likewise.
         gradient_edges: their positions among the tensors that the captured graph gets, which are edges in autograd's graph,
             likewise.
@@ -223,8 +223,8 @@ def insert_copy(
 ) -> fx.Node:
     """Add an issuing node and its wait behind ``src`` and return the wait.
 
-    The graph runs as it stands, each copy on the lane of its direction in the order of issue; `sort_regions` moves copies
-    to their slots, `lower_lanes` gives them their priorities.
+    The graph runs as it stands, each copy on the lane of its direction in the order of issue. `sort_regions` moves copies to
+    their slots, and `lower_lanes` gives them their priorities.
     """
     op = target._schema.name.split("::")[1]
     loads = target is not ops.offload
