@@ -28,7 +28,7 @@ UserPass = Callable[..., object]
 """``(GraphModule, PassContext) -> GraphModule``; the type is loose here because this module does not import torch."""
 
 ALLOWED_DECISIONS = ("recompute", "offload_activations", "host_params", "host_optimizer", "disk_optimizer")
-"""What ``allow`` may contain: the decisions that take memory off the device, and states off the host."""
+"""The words that ``allow`` may contain: the decisions that take memory off the device, and states off the host."""
 
 _BYTES_OF_UNIT = {
     "b": 1,

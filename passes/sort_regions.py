@@ -30,7 +30,7 @@ from autohete_fx.passes.base import PassContext
 COMPUTED = 3
 """The rank within a region of what no pass has inserted."""
 _RANKS = {ops.prefetch: 0, ops.reload: 0, issue_gather: 1}
-"""Of what is issued before a region begins; all else lets go of memory, and comes first."""
+"""Ranks of what is issued before a region begins; all else lets go of memory, and comes first."""
 
 
 def sort_regions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:

@@ -87,7 +87,7 @@ class Parameters:
     views: Mapping[fx.Node, fx.Node]
 
     def real_users(self, placeholder: fx.Node) -> list[fx.Node]:
-        """Nodes that read a parameter, behind its views and casts; the views themselves if nothing else reads them."""
+        """Nodes that read a parameter, through its views and casts; the views themselves if nothing else reads them."""
         users, queue = [], list(placeholder.users)
         while queue:
             user = queue.pop()

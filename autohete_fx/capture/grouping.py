@@ -32,7 +32,9 @@ from autohete_fx.ir import Block, BlockGraph, BlockKind, Edge
 
 _WHOLE = "whole"
 _NAME_OF_WHOLE = "graph"
-"""Of the one block of a graph that repeats nothing, where its parameters have no module of their own below the outermost."""
+"""The name of the one block of a graph that repeats nothing, where its parameters have no module of their own below the
+outermost.
+"""
 
 
 def group_blocks(joint: fx.GraphModule, param_fqns: Mapping[str, str]) -> BlockGraph:

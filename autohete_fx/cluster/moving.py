@@ -22,7 +22,7 @@ from autohete_fx.cluster.spec import Cluster
 from autohete_fx.ir.sizes import format_bytes, format_seconds
 
 _UNIT_BYTES = 1024
-"""Of costs in the assignment of nodes, which are integers."""
+"""The unit of costs in the assignment of nodes, which are integers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

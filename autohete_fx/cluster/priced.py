@@ -50,7 +50,7 @@ from autohete_fx.whatif.trace import Captured, capture_step
 FIRST, LAYER, BRIDGE, LAST = "first", "layer", "bridge", "last"
 _ENDS = {BlockKind.PROLOGUE: FIRST, BlockKind.BRIDGE: BRIDGE, BlockKind.EPILOGUE: LAST}
 _LOSS_SUMS, _LOSS_BYTES = 3, 4
-"""Of the loss over a divided vocabulary: the largest logit, the sum of exponentials and the label's logit, in fp32."""
+"""Exchanges of the loss over a divided vocabulary: the largest logit, the sum of exponentials and the label's logit, in fp32."""
 _ACCUMULATED = 3
 """How many times its own bytes adding to a gradient moves: two read and one written."""
 _NUMBERED = re.compile(r"(.+?)\.(\d+)\.")

@@ -16,7 +16,7 @@ from autohete_fx.cluster.simulate import gather_time
 from autohete_fx.cluster.spec import Cluster, Link
 
 _PRECISION = 2e-3
-"""Of a slot's seconds, where the search for balanced layers ends."""
+"""The share of a slot's seconds at which the search for balanced layers ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

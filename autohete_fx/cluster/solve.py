@@ -46,14 +46,14 @@ _MOST_MIXED = 300
 _MOST_TYPES = 4
 """Up to so many types of GPU, all subsets are searched; of more, all of them, all but one, and each alone."""
 _MOST_GRIDS = 4
-"""Of grids of equal pipelines over a subset's types, those that are simulated."""
+"""How many grids of equal pipelines over a subset's types are simulated."""
 _FASTER = 0.985
 """A larger micro-batch must take at most so much of a sample's time."""
 _SMALL = 8
-"""Of clusters with so many GPUs, units of a pipeline are tried in all orders."""
+"""On clusters of at most so many GPUs, units of a pipeline are tried in all orders."""
 _ROUNDS = 40
 _PRECISION = 2e-3
-"""Of a step's seconds, where the search for the least ends."""
+"""The share of a step's seconds at which the search for the least ends."""
 
 Pipes = tuple[tuple[Shape, int], ...]
 """Pipelines: a shape and its micro-batches each."""

@@ -6,7 +6,7 @@ That is the least budget, the machine of the first rank, the link that all measu
 what caches have on all of them, and the first rank's plan. A rank that compiles something else, or fails, is named by the
 others' errors: each exchange says what it is about.
 
-Exchanges have a process group of their own, so that they never stand behind a collective of a graph.
+Exchanges have a process group of their own, so that they never wait for a collective of a graph.
 """
 
 import contextlib

@@ -27,7 +27,7 @@ _WORST_TRACE = 1 / 8
 """No trace has been further above what the compiled code takes than by this share: only where it is further above the budget is
 that refused before anything is compiled."""
 _UNSEEN_BYTES = 1024
-"""What a budget that an error names leaves for scalars that no compiled code allocates, such as constants of the graph."""
+"""Bytes that a budget which an error names leaves for scalars that no compiled code allocates, such as constants of the graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

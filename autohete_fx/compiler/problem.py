@@ -1,6 +1,6 @@
 """From a captured graph to a problem: costs, limits, places that are taken already, and what parameters and optimizers allow.
 
-In: the blocks of a default partition and what they cost, the parameters behind them, the options and what other graphs of the model
+In: the blocks of a default partition and what they cost, their parameters, the options and what other graphs of the model
 hold. Out: a `Problem`, which `autohete_fx.planner.given` and the solver make plans for, and notes for the user.
 """
 
@@ -41,7 +41,7 @@ from autohete_fx.runtime.tiers.host import is_home
 
 _COUNTER_BYTES = 4
 _LIBRARY_BYTES = 2**18
-"""What a CPU's library of products takes, however small they are."""
+"""Bytes that a CPU's library of products takes, however small they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +247,7 @@ def notes_on_optimizer(params: Sequence[torch.nn.Parameter]) -> tuple[str, ...]:
 
 
 NOTE_ON_SHARDS = (
-    "FSDP (fully_shard) gathers these parameters for each call and frees them behind it, so no plan moves them: they are counted"
+    "FSDP (fully_shard) gathers these parameters for each call and frees them after it, so no plan moves them: they are counted"
     " whole on the device, with a gradient and two optimizer states each; activations alone can be recomputed or offloaded"
 )
 

@@ -98,7 +98,7 @@ def partition(
 
 def _put_tensors_first(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
     """Among what is saved, tensors come before the meshes of DTensors, as AOTAutograd has it. Its partitioner puts states of random
-    generators, which recomputation saves, behind meshes."""
+    generators, which recomputation saves, after meshes."""
     output = next(node for node in reversed(forward.graph.nodes) if node.op == "output")
     results = output_args(forward)
     saved = results[num_outputs:]

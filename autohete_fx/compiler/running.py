@@ -142,7 +142,7 @@ def _cleaning_up(session: "weakref.ref[Session]", explain: Callable[[BaseExcepti
 
 
 def _refusal(compilation: Compilation) -> AutoHeteError | None:
-    """Of a graph that does not fit even with a plan that takes least, where graphs behind it were to tell what all need: raised by
+    """Of a graph that does not fit even with a plan that takes least, where graphs after it were to tell what all need: raised by
     its backward, if there are none."""
     peak, budget = compilation.plan.peak_bytes, compilation.device_budget_bytes
     if compilation.unsettled is None or budget is None or peak <= budget:

@@ -86,7 +86,7 @@ class Shares:
     ) -> int:
         """Device bytes that other graphs hold while this one runs; of parameters that they share with it, too.
 
-        In a call, those before it hold their activations, and those behind it have their gradients when its backward runs. All that
+        In a call, those before it hold their activations, and those after it have their gradients when its backward runs. All that
         is known of graphs of other calls is that a step may run them, too.
 
         Args:
@@ -141,7 +141,7 @@ class Shares:
         return [*self.decided, *(self.unsettled if unsettled.issuperset(self._order) else ())]
 
     def in_order(self, graphs: Iterable[Origin]) -> list[Origin]:
-        """Graphs of the first call, and others behind them, in the order of their forwards."""
+        """Graphs of the first call, and others after them, in the order of their forwards."""
         return sorted(
             graphs,
             key=lambda graph: (

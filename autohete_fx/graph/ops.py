@@ -28,7 +28,7 @@ Before a gradient leaves, its norm may be taken, for the step that clips::
 * Nothing aliases. The compiler does not know the buffer of a copy until ``wait`` returns it. It therefore cannot hand it out as
   scratch while the copy runs.
 * ``src`` is an argument of ``wait`` because the copy reads it until then: the compiler would otherwise reuse its
-  buffer right behind the issuing node.
+  buffer right after the issuing node.
 * ``session`` is the digest under which the runtime is registered, the same in every process. Cached code therefore finds the
   runtime of the process that it runs in. ``lane`` is `ir.Lane.index`; a smaller ``priority`` is sooner.
 * ``start_update`` writes the placeholders over the parameter's memory, if there are any in the graph, so that the compiler
@@ -74,7 +74,7 @@ ISSUING_OPS = (offload, reload, prefetch)
 """The ops that issue a copy."""
 
 PASSING_OPS = (start_update, take_norm)
-"""What may stand between an issued copy and its wait: they pass its handle on."""
+"""Operations that may stand between an issued copy and its wait: they pass its handle on."""
 
 SMALLEST_COPY_BYTES = 1 << 16
 """Smaller tensors stay on the device, whatever is decided for their block.

@@ -111,7 +111,7 @@ def on_cache_misses(
     leaves alone by rule, such as PyTorch's own, give up nothing.
 
     Callbacks and finalizers that the garbage collector runs are no part of the program. A collection may begin anywhere, also
-    between the entry of a compiled function and its code. It runs as it is, behind ``begin``, which nobody would hear raise
+    between the entry of a compiled function and its code. It runs as it is, after ``begin``, which nobody would hear raise
     there.
     """
     from torch._dynamo import trace_rules

@@ -16,7 +16,7 @@ class Activations(enum.Enum):
     RECOMPUTE = "recompute"
     OFFLOAD = "offload"
     SELECTIVE = "selective"
-    """What matrix products, attention and other expensive kernels made is kept; the rest is computed again."""
+    """Results of matrix products, attention and other expensive kernels are kept; the rest is computed again."""
 
 
 class Params(enum.Enum):

@@ -19,10 +19,10 @@ from autohete_fx.runtime.tiers.host import open_tier
 _GRAIN = 64
 
 _LEFT_SHARE = 32
-"""Of what a process can take, the caching allocator leaves so much in pieces that fit no tensor."""
+"""The share of a process's memory that the caching allocator leaves in pieces that fit no tensor."""
 
 _WORKSPACES_BYTES = 96 * 2**20
-"""What cuBLAS keeps for the streams of forward and of backward: 32 MiB each on the largest GPUs, and once for cuBLASLt."""
+"""Bytes that cuBLAS keeps for the streams of forward and of backward: 32 MiB each on the largest GPUs, and once for cuBLASLt."""
 
 
 def device_budget_bytes(device: torch.device, options: Options) -> int | None:

@@ -47,7 +47,7 @@ Host of several GPUs
     The ranks of a node share its memory, its disk and the rate of its updates evenly. The work of all ranks' updates does not
     shrink with their number. It is the same host as for one GPU. Each keeps a host link of its own.
 Disk
-    One NVMe drive of 2 TB; DISK_SHARE of 3.5 GB/s behind PCIe 3.0, of 7 GB/s behind later ones.
+    One NVMe drive of 2 TB; DISK_SHARE of 3.5 GB/s on PCIe 3.0, of 7 GB/s on later ones.
 """
 
 from dataclasses import replace
@@ -63,15 +63,15 @@ HOST_SHARE = 0.72
 DISK_SHARE = 0.8
 UPDATE_BYTES = 28
 UPDATE_FIXED_S = 1.5e-4
-"""Of one step of the optimizer on a GPU, beside the seconds of its parameters."""
+"""Seconds of one step of the optimizer on a GPU, beside those of its parameters."""
 LAUNCH_S = 5e-6
 """The least that a kernel takes."""
 NET_LATENCY_S = 1e-5
-"""Of one message from a GPU to the next."""
+"""Seconds of one message from a GPU to the next."""
 NODE_GB_PER_S = 25.0
-"""Of one GPU's adapter to other nodes in one direction."""
+"""The rate of one GPU's adapter to other nodes in one direction."""
 LATENCY_S = 1e-5
-"""Of a copy, from its issue on a stream to its first byte."""
+"""Seconds of a copy, from its issue on a stream to its first byte."""
 RESERVE_SHARE = 0.05
 """The part of a card's capacity that a plan leaves alone unless told otherwise.
 

@@ -60,7 +60,7 @@ def device_capacity_bytes(device: torch.device) -> int:
 
 
 def host_capacity_bytes(device: torch.device, offload_dir: str | None = None) -> int:
-    """Capacity of the tier behind the device: RAM for CUDA; for a CPU what is free in ``offload_dir``."""
+    """Capacity of the tier below the device, in bytes: RAM for CUDA; for a CPU what is free in ``offload_dir``."""
     if device.type == "cuda":
         return device_capacity_bytes(torch.device("cpu"))
     return _free_bytes(offload_dir or tempfile.gettempdir())

@@ -45,7 +45,7 @@ _SIZES = {"cpu": (2**15, 2**20), "cuda": (2**20, 2**27)}
 """Bytes of the whole, about: on CPUs little, because a measurement may fall into a step that has a budget to keep."""
 
 Exchange = Callable[[str, Any], list[Any]]
-"""What an exchange is about, and this rank's value, to those of all ranks in their order."""
+"""From the subject of an exchange and this rank's value to the values of all ranks in their order."""
 
 
 def ranks_of_job(device_type: str) -> Ranks | None:

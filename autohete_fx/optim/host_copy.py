@@ -44,7 +44,7 @@ class HostCopy:
         return is_alike and tier.owns(home) and (self._sent is not None) == (param.stride() == layout_of(param))
 
     def note_sent(self, param: Tensor) -> None:
-        """The device has what is here: behind the upload, on its stream."""
+        """The device has these values once the upload is done, on its stream."""
         if self._sent is not None:
             fingerprint_into(param, self._sent)
             self.is_current = True

@@ -41,7 +41,7 @@ _SMALL = 1 << 15
 
 _ROW = 32
 """Beyond that a CPU takes two rows of so many elements at once, of 16-bit weights. Vectors of 16-bit values are half as wide as
-fp32's, and Inductor loads and stores them under a mask: a load close behind a store waits for it, which takes most of the time of
+fp32's, and Inductor loads and stores them under a mask: a load close after a store waits for it, which takes most of the time of
 one row at a time."""
 
 

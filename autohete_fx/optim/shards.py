@@ -14,7 +14,7 @@ from autohete_fx.runtime.shard.parts import shard_of
 from autohete_fx.runtime.shard.tensor_parallel import groups_of_parts
 
 NormOf = Callable[[Sequence[Tensor], Sequence[Tensor | None]], Tensor]
-"""Of gradients, and of those norms of single ones that are known."""
+"""From gradients, and the known norms of single ones, to the norm of all."""
 
 
 def _groups_of(param: Tensor) -> tuple[dist.ProcessGroup, ...]:

@@ -26,7 +26,7 @@ from autohete_fx.runtime.pending.backward import Consumed
 def start_update(
     param: Tensor, home: Tensor, collected: Tensor | None, after: Sequence[Ticket], priority: int
 ) -> Consumed | None:
-    """Start the update of ``param`` with the gradient in ``home``, added to what was collected, behind the tickets. See
+    """Start the update of ``param`` with the gradient in ``home``, added to what was collected, after the tickets. See
     `runtime.early.Starter`."""
     optimizer, placement = optimizer_of(param), state_placement_of(param)
     pending, tier = placement.updates, placement.tier

@@ -136,7 +136,7 @@ class StatePlacement:
     ``tier`` is also where gradients and copies of parameters that the host updates are; states on disk need it for those.
 
     ``block`` is the index of the parameter's block, smaller where the next forward needs it sooner; -1 where unknown.
-    ``updates`` is where updates of host states run behind the caller's back; None where they never do.
+    ``updates`` is where updates of host states run without the caller; None where they never do.
     ``is_streamed`` says that the device updates states of the tier, to which they are copied for that.
     """
 

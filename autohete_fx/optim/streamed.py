@@ -5,7 +5,7 @@ states at home again. An element-wise rule works on each element alone, so any p
 rule has one piece, which is all of the parameter::
 
     h2d      states of piece 1 | states of piece 2, kernel of piece 1 | ...       into one of a few slots on the device
-    kernel   behind the copies, on their stream: the gradient is read where it is
+    kernel   after the copies, on their stream: the gradient is read where it is
     d2h                          states of piece 1 | states of piece 2 | ...      after which the slot is free
 
 A parameter that lives on the device is updated where it is. One that lives in host memory passes through with its states. A
@@ -156,7 +156,7 @@ def _least_bytes(u: Update) -> int:
 
 
 def stream(lanes: Lanes, updates: Sequence[Update], staging: Staging, pending: Updates | None) -> list[Ticket]:
-    """Give updates to the lanes, behind what the device was given so far. ``pending`` learns which are under way; without one the
+    """Give updates to the lanes, after what the device was given so far. ``pending`` learns which are under way; without one the
     caller waits for these tickets."""
     torch.ops.aten._foreach_add_.Scalar([u.state[STEP] for u in updates], 1)
     groups = {id(u.group): {**u.group, "lr": _as_it_is(u.group["lr"])} for u in updates}

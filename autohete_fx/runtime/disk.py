@@ -25,13 +25,13 @@ from autohete_fx.runtime.tiers.host import MappedFileTier, without_modes
 from autohete_fx.runtime.tiers.mapped_files import FileChunk
 
 WINDOW_BYTES = 8 * 2**20
-"""Of all states of one parameter together: enough to keep a disk busy, and little beside any RAM."""
+"""Bytes of all states of one parameter together: enough to keep a disk busy, and little beside any RAM."""
 
 RESIDENT_BYTES = 5 * WINDOW_BYTES
-"""What the walks of one lane have in RAM at most: three windows in buffers, two in the kernel."""
+"""Bytes that the walks of one lane have in RAM at most: three windows in buffers, two in the kernel."""
 
 _MOST_AHEAD = 2
-"""The update that begins now, and the one behind it. Another may come between them and be read ahead too."""
+"""The update that begins now, and the next one. Another may come between them and be read ahead too."""
 
 _GRAIN = mmap.PAGESIZE
 """Elements that windows begin at: whole pages for every dtype; and a multiple of every vector length, so that an update in

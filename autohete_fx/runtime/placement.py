@@ -32,7 +32,7 @@ class Placement:
         optimizer: where its optimizer states live and its update runs.
         tier: gives the homes, and names the device.
         block: index of the block that owns the parameter; smaller is needed sooner in forward.
-        updates: where its updates on the host run behind the caller's back; None: they never do.
+        updates: where its updates on the host run without the caller; None: they never do.
         disk: gives the homes of states that the optimizer is to have on disk.
     """
 

@@ -15,7 +15,7 @@ from autohete_fx.ir.sizes import format_bytes
 _REQUEST = re.compile(r"Tried to allocate ([\d.]+) (bytes|[KMG]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _GRAIN_BYTES = 2**20
-"""Of the budget to ask for."""
+"""Steps of the budget to ask for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

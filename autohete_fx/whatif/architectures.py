@@ -84,7 +84,7 @@ ARCHITECTURES: Mapping[str, Entries] = {
 
 
 def find_architecture(name: str) -> Entries:
-    """The entries behind a name, in any case. Raises OptionError with the nearest name, which for an id of the Hugging Face hub is
+    """The entries of a name, in any case. Raises OptionError with the nearest name, which for an id of the Hugging Face hub is
     that of the model there."""
     entries = ARCHITECTURES.get(name.strip().lower())
     if entries is None:

@@ -82,7 +82,7 @@ class _Groups:
                 self.above[group] = (self.above[group] | bits) & ~gone
 
     def ordered(self) -> list[Kernel]:
-        """By the place of the first part, each behind what it depends on."""
+        """By the place of the first part, each after what it depends on."""
         seen: set[int] = set()
         result: list[Kernel] = []
         for start in sorted((g for g, k in enumerate(self.kernels) if k is not None), key=lambda g: self.first[g]):

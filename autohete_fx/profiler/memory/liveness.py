@@ -39,7 +39,7 @@ class MemoryTrace:
     Attributes:
         kernels: name of the last graph node of each kernel, in the order they run.
         live_bytes: while each kernel runs, scratch memory included.
-        after_bytes: behind each kernel, when what it was the last to use is released.
+        after_bytes: after each kernel, when what it was the last to use is released.
         nodes: per kernel, the graph nodes computed in it.
         start_bytes: held when the graph starts: the saved tensors and the gradients of outputs, for a backward graph.
         end_bytes: held when it has returned: its outputs, saved tensors included.

@@ -185,7 +185,7 @@ class _Lowering:
             self._realize(node)
 
     def _realize(self, node: fx.Node) -> None:
-        """Make the expression behind a node a buffer, and so a kernel, here."""
+        """Make the expression of a node a buffer, and so a kernel, here."""
         expression = self.inline[node]
         owner = expression.owner
         assert owner is not None

@@ -23,7 +23,10 @@ _GPU_ATTENTION_GRAINS = {
     "aten._scaled_dot_product_efficient_attention_backward": 64,
     "aten._scaled_dot_product_cudnn_attention_backward": 64,
 }
-"""What attention's backward on a GPU rounds the width of a head up to. Of cuDNN's, which chooses for itself, it is a guess."""
+"""Attention's backward on a GPU rounds the width of a head up to a multiple of these.
+
+For cuDNN's, which chooses for itself, it is a guess.
+"""
 
 _PRODUCTS = {"aten.mm": 0, "aten.bmm": 0, "aten.addmm": 1, "aten.baddbmm": 1}
 """Products of two matrices, by the place of the first."""

@@ -14,7 +14,7 @@ one object: it alone knows what is in flight and keeps it referenced.
 * The net lane is a stream, too. On a CPU device it is a thread, even where no core is to spare, for it mostly waits for other
   ranks. It has no priorities, and puts nothing off for an update: all ranks start their collectives in the order of the
   program.
-* The disk lane is a thread everywhere, for it mostly waits for the disk. It has no priorities: what is read comes to RAM behind
+* The disk lane is a thread everywhere, for it mostly waits for the disk. It has no priorities: what is read comes to RAM after
   what leaves it.
 
 Threads share the following. "The program" is the thread that runs forward, backward and step; workers are the lanes' threads.
@@ -187,7 +187,7 @@ class Lanes:
         return executor.submit(ticket, behind)
 
     def collective(self, label: str, start: Start, *, num_bytes: int) -> Ticket:
-        """Run a collective of several ranks behind the work that the current stream was given so far, and behind all collectives
+        """Run a collective of several ranks after the work that the current stream was given so far, and after all collectives
         before. Nothing else puts it off, so that all ranks run theirs in the order of the program.
 
         Args:
@@ -224,7 +224,7 @@ class Lanes:
         )
 
     def stream(self, priority: int, issue: Callable[[], None], finish: Callable[[], None]) -> Ticket:
-        """Run ``issue``, which gives copies to the lanes and may wait for earlier ones, and behind it ``finish``, which waits for
+        """Run ``issue``, which gives copies to the lanes and may wait for earlier ones, and after it ``finish``, which waits for
         them. The ticket is that of ``finish``, which fails without being run where ``issue`` fails."""
         self._check_process()
         issued = self._issuing.submit(ThreadTicket(Lane.UPDATE, "states", priority, 0, issue))

@@ -161,7 +161,7 @@ class StreamLane:
         work: Callable[[], None],
         after: Sequence[Ticket],
     ) -> StreamTicket:
-        """Run work of the device behind what the tickets stand for."""
+        """Run work of the device after the work of the tickets."""
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"the {self._lane.value} lane is closed")

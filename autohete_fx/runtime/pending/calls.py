@@ -114,7 +114,7 @@ class _Call:
         function: the one that is called.
         handled: the exception that the caller was handling when the call began.
         frame: of the function that began it, on the stack as long as it runs; None where that is not known.
-        fences: those that were lowered, and that are to be raised behind it.
+        fences: those that were lowered, and that are to be raised after it.
         kept: what lives at least as long.
         model: of the graph that ran last.
         eager_function: the first one that Dynamo could not compile because a graph breaks in a loop, where it begins and where it

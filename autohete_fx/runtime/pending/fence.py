@@ -51,11 +51,13 @@ def _metadata() -> frozenset[object]:
 
 
 _METADATA = _metadata()
-"""What reads and writes no element of the tensors that it is given."""
+"""Functions that read and write no element of the tensors that they are given."""
 
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-"""What reads and writes more than it is given: it adds to gradients, reads what forward saved, and runs hooks and recomputed
-forwards of the user's, all below the fence."""
+"""Functions that read and write more than they are given.
+
+They add to gradients, read what forward saved, and run hooks and recomputed forwards of the user's, all below the fence.
+"""
 
 
 class Guarded(Protocol):

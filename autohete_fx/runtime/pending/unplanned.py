@@ -20,7 +20,7 @@ from autohete_fx.ir.sizes import format_bytes
 log = logging.getLogger(__name__)
 
 _STEPS = 2
-"""So many steps are taken before the user is told: one could be a warm-up."""
+"""Steps that are taken before the user is told: one could be a warm-up."""
 
 _waiting: "weakref.WeakKeyDictionary[object, weakref.ref[object] | None]" = weakref.WeakKeyDictionary()
 """By what lives as long as a compiled function: the module or function that was compiled, where that is known."""

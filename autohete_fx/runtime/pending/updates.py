@@ -1,4 +1,4 @@
-"""Updates that run behind the caller's back, and who waits for them.
+"""Updates that run without the caller, and who waits for them.
 
 In: for each update a ticket and the tensors that it reads or writes. Out: a wait for whoever needs those tensors. A node of
 compiled code, the `fence` around eager code, or the next step asks for them. Tensors are known by the memory that they lie in,

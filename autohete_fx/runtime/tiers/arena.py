@@ -202,7 +202,7 @@ class Arena:
         return -(-num_bytes // self._alignment_bytes) * self._alignment_bytes
 
     def _collect(self) -> None:
-        """Take back the ranges of dead leases, at once or behind a fence."""
+        """Take back the ranges of dead leases, at once or after a fence."""
         ranges: list[tuple[Chunk, int, int]] = []
         while self._returned:
             ranges.append(self._returned.popleft())

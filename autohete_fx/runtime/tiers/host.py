@@ -167,7 +167,7 @@ class _Streams:
         self._seen.add(torch.accelerator.current_stream(self._device))
 
     def fence(self) -> _Events:
-        """A point that is behind all that was given to the streams so far."""
+        """A point that is after all that was given to the streams so far."""
         return _Events(self._device, (torch.accelerator.current_stream(self._device), *self._seen))
 
 

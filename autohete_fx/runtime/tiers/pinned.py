@@ -35,7 +35,7 @@ def cuda_register(address: int, num_bytes: int) -> int:
 
 
 def _clear_last_error() -> None:
-    """CUDA keeps the error of a refused call, and PyTorch would raise it behind the next kernel, whatever that is."""
+    """CUDA keeps the error of a refused call, and PyTorch would raise it after the next kernel, whatever that is."""
     import torch
 
     from autohete_fx.internals.modes import disable_current_modes
