@@ -18,7 +18,7 @@ from autohete_fx.whatif.architectures import find_architecture
 from autohete_fx.whatif.job import Job
 
 HOST_SHARE = Share(0.9)
-"""Of the host's memory, what homes may take unless told otherwise."""
+"""The share of the host's memory that homes may take unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

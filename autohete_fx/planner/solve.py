@@ -42,17 +42,19 @@ from autohete_fx.planner.search.starts import simple_choices, starts
 OPTIMAL_GAP = 0.005
 """A plan whose gap is at most this has status ``optimal``; for less, nothing is moved."""
 BOUND_SHARE, DECIDE_SHARE = 0.15, 0.1
-"""Of the time limit, what work is counted out for, for each integer program."""
+"""The share of the time limit that work is counted out for, for each integer program."""
 STARTS_SHARE, ROUNDING_SHARE, PROGRAMS_SHARE, ANNEALING_SHARE, POLISHING_SHARE = 0.02, 0.05, 0.05, 0.3, 0.02
 """Likewise for local search from patterns, from the rounded relaxation, from each program's decisions, for annealing where there
 are no programs, and at the end. All shares together stay well below the limit, so that the clock, which would make plans
 depend on the load, ends the search only on a machine that is slow or busy for the number of blocks."""
 RELAXATION_SHARE = 0.5
-"""Of the time limit, by the clock, for the relaxation, without which nothing is proven; it takes a tenth of this for few blocks."""
+"""The share of the time limit, by the clock, for the relaxation, without which nothing is proven; it takes a tenth of this for
+few blocks.
+"""
 REASONS_SHARE = 0.08
 """Likewise for saying why, at the end."""
 REPLAYED_BLOCKS_PER_SECOND, WALKED_BLOCKS_PER_SECOND = 1_500_000, 4_000_000
-"""Of local search and of annealing on a usual core."""
+"""Rates of local search and of annealing on a usual core."""
 SHARED_LANE, SHARED_LANE_BLOCKS = 2, 16
 """Where `figures.sends_at_once`, blocks take that many times as long to replay, or as often as the others go into their number."""
 GATHERING = 2

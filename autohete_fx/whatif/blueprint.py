@@ -1,8 +1,8 @@
 """Blueprints: models that are built without memory for their weights, to be traced.
 
-Enter what a user names, which is a built-in architecture, a JSON file of a transformers configuration, or
-``file.py:factory``; leaves a `Blueprint`, which builds the module and one batch out of fake tensors. A configuration can be
-built with fewer layers than it has, because layers that are built alike need not all be traced.
+Enter what a user names, which is a built-in architecture, a JSON file of a transformers configuration, or ``file.py:factory``.
+Leaves a `Blueprint`, which builds the module and one batch out of fake tensors. A configuration can be built with fewer layers
+than it has, because layers that are built alike need not all be traced.
 """
 
 import importlib.util

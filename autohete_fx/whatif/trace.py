@@ -1,8 +1,8 @@
 """Trace a model that nobody has: from a `Blueprint` and a `Machine` to a step's graphs and what they cost there.
 
-The model is traced as the backend traces it (Dynamo, AOTAutograd's joint graph, Inductor's joint passes, grouping, the default
-partition) from fake tensors on a CPU; the graphs are then read as graphs of the machine's device, and the analytic profiler prices
-them with its rates.
+The model is traced as the backend traces it, from fake tensors on a CPU. That takes Dynamo, AOTAutograd's joint graph,
+Inductor's joint passes, grouping, and the default partition. The graphs are then read as graphs of the machine's device, and
+the analytic profiler prices them with its rates.
 """
 
 import math

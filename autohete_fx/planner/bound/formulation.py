@@ -61,7 +61,7 @@ added, or under a synchronous schedule a pass of these alone, at whose end R[n-1
 
 Copies up of updates may go in what time the up lane has left (`figures.sends_at_once`), and no pass issues it: what was updated on
 the host when its update ends, streamed states from the end of backward on. Then u is without it, and with v[i] for the copies up
-of what was updated on the host, s[i] for the states, and S[i] for the end of all copies up of blocks 0..i, behind backward's, there
+of what was updated on the host, s[i] for the states, and S[i] for the end of all copies up of blocks 0..i, after backward's, there
 are in the place of the row above (`Program._add_copies_at_once`)
 
     E[i] >= Q[i] + w[i],   D[i] >= Q[i] + w[i] + d[i],   Q[i] >= R[i] by priority,   Q[i] >= S[i]

@@ -31,9 +31,10 @@ from autohete_fx.planner.model.figures import (
 
 MAX_PREFETCH_DISTANCE = 4
 COPY_WEIGHT = 1 / 512
-"""What a second of copying counts against a second of the step, so that of plans that are as fast the one that copies
-least is chosen; collectives count like copies. The lanes that move something work for three seconds in a second at most: for
-this a plan is at most 3/512 slower."""
+"""The weight of a second of copying against a second of the step.
+
+Among plans that are as fast, the one that copies least is chosen; collectives count like copies. The lanes that move something
+work for three seconds in a second at most: for this a plan is at most 3/512 slower."""
 
 
 def choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
@@ -109,7 +110,7 @@ def place_choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
 
 
 def _offloaded_counts(problem: Problem, block: int) -> tuple[int, ...]:
-    """How many tensors to offload where not all leave: about half of the bytes, and what hides behind a usual forward."""
+    """How many tensors to offload where not all leave: about half of the bytes, and what hides under a usual forward."""
     cost, machine = problem.costs[block], problem.machine
     usual_s = sum(each.forward_s for each in problem.costs) / len(problem.costs)
     hidden = (usual_s - machine.latency_s) * machine.d2h_bytes_per_s

@@ -53,7 +53,7 @@ HEAT = Heat(
 _OTHERS = 32
 """Walks whose ends are looked at."""
 _MOST_UNITS = 2**23
-"""Of memory: half as many as float32 counts, since what blocks take is rounded up."""
+"""Units of memory: half as many as float32 counts, since what blocks take is rounded up."""
 _ROUNDS = 100
 """After so many some walks follow the best."""
 

@@ -2,7 +2,7 @@
 
 A relaxation may give a block a third of one option and two thirds of another. How much of each has been chosen up to
 any block matters to lanes and memory, so the shares are rounded like the brightness of a line of pixels: every block takes
-the option that is furthest behind its share so far.
+the option whose share so far lags most.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,8 @@
 """Calls of compiled functions, as seen from the fence.
 
-Dynamo decides by guards which compiled code serves a call, and the stack of PyTorch's modes is among what it guards: with
-the fence on the stack it would compile everything once more. Therefore every call of a compiled function, whatever its
-backend, lowers the fences of its thread first and raises those that are still needed when it returns.
+Dynamo decides by guards which compiled code serves a call, and guards the stack of PyTorch's modes, too. With the fence on the
+stack it would compile everything once more. Therefore every call of a compiled function, whatever its backend, first lowers the
+fences of its thread. When it returns it raises those that are still needed.
 
 Inside, nothing guards pending memory but the nodes that our passes inserted. That is enough where the call runs one graph
 of ours and nothing else, which is how transformers compile. Any other call waits for all updates before it begins:
@@ -10,21 +10,21 @@ of ours and nothing else, which is how transformers compile. Any other call wait
 * a function that was compiled by another backend;
 * a function whose compilation broke its graph, because what lies between graphs is eager code;
 * one that is being compiled, because who knows what it will turn out to be;
-* a frame that Dynamo finds no code for and runs as it is (its limit of recompilations, a dispatch mode of the user's), and
-  from then on its function, because Dynamo does not say so again;
+* a frame that Dynamo finds no code for and runs as it is (its limit of recompilations, a dispatch mode of the user's). From
+  then on its function counts, because Dynamo does not say so again;
 * any function where the user told Dynamo to run others, or none (``torch.compiler.set_stance``).
 
 The same holds for what the garbage collector runs inside a call; it says nothing of the function.
 
-Between a backward pass that started updates and the step, waiting is not enough: a call may do nothing to their parameters,
-and to their gradients nothing but read. Inputs of a graph of any backend are looked at when it runs. A function that is known to
-run more than one graph, or none, is refused; one that turns out to do so, or a graph that cannot be looked at, spoils the step.
+Between a backward pass that started updates and the step, waiting is not enough. A call may do nothing to their parameters, and
+may only read their gradients. Inputs of a graph of any backend are looked at when it runs. A function that is known to run more
+than one graph, or none, is refused. One that turns out to do so, or a graph that cannot be looked at, spoils the step.
 
 All this begins with `watching.watch`, when somebody takes our backend to compile with it. Until then nothing of ours can be
 pending.
 
-An interrupt may come between the beginning of a call and Dynamo's own care for its end. Then a call is left whose frame is not on
-this thread's stack any more: it is over, and its fences are raised again, by the next call or step of the thread.
+An interrupt may come between the beginning of a call and Dynamo's own care for its end. Then a call is left whose frame is not
+on this thread's stack any more. It is over, and the next call or step of the thread raises its fences again.
 """
 
 import contextlib
@@ -239,8 +239,10 @@ _looks: list[Callable[[object, bool], None]] = []
 
 
 def before_calls(look: Callable[[object, bool], None], *, first: bool = False) -> None:
-    """From now on, before Dynamo looks for the code of a call that is within no other, call ``look`` with its function and with
-    whether our backend compiled it; ``first``: before all others that were given so far."""
+    """From now on, call ``look`` before Dynamo looks for the code of a call that is within no other.
+
+    ``look`` gets the call's function and whether our backend compiled it. ``first``: before all others that were given so far.
+    """
     _looks.insert(0 if first else len(_looks), look)
 
 
@@ -276,8 +278,10 @@ def model_of_call() -> object:
 
 
 def is_compiling_root() -> bool:
-    """Whether what Dynamo compiles is the function that the outermost call of this thread is of, or what follows a graph break
-    in it: not a function that it calls, beside which others may run."""
+    """Whether Dynamo compiles the function that the outermost call of this thread is of, or what follows a graph break in it.
+
+    A function that it calls does not count: others may run beside that.
+    """
     calls = under_way()
     return not calls or calls[0].root == dynamo.function_being_compiled()[0]
 
@@ -347,8 +351,10 @@ def refuse_early(args: Iterable[Tensor], updates: Guarded) -> None:
 
 
 def settle_others(updates: Guarded) -> None:
-    """Wait for the updates of other models whose fences were lowered: a model's graph waits for its own alone, and Dynamo may
-    serve a call with the graph of another model of the same class."""
+    """Wait for the updates of other models whose fences were lowered.
+
+    A model's graph waits for its own alone, and Dynamo may serve a call with the graph of another model of the same class.
+    """
     for call in under_way():
         call.settle(but=updates)
 

@@ -101,9 +101,9 @@ _watch = _Watch()
 def watch() -> None:
     """From now on, know of every call of a compiled function: before our backend compiles anything. Importing changes nothing.
 
-    Code that Dynamo compiled before is forgotten, since no one would look at its graphs, nor at what it decided to run eagerly:
-    it is compiled again when it is next called. Calls that are under way in this thread count as calls of functions of which
-    nothing is known, and what was compiled is then forgotten before the next one.
+    Code that Dynamo compiled before is forgotten and compiled again when it is next called. Otherwise no one would look at its
+    graphs, nor at what it decided to run eagerly. Calls that are under way in this thread count as calls of functions of which
+    nothing is known. Code that they compiled is then forgotten before the next one.
     """
     if _watch.has_begun:
         return
