@@ -156,8 +156,8 @@ class Durations:
         forward_up, backward_up: copies up that a pass needs: parameters, in backward also reloaded activations.
         reload, fetch_again: of ``backward_up``, activations and parameters.
         forward_down, backward_down: copies down that a pass makes: offloaded activations, in backward gradients.
-        update_work, update_up, update_down: of the pass that waits for updates, on top of a forward where it is one:
-            on compute a streamed update, up what it streams or an upload, down what it streams.
+        update_work, update_up, update_down: seconds of the pass that waits for updates, on top of a forward where it is one. On
+            compute it is a streamed update, up what it streams or an upload, down what it streams.
         upload, states: of ``update_up``, what was updated on the host, and what is streamed.
         forward_gather, backward_gather, reduce: on net, the last of them in backward.
         device_update, host_update: updates on compute of states that are there, and on the update lane.
