@@ -141,7 +141,7 @@ def changed(change: Callable[[dict[str, Any]], object]) -> str:
         ),
         (changed(lambda raw: raw["decisions"][0].pop("optimizer")), "lacks 'optimizer'"),
         (changed(lambda raw: raw.pop("reasons")), "lacks 'reasons'"),
-        (changed(lambda raw: raw["reasons"]["blocks"].pop()), "reasons need one entry a block: 1 entries, 2 decisions"),
+        (changed(lambda raw: raw["reasons"]["blocks"].pop()), "reasons were given 1 entries for 2 decisions"),
         (
             changed(lambda raw: raw["reasons"]["blocks"][1]["next_best"].update(mood="good")),
             r"in blocks\[1\], it has the unknown entries \['mood'\]",
