@@ -139,8 +139,8 @@ def parse_size(text: str) -> Size:
     """Read ``"20GiB"``, ``"1.5 GB"`` or ``"60%"``, in any case. Raises OptionError where the text is no such size."""
     match = _SIZE.fullmatch(text)
     if match is None:
-        of_bytes = f"; {text}B is of bytes" if text.isdecimal() else ""
-        raise OptionError(f"{text!r} is not a size; {_SIZE_EXPECTED}{of_bytes}")
+        unit = f". Write {text}GiB, or {text}B for bytes" if text.isdecimal() else ""
+        raise OptionError(f"{text!r} is not a size; {_SIZE_EXPECTED}{unit}")
     number, unit = float(match["number"]), match["unit"].lower()
     if unit == "%":
         if not 0 < number <= 100:

@@ -5,10 +5,10 @@ until the next change. Seconds of a plan over a lifetime L are
 
     (L / T_fastest) * T  +  max over nodes of (local / b_local + cloud / b_cloud)  +  max over nodes of peer / b_peer
 
-for a step of T seconds. The terms are the seconds of the steps that the fastest plan would do in L, of the node that reads
-longest, and of the one that then receives most. A node reads a layer from its own disk, else from a node that has it, else from
-the cloud. A layer that no disk has is read there once, and peers send it on, as `restore` does. Nodes of a kind may change
-their places in a plan: each takes one whose layers it has.
+for a step of T seconds. The terms are seconds of the fastest plan's steps in L, of the node that reads longest, and of the one
+that then receives most. A node reads a layer from its own disk, else from a node that has it, else from the cloud. A layer that
+no disk has is read there once, and peers send it on, as `restore` does. Nodes of a kind may change their places in a plan: each
+takes one whose layers it has.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

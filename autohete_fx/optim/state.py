@@ -73,7 +73,7 @@ def check_grad(param: Tensor, grad: Tensor) -> None:
     if not grad.is_floating_point():
         raise OptimizerStateError(
             f"the gradient of a parameter of shape {tuple(param.shape)} has dtype {grad.dtype}; expected a real "
-            "floating point one"
+            "floating point one. Give this parameter to another optimizer"
         )
 
 

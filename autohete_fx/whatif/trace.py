@@ -146,12 +146,16 @@ def _captured_step(name: str, sketch: Sketch, device_type: str) -> Captured:
     except Unsupported as error:
         reason = str(error).strip().partition("\n")[0]
         raise CaptureError(
-            f"{name} does not compile to one graph: {reason}; plan it where it runs, with autohete_fx.explain"
+            f"{name} does not compile to one graph: {reason}; expected a model without graph breaks. Plan it where it runs,"
+            " with autohete_fx.explain"
         ) from error
     finally:
         torch.compiler.reset()
     if len(found) != 1:
-        raise CaptureError(f"{name} has nothing to train: no parameter requires a gradient")
+        raise CaptureError(
+            f"{name} has nothing to train: no parameter requires a gradient. Expected was at least one that does. Give a model"
+            " whose parameters are not all frozen"
+        )
     return found[0]
 
 
