@@ -236,4 +236,4 @@ def _order_of_regions(
 def _num_elements(param: torch.nn.Parameter) -> int:
     """Those of all ranks' parts."""
     part = part_of(param)
-    return param.numel() if part is None else math.prod(part.size)
+    return param.numel() if part is None else math.prod(part.full_size)
