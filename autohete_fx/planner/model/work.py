@@ -100,7 +100,7 @@ class Work(enum.Enum):
 
 
 SENT = Work.UPLOAD, Work.STATES
-"""What updates copy up, which a pass need not issue (`figures.sends_at_once`)."""
+"""Copies up of updates, which a pass need not issue (`figures.sends_at_once`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
