@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autohete_fx.capture.inputs import GraphInput, device_of
+from autohete_fx.capture.paths import module_stack
 from autohete_fx.compiler.pass_identity import pass_identity
 from autohete_fx.internals import versions
 from autohete_fx.internals.configs import functorch_config, inductor_config
@@ -43,7 +44,7 @@ def graph_digest(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Opti
         for i in inputs
     ]
     parts = [
-        gm.code,
+        described_code(gm),
         layouts,
         option_fields(options),
         torch.is_grad_enabled(),
@@ -51,6 +52,15 @@ def graph_digest(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Opti
         torch.__version__,
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def described_code(gm: fx.GraphModule) -> list[tuple[object, ...]]:
+    """The operations of a graph and the modules that they are of, with those of its subgraphs: a graph's own code only names them,
+    such as the bodies of checkpoints."""
+    graphs = [(name, graph) for name, graph in gm.named_modules() if isinstance(graph, fx.GraphModule)]
+    return [
+        (name, graph.code, [(node.name, module_stack(node)) for node in graph.graph.nodes]) for name, graph in graphs
+    ]
 
 
 def described_parts(param: torch.Tensor) -> str:
