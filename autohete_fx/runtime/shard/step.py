@@ -25,6 +25,9 @@ from autohete_fx.runtime.tiers.host import is_home
 PIECE_BYTES = 16 * 2**20
 """The most that is averaged at once."""
 
+_TAKE_WHOLES = ("Adafactor", "LBFGS", "Muon")
+"""Optimizers of PyTorch by which an element's update depends on others: of a shard they would take it for a whole parameter."""
+
 _is_watching = False
 
 
@@ -42,6 +45,7 @@ def _before_step(
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if not parts.is_any_known() or not any(part_of(p) is not None for p in params):
         return None
+    _check_elementwise(optimizer, params)
     state.attend(optimizer)
     state.localise(optimizer)
     positional, names = list(args), dict(kwargs)
@@ -61,6 +65,17 @@ def _before_step(
     else:
         names["closure"] = closure
     return tuple(positional), names
+
+
+def _check_elementwise(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
+    """Raise ShardError for an optimizer of PyTorch that would update each rank's rows as if they were all. Ours see to it."""
+    takers = tuple(kind for name in _TAKE_WHOLES if (kind := getattr(torch.optim, name, None)) is not None)
+    if isinstance(optimizer, takers) and (shards := [part for p in params if (part := shard_of(p)) is not None]):
+        raise ShardError(
+            f"torch.optim.{type(optimizer).__name__} got {len(shards)} sharded parameters, the first of size {shards[0].size}, and"
+            " updates an element by others, of which this rank has some alone. Expected was an optimizer that works element by"
+            " element. Train with autohete_fx.AdamW, Adam, SGD or Lion, or with one of torch.optim of that kind"
+        )
 
 
 def prepare(params: Iterable[Tensor]) -> None:
