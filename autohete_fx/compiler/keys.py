@@ -26,6 +26,7 @@ _INDUCTOR_PASSES = (
     "post_grad_custom_pre_pass",
     "post_grad_custom_post_pass",
 )
+_ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 
 
 def graph_digest(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options) -> str:
@@ -118,4 +119,7 @@ def surroundings(device: torch.device) -> tuple[object, ...]:
         [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted({"cpu", device.type})],
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
+        # Which operator attention becomes.
+        [getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in _ATTENTION_KERNELS],
     )
