@@ -1,14 +1,14 @@
 """A plan on the ranks of a job: who takes which stage, and whose gradients are summed.
 
-Values only. Ranks say on which node they are and what GPU they have; nodes of the plan are matched with nodes of the job that
+Values only. Ranks say on which node they are and what GPU they have. Nodes of the plan are matched with nodes of the job that
 have as many GPUs of the type.
 
-Gradients of a parameter are summed over its owners: all ranks whose stages hold it, in all pipelines. A tied embedding that several
-stages of one pipeline read is one parameter with more owners, and that is all that ties need. Parameters with equal owners are
-summed together; there are at most as many sets of owners as the pipelines have cuts, one more, and one for each tie.
+Gradients of a parameter are summed over its owners: all ranks whose stages hold it, in all pipelines. A tied embedding that
+several stages of one pipeline read is one parameter with more owners, and that is all that ties need. Parameters with equal
+owners are summed together. There are at most as many sets of owners as the pipelines have cuts, one more, and one for each tie.
 
-Where units share layers by tensor parallelism, a parameter has owners for each piece of it: pipelines of different degrees cut it
-at different places, and every piece between two cuts has its own set of owners.
+Where units share layers by tensor parallelism, a parameter has owners for each piece of it. Pipelines of different degrees cut
+it at different places, and every piece between two cuts has its own set of owners.
 """
 
 import warnings

@@ -1,8 +1,8 @@
 """A training job on GPUs that may not be alike: one rank's part of it.
 
-The global batch of a step is the same whatever the plan: step k trains on the samples from k G to (k + 1) G - 1, where G is their
-number. Clipping, the learning rate and the optimizer's step do not depend on the plan either, so a job that was planned again
-goes on as if nothing had happened, but for the rounding of sums and the draws of dropout.
+The global batch of a step is the same whatever the plan. Step k trains on the samples from k G to (k + 1) G - 1, where G is
+their number. Clipping, the learning rate and the optimizer's step do not depend on the plan either. A job that was planned
+again goes on as if nothing had happened, but for the rounding of sums and the draws of dropout.
 """
 
 import json

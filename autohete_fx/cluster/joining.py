@@ -1,7 +1,7 @@
 """`join`: take part in a training job, whatever GPUs there are today.
 
-The ranks of the process group say what they have, the plan is deployed on them, each rank builds, compiles and restores its own
-stage alone, and training goes on with the newest complete save.
+The ranks of the process group say what they have, and the plan is deployed on them. Each rank builds, compiles and restores its
+own stage alone. Training goes on with the newest complete save.
 """
 
 import os
@@ -70,10 +70,11 @@ def join(
         example: a batch as ``load`` will give it; its first sample tells shapes.
         global_batch: samples of a step, over all ranks.
         optimizer: of a list of parameters, their optimizer. Its update of a parameter must not depend on other parameters.
-        plan: which rank trains what; or a function that makes it of the members and the model's layers, the same on all ranks;
+        plan: which rank trains what, or a function that makes it of the members and the model's layers, the same on all ranks.
             None: `automatic` measures what there is, and plans for it.
-        tp_plan: how the GPUs of a stage share its layers, for models without a plan in their transformers configuration: by name
-            of a module, with a star for each index, ``colwise``, ``rowwise``, ``colwise_gather_output`` or ``embedding_rowwise``.
+        tp_plan: how the GPUs of a stage share its layers, for models without a plan in their transformers configuration. It
+            maps names of modules, with a star for each index, to ``colwise``, ``rowwise``, ``colwise_gather_output`` or
+            ``embedding_rowwise``.
         store: where the job saves, and goes on from; None: nowhere.
         learning_rate: of a step's index.
         max_grad_norm: to which the norm of all gradients is clipped.
@@ -84,11 +85,11 @@ def join(
         options: of that backend.
         device: of this rank; None: its CUDA device, else the CPU.
         member: this rank's node and type of GPU as the plan calls them; None: by the host's name and the device.
-        memory_budget: of each GPU, as ``"20GiB"``, ``"60%"`` or bytes, for the plan that is made, and for each stage that
-            ``backend="autohete"`` compiles; None: nearly all that there is.
+        memory_budget: of each GPU, as ``"20GiB"``, ``"60%"`` or bytes. It holds for the plan that is made, and for each stage
+            that ``backend="autohete"`` compiles. None: nearly all that there is.
         cache_dir: where measurements for that plan are kept; None: `autohete_fx.cache.cache_dir`.
-        expected_lifetime_s: seconds until the nodes are expected to change again, for the plan that is made: one that moves fewer
-            bytes may then be taken before a faster one; None: the fastest step is best.
+        expected_lifetime_s: seconds until the nodes are expected to change again, for the plan that is made. One that moves
+            fewer bytes may then be taken before a faster one. None: the fastest step is best.
         log: a file of JSON lines, which the first rank writes.
         timeout_s: after which a rank that does not answer is an error.
 

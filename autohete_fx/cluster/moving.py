@@ -1,14 +1,14 @@
 """States that a plan moves before it can train: bytes by source, seconds, and the plan that is nearest with them.
 
-Enter candidates with their simulated steps, and what the nodes' disks have; leaves the plan that does the most within the time
+Enter candidates with their simulated steps, and what the nodes' disks have. Leaves the plan that does the most within the time
 until the next change. Seconds of a plan over a lifetime L are
 
     (L / T_fastest) * T  +  max over nodes of (local / b_local + cloud / b_cloud)  +  max over nodes of peer / b_peer
 
-for a step of T seconds: those of the steps that the fastest plan would do in L, of the node that reads longest, and of the one that
-then receives most. A node reads a layer from its own disk, else from a node that has it, else from the cloud. A layer that no disk
-has is read there once, and peers send it on, as `restore` does. Nodes of a kind may change their places in a plan: each takes one
-whose layers it has.
+for a step of T seconds. The terms are seconds of the fastest plan's steps in L, of the node that reads longest, and of the one
+that then receives most. A node reads a layer from its own disk, else from a node that has it, else from the cloud. A layer that
+no disk has is read there once, and peers send it on, as `restore` does. Nodes of a kind may change their places in a plan: each
+takes one whose layers it has.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ from autohete_fx.cluster.spec import Cluster
 from autohete_fx.ir.sizes import format_bytes, format_seconds
 
 _UNIT_BYTES = 1024
-"""Of costs in the assignment of nodes, which are integers."""
+"""The unit of costs in the assignment of nodes, which are integers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +119,10 @@ def all_from_cloud(plan: ClusterPlan, costs: CostTable) -> dict[str, Moved]:
 
 
 def move_parts_s(rows: Mapping[str, Moved], bandwidths: Bandwidths) -> tuple[float, float, float]:
-    """Seconds of the node that reads longest from its disk and the cloud, and of the one that then receives most from peers: in the
-    order disk, peers, cloud."""
+    """Seconds of the node that reads longest from its disk and the cloud, and of the one that then receives most from peers.
+
+    They are in the order disk, peers, cloud.
+    """
     readers = sum(row.cloud > 0 for row in rows.values())
     cloud = min(bandwidths.cloud, bandwidths.cloud_of_all / max(1, readers))
     read = [(row.local / bandwidths.local, row.cloud / cloud) for row in rows.values()]

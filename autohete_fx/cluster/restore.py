@@ -1,9 +1,9 @@
 """Restoring a job after its ranks or its plan changed: only what a rank lacks, and from the nearest place that has it.
 
-All ranks say which parameters of which saves their node's disk has; the newest save of which everything is somewhere is taken. A
-rank reads a parameter from its own node's disk; else from a peer, whose node's disk has it; else one of the ranks that need it
-reads it from the cloud and hands it to the others. Where saves and plans cut parameters at different places, all of that is said of
-the pieces between all cuts. The unit of a read is the saved piece.
+All ranks say which parameters of which saves their node's disk has; the newest save of which everything is somewhere is taken.
+A rank reads a parameter from its own node's disk, else from a peer, whose node's disk has it. Else one of the ranks that need
+it reads it from the cloud and hands it to the others. Where saves and plans cut parameters at different places, all of that is
+said of the pieces between all cuts. The unit of a read is the saved piece.
 """
 
 import time

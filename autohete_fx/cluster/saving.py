@@ -1,8 +1,8 @@
 """Saves of a running job: copied to host memory between two steps, written by a thread while training goes on.
 
-A save is *committed* once all ranks have written their parts, which they tell each other when the next save begins. Older saves are
-removed after that, never before. A disk that is full or a cloud that is down ends that save with an error in the log; training goes
-on, and the next save is tried again.
+A save is *committed* once all ranks have written their parts, which they tell each other when the next save begins. Older saves
+are removed after that, never before. A disk that is full or a cloud that is down ends that save with an error in the log.
+Training goes on, and the next save is tried again.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """A rank's stage in its pipeline: the passes of a step, in the order of `torch.distributed.pipelining`'s schedules.
 
-Each micro-batch's mean loss counts by its share of the global batch's samples, so the sums over all pipelines are the loss and the
-gradients of one process with the whole batch, but for rounding.
+Each micro-batch's mean loss counts by its share of the global batch's samples. The sums over all pipelines are thus the loss
+and the gradients of one process with the whole batch, but for rounding.
 """
 
 from collections.abc import Callable

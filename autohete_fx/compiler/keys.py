@@ -73,9 +73,9 @@ def described_parts(param: torch.Tensor) -> str:
 def option_fields(options: Options) -> tuple[tuple[str, str], ...]:
     """The options that shape generated code, as (name, text) pairs that are equal in every process; for cache keys.
 
-    The plan is not among them: compiled code depends on the plan that was *used*, whether it was given or
-    solved for, so the caller adds that plan's digest. Budgets and limits act through the plan alone.
-    Warns where a user's pass has no identity that outlives this process.
+    The plan is not among them. Compiled code depends on the plan that was *used*, whether it was given or solved for, so the
+    caller adds that plan's digest. Budgets and limits act through the plan alone. Warns where a user's pass has no identity
+    that outlives this process.
     """
     passes = ((f"passes.{f.name}", getattr(options.passes, f.name)) for f in fields(UserPasses))
     return (

@@ -1,8 +1,8 @@
 """Which module a training loop calls to train the parameters of an optimizer.
 
-In: an optimizer, when it is made. Out: the modules that hold all of its parameters. The first one of them that the loop calls with
-gradients enabled is the one to compile: modules within it are then called by it. A module that holds only a part is never compiled,
-because a loop over the layers of a model would be compiled layer by layer, outside of any budget.
+In: an optimizer, when it is made. Out: the modules that hold all of its parameters. The first one of them that the loop calls
+with gradients enabled is the one to compile: modules within it are then called by it. A module that holds only a part is never
+compiled. A loop over the layers of a model would otherwise be compiled layer by layer, outside of any budget.
 """
 
 import gc

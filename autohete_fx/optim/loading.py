@@ -20,7 +20,7 @@ from autohete_fx.runtime.held import held
 Group = dict[str, Any]
 
 RuleOf = Callable[[Mapping[str, Any]], Rule]
-"""Of a group."""
+"""From a group to its rule."""
 
 _LATE = {"maximize": False}
 """Hyperparameters that dicts of early PyTorch lack, and what they meant."""

@@ -89,9 +89,9 @@ def prepare(params: Iterable[Tensor]) -> None:
         sizes = [part.size for p in written if (part := shard_of(p)) is not None]
         raise ShardError(
             f"the gradients of {len(written)} sharded parameters, the first of size {sizes[0]}, were changed between backward and"
-            " step(), as torch.nn.utils.clip_grad_norm_ and GradScaler.unscale_ do: on shards they go by this rank's part alone."
-            " Expected were gradients as backward leaves them. Clip with autohete_fx.AdamW(..., max_grad_norm=...), and scale the"
-            " loss where gradients are to be scaled"
+            " step(). torch.nn.utils.clip_grad_norm_ and GradScaler.unscale_ do so, by this rank's part alone. Expected were"
+            " gradients as backward leaves them. Clip with autohete_fx.AdamW(..., max_grad_norm=...), and scale the loss where"
+            " gradients are to be scaled"
         )
     by_kind: dict[tuple[str, bool, torch.dtype, torch.device], list[Tensor]] = {}
     for param in params:
