@@ -1,9 +1,9 @@
 """The work of a block: in come a problem, a block and its decision, out come seconds by pass and lane.
 
 `Work` is a table with a row for each kind of work. A row has the pass that does it, its lane, and its turn beside the block's
-other work. The integer program (`formulation`) and the search (`replays`) know of lanes what this table says, and of seconds what `durations`
-says. A new lane adds rows to the table, and their seconds to `durations`. The simulator walks the runtime's program by itself and
-judges both.
+other work. The integer program (`formulation`) and the search (`replays`) know of lanes what this table says, and of seconds
+what `durations` says. A new lane adds rows to the table, and their seconds to `durations`. The simulator walks the runtime's
+program by itself and judges both.
 """
 
 import enum
