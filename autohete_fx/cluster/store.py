@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
 from autohete_fx.cluster.pieces import Held, Piece, covered, finest
+from autohete_fx.cluster.sources import ASSUMED, Bandwidths
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.checkpoints import FsspecReader, FsspecWriter
 
@@ -45,6 +46,8 @@ class Store:
         every: steps from one save on the disks to the next.
         cloud_every: steps from one save in the cloud to the next, a multiple of ``every``.
         keep: saves that are kept in each place.
+        cloud_timeout_s: seconds after which a cloud that does not answer counts as down, when a job begins.
+        bandwidths: at which nodes read, by which a job that goes on chooses where from.
 
     Raises:
         ClusterError: numbers that are not positive, or no multiple; a URL of an unknown file system, or of one whose package is
@@ -56,6 +59,8 @@ class Store:
     every: int = 20
     cloud_every: int = 200
     keep: int = 2
+    cloud_timeout_s: float = 30.0
+    bandwidths: Bandwidths = ASSUMED
 
     def __post_init__(self) -> None:
         if min(self.every, self.cloud_every, self.keep) < 1 or self.cloud_every % self.every:

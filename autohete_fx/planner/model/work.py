@@ -1,9 +1,9 @@
 """The work of a block: in come a problem, a block and its decision, out come seconds by pass and lane.
 
-`Work` is a table with a row for each kind of work: the pass that does it, its lane, and its turn beside the block's other work.
-The integer program (`formulation`) and the search (`replays`) know of lanes what this table says, and of seconds what `durations`
-says. A new lane adds rows to the table, and their seconds to `durations`. The simulator walks the runtime's program by itself and
-judges both.
+`Work` is a table with a row for each kind of work. A row has the pass that does it, its lane, and its turn beside the block's
+other work. The integer program (`formulation`) and the search (`replays`) know of lanes what this table says, and of seconds
+what `durations` says. A new lane adds rows to the table, and their seconds to `durations`. The simulator walks the runtime's
+program by itself and judges both.
 """
 
 import enum
@@ -174,8 +174,8 @@ def updating_pass(problem: Problem) -> PassKind:
 
 
 def added_up(works: Iterable[Work]) -> Iterator[tuple[Work, ...]]:
-    """The same, those together that one lane does on one side of a block's work in one pass: their seconds are added up before they
-    are rounded."""
+    """The same, in groups: what one lane does on one side of a block's work in one pass. A group's seconds are added up before
+    they are rounded."""
     for _, together in groupby(
         works, key=lambda work: (work.in_pass, work.lane, work.turn in (Turn.REDUCE, Turn.AFTER))
     ):
