@@ -150,7 +150,7 @@ def parse_size(text: str) -> Size:
         raise OptionError(
             unknown_word("unit of size", match["unit"], ("B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"))
         )
-    num_bytes = int(number * _BYTES_OF_UNIT[unit])
+    num_bytes = int(min(number * _BYTES_OF_UNIT[unit], _MOST_BYTES))
     if num_bytes < 1:
         raise OptionError(f"{text!r} is less than one byte; {_SIZE_EXPECTED}")
     return num_bytes

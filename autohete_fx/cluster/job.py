@@ -269,11 +269,10 @@ class Job:
         """Save the last step everywhere, and wait for it. All ranks call it; returns what is saved."""
         if self.saver is None:
             return Saved()
-        if self.saver.settle().local < self.step or (
-            self._store and self._store.cloud and self.saved.cloud < self.step
-        ):
+        saved = self.saver.drain()
+        if saved.local < self.step or (self._store and self._store.cloud and saved.cloud < self.step):
             self.save()
-        saved = self.saver.close()
+            saved = self.saver.drain()
         self._log.write("finish", step=self.step, local=saved.local, cloud=saved.cloud)
         return saved
 

@@ -24,10 +24,11 @@ from autohete_fx.ir import (
     Reasons,
 )
 from autohete_fx.ir.reasons import NO_TIME
-from autohete_fx.planner.model.choices import COPY_WEIGHT, choices, states_of, treatment_of
+from autohete_fx.planner.model.choices import choices, states_of, treatment_of
 from autohete_fx.planner.model.figures import limits_of
 from autohete_fx.planner.model.simulate import BACKWARD, FORWARD, OPTIMIZER_STEP, simulate
 from autohete_fx.planner.model.simulation import Simulation
+from autohete_fx.planner.model.work import COPY_WEIGHT
 from autohete_fx.planner.search.arrays import Rows
 from autohete_fx.planner.search.improve import LEAST_GAIN
 from autohete_fx.planner.search.passes import Seconds

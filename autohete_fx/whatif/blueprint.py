@@ -50,8 +50,7 @@ class Blueprint:
         num_layers: how many layers it has; None where it is known only as a whole.
         period: every so many layers are of the same types again.
         layer_types: of each layer, as its configuration calls them; empty where it does not.
-        draws: whether layers draw random numbers. Kernels that do fuse otherwise in each layer, so that a few layers do not tell
-            what all of them cost.
+        draws: whether layers draw random numbers. Kernels that do fuse otherwise in each layer (`depth.deepened_evenly`).
         build: the sketch with that many layers (all of them where None), under a fake mode.
     """
 

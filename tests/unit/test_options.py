@@ -30,6 +30,7 @@ def test_shares_are_of_the_total():
 
 def test_a_size_may_mean_that_there_is_no_limit():
     assert resolve_bytes(10**30, 1000) == resolve_bytes(sys.maxsize, 1000) == 2**60
+    assert parse_size("9" * 400 + "GiB") == 2**60
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "0%", "101%", "5 parsecs", "-1GiB", "nan"])

@@ -116,16 +116,19 @@ from ortools.sat.python import cp_model
 from autohete_fx.ir import BlockDecision, Overlap, Problem
 from autohete_fx.planner.bound.gathering import GatheringRows
 from autohete_fx.planner.bound.variables import Linear
-from autohete_fx.planner.model.choices import (
-    BACKWARD_PASS,
-    FORWARD_AND_UPDATES_PASS,
-    FORWARD_PASS,
-    UPDATES_PASS,
-    PassKind,
-    joined,
-)
+from autohete_fx.planner.model.choices import joined
 from autohete_fx.planner.model.device_use import device_bytes
 from autohete_fx.planner.model.figures import disk_bytes, host_bytes
+from autohete_fx.planner.model.work import (
+    BACKWARD_PASS,
+    COPY_LANES,
+    FORWARD_PASS,
+    GRADIENTS_LANE,
+    UPDATES_LANE,
+    PassKind,
+    Work,
+    updating_pass,
+)
 
 RELATIVE_GAP = 1e-3
 DETERMINISTIC_PER_SECOND = 0.15
@@ -199,51 +202,62 @@ class Program(GatheringRows):
             return self._add_gathering_pass(kind, ahead, begin=begin, updated=updated, copied=copied)
         add = self.model.add
         order = range(self.num_blocks)[::-1] if kind.reverse else range(self.num_blocks)
-        ends, ups, downs = ([self._time(f"{name}[{block}]") for block in order] for name in ("E", "U", "D"))
+        ends = [self._time(f"E[{block}]") for block in order]
+        ups = {lane: [self._time(f"U[{block}]") for block in order] for lane in COPY_LANES if lane.before}
+        downs = {lane: [self._time(f"D[{block}]") for block in order] for lane in COPY_LANES if lane.after}
         last_copied: Linear = begin
         for i, block in enumerate(order):
-            w, u, d = (self._sum([block], names) for names in (kind.work, kind.up, kind.down))
-            before = ends[i - 1] if i else begin
+            w, before = self._sum([block], kind.computes), ends[i - 1] if i else begin
+            u = {lane: self._sum([block], kind.of(lane.before)) for lane in ups}
+            d = {lane: self._sum([block], kind.of(lane.after)) for lane in downs}
             add(ends[i] >= before + w)
-            add(ends[i] >= ups[i] + w)
-            add(ups[i] >= (ups[i - 1] if i else begin) + u)
-            if i - 1 - ahead >= 0:
-                add(ups[i] >= ends[i - 1 - ahead] + u)
-            add(downs[i] >= (downs[i - 1] if i else 0) + d)
-            add(downs[i] >= before + w + d)
-            add(downs[i] >= ups[i] + w + d)
-            if i - ahead >= 0:
-                add(ends[i] >= downs[i - ahead])
+            for lane, up in ups.items():
+                add(ends[i] >= up[i] + w)
+                add(up[i] >= (up[i - 1] if i else begin) + u[lane])
+                if i - 1 - ahead >= 0:
+                    add(up[i] >= ends[i - 1 - ahead] + u[lane])
+            for lane, down in downs.items():
+                add(down[i] >= (down[i - 1] if i else 0) + d[lane])
+                for start in (before, *(up[i] for up in ups.values())):
+                    add(down[i] >= start + w + d[lane])
+                if i - ahead >= 0:
+                    add(ends[i] >= down[i - ahead])
             if copied is not None:
-                add(ends[i] >= copied[i] + w)
-                add(downs[i] >= copied[i] + w + d)
-            if updated is not None and ahead == 1:
-                add(ups[i] >= updated[i] + u)
-            elif updated is not None:
+                last_copied = copied[i]
+            elif updated is not None and ahead > 1:
                 last_copied = self._add_copies_of_updated(block, kind, updated[i], last_copied)
-                add(ends[i] >= last_copied + w)
-                add(downs[i] >= last_copied + w + d)
-        add(ends[-1] >= downs[-1])
-        return ends[-1], downs[::-1] if kind.reverse else downs
+            elif updated is not None:
+                add(ups[UPDATES_LANE][i] >= updated[i] + u[UPDATES_LANE])
+                continue
+            else:
+                continue
+            add(ends[i] >= last_copied + w)
+            for lane, down in downs.items():
+                add(down[i] >= last_copied + w + d[lane])
+        for down in downs.values():
+            add(ends[-1] >= down[-1])
+        landed = downs[GRADIENTS_LANE]
+        return ends[-1], landed[::-1] if kind.reverse else landed
 
     def _add_copies_at_once(
         self, backward_end: Linear, landed: Sequence[Linear], updated: Sequence[Linear]
     ) -> list[cp_model.IntVar]:
         """Rows of what updates copy up where no pass issues it; returns Q."""
         everything, found, add = range(self.num_blocks), [], self.model.add
-        up, updated_up = (*FORWARD_PASS.up, "upload", "states"), ("forward_up", "upload")
+        issued, fetched = (kind.of(UPDATES_LANE.before) for kind in (BACKWARD_PASS, FORWARD_PASS))
         of_host: Linear = 0
         copied, of_lane, of_states = (self._time(f"{name}[-1]") for name in "QSW")
-        add(of_lane >= (backward_end if self.updates_begin_together else self._sum(everything, BACKWARD_PASS.up)))
+        add(of_lane >= (backward_end if self.updates_begin_together else self._sum(everything, issued)))
         add(of_states >= backward_end)
         for block in everything:
-            copies, host = self._sum([block], updated_up, on_host=True), self._sum([block], ("host_update",))
+            copies = self._sum([block], (*fetched, Work.UPLOAD), on_host=True)
+            host = self._sum([block], (Work.HOST_UPDATE,))
             last_copied, copied = copied, self._time(f"Q[{block}]")
             of_lane_before, of_lane = of_lane, self._time(f"S[{block}]")
             of_states_before, of_states = of_states, self._time(f"W[{block}]")
             of_host_before, of_host = of_host, self._time(f"v[{block}]")
-            add(of_lane >= of_lane_before + self._sum([block], up))
-            add(of_states >= of_states_before + self._sum([block], (*FORWARD_PASS.up, "states")))
+            add(of_lane >= of_lane_before + self._sum([block], (Work.UPLOAD, *fetched, Work.STATES)))
+            add(of_states >= of_states_before + self._sum([block], (*fetched, Work.STATES)))
             add(of_host >= of_host_before + copies)
             for least in (last_copied, of_lane, of_states, landed[block] + of_host, landed[block] + host + copies):
                 add(copied >= least)
@@ -258,13 +272,13 @@ class Program(GatheringRows):
         """Rows of the updates; returns V, and R by block, which without priority is of no block before the last."""
         add, everything = self.model.add, range(self.num_blocks)
         device_end = self._time("V")
-        add(device_end >= backward_end + self._sum(everything, ("device_update",)))
+        add(device_end >= backward_end + self._sum(everything, (Work.DEVICE_UPDATE,)))
         start = device_end if self.problem.machine.device_type == "cpu" else backward_end
         updated = [self._time(f"R[{block}]") for block in everything]
         total: Linear = 0
         for block in everything if self.problem.schedule.priority else reversed(everything):
             begin = start if self.updates_begin_together else landed[block]
-            host = self._sum([block], ("host_update",))
+            host = self._sum([block], (Work.HOST_UPDATE,))
             if self.problem.schedule.priority:
                 total_before, total = total, self._time(f"P[{block}]")
                 add(total >= total_before + host)
@@ -291,12 +305,11 @@ class Program(GatheringRows):
         if self.sends_at_once:
             begin = [backward] * self.num_blocks if self.updates_begin_together else landed
             ready, copied = None, self._add_copies_at_once(backward, begin, updated)
-        kind = FORWARD_AND_UPDATES_PASS if overlaps else UPDATES_PASS
-        end = self._time("T")
+        kind, end = updating_pass(problem), self._time("T")
         self.model.add(end >= self._add_pass(kind, ahead, begin=device_end, updated=ready, copied=copied)[0])
         # The last that the lane does: in its order without priority, block 0.
         self.model.add(end >= updated[-1 if problem.schedule.priority else 0])
-        averaged = self._sum(range(self.num_blocks), ("average",))
+        averaged = self._sum(range(self.num_blocks), (Work.AVERAGE,))
         return later * forward + (problem.micro_batches - 1) * backward + end + averaged
 
     def minimize_step(self, *, ahead: int) -> None:

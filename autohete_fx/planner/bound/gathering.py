@@ -37,12 +37,12 @@ Copies up that are waited for up to A[i] are V[i]'s, and issued no sooner than a
 whatever order. For a = 1 they are the simulator but for a backward's reloads, which the up lane may do before it does c.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ortools.sat.python import cp_model
 
 from autohete_fx.planner.bound.variables import Linear, Variables
-from autohete_fx.planner.model.choices import PassKind, slots_of
+from autohete_fx.planner.model.work import UPDATES_LANE, PassKind, Work, slots_of
 
 
 class GatheringRows(Variables):
@@ -77,7 +77,7 @@ class GatheringRows(Variables):
 
     def _add_copies_of_updated(self, block: int, kind: PassKind, updated: Linear, previous: Linear) -> cp_model.IntVar:
         """The chain Q, for distances above 1."""
-        copied, copies = self._time(f"Q[{block}]"), self._sum([block], kind.up, on_host=True)
+        copied, copies = self._time(f"Q[{block}]"), self._sum([block], kind.of(UPDATES_LANE.before), on_host=True)
         self.model.add(copied >= updated + copies)
         self.model.add(copied >= previous + copies)
         return copied
@@ -149,7 +149,7 @@ class _Pass:
         program, block = self.program, self.order[at]
         read, self.issued[at], self.gathered[at] = (program._time(f"{name}[{block}]") for name in "VAG")
         slots = self.slots[at]
-        copies, work, gather = (self._sum(at, names) for names in (slots.ahead, slots.work_ahead, slots.gather))
+        copies, work, gather = (self._sum(at, works) for works in (slots.ahead, slots.work_ahead, slots.gather))
         for earliest in lane:
             self.add(read >= earliest + copies)
         for earliest in (before, read, *([self.copied[at]] if self.copied is not None else [])):
@@ -187,5 +187,5 @@ class _Pass:
             self.add(self.downs[at] >= earliest + copies)
         self.down = self.downs[at]
 
-    def _sum(self, at: int, names: tuple[str, ...]) -> Linear:
-        return self.program._sum([self.order[at]], names)
+    def _sum(self, at: int, works: Iterable[Work]) -> Linear:
+        return self.program._sum([self.order[at]], works)

@@ -25,8 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autohete_fx.ir import BlockDecision
-from autohete_fx.planner.model.choices import COPY_WEIGHT, copies, place_of, treatment_of
+from autohete_fx.planner.model.choices import copies, place_of, treatment_of
 from autohete_fx.planner.model.figures import limits_of
+from autohete_fx.planner.model.work import COPY_WEIGHT
 from autohete_fx.planner.search.arrays import Rows
 from autohete_fx.planner.search.improve import Search
 from autohete_fx.planner.search.passes import Seconds

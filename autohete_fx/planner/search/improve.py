@@ -14,8 +14,8 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from autohete_fx.planner.model.choices import COPY_WEIGHT
 from autohete_fx.planner.model.figures import limits_of
+from autohete_fx.planner.model.work import COPY_WEIGHT
 from autohete_fx.planner.search.arrays import Rows
 from autohete_fx.planner.search.passes import Seconds
 from autohete_fx.planner.search.replays import Replays
