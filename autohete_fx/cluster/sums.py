@@ -81,8 +81,11 @@ class GradientSums:
         self._first = [piece for piece in mine if owners[piece][0] == rank]
 
     def reduce(self) -> None:
-        """Sum the gradients in place. A parameter has one afterwards if the backward passes of any rank reached it. Otherwise it
-        has none, which optimizers tell from zeros."""
+        """Sum the gradients in place.
+
+        A parameter that the backward passes of another rank alone reached has a gradient after it. One that no rank's reached
+        has none, which optimizers tell from zeros.
+        """
         absent = {name for name, param in self._params.items() if param.grad is None}
         running = []
         for bucket in self._buckets:
