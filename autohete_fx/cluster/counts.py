@@ -11,7 +11,7 @@ from ortools.sat.python import cp_model
 from autohete_fx.cluster.shapes import Shape
 
 _PRECISION = 2e-3
-"""Of a step's seconds, where the search for the least ends."""
+"""The share of a step's seconds at which the search for the least ends."""
 
 
 class Counts:

@@ -27,7 +27,7 @@ def reduce_seconds(plan: ClusterPlan, costs: CostTable, links: Links) -> float:
     """Seconds in which replicas sum the gradients of all layers, nothing beside it.
 
     The owners of a layer form rings, one for each slice of its largest degree. A ring crosses each of its nodes' ports once,
-    whatever number of owners is on the node, and rings of one node leave it by different GPUs.
+    whatever number of owners is on the node. Rings of one node leave it by different GPUs.
     """
     leaving: dict[str, float] = {}
     inside: dict[str, float] = {}

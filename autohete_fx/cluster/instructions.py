@@ -30,9 +30,9 @@ class Instruction:
 def instructions(place: int, depth: int, micro_batches: int, schedule: PipelineSchedule) -> Iterator[Instruction]:
     """All that the stage at ``place`` of ``depth`` does in a step, in order.
 
-    Sends and receives of neighbours stand in the same order in both, so that blocking ones always meet: towards a neighbour behind,
-    the activation is received before the last gradient is sent; towards one ahead, the activation is sent before the gradient is
-    received.
+    Sends and receives of neighbours stand in the same order in both, so that blocking ones always meet. Towards the previous
+    stage, the activation is received before the last gradient is sent. Towards the next one, the activation is sent before the
+    gradient is received.
     """
     warm = in_flight(place, depth, micro_batches, schedule)
     first, last = place == 0, place == depth - 1

@@ -1,7 +1,7 @@
 """Published or own measurements of real GPUs, read from JSON files into costs and links.
 
 Four files of one schema: `costs_of` reads layers and memory, `links_of` the network, and `runs_of` whole training runs. Files may
-have models, GPUs and degrees that no other file has; what is missing is an error of the run or model that needs it.
+have models, GPUs and degrees that no other file has. An error names the run or model that needs what is missing.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _OTHER_NODE_GPUS = 8
 """Of a node of any other type, unless a file says so."""
 _GIB_IN_NAME = re.compile(r"-(\d+)$")
 _SMALLEST_LOG2, _LARGEST_LOG2 = -2, 10
-"""Of megabytes: where the quadratic fits of bandwidth are evaluated."""
+"""Logarithms of megabytes, where the quadratic fits of bandwidth are evaluated."""
 
 
 def read(path: str | Path) -> Any:

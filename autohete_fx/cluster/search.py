@@ -28,11 +28,11 @@ _MOST_MIXED = 300
 _MOST_TYPES = 4
 """Up to so many types of GPU, all subsets are searched; of more, all of them, all but one, and each alone."""
 _MOST_GRIDS = 4
-"""Of grids of equal pipelines over a subset's types, those that are simulated."""
+"""How many grids of equal pipelines over a subset's types are simulated."""
 _FASTER = 0.985
 """A larger micro-batch must take at most so much of a sample's time."""
 _SMALL = 8
-"""Of clusters with so many GPUs, units of a pipeline are tried in all orders."""
+"""On clusters of at most so many GPUs, units of a pipeline are tried in all orders."""
 _ROUNDS = 40
 
 Pipes = tuple[tuple[Shape, int], ...]

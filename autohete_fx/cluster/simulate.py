@@ -5,9 +5,9 @@ schedule's instructions in order. Messages share the ports of the nodes: while s
 port carries for all of them. The GPUs of a unit each receive a part of a message and gather the whole. After the last backward,
 replicas sum their gradients over rings, and each GPU runs its optimizer's step.
 
-``blocking`` sends are those of NCCL on the stream that computes: sender and receiver both stand still from the moment that both are
-there until the message has arrived. ``buffered`` ones leave the sender at once; one message at a time goes over each direction of a
-pair of stages. The published runs had blocking ones.
+``blocking`` sends are those of NCCL on the stream that computes. Sender and receiver both stand still from the moment that both
+are there until the message has arrived. ``buffered`` ones leave the sender at once; one message at a time goes over each
+direction of a pair of stages. The published runs had blocking ones.
 """
 
 from dataclasses import dataclass

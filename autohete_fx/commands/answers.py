@@ -1,8 +1,8 @@
 """Answers of ``autohete plan``, kept so that the same question is answered at once, with the words of the first time.
 
-Enter parsed options; a key leaves that holds everything which decides the answer: the options, the contents of the files that they
-name, this package's code, the environment of PyTorch and the versions of what traces and solves. A kept answer counts only
-under its key and with its digest. PyTorch is not imported.
+Enter parsed options; a key leaves that holds everything which decides the answer. It holds the options, the contents of the
+files that they name, this package's code, PyTorch's environment, and the versions of what traces and solves. A kept answer
+counts only under its key and with its digest. PyTorch is not imported.
 """
 
 import argparse

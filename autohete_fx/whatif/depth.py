@@ -1,16 +1,16 @@
 """Deep models from shallow ones: a step traced with few layers becomes the step of a model with many.
 
-Enter the same model traced at two depths, one period of layers apart; leaves what a trace of all its layers would give, or
-None where that cannot be told. Layers that are built alike cost alike, but not equally: the first and last lie beside
-something else, and small things add up over depth, such as the gradients of small parameters, which stay on the device. Every
-figure is therefore taken to be linear: in the depth for a block at a given distance from the beginning or from the end, and in
-the position for the layers between. Two traces check a part of that: the layers between lie on one line, the
-same in both.
+Enter the same model traced at two depths, one period of layers apart. Leaves what a trace of all its layers would give, or None
+where that cannot be told. Layers that are built alike cost alike, but not equally. The first and last lie beside something
+else, and small things add up over depth. Gradients of small parameters, which stay on the device, are an example. Every figure
+is therefore taken to be linear. The figures of a block at a given distance from the beginning or the end are linear in the
+depth. Those of layers between are linear in the position. Two traces check a part of that: the layers between lie on one line,
+the same in both.
 
 Layers that draw random numbers, as dropout does, cost alike but for a few hundredths, because kernels that draw are fused over
-layers. No two depths give equal figures then, and one trace stands for both (`deepened_evenly`): seconds of the layers between
-are their mean. A figure that falls from layer to layer counts something of the layers after it, such as the gradients of small
-parameters that backward holds, and grows with their number.
+layers. No two depths give equal figures then, and one trace stands for both (`deepened_evenly`). Seconds of the layers between
+are their mean. A figure that falls from layer to layer counts something of the layers after it, and grows with their number.
+Gradients of small parameters that backward holds are such a figure.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """Plan for a machine that one does not have: no GPU, no weights, no training script.
 
-In: a traced step (`autohete_fx.whatif.trace`) and a problem of it. Out: predictions of training steps, each a `Problem` with the
-`Plan` that solves it. Nothing is rewritten and no trace of rewritten graphs checks the plan: its peak is that of the planner's
-model, which training then holds to the budget.
+In: a traced step (`autohete_fx.whatif.trace`) and a problem of it. Out: predictions of training steps, each a `Problem` with
+the `Plan` that solves it. Nothing is rewritten and no trace of rewritten graphs checks the plan. Its peak is that of the
+planner's model, which training then holds to the budget.
 """
 
 import dataclasses
@@ -67,8 +67,11 @@ def _prediction(step: TracedStep, problem: Problem, name: str, tokens: int, plan
 
 
 def with_more(step: TracedStep, given: Prediction, *, time_limit_s: float) -> list[Prediction]:
-    """The gain from more of each resource: a quarter more device memory, twice the host link, twice the CPU's updates, of several
-    ranks twice the link between them; and where updates begin at the step what it would to let them begin in backward."""
+    """The gain from more of each resource.
+
+    That is a quarter more device memory, twice the host link, twice the CPU's updates, and of several ranks twice the link between
+    them. Where updates begin at the step, it has the gain of letting them begin in backward, too.
+    """
     problem, machine = given.problem, given.problem.machine
     budget = problem.device_budget_bytes
     link = dataclasses.replace(

@@ -1,8 +1,8 @@
 """Trace a model that nobody has: from a `Blueprint` and a `Machine` to a step's graphs and what they cost there.
 
-The model is traced as the backend traces it (Dynamo, AOTAutograd's joint graph, Inductor's joint passes, grouping, the default
-partition) from fake tensors on a CPU; the graphs are then read as graphs of the machine's device, and the analytic profiler prices
-them with its rates.
+The model is traced as the backend traces it, from fake tensors on a CPU. That takes Dynamo, AOTAutograd's joint graph,
+Inductor's joint passes, grouping, and the default partition. The graphs are then read as graphs of the machine's device, and
+the analytic profiler prices them with its rates.
 """
 
 import math
@@ -155,12 +155,16 @@ def _captured_step(name: str, sketch: Sketch, device_type: str) -> Captured:
     except Unsupported as error:
         reason = str(error).strip().partition("\n")[0]
         raise CaptureError(
-            f"{name} does not compile to one graph: {reason}; plan it where it runs, with autohete_fx.explain"
+            f"{name} does not compile to one graph: {reason}; expected a model without graph breaks. Plan it where it runs,"
+            " with autohete_fx.explain"
         ) from error
     finally:
         torch.compiler.reset()
     if len(found) != 1:
-        raise CaptureError(f"{name} has nothing to train: no parameter requires a gradient")
+        raise CaptureError(
+            f"{name} has nothing to train: no parameter requires a gradient. Expected was at least one that does. Give a model"
+            " whose parameters are not all frozen"
+        )
     return found[0]
 
 
@@ -253,4 +257,4 @@ def _order_of_regions(
 def _num_elements(param: torch.nn.Parameter) -> int:
     """Those of all ranks' parts."""
     part = part_of(param)
-    return param.numel() if part is None else math.prod(part.size)
+    return param.numel() if part is None else math.prod(part.full_size)
