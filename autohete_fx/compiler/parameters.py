@@ -17,7 +17,7 @@ from autohete_fx.runtime.held import held
 from autohete_fx.runtime.pending import calls, unplanned
 from autohete_fx.runtime.placement import Placement, place_param, placement_of
 from autohete_fx.runtime.shard import step
-from autohete_fx.runtime.shard.parts import shard_of
+from autohete_fx.runtime.shard.parts import part_of
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,8 @@ class GraphParameters:
         self.model = model
         self._indices = {item.name: item.index for item in inputs if item.name in compilation.owners}
         tensors = ((item.index, item.tensor) for item in inputs if item.is_parameter)
-        self._shards = [index for index, param in tensors if param is not None and shard_of(param) is not None]
+        parts = ((index, None if param is None else part_of(param)) for index, param in tensors)
+        self._parts = [index for index, part in parts if part is not None and part.groups]
         self._seen: list[weakref.ref[torch.nn.Parameter]] = []
         self._awaited: frozenset[int] = frozenset()
         self._call: Callable[[], object] = _nothing
@@ -109,7 +110,7 @@ class GraphParameters:
             self.num_arrivals += 1
             self._awaited = self._awaited_of(params)
         if self.compilation.training:
-            step.check_collected(given[index] for index in self._shards)
+            step.check_collected(given[index] for index in self._parts)
         return self._awaited
 
     def _warn_of_others(self, params: Mapping[str, torch.nn.Parameter]) -> None:
@@ -123,7 +124,7 @@ class GraphParameters:
         self.model.has_warned = True
         if is_same_call:
             log.warning(
-                "a call runs code that was compiled for one module for others of its class, too: Dynamo compiled them one by one,"
+                "a call runs code that was compiled for one module for others of its class, too. Dynamo compiled them one by one,"
                 " because it could not compile the function that calls them (%s). memory_budget counts one of them. Each leaves %s"
                 " on the device between forward and backward and after it. Take the graph break out of the loop over them, which"
                 " TORCH_LOGS=graph_breaks names",
@@ -132,7 +133,7 @@ class GraphParameters:
             )
         else:
             log.warning(
-                "the code that was compiled for one module serves another one of its class now, and the first one is still alive: a"
+                "the code that was compiled for one module serves another one of its class now, and the first one is still alive. A"
                 " variable or the traceback of an exception keeps it, or both are blocks of one model. Both are on the device, and"
                 " memory_budget counts one of them. Delete the first one and its optimizer, and call torch.compiler.reset(), before"
                 " another one is made; or compile the module that holds both, where both are needed"

@@ -1,8 +1,8 @@
 """The norm of gradients that ranks hold together, for a step that clips.
 
 In: the gradients of a step, of which some are this rank's shards, and their parameters. Out: the norm of all of them as one
-process would take it: squares of shards are added up over ranks, and gradients that every rank has count once. One all-reduce for
-each set of ranks, whether or not this rank has a gradient, so that no rank waits for another one's.
+process would take it. Squares of shards are added up over ranks, and gradients that every rank has count once. One all-reduce
+for each set of ranks, whether or not this rank has a gradient, so that no rank waits for another one's.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 from autohete_fx.runtime.shard.tensor_parallel import groups_of_parts
 
 NormOf = Callable[[Sequence[Tensor], Sequence[Tensor | None]], Tensor]
-"""Of gradients, and of those norms of single ones that are known."""
+"""From gradients, and the known norms of single ones, to the norm of all."""
 
 
 def _names(groups: Sequence[dist.ProcessGroup]) -> tuple[str, ...]:

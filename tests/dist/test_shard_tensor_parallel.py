@@ -226,6 +226,12 @@ def refusals() -> dict[str, str]:
     other = parallelize_module(nn.Linear(128, 128), over["dp"], ColwiseParallel())
     found["meshes"] = refusal(lambda: shard(nn.ModuleList([both, other]), over["dp"]))
     found["Muon"] = refusal(lambda: autohete_fx.Muon(made(over)))
+    small = made(over).layers[0].q  # no shard, but a part of a DTensor
+    small.weight.to_local().sum().backward()
+    mine = small._parameters["weight"]
+    found["LBFGS"] = refusal(lambda: torch.optim.LBFGS([mine]).step(lambda: torch.zeros(())))
+    torch.nn.utils.clip_grad_norm_([mine], 0.1)
+    found["clipped"] = refusal(torch.optim.SGD([mine], lr=0.1).step)
     return found
 
 
@@ -250,4 +256,5 @@ def test_shards_of_a_model_under_tensor_parallelism_are_within_rounding_of_one_p
         refused = found["refused"]
         assert "two dimensions of one mesh" in refused["same"] and "before the optimizer is made" in refused["late"]
         assert "over 2 meshes" in refused["meshes"] and "of which this rank holds" in refused["Muon"]
+        assert "updates an element by others" in refused["LBFGS"] and "were changed between backward" in refused["clipped"]
 

@@ -141,7 +141,7 @@ def is_any_known() -> bool:
 def note_part(param: Tensor, part: Part) -> None:
     """A parameter is held with other ranks from now on."""
     _parts[param] = part
-    if part.is_shard and param.requires_grad:
+    if part.groups and param.requires_grad:
         param.register_post_accumulate_grad_hook(note_gradient)
     if part.averaged_over is not None or not part.is_shard:
         leave_to_step(param)
@@ -162,7 +162,7 @@ def note_taken(params: Iterable[Tensor]) -> None:
 
 
 def written_since_backward(params: Iterable[Tensor], *, but_taken: bool = False) -> list[Tensor]:
-    """The shards among the parameters whose gradients somebody has written to since backward made them.
+    """The parameters of which other ranks hold other elements, and whose gradients somebody has written to since backward.
 
     Args:
         but_taken: leave out those that a step has taken since.

@@ -1,9 +1,9 @@
 """The ranks that hold a model together, found by the digest that graphs carry.
 
-In: a `DeviceMesh`, of one dimension or of two. Out: `Ranks`, with the process groups. Along the last dimension ranks hold shards of
-one whole, along the first one of two they hold the same shards: they are replicas of each other. Where the model is under tensor
-parallelism, too, the ranks of its mesh have such groups each, and agree with one another. The digest is made of the ranks' numbers
-alone, so that the code which one process compiled finds the groups of the process that it runs in.
+In: a `DeviceMesh`, of one dimension or of two. Out: `Ranks`, with the process groups. Along the last dimension ranks hold
+shards of one whole. Along the first one of two they hold the same shards: they are replicas of each other. Where the model is
+under tensor parallelism, too, the ranks of its mesh have such groups each, and agree with one another. The digest is made of the
+ranks' numbers alone. Code that one process compiled therefore finds the groups of the process that it runs in.
 """
 
 import dataclasses

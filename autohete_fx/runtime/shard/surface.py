@@ -1,8 +1,8 @@
 """``shard(model, mesh)``: each rank keeps some rows of every large parameter, and traced code gathers the whole where it is read.
 
-In: a model that each rank holds whole. Out: the same model. A parameter of 64 KiB or more becomes this rank's rows of it, padded to
-equally many on all ranks; it stays the object that it was, so ties, frozen parameters and an optimizer made before stay right.
-The modules that hold parameters get classes of their own, whose properties give traced code the gathered whole::
+In: a model that each rank holds whole. Out: the same model. A parameter of 64 KiB or more becomes this rank's rows of it,
+padded to equally many on all ranks. It stays the object that it was, so ties, frozen parameters and an optimizer made before
+stay right. The modules that hold parameters get classes of their own, whose properties give traced code the gathered whole::
 
     whole = torch.ops.autohete.gather(self._parameters["weight"], 2, "2-9f1c03d2")
 
@@ -56,8 +56,8 @@ def shard(model: ModuleT, mesh: DeviceMesh) -> ModuleT:
 
     Args:
         model: changed in place, not yet compiled or placed.
-        mesh: of one dimension, over which parameters are sharded; or of two, of which the first has replicas: ranks that hold
-            the same shards, whose gradients ``optimizer.step()`` averages.
+        mesh: of one dimension, over which parameters are sharded, or of two. The first of two has replicas: ranks that hold the
+            same shards, whose gradients ``optimizer.step()`` averages.
 
     Returns:
         The model.

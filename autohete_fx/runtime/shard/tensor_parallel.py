@@ -66,8 +66,11 @@ def is_part(param: Tensor) -> bool:
 
 
 def local_gradient(param: Tensor) -> Tensor:
-    """The gradient of this rank's part of a parameter, which has one. A DTensor's gradient that is laid out otherwise, such as one
-    of which each rank has an addend, first gets the parameter's layout, by a collective of all ranks."""
+    """The gradient of this rank's part of a parameter, which has one.
+
+    A DTensor's gradient that is laid out otherwise first gets the parameter's layout, by a collective of all ranks. One of
+    which each rank has an addend is an example.
+    """
     grad = param.grad
     assert grad is not None
     if not isinstance(param, DTensor):

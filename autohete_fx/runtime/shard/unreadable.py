@@ -22,7 +22,7 @@ _ANSWERED = frozenset(
     [getattr(Tensor, name) for name in _METHODS.split()]
     + [getattr(Tensor, name).__get__ for name in _PROPERTIES.split()]
 )
-"""What a shard's stand-in answers, as PyTorch hands it to ``__torch_function__``."""
+"""Questions that a shard's stand-in answers, as PyTorch hands it to ``__torch_function__``."""
 
 
 class Unreadable(nn.Parameter):

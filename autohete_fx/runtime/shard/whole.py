@@ -58,8 +58,8 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
     """Let eager code see and write whole parameters. All ranks enter and leave it together.
 
     Raises:
-        ShardError: the model is not sharded, a backward ran within, a parameter was replaced by one of another size, or one
-            rank wrote what the first one did not, or raised an error. Shards are as they were before.
+        ShardError: the model is not sharded, a backward ran within, or a parameter was replaced by one of another size. Also
+            where one rank wrote other values than the first one, or raised an error. Shards are as they were before.
     """
     found: dict[int, _Whole] = {}
     places: list[tuple[nn.Module, str, _Whole]] = []
