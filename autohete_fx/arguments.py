@@ -8,7 +8,7 @@ from autohete_fx.machine.devices import DEVICES, NODE_GB_PER_S, RESERVE_SHARE
 from autohete_fx.whatif.architectures import ARCHITECTURES
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "tf32": "float32"}
-"""What PyTorch calls them."""
+"""The names of dtypes in PyTorch."""
 POINTS, MOST_RANKS = 10, 8
 """Budgets of a sweep, and where one of ranks ends, unless told otherwise."""
 EXPLAIN = "also say why: what binds, and for each block what else could have been chosen and what that would cost"

@@ -4,9 +4,9 @@ Enter a `Cluster`, a `CostTable` and a global batch; leaves a `ClusterPlan` that
 kind fits. All layers of a pipeline keep their activations or all recompute them, and none offloads; only ``one type`` has our
 own planner's treatment of memory.
 
-* ``equal grid``, the way of Megatron-LM: one degree of tensor parallelism, pipelines of one depth, layers and micro-batches as even
-  as their numbers allow. The search is over degree, depth, width, size of micro-batches, recomputation, the order of the types of
-  GPU, and whether neighbours in a node are replicas or stages.
+* ``equal grid``, the way of Megatron-LM: one degree of tensor parallelism, pipelines of one depth, layers and micro-batches as
+  even as their numbers allow. The search is over degree, depth, width, size of micro-batches, recomputation, and the order of
+  the types of GPU. It also tries neighbours in a node as replicas and as stages.
 * ``proportional grid``, the way of Whale: the same grids. The work of a stage is in proportion to its unit's speed, and the
   micro-batches of a pipeline to its own.
 * ``two stages``, the way of AutoHet, reimplemented from its published description: see `autohete_fx.cluster.two_stages`.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from autohete_fx.errors import ClusterError
 
 ACCUMULATE_SHARE = 12 / 28
-"""Of the bytes that AdamW's fp32 step moves, those of adding one gradient to another: two read and one written."""
+"""The share of the bytes of AdamW's fp32 step that adding one gradient to another moves: two read and one written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,10 @@ Enter text; leaves a `Cluster`, whose figures are the device table's wherever th
      "usd_per_hour": {"a100-40g": 1.1},
      "memory_gib": {"h20": 90}}
 
-``nodes`` alone is needed. ``node_gb_per_s`` is what one GPU's adapter sends to other nodes, ``within_gb_per_s`` what one GPU
-sends to another of its node, ``zones_gb_per_s`` what all GPUs of a node together send to another zone; each in 10^9 bytes a second.
-A file of `doctor --cluster` has two entries more: ``devices``, a `DeviceSpec` of each type as it was measured, and ``links``, the
-`TimedLinks` between types. They count before the device table and the rates.
+``nodes`` alone is needed. Rates are in 10^9 bytes a second. ``node_gb_per_s`` is what one GPU's adapter sends to other nodes.
+``within_gb_per_s`` is what one GPU sends to another of its node. ``zones_gb_per_s`` is what all GPUs of a node together send to
+another zone. A file of `doctor --cluster` has two entries more: ``devices``, a `DeviceSpec` of each type as it was measured,
+and ``links``, the `TimedLinks` between types. They count before the device table and the rates.
 """
 
 import json
@@ -67,8 +67,9 @@ class Described:
 
 
 def described(text: str, *, spot: bool = False) -> Described:
-    """The cluster of a short form, or of the file of that name; ``spot``: prices of the table are those of GPUs that may be
-    taken away.
+    """The cluster of a short form, or of the file of that name.
+
+    ``spot``: prices of the table are those of GPUs that may be taken away.
 
     Raises ClusterError for anything else.
     """

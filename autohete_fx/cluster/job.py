@@ -1,8 +1,8 @@
 """A training job on GPUs that may not be alike: one rank's part of it.
 
-The global batch of a step is the same whatever the plan: step k trains on the samples from k G to (k + 1) G - 1, where G is their
-number. Clipping, the learning rate and the optimizer's step do not depend on the plan either, so a job that was planned again
-goes on as if nothing had happened, but for the rounding of sums and the draws of dropout.
+The global batch of a step is the same whatever the plan. Step k trains on the samples from k G to (k + 1) G - 1, where G is
+their number. Clipping, the learning rate and the optimizer's step do not depend on the plan either. A job that was planned
+again goes on as if nothing had happened, but for the rounding of sums and the draws of dropout.
 """
 
 import json
@@ -266,11 +266,10 @@ class Job:
         """Save the last step everywhere, and wait for it. All ranks call it; returns what is saved."""
         if self.saver is None:
             return Saved()
-        if self.saver.settle().local < self.step or (
-            self._store and self._store.cloud and self.saved.cloud < self.step
-        ):
+        saved = self.saver.drain()
+        if saved.local < self.step or (self._store and self._store.cloud and saved.cloud < self.step):
             self.save()
-        saved = self.saver.close()
+            saved = self.saver.drain()
         self._log.write("finish", step=self.step, local=saved.local, cloud=saved.cloud)
         return saved
 

@@ -25,7 +25,7 @@ GPU_BYTES = {
 NODE_GPUS = {"A100-40": 4, "A100-80": 4, "V100-16": 4, "GH-96": 4, "RTX-2080": 8, "RTX-3090": 8, "Titan-RTX": 8}
 """GPUs of a node in the clusters where the measurements were taken."""
 _SMALLEST_LOG2, _LARGEST_LOG2 = -2, 10
-"""Of megabytes: where the quadratic fits of bandwidth are evaluated."""
+"""Logarithms of megabytes, where the quadratic fits of bandwidth are evaluated."""
 
 
 def read(path: str | Path) -> Any:

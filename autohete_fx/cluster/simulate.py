@@ -5,9 +5,9 @@ schedule's instructions in order. Messages share the ports of the nodes: while s
 port carries for all of them. The GPUs of a unit each receive a part of a message and gather the whole. After the last backward,
 replicas sum their gradients over rings, and each GPU runs its optimizer's step.
 
-``blocking`` sends are those of NCCL on the stream that computes: sender and receiver both stand still from the moment that both are
-there until the message has arrived. ``buffered`` ones leave the sender at once; one message at a time goes over each direction of a
-pair of stages. The published runs had blocking ones.
+``blocking`` sends are those of NCCL on the stream that computes. Sender and receiver both stand still from the moment that both
+are there until the message has arrived. ``buffered`` ones leave the sender at once; one message at a time goes over each
+direction of a pair of stages. The published runs had blocking ones.
 """
 
 import enum
@@ -160,9 +160,9 @@ def _cost(costs: CostTable, pipeline: Pipeline, place: int) -> StageCost:
 def instructions(place: int, depth: int, micro_batches: int, schedule: PipelineSchedule) -> Iterator[_Instruction]:
     """All that the stage at ``place`` of ``depth`` does in a step, in order.
 
-    Sends and receives of neighbours stand in the same order in both, so that blocking ones always meet: towards a neighbour behind,
-    the activation is received before the last gradient is sent; towards one ahead, the activation is sent before the gradient is
-    received.
+    Sends and receives of neighbours stand in the same order in both, so that blocking ones always meet. Towards the previous
+    stage, the activation is received before the last gradient is sent. Towards the next one, the activation is sent before the
+    gradient is received.
     """
     warm = in_flight(place, depth, micro_batches, schedule)
     first, last = place == 0, place == depth - 1
@@ -409,7 +409,7 @@ def reduce_seconds(plan: ClusterPlan, costs: CostTable, links: Links) -> float:
     """Seconds in which replicas sum the gradients of all layers, nothing beside it.
 
     The owners of a layer form rings, one for each slice of its largest degree. A ring crosses each of its nodes' ports once,
-    whatever number of owners is on the node, and rings of one node leave it by different GPUs.
+    whatever number of owners is on the node. Rings of one node leave it by different GPUs.
     """
     width = len(plan.pipelines)
     if width < 2:

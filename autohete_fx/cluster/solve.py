@@ -1,7 +1,7 @@
 """The fastest plan for a cluster: which shapes of pipelines, how many of each, and how many micro-batches each takes.
 
 Enter a `Cluster`, a `CostTable` and a global batch; leaves a `Solution`. For a step of ``T`` seconds a shape ``c`` finishes
-``k_c(T)`` micro-batches of ``b_c`` samples (`Shape.micro_batches_in`), so that the plan is an integer program over counts of
+``k_c(T)`` micro-batches of ``b_c`` samples (`Shape.micro_batches_in`). The plan is then an integer program over counts of
 shapes:
 
     maximise   sum_c b_c k_c(T) n_c                      samples
@@ -9,13 +9,13 @@ shapes:
                n_c >= 0, integer
 
 The least ``T`` whose optimum reaches the global batch is the model's best step (`_Master`). Pipelines that are alike are one
-variable, so there is nothing symmetric to search: CP-SAT solves it for hundreds of GPUs in milliseconds, and an optimum below
-the global batch proves that no plan of these shapes takes ``T`` seconds. Shapes of one type of unit are all made; shapes of
-several types are priced by the samples that their GPUs give alone, and made where even a perfect balance would beat that. The
-search runs for each subset of the types too, since gradients of a type behind a slow port may cost more than its GPUs give.
+variable, so there is nothing symmetric to search. CP-SAT solves it for hundreds of GPUs in milliseconds. An optimum below the
+global batch proves that no plan of these shapes takes ``T`` seconds. Shapes of one type of unit are all made. Shapes of several
+types are priced by the samples that their GPUs give alone, and made where even a perfect balance would beat that. The search
+runs for each subset of the types, too. Gradients of a type with a slow port may cost more than its GPUs give.
 
 The model's time leaves out what only events show: shared ports, exact sums of gradients, stages that wait. All candidates are
-therefore simulated (`place` puts units on nodes), and the best ones improved under the simulator: layers move between
+therefore simulated (`place` puts units on nodes), and the best ones improved under the simulator. Layers move between
 neighbours, micro-batches between pipelines, pipelines leave. The best grid in proportion to speed is a candidate, too.
 """
 
@@ -46,14 +46,14 @@ _MOST_MIXED = 300
 _MOST_TYPES = 4
 """Up to so many types of GPU, all subsets are searched; of more, all of them, all but one, and each alone."""
 _MOST_GRIDS = 4
-"""Of grids of equal pipelines over a subset's types, those that are simulated."""
+"""How many grids of equal pipelines over a subset's types are simulated."""
 _FASTER = 0.985
 """A larger micro-batch must take at most so much of a sample's time."""
 _SMALL = 8
-"""Of clusters with so many GPUs, units of a pipeline are tried in all orders."""
+"""On clusters of at most so many GPUs, units of a pipeline are tried in all orders."""
 _ROUNDS = 40
 _PRECISION = 2e-3
-"""Of a step's seconds, where the search for the least ends."""
+"""The share of a step's seconds at which the search for the least ends."""
 
 Pipes = tuple[tuple[Shape, int], ...]
 """Pipelines: a shape and its micro-batches each."""

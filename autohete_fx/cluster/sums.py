@@ -82,19 +82,28 @@ class GradientSums:
         self._first = [piece for piece in mine if owners[piece][0] == rank]
 
     def reduce(self) -> None:
-        """Sum the gradients in place. A parameter that this rank's backward passes did not reach has a gradient of zeros after
-        it."""
+        """Sum the gradients in place. A parameter that the backward passes of another rank alone reached has a gradient after it,
+        and one that no rank's reached has none, which optimizers tell from zeros."""
+        absent = {name for name, param in self._params.items() if param.grad is None}
         running = []
         for bucket in self._buckets:
             grads = [self._gradient(piece) for piece in bucket.pieces]
-            flat = torch.cat([self._shared(piece.name, grad) for piece, grad in zip(bucket.pieces, grads, strict=True)])
+            reached = grads[0].new_tensor([piece.name not in absent for piece in bucket.pieces])
+            shared = [self._shared(piece.name, grad) for piece, grad in zip(bucket.pieces, grads, strict=True)]
+            flat = torch.cat([reached, *shared])
             work = dist.all_reduce(flat, group=self._groups[bucket.owners], async_op=True)
-            running.append((work, flat, grads))
-        for work, flat, grads in running:
+            running.append((work, flat, bucket, grads))
+        for work, flat, bucket, grads in running:
             assert work is not None, "this rank is one of the owners"
             work.wait()
-            for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            reached, *totals = flat.split([len(grads), *(grad.numel() for grad in grads)])
+            for grad, total in zip(grads, totals, strict=True):
                 grad.copy_(total.view_as(grad))
+            if absent:
+                found = zip(bucket.pieces, reached.tolist(), strict=True)
+                absent -= {piece.name for piece, count in found if count}
+        for name in absent:
+            self._params[name].grad = None
 
     def squares(self) -> Tensor:
         """The sum of squares of the gradients of those pieces whose first owner this rank is, in fp64."""

@@ -1,8 +1,8 @@
 """Answers of ``autohete plan``, kept so that the same question is answered at once, with the words of the first time.
 
-Enter parsed options; a key leaves that holds everything which decides the answer: the options, the contents of the files that they
-name, this package's code, the environment of PyTorch and the versions of what traces and solves. A kept answer counts only
-under its key and with its digest. PyTorch is not imported.
+Enter parsed options; a key leaves that holds everything which decides the answer. It holds the options, the contents of the
+files that they name, this package's code, PyTorch's environment, and the versions of what traces and solves. A kept answer
+counts only under its key and with its digest. PyTorch is not imported.
 """
 
 import argparse
@@ -33,8 +33,10 @@ class Answer:
 
 
 def key_of(parsed: argparse.Namespace) -> str | None:
-    """The key of a question; None where the answer is not kept: a factory may do anything, a plot is a file, and for clusters it is
-    not done."""
+    """The key of a question, or None where the answer is not kept.
+
+    A factory may do anything, a plot is a file, and for clusters it is not done.
+    """
     if parsed.no_cache or parsed.plot or parsed.cluster or (":" in parsed.model or parsed.model.endswith(".py")):
         return None
     files = [path for path in (parsed.model, parsed.machine) if path and path.endswith(".json")]

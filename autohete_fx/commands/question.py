@@ -10,7 +10,7 @@ from pathlib import Path
 from autohete_fx.arguments import DTYPES
 from autohete_fx.errors import OptionError
 from autohete_fx.ir import Machine
-from autohete_fx.ir.sizes import format_bytes
+from autohete_fx.ir.sizes import format_bytes, format_flops
 from autohete_fx.machine.devices import RESERVE_SHARE, find_device, machine_of_spec, net_of_spec
 from autohete_fx.options import Share, Size, parse_size, resolve_bytes
 from autohete_fx.report.plots import require_matplotlib
@@ -18,7 +18,7 @@ from autohete_fx.whatif.architectures import find_architecture
 from autohete_fx.whatif.job import Job
 
 HOST_SHARE = Share(0.9)
-"""Of the host's memory, what homes may take unless told otherwise."""
+"""The share of the host's memory that homes may take unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ def _machine_for(parsed: argparse.Namespace, job: Job) -> tuple[Machine, str, fl
             job.machine_of(machine, None),
             f"measured ({parsed.machine})",
             rate,
-            f"the measured {rate / 1e12:.3g} TFLOP/s",
+            f"the measured {format_flops(rate)}",
         )
     spec, tf32 = find_device(parsed.device), parsed.dtype == "tf32"
     peak = spec.peak_flops_per_s(dtype, tf32=tf32)

@@ -113,7 +113,7 @@ class GraphParameters:
         self.model.has_warned = True
         if is_same_call:
             log.warning(
-                "a call runs code that was compiled for one module for others of its class, too: Dynamo compiled them one by one,"
+                "a call runs code that was compiled for one module for others of its class, too. Dynamo compiled them one by one,"
                 " because it could not compile the function that calls them (%s). memory_budget counts one of them. Each leaves %s"
                 " on the device between forward and backward and after it. Take the graph break out of the loop over them, which"
                 " TORCH_LOGS=graph_breaks names",
@@ -122,7 +122,7 @@ class GraphParameters:
             )
         else:
             log.warning(
-                "the code that was compiled for one module serves another one of its class now, and the first one is still alive: a"
+                "the code that was compiled for one module serves another one of its class now, and the first one is still alive. A"
                 " variable or the traceback of an exception keeps it, or both are blocks of one model. Both are on the device, and"
                 " memory_budget counts one of them. Delete the first one and its optimizer, and call torch.compiler.reset(), before"
                 " another one is made; or compile the module that holds both, where both are needed"

@@ -1,12 +1,12 @@
 """The machine's capacities and rates, timed once and cached.
 
-Enters a device and a way to make host tensors; leaves a `Machine`. Timing takes about two seconds: products, copies
-within the device, copies to and from host memory both ways, AdamW steps on the device and on the host, a file written and
-read. Each rate is the best of a few repeats after a warm-up: others on the machine only ever slow one down.
+Enters a device and a way to make host tensors; leaves a `Machine`. Timing takes about two seconds. It times products, copies
+within the device and both ways to host memory, AdamW steps on the device and on the host, and a file. Each rate is the best of
+a few repeats after a warm-up: others on the machine only ever slow one down.
 
-A measurement may fall into a step that has a budget to keep. On CUDA it takes some 250 MiB, of what activations take
-later; for a CPU device, where a budget may be smaller than that, every tensor timed here lies in mapped host
-memory; a 16-bit product may take 3 MiB of scratch, a copy to the device 1 MiB, and the disk's window is 4 MiB.
+A measurement may fall into a step that has a budget to keep. On CUDA it takes some 250 MiB, of what activations take later. For
+a CPU device, where a budget may be smaller than that, every tensor timed here lies in mapped host memory. There a 16-bit
+product may take 3 MiB of scratch, a copy to the device 1 MiB, and the disk's window 4 MiB.
 """
 
 import errno
@@ -60,7 +60,7 @@ def device_capacity_bytes(device: torch.device) -> int:
 
 
 def host_capacity_bytes(device: torch.device, offload_dir: str | None = None) -> int:
-    """Capacity of the tier behind the device: RAM for CUDA; for a CPU what is free in ``offload_dir``."""
+    """Capacity of the tier below the device, in bytes: RAM for CUDA; for a CPU what is free in ``offload_dir``."""
     if device.type == "cuda":
         return device_capacity_bytes(torch.device("cpu"))
     return _free_bytes(offload_dir or tempfile.gettempdir())
@@ -234,8 +234,10 @@ def _host_product_rate() -> float:
 
 
 def measure_disk(directory: str | None = None) -> float:
-    """Bytes per second of a file in a directory that is written, and read when it has left RAM; rounded, for disks differ from
-    moment to moment. 0 where there is no room for the file."""
+    """Bytes per second of a file in a directory that is written, and read when it has left RAM.
+
+    They are rounded, for disks differ from moment to moment. 0 where there is no room for the file.
+    """
     best = {"written": float("inf"), "read": float("inf")}
     try:
         with tempfile.TemporaryFile(dir=directory) as file, mmap.mmap(-1, _DISK_WINDOW_BYTES) as window:

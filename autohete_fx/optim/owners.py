@@ -1,8 +1,8 @@
 """Which optimizer updates a parameter.
 
-In: the parameters of every optimizer of ours, as it is built. Out: ``optimizer_of``, which the planner's caller
-asks for the bytes of the states that a parameter will have, and ``num_changes``, which tells whether an answer may have
-changed. Both sides are held weakly: asking keeps nothing alive.
+In: the parameters of every optimizer of ours, as it is built. Out: ``optimizer_of``, which the planner's caller asks for the
+bytes of the states that a parameter will have. ``num_changes`` tells whether an answer may have changed. Both sides are held
+weakly: asking keeps nothing alive.
 """
 
 import weakref

@@ -21,8 +21,9 @@ from autohete_fx.ir import (
 from autohete_fx.planner.baselines import BASELINES, fits
 from autohete_fx.planner.bound.formulation import Program
 from autohete_fx.planner.bound.relaxation import relax
-from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE, durations, states_of
+from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE, states_of
 from autohete_fx.planner.model.simulate import simulate
+from autohete_fx.planner.model.work import Work, durations
 from autohete_fx.planner.solve import OPTIMAL_GAP, solve
 from tests.planner_problems import MACHINE, cost, problem
 
@@ -109,7 +110,7 @@ def test_every_tensor_of_a_block_costs_the_latency_of_a_transfer():
 
     def step_s(**tensors: int) -> float:
         alone = problem([cost(**tensors)], machine=machine)
-        assert durations(alone, 0, moved).forward_up == simulate(alone, [moved]).events[0].end_s
+        assert durations(alone, 0, moved)[Work.FETCH] == simulate(alone, [moved]).events[0].end_s
         return simulate(alone, [moved]).step_s
 
     # Parameters come twice, gradients go once; nothing of a lone block's copies is hidden.

@@ -1,7 +1,7 @@
 """Plans for ranks that hold shards, on random problems: search and bound against the simulator, plans against all there are."""
 
 import itertools
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,13 +18,13 @@ from autohete_fx.planner.model.choices import (
     MAX_PREFETCH_DISTANCE,
     activation_choices,
     choices,
-    durations,
     joined,
     place_choices,
 )
 from autohete_fx.planner.model.device_use import device_bytes
 from autohete_fx.planner.model.figures import disk_bytes, host_bytes
 from autohete_fx.planner.model.simulate import simulate
+from autohete_fx.planner.model.work import durations
 from autohete_fx.planner.search.anneal import HEAT, at_distances, terms_of
 from autohete_fx.planner.search.improve import Search
 from autohete_fx.planner.search.replays import Replays
@@ -121,7 +121,7 @@ def test_activations_and_places_add_up(free: Problem):
     def takes(block: int, decision: BlockDecision) -> NDArray[np.float64]:
         bytes_elsewhere = host_bytes(free, block, decision), disk_bytes(free, block, decision)
         return np.array(
-            [*astuple(durations(free, block, decision)), *device_bytes(free, [block], [decision])[0], *bytes_elsewhere]
+            [*durations(free, block, decision).seconds, *device_bytes(free, [block], [decision])[0], *bytes_elsewhere]
         )
 
     for block in range(len(free.costs)):

@@ -1,12 +1,12 @@
 """Bounds on the objective of an integer program: in comes a `Program`, out comes what no solution is below.
 
 `relax` leaves out that choices are whole numbers. Seconds do for a hundred blocks, identical or not, where branching needs
-minutes. OR-Tools' GLOP solves it. `branch` adds cutting planes and some branching, which few blocks need: the fewer there are,
-the more a mixture of two choices gains that none of them has. OR-Tools' SCIP does that; on these programs it proves in seconds
-what takes CP-SAT minutes.
+minutes. OR-Tools' GLOP solves it. `branch` adds cutting planes and some branching. Models of few blocks need it: the fewer
+there are, the more a mixture of two choices gains that none of them has. OR-Tools' SCIP does that; on these programs it proves
+in seconds what takes CP-SAT minutes.
 
 Both count in floating point, bytes and times in shares of what all blocks hold and compute (GLOP does not end on badly scaled
-rows), and the result is lowered by their tolerance.
+rows). Their tolerance lowers the result.
 """
 
 import time
@@ -77,7 +77,10 @@ def relax(program: Program, *, deadline: float) -> Relaxed | None:
 
 def branch(program: Program, *, branches: int, deadline: float) -> float:
     """Seconds that no solution of a program with objective `Program.minimize_step` is below, after so many branches, or at
-    ``deadline``; 0 where none is known by then. Cutting planes do most of it before the first. Other threads run meanwhile."""
+    ``deadline``.
+
+    0 where none is known by then. Cutting planes do most of it before the first. Other threads run meanwhile.
+    """
     model, _ = _model(program, whole=True)
     solver = model_builder.Solver("SCIP")
     solver.set_solver_specific_parameters(f"limits/totalnodes = {branches}\n{_PROVING}")
