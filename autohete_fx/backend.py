@@ -24,7 +24,7 @@ from autohete_fx.compiler.telling import tell
 from autohete_fx.errors import AutoHeteError
 from autohete_fx.internals import dynamo, logs
 from autohete_fx.options import Options
-from autohete_fx.runtime.pending import calls
+from autohete_fx.runtime.pending import calls, watching
 from autohete_fx.runtime.pending.fence import tensors_in
 
 
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Callable[..., object]:
     from then on calls of compiled functions are watched. Importing this module changes nothing of PyTorch."""
     if name != "autohete":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    calls.watch()
+    watching.watch()
     return _autohete
 
 

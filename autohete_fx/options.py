@@ -1,8 +1,8 @@
 """The user's options: a mapping comes in, a frozen and validated value goes out.
 
-``torch.compile(model, backend="autohete", options={...})`` hands the mapping over unchecked. Everything is checked
-here, once, before anything is traced, so that no later stage meets an option it cannot honour: an unknown name or a
-bad value is an ``OptionError`` that says what was given, what was expected and what to do.
+``torch.compile(model, backend="autohete", options={...})`` hands the mapping over unchecked. Everything is checked here, once,
+before anything is traced, so that no later stage meets an option it cannot honour. An unknown name or a bad value is an
+``OptionError`` that says what was given, what was expected and what to do.
 
 Sizes stay symbolic where they are a share of a device (``"60%"``): ``resolve_bytes`` turns them into bytes once the
 total is known.
@@ -28,7 +28,7 @@ UserPass = Callable[..., object]
 """``(GraphModule, PassContext) -> GraphModule``; the type is loose here because this module does not import torch."""
 
 ALLOWED_DECISIONS = ("recompute", "offload_activations", "host_params", "host_optimizer", "disk_optimizer")
-"""What ``allow`` may contain: the decisions that take memory off the device, and states off the host."""
+"""The words that ``allow`` may contain: the decisions that take memory off the device, and states off the host."""
 
 _BYTES_OF_UNIT = {
     "b": 1,
@@ -75,16 +75,16 @@ class Options:
 
     Attributes:
         memory_budget: peak device memory allowed; None: what is free on CUDA, no limit on a CPU device.
-        host_budget: host memory allowed for homes; None: on CUDA 7/8 of RAM, else what is free; where ranks share the
-            model, an even part of that for each on one host. Optimizer states on disk are not among them.
+        host_budget: host memory allowed for homes. None is 7/8 of RAM on CUDA, else what is free; ranks of one host that share
+            the model have even parts of that. Optimizer states on disk are not among them.
         report_dir: directory that a report of the run is written to (`autohete_fx.compiler.reporting`); None for no report.
         offload_dir: directory of optimizer states on disk, and of the memory-mapped homes on a CPU device; None for the
             system's temporary directory.
         plan: replay this plan instead of solving for one.
         passes: the user's own FX passes.
         inner_backend: what compiles the rewritten graphs: ``inductor`` or ``eager``.
-        profile: where block costs come from: ``measured`` on the device, ``analytic``, or ``auto``, which measures where a step is
-            long enough for that to pay off (`autohete_fx.compiler.training`).
+        profile: where block costs come from: ``measured`` on the device, ``analytic``, or ``auto``. ``auto`` measures where a
+            step is long enough for that to pay off (`autohete_fx.compiler.training`).
         allow: what the planner may decide, a subset of ``ALLOWED_DECISIONS``.
         micro_batches: forward and backward passes per optimizer step, at least 1.
         in_flight: the most forward passes that run before a backward of one of them ends, as in a pipeline; at least 1.
@@ -139,8 +139,8 @@ def parse_size(text: str) -> Size:
     """Read ``"20GiB"``, ``"1.5 GB"`` or ``"60%"``, in any case. Raises OptionError where the text is no such size."""
     match = _SIZE.fullmatch(text)
     if match is None:
-        of_bytes = f"; {text}B is of bytes" if text.isdecimal() else ""
-        raise OptionError(f"{text!r} is not a size; {_SIZE_EXPECTED}{of_bytes}")
+        unit = f". Write {text}GiB, or {text}B for bytes" if text.isdecimal() else ""
+        raise OptionError(f"{text!r} is not a size; {_SIZE_EXPECTED}{unit}")
     number, unit = float(match["number"]), match["unit"].lower()
     if unit == "%":
         if not 0 < number <= 100:
@@ -150,7 +150,7 @@ def parse_size(text: str) -> Size:
         raise OptionError(
             unknown_word("unit of size", match["unit"], ("B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"))
         )
-    num_bytes = int(number * _BYTES_OF_UNIT[unit])
+    num_bytes = int(min(number * _BYTES_OF_UNIT[unit], _MOST_BYTES))
     if num_bytes < 1:
         raise OptionError(f"{text!r} is less than one byte; {_SIZE_EXPECTED}")
     return num_bytes

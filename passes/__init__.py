@@ -110,7 +110,7 @@ def only(*functions: PassFunction) -> tuple[Pass, ...]:
     if strangers := [f for f in functions if all(f is not item.function for item in PIPELINE)]:
         raise PassError(
             f"{strangers[0]!r} is not in PIPELINE; expected some of {', '.join(names)}; "
-            "to add a pass of your own, put a Pass behind what this returns"
+            "to add a pass of your own, put a Pass after what this returns"
         )
     required: frozenset[str] = frozenset()
     chosen: list[Pass] = []

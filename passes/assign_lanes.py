@@ -1,9 +1,9 @@
 """Give every issued copy its lane and priority, as an annotation.
 
-Copies to the host run on the ``d2h`` lane, copies to the device on ``h2d``. A smaller priority is served first. Copies
-to the device are ordered by the region that needs them; those of backward come before all that the next forward needs, parameters
-that were updated on the host among it, which are sent up meanwhile. Gradients are ordered by block, lowest first, because the
-next forward needs block 0 first; activations leave in the order in which they are made, ahead of gradients.
+Copies to the host run on the ``d2h`` lane, copies to the device on ``h2d``. A smaller priority is served first. Copies to the
+device are ordered by the region that needs them. Those of backward come before all that the next forward needs. That includes
+parameters that were updated on the host, which are sent up meanwhile. Gradients are ordered by block, lowest first, because the
+next forward needs block 0 first. Activations leave in the order in which they are made, ahead of gradients.
 """
 
 import dataclasses

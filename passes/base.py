@@ -44,15 +44,15 @@ class PassContext:
         plan: the decisions.
         session: digest under which the runtime is registered; becomes an argument of inserted ops.
         block_of: block index by node name; read by `annotate_blocks` only.
-        owners: block index that owns the parameter behind a placeholder, by placeholder name. In a backward graph
+        owners: block index that owns the parameter of a placeholder, by placeholder name. In a backward graph
             placeholders that are saved *views* of parameters stand here too.
         offloaded: saved activations that leave in forward and return in backward, by name, and the block whose decision
             sends each (`select_offloaded`).
         kept: names of saved parameters, and of saved views of them, whose fetched copies are saved instead (`select_kept`).
         staying: placeholders of parameters whose optimizer states stay on the device, although their block's decision moves
             those of others.
-        gradients: in a backward graph, the owning block of the parameter whose gradient each output is, or None for
-            outputs that are no parameter's gradient, or that of one that the device updates; empty elsewhere.
+        gradients: in a backward graph, the owning block of the parameter whose gradient each output is. It is None for outputs
+            that are no parameter's gradient, or that of one that the device updates; empty elsewhere.
         gradient_strides: strides of those parameters, likewise.
         gradient_edges: their positions among the tensors that the captured graph gets, which are edges in autograd's graph,
             likewise.
@@ -130,11 +130,12 @@ def validate(pipeline: Iterable[Pass], stage: Stage, given: Iterable[str] = ()) 
         if missing := item.requires - facts:
             raise PassError(
                 f"pass {item.name} on the {stage.value} graph requires {sorted(missing)}, which no earlier pass provides; "
-                f"earlier passes provide {sorted(facts)}; move it behind the pass that does"
+                f"earlier passes provide {sorted(facts)}; move it after the pass that does"
             )
         if clash := item.conflicts & facts:
             raise PassError(
-                f"pass {item.name} on the {stage.value} graph conflicts with {sorted(clash)}, provided by an earlier pass"
+                f"pass {item.name} on the {stage.value} graph conflicts with {sorted(clash)}, provided by an earlier pass; expected"
+                " no pass that provides it. Leave one of the two out, or change their order"
             )
         facts |= item.provides
         chosen.append(item)
@@ -221,10 +222,10 @@ def insert_copy(
     issue_slot: int,
     wait_slot: int,
 ) -> fx.Node:
-    """Add an issuing node and its wait behind ``src`` and return the wait.
+    """Add an issuing node and its wait after ``src`` and return the wait.
 
-    The graph runs as it stands, each copy on the lane of its direction in the order of issue; `sort_regions` moves copies
-    to their slots, `lower_lanes` gives them their priorities.
+    The graph runs as it stands, each copy on the lane of its direction in the order of issue. `sort_regions` moves copies to
+    their slots, and `lower_lanes` gives them their priorities.
     """
     op = target._schema.name.split("::")[1]
     loads = target is not ops.offload

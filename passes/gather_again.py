@@ -2,7 +2,7 @@
 
 The emitted IR is the same code with MUST_RECOMPUTE on each gather and on all that shows the whole otherwise: views, casts. The
 shard is saved, an input, which is there anyhow. A block that keeps what it gathered has MUST_SAVE on its gathers.
-Ids are above those of all blocks, so that no region keeps what another one reads. Runs behind `tag_recompute`, whose tags on
+Ids are above those of all blocks, so that no region keeps what another one reads. Runs after `tag_recompute`, whose tags on
 these nodes do not count.
 """
 

@@ -16,10 +16,10 @@ Out::
     mm_1 = aten.mm(x, permute_1)
     whole_w2 = autohete.gather.wait(gather_b, w2, 1, 4, session)
 
-A shard that several blocks read is gathered for each, as tied embeddings are for the prologue and for the head: the whole does
-not wait on the device for the second. Shards of one dtype make one collective. Runs before `prefetch_parameters`, so that shards in
-host memory arrive ahead of their gather. A whole that a graph returns, or saves for a backward that keeps it, is the copy of the
-owner's region.
+A shard that several blocks read is gathered for each, as tied embeddings are for the prologue and for the head. The whole does
+not wait on the device for the second. Shards of one dtype make one collective. Runs before `prefetch_parameters`, so that
+shards in host memory arrive ahead of their gather. A whole that a graph returns, or saves for a backward that keeps it, is the
+copy of the owner's region.
 """
 
 import torch

@@ -3,11 +3,11 @@
 In: a backward graph in the order of its regions, and the matrix products of each. Out: for nodes, the nodes that must stand
 before them. The last pass makes control dependencies of these; the trace of a graph's memory reckons with them.
 
-Two kinds of work have no place of their own. Recomputation starts from inputs of the graph: nothing keeps it from running at the
-very beginning, and the norms of all calls of one layer become one kernel, because they read the same weight. Its first kernels
-therefore wait for the region before. A sum over the calls of a layer is read at the end alone: its addends, such as the reductions
-that make the gradients of biases, become one late kernel, for which the activations of all calls stay. A region therefore begins
-after all that the region before adds to such a sum. Where no weight is shared, there are no such sums.
+Two kinds of work have no place of their own. Recomputation starts from inputs of the graph, and nothing keeps it from running
+at the very beginning. The norms of all calls of one layer would become one kernel, because they read the same weight. Its first
+kernels therefore wait for the region before. A sum over the calls of a layer is read at the end alone. Its addends, such as the
+reductions that make the gradients of biases, would become one late kernel, for which the activations of all calls stay. A
+region therefore begins after all that the region before adds to such a sum. Where no weight is shared, there are no such sums.
 
 ::
 

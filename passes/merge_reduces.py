@@ -40,7 +40,7 @@ def merge_reduces(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
 
 
 def _merge(gm: fx.GraphModule, total: fx.Node, first: fx.Node, second: fx.Node) -> None:
-    """Give the sum what the two reduces read, and put one reduce behind it."""
+    """Give the sum what the two reduces read, and put one reduce after it."""
     result, whole = total.meta["val"], first.all_input_nodes[0].meta["val"]
     total.args = (first.args[0], second.args[0])
     with values_like(result):

@@ -1,16 +1,15 @@
 """Last before code generation: make the compiler keep inserted nodes where they stand.
 
-Inductor moves nodes: it would sink a prefetch to just before its use and hoist recomputation. Every inserted node is
-therefore tied to the matrix products around its slot, and the products of consecutive regions to each other, so that
-regions stay in order. Only products are anchors: an anchor's inputs and output become real buffers, which they are for
-products anyhow. An inserted node names its anchor in the argument ``after``; a product gets control dependencies,
-which wrap it into a graph of its own and are therefore few. In backward, recomputation and sums over several regions have a place
-too (`keep_apart`).
+Inductor moves nodes: it would sink a prefetch to just before its use and hoist recomputation. Every inserted node is therefore
+tied to the matrix products around its slot. The products of consecutive regions are tied to each other, so that regions stay in
+order. Only products are anchors: an anchor's inputs and output become real buffers, which they are for products anyhow. An
+inserted node names its anchor in the argument ``after``. A product gets control dependencies, which wrap it into a graph of its
+own and are therefore few. In backward, recomputation and sums over several regions have a place too (`keep_apart`).
 
 Nodes between two products that issue a copy, or wait for what the next region reads, name the last copy issued there before
-them, if there is one, instead of the product. Else the compiler could put a wait ahead of a copy, and a GPU does not
-begin a copy before the waits ahead of it are over. To be named keeps no more alive than the copy's handle, of eight bytes. Waits
-that let go of memory stay tied to the product alone: they come as soon as they may.
+them. If there is none, they name the product. Else the compiler could put a wait ahead of a copy. A GPU does not begin a copy
+before the waits ahead of it are over. To be named keeps no more alive than the copy's handle, of eight bytes. Waits that let go
+of memory stay tied to the product alone: they come as soon as they may.
 
 Emitted IR::
 

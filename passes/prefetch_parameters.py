@@ -9,8 +9,8 @@ Emitted IR for a weight that block b reads::
     mm = aten.mm(x, permute_w)                              # the copy is freed after its last use in block b
 
 A weight read by several blocks is fetched for each. Outputs keep reading the parameter itself, because a saved copy lives on
-the device until backward. That is what ``keeps_fetched`` is for: forward then saves the copy in the parameter's place, and
-backward, whose placeholder ``w`` now arrives on the device, has nothing to insert::
+the device until backward. That is what ``keeps_fetched`` is for. Forward then saves the copy in the parameter's place.
+Backward, whose placeholder ``w`` now arrives on the device, has nothing to insert::
 
     return [..., wait_w, ...]                               # forward of a block that keeps what it fetched
     grad_x = aten.mm(grad, w)                               # backward; the copy is freed after its last use
@@ -38,8 +38,8 @@ def prefetch_parameters(gm: fx.GraphModule, context: PassContext) -> fx.GraphMod
 def select_kept(backward: fx.GraphModule, context: PassContext) -> frozenset[str]:
     """Names of the placeholders of backward, parameters and views of parameters, whose copies stay from forward.
 
-    Left out: what backward does not read, and what another block than the parameter's owner is the last to read there,
-    because the owner keeps its copy until its own backward. ``context`` is that of backward.
+    Left out: what backward does not read, and what another block than the parameter's owner is the last to read there. The
+    owner keeps its copy until its own backward. ``context`` is that of backward.
     """
     kept = set()
     for node in backward.graph.nodes:

@@ -1,9 +1,9 @@
 """Order a graph by regions, so that inserted nodes stand in their slots and recomputation stands where it is needed.
 
-A region is one block's part of a graph. Within a region: copies down and reduces of its slot and waits for them, which
-let go of memory, copies up and gathers, which take some, waits for what it reads, then its own nodes in the order that they had.
-Dependencies always win over this order: what an earlier region reads stands there, whichever block it is of. Draws of random
-numbers keep their order, or each would draw another's.
+A region is one block's part of a graph. Within a region come first copies down and reduces of its slot and waits for them,
+which let go of memory. Then come copies up and gathers, which take some, and waits for what it reads. Its own nodes follow in
+the order that they had. Dependencies always win over this order: what an earlier region reads stands there, whichever block it
+is of. Draws of random numbers keep their order, or each would draw another's.
 
 ::
 
@@ -30,7 +30,7 @@ from autohete_fx.passes.base import PassContext
 COMPUTED = 3
 """The rank within a region of what no pass has inserted."""
 _RANKS = {ops.prefetch: 0, ops.reload: 0, issue_gather: 1}
-"""Of what is issued before a region begins; all else lets go of memory, and comes first."""
+"""Ranks of what is issued before a region begins; all else lets go of memory, and comes first."""
 
 
 def sort_regions(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
@@ -49,8 +49,11 @@ def is_ordered(graph: fx.Graph, context: PassContext) -> bool:
 
 
 def order_to_keep(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """The nodes that must stand before a node though it reads nothing of them: before the start of an update, all that reads the
-    parameter's memory; before what draws random numbers, what draws before it."""
+    """The nodes that must stand before a node though it reads nothing of them.
+
+    Before the start of an update it is all that reads the parameter's memory; before what draws random numbers, what draws
+    before it.
+    """
     found = {later: [earlier] for earlier, later in _consecutive_draws(graph)}
     for node in graph.nodes:
         if node.op == "call_function" and node.target is ops.start_update:
@@ -74,11 +77,13 @@ def readers_of_memory(node: fx.Node) -> list[fx.Node]:
 
 
 def region_keys(graph: fx.Graph, context: PassContext) -> dict[fx.Node, tuple[int, int]]:
-    """Per node (region, rank within it): rank -1 copies down, waits for them and what stands between, 0 copies up, 1 gathers, 2
-    waits for both, 3 everything else.
+    """Per node (region, rank within it).
 
-    A draw of random numbers is of no region before that of the draw before it: seeds are of the prologue, but attention of
-    the first block may draw before they are made.
+    Rank -1 has copies down, waits for them and what stands between, 0 copies up, 1 gathers, 2 waits for both, 3 everything
+    else.
+
+    A draw of random numbers is of no region before that of the draw before it. Seeds are of the prologue, but attention of the
+    first block may draw before they are made.
     """
     keys: dict[fx.Node, tuple[int, int]] = {}
     for node in graph.nodes:
@@ -106,7 +111,7 @@ def reorder(
 ) -> bool:
     """Stable topological sort by key under data and ``extra`` dependencies. False, and no change, on a cycle.
 
-    The arguments of a node are sorted by that node's key where it is smaller: else all that is ready in between would come
+    The arguments of a node are sorted by that node's key where it is smaller. Else all that is ready in between would come
     before the node, as if the regions were one.
     """
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]

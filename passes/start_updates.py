@@ -11,7 +11,7 @@ Emitted IR, for a weight that is the captured graph's tensor 3, counted from 0::
 The list holds the placeholders over the parameter's memory: none where backward does not read it, two where it reads a saved
 view too. A smaller priority is updated first: the next forward needs block 0 first. Nothing is inserted where the plan has
 updates start at ``step()``, as where they wait for norms. Nor is it for a parameter that something reads after the wait for its
-gradient: the wait would have to come later, and hold the gradient on the device.
+gradient. The wait would have to come later, and hold the gradient on the device.
 """
 
 from torch import fx

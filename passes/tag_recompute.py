@@ -1,14 +1,13 @@
 """Tag the forward nodes of recomputed blocks, so that the partitioner computes them again in backward.
 
-The emitted IR is the same code with ``node.meta["recompute"]`` set: MUST_RECOMPUTE inside a block, MUST_SAVE on what
-other blocks read, because that is where recomputation starts. In a selectively recomputed block it also starts from what
-was expensive, which is MUST_SAVE; the partitioner saves as much of that as backward needs. There MUST_RECOMPUTE stands
-only on what backward needs, because the partitioner saves the arguments of everything with that tag. Where what is kept
-is one result of several, such as a norm's, the node that makes them is kept with all its results: the partitioner heeds
-no tag on a single one. Random seeds stay untagged: the partitioner saves them, so that dropout draws the same mask again.
-Reads of an input that forward writes to are kept whatever the plan decides, because backward would find the new value there.
-Checkpointing of the user's has tags too, whose regions are numbered otherwise than blocks: none is left in a block that the
-plan recomputes.
+The emitted IR is the same code with ``node.meta["recompute"]`` set. It is MUST_RECOMPUTE inside a block, and MUST_SAVE on what
+other blocks read, because that is where recomputation starts. In a selectively recomputed block it also starts from what was
+expensive, which is MUST_SAVE; the partitioner saves as much of that as backward needs. There MUST_RECOMPUTE stands only on what
+backward needs, because the partitioner saves the arguments of everything with that tag. Where one result of several is kept,
+such as a norm's, the node that makes them is kept with all its results. The partitioner heeds no tag on a single one. Random
+seeds stay untagged: the partitioner saves them, so that dropout draws the same mask again. Reads of an input that forward
+writes to are kept whatever the plan decides, because backward would find the new value there. Checkpointing of the user's has
+tags too, whose regions are numbered otherwise than blocks: none is left in a block that the plan recomputes.
 """
 
 import operator

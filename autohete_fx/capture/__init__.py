@@ -1,1 +1,1 @@
-"""From AOTAutograd's hand-off to blocks: what stands behind the graph's inputs, and which nodes form a layer."""
+"""From AOTAutograd's hand-off to blocks: what the graph's inputs are, and which nodes form a layer."""

@@ -1,18 +1,18 @@
 """Every node into one slot, so that slots can run one after the other.
 
-In: the joint graph's nodes and, for some forward nodes (and backward ones, where a path says so), the slot they belong
-to. Out: a slot for every node. Slots are numbered in forward execution order: one before the first layer, one per
-layer, one after each layer (used where two stacks meet), the last one being the epilogue.
+In: the joint graph's nodes and, for some forward nodes (and backward ones, where a path says so), the slot they belong to. Out:
+a slot for every node. Slots are numbered in forward execution order: one before the first layer, one per layer, one after each
+layer (used where two stacks meet). The last one is the epilogue.
 
-The result has three properties, whatever the input (`check_order` checks them): no forward edge goes from a higher slot to a
-lower one, no backward edge from a lower slot to a higher one, and the results of one operator stay with it. A node
-whose slot is unknown or would break that is placed by dataflow:
+The result has three properties, whatever the input (`check_order` checks them). No forward edge goes from a higher slot to a
+lower one, no backward edge from a lower slot to a higher one. The results of one operator stay with it. A node whose slot is
+unknown or would break that is placed by dataflow:
 
-* constants, what derives from inputs only, views and casts of one parameter: with their users; if several slots use
-  them, in the last slot before all of these that is not a layer;
+* constants, what derives from inputs only, views and casts of one parameter: with their users. If several slots use them, they
+  are in the last slot before all of these that is not a layer;
 * other forward nodes: by position among the layers; between two layers of one stack, with their producers;
-* backward nodes: with the forward nodes they differentiate, else as early as their inputs allow (a gradient that is
-  accumulated over several slots goes to the lowest of them).
+* backward nodes: with the forward nodes they differentiate, else as early as their inputs allow. A gradient that is accumulated
+  over several slots goes to the lowest of them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -87,7 +87,7 @@ class Parameters:
     views: Mapping[fx.Node, fx.Node]
 
     def real_users(self, placeholder: fx.Node) -> list[fx.Node]:
-        """Nodes that read a parameter, behind its views and casts; the views themselves if nothing else reads them."""
+        """Nodes that read a parameter, through its views and casts; the views themselves if nothing else reads them."""
         users, queue = [], list(placeholder.users)
         while queue:
             user = queue.pop()

@@ -36,7 +36,7 @@ class JointNodes:
 
     @property
     def forward_end(self) -> int:
-        """Position of the first backward node: forward nodes behind it serve the backward pass only."""
+        """Position of the first backward node: forward nodes after it serve the backward pass only."""
         return self.order[self.backward[0]] if self.backward else len(self.order)
 
 

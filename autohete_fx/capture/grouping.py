@@ -4,8 +4,8 @@ In: AOTAutograd's joint forward and backward graph as a custom partitioner of In
 and the names of its parameters. Out: a `BlockGraph`: every node but placeholders and the output in exactly one block,
 blocks in execution order. Why: planning decides per block, and layers that are alike (equal digests) are measured once.
 
-Layers come from the module stacks (`layers`), from repeated structure where these are missing or show nothing
-(`structure`); all other nodes are placed by dataflow (`assign`). A graph that repeats nothing is one block.
+Layers come from the module stacks (`layers`), or from repeated structure where these are missing or show nothing (`structure`).
+All other nodes are placed by dataflow (`assign`). A graph that repeats nothing is one block.
 """
 
 import itertools
@@ -32,7 +32,9 @@ from autohete_fx.ir import Block, BlockGraph, BlockKind, Edge
 
 _WHOLE = "whole"
 _NAME_OF_WHOLE = "graph"
-"""Of the one block of a graph that repeats nothing, where its parameters have no module of their own below the outermost."""
+"""The name of the one block of a graph that repeats nothing, where its parameters have no module of their own below the
+outermost.
+"""
 
 
 def group_blocks(joint: fx.GraphModule, param_fqns: Mapping[str, str]) -> BlockGraph:

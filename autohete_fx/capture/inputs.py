@@ -109,7 +109,7 @@ def _source_of(node: fx.Node) -> str:
 
 
 def placeholder_inputs(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> dict[str, GraphInput]:
-    """Dynamo's input behind each placeholder of an AOTAutograd graph that stands for one, by placeholder name."""
+    """Dynamo's input for each placeholder of an AOTAutograd graph that stands for one, by placeholder name."""
     found = {}
     for node in gm.graph.nodes:
         if node.op != "placeholder":

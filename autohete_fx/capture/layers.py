@@ -2,11 +2,11 @@
 
 In: forward nodes with their module stacks. Out: `Layer` values in execution order, or none where no container repeats.
 
-A *family* is what one container repeats: children of one class (``layers.0``, ``layers.1``, ...; ``block1``,
-``block2``; entries of a ModuleDict), or several calls of one child (ALBERT). It counts if every member does at least
-two matrix products and most members feed the next one: the experts of a mixture do not, so they are not layers.
-The outermost family wins, unless the families inside its members cover most of their work with members that are alike:
-``stages.0.blocks.3`` beats ``stages.0``, while ``layers.0.mlp`` is part of its layer.
+A *family* is what one container repeats. Members are children of one class (``layers.0``, ``layers.1``, ...; ``block1``,
+``block2``; entries of a ModuleDict), or several calls of one child (ALBERT). It counts if every member does at least two matrix
+products and most members feed the next one. The experts of a mixture do not, so they are not layers. The outermost family wins,
+unless the families inside its members cover most of their work with members that are alike. ``stages.0.blocks.3`` beats
+``stages.0``, while ``layers.0.mlp`` is part of its layer.
 """
 
 import re

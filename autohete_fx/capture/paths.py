@@ -1,14 +1,13 @@
 """Module paths that Dynamo records on nodes, as plain values.
 
-In: ``node.meta["nn_module_stack"]`` of forward nodes and ``fwd_nn_module_stack`` of backward ones: an ordered dict,
-outermost module first, from ``"<id>"`` or ``"<id>@<call>"`` (the second and later calls of one module) to
+In: ``node.meta["nn_module_stack"]`` of forward nodes and ``fwd_nn_module_stack`` of backward ones, an ordered dict, outermost
+module first. Keys are ``"<id>"`` or ``"<id>@<call>"`` (the second and later calls of one module); values are
 ``("L['self'].model.layers.0", class or class name)``. Out: `ModuleCall` tuples with the path split into steps.
 
-The string has had several forms (``L['self']._modules['layers']._modules['0']``, ``L['m'].layers.0``,
-``G['model'].layers[0]``, ``layers.0`` after export; with ``.__dict__['_modules']['model']`` below a module whose class
-has a ``__getattr__`` of its own, as PEFT's have); all come out as the same steps. The root (which variable
-held the model) stays the first step, because two models in one function may have equal paths below it; it is
-dropped from the names that users read.
+The string has had several forms: ``L['self']._modules['layers']._modules['0']``, ``L['m'].layers.0``, ``G['model'].layers[0]``,
+and ``layers.0`` after export. Below a module whose class has a ``__getattr__`` of its own, as PEFT's have, it has
+``.__dict__['_modules']['model']``. All come out as the same steps. The root (which variable held the model) stays the first
+step, because two models in one function may have equal paths below it. Names that users read leave it out.
 """
 
 import re

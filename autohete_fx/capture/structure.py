@@ -35,7 +35,7 @@ REACHES = (1.0, 0.5, 0.25, 0.125)
 MIN_REACH_NODES = 64
 """Edges at least this long are what distant places read; shorter ones are a layer's own (residuals, projections)."""
 MIN_ENTRY_HEAVY_NODES = 4
-"""Matrix products behind an entry before it meets the cuts of another one: a decoder's embedding, not a projection."""
+"""Matrix products after an entry before it meets the cuts of another one: a decoder's embedding, not a projection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Structure:
 
     Attributes:
         segment_of: by activation, the number of its segment.
-        layers: (first segment, segment behind the last, number of the stack) of each layer, in execution order.
+        layers: (first segment, segment after the last, number of the stack) of each layer, in execution order.
         covered: matrix products of the layers as a share of the activations' work.
     """
 

@@ -91,7 +91,8 @@ def automatic_plan(
     moving = None
     if store is not None and expected_lifetime_s is not None:
         layer_map = map_layers(build_model, example.of_samples(1))
-        moving = Moving(lifetime_s=expected_lifetime_s, held=held_layers(store, layer_map, members, group))
+        held = held_layers(store, layer_map, members, group)
+        moving = Moving(lifetime_s=expected_lifetime_s, held=held, bandwidths=store.bandwidths)
     found: list[tuple[ClusterPlan, str] | str] = [""]
     if not dist.get_rank():
         found = [_planned(cluster, costs, global_batch, moving)]

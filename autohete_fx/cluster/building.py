@@ -1,9 +1,9 @@
 """Building a part of a model: its own parameters as ``build_model`` initialises them, the others without memory.
 
-Modules register their parameters in the same order every time a model is built, so the first time, without memory, tells which is
-which. When a stage is built, parameters of other stages all share one scratch memory. They are initialised there one over the
-other, which costs time and no memory, and leaves the random draws of this stage's parameters those of
-``torch.manual_seed(seed); build_model()``.
+Modules register their parameters in the same order every time a model is built, so the first time, without memory, tells which
+is which. When a stage is built, parameters of other stages all share one scratch memory. They are initialised there one over
+the other, which costs time and no memory. The random draws of this stage's parameters stay those of ``torch.manual_seed(seed);
+build_model()``.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence

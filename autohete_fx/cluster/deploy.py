@@ -1,14 +1,14 @@
 """A plan on the ranks of a job: who takes which stage, and whose gradients are summed.
 
-Values only. Ranks say on which node they are and what GPU they have; nodes of the plan are matched with nodes of the job that
+Values only. Ranks say on which node they are and what GPU they have. Nodes of the plan are matched with nodes of the job that
 have as many GPUs of the type.
 
-Gradients of a parameter are summed over its owners: all ranks whose stages hold it, in all pipelines. A tied embedding that several
-stages of one pipeline read is one parameter with more owners, and that is all that ties need. Parameters with equal owners are
-summed together; there are at most as many sets of owners as the pipelines have cuts, one more, and one for each tie.
+Gradients of a parameter are summed over its owners: all ranks whose stages hold it, in all pipelines. A tied embedding that
+several stages of one pipeline read is one parameter with more owners, and that is all that ties need. Parameters with equal
+owners are summed together. There are at most as many sets of owners as the pipelines have cuts, one more, and one for each tie.
 
-Where units share layers by tensor parallelism, a parameter has owners for each piece of it: pipelines of different degrees cut it
-at different places, and every piece between two cuts has its own set of owners.
+Where units share layers by tensor parallelism, a parameter has owners for each piece of it. Pipelines of different degrees cut
+it at different places, and every piece between two cuts has its own set of owners.
 """
 
 import warnings
@@ -73,8 +73,11 @@ class Deployment:
         return self.plan.pipelines[seat.pipeline].stages[seat.place]
 
     def pipeline(self, index: int, part: int) -> tuple[int, ...]:
-        """Ranks of a pipeline in order of stages, one of each stage."""
-        return tuple(self.ranks[Seat(pipeline=index, place=place, part=part)] for place in range(self.depth(index)))
+        """Ranks of a pipeline in order of stages, one of each stage: that of a part, modulo the stage's number of GPUs."""
+        stages = self.plan.pipelines[index].stages
+        return tuple(
+            self.ranks[Seat(pipeline=index, place=place, part=part % stage.tp)] for place, stage in enumerate(stages)
+        )
 
     def depth(self, index: int) -> int:
         """Stages of a pipeline."""
@@ -179,10 +182,4 @@ def check_runs(plan: ClusterPlan, layer_map: LayerMap, model: str) -> None:
                 f"pipeline {index} of the plan begins with a stage whose parameters are all frozen. Expected was one that"
                 f" trains, because"
                 " hidden states need gradients. Give the first stage more layers"
-            )
-        degrees = sorted({stage.tp for stage in pipeline.stages})
-        if len(degrees) > 1:
-            raise ClusterError(
-                f"pipeline {index} of the plan has stages of {degrees} GPUs. Expected was one degree of tensor parallelism in a"
-                " pipeline; pipelines may differ. Plan with --symmetric-tp, or with --max-tp 1"
             )

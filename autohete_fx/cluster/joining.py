@@ -1,7 +1,7 @@
 """`join`: take part in a training job, whatever GPUs there are today.
 
-The ranks of the process group say what they have, the plan is deployed on them, each rank builds, compiles and restores its own
-stage alone, and training goes on with the newest complete save.
+The ranks of the process group say what they have, and the plan is deployed on them. Each rank builds, compiles and restores its
+own stage alone. Training goes on with the newest complete save.
 """
 
 import os
@@ -70,10 +70,11 @@ def join(
         example: a batch as ``load`` will give it; its first sample tells shapes.
         global_batch: samples of a step, over all ranks.
         optimizer: of a list of parameters, their optimizer. Its update of a parameter must not depend on other parameters.
-        plan: which rank trains what; or a function that makes it of the members and the model's layers, the same on all ranks;
+        plan: which rank trains what, or a function that makes it of the members and the model's layers, the same on all ranks.
             None: `automatic` measures what there is, and plans for it.
-        tp_plan: how the GPUs of a stage share its layers, for models without a plan in their transformers configuration: by name
-            of a module, with a star for each index, ``colwise``, ``rowwise``, ``colwise_gather_output`` or ``embedding_rowwise``.
+        tp_plan: how the GPUs of a stage share its layers, for models without a plan in their transformers configuration. It
+            maps names of modules, with a star for each index, to ``colwise``, ``rowwise``, ``colwise_gather_output`` or
+            ``embedding_rowwise``.
         store: where the job saves, and goes on from; None: nowhere.
         learning_rate: of a step's index.
         max_grad_norm: to which the norm of all gradients is clipped.
@@ -84,11 +85,11 @@ def join(
         options: of that backend.
         device: of this rank; None: its CUDA device, else the CPU.
         member: this rank's node and type of GPU as the plan calls them; None: by the host's name and the device.
-        memory_budget: of each GPU, as ``"20GiB"``, ``"60%"`` or bytes, for the plan that is made, and for each stage that
-            ``backend="autohete"`` compiles; None: nearly all that there is.
+        memory_budget: of each GPU, as ``"20GiB"``, ``"60%"`` or bytes. It holds for the plan that is made, and for each stage
+            that ``backend="autohete"`` compiles. None: nearly all that there is.
         cache_dir: where measurements for that plan are kept; None: `autohete_fx.cache.cache_dir`.
-        expected_lifetime_s: seconds until the nodes are expected to change again, for the plan that is made: one that moves fewer
-            bytes may then be taken before a faster one; None: the fastest step is best.
+        expected_lifetime_s: seconds until the nodes are expected to change again, for the plan that is made. One that moves
+            fewer bytes may then be taken before a faster one. None: the fastest step is best.
         log: a file of JSON lines, which the first rank writes.
         timeout_s: after which a rank that does not answer is an error.
 
@@ -142,7 +143,7 @@ def join(
     timeout = timedelta(seconds=timeout_s)
     watch: Any = dist.new_group(backend="gloo", timeout=timeout)
     layout = layout_of(build_model, layer_map, {stage.tp for _, _, stage in plan.stages()}, tp_plan)
-    unit = _unit_of(deployment, seat, layout, device, backend, timeout)
+    unit = _unit_of(deployment, seat, layout, device, timeout)
     groups = pipeline_groups(deployment, timeout)
     needs = list(deployment.held(seat, layer_map, layout).values()) if seat else []
     restored = restore(store, needs, list(layer_map.readers), members[rank].node, group) if store else None
@@ -211,21 +212,11 @@ def _unit_of(
     seat: Seat | None,
     layout: TensorLayout,
     device: torch.device,
-    backend: object,
     timeout: timedelta,
 ) -> Unit | None:
-    """The unit of this rank; None where it has its layers alone. All ranks call it, because they make process groups together.
-
-    Raises ClusterError where the backend cannot compile shared layers.
-    """
+    """The unit of this rank; None where it has its layers alone. All ranks call it, because they make process groups together."""
     found = None
-    units = deployment.units()
-    if units and _is_autohete(backend):
-        raise ClusterError(
-            'the plan has stages of several GPUs, and backend="autohete" compiles layers that one GPU has. Expected was another'
-            ' backend. Give backend="inductor", or plan with --max-tp 1'
-        )
-    for (pipeline, place), ranks in units.items():
+    for (pipeline, place), ranks in deployment.units().items():
         group: Any = dist.new_group(list(ranks), timeout=timeout)
         if seat is not None and (seat.pipeline, seat.place) == (pipeline, place):
             mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("tp",))
@@ -274,6 +265,8 @@ def _report(
         f" {len(job.deployment.idle)} idle; step {job.step}; ready after {seconds:.1f} s"
     )
     if restored is not None:
+        if restored.trouble:
+            job_log.say(f"{restored.trouble} Disks have all that is needed; training goes on")
         read = ", ".join(f"{source} {count / 2**20:.1f} MiB" for source, count in num_bytes.items())
         took = ", ".join(f"{part} {part_s:.2f} s" for part, part_s in parts_s.items())
         job_log.say(f"restored step {job.step}: {read}; {took}")

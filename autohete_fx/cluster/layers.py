@@ -1,13 +1,13 @@
 """The layers of any model, and which of them read each parameter: found by one forward pass of fake tensors.
 
-Enter a function that builds the model and an example of a batch; leaves a `LayerMap`, by which `stage` cuts the model. Layers are
-numbered as plans number them: 0 is all that runs before the first layer, 1 to L are the layers, L + 1 is all that runs after the
-last.
+Enter a function that builds the model and an example of a batch; leaves a `LayerMap`, by which `stage` cuts the model. Layers
+are numbered as plans number them. 0 is all that runs before the first layer, 1 to L are the layers, L + 1 is all that runs
+after the last.
 
 A cut between two layers is sound where one tensor alone crosses it: the one that a layer hands to the next. Every operator is
-watched for the origin of its inputs. Parameters, and tensors that are made from parameters and inputs alone, may be read in several
-layers: the stages of all of them hold those parameters, and their gradients are summed. Any other tensor that skips a layer is an
-error.
+watched for the origin of its inputs. Parameters, and tensors that are made from parameters and inputs alone, may be read in
+several layers. The stages of all of them hold those parameters, and their gradients are summed. Any other tensor that skips a
+layer is an error.
 """
 
 import contextlib
@@ -104,8 +104,8 @@ def map_layers(build_model: BuildModel, batch: Batch) -> LayerMap:
         batch: one micro-batch; tensors of any device, whose values are not read.
 
     Raises:
-        ClusterError: the model has no chain of layers, a tensor other than the hidden state skips a layer, or the forward pass
-            depends on values of tensors.
+        ClusterError: the model has no chain of layers, or a tensor other than the hidden state skips a layer. Also where the
+            forward pass depends on values of tensors.
     """
     built, order = build_noting_order(build_model)
     model = without_cache(built.train())
@@ -326,9 +326,8 @@ class _Watch(TorchDispatchMode):
         if self._hidden is not None and _shape(hidden) != self._hidden:
             raise ClusterError(
                 f"the layer {name!r} of {type(self._model).__name__} returns a hidden state of {_shape(hidden)}, and the"
-                f" layer before"
-                f" it of {self._hidden}. Expected were equal shapes. Such layers cannot be cut; train with autohete_fx.shard"
-                f" instead"
+                f" layer before it of {self._hidden}. Expected were equal shapes. A pipeline cannot cut these layers; train with"
+                " autohete_fx.shard instead"
             )
         self._returned[name] = Returned(spec=spec, leaves=tuple(map(_without_values, leaves)), hidden=place)
         self._hand_over(hidden, index)

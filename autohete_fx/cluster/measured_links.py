@@ -1,14 +1,14 @@
 """The cluster that a job runs on: its nodes, the memory of their GPUs, and its links, timed by the ranks themselves.
 
-Enter the ranks of a process group as `Member`s; leaves a `Cluster` that is equal on all ranks. Each kind of pair is timed: two GPUs
-of one node, by the node's type, and two GPUs of two nodes, by the types of sender and receiver. One pair sends alone first, then as
-many at once as the nodes have GPUs, because those of a node may share a port. Within a node they are half as many as its GPUs.
-Links state one direction, and the node's other GPUs send at the same rate the other way.
+Enter the ranks of a process group as `Member`s; leaves a `Cluster` that is equal on all ranks. Each kind of pair is timed. Two
+GPUs of one node go by the node's type, and two GPUs of two nodes by the types of sender and receiver. One pair sends alone
+first, then as many at once as the nodes have GPUs, because those of a node may share a port. Within a node they are half as
+many as its GPUs. Links state one direction, and the node's other GPUs send at the same rate the other way.
 
 A message goes there, and a message of the smallest size comes back. Half of such a round trip of two smallest messages is the
-smallest message's time, and what a larger one takes beyond that is its own.
+smallest message's time. The rest of a larger one's time is its own.
 
-All ranks work through one list of trials in one order, with a barrier before each: every send has its receive, and nobody sends
+All ranks work through one list of trials in one order, with a barrier before each. Every send has its receive, and nobody sends
 while others are timed.
 """
 
@@ -75,8 +75,8 @@ def measured_cluster(
         members: all ranks, in order.
         device: of this rank.
         group: of all ranks, for values in host memory; None: the default one.
-        memory_budget: of each GPU, in bytes or as a share; None: `RESERVE_SHARE` less than there is, which ranks of one host share
-            where their device is its CPU.
+        memory_budget: of each GPU, in bytes or as a share. None: `RESERVE_SHARE` less than there is, which ranks of one host
+            share where their device is its CPU.
         cache_dir: where links are kept; None: `cache.cache_dir`.
         fresh: time them whatever is kept.
 

@@ -6,7 +6,7 @@ from autohete_fx.cluster.costs import CostTable, StageCost
 from autohete_fx.cluster.plan import ClusterPlan, PipelineSchedule
 
 OVERHEAD_BYTES = 2 * 2**30
-"""Of each GPU's memory beside the reserve: CUDA's context, collectives' buffers, and gaps of the allocator."""
+"""Bytes of each GPU's memory beside the reserve: CUDA's context, collectives' buffers, and gaps of the allocator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

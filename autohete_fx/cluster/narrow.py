@@ -1,9 +1,9 @@
 """One GPU's part of a model under tensor parallelism, as a module with smaller layers.
 
-Enter a blueprint and a degree t; leaves the blueprint of the part that one of t GPUs computes. Linear layers that the transformers
-tensor-parallel plan of the model calls ``colwise`` keep 1/t of their outputs, those it calls ``rowwise`` 1/t of their inputs; the
-table here stands in for GPT-2, which has no plan. Embedding and head keep 1/t of the vocabulary, rounded up. Norms, residuals,
-position embeddings and biases of row-wise layers stay whole.
+Enter a blueprint and a degree t; leaves the blueprint of the part that one of t GPUs computes. The transformers tensor-parallel
+plan of the model says how linear layers are cut. ``colwise`` ones keep 1/t of their outputs, ``rowwise`` ones 1/t of their
+inputs. The table here stands in for GPT-2, which has no plan. Embedding and head keep 1/t of the vocabulary, rounded up. Norms,
+residuals, position embeddings and biases of row-wise layers stay whole.
 
 The layers keep their class, so a trace of the part has the kernels of one GPU with their very shapes, whatever the model. Tracing
 DTensors would leave the same local kernels, and collectives as nodes that neither grouping nor lowering knows. Here collectives are
@@ -57,8 +57,8 @@ class Division:
 def division_of(module: nn.Module, degree: int) -> Division | None:
     """The division of a model among so many GPUs.
 
-    None where the degree does not divide heads, key-value heads or a layer's width, and where the plan of the model has layers of
-    another style than those that this module names.
+    None where the degree does not divide heads, key-value heads or a layer's width. None, too, where the plan of the model has
+    layers of another style than those that this module names.
     """
     if degree == 1:
         return Division(degree=1)
@@ -101,6 +101,12 @@ def is_tied(module: nn.Module) -> bool:
     """The head has the embedding's weights."""
     ends = (_embedding(module), _head(module))
     return all(end is not None for end in ends) and getattr(ends[0], "weight", 0) is getattr(ends[1], "weight", 1)
+
+
+def tied_bytes(module: nn.Module) -> int:
+    """Bytes of the weights that the head has of the embedding; 0 where they are not tied."""
+    embedding = _embedding(module)
+    return embedding.get_parameter("weight").nbytes if embedding is not None and is_tied(module) else 0
 
 
 def _size(config: Any, name: str) -> int:

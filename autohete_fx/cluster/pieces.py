@@ -1,8 +1,8 @@
 """Parts of parameters: what a rank holds, sums, saves and sends where a unit's GPUs share layers.
 
-A parameter that tensor parallelism cuts is cut along one dimension, by every unit at its own degree. A `Piece` is a range of that
-dimension, or the whole parameter. `finest` cuts several pieces of a parameter at all of their ends: each piece is made of the
-results, and two units that cut it differently hold, sum and exchange the same ones.
+A parameter that tensor parallelism cuts is cut along one dimension, by every unit at its own degree. A `Piece` is a range of
+that dimension, or the whole parameter. `finest` cuts several pieces of a parameter at all of their ends. Each piece is made of
+the results, and two units that cut it differently hold, sum and exchange the same ones.
 """
 
 import itertools

@@ -4,15 +4,16 @@ Enter a model as `autohete plan` takes it, devices of `machine.devices`, sizes o
 leaves a `CostTable`. The GPUs of a unit compute what `narrow` says. Every device prices the same traces.
 
 Layers
-    A few are traced: two at the beginning and one at the end, which lie beside something else and cost a little otherwise, and one
-    of each type between them. The costs of a type are those of its layers between. Differences of the others from them are added to
-    ``first`` and ``last``, so that all layers together cost what a whole step costs in `autohete plan`.
+    A few are traced: two at the beginning and one at the end, which lie beside something else and cost a little otherwise. One
+    of each type between them is traced, too. The costs of a type are those of its layers between. Differences of the others
+    from them are added to ``first`` and ``last``, so that all layers together cost what a whole step costs in `autohete plan`.
 Micro-batches
-    The smallest is traced at each degree, the largest at the least degree alone. Seconds that do not grow from one to the other are
-    traffic of weights and of their gradients, and get smaller with the weights as the degree rises; all others grow in proportion.
-    A kernel takes the larger of two times that are each linear in the micro-batch, so the table's straight line between the two
-    sizes is never too low, and exact where no kernel changes sides. At higher degrees the largest is off by a few hundredths
-    for layers, and up to a fifth too long for the embedding and the head. Bytes are those of the smallest.
+    The smallest is traced at each degree, the largest at the least degree alone. Seconds that do not grow from one to the other
+    are traffic of weights and of their gradients. They get smaller with the weights as the degree rises. All others grow in
+    proportion. A kernel takes the larger of two times that are each linear in the micro-batch. The table's straight line
+    between the two sizes is thus never too low, and exact where no kernel changes sides. At higher degrees the largest is off
+    by a few hundredths for layers. For the embedding and the head it is up to a fifth too long. Bytes are those of the
+    smallest.
 Collectives
     Rings of the node's net: an all-reduce of B bytes takes 2 (t-1) / t B / rate + 2 (t-1) latencies. Hidden states are summed after
     the embedding, after each row-wise layer in forward and in its place in backward, and before the head in backward. The loss over
@@ -32,7 +33,7 @@ import torch
 from torch import fx, nn
 
 from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTime
-from autohete_fx.cluster.narrow import Division, division_of, is_tied, part_of_model
+from autohete_fx.cluster.narrow import Division, division_of, part_of_model, tied_bytes
 from autohete_fx.compiler.problem import state_bytes
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.modes import FakeTensorMode
@@ -49,7 +50,7 @@ from autohete_fx.whatif.trace import Captured, capture_step
 FIRST, LAYER, BRIDGE, LAST = "first", "layer", "bridge", "last"
 _ENDS = {BlockKind.PROLOGUE: FIRST, BlockKind.BRIDGE: BRIDGE, BlockKind.EPILOGUE: LAST}
 _LOSS_SUMS, _LOSS_BYTES = 3, 4
-"""Of the loss over a divided vocabulary: the largest logit, the sum of exponentials and the label's logit, in fp32."""
+"""Exchanges of the loss over a divided vocabulary: the largest logit, the sum of exponentials and the label's logit, in fp32."""
 _ACCUMULATED = 3
 """How many times its own bytes adding to a gradient moves: two read and one written."""
 _NUMBERED = re.compile(r"(.+?)\.(\d+)\.")
@@ -116,7 +117,7 @@ def priced_costs(
         times=tuple(times),
         sizes=tuple(row for part in parts for row in _sizes(part)),
         updates=tuple(_update_of(spec, num_trained / param_bytes, gpus_of_node) for spec in devices),
-        tied=is_tied(whole),
+        tied_bytes=tied_bytes(whole),
         gradient_bytes_per_byte=grad_bytes / param_bytes,
         optimizer_bytes_per_byte=sum(map(state_bytes, params)) / param_bytes,
         accumulate_share=_ACCUMULATED * grad_bytes / (UPDATE_BYTES * num_trained),

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autohete_fx.cluster.costs import CostTable, StageSums
+from autohete_fx.cluster.gradient_sums import gather_time
 from autohete_fx.cluster.memory import memory_of
-from autohete_fx.cluster.simulate import gather_time
 from autohete_fx.cluster.spec import Cluster, Link
 
 _PRECISION = 2e-3
-"""Of a slot's seconds, where the search for balanced layers ends."""
+"""The share of a slot's seconds at which the search for balanced layers ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -54,7 +54,7 @@ class Shape:
     Attributes:
         stages: in order of layers.
         micro_batch: samples in one.
-        spread: units of the same stage of all such pipelines share nodes, so that few layers leave a node to be summed; else
+        spread: units of the same stage of all such pipelines share nodes, so that few layers leave a node to be summed. Else
             units of a pipeline do, so that activations stay within a node.
         fill_s: seconds of one micro-batch through all stages and back.
         slot_s: seconds between two micro-batches: those of the slowest stage.

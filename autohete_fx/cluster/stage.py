@@ -1,9 +1,9 @@
 """One stage of any model: its own layers with their weights, and stand-ins for the rest that have none.
 
-The model's own forward runs on every stage. A layer of another stage is a `StandIn`, which returns zeros without memory; the one
-just before this stage's first layer returns the hidden state that was received. The stage returns the hidden state after its last
-layer, and the last stage returns the loss. Operators outside of layers, such as masks and rotary angles, run on every stage, each
-from its own copy of the batch. All that does not lead to the result is dead code, which compilers take out.
+The model's own forward runs on every stage. A layer of another stage is a `StandIn`, which returns zeros without memory. The
+one just before this stage's first layer returns the hidden state that was received. The stage returns the hidden state after
+its last layer, and the last stage returns the loss. Operators outside of layers, such as masks and rotary angles, run on every
+stage, each from its own copy of the batch. All that does not lead to the result is dead code, which compilers take out.
 
 Names of modules and parameters are those of the whole model.
 """

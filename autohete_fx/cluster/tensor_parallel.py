@@ -1,11 +1,12 @@
 """Tensor parallelism inside a unit: which layers its GPUs share, and a stage's modules after `parallelize_module`.
 
-Enter a model and a plan of it: names of modules, with a star for each index, and the styles that transformers' configurations name.
-``colwise`` layers keep a part of their outputs, ``rowwise`` ones a part of their inputs, and sum their results; embeddings and
-heads keep a part of the vocabulary. All other parameters stay whole on each GPU. Leaves a `TensorLayout`, the same on all ranks.
+Enter a model and a plan of it: names of modules, with a star for each index, and the styles that transformers' configurations
+name. ``colwise`` layers keep a part of their outputs. ``rowwise`` ones keep a part of their inputs, and sum their results.
+Embeddings and heads keep a part of the vocabulary. All other parameters stay whole on each GPU. Leaves a `TensorLayout`, the
+same on all ranks.
 
-The modules of a stage have DTensors as parameters. Everything else (sums of gradients, the optimizer, saves) works with a rank's
-own part of them, which shares its memory with the DTensor.
+The modules of a stage have DTensors as parameters. All else (sums of gradients, the optimizer, saves) works with a rank's own
+part of them (`autohete_fx.runtime.held`). It has the DTensor's memory wherever a plan moves it.
 """
 
 import re
@@ -24,6 +25,7 @@ from autohete_fx.cluster.building import BuildModel, build_noting_order
 from autohete_fx.cluster.layers import LayerMap
 from autohete_fx.cluster.pieces import Cut, part_of
 from autohete_fx.errors import ClusterError
+from autohete_fx.runtime.held import held
 
 TpPlan = Mapping[str, str]
 """By name of a module, with a star for each index, its style."""
@@ -121,8 +123,8 @@ def layout_of(
         tp_plan: of the model; None: that of its transformers configuration.
 
     Raises:
-        ClusterError: the model has no plan, the plan has styles that are unknown or modules that cannot be cut so, or a degree does
-            not divide a layer.
+        ClusterError: the model has no plan, or a degree does not divide a layer. Also where the plan has styles that are
+            unknown or modules that cannot be cut so.
     """
     if max(degrees) == 1:
         return TensorLayout()
@@ -232,13 +234,13 @@ def _check_degrees(
 # -- a stage's modules -----------------------------------------------------------------------------------------------
 
 
-def divide(model: nn.Module, names: Mapping[int, str], parts: Mapping[str, nn.Parameter], unit: Unit) -> None:
+def divide(model: nn.Module, names: Mapping[int, str], parts: dict[str, nn.Parameter], unit: Unit) -> None:
     """Give the modules of a stage DTensors as parameters, and the collectives around them.
 
     Args:
         model: whose modules have this rank's parts as parameters.
         names: by address of such a part, its parameter's name.
-        parts: by name of a parameter.
+        parts: by name of a parameter; those of DTensors become what these hold.
         unit: of this rank.
     """
     styles: dict[str, ParallelStyle] = {}
@@ -267,6 +269,7 @@ def divide(model: nn.Module, names: Mapping[int, str], parts: Mapping[str, nn.Pa
         assert isinstance(planned, DTensor), "parallelize_module distributes all parameters of the modules it is given"
         if name not in shared:
             shared[name] = _distributed(parts[name], planned, unit.mesh)
+            parts[name] = held(shared[name])
         module._parameters[key] = shared[name]
 
 
@@ -309,8 +312,8 @@ def take_gradients(params: Mapping[str, nn.Parameter], parts: Mapping[str, nn.Pa
 def check_whole(parts: Mapping[str, nn.Parameter], unit: Unit) -> None:
     """Compare the gradients of parameters that each GPU of a unit has whole, and applies to whole activations.
 
-    All ranks of the unit call it. Raises ClusterError, on all of them, where gradients differ: one of the parameters is applied to
-    a part of the activations, and the plan does not say so.
+    All ranks of the unit call it. Raises ClusterError, on all of them, where gradients differ. One of the parameters is then
+    applied to a part of the activations, and the plan does not say so.
     """
     names = [name for name in parts if name not in unit.layout.dims and name not in unit.layout.summed]
     norms = torch.zeros(len(names), dtype=torch.float64, device=unit.mesh.device_type)

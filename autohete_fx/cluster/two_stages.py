@@ -1,8 +1,8 @@
 """AutoHet's planner (arXiv 2512.20953) in two stages: devices into groups, then stages and layers within each group.
 
-Its code is not public: this is a reimplementation from the published description. From there: tensor parallelism is symmetric;
-pipelines may differ in depth; an integer program groups devices that hold the model, balanced and with the most effective
-computing power; another maps stages and balances layers under memory; SCIP solves both. The programs themselves (`_grouped`,
+Its code is not public: this is a reimplementation from the published description. From there: tensor parallelism is symmetric,
+and pipelines may differ in depth. One integer program groups devices that hold the model, balanced and with the most effective
+computing power. Another maps stages and balances layers under memory. SCIP solves both. The programs themselves (`_grouped`,
 `_mapped`), idle devices, recomputation, and the search over widths and sizes of micro-batches are ours.
 """
 

@@ -1,12 +1,12 @@
 """The agreement of ranks that hold a model together while they compile it.
 
-In: what one rank has measured, looked up or decided. Out: one value for all of them, so that each writes the same collectives into
-its graphs in the same order. Ranks take the same way through a compilation because all that it turns on is exchanged here: the
-least budget, the machine of the first rank, the link that all measure together, the longest seconds, what caches have on all of
-them, and the first rank's plan. A rank that compiles something else, or fails, is named by the others' errors: each exchange says
-what it is about.
+In: what one rank has measured, looked up or decided. Out: one value for all of them, so that each writes the same collectives
+into its graphs in the same order. Ranks take the same way through a compilation because all that it turns on is exchanged here.
+That is the least budget, the machine of the first rank, the link that all measure together, and the longest seconds. It is also
+what caches have on all of them, and the first rank's plan. A rank that compiles something else, or fails, is named by the
+others' errors: each exchange says what it is about.
 
-Exchanges have a process group of their own, so that they never stand behind a collective of a graph.
+Exchanges have a process group of their own, so that they never wait for a collective of a graph.
 """
 
 import contextlib
@@ -40,13 +40,14 @@ class Agreement:
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
         params = list(params)
         self._ranks: Ranks | None = ranks_of_graph(params)
-        self._is_tensor_parallel = any(dtensor_of(param) is not None for param in params)
+        is_with_shards = self._ranks is not None and self._ranks.tensor_parallel is not None
+        self._is_tensor_parallel = is_with_shards or any(dtensor_of(param) is not None for param in params)
         self._is_over = self._is_settled = False
 
     @property
     def rank_of_code(self) -> int | None:
         """This rank, where the ranks' graphs differ in sizes and constants though they are of one model; None where they do not."""
-        return self._ranks.rank if self._ranks is not None and self._is_tensor_parallel else None
+        return self._ranks.number if self._ranks is not None and self._is_tensor_parallel else None
 
     @property
     def is_shared(self) -> bool:
@@ -129,8 +130,10 @@ class Agreement:
         return dataclasses.replace(profile, costs=costs)
 
     def described(self, compilation: Compilation) -> str:
-        """The part of a compilation that all ranks must have alike: the graphs, or of tensor parallelism their collectives, because
-        there each rank's graphs have sizes and constants of its own, such as where its rows of an embedding begin."""
+        """The part of a compilation that all ranks must have alike: the graphs, or of tensor parallelism their collectives.
+
+        There each rank's graphs have sizes and constants of its own, such as where its rows of an embedding begin.
+        """
         if not self._is_tensor_parallel:
             return repr(compilation.graphs)
         moved = (each for each in compilation.transfers if each.lane is Lane.NET)
@@ -153,8 +156,10 @@ class Agreement:
 
     @contextlib.contextmanager
     def settled(self, is_settled: bool) -> Iterator[None]:
-        """Around what not all ranks may do, because the caches of some have its result: where all of them have the same plan from
-        an earlier compilation, nothing is exchanged, and each value is its own."""
+        """Around what not all ranks may do, because the caches of some have its result.
+
+        Where all of them have the same plan from an earlier compilation, nothing is exchanged, and each value is its own.
+        """
         self._is_settled = is_settled
         try:
             yield

@@ -1,8 +1,8 @@
 """The assumptions that plans make of the program around their graphs, checked before every call.
 
-A plan counts the optimizer states that will be on the device, and gradients of earlier micro-batches where there are any. Dynamo
-guards neither: it serves a model with code that was planned for ``autohete_fx.AdamW`` though another optimizer trains it now,
-perhaps another model of the same class, and serves every micro-batch of an accumulation that nobody announced.
+A plan counts the optimizer states that will be on the device, and gradients of earlier micro-batches where there are any.
+Dynamo guards neither. It serves a model with code that was planned for ``autohete_fx.AdamW`` though another optimizer trains it
+now, or another model of the same class. It also serves every micro-batch of an accumulation that nobody announced.
 
 In: the graphs that were compiled for training within a budget, and each call before Dynamo looks for its code. Where more memory
 will be taken than a plan counts, Dynamo forgets the code, so that the call compiles and plans afresh. A function that is given
@@ -74,7 +74,7 @@ class Assumptions:
         if missing > 0:
             self.model.forget()
             raise PlanError(
-                "code whose plan counts on an optimizer of autohete_fx, such as AdamW, got a model without one:"
+                "code whose plan counts on an optimizer of autohete_fx, such as AdamW, got a model without one."
                 f" {format_bytes(missing)} of optimizer states would be on the device beyond the plan. The code is dropped now."
                 " Call the function again: that plans for the optimizer that there is"
             )

@@ -1,7 +1,7 @@
 """Compilations: what the backend decided and did for one graph, kept for people to read.
 
-A compilation is plain data, so that it can be stored beside the compiled code: a process that finds the code in a
-cache finds the same report. `compilations` lists those of this process, oldest first.
+A compilation is plain data and can be stored beside the compiled code. A process that finds the code in a cache finds the same
+report. `compilations` lists those of this process, oldest first.
 """
 
 import dataclasses
@@ -118,8 +118,10 @@ class Compilation:
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """Peak device memory of this process since it was last reset; None where nobody counts it, as on a CPU device
-        in a process that never opened an `autohete_fx.MemoryMeter`."""
+        """Peak device memory of this process since it was last reset, in bytes.
+
+        It is None where nobody counts it, as on a CPU device in a process that never opened an `autohete_fx.MemoryMeter`.
+        """
         return None if self.clock is None else self.clock.peak_bytes
 
     def comparison_table(self) -> str:

@@ -18,7 +18,7 @@ from autohete_fx.compiler.telling import tell
 from autohete_fx.errors import AutoHeteError, CaptureError
 from autohete_fx.internals import dynamo, logs, versions
 from autohete_fx.options import Options
-from autohete_fx.runtime.pending import calls
+from autohete_fx.runtime.pending import calls, watching
 
 
 def explain(
@@ -43,7 +43,7 @@ def explain(
     """
     chosen = Options.from_user(options)
     found: list[Compilation] = []
-    calls.watch()
+    watching.watch()
 
     def look(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., object]:
         logs.follow()

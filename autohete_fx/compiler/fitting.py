@@ -27,7 +27,7 @@ _WORST_TRACE = 1 / 8
 """No trace has been further above what the compiled code takes than by this share: only where it is further above the budget is
 that refused before anything is compiled."""
 _UNSEEN_BYTES = 1024
-"""What a budget that an error names leaves for scalars that no compiled code allocates, such as constants of the graph."""
+"""Bytes that a budget which an error names leaves for scalars that no compiled code allocates, such as constants of the graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +60,9 @@ class Budget:
         return int(traced_bytes / (1 - _RESERVE)) + 1 + self.withheld_bytes
 
     def withheld_after(self, peak_bytes: int, traced_bytes: int) -> int:
-        """How much to withhold from the next plan, where code above the budget took ``peak_bytes``: what it took too much, and
-        what its plan left unused."""
+        """Bytes to withhold from the next plan, where code above the budget took ``peak_bytes``: its excess, and what its plan
+        left unused.
+        """
         unused = max(0, self.device_bytes - self.withheld_bytes - traced_bytes)
         return self.withheld_bytes + peak_bytes - self.device_bytes + unused
 
@@ -79,7 +80,7 @@ class Rewritten:
         problem: what the plan solves.
         moved: where the optimizer states are that leave the device, by parameter name.
         graphs, contexts: forward and backward, or one for inference; the last pass needs the contexts again.
-        refusal: set where no plan's trace keeps the budget and this is the plan of least peak: the error to raise if its
+        refusal: set where no plan's trace keeps the budget and this is the plan of least peak. It is the error to raise if the
             compiled code does not keep the budget either, or cannot be measured.
     """
 
@@ -108,8 +109,9 @@ def fitted(
     *,
     is_given: bool = False,
 ) -> Rewritten:
-    """A plan whose traced peak is at most ``usable_bytes``, or where there is none, the one of least traced peak that was found,
-    with its refusal.
+    """A plan whose traced peak is at most ``usable_bytes``.
+
+    Where there is none, the one of least traced peak that was found, with its refusal.
 
     Args:
         usable_bytes: None for no limit.
@@ -131,8 +133,9 @@ def fitted(
         except InfeasiblePlanError as error:
             if refused is not None or error.smallest_budget_bytes is None:
                 raise
-            # Corrections may have gone below what is possible: see what the plan of least peak really needs.
-            refused, allowed = error, error.smallest_budget_bytes
+            # Corrections may have gone below what is possible: see what the plan of least peak really needs. The traceback
+            # goes: it and this frame would keep each other, and with them the batch, until garbage is collected.
+            refused, allowed = error.with_traceback(None), error.smallest_budget_bytes
             continue
         made = rewrite(plan)
         if usable_bytes is None or allowed is None or made.plan.peak_bytes <= usable_bytes:

@@ -1,8 +1,8 @@
 """Rewrite a graph that is compiled under ``no_grad``: fetch the parameters that live in host memory.
 
-In: a captured graph and its ATen form. Out: the graph, rewritten in place, and its `Planned`. Where a training graph has
-placed the parameters they stay, and what training has on the device beside them is counted; else they are placed for
-inference, within the budget as far as a trace of the rewritten graph can tell (`autohete_fx.compiler.fitting`).
+In: a captured graph and its ATen form. Out: the graph, rewritten in place, and its `Planned`. Where a training graph has placed
+the parameters they stay, and what training has on the device beside them is counted. Else they are placed for inference, within
+the budget as far as a trace of the rewritten graph can tell (`autohete_fx.compiler.fitting`).
 """
 
 import dataclasses

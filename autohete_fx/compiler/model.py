@@ -1,8 +1,8 @@
 """Models: what all graphs that share parameters share, namely a runtime session and one memory budget.
 
-A graph break makes several graphs of one model, a new shape or ``no_grad`` another; they are told to be one model by
-the parameters that they read, or by the autohete_fx optimizer that holds them.
-Each training graph leaves a note of the device memory that it takes beside the others.
+A graph break makes several graphs of one model, a new shape or ``no_grad`` another. The parameters that they read, or the
+autohete_fx optimizer that holds them, tell that they are of one model. Each training graph leaves a note of the device memory
+that it takes beside the others.
 """
 
 import dataclasses

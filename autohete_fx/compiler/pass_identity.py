@@ -1,8 +1,8 @@
 """The identity of a user's pass, which tells the compiled code that it shaped from other compiled code.
 
-In: a callable. Out: a string for the keys of our cache of plans, AOTAutograd's and Inductor's. It is equal in two processes only
-where the callable says so itself, as Inductor's custom passes do: were two different passes to share a key, the second program
-would run the first one's code.
+In: a callable. Out: a string for the keys of our cache of plans, AOTAutograd's and Inductor's. It is equal in two processes
+only where the callable says so itself, as Inductor's custom passes do. Were two different passes to share a key, the second
+program would run the first one's code.
 """
 
 import hashlib
@@ -18,8 +18,11 @@ _tokens = WeakIdKeyDictionary()  # of passes that say nothing, as long as they l
 
 
 def pass_identity(user_pass: Callable[..., object]) -> str:
-    """16 hex digits of what ``user_pass.uuid()`` returns and of its class. A pass without ``uuid()``, or for which that is None,
-    has an identity of its own in this process: its code is found in no cache of another one, which a warning says once."""
+    """16 hex digits of what ``user_pass.uuid()`` returns and of its class.
+
+    A pass without ``uuid()``, or for which that is None, has an identity of its own in this process. No other process finds its
+    code in a cache, which a warning says once.
+    """
     word = getattr(user_pass, "uuid", lambda: None)()
     kind = type(user_pass)
     return _token_of(user_pass) if word is None else _digest(f"{kind.__module__}.{kind.__qualname__}:{word!r}")

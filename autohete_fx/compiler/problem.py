@@ -1,6 +1,6 @@
 """From a captured graph to a problem: costs, limits, places that are taken already, and what parameters and optimizers allow.
 
-In: the blocks of a default partition and what they cost, the parameters behind them, the options and what other graphs of the model
+In: the blocks of a default partition and what they cost, their parameters, the options and what other graphs of the model
 hold. Out: a `Problem`, which `autohete_fx.planner.given` and the solver make plans for, and notes for the user.
 """
 
@@ -41,7 +41,7 @@ from autohete_fx.runtime.tiers.host import is_home
 
 _COUNTER_BYTES = 4
 _LIBRARY_BYTES = 2**18
-"""What a CPU's library of products takes, however small they are."""
+"""Bytes that a CPU's library of products takes, however small they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,8 +195,10 @@ def small_bytes(params: Iterable[torch.nn.Parameter], *, training: bool, micro_b
 
 
 def trained_bytes(params: Iterable[torch.nn.Parameter]) -> int:
-    """Bytes that training has on the device beside parameters: optimizer states, where a plan has them there or none moves them,
-    and gradients that are there now."""
+    """Bytes that training has on the device beside parameters.
+
+    Gradients that are there now count, and optimizer states where a plan has them there or none moves them.
+    """
     total = 0
     for param in params:
         placement = placement_of(param)
@@ -245,7 +247,7 @@ def notes_on_optimizer(params: Sequence[torch.nn.Parameter]) -> tuple[str, ...]:
 
 
 NOTE_ON_SHARDS = (
-    "FSDP (fully_shard) gathers these parameters for each call and frees them behind it, so no plan moves them: they are counted"
+    "FSDP (fully_shard) gathers these parameters for each call and frees them after it, so no plan moves them: they are counted"
     " whole on the device, with a gradient and two optimizer states each; activations alone can be recomputed or offloaded"
 )
 
@@ -288,8 +290,11 @@ def refuse_moving(plan: Plan, graph: BlockGraph, sharded: Set[str]) -> None:
 
 
 def reducing_after_backward(problem: Problem) -> Problem:
-    """The problem with replicas, which average gradients at the step, and inside of a DistributedDataParallel, which changes them
-    in hooks that nobody sees: no update starts before all of backward has run, nor is a norm taken before."""
+    """The problem with replicas, which average gradients at the step, and inside of a DistributedDataParallel, which changes
+    them in hooks that nobody sees.
+
+    No update starts before all of backward has run, nor is a norm taken before.
+    """
     overlap = Overlap.STEP if problem.schedule.overlap is Overlap.BACKWARD else problem.schedule.overlap
     return dataclasses.replace(problem, schedule=Schedule(overlap=overlap))
 

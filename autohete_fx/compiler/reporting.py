@@ -1,8 +1,9 @@
 """Reports of runs: the option ``report_dir`` at work.
 
-In: a compilation with a clock, and a directory. Out: files, written when the graph is compiled, with what is predicted; again when
-steps 3 and 22 begin, with what was measured; and when the process ends. Each step that ends adds a line to ``metrics.jsonl``. A
-directory that refuses files fails the compilation; later it costs the report, with a warning, and never the training.
+In: a compilation with a clock, and a directory. Out: files. They are written when the graph is compiled, with what is
+predicted, and when steps 3 and 22 begin, with what was measured. They are written again when the process ends. Each step that
+ends adds a line to ``metrics.jsonl``. A directory that refuses files fails the compilation; later it costs the report, with a
+warning, and never the training.
 """
 
 import atexit
@@ -31,8 +32,8 @@ def reported(compilation: Compilation, report_dir: str | None, device: torch.dev
     trained.
 
     Args:
-        graph: the same for two compilations of one graph, of which the later one, such as a new plan for it, takes the place of
-            the earlier.
+        graph: the same for two compilations of one graph. The later one, such as a new plan for it, takes the place of the
+            earlier.
 
     Raises:
         ReportError: the directory refuses.

@@ -52,9 +52,11 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def separate_written_inputs(joint: fx.GraphModule) -> None:
-    """Give the graph a copy of each input that forward writes to and the graph also reads, such as a running mean or the vectors of
-    a spectral norm: the memory of the input itself has the new value when backward runs. Backward's part of the copy is saved;
-    where it needs nothing, Inductor fuses the copy with what reads it. ``torch.compile`` alone makes none, and can be wrong.
+    """Give the graph a copy of each input that forward writes to and the graph also reads.
+
+    A running mean and the vectors of a spectral norm are such. The memory of the input itself has the new value when backward
+    runs. Backward's part of the copy is saved; where it needs nothing, Inductor fuses the copy with what reads it.
+    ``torch.compile`` alone makes none, and can be wrong.
     """
     for written in written_inputs(joint):
         readers = [user for user in written.users if user.op != "output" and not is_copy(user)]
@@ -96,7 +98,7 @@ def partition(
 
 def _put_tensors_first(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
     """Among what is saved, tensors come before the meshes of DTensors, as AOTAutograd has it. Its partitioner puts states of random
-    generators, which recomputation saves, behind meshes."""
+    generators, which recomputation saves, after meshes."""
     output = next(node for node in reversed(forward.graph.nodes) if node.op == "output")
     results = output_args(forward)
     saved = results[num_outputs:]
@@ -257,6 +259,9 @@ def run_user_passes(user_passes: Sequence[UserPass], gm: fx.GraphModule, context
         try:
             gm.graph.lint()
         except RuntimeError as error:
-            raise PassError(f"the pass {name} left a broken graph: {error}") from error
+            raise PassError(
+                f"the pass {name} left a broken graph: {error}; expected one that graph.lint() accepts. Correct the pass, or take"
+                " it out of options['passes']"
+            ) from error
         gm.recompile()
     return gm

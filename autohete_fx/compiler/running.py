@@ -1,8 +1,8 @@
 """A compiled graph when it runs: what happens before, around and after each call of its code.
 
-In: the function that the inner compiler returned, and what was decided for it. Out: the function that Dynamo calls. It keeps the
-model's runtime alive, places parameters that are new to it, waits for updates under way, times its steps, and cleans up after an
-exception.
+In: the function that the inner compiler returned, and what was decided for it. Out: the function that Dynamo calls. It keeps
+the model's runtime alive and places parameters that are new to it. It waits for updates under way, times steps, and cleans up
+after an exception.
 """
 
 import dataclasses
@@ -68,8 +68,8 @@ def running(
 ) -> Callable[..., object]:
     """The function that Dynamo calls for a graph.
 
-    Before the code begins it waits for the updates that no node of the graph waits for: those of parameters that the graph does not
-    read, and those of memory that any other input shares, such as a buffer that is a view of a weight.
+    Before the code begins it waits for the updates that no node of the graph waits for. They are updates of parameters that the
+    graph does not read. Others are of memory that any other input shares, such as a buffer that is a view of a weight.
 
     Args:
         compiled: the graph's code.
@@ -142,7 +142,7 @@ def _cleaning_up(session: "weakref.ref[Session]", explain: Callable[[BaseExcepti
 
 
 def _refusal(compilation: Compilation) -> AutoHeteError | None:
-    """Of a graph that does not fit even with a plan that takes least, where graphs behind it were to tell what all need: raised by
+    """Of a graph that does not fit even with a plan that takes least, where graphs after it were to tell what all need: raised by
     its backward, if there are none."""
     peak, budget = compilation.plan.peak_bytes, compilation.device_budget_bytes
     if compilation.unsettled is None or budget is None or peak <= budget:

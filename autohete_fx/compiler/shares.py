@@ -1,8 +1,8 @@
 """Device memory that the training graphs of one model take beside each other.
 
-Dynamo hands over the graphs of a call one by one, each when it runs first. Those before the last do not know yet with whom
-they share, and are planned to take least: they are *unsettled*. When the call is over, or its last graph is there, all are
-planned as if they were one graph, and each gets its share; the unsettled ones are compiled again for it.
+Dynamo hands over the graphs of a call one by one, each when it runs first. Those before the last do not know yet with whom they
+share, and are planned to take least: they are *unsettled*. When the call is over, or its last graph is there, all are planned
+as if they were one graph, and each gets its share. The unsettled ones are compiled again for it.
 """
 
 import weakref
@@ -86,7 +86,7 @@ class Shares:
     ) -> int:
         """Device bytes that other graphs hold while this one runs; of parameters that they share with it, too.
 
-        In a call, those before it hold their activations, and those behind it have their gradients when its backward runs. All that
+        In a call, those before it hold their activations, and those after it have their gradients when its backward runs. All that
         is known of graphs of other calls is that a step may run them, too.
 
         Args:
@@ -111,8 +111,8 @@ class Shares:
     def note_graph(self, graph: Origin, digest: str, graph_break: str, call: object) -> None:
         """A graph is compiled within a call: in the first one, the next that runs.
 
-        A graph of theirs that comes again for other sizes is the first of a call that is planned like the first one, since the
-        others are likely to come for these sizes, too. That happens `_MOST_CALLS` times at most, because code for earlier sizes is
+        A graph of theirs that comes again for other sizes is the first of a call that is planned like the first one. The others
+        are likely to come for these sizes, too. That happens `_MOST_CALLS` times at most, because code for earlier sizes is
         forgotten then; afterwards such graphs take least.
         """
         is_new_call = call is None or self._call is None or self._call() is not call
@@ -141,7 +141,7 @@ class Shares:
         return [*self.decided, *(self.unsettled if unsettled.issuperset(self._order) else ())]
 
     def in_order(self, graphs: Iterable[Origin]) -> list[Origin]:
-        """Graphs of the first call, and others behind them, in the order of their forwards."""
+        """Graphs of the first call, and others after them, in the order of their forwards."""
         return sorted(
             graphs,
             key=lambda graph: (

@@ -22,9 +22,9 @@ class Inserted:
         op: its name in `autohete_fx.graph.ops`, such as ``offload`` or ``wait``.
         what: ``parameter``, ``gradient`` or ``activation``.
         block: index of the block that owns the tensor.
-        slot: position in the graph's order of regions: the node belongs after all matrix products of earlier
-            regions and, if ``before_slot``, before those of region ``slot`` and later. In a forward graph block b
-            is region b; in a backward graph of n blocks it is region n - 1 - b.
+        slot: position in the graph's order of regions. The node belongs after all matrix products of earlier regions and, if
+            ``before_slot``, before those of region ``slot`` and later. In a forward graph block b is region b; in a backward
+            graph of n blocks it is region n - 1 - b.
         before_slot: False for a wait that may sink to its first use.
         num_bytes: of the tensor that is copied, waited for, updated or measured.
         lane, priority: None until lanes are assigned, and for what only waits.

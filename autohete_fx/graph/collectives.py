@@ -5,7 +5,7 @@ A parameter of which each rank holds a shard is read through one node, and its g
     whole = autohete.gather(shard, num_ranks, group)      # (rows, ...) of each rank -> (num_ranks * rows, ...)
     shard_grad = autohete.reduce(grad, num_ranks, group)  # the mean over ranks, of which each rank gets its rows
 
-* Shards have equally many rows on all ranks. Where the whole has fewer, a slice behind the gather cuts off the padding.
+* Shards have equally many rows on all ranks. Where the whole has fewer, a slice after the gather cuts off the padding.
 * The backward of each is the other, up to the factor that makes a sum a mean. A frozen shard has no backward, and so no reduce.
 * ``group`` is the digest of the ranks that take part, the same in every process whatever groups were made before.
 * All ranks run the same collectives in the same order: the order of a graph.

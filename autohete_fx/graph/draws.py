@@ -6,15 +6,14 @@ from torch import fx
 from autohete_fx.internals.operators import OpOverload, run_and_save_rng_state, run_with_rng_state
 
 DRAWN_AGAIN = (run_and_save_rng_state, run_with_rng_state)
-"""What PyTorch's partitioner makes of a random operation that is computed again: the first runs in forward, the second in
-backward."""
+"""Operations by which PyTorch's partitioner replaces a random one that is computed again: in forward, and in backward."""
 
 _SEEDS = ("prims::inductor_seed", "prims::inductor_seeds")
 """By name: they exist once Inductor has been imported."""
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether the node draws from a generator, which has other numbers for whatever draws behind it."""
+    """Whether the node draws from a generator, which has other numbers for whatever draws after it."""
     is_random = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
     return is_random or node.target is run_and_save_rng_state
 

@@ -25,15 +25,15 @@ Before a gradient leaves, its norm may be taken, for the step that clips::
 
 * ``result`` has the size, dtype and device of ``src``; its strides too where ``src`` is dense, else it is
   contiguous (`copied_strides`). Host tensors present themselves on the compute device.
-* Nothing aliases: the buffer that a copy fills is unknown to the compiler until ``wait`` returns it, so the
-  compiler cannot hand it out as scratch while the copy runs.
+* Nothing aliases. The compiler does not know the buffer of a copy until ``wait`` returns it. It therefore cannot hand it out as
+  scratch while the copy runs.
 * ``src`` is an argument of ``wait`` because the copy reads it until then: the compiler would otherwise reuse its
-  buffer right behind the issuing node.
-* ``session`` is the digest under which the runtime is registered, the same in every process, so that cached code
-  finds the runtime of the process that it runs in. ``lane`` is `ir.Lane.index`; a smaller ``priority`` is sooner.
+  buffer right after the issuing node.
+* ``session`` is the digest under which the runtime is registered, the same in every process. Cached code therefore finds the
+  runtime of the process that it runs in. ``lane`` is `ir.Lane.index`; a smaller ``priority`` is sooner.
 * ``start_update`` writes the placeholders over the parameter's memory, if there are any in the graph, so that the compiler
-  keeps whatever reads them before it. ``edge`` is the parameter's position among the tensors that the graph of Dynamo's
-  gets, and so its edge in autograd's graph: one graph may serve several models.
+  keeps whatever reads them before it. ``edge`` is the parameter's position among the tensors that Dynamo's graph gets, and so
+  its edge in autograd's graph. One graph may serve several models.
 * ``after`` is never read. The last pass names there what must be computed before the node runs, so that the compiler
   keeps the node where it stands.
 
@@ -74,11 +74,14 @@ ISSUING_OPS = (offload, reload, prefetch)
 """The ops that issue a copy."""
 
 PASSING_OPS = (start_update, take_norm)
-"""What may stand between an issued copy and its wait: they pass its handle on."""
+"""Operations that may stand between an issued copy and its wait: they pass its handle on."""
 
 SMALLEST_COPY_BYTES = 1 << 16
-"""Smaller tensors stay on the device, whatever is decided for their block: a copy of their own would cost more in latency,
-and in nodes to compile, than it frees. A layer's biases and norms are most of its tensors and next to none of its bytes."""
+"""Smaller tensors stay on the device, whatever is decided for their block.
+
+A copy of their own would cost more in latency, and in nodes to compile, than it frees. A layer's biases and norms are most of
+its tensors and next to none of its bytes.
+"""
 
 
 def wait_of(issuing: fx.Node) -> fx.Node:
@@ -108,8 +111,8 @@ def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
 def copied_strides(src: torch.Tensor) -> tuple[int, ...]:
     """Strides of a copy of ``src``: its own where it is dense, else its order of dimensions without the gaps.
 
-    The same holds for ``torch.empty_like``, and backward was traced on ``src``: attention's makes gradients like the queries that
-    it is given, and a view of one may need the order.
+    The same holds for ``torch.empty_like``, and backward was traced on ``src``. Attention's backward makes gradients like the
+    queries that it is given, and a view of one may need the order.
     """
     return tuple(src.stride()) if is_dense(src.shape, src.stride()) else torch.empty_like(src, device="meta").stride()
 

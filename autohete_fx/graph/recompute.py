@@ -1,7 +1,7 @@
 """The values that selective recomputation keeps, and those that it computes again.
 
-In: a node of an ATen forward graph. Out: whether its value is kept. The pass that tags nodes and the profiler that counts
-bytes and seconds both ask here, so that a plan is written into the graph as it was costed.
+In: a node of an ATen forward graph. Out: whether its value is kept. The pass that tags nodes and the profiler that counts bytes
+and seconds both ask here. A plan is thus written into the graph as it was costed.
 """
 
 import functools

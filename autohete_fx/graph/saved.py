@@ -57,7 +57,7 @@ def gathered(graph: fx.Graph) -> set[fx.Node]:
 
 
 def written_inputs(joint: fx.GraphModule) -> list[fx.Node]:
-    """Placeholders whose memory has another value behind forward: written by a copy in the graph, or by AOTAutograd from an
+    """Placeholders whose memory has another value after forward: written by a copy in the graph, or by AOTAutograd from an
     output. All that reads them in the graph means the value before that."""
     output = next(node for node in reversed(joint.graph.nodes) if node.op == "output")
     told = [each.mutated_input for each in output.meta.get("desc", ()) if hasattr(each, "mutated_input")]
@@ -80,7 +80,7 @@ def hint(size: int | torch.SymInt) -> int:
 
 
 def saved_views(forward: fx.GraphModule, num_outputs: int) -> dict[fx.Node, list[fx.Node]]:
-    """The saved outputs, those behind the first ``num_outputs``, by the node whose storage they live in."""
+    """The saved outputs, those after the first ``num_outputs``, by the node whose storage they live in."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in output_args(forward)[num_outputs:]:
         if isinstance(node, fx.Node):
@@ -93,9 +93,9 @@ def offloadable(
 ) -> tuple[fx.Node, ...]:
     """The saved storages that can leave for host memory, by the nodes that own them: largest first, ties in graph order.
 
-    A storage leaves by a copy of each saved view of it; its device memory is free when all of them are on the host. Left
-    on the device: what belongs to inputs, what the user gets too, what has gaps, views below ``smallest_bytes``, whole
-    parameters that were gathered, and storages whose views overlap, because their copies would be larger than what they free.
+    A storage leaves by a copy of each saved view of it; its device memory is free when all of them are on the host. Left on the
+    device: what belongs to inputs, what the user gets too, what has gaps, views below ``smallest_bytes``, and whole parameters
+    that were gathered. Storages whose views overlap stay, too, because their copies would be larger than what they free.
     """
     parameters = gathered(forward.graph)
     held = {storage_root(node) for node in output_args(forward)[:num_outputs] if isinstance(node, fx.Node)}

@@ -1,8 +1,8 @@
 """Which module a training loop calls to train the parameters of an optimizer.
 
-In: an optimizer, when it is made. Out: the modules that hold all of its parameters. The first one of them that the loop calls with
-gradients enabled is the one to compile: modules within it are then called by it. A module that holds only a part is never compiled,
-because a loop over the layers of a model would be compiled layer by layer, outside of any budget.
+In: an optimizer, when it is made. Out: the modules that hold all of its parameters. The first one of them that the loop calls
+with gradients enabled is the one to compile: modules within it are then called by it. A module that holds only a part is never
+compiled. A loop over the layers of a model would otherwise be compiled layer by layer, outside of any budget.
 """
 
 import gc
@@ -25,6 +25,13 @@ def holders_of(params: Iterable[Tensor]) -> list[nn.Module]:
     """The modules of this process, alive now, that hold all of these parameters."""
     needed = set(map(id, params))
     return [module for module in _modules() if needed and needed <= set(map(id, module.parameters()))]
+
+
+def has_sparse_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a table among its parameters is one that gets sparse gradients."""
+    params = set(map(id, trained_by(optimizer)))
+    tables = (module for module in _modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse)
+    return any(id(table.weight) in params for table in tables)
 
 
 def _modules() -> list[nn.Module]:

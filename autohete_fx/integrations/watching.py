@@ -1,7 +1,7 @@
 """A script that runs, and the two things done to it: its model is compiled, and its optimizer becomes ours.
 
 In: the options of the backend. While the context `Watched` is entered, each optimizer that is made says which parameters are
-trained. Modules that hold them get a function in front of their calls; the first one that is called with gradients enabled is
+trained. Modules that hold them get a function in front of their calls. The first one that is called with gradients enabled is
 compiled in place, and all of those functions are taken away. Out: the notes that a report is made of. Leaving the context takes
 away all that was put in place but what the script's own objects have become.
 """
@@ -133,6 +133,9 @@ class Watched:
             return
         if note.uncompiled:
             note.kept = "its model is not compiled"
+            return
+        if roots.has_sparse_gradients(optimizer):
+            note.kept = "gradients of an embedding with sparse=True are sparse, which ours does not take"
             return
         self._is_replacing = True
         try:

@@ -45,6 +45,13 @@ def is_stance_default() -> bool:
     return eval_frame._stance.stance == "default" and eval_frame._stance.backend is None and not config.disable
 
 
+def without_collection() -> contextlib.AbstractContextManager[None]:
+    """A context in which Dynamo looks for no garbage after it compiled."""
+    from torch._dynamo import config
+
+    return config.patch(run_gc_after_compile=False)
+
+
 class _Frame(threading.local):
     """The frame that Dynamo converts in this thread now.
 
@@ -105,14 +112,14 @@ def on_cache_misses(
 ) -> None:
     """Call back around what Dynamo does with a frame for which it has no compiled code.
 
-    ``begin`` is called before, with the frame's code where Dynamo may compile it and a user may have written it. Then ``compiled``
-    is called, or ``given_up`` where the frame will run as it is (a limit, a mode, an operation that cannot be traced), with the
-    break in a loop that led to it, as ``file:line: reason``, or nothing. Frames that Dynamo leaves alone by rule, such as
-    PyTorch's own, give up nothing.
+    ``begin`` is called before, with the frame's code where Dynamo may compile it and a user may have written it. Then
+    ``compiled`` is called, or ``given_up`` where the frame will run as it is (a limit, a mode, an operation that cannot be
+    traced). ``given_up`` gets the break in a loop that led to it, as ``file:line: reason``, or nothing. Frames that Dynamo
+    leaves alone by rule, such as PyTorch's own, give up nothing.
 
-    Callbacks and finalizers that the garbage collector runs are no part of the program, though a collection may begin
-    anywhere, also between the entry of a compiled function and its code. It runs as it is, behind ``begin``, which nobody would
-    hear raise there.
+    Callbacks and finalizers that the garbage collector runs are no part of the program. A collection may begin anywhere, also
+    between the entry of a compiled function and its code. It runs as it is, after ``begin``, which nobody would hear raise
+    there.
     """
     from torch._dynamo import trace_rules
     from torch._dynamo.convert_frame import CatchErrorsWrapper
@@ -179,8 +186,9 @@ def _is_of_collector(code: CodeType) -> bool:
 
 
 def function_being_compiled() -> tuple[str, str]:
-    """The function that Dynamo compiles in this thread, by file and name, and the part of it, between two graph breaks; empty where
-    Dynamo does not compile.
+    """The function that Dynamo compiles in this thread, by file and name, and the part of it, between two graph breaks.
+
+    Empty where Dynamo does not compile.
 
     To Dynamo the code after a graph break is a function of its own, whose name says which one it resumes.
     """
@@ -244,8 +252,10 @@ def function_of_call(frame: FrameType | None) -> object:
 
 
 def modules_of(function: object) -> list[torch.nn.Module]:
-    """The modules that a compiled function is of: the one that it is, or is a method of, or those that it or a function that it
-    closes over closes over."""
+    """The modules that a compiled function is of: the one that it is, or is a method of.
+
+    Else those that it, or a function that it closes over, closes over.
+    """
     from torch.nn.parallel import DistributedDataParallel
 
     known = (FunctionType, MethodType, torch.nn.Module)

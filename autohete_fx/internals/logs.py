@@ -1,12 +1,12 @@
 """PyTorch's logs and traces, and what they say of a compilation: ``TORCH_LOGS`` and ``TORCH_TRACE``.
 
-PyTorch calls `register` while it is imported, by the entry point ``torch.backends`` of this package, since it refuses names in
+PyTorch calls `register` while it is imported, by the entry point ``torch.backends`` of this package. It refuses names in
 ``TORCH_LOGS`` that nobody has registered by then. ``autohete`` there stands for all records of this package, and
 ``autohete_plan``, ``autohete_graph``, ``autohete_schedule`` and ``autohete_memory`` for one text of each compilation.
 
 The loggers of this package are ordinary ones, whose records go to the handlers that a program has set up. Only while
-``TORCH_LOGS``, or ``torch._logging.set_logs``, names ``autohete`` does `follow` hand them to PyTorch's handlers instead: it makes
-them children of the logger whose level PyTorch sets.
+``TORCH_LOGS``, or ``torch._logging.set_logs``, names ``autohete`` does `follow` hand them to PyTorch's handlers instead. It
+then makes them children of the logger whose level PyTorch sets.
 
 PyTorch 2.11 calls `register` only after it has read ``TORCH_LOGS``, and so refuses these names there; ``torch._logging.set_logs``
 takes them.

@@ -52,10 +52,11 @@ def aot_eager(
 
 
 def compile_apart(function: Callable[..., object], backend: Callable[..., object]) -> Callable[..., object]:
-    """``torch.compile``, with what is compiled kept apart from what other calls compile of the same code: it does not count
-    towards their limit of recompilations, nor theirs towards its own.
+    """``torch.compile``, with its results kept apart from those of other calls for the same code.
 
-    2.11 and 2.12 keep what is compiled with the code of a function, so there the function is called by one with code of its own.
+    They do not count towards each other's limit of recompilations.
+
+    2.11 and 2.12 keep compiled code with the code of a function. There a function with code of its own calls it.
     """
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         apart: dict[str, Any] = {"isolate_recompiles": True}  # of which the overloads do not know
@@ -112,8 +113,10 @@ def has_fsdp(modules: Iterable[torch.nn.Module]) -> bool:
 
 
 def input_index(description: object) -> int | None:
-    """The place among Dynamo's inputs of the one that a placeholder of AOTAutograd's stands for, or of a DTensor whose local tensor
-    it stands for; None for any other."""
+    """The place among Dynamo's inputs of the one that a placeholder of AOTAutograd's stands for.
+
+    A placeholder may stand for a DTensor's local tensor. None for any other.
+    """
     if type(description).__name__ == "SubclassGetAttrAOTInput" and getattr(description, "attr", "") == "_local_tensor":
         description = getattr(description, "base", None)
     index = getattr(description, "idx", None)
@@ -121,8 +124,10 @@ def input_index(description: object) -> int | None:
 
 
 def gradient_index(description: object) -> int | None:
-    """The place among Dynamo's inputs of the one that an output of AOTAutograd's backward is the gradient of, or the local tensor
-    of its gradient; None for any other."""
+    """The place among Dynamo's inputs of the one that an output of AOTAutograd's backward is the gradient of.
+
+    The output may be the local tensor of its gradient. None for any other.
+    """
     if type(description).__name__ == "SubclassGetAttrAOTOutput" and getattr(description, "attr", "") == "_local_tensor":
         description = getattr(description, "base", None)
     index = getattr(getattr(description, "grad_of", None), "idx", None)
@@ -137,8 +142,10 @@ def is_dtensor(tensor: object) -> bool:
 
 @functools.cache
 def backward_holds_arguments() -> bool:
-    """Whether AOTAutograd keeps the gradients of outputs that a backward is given until it has returned, as 2.11 does; later ones
-    release them after their last use."""
+    """Whether AOTAutograd keeps the gradients of outputs that a backward is given until it has returned, as 2.11 does.
+
+    Later ones release them after their last use.
+    """
     from torch._functorch._aot_autograd import runtime_wrappers
 
     return not hasattr(runtime_wrappers, "_codegen_backward_prologue")

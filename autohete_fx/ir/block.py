@@ -10,7 +10,7 @@ class BlockKind(enum.Enum):
     PROLOGUE = "prologue"
     LAYER = "layer"
     BRIDGE = "bridge"
-    """What lies between two stacks of layers, such as an encoder's final norm and a decoder's embedding."""
+    """The block between two stacks of layers, such as an encoder's final norm and a decoder's embedding."""
     EPILOGUE = "epilogue"
 
 

@@ -35,15 +35,15 @@ class BlockCost:
     Attributes:
         forward_s, backward_s: compute seconds with everything it needs on the device and activations kept.
         recompute_s: extra seconds in backward when the block's activations are recomputed.
-        saved_bytes: device bytes that live from the block's forward to its backward when its activations are
-            kept: what it produces and the partition saves, its outputs to other blocks (``boundary_bytes``) included.
-        boundary_bytes: the part of ``saved_bytes`` that stays when the block is recomputed: values that other
-            blocks read, and values that cannot be drawn again (random seeds).
+        saved_bytes: device bytes that live from the block's forward to its backward when its activations are kept. They are
+            what it produces and the partition saves, its outputs to other blocks (``boundary_bytes``) included.
+        boundary_bytes: the part of ``saved_bytes`` that stays when the block is recomputed. It is of values that other blocks
+            read, and of values that cannot be drawn again (random seeds).
         offloadable: of the tensors in ``saved_bytes`` that can leave for host memory after forward, their bytes, largest
             first.
         forward_workspace_bytes: peak of the block's forward above what it holds at its end and its start.
-        backward_workspace_bytes: peak of its backward above what is saved and above its own gradients' final bytes;
-            the recomputed activations themselves are not in it (the planner adds ``saved_bytes - boundary_bytes``).
+        backward_workspace_bytes: peak of its backward above what is saved and above its own gradients' final bytes. The
+            recomputed activations themselves are not in it (the planner adds ``saved_bytes - boundary_bytes``).
         param_bytes: the parameters that it owns, as stored (frozen ones included).
         grad_bytes: gradients of its trainable parameters.
         optimizer_bytes: optimizer states of its trainable parameters, master weights included.
@@ -55,9 +55,10 @@ class BlockCost:
         update_share: bytes that an update of ``num_params`` reads and writes, over those of an AdamW update, whose rates are known.
         selective: of computing again only what is cheap to compute; None where that would free nothing.
         num_param_tensors, num_grad_tensors: in how many copies the parameters move, and their gradients.
-        gathered_bytes: the whole parameters that the block's forward reads and ranks hold shards of, before any cast. They are on
-            the device from the issue of their gather to the end of the forward, or where they are kept to that of the backward.
-            No workspace has them. ``param_bytes``, ``grad_bytes`` and all that belongs to the optimizer are this rank's alone.
+        gathered_bytes: the whole parameters that the block's forward reads and ranks hold shards of, before any cast. They are
+            on the device from the issue of their gather to the end of the forward. Where they are kept, they stay to the end of
+            the backward. No workspace has them. ``param_bytes``, ``grad_bytes`` and all that belongs to the optimizer are this
+            rank's alone.
         gathered_again_bytes: the part of them that the backward reads.
         reduced_bytes: the whole gradients that the backward makes, of which each rank gets the rows of its shard. They are on the
             device until their reduce is waited for.

@@ -16,7 +16,7 @@ class Activations(enum.Enum):
     RECOMPUTE = "recompute"
     OFFLOAD = "offload"
     SELECTIVE = "selective"
-    """What matrix products, attention and other expensive kernels made is kept; the rest is computed again."""
+    """Results of matrix products, attention and other expensive kernels are kept; the rest is computed again."""
 
 
 class Params(enum.Enum):
@@ -34,8 +34,11 @@ class Optimizer(enum.Enum):
     STREAMED = "streamed"
     """States on the host; for each step they are copied to the device, updated there, and copied back."""
     DISK = "disk"
-    """States on disk; for each step the CPU reads them into RAM, updates them there, and writes them back, a window of a
-    parameter at a time. Gradients are in host memory, as for ``HOST``."""
+    """States on disk.
+
+    For each step the CPU reads them into RAM, updates them there, and writes them back, a window of a parameter at a time.
+    Gradients are in host memory, as for ``HOST``.
+    """
 
     @property
     def updates_on_host(self) -> bool:
@@ -81,12 +84,12 @@ class BlockDecision:
 
     Attributes:
         activations, params, optimizer: see the enums.
-        prefetch_distance: how many blocks ahead of its use a copy to the device is issued, at least 1: parameters in
-            forward and backward, offloaded activations in backward, streamed optimizer states; and how many blocks after
-            it a copy to the host is waited for: activations, gradients, states. Irrelevant where nothing of the block is
+        prefetch_distance: how many blocks ahead of its use a copy to the device is issued, at least 1. That holds for
+            parameters in forward and backward, offloaded activations in backward, and streamed optimizer states. As many blocks
+            later a copy to the host is waited for: activations, gradients, states. Irrelevant where nothing of the block is
             copied.
         keeps_fetched: parameters that were fetched from the host, or gathered from all ranks, stay on the device from the
-            block's forward to its backward, which saves the second fetch and the second gather. Without meaning where the block
+            block's forward to its backward. That saves the second fetch and the second gather. Without meaning where the block
             neither fetches nor gathers; plans that say so there are refused.
         num_moved_states: of the block's trainable parameters, how many have their optimizer states where ``optimizer`` says,
             smallest first. None: all of them.

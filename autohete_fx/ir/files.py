@@ -1,7 +1,7 @@
 """Values saved as JSON files with a schema version: reading one back, and refusing what is none.
 
-Enter text or a path and how to build the value; leaves the value, or an error that says what is wrong with which file and
-what to do. The text of every file is one object with the entry ``schema_version``.
+Enter text or a path and how to build the value. Leaves the value, or an error that says what is wrong with which file and what
+to do. The text of every file is one object with the entry ``schema_version``.
 """
 
 import enum

@@ -14,7 +14,7 @@ def label_pattern(label: str) -> str:
 
 
 def renumbered(label: str, by: int) -> str:
-    """The label of the layer that many behind, in the same stack."""
+    """The label of the layer that many places later, in the same stack."""
     return _LAST_NUMBER.sub(lambda match: str(int(match.group()) + by), label)
 
 

@@ -12,7 +12,7 @@ from autohete_fx.ir.files import SavedAs, checked, refuse_unknown
 
 MACHINE_SCHEMA_VERSION = 1
 ASSUMED_HOST_FLOPS_PER_S = 1e12
-"""Of bf16 products on the host beside a GPU, where nobody has timed them: a socket of a server without matrix units."""
+"""The rate of bf16 products on the host beside a GPU, where nobody has timed them: a socket of a server without matrix units."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

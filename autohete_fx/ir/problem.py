@@ -21,8 +21,8 @@ class Problem:
         machine: capacities and rates.
         device_budget_bytes: peak device memory allowed; None for no limit.
         host_budget_bytes: host memory allowed for homes; None for no limit.
-        fixed_bytes: device bytes that live through the whole step and that no decision changes: inputs, buffers,
-            what other graphs hold, on a GPU room to time kernels in.
+        fixed_bytes: device bytes that live through the whole step and that no decision changes. They are inputs, buffers, what
+            other graphs hold, and on a GPU room to time kernels in.
         allow_recompute, allow_offload_activations, allow_host_params, allow_host_optimizer: what may be decided.
         allow_keeping_fetched: likewise, beside ``allow_host_params``, or where ranks gather parameters.
         allow_moving_some_states: likewise, beside ``allow_host_optimizer``: whether ``num_moved_states`` may be decided.
@@ -35,10 +35,10 @@ class Problem:
         num_ranks: how many ranks hold shards of the parameters.
         num_replicas: how many ranks hold the same shards, and average gradients before they update.
         training: False for an inference graph: no backward, gradients or optimizer.
-        fixed_decisions: per block, decisions about params and optimizer that an earlier graph of the same model has
-            made already, or None; empty for no such decisions. The ``activations`` of such a decision are free.
-        obstacles: pairs of a decision, by its word in the option ``allow``, that cannot be made here although the user
-            allows it, and a sentence on what would let it be made. For messages: no part of the digest.
+        fixed_decisions: per block, decisions about params and optimizer that an earlier graph of the same model has made
+            already, or None. Empty for no such decisions. The ``activations`` of such a decision are free.
+        obstacles: pairs of a decision, by its word in the option ``allow``, and a sentence on what would let it be made. The
+            decision cannot be made here although the user allows it. For messages: no part of the digest.
     """
 
     labels: tuple[str, ...]

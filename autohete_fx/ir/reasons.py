@@ -68,8 +68,8 @@ class BlockReasons:
     Attributes:
         num_others: how many other choices were looked at.
         next_best: the best of those that fit; None where none does.
-        barred: the fastest of those that would be better than what was chosen but do not fit, and of several as fast the one
-            that lacks the fewest bytes; None where there is none.
+        barred: the fastest of those that would be better than what was chosen but do not fit. Among several as fast it is the
+            one that lacks the fewest bytes; None where there is none.
     """
 
     num_others: int

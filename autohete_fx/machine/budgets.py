@@ -19,15 +19,17 @@ from autohete_fx.runtime.tiers.host import open_tier
 _GRAIN = 64
 
 _LEFT_SHARE = 32
-"""Of what a process can take, the caching allocator leaves so much in pieces that fit no tensor."""
+"""The share of a process's memory that the caching allocator leaves in pieces that fit no tensor."""
 
 _WORKSPACES_BYTES = 96 * 2**20
-"""What cuBLAS keeps for the streams of forward and of backward: 32 MiB each on the largest GPUs, and once for cuBLASLt."""
+"""Bytes that cuBLAS keeps for the streams of forward and of backward: 32 MiB each on the largest GPUs, and once for cuBLASLt."""
 
 
 def device_budget_bytes(device: torch.device, options: Options) -> int | None:
-    """The peak device memory allowed: the option, else None on a CPU device and on CUDA what is free, but for what the
-    libraries and the allocator take."""
+    """The peak device memory allowed, in bytes: the option, else None on a CPU device.
+
+    On CUDA it is what is free, but for what the libraries and the allocator take.
+    """
     total = device_capacity_bytes(device)
     if options.memory_budget is not None:
         return resolve_bytes(options.memory_budget, total)
@@ -43,8 +45,11 @@ def device_budget_bytes(device: torch.device, options: Options) -> int | None:
 
 
 def tuning_bytes(device: torch.device, options: Options) -> int:
-    """Device bytes that Inductor takes in the first step beside the step's own tensors: it times variants of each of Triton's
-    kernels where that first runs, and empties the device's cache in between by filling a buffer of its size."""
+    """Device bytes that Inductor takes in the first step beside the step's own tensors.
+
+    It times variants of each of Triton's kernels where that first runs. In between it empties the device's cache by filling a
+    buffer of its size.
+    """
     if device.type != "cuda" or options.inner_backend == "eager":
         return 0
     return torch.cuda.get_device_properties(device).L2_cache_size

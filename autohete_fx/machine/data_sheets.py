@@ -1,9 +1,9 @@
 """The table of devices, in the words of `device_spec`: figures of data sheets, with their sources, and prices.
 
-Prices are those of one GPU with its part of a host on a public cloud, on demand and spot, in US dollars an hour at PRICES_DATE.
-They are approximate list prices from memory, of regions in the United States, and None where no usual cloud rents a device so:
-AWS for V100, H100 SXM, H200, L40S, A10G and T4, Google Cloud for A100 and L4, Azure for MI300X, Lambda for H100 PCIe, GH200 and
-RTX A6000. Spot prices change by the day; a plan that depends on them should be given today's.
+Prices are those of one GPU with its part of a host on a public cloud, on demand and spot. They are in US dollars an hour at
+PRICES_DATE. They are approximate list prices from memory, of regions in the United States, and None where no usual cloud rents
+a device so. AWS has V100, H100 SXM, H200, L40S, A10G and T4, Google Cloud A100 and L4. Azure has MI300X, and Lambda H100 PCIe,
+GH200 and RTX A6000. Spot prices change by the day; a plan that depends on them should be given today's.
 """
 
 from autohete_fx.machine.device_spec import LINK_SHARE, NET_SHARE, DeviceSpec, Host, Link, Net, Peaks, Sustained

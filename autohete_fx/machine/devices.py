@@ -1,19 +1,19 @@
 """Machines that one does not have: accelerators by name, from their data sheets, as `Machine` values.
 
-Enter a name such as ``a100-40g`` or ``4090``; leaves a `Machine` with sustained rates. A data sheet states peaks; what a
-training step sustains is a stated share of them, so every figure here is a data sheet's times a share, and both are
-given. A machine that can be measured should be: `autohete doctor --save`.
+Enter a name such as ``a100-40g`` or ``4090``; leaves a `Machine` with sustained rates. A data sheet states peaks, and a
+training step sustains a stated share of them. Every figure here is therefore a data sheet's times a share, and both are given.
+A machine that can be measured should be: `autohete doctor --save`.
 
 Matrix products
-    ``matmul_share`` of the *dense* peak. Nine tenths of the best that torch.matmul reached in bf16 over many shapes where
-    that is published (S. Bekman, "Machine Learning Engineering", table of maximum achievable matmul FLOPS: A100 SXM 87%,
-    H100 SXM 80%, GH200 84%, MI300X 51%), because a model's shapes are not the best ones. H200 is taken as H100. Where
-    nothing is published: 0.8 for V100; 0.6 for the cards whose power limit is far below what their peak takes (L40S,
-    H100 PCIe); 0.85 for GeForce cards, whose stated peak is that of a clock which they exceed.
-    Where a device's layers have been measured, ``sustained`` has the shares of that kind of products in forward and in backward:
-    TF32 of A100-40 and GH200, fp32 of V100, Titan RTX and 2080 Ti, by ``examples/benchmarks/cluster_pricing.py``. A100-80 is taken
-    as A100-40; TF32 of H100, H200 and H800 as that of GH200, which has the same chip. A type without tensor cores has the share of
-    fp32, such as bf16 on V100. No bf16 products on tensor cores have been measured so. The shares of H20,
+    ``matmul_share`` of the *dense* peak. Where a best rate is published, nine tenths of it, because a model's shapes are not the
+    best ones. It is the most that torch.matmul reached in bf16 over many shapes (S. Bekman, "Machine Learning Engineering", table
+    of maximum achievable matmul FLOPS): A100 SXM 87%, H100 SXM 80%, GH200 84%, MI300X 51%. H200 is taken as H100.
+    Where nothing is published: 0.8 for V100, and 0.6 for the cards whose power limit is far below what their peak takes (L40S,
+    H100 PCIe). GeForce cards have 0.85, for their stated peak is that of a clock which they exceed.
+    Where a device's layers have been measured, ``sustained`` has the shares of that kind of products in forward and in backward.
+    ``examples/benchmarks/cluster_pricing.py`` fits them: TF32 of A100-40 and GH200, fp32 of V100, Titan RTX and 2080 Ti. A100-80 is
+    taken as A100-40; TF32 of H100, H200 and H800 as that of GH200, which has the same chip. A type without tensor cores has the
+    share of fp32, such as bf16 on V100. No bf16 products on tensor cores have been measured so. The shares of H20,
     A10G, L4, T4, RTX A6000 and MI250 are assumptions, lower the less power a card has for its peak.
     ``float32`` is the rate without tensor cores, because PyTorch multiplies fp32 without TF32 unless told to
     (``torch.set_float32_matmul_precision("high")``); `machine_of_spec` takes ``tf32=True`` for that. ``float16`` and
@@ -32,22 +32,22 @@ Host link
     LINK_SHARE of the link's bandwidth in one direction (PCIe 3.0, 4.0, 5.0 x16: 15.75, 31.5, 63.0 GB/s), which is what
     pinned copies reach. NVLink-C2C has 450 GB/s a direction, of which 375 up and 297 down were measured (same paper).
 Host
-    An assumption: for data-centre cards one socket of a usual server of their time and its memory, for GeForce cards a
-    desktop with as much memory as its platform takes. An update on the host moves UPDATE_BYTES a parameter (fp32 master and
-    moments read and written, the gradient read and a 16-bit weight written; as many for pure fp32) at HOST_SHARE of the
-    stated DRAM bandwidth: STREAM reaches about 0.8 of it, our AdamW about 0.9 of STREAM.
-    Matrix products there, which Muon's updates take, are assumed to do `ASSUMED_HOST_FLOPS_PER_S`.
+    Assumed: for data-centre cards one socket of a usual server of their time and its memory. A GeForce card has a desktop with
+    as much memory as its platform takes. An update on the host moves UPDATE_BYTES a parameter at HOST_SHARE of the stated DRAM
+    bandwidth. The bytes are the fp32 master and moments, read and written, the gradient read and a 16-bit weight written; pure
+    fp32 has as many. STREAM reaches about 0.8 of the bandwidth, our AdamW about 0.9 of STREAM. Matrix products there, which
+    Muon's updates take, are assumed to do `ASSUMED_HOST_FLOPS_PER_S`.
 Net
-    Between GPUs of a node, bytes a second that one sends in a ring: NVLink of A100 240 of 300 GB/s a direction, of H100 370 of 450
-    (``torch/_inductor/comm_analysis.py``), and for other NVLinks and Infinity Fabric NET_SHARE of what they state, an assumption.
-    Cards without either send through their host link, two hops of one PCIe tree; where peers cannot copy to each other, as with
-    GeForce cards, that is more than is reached. NET_LATENCY_S a hop. Between nodes each GPU has an adapter of its own,
-    NODE_GB_PER_S unless told otherwise (InfiniBand HDR, 200 Gb/s), and NCCL's rings cross by all of a node's adapters at once.
+    Between GPUs of a node, bytes a second that one sends in a ring. NVLink of A100 has 240 of 300 GB/s a direction, of H100 370 of
+    450 (``torch/_inductor/comm_analysis.py``). Other NVLinks and Infinity Fabric have NET_SHARE of what they state, an assumption.
+    Cards without either send through their host link, two hops of one PCIe tree. Where peers cannot copy to each other, as with
+    GeForce cards, that is more than is reached. A hop takes NET_LATENCY_S. Between nodes each GPU has an adapter of its own,
+    NODE_GB_PER_S unless told otherwise (InfiniBand HDR, 200 Gb/s). NCCL's rings cross by all of a node's adapters at once.
 Host of several GPUs
-    The ranks of a node share its memory, its disk and the rate of its updates evenly: the work of all ranks' updates does not
+    The ranks of a node share its memory, its disk and the rate of its updates evenly. The work of all ranks' updates does not
     shrink with their number. It is the same host as for one GPU. Each keeps a host link of its own.
 Disk
-    One NVMe drive of 2 TB; DISK_SHARE of 3.5 GB/s behind PCIe 3.0, of 7 GB/s behind later ones.
+    One NVMe drive of 2 TB; DISK_SHARE of 3.5 GB/s on PCIe 3.0, of 7 GB/s on later ones.
 """
 
 from dataclasses import replace
@@ -63,18 +63,21 @@ HOST_SHARE = 0.72
 DISK_SHARE = 0.8
 UPDATE_BYTES = 28
 UPDATE_FIXED_S = 1.5e-4
-"""Of one step of the optimizer on a GPU, beside the seconds of its parameters."""
+"""Seconds of one step of the optimizer on a GPU, beside those of its parameters."""
 LAUNCH_S = 5e-6
 """The least that a kernel takes."""
 NET_LATENCY_S = 1e-5
-"""Of one message from a GPU to the next."""
+"""Seconds of one message from a GPU to the next."""
 NODE_GB_PER_S = 25.0
-"""Of one GPU's adapter to other nodes in one direction."""
+"""The rate of one GPU's adapter to other nodes in one direction."""
 LATENCY_S = 1e-5
-"""Of a copy, from its issue on a stream to its first byte."""
+"""Seconds of a copy, from its issue on a stream to its first byte."""
 RESERVE_SHARE = 0.05
-"""Of a card's capacity, what a plan leaves alone unless told otherwise: the CUDA context and libraries take about
-0.5 GiB, some of the stated capacity is never available, and the caching allocator's blocks do not fit without gaps."""
+"""The part of a card's capacity that a plan leaves alone unless told otherwise.
+
+The CUDA context and libraries take about 0.5 GiB, and some of the stated capacity is never available. The caching allocator's
+blocks do not fit without gaps.
+"""
 _DISK_BYTES = 2 * 10**12
 
 

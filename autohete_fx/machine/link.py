@@ -1,7 +1,7 @@
 """How host and device share their link: copies both ways at once, and kernels that work on host memory where it is.
 
 In: a device with memory of its own, and a way to make homes. Out: bytes a second. Why: the planner takes the two directions for
-independent of each other and lets no kernel of a plan work on homes; these figures say how far that holds, to whoever reads them.
+independent of each other and lets no kernel of a plan work on homes. These figures tell a reader how far that holds.
 """
 
 from collections.abc import Callable

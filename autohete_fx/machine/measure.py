@@ -1,12 +1,12 @@
 """The machine's capacities and rates, timed once and cached.
 
-Enters a device and a way to make host tensors; leaves a `Machine`. Timing takes about two seconds: products, copies
-within the device, copies to and from host memory both ways, AdamW steps on the device and on the host, a file written and
-read. Each rate is the best of a few repeats after a warm-up: others on the machine only ever slow one down.
+Enters a device and a way to make host tensors; leaves a `Machine`. Timing takes about two seconds. It times products, copies
+within the device and both ways to host memory, AdamW steps on the device and on the host, and a file. Each rate is the best of
+a few repeats after a warm-up: others on the machine only ever slow one down.
 
-A measurement may fall into a step that has a budget to keep. On CUDA it takes some 250 MiB, of what activations take
-later; for a CPU device, where a budget may be smaller than that, every tensor timed here lies in mapped host
-memory; a 16-bit product may take 3 MiB of scratch, a copy to the device 1 MiB, and the disk's window is 4 MiB.
+A measurement may fall into a step that has a budget to keep. On CUDA it takes some 250 MiB, of what activations take later. For
+a CPU device, where a budget may be smaller than that, every tensor timed here lies in mapped host memory. There a 16-bit
+product may take 3 MiB of scratch, a copy to the device 1 MiB, and the disk's window 4 MiB.
 """
 
 import errno
@@ -27,7 +27,7 @@ from autohete_fx.internals.modes import unset_fake_temporarily
 from autohete_fx.ir import Lane, Machine
 from autohete_fx.runtime.tiers import ram
 
-_REPEATS = 4
+_REPEATS, _SMALL_REPEATS = 4, 40
 _COPY_BYTES = {"cpu": 24 * 2**20, "cuda": 128 * 2**20}
 _TRANSFER_BYTES = 2**20
 """On a CPU device: what a training step moves at a time."""
@@ -60,7 +60,7 @@ def device_capacity_bytes(device: torch.device) -> int:
 
 
 def host_capacity_bytes(device: torch.device, offload_dir: str | None = None) -> int:
-    """Capacity of the tier behind the device: RAM for CUDA; for a CPU what is free in ``offload_dir``."""
+    """Capacity of the tier below the device, in bytes: RAM for CUDA; for a CPU what is free in ``offload_dir``."""
     if device.type == "cuda":
         return device_capacity_bytes(torch.device("cpu"))
     return _free_bytes(offload_dir or tempfile.gettempdir())
@@ -88,10 +88,10 @@ def _is_in_ram(directory: str) -> bool:
         return any(each[2] == number and each[each.index("-") + 1] in ("tmpfs", "ramfs") for each in mounts)
 
 
-def best_seconds(device: torch.device, run: Callable[[], object]) -> float:
+def best_seconds(device: torch.device, run: Callable[[], object], *, repeats: int = _REPEATS) -> float:
     """Best of a few timed runs, after one that warms up."""
     best = float("inf")
-    for _ in range(_REPEATS + 1):
+    for _ in range(repeats + 1):
         _synchronize(device)
         started = time.perf_counter()
         run()
@@ -116,12 +116,14 @@ def _product_rates(device: torch.device, make: MakeTensor) -> tuple[tuple[str, f
     rates = []
     for dtype in _DTYPES:
         # without hardware for it, a 16-bit product on a CPU is slower by orders: time a small one first
-        for side in (size // 8, size):
+        for side in (size,) if dtype is torch.float32 else (size // 8, size):
             left, right, product = (
                 make(side**2, dtype).uniform_(-1, 1, generator=random).view(side, side) for _ in range(3)
             )
             run = functools.partial(_repeated, _PRODUCTS.get(device.type, 1), left, right, product)
-            rate = 2 * side**3 * _PRODUCTS.get(device.type, 1) / best_seconds(device, run)
+            # a small one is over sooner than a busy machine lets all its threads run: one of many is not held up
+            repeats = _REPEATS if side == size else _SMALL_REPEATS
+            rate = 2 * side**3 * _PRODUCTS.get(device.type, 1) / best_seconds(device, run, repeats=repeats)
             if side < size and 2 * size**3 / rate > 0.2:
                 break
         rates.append((str(dtype).removeprefix("torch."), rate))
@@ -234,8 +236,10 @@ def _host_product_rate() -> float:
 
 
 def measure_disk(directory: str | None = None) -> float:
-    """Bytes per second of a file in a directory that is written, and read when it has left RAM; rounded, for disks differ from
-    moment to moment. 0 where there is no room for the file."""
+    """Bytes per second of a file in a directory that is written, and read when it has left RAM.
+
+    They are rounded, for disks differ from moment to moment. 0 where there is no room for the file.
+    """
     best = {"written": float("inf"), "read": float("inf")}
     try:
         with tempfile.TemporaryFile(dir=directory) as file, mmap.mmap(-1, _DISK_WINDOW_BYTES) as window:

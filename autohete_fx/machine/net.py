@@ -1,14 +1,14 @@
 """The link between ranks: what a gather and a reduce of all of them at once take, timed once and cached.
 
-In: `Ranks`, and a machine that was measured alone. Out: the machine with the rate of a rank's link and the fixed cost of a message,
-and where there are replicas, the rate of the link between those.
-The time of a whole of S bytes over n ranks is told by two figures, as NCCL's rings have it::
+In: `Ranks`, and a machine that was measured alone. Out: the machine with the rate of a rank's link and the fixed cost of a
+message. Where there are replicas, it also has the rate of the link between those. The time of a whole of S bytes over n ranks
+is told by two figures, as NCCL's rings have it::
 
     seconds = (n - 1) * (net_latency_s + S / (n * net_bytes_per_s))
 
-Two sizes tell both. All ranks measure together, or none: a cached figure counts where every rank has it. The slowest rank's seconds
-count, and a gather's and a reduce's seconds are averaged, because a machine has one rate for both. gloo reduces by sending
-everything to everyone, so that on CPUs the rate is a mean of two unlike ones. Replicas all-reduce, which takes twice as long::
+Two sizes tell both. All ranks measure together, or none: a cached figure counts where every rank has it. The slowest rank's
+seconds count. A gather's and a reduce's seconds are averaged, because a machine has one rate for both. On CPUs that rate is a
+mean of two unlike ones: gloo reduces by sending everything to everyone. Replicas all-reduce, which takes twice as long::
 
     seconds = 2 * (n - 1) * (net_latency_s + S / (n * replica_net_bytes_per_s))
 """
@@ -45,7 +45,7 @@ _SIZES = {"cpu": (2**15, 2**20), "cuda": (2**20, 2**27)}
 """Bytes of the whole, about: on CPUs little, because a measurement may fall into a step that has a budget to keep."""
 
 Exchange = Callable[[str, Any], list[Any]]
-"""What an exchange is about, and this rank's value, to those of all ranks in their order."""
+"""From the subject of an exchange and this rank's value to the values of all ranks in their order."""
 
 
 def ranks_of_job(device_type: str) -> Ranks | None:
@@ -74,7 +74,8 @@ def load_or_measure_net(machine: Machine, ranks: Ranks, device: torch.device, ex
     """
     hosts = exchange("hosts", platform.node())
     layout = [hosts.index(host) for host in hosts]  # which ranks are on one host, whatever its name
-    key = "|".join([machine_key(device), str(layout), dist.get_backend(ranks.group), str(ranks.num_replicas)])
+    shape = f"{ranks.count}x{ranks.num_replicas}"
+    key = "|".join([machine_key(device), str(layout), dist.get_backend(ranks.group), shape])
     cached = exchange("net figures", load_text("net", key))
     if cached[0] is not None and len(set(cached)) == 1:
         rate, latency_s, replica_rate = json.loads(cached[0])
@@ -86,8 +87,10 @@ def load_or_measure_net(machine: Machine, ranks: Ranks, device: torch.device, ex
 
 
 def measure_net(ranks: Ranks, device: torch.device, exchange: Exchange) -> tuple[float, float]:
-    """Bytes a second of a rank's link in one direction, and seconds of a message, from gathers and reduces of all ranks; rounded,
-    for links differ from moment to moment."""
+    """Bytes a second of a rank's link in one direction, and seconds of a message, from gathers and reduces of all ranks.
+
+    They are rounded, for links differ from moment to moment.
+    """
     rows = [max(1, size // (4 * ranks.count)) for size in _SIZES["cuda" if device.type == "cuda" else "cpu"]]
     # Compilers measure in the middle of tracing, where `Ranks.exchange` says what the dispatcher does to gloo.
     with unset_fake_temporarily(), no_python_dispatcher(), torch.no_grad():

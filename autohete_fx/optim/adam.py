@@ -107,8 +107,8 @@ class Adam(PlannedOptimizer):
 
     * fp32 and fp64 parameters: bitwise those of ``torch.optim.Adam(fused=True)`` on the processor that does the update
       (the CPU for host states, the device for streamed ones).
-    * bf16 and fp16 parameters: fp32 moments and an fp32 master weight, named ``master``; within fp32 rounding of
-      ``torch.optim.Adam(fused=True)`` on the master with ``grad.float()``, then rounded to the parameter.
+    * bf16 and fp16 parameters: fp32 moments and an fp32 master weight, named ``master``. They are within fp32 rounding of
+      ``torch.optim.Adam(fused=True)`` on the master with ``grad.float()``; the parameter is the master, rounded.
 
     `autohete_fx.optim.base.PlannedOptimizer` says what ``step()`` takes in memory, what ``overlap`` allows, and what an edit of a
     parameter does.
@@ -127,8 +127,8 @@ class Adam(PlannedOptimizer):
         maximize: ascend instead.
         foreach, fused: accepted for compatibility; they choose an implementation, and there is only this one.
         overlap: ``"step"``, ``"backward"``, or None: updates on the host are done when ``step()`` returns.
-        max_grad_norm: in ``step()``, clip all gradients by their total norm first, as ``torch.nn.utils.clip_grad_norm_``
-            does: bitwise so where one processor takes all norms, else within the rounding of norms. None: do not.
+        max_grad_norm: in ``step()``, clip all gradients by their total norm first, as ``torch.nn.utils.clip_grad_norm_`` does.
+            The result is bitwise so where one processor takes all norms, else within the rounding of norms. None: do not.
         capturable, differentiable, decoupled_weight_decay: must be False.
 
     Raises:

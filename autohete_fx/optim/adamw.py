@@ -3,8 +3,8 @@
 * Full precision (fp32 and fp64 parameters): ``torch.ops.aten._fused_adamw_``, the kernel of ``torch.optim.AdamW(fused=True)``, so
   results are bitwise its own wherever the tensors live.
 * Mixed (bf16 and fp16 parameters): the reference is ``torch.optim.AdamW(fused=True)`` on the fp32 master with ``grad.float()``.
-  From equal states one step differs from it by a few units in the last place of fp32, because the bias corrections are folded
-  into other constants.
+  From equal states one step differs from it by a few units in the last place of fp32. The bias corrections are folded into
+  other constants.
 """
 
 import math
@@ -148,8 +148,8 @@ class AdamW(PlannedOptimizer):
 
     * fp32 and fp64 parameters: bitwise those of ``torch.optim.AdamW(fused=True)`` on the processor that does the update
       (the CPU for host states, the device for streamed ones).
-    * bf16 and fp16 parameters: fp32 moments and an fp32 master weight, named ``master``; within fp32 rounding of
-      ``torch.optim.AdamW(fused=True)`` on the master with ``grad.float()``, then rounded to the parameter.
+    * bf16 and fp16 parameters: fp32 moments and an fp32 master weight, named ``master``. They are within fp32 rounding of
+      ``torch.optim.AdamW(fused=True)`` on the master with ``grad.float()``; the parameter is the master, rounded.
 
     `autohete_fx.optim.base.PlannedOptimizer` says what ``step()`` takes in memory, what ``overlap`` allows, and what an edit of a
     parameter does.
@@ -168,8 +168,8 @@ class AdamW(PlannedOptimizer):
         maximize: ascend instead.
         foreach, fused: accepted for compatibility; they choose an implementation, and there is only this one.
         overlap: ``"step"``, ``"backward"``, or None: updates on the host are done when ``step()`` returns.
-        max_grad_norm: in ``step()``, clip all gradients by their total norm first, as ``torch.nn.utils.clip_grad_norm_``
-            does: bitwise so where one processor takes all norms, else within the rounding of norms. None: do not.
+        max_grad_norm: in ``step()``, clip all gradients by their total norm first, as ``torch.nn.utils.clip_grad_norm_`` does.
+            The result is bitwise so where one processor takes all norms, else within the rounding of norms. None: do not.
         capturable, differentiable: must be False.
 
     Raises:

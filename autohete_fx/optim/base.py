@@ -1,9 +1,9 @@
 """The part that all optimizers share: when and where updates run, where states lie, clipping, checkpoints.
 
-In: a rule, parameters, gradients, and the placements that a compiled model records. Out: parameters as the rule's arithmetic makes
-them, with the states where the plan wants them. An optimizer never asks for a plan: a parameter without a placement has its states
-on its device, states move at the first ``step()`` after a placement changed, and so the order of constructing the optimizer and
-compiling does not matter.
+In: a rule, parameters, gradients, and the placements that a compiled model records. Out: parameters as the rule's arithmetic
+makes them, with the states where the plan wants them. An optimizer never asks for a plan. A parameter without a placement has
+its states on its device, and states move at the first ``step()`` after a placement changed. The order of constructing the
+optimizer and compiling therefore does not matter.
 """
 
 import contextlib
@@ -61,32 +61,32 @@ class PlannedOptimizer(torch.optim.Optimizer):
     """An optimizer whose states and update are on the device, on the host or on disk, as the plan says. A subclass names its rule,
     and where groups differ in more than numbers, which one each has (`rule_of_group`).
 
-    Where states and parameters live changes no value, but for the rounding of the processor that does the update: the CPU for
-    states on the host and on disk, the device for its own and for streamed ones. 16-bit parameters have fp32 states, an fp32 master
-    weight among them.
+    Where states and parameters live changes no value, but for the rounding of the processor that does the update. The CPU
+    updates for states on the host and on disk, the device for its own and for streamed ones. 16-bit parameters have fp32
+    states, an fp32 master weight among them.
 
-    An edit of a parameter between steps (``load_state_dict``, ``param.data.mul_``, ...) is honoured however it is made:
-    fp32 parameters have no second copy, and a 16-bit weight that is no longer the rounding of its master replaces it,
-    element by element.
+    An edit of a parameter between steps (``load_state_dict``, ``param.data.mul_``, ...) is honoured however it is made. fp32
+    parameters have no second copy. A 16-bit weight that is no longer the rounding of its master replaces it, element by
+    element.
 
-    ``step()`` needs no device memory beyond the states, which the first step creates, and 8 bytes for each parameter that is
-    updated on the host, and for streamed states what their pieces pass through, at most 192 MiB; a parameter or gradient of an
-    unusual layout or dtype costs one temporary copy of that tensor at a time.
+    ``step()`` needs little device memory beyond the states, which the first step creates. It takes 8 bytes for each parameter
+    that is updated on the host, and at most 192 MiB for the pieces of streamed states. A parameter or gradient of an unusual
+    layout or dtype costs one temporary copy of that tensor at a time.
 
-    With ``overlap="step"`` updates on the host start at ``step()``, in the order in which the next forward needs them, and
-    may still run when it returns. Whatever is done to the gradients before ``step()`` counts, as always. Whoever then reads
-    or writes a parameter, a gradient or a state, in compiled or in eager code, gets the updated value and waits for it if
-    need be; nobody has to call ``synchronize()`` but who reads in another thread than the one that calls ``step()``, by
-    TorchScript, or through a NumPy array made before. Steps do not overlap with what follows where the backend sees no use
-    in it (a CPU device), in a model whose graph breaks, inside a compiled function, and inside a backward pass.
+    With ``overlap="step"`` updates on the host start at ``step()``, in the order in which the next forward needs them. They may
+    still run when it returns. Whatever is done to the gradients before ``step()`` counts, as always. Whoever then reads or
+    writes a parameter, a gradient or a state, compiled or eager, gets the updated value, and waits if necessary. Call
+    ``synchronize()`` only before a read in another thread than the one that calls ``step()``, by TorchScript, or through a
+    NumPy array made before. Steps do not overlap with what follows where the backend sees no use in it, as on a CPU device. Nor
+    do they in a model whose graph breaks, inside a compiled function, or inside a backward pass.
 
-    With ``overlap="backward"`` they start as soon as gradients come, from the second step on, where the backward pass of a
-    compiled model gives all of a gradient; what it does not, starts at ``step()``. That is for loops that do nothing to
-    gradients and parameters between ``backward()`` and ``step()``: reading gradients is allowed there, anything else is an
-    OptimizerStateError that says so, raised at once or by ``step()``. The same holds for a change of a hyperparameter, and a second
-    forward or backward pass: collect gradients of several micro-batches within ``accumulate()``. ``max_grad_norm`` clips;
-    its updates need the norm of all gradients and start at ``step()``, before which gradients may be edited; backward takes
-    the norms. Hooks of intermediate tensors, which run within backward, must not read parameters.
+    With ``overlap="backward"`` they start as soon as gradients come, from the second step on, where a compiled backward gives
+    all of a gradient. All others start at ``step()``. That is for loops that do nothing to gradients and parameters between
+    ``backward()`` and ``step()``. Reading gradients is allowed there. Anything else is an OptimizerStateError that says so,
+    raised at once or by ``step()``. The same holds for a change of a hyperparameter, and a second forward or backward pass:
+    collect gradients of several micro-batches within ``accumulate()``. ``max_grad_norm`` clips; its updates need the norm of
+    all gradients and start at ``step()``, before which gradients may be edited; backward takes the norms. Hooks of intermediate
+    tensors, which run within backward, must not read parameters.
 
     Attributes:
         grad_norm: the norm of all gradients before the last step clipped them, a tensor without dimensions; None where no
@@ -96,8 +96,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         params: parameters, named parameters, or groups, as for ``torch.optim``.
         hyperparameters: the defaults of groups, and what else the rule is to check.
         overlap: ``"step"``, ``"backward"``, or None: updates on the host are done when ``step()`` returns.
-        max_grad_norm: in ``step()``, clip all gradients by their total norm first, as ``torch.nn.utils.clip_grad_norm_``
-            does: bitwise so where one processor takes all norms, else within the rounding of norms. None: do not.
+        max_grad_norm: in ``step()``, clip all gradients by their total norm first, as ``torch.nn.utils.clip_grad_norm_`` does.
+            The result is bitwise so where one processor takes all norms, else within the rounding of norms. None: do not.
 
     Raises:
         OptimizerStateError: a hyperparameter out of range, an option that is not supported, a parameter to train whose dtype is
@@ -150,6 +150,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
             register_owner(param, self)
         attend(self)
         tensor_parallel.attend(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: getattr(self, name) for name in ("overlap", "max_grad_norm", "grad_norm")}
+        return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -360,9 +364,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of this class, or of ``torch.optim``'s of its name, in fp32 and into the places of the plan.
 
-        All or nothing: states and groups change only when every check has passed and every new state exists, so old and
-        new states need memory side by side for that moment. Values are copied. A 16-bit parameter whose dict has no
-        master starts from its own value.
+        All or nothing: states and groups change only when every check has passed and every new state exists. Old and new states
+        need memory side by side for that moment. Values are copied. A 16-bit parameter whose dict has no master starts from its
+        own value.
 
         Raises:
             OptimizerStateError: says what the dict has, what was expected, and what to do.

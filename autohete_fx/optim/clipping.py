@@ -2,23 +2,22 @@
 
 In: the gradients of a step, the norms of those that backward has taken (`autohete_fx.runtime.pending.norms`), and the norm that
 they may have together. Out: that norm, and what to multiply each gradient by. The arithmetic is
-`torch.nn.utils.clip_grad_norm_`'s.
-Norms that are missing are taken where the gradients are: the host takes those of gradients in homes and multiplies them as it
-updates, the device does its own. Where all norms are of one processor results are bitwise those of PyTorch; else norms of single
-gradients were summed in another order, and differ in the last digits.
+`torch.nn.utils.clip_grad_norm_`'s. Norms that are missing are taken where the gradients are. The host takes those of gradients
+in homes and multiplies them as it updates; the device does its own. Where all norms are of one processor, results are bitwise
+those of PyTorch. Else norms of single gradients were summed in another order, and differ in the last digits.
 
 *Why backward takes norms.* They are needed before the first update, and while the CPU reads all gradients for them nothing else
-runs. For 16-bit gradients that takes 0.15 of the time of the updates themselves (one core, 16 M parameters, within one run): by
-that 0.3 s of the README's 13B plan, where updates on the host take 2.0 s of a step of 3.9 s. A device whose memory does 1.5 TB/s
-would read all its 26 GB of gradients in 17 ms, each beside its copy.
+runs. For 16-bit gradients that takes 0.15 of the time of the updates themselves (one core, 16 M parameters, within one run). In
+the README's 13B plan that is 0.3 s, where updates on the host take 2.0 s of a step of 3.9 s. A device whose memory does 1.5
+TB/s would read all its 26 GB of gradients in 17 ms, each beside its copy.
 
-*Why updates wait for the last norm*, and do not start on the guess that the clip will not bite. A wrong guess must be taken back
-bit by bit, and AdamW's update cannot be inverted in floating point. Copies of master, moments and weight cost 1.45 times the
-update itself (same run), in every step and on the lane that is to be relieved: what takes 2.45 times as long hides under a whole
-step only where updates take less than 0.4 of one, and about a third hides under the next forward anyway. Two sets of states in
-turn would copy nothing, but double what is the largest part of host memory, and every clip that bites would do all updates, and all
-copies of parameters to the device, twice. Nor is there a moment before ``step()`` to start at: small gradients stay on the device,
-and the last of their norms is known when backward returns.
+*Why updates wait for the last norm*, and do not start on the guess that the clip will not bite. A wrong guess must be taken
+back bit by bit, and AdamW's update cannot be inverted in floating point. Copies of master, moments and weight cost 1.45 times
+the update itself (same run), in every step and on the lane to be relieved. Work that takes 2.45 times as long hides under a
+whole step only where updates take less than 0.4 of one. About a third hides under the next forward anyway. Two sets of states
+in turn would copy nothing, but double the largest part of host memory. Every clip that bites would do all updates, and all
+copies of parameters to the device, twice. Nor is there a moment before ``step()`` to start at. Small gradients stay on the
+device, and the last of their norms is known when backward returns.
 """
 
 from collections.abc import Iterable, Sequence

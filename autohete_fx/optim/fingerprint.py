@@ -1,8 +1,8 @@
 """Fingerprints: whether a tensor holds the bits that it held before, told on its own device.
 
-In: a dense tensor. Out: an int64, equal for equal bits and else, but for one chance in 2**64, not: the sum
-over all words of a mixture of the word and its place (the finaliser of SplitMix64; Steele, Lea and Flood, 2014). Sums of
-integers do not depend on their order, so every run of the kernel agrees. One pass that reads the memory once.
+In: a dense tensor. Out: an int64, equal for equal bits, and else different but for one chance in 2**64. It is the sum over all
+words of a mixture of the word and its place (the finaliser of SplitMix64; Steele, Lea and Flood, 2014). Sums of integers do not
+depend on their order, so every run of the kernel agrees. One pass that reads the memory once.
 """
 
 import functools
@@ -94,7 +94,12 @@ def _compiled(word: torch.dtype, device: torch.device) -> Kernel | None:
             _verify(kernel, word, device)
             return kernel
     except Exception as error:  # the toolchain's errors share no base class
-        log.warning("fingerprints of %s are made in eager operations, which is slower: %r", word, error)
+        log.warning(
+            "fingerprints of %s are made in eager operations, which is as exact and slower: %r. Install a working C++ compiler"
+            " (or Triton, on a GPU) to have the fast ones",
+            word,
+            error,
+        )
         return None
 
 

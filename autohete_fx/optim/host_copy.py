@@ -1,9 +1,10 @@
 """The host's copies of parameters that live on the device and are updated on the host.
 
 In: parameters. Out: for each a home that holds its bytes, as the last update left them. The CPU updates there and the result is
-uploaded, so that a parameter need not come down first: half of what a step would bring down is saved. An edit of the parameter
-between two steps counts, however it is made (``param.data.mul_``, ``load_state_dict``, ...): after each upload the device takes
-the parameter's `fingerprint`, before each update another, and a parameter whose fingerprint has changed comes down first.
+uploaded, so that a parameter need not come down first. That saves half of what a step would bring down. An edit of the
+parameter between two steps counts, however it is made (``param.data.mul_``, ``load_state_dict``, ...). After each upload the
+device takes the parameter's `fingerprint`, and before each update another. A parameter whose fingerprint has changed comes down
+first.
 """
 
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ class HostCopy:
         return is_alike and tier.owns(home) and (self._sent is not None) == (param.stride() == layout_of(param))
 
     def note_sent(self, param: Tensor) -> None:
-        """The device has what is here: behind the upload, on its stream."""
+        """The device has these values once the upload is done, on its stream."""
         if self._sent is not None:
             fingerprint_into(param, self._sent)
             self.is_current = True

@@ -1,9 +1,9 @@
 """The arithmetic of one update, where its tensors are.
 
 In: updates whose parameter, gradient and states one processor can address. Out: parameter, moments, master and step counter
-updated in place, by the kernel of the optimizer's rule and the parameter's dtype. Device temporaries: at most a copy of one oddly
-laid out parameter and gradient at a time, and the workspace of a rule that is not element-wise. States on disk pass through RAM, a
-window of a parameter at a time, or all of it where the rule is not element-wise.
+updated in place, by the kernel of the optimizer's rule and the parameter's dtype. Device temporaries: at most a copy of one
+oddly laid out parameter and gradient at a time. The workspace of a rule that is not element-wise comes on top. States on disk
+pass through RAM, a window of a parameter at a time, or all of it where the rule is not element-wise.
 """
 
 import itertools

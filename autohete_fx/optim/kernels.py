@@ -5,14 +5,14 @@
 * **Mixed** (bf16 and fp16 parameters). In: gradient, weight, fp32 master and moments. Out: weight, master and moments. For
   AdamW that is 28 bytes a parameter, and 2 more because the old weight is read too.
 
-An element-wise rule is traced once for (weight dtype, gradient dtype, device), with a symbolic length and with every
-hyperparameter in a small tensor, and compiled by Inductor (`internals.small_kernels`). On a CPU the C++ wrapper is asked for, which
-lets go of the GIL. Rules of whole parameters are eager operations (`in_place.update_whole`).
+An element-wise rule is traced once for (weight dtype, gradient dtype, device) and compiled by Inductor
+(`internals.small_kernels`). The length is symbolic, and every hyperparameter is in a small tensor. On a CPU the C++ wrapper is
+asked for, which lets go of the GIL. Rules of whole parameters are eager operations (`in_place.update_whole`).
 
-**A weight that is no longer a nearest 16-bit value of its master has been edited by the user, and wins**, element by
-element: its master is then read from the weight. Comparing the data is the only complete test: version counters miss
-``param.data.mul_()``, and moving a parameter between tiers would trip them. An edit loses nothing; it may
-keep master bits below the weight's precision, where the edited value is what the master rounds to.
+**A weight that is no longer a nearest 16-bit value of its master has been edited by the user, and wins**, element by element.
+Its master is then read from the weight. Comparing the data is the only complete test: version counters miss
+``param.data.mul_()``, and moving a parameter between tiers would trip them. An edit loses nothing; it may keep master bits
+below the weight's precision, where the edited value is what the master rounds to.
 """
 
 import functools
@@ -41,7 +41,7 @@ _SMALL = 1 << 15
 
 _ROW = 32
 """Beyond that a CPU takes two rows of so many elements at once, of 16-bit weights. Vectors of 16-bit values are half as wide as
-fp32's, and Inductor loads and stores them under a mask: a load close behind a store waits for it, which takes most of the time of
+fp32's, and Inductor loads and stores them under a mask: a load close after a store waits for it, which takes most of the time of
 one row at a time."""
 
 

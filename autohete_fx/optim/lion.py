@@ -60,8 +60,8 @@ LION = Rule(
 class Lion(PlannedOptimizer):
     """Lion (arXiv 2302.06675), with its states and its update on the device, on the host or on disk, as the plan says.
 
-    It has one state of the parameter's size, the momentum ``exp_avg``: fp32, or fp64 for fp64 parameters. bf16 and fp16 parameters
-    have an fp32 ``master`` besides. With learning rate ``lr``::
+    It has one state of the parameter's size, the momentum ``exp_avg``: fp32, or fp64 for fp64 parameters. Parameters in bf16
+    and fp16 have an fp32 ``master`` besides. With learning rate ``lr``::
 
         p = p * (1 - lr * weight_decay) - lr * sign(beta1 * exp_avg + (1 - beta1) * grad)
         exp_avg = beta2 * exp_avg + (1 - beta2) * grad
@@ -82,8 +82,8 @@ class Lion(PlannedOptimizer):
         weight_decay: decoupled weight decay.
         maximize: ascend instead.
         overlap: ``"step"``, ``"backward"``, or None: updates on the host are done when ``step()`` returns.
-        max_grad_norm: in ``step()``, clip all gradients by their total norm first, as ``torch.nn.utils.clip_grad_norm_``
-            does: bitwise so where one processor takes all norms, else within the rounding of norms. None: do not.
+        max_grad_norm: in ``step()``, clip all gradients by their total norm first, as ``torch.nn.utils.clip_grad_norm_`` does.
+            The result is bitwise so where one processor takes all norms, else within the rounding of norms. None: do not.
 
     Raises:
         OptimizerStateError: a hyperparameter out of range, a parameter to train whose dtype is none of float32, float64, bfloat16,

@@ -1,10 +1,10 @@
 """``Muon``: ``torch.optim.Muon`` for the hidden matrices of a model, and ``AdamW``'s rule for all other parameters.
 
-Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), with the learning rates of Liu et al., "Muon is
-Scalable for LLM Training" (arXiv 2502.16982) where asked for. The momentum of a matrix is made orthogonal, nearly, by Newton-Schulz
-iterations of bf16 products: every element depends on every other, so a matrix is updated whole, by one processor.
+Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024). Learning rates are those of Liu et al., "Muon
+is Scalable for LLM Training" (arXiv 2502.16982) where asked for. Newton-Schulz iterations of bf16 products make the momentum of
+a matrix nearly orthogonal. Every element depends on every other, so a matrix is updated whole, by one processor.
 
-Operations, dtypes and memory layouts are those of ``torch.optim.Muon``, one by one, so that results are bitwise its own on the
+Operations, dtypes and memory layouts are those of ``torch.optim.Muon``, one by one. Results are bitwise its own on the
 processor that does the update. They need a workspace beside parameter, gradient and momentum, all of which is taken before any
 parameter changes::
 
@@ -38,8 +38,10 @@ _EMBEDS = frozenset({"emb", "wte", "wpe", "head", "lm_head"})
 
 
 def is_hidden_matrix(name: str, param: Tensor) -> bool:
-    """Whether a parameter is a matrix of a hidden layer, by its name: it has two dimensions, is in a numbered layer, and no part of
-    its name is of an embedding or a head."""
+    """Whether a parameter is a matrix of a hidden layer, by its name.
+
+    It has two dimensions, is in a numbered layer, and no part of its name is of an embedding or a head.
+    """
     parts = name.split(".")
     is_in_layer = any(part.isdigit() for part in parts)
     return param.ndim == 2 and is_in_layer and not any("embed" in part or part in _EMBEDS for part in parts)
@@ -175,12 +177,12 @@ class Muon(PlannedOptimizer):
 
     With ``adjust_lr_fn="match_rms_adamw"`` the last factor is ``0.2 * sqrt(max(rows, columns))``, and AdamW's rates suit.
 
-    Results, wherever states and parameters live, are bitwise those of ``torch.optim.Muon`` on the processor that does the update:
-    on the parameter if that is fp32 or fp64, else on its fp32 ``master`` with ``grad.float()``. All other parameters are updated as
-    `autohete_fx.AdamW` does. A matrix is never cut: its states pass through the device whole where they are streamed, and are in
-    RAM whole where they are on disk. Plans count its products as seconds of the device or of the host, and the workspace of the
-    largest one, at most 8 bytes an element (12 for fp64), as device memory. Where the host updates, each of its threads that does
-    so takes as much RAM beside ``host_budget``.
+    Results, wherever states and parameters live, are bitwise those of ``torch.optim.Muon`` on the processor that does the
+    update. They are those on the parameter if that is fp32 or fp64, else on its fp32 ``master`` with ``grad.float()``. All
+    other parameters are updated as `autohete_fx.AdamW` does. A matrix is never cut. Its states pass through the device whole
+    where they are streamed, and are in RAM whole where they are on disk. Plans count its products as seconds of the device or
+    of the host. The workspace of the largest one, at most 8 bytes an element (12 for fp64), counts as device memory. Where the
+    host updates, each of its threads that does so takes as much RAM beside ``host_budget``.
 
     Attributes:
         grad_norm: the norm of all gradients before the last step clipped them, a tensor without dimensions; None where no
@@ -200,13 +202,13 @@ class Muon(PlannedOptimizer):
         is_matrix: whether a parameter is a hidden matrix, by its name and itself. By default those of two dimensions in numbered
             layers whose name speaks of no embedding or head (`is_hidden_matrix`), and of a model no ``nn.Embedding``.
         overlap: ``"step"``, ``"backward"``, or None: updates on the host are done when ``step()`` returns.
-        max_grad_norm: in ``step()``, clip all gradients by their total norm first, as ``torch.nn.utils.clip_grad_norm_``
-            does: bitwise so where one processor takes all norms, else within the rounding of norms. None: do not.
+        max_grad_norm: in ``step()``, clip all gradients by their total norm first, as ``torch.nn.utils.clip_grad_norm_`` does.
+            The result is bitwise so where one processor takes all norms, else within the rounding of norms. None: do not.
 
     Raises:
-        OptimizerStateError: a hyperparameter out of range, parameters without names, a parameter for matrices of another number of
-            dimensions, a matrix that ranks hold shards of, a parameter to train whose dtype is none of float32, float64, bfloat16,
-            float16.
+        OptimizerStateError: a hyperparameter out of range, parameters without names, or a matrix that ranks hold shards of.
+            Also a parameter for matrices of another number of dimensions, and one to train whose dtype is none of float32,
+            float64, bfloat16, float16.
     """
 
     rule = MUON
@@ -245,6 +247,9 @@ class Muon(PlannedOptimizer):
         iterations = {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps}
         hyperparameters = {**numbers, **iterations, "adjust_lr_fn": adjust_lr_fn}
         super().__init__(params, hyperparameters, overlap=overlap, max_grad_norm=max_grad_norm)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_adamw": self._adamw}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._is_matrix, self._adamw = is_hidden_matrix, dict(_ADAMW_DEFAULTS)

@@ -1,8 +1,8 @@
 """Which optimizer updates a parameter.
 
-In: the parameters of every optimizer of ours, as it is built. Out: ``optimizer_of``, which the planner's caller
-asks for the bytes of the states that a parameter will have, and ``num_changes``, which tells whether an answer may have
-changed. Both sides are held weakly: asking keeps nothing alive.
+In: the parameters of every optimizer of ours, as it is built. Out: ``optimizer_of``, which the planner's caller asks for the
+bytes of the states that a parameter will have. ``num_changes`` tells whether an answer may have changed. Both sides are held
+weakly: asking keeps nothing alive.
 """
 
 import weakref
@@ -71,6 +71,13 @@ _num_changes = 0
 def register_owner(param: Tensor, optimizer: Owner) -> None:
     """Record that ``optimizer`` updates ``param``, and what this rank holds of it. The latest optimizer of a parameter wins."""
     _owners[param] = _owners[held(param)] = weakref.ref(optimizer, note_change)
+    note_change()
+
+
+def forget_owner(param: Tensor) -> None:
+    """No optimizer of ours updates ``param`` after all."""
+    for each in (param, held(param)):
+        _owners.pop(each, None)
     note_change()
 
 

@@ -1,8 +1,8 @@
 """The differences between optimizers: their states, hyperparameters and arithmetic.
 
-A `Rule` is a value. Everything else is the same for all optimizers: when and where updates run (`base`, `updates`), where states
-lie (`state`), kernels that pass over the memory once (`kernels`), and checkpoints (`loading`). A further optimizer is a file with a
-rule and a constructor, beside `adamw` and `lion`, and two lines that export it. An optimizer may have a rule for each group of
+A `Rule` is a value. All else is the same for all optimizers. `base` and `updates` say when and where updates run, `state` where
+states lie. `kernels` pass over the memory once, and `loading` reads checkpoints. A further optimizer is a file with a rule and
+a constructor, beside `adamw` and `lion`, and two lines that export it. An optimizer may have a rule for each group of
 parameters (`base.PlannedOptimizer.rule_of_group`).
 """
 
@@ -45,8 +45,9 @@ class Fused(Protocol):
 class Whole(Protocol):
     """One step of a whole parameter in place, in eager operations, of a rule of which no element's update can be told alone.
 
-    The value, or its master, and the moments are fp32 or fp64, of the parameter's shape and layout, as the gradient is, whose dtype
-    may be another. The workspace is flat, of bytes, and where they are: nothing else of that size may be allocated.
+    The value, or its master, and the moments are fp32 or fp64, of the parameter's shape and layout. The gradient has that shape
+    and layout, too, but may have another dtype. The workspace is flat, of bytes, and where they are: nothing else of that size
+    may be allocated.
     """
 
     def __call__(
@@ -85,8 +86,8 @@ class Rule:
         workspace_bytes: memory that ``whole`` needs for a parameter.
         product_flops: floating point operations of bf16 matrix products in an update of a parameter, given its group.
         implementation: further keys of groups, with our values, which no state dict changes.
-        foreign: hyperparameters of a state dict to why they are not this optimizer's and what to do, as the end of a sentence about
-            the group; None where they may be.
+        foreign: hyperparameters of a state dict to the end of a sentence about the group: why they are not this optimizer's and
+            what to do. None stands where they may be.
     """
 
     name: str

@@ -1,9 +1,10 @@
 """Start one update while backward runs.
 
-In: a parameter, the home that its gradient is on the way to, what earlier micro-batches have collected in ``.grad``, and what must
-be complete before any of them may be touched. Out: the update under way, or None where it is left to ``step()``: the optimizer
-starts its updates there, or still collects gradients, or has not stepped yet since it was made or loaded, so that states are to be
-created and kernels to be compiled first, or ``.grad`` is in memory that the CPU does not update from, or host memory is short.
+In: a parameter, the home that its gradient is on the way to, and what earlier micro-batches have collected in ``.grad``.
+Tickets say what must be complete before any of them may be touched. Out: the update under way, or None where it is left to
+``step()``. The optimizer may start its updates there, or still collect gradients. It may not have stepped yet since it was made
+or loaded, so that states are to be created and kernels to be compiled first. Or ``.grad`` is in memory that the CPU does not
+update from, or host memory is short.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from autohete_fx.runtime.pending.backward import Consumed
 def start_update(
     param: Tensor, home: Tensor, collected: Tensor | None, after: Sequence[Ticket], priority: int
 ) -> Consumed | None:
-    """Start the update of ``param`` with the gradient in ``home``, added to what was collected, behind the tickets. See
+    """Start the update of ``param`` with the gradient in ``home``, added to what was collected, after the tickets. See
     `runtime.early.Starter`."""
     optimizer, placement = optimizer_of(param), state_placement_of(param)
     pending, tier = placement.updates, placement.tier

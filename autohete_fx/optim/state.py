@@ -1,13 +1,12 @@
 """The states of one parameter: which there are, how they lie, and where.
 
-In: a parameter, its optimizer's rule, its state dictionary (``torch.optim``'s ``optimizer.state[param]``) and its placement. Out:
-the same dictionary with every state present, in fp32 (fp64 for fp64 parameters), laid out as the parameter is, and in
-the place that the placement asks for. States move without loss whenever the placement has changed, one tensor at
-a time.
+In: a parameter, its optimizer's rule, its state dictionary (``torch.optim``'s ``optimizer.state[param]``) and its placement.
+Out: the same dictionary with every state present, in fp32 (fp64 for fp64 parameters). States are laid out as the parameter is,
+in the place that the placement asks for. States move without loss whenever the placement has changed, one tensor at a time.
 
-A host state is a home of the tier: it presents itself on the compute device, so ``state_dict()``, ``torch.save`` and
-eager code read it as any other tensor. A state on disk is a tensor on the CPU (`autohete_fx.runtime.disk`), which they read
-too; it is made, moved and updated window by window, so that little of it is in RAM.
+A host state is a home of the tier. It presents itself on the compute device, so ``state_dict()``, ``torch.save`` and eager code
+read it as any other tensor. A state on disk is a tensor on the CPU (`autohete_fx.runtime.disk`), which they read too. It is
+made, moved and updated window by window, so that little of it is in RAM.
 """
 
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from autohete_fx.runtime.held import held
 from autohete_fx.runtime.lanes.lanes import Lanes
 from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import placement_of
-from autohete_fx.runtime.shard.parts import shard_of
+from autohete_fx.runtime.shard.parts import part_of
 from autohete_fx.runtime.shard.tensor_parallel import is_part
 from autohete_fx.runtime.tiers.host import HostTier, is_home
 
@@ -55,9 +54,9 @@ def check_whole(rule: Rule, param: Tensor) -> None:
     """Raise OptimizerStateError for a parameter that is to be updated whole and is not whole here."""
     if rule.is_elementwise:
         return
-    part, mine = shard_of(param), held(param)
-    size = part.size if part is not None else tuple(param.shape) if is_part(param) else None
-    if size is not None:
+    part, mine = part_of(param), held(param)
+    if is_part(param):
+        size = tuple(param.shape) if part is None else part.full_size
         raise OptimizerStateError(
             f"a parameter of shape {size}, of which this rank holds {tuple(mine.shape)}, was given to {rule.name}, which updates"
             " matrices whole; expected a parameter that ranks hold no shards of: train with autohete_fx.AdamW, or on one device"
@@ -74,7 +73,7 @@ def check_grad(param: Tensor, grad: Tensor) -> None:
     if not grad.is_floating_point():
         raise OptimizerStateError(
             f"the gradient of a parameter of shape {tuple(param.shape)} has dtype {grad.dtype}; expected a real "
-            "floating point one"
+            "floating point one. Give this parameter to another optimizer"
         )
 
 
@@ -110,8 +109,10 @@ def _updated_bytes(param: Tensor, num_moments: int) -> int:
 
 
 def update_workspace_bytes(rule: Rule, param: Tensor) -> int:
-    """Memory that an update needs beside parameter, gradient and states where the parameter is updated whole: the rule's own, and
-    of a 16-bit parameter that of comparing it with its master."""
+    """Bytes that an update needs beside parameter, gradient and states where the parameter is updated whole.
+
+    They are the rule's own workspace, and for a 16-bit parameter that of comparing it with its master.
+    """
     own = rule.workspace_bytes(param)
     return own + (comparing_bytes(param.numel()) if own and needs_master(param) else 0)
 
@@ -135,7 +136,7 @@ class StatePlacement:
     ``tier`` is also where gradients and copies of parameters that the host updates are; states on disk need it for those.
 
     ``block`` is the index of the parameter's block, smaller where the next forward needs it sooner; -1 where unknown.
-    ``updates`` is where updates of host states run behind the caller's back; None where they never do.
+    ``updates`` is where updates of host states run without the caller; None where they never do.
     ``is_streamed`` says that the device updates states of the tier, to which they are copied for that.
     """
 

@@ -5,15 +5,15 @@ states at home again. An element-wise rule works on each element alone, so any p
 rule has one piece, which is all of the parameter::
 
     h2d      states of piece 1 | states of piece 2, kernel of piece 1 | ...       into one of a few slots on the device
-    kernel   behind the copies, on their stream: the gradient is read where it is
+    kernel   after the copies, on their stream: the gradient is read where it is
     d2h                          states of piece 1 | states of piece 2 | ...      after which the slot is free
 
-A parameter that lives on the device is updated where it is. One that lives in host memory passes through with its states, since a
-kernel that reads and writes across the link would hold the copies behind it.
+A parameter that lives on the device is updated where it is. One that lives in host memory passes through with its states. A
+kernel that reads and writes across the link would hold up the copies after it.
 
-A slot is waited for by a thread of its own (`Lanes.stream`), so that few copies are queued ahead of what the forward fetches,
-and the program is not held up. Blocks come in the order in which the next forward needs them. The slots are taken before any
-parameter changes, gradients and slots are given back before anybody hears that an update is done.
+A thread of its own waits for each slot (`Lanes.stream`). Few copies are then queued ahead of what the forward fetches, and the
+program is not held up. Blocks come in the order in which the next forward needs them. The slots are taken before any parameter
+changes, gradients and slots are given back before anybody hears that an update is done.
 """
 
 import contextlib
@@ -67,9 +67,9 @@ def can_stream(u: Update) -> bool:
 class Staging:
     """Memory that the updates of one step need beside parameters, gradients and states: it is allocated here or not at all.
 
-    Device memory for pieces of states, in some slots, used in turn; the workspace of updates of whole parameters, which kernels use
-    one after the other; and the coefficients of the step for kernels of ours, which come out of homes so that nothing waits for
-    them.
+    Device memory for pieces of states, in some slots, used in turn. It also holds the workspace of updates of whole parameters,
+    which kernels use one after the other. The coefficients of the step for kernels of ours are there, too, and come out of
+    homes so that nothing waits for them.
 
     Attributes:
         coefs: by identity of the parameter, what a kernel of ours reads.
@@ -156,7 +156,7 @@ def _least_bytes(u: Update) -> int:
 
 
 def stream(lanes: Lanes, updates: Sequence[Update], staging: Staging, pending: Updates | None) -> list[Ticket]:
-    """Give updates to the lanes, behind what the device was given so far. ``pending`` learns which are under way; without one the
+    """Give updates to the lanes, after what the device was given so far. ``pending`` learns which are under way; without one the
     caller waits for these tickets."""
     torch.ops.aten._foreach_add_.Scalar([u.state[STEP] for u in updates], 1)
     groups = {id(u.group): {**u.group, "lr": _as_it_is(u.group["lr"])} for u in updates}

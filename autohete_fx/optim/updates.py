@@ -6,16 +6,16 @@ place, now or when they are needed.
 * Device states, and on a CPU device host states too, go to the kernels as they are: one processor can address everything.
   No device temporaries, except for a parameter or gradient of an unusual layout or dtype: one copy of that one tensor
   at a time.
-* Host states of an accelerator are updated by the CPU on host views, as work of the update lane (`_HostUpdate`). A
-  parameter that lives on the device is updated in the host's copy of it (`host_copy`), which any edit of it reaches first,
-  and goes up. Gradients that do not live in homes are copied through homes (`staging`); what the next update needs comes while
+* Host states of an accelerator are updated by the CPU on host views, as work of the update lane (`_HostUpdate`). A parameter
+  that lives on the device is updated in the host's copy of it (`host_copy`), and goes up. Any edit of the parameter reaches the
+  copy first. Gradients that do not live in homes are copied through homes (`staging`); what the next update needs comes while
   one is computed. No device memory but fingerprints.
 * Streamed states pass through the device, which updates them (`streamed`).
-* States on disk are updated in RAM, a window of a parameter at a time; what the next update needs first comes while one is
-  computed, on every device.
-* Where the schedule lets updates overlap, those of host states are work of the update lane on every device, and the step
-  returns before they are done (`autohete_fx.runtime.pending.updates` has who waits). The block that the next forward needs
-  first comes first.
+* States on disk are updated in RAM, a window of a parameter at a time. On every device, the states of the next update come
+  while one is computed.
+* Where the schedule lets updates overlap, those of host states are work of the update lane on every device. The step returns
+  before they are done (`autohete_fx.runtime.pending.updates` has who waits). The block that the next forward needs first comes
+  first.
 """
 
 import dataclasses
@@ -160,9 +160,11 @@ def is_read_in_place(u: Update, lanes: Lanes) -> bool:
 def start(
     ready: Prepared, pending: Updates | None, *, after: Sequence[Ticket] = (), priority: int | None = None
 ) -> list[Ticket]:
-    """Give updates to the lanes, behind the tickets and what the device was given so far; ``pending`` learns which are under
-    way, without one the caller waits for these tickets. Without a priority the schedule's order is that of the blocks. Copies
-    up always go in their order."""
+    """Give updates to the lanes, after the tickets and what the device was given so far.
+
+    ``pending`` learns which are under way; without one the caller waits for these tickets. Without a priority the schedule's
+    order is that of the blocks. Copies up always go in their order.
+    """
     behind, coefs = (ready.lanes.now(), *after), Coefficients()
     groups = {id(u.group): frozen(u.group) for u, _ in ready.updates}
     has_priority = pending is None or pending.schedule.priority

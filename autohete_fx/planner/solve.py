@@ -11,9 +11,9 @@
     nothing fits                                                                -> InfeasiblePlanError (`infeasible`)
 
 The search ends early where the best plan has reached the bound. Whatever found it, a plan is replayed by `simulate`, which
-knows nothing of the above, before it is returned, with its `reasons`. A plan that moves nothing, where it fits, gives way
-only to one that is faster by more than OPTIMAL_GAP. On a CUDA device there can be one without any budget: host and device can
-share the updates, so keeping everything is not a lower bound on time, and is not said to be.
+knows nothing of the above, before it is returned, with its `reasons`. A plan that moves nothing, where it fits, gives way only
+to one that is faster by more than OPTIMAL_GAP. On a CUDA device there can be one without any budget. Host and device can share
+the updates, so keeping everything is not a lower bound on time, and is not said to be.
 """
 
 import time
@@ -44,17 +44,23 @@ from autohete_fx.planner.search.starts import simple_choices, starts
 OPTIMAL_GAP = 0.005
 """A plan whose gap is at most this has status ``optimal``; for less, nothing is moved."""
 BOUND_SHARE, DECIDE_SHARE = 0.15, 0.1
-"""Of the time limit, what work is counted out for, for each integer program."""
+"""The share of the time limit that work is counted out for, for each integer program."""
 STARTS_SHARE, ROUNDING_SHARE, PROGRAMS_SHARE, ANNEALING_SHARE, POLISHING_SHARE = 0.02, 0.05, 0.05, 0.3, 0.02
-"""Likewise for local search from patterns, from the rounded relaxation, from each program's decisions, for annealing where there
-are no programs, and at the end. All shares together stay well below the limit, so that the clock, which would make plans
-depend on the load, ends the search only on a machine that is slow or busy for the number of blocks."""
+"""Likewise for local search from patterns, from the rounded relaxation, from each program's decisions, for annealing where
+there are no programs, and at the end.
+
+All shares together stay well below the limit. The clock would make plans depend on the load. It thus ends the search only where
+the machine is slow or busy for that many blocks.
+"""
 RELAXATION_SHARE = 0.5
-"""Of the time limit, by the clock, for the relaxation, without which nothing is proven; it takes a tenth of this for few blocks."""
+"""The share of the time limit, by the clock, for the relaxation.
+
+Without it nothing is proven; it takes a tenth of this for few blocks.
+"""
 REASONS_SHARE = 0.08
 """Likewise for saying why, at the end."""
 REPLAYED_BLOCKS_PER_SECOND, WALKED_BLOCKS_PER_SECOND = 1_500_000, 4_000_000
-"""Of local search and of annealing on a usual core."""
+"""Rates of local search and of annealing on a usual core."""
 SHARED_LANE, SHARED_LANE_BLOCKS = 2, 16
 """Where `figures.sends_at_once`, blocks take that many times as long to replay, or as often as the others go into their number."""
 GATHERING = 2
@@ -64,11 +70,15 @@ PROGRAM_BLOCKS = 8
 BRANCHED_BLOCKS = 32
 """For more blocks than `PROGRAM_BLOCKS` and up to these the bounding program is branched on, which for more gains little."""
 BRANCHES_PER_SECOND = 1000
-"""Of the time limit, over the square of the number of blocks, by which what a branch takes grows: as with the search, work is
-counted, so that every run proves the same."""
+"""Branches in a second of the time limit, over the square of the number of blocks, by which a branch's work grows.
+
+As with the search, work is counted, so that every run proves the same.
+"""
 LUMP_BRANCHES = 60
-"""On blocks with large parameters in one piece (`relaxation.lumps_of`), where one of them has a choice with more than a share of
-``LEAST_MIXED`` and less than all."""
+"""Branches on blocks with large parameters in one piece (`relaxation.lumps_of`).
+
+They are taken where a lump has a choice with more than a share of ``LEAST_MIXED`` and less than all.
+"""
 LEAST_MIXED = 0.05
 MANY_BLOCKS = 16
 """With fewer, annealing has no more to find after less work, in proportion."""
@@ -82,9 +92,9 @@ _STARTS, _IMPROVED_STARTS, _ROUNDINGS, _POLISHED = 12, 2, 2, 3
 def solve(problem: Problem, *, time_limit_s: float = 10.0, explains: bool = True) -> Plan:
     """The fastest plan found that keeps the budgets. ``explains``: whether it says why, which takes a part of the time.
 
-    Equal problems get equal decisions: work is counted, not timed, unless the machine is so slow that ``time_limit_s``
-    (seconds of the clock, for all of it but tables and patterns) comes first.
-    ``Plan.status`` is ``optimal`` where ``Plan.gap`` is at most ``OPTIMAL_GAP``, else ``feasible``.
+    Equal problems get equal decisions, because work is counted, not timed. On a machine so slow that ``time_limit_s`` comes
+    first (seconds of the clock, for all of it but tables and patterns), they may differ. ``Plan.status`` is ``optimal`` where
+    ``Plan.gap`` is at most ``OPTIMAL_GAP``, else ``feasible``.
 
     Raises InfeasiblePlanError where no plan keeps the budgets.
     """
@@ -103,9 +113,9 @@ def solve(problem: Problem, *, time_limit_s: float = 10.0, explains: bool = True
 def work_bound_s(problem: Problem) -> float:
     """The seconds that no plan can beat: all blocks computed, all parameters updated where that is fastest.
 
-    On a CPU device host and device updates take the same cores; on a CUDA device they overlap, at best perfectly, and
-    under an overlapping schedule those on the host also overlap the passes. Matrix products of updates are counted on a CPU device
-    only: elsewhere they make the bound no tighter than it is without.
+    On a CPU device host and device updates take the same cores. On a CUDA device they overlap, at best perfectly, and under an
+    overlapping schedule those on the host also overlap the passes. Matrix products of updates are counted on a CPU device only:
+    elsewhere they make the bound no tighter than it is without.
     """
     forward_s = sum(cost.forward_s for cost in problem.costs)
     if not problem.training:

@@ -84,8 +84,8 @@ def _root(node: fx.Node) -> fx.Node:
 def saved_tensors(partition: Partition) -> tuple[SavedTensor, ...]:
     """Everything that lives from forward to backward, each piece of memory once, in graph order.
 
-    Parameters, gathered or not, inputs and views of them are not in it. A value that crosses into a later block is in it even where
-    the default partition does not save it (``by_default`` False): recomputing the reader would.
+    Parameters, gathered or not, inputs and views of them are not in it. A value that crosses into a later block is in it even
+    where the default partition does not save it (``by_default`` False). To recompute the reader would save it.
     """
     nodes = {node.name: node for node in partition.forward.graph.nodes}
     placed = partition.placements(partition.forward)

@@ -1,9 +1,9 @@
 """The costs of every block, with seconds timed on the device: each distinct block once, compiled on its own.
 
-Enters a `Partition` and a `Machine`; leaves a `Profile`. Blocks with one digest share one timing, and timings are
-kept between processes. Bytes are those of `analytic`. A block that cannot be timed (its working set is above
-``max_bytes``, its sizes are symbolic, or the time is used up) gets its analytic seconds times the ratio that the timed
-blocks show; ``Profile.source`` then says how many.
+Enters a `Partition` and a `Machine`; leaves a `Profile`. Blocks with one digest share one timing, and timings are kept between
+processes. Bytes are those of `analytic`. A block cannot be timed where its working set is above ``max_bytes``, its sizes are
+symbolic, or the time is used up. It gets its analytic seconds times the ratio that the timed blocks show, and
+``Profile.source`` says how many do.
 """
 
 import hashlib
@@ -50,8 +50,8 @@ def extract_block(
     """The nodes of one block as a graph of their own.
 
     Values from outside become placeholders; what is read outside, or returned, becomes the outputs, in graph order.
-    ``not_stored`` names values that the compiler never puts in memory but computes again wherever they are read, such
-    as the sines of rotary positions: where the block reads one, its nodes come along. None where the block has no nodes here.
+    ``not_stored`` names values that the compiler never puts in memory but computes again wherever they are read, such as the
+    sines of rotary positions. Where the block reads one, its nodes come along. None where the block has no nodes here.
     Collectives belong to no block, or one rank would run them without the others: their results come from outside.
     """
     nodes = graph_module.graph.nodes

@@ -96,8 +96,8 @@ class Partition:
     def placements(self, graph_module: fx.GraphModule) -> dict[str, int]:
         """Block index of every node of ``forward`` or ``backward``, placeholders aside.
 
-        A forward node that the map lacks belongs with the last block it reads from, a backward node with the
-        first; one that reads from none, with its first user.
+        A forward node that the map lacks belongs with the last block it reads from, a backward node with the first. One that
+        reads from none belongs with its first user.
         """
         if graph_module is not self.forward and graph_module is not self.backward:
             raise AssertionError("the graph is not of this partition")

@@ -1,10 +1,10 @@
 """Graphs traced on one device as if they had been traced on another.
 
-Fake CUDA tensors cannot run autograd where there is no driver, so a step for a GPU that is not there is traced on a CPU.
-Every value of its graphs is then said to be on the GPU, because kinds of devices differ in what counts: rounding of
-allocations, which expressions the compiler stores, which kernels it fuses. Two things stay those of the CPU: attention is the CPU's
-fused operator, which saves and computes what CUDA's does (its output and one number a row), and decompositions that PyTorch
-chooses by device.
+Fake CUDA tensors cannot run autograd where there is no driver. A step for a GPU that is not there is therefore traced on a CPU.
+Every value of its graphs is then said to be on the GPU, because kinds of devices differ in what counts. They differ in rounding
+of allocations, expressions that the compiler stores, and kernels that it fuses. Two things stay those of the CPU. Attention is
+the CPU's fused operator, which saves and computes what CUDA's does: its output and one number a row. Decompositions that
+PyTorch chooses by device are the CPU's, too.
 """
 
 from typing import Any

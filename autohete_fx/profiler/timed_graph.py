@@ -55,8 +55,11 @@ def outside_tracing() -> Iterator[None]:
 
 
 def input_device(node: fx.Node) -> torch.device:
-    """Where a placeholder's value really is. The seed of memory-efficient attention's dropout is on the CPU, whatever the fake
-    says: launching its backward reads it there, and a pointer to the device would end the process."""
+    """Where a placeholder's value really is.
+
+    The seed of memory-efficient attention's dropout is on the CPU, whatever the fake says. Launching its backward reads it
+    there, and a pointer to the device would end the process.
+    """
     value = node.meta["val"]
     is_seed = any("efficient_attention_backward" in str(user.target) for user in node.users) and not value.shape
     return torch.device("cpu") if is_seed else value.device
@@ -110,7 +113,7 @@ class TimedGraph:
         """Run it for a while. Others on the machine only ever slow a run down, so a quick quarter of the runs counts,
         and of several whiles the best.
 
-        Integers may decide what takes time, such as how many tokens an expert gets: ``known`` are those that the block's
+        Integers may decide what takes time, such as how many tokens an expert gets. ``known`` are those that the block's
         forward computes, by name, and its own are returned.
         """
         with outside_tracing():

@@ -1,6 +1,6 @@
 """A training run as a progress bar: step, loss, tokens/s, and the measured peak beside the budget.
 
-On a terminal it is one live bar; where output is not a terminal (a file, a CI log) it is a plain line every few steps.
+On a terminal it is one live bar. Where output is not a terminal (a file, a CI log) it is a plain line every few steps.
 """
 
 import sys

@@ -1,7 +1,8 @@
 """A report and the directory that it is saved to.
 
-In: a `ReportData`, the texts of graphs, a trace. Out: files. ``report.html`` is the page and ``report.json`` its data, from which
-`load` makes the page again; ``metrics.jsonl`` has a line a step and may be longer than the data, if the process was killed.
+In: a `ReportData`, the texts of graphs, a trace. Out: files. ``report.html`` is the page and ``report.json`` its data, from
+which `load` makes the page again. ``metrics.jsonl`` has a line a step and may be longer than the data, if the process was
+killed.
 """
 
 import json

@@ -1,9 +1,9 @@
 """The stages of work that takes its time, such as a first step: one line each, with its seconds.
 
-Enter the name of each stage when it begins, and a few words on its result when it ends. Lines go to standard error where that is a
-terminal; there a stage is shown from when it begins. Elsewhere each is a record of level INFO, for whoever sets up `logging`.
-``AUTOHETE_PROGRESS=0`` turns the lines on terminals off, as does a level above INFO of the logger ``autohete_fx`` or of this
-module's; ``AUTOHETE_PROGRESS=1`` prints them wherever standard error leads. Only the first of several ranks speaks.
+Enter the name of each stage when it begins, and a few words on its result when it ends. Lines go to standard error where that
+is a terminal; there a stage is shown from when it begins. Elsewhere each is a record of level INFO, for whoever sets up
+`logging`. ``AUTOHETE_PROGRESS=0`` turns the lines on terminals off, as does a level above INFO of the logger ``autohete_fx`` or
+of this module's. ``AUTOHETE_PROGRESS=1`` prints them wherever standard error leads. Only the first of several ranks speaks.
 """
 
 import logging

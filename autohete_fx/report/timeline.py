@@ -1,8 +1,8 @@
 """The lanes of one step as a text Gantt chart.
 
-In: the events of a simulation, or of a recorded run. Out: one row per lane; a bar begins with the letter of what it
-is and the number of its block, and is drawn out with ``=`` (``F3====`` is the forward of block 3); idle time is
-blank. Where bars are narrower than a character, the one that covers most of it is shown.
+In: the events of a simulation, or of a recorded run. Out: one row per lane. A bar begins with the letter of its work and the
+number of its block. It is drawn out with ``=``: ``F3====`` is the forward of block 3. Idle time is blank. Where bars are
+narrower than a character, the one that covers most of it is shown.
 """
 
 from collections.abc import Sequence

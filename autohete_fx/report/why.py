@@ -1,6 +1,6 @@
 """The reasons of a plan in words: first what binds, then block by block what was chosen and what else could have been.
 
-In comes a plan, out comes text:
+In comes a plan, out comes text::
 
     the update lane binds: compute waits 84.6 ms of the 779 ms step (11%); meanwhile update works 83.6 ms, h2d works 59.2 ms
     device memory binds: 17.0 GiB in the backward of layers.9, 29.8 MiB below what the plan may use; with 1.00 GiB more the step
@@ -42,8 +42,11 @@ _Sentence = tuple[str | _Amount, ...]
 
 
 def why(plan: Plan) -> str:
-    """Why a plan decides so, in words: what binds, and for every block what was chosen, what the next best choice would have cost,
-    and which better one memory forbids. For a plan that was not solved it says that no reasons are known."""
+    """Why a plan decides so, in words.
+
+    The text says what binds. For every block it says what was chosen, what the next best choice would have cost, and which
+    better one memory forbids. For a plan that was not solved it says that no reasons are known.
+    """
     if plan.reasons is None:
         return (
             f"no reasons are recorded with this plan (status {plan.status!r}): the solver, which records them, did not make it for"

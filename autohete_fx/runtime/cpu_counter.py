@@ -1,18 +1,18 @@
 """Counts what PyTorch's CPU allocator has handed out, so that a CPU device has a ``memory_allocated`` as CUDA has.
 
-In: nothing. Out: live and peak bytes of tensor storages, exact to the byte, over all threads. Why not the profiler's
-memory events: they leave out the release of every block that is older than the profile and whatever another thread
-does (PyTorch 2.11 and 2.13), so a step that frees the last step's gradients would measure wrong; and they cost a
-profile per step. This is an allocator in front of PyTorch's own that adds and subtracts.
+In: nothing. Out: live and peak bytes of tensor storages, exact to the byte, over all threads. Why not the profiler's memory
+events: they leave out the release of blocks older than the profile, and other threads (PyTorch 2.11 and 2.13). A step that
+frees the last step's gradients would measure wrong, and each step would cost a profile. This is an allocator in front of
+PyTorch's own that adds and subtracts.
 
-It is compiled by Inductor's C++ cache on first use (some seconds once per machine) and then stays for the process:
-blocks that it handed out come back to it. Tensors that are older are found by a walk over Python's objects and
-subtracted when they die. Not counted: tensors that at that time only C++ knows (values saved by a graph whose backward
-is still to come), memory of others that tensors borrow later (NumPy, mapped files, homes), and scratch
-memory that kernels allocate past PyTorch's allocator.
+Inductor's C++ cache compiles it on first use, some seconds once per machine. It then stays for the process: blocks that it
+handed out come back to it. Tensors that are older are found by a walk over Python's objects and subtracted when they die. Not
+counted: tensors that at that time only C++ knows (values saved by a graph whose backward is still to come). Nor is memory of
+others that tensors borrow later (NumPy, mapped files, homes), or scratch memory that kernels allocate past PyTorch's allocator.
 
-Within a budget it also hands out the large blocks (`keep_freed`), so that the process takes no more than its tensors: glibc's
-heap came to hold 6 to 27% more. A mapping for each tensor would keep the budget too, but has its pages zeroed each time.
+Within a budget it also hands out the large blocks (`keep_freed`), so that the process takes no more than its tensors. By
+measurement, glibc's heap holds 6 to 27% more. A mapping for each tensor would keep the budget too, but has its pages zeroed
+each time.
 """
 
 import functools
@@ -79,8 +79,11 @@ def end_history() -> list[tuple[float, int, int]]:
 
 
 def keep_freed() -> None:
-    """From now on large blocks are mappings of their own, and what tensors free stays for the next of the same size, as far as
-    tensors have needed as much at once since this was last called. Else glibc's heap keeps more, in pieces that fit no tensor."""
+    """From now on large blocks are mappings of their own.
+
+    Memory that tensors free stays for the next of the same size. It is kept as far as tensors have needed as much at once since
+    the last call. Else glibc's heap keeps more, in pieces that fit no tensor.
+    """
     _counter().autohete_keep_freed()
     give_back()
 

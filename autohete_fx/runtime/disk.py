@@ -1,14 +1,14 @@
 """Optimizer states on disk: homes that are in RAM only window by window, while somebody works on them.
 
 In: states, as large as a machine's RAM or larger, and work to be done on each of their elements. Out: the work done, window by
-window: one is worked on while the disk lane writes the one before it and reads the next. Why not through the mapping: the kernel
-would keep what was read in RAM until RAM is short, write when it likes, and take a fault for every page; and a budget would be
-kept by luck.
+window: one is worked on while the disk lane writes the one before it and reads the next. Why not through the mapping: the
+kernel would keep what was read in RAM until RAM is short, and write when it likes. It would also take a fault for every page,
+and a budget would be kept by luck.
 
-A state on disk is a tensor over a shared mapping of an unnamed file, on the CPU whatever the compute device, so any code
+A state on disk is a tensor over a shared mapping of an unnamed file. It is on the CPU whatever the compute device, so any code
 can read and write it at any time. Pages that are so touched stay in RAM until the next walk over them, or until the kernel
-needs their room. Walks have windows in RAM, in buffers: that of an update which is worked on, the one that comes
-behind it, and the first one of the next update; and in the kernel the pages of one on its way in and of one on its way out.
+needs their room. Walks have three windows in RAM, in buffers: the one under update, the next one, and the first one of the next
+update. The kernel has the pages of one window on its way in and of one on its way out.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from autohete_fx.runtime.tiers.host import MappedFileTier, without_modes
 from autohete_fx.runtime.tiers.mapped_files import FileChunk
 
 WINDOW_BYTES = 8 * 2**20
-"""Of all states of one parameter together: enough to keep a disk busy, and little beside any RAM."""
+"""Bytes of all states of one parameter together: enough to keep a disk busy, and little beside any RAM."""
 
 RESIDENT_BYTES = 5 * WINDOW_BYTES
-"""What the walks of one lane have in RAM at most: three windows in buffers, two in the kernel."""
+"""Bytes that the walks of one lane have in RAM at most: three windows in buffers, two in the kernel."""
 
 _MOST_AHEAD = 2
-"""The update that begins now, and the one behind it. Another may come between them and be read ahead too."""
+"""The update that begins now, and the next one. Another may come between them and be read ahead too."""
 
 _GRAIN = mmap.PAGESIZE
 """Elements that windows begin at: whole pages for every dtype; and a multiple of every vector length, so that an update in

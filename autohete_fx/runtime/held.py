@@ -1,9 +1,9 @@
 """The part of a parameter that this rank holds, where the parameter is a `DTensor`, as tensor parallelism makes them.
 
 In: parameters. Out: for a DTensor an ``nn.Parameter`` of this rank's alone over the memory of the local tensor, the same object
-each time; any other parameter is held by itself. Plans, placements, lanes and updates know held parameters only, and need not know
-that other ranks have parts of the same whole. Nobody else refers to a held parameter: gradients, hooks and optimizer states are
-the DTensor's.
+each time. Any other parameter is held by itself. Plans, placements, lanes and updates know held parameters only, and need not
+know that other ranks have parts of the same whole. Nobody else refers to a held parameter: gradients, hooks and optimizer
+states are the DTensor's.
 """
 
 import weakref
@@ -39,6 +39,11 @@ def held(param: TensorT) -> TensorT:
         if found.requires_grad != param.requires_grad:
             found.requires_grad_(param.requires_grad)
     return found
+
+
+def is_held(param: Tensor) -> bool:
+    """Whether anybody has asked for the held parameter of a DTensor."""
+    return param in _held
 
 
 def whole_of(param: Tensor) -> Tensor | None:

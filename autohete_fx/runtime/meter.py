@@ -5,9 +5,9 @@ that is not measured is a hope. On CUDA the figures are those of PyTorch's cachi
 ``cpu_counter`` makes an allocator with the same figures. ``rss_anon_bytes`` is the operating system's view of a CPU
 device, which includes what Python, kernels and the allocator's slack take.
 
-Cost on a CPU device: a lock and a hash table entry per allocation once the counter runs, whether a meter is open or
-not. A training step of a small 4-layer encoder (22 ms, 2 threads) took 0.93 and 1.02 times as long with it in two runs
-whose repetitions spread by 10%: no difference that could be measured.
+Cost on a CPU device: a lock and a hash table entry per allocation once the counter runs, whether a meter is open or not. A
+training step of a small 4-layer encoder (22 ms, 2 threads) took 0.93 and 1.02 times as long with it. Repetitions of the two
+runs spread by 10%: no difference that could be measured.
 """
 
 import threading

@@ -1,8 +1,8 @@
 """Put a model that is larger than the device where the device can reach it.
 
-In: a model on the CPU. Out: the same model, its parameters and buffers on the compute device as far as any code can
-tell, the parameters' bytes in host memory, where their optimizer states belong too: a checkpoint may be loaded before anything is
-compiled. Compiling it brings to the device what the plan wants there.
+In: a model on the CPU. Out: the same model, whose parameters and buffers are on the compute device as far as any code can tell.
+The parameters' bytes are in host memory. Their optimizer states belong there, too: a checkpoint may be loaded before anything
+is compiled. Compiling it brings to the device what the plan wants there.
 """
 
 from typing import TypeVar

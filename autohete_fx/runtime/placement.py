@@ -1,9 +1,9 @@
 """Where each parameter lives, and who decided so.
 
-In: a ``Parameter`` and the ``Placement`` that a plan gives it. Out: its data on the device or in a home of the
-host tier, and a record that the optimizer reads at every step. The record is keyed by the identity of the tensor and
-holds it weakly: nothing is stored on the ``Parameter``, so pickling, deepcopying and dropping it are unaffected (a
-copy is simply a parameter that nobody placed, in ordinary memory).
+In: a ``Parameter`` and the ``Placement`` that a plan gives it. Out: its data on the device or in a home of the host tier, and a
+record that the optimizer reads at every step. The record is keyed by the identity of the tensor and holds it weakly. Nothing is
+stored on the ``Parameter``, so pickling, deepcopying and dropping it are unaffected. A copy is simply a parameter that nobody
+placed, in ordinary memory.
 
 A parameter without a record lives where its data lives, and its optimizer states live beside it.
 """
@@ -32,7 +32,7 @@ class Placement:
         optimizer: where its optimizer states live and its update runs.
         tier: gives the homes, and names the device.
         block: index of the block that owns the parameter; smaller is needed sooner in forward.
-        updates: where its updates on the host run behind the caller's back; None: they never do.
+        updates: where its updates on the host run without the caller; None: they never do.
         disk: gives the homes of states that the optimizer is to have on disk.
     """
 

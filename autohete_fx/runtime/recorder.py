@@ -1,7 +1,7 @@
 """Records training steps for a report: the peak of each, and device memory over two of them.
 
 In: a call where a step begins. Out: a `StepRecord` a step, and of the steps that were traced all that a report draws. Two are
-traced at a time, because a plan's step under an overlapping schedule begins after a forward and so lies in two of the program.
+traced at a time: a plan's step under an overlapping schedule begins after a forward, and so lies in two of the program.
 
 Cost: a peak is read and started over once a step. While steps are traced, each allocation also reads the clock.
 """

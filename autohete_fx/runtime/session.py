@@ -1,9 +1,9 @@
 """Sessions: everything mutable that one compiled model owns at run time.
 
-A session is found in two ways: by the digest that ops carry (`session_by_digest`), so that code cached by another
-process works in this one, and by the parameters that it places (`autohete_fx.runtime.placement`). It owns the host
-tier, the lanes, the copies in flight and the optimizer updates under way. All graphs of one model (graph breaks,
-recompilations, inference) share one session; two models never do.
+A session is found in two ways. The digest that ops carry (`session_by_digest`) lets code cached by another process work in this
+one. The parameters that it places lead to it, too (`autohete_fx.runtime.placement`). It owns the host tier, the lanes, the
+copies in flight and the optimizer updates under way. All graphs of one model (graph breaks, recompilations, inference) share
+one session; two models never do.
 """
 
 import itertools
@@ -164,8 +164,10 @@ class Session:
         return result
 
     def start_update(self, handle: torch.Tensor, edge: int, priority: int) -> torch.Tensor:
-        """Start the update of a parameter, by its edge in autograd's graph, with the gradient that the copy of a
-        handle brings home, or leave it to the step. Returns the copy's handle from then on."""
+        """Start the update of a parameter, by its edge in autograd's graph, or leave it to the step.
+
+        Its gradient is the one that the copy of a handle brings home. Returns the copy's handle from then on.
+        """
         early, gradient = self.updates.early, self._in_flight[int(handle)]()
         assert gradient is not None and gradient.result is not None, "start_update must get the handle itself"
         if early.is_armed:

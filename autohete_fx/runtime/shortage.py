@@ -1,8 +1,8 @@
 """The message for a device's allocator that refuses memory although a plan was to keep its budget.
 
 In: the allocator's error and figures, and what the plan predicts. Out: a text that says which plan, what it predicts, what is
-taken and how, and which budget to ask for. A plan counts live tensors. The memory that the process may take runs out, and that is
-also filled by tensors that are not the plan's and by pieces of freed memory that are too small for the next tensor.
+taken and how, and which budget to ask for. A plan counts live tensors. The memory that the process may take runs out. Tensors
+that are not the plan's fill it, too, and pieces of freed memory that are too small for the next tensor.
 """
 
 import re
@@ -15,7 +15,7 @@ from autohete_fx.ir.sizes import format_bytes
 _REQUEST = re.compile(r"Tried to allocate ([\d.]+) (bytes|[KMG]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _GRAIN_BYTES = 2**20
-"""Of the budget to ask for."""
+"""Steps of the budget to ask for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,7 @@ class StepClock:
         self._pass_records: deque[PassRecord] = deque(maxlen=2 * _KEPT_PASSES)
 
     def begin_pass(self) -> int | None:
-        """A forward pass begins; returns how many steps are behind it, None in the middle of one."""
+        """A forward pass begins; returns how many steps came before it, None in the middle of one."""
         steps, passes = divmod(self._passes, self._micro_batches)
         self._passes += 1
         # The first step allocates, warms up and may compile the optimizer: it is no measure of the others.

@@ -1,9 +1,9 @@
 """Well-known language models by name, as the entries of a transformers configuration that decide their shapes.
 
-Leaves, for a name such as ``llama-2-7b``, what a JSON file of that configuration says, so that a model can be planned for
-without a download. The figures are those of the models' published configurations. ``gpt-2b`` to ``gpt-22b`` are the sizes of
-AutoHete's evaluation (arXiv 2503.01890), which does not publish their shapes: layers of width 4096, as many as the size takes,
-without dropout.
+Leaves, for a name such as ``llama-2-7b``, what a JSON file of that configuration says. A model can then be planned for without
+a download. The figures are those of the models' published configurations. ``gpt-2b`` to ``gpt-22b`` are the sizes of AutoHete's
+evaluation (arXiv 2503.01890), which does not publish their shapes. Here they are layers of width 4096, as many as the size
+takes, without dropout.
 """
 
 import re
@@ -84,7 +84,7 @@ ARCHITECTURES: Mapping[str, Entries] = {
 
 
 def find_architecture(name: str) -> Entries:
-    """The entries behind a name, in any case. Raises OptionError with the nearest name, which for an id of the Hugging Face hub is
+    """The entries of a name, in any case. Raises OptionError with the nearest name, which for an id of the Hugging Face hub is
     that of the model there."""
     entries = ARCHITECTURES.get(name.strip().lower())
     if entries is None:

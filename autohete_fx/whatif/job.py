@@ -78,8 +78,11 @@ class Job:
         return of_rank if self.num_replicas == 1 else replace(of_rank, replica_net_bytes_per_s=self.between(inside))
 
     def crossing(self, inside_bytes_per_s: float) -> float:
-        """Bytes a second that one rank sends while all of them gather: as within a node, where those of a replica are on one, or
-        what the adapters of its node let through together."""
+        """Bytes a second that one rank sends while all of them gather.
+
+        It is the rate within a node where the ranks of a replica are on one. Else it is what the adapters of its node let
+        through together.
+        """
         through = self.node_bytes_per_s * self.ranks_of_node
         stays = self.ranks_of_node % self.ranks_of_replica == 0
         return inside_bytes_per_s if stays else min(inside_bytes_per_s, through)

@@ -22,8 +22,8 @@ class Setting:
 
     Attributes:
         model, dtype: as given.
-        batch, seq: sequences of a micro-batch of one rank, and tokens of each; of a factory's inputs that are no token ids each
-            example is one.
+        batch, seq: sequences of a micro-batch of one rank, and tokens of each. Inputs of a factory that are no token ids have
+            one example each.
         source: where the machine's figures come from.
         peak_flops_per_s: what the utilization refers to, and in words.
         num_nodes: on which the ranks are.

@@ -217,7 +217,7 @@ def test_wrong_use_is_an_error_on_all_ranks(tmp_path: Path):
     for found in ranks.run("tests.dist.test_tensor_parallel.wrong_uses", tmp_path):
         assert "differ in the options: memory_budget" in found["budgets"] and "differ in the graph" in found["graphs"]
         assert found["place"].startswith("OptionError") and "holds together" not in found["place"]
-        assert "is a DTensor" in found["shard"] and "of which this rank holds" in found["Muon"]
+        assert "two dimensions of one mesh" in found["shard"] and "of which this rank holds" in found["Muon"]
         assert "Expected was one mesh of one dimension" in found["both"] and found["infeasible"].startswith(
             "InfeasiblePlanError"
         )

@@ -149,12 +149,12 @@ def codes(function: Any) -> Iterator[CodeType]:
 
 ENTRY = "compile_wrapper call_backend_ctx <listcomp>".split()
 OF_A_CALL = [
-    calls._Call.__init__,
-    calls._Call.__enter__,
-    calls._Call.__exit__,
-    calls._Call._leave,
+    calls.Call.__init__,
+    calls.Call.__enter__,
+    calls.Call.__exit__,
+    calls.Call._leave,
     calls.CompiledFunction.call,
-    calls._calls,
+    calls.under_way,
     fence.raise_fences,
     fence.lower_fences,
     fence.standing_fences,

@@ -35,8 +35,8 @@ for _ in range(2):
 import pytest
 import autohete_fx, autohete_fx.backend
 from tests.held_updates import Gate, Training, Stack, labels, use_lanes, weight_of
-from autohete_fx.runtime.pending import calls
-assert not calls._watch.has_begun
+from autohete_fx.runtime.pending import calls, watching
+assert not watching._watch.has_begun
 gate, patch = Gate(), pytest.MonkeyPatch()
 use_lanes(patch, pace=gate)
 patch.setattr(torch._dynamo, "reset", lambda: None)  # which the tests' helpers call
@@ -44,7 +44,7 @@ patch.setattr(torch._dynamo, "reset", lambda: None)  # which the tests' helpers 
 
 LATER = """
 state = Training(gate)
-assert calls._watch.has_begun
+assert watching._watch.has_begun
 gate.opened.set()
 state.optimizer.synchronize()
 compiled(weight_of(state.model))
@@ -76,7 +76,7 @@ def whole(x):
     optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-2)
     plan = Plan(labels=names, decisions=(OPTIMIZER_ON_HOST,) * len(names), schedule=STEP)
     model.compile(backend="autohete", options=dict(inner_backend="eager", profile="analytic", plan=plan))
-    assert calls._watch.has_begun and len(calls._calls()) == 1, "the call of the function that is under way"
+    assert watching._watch.has_begun and len(calls.under_way()) == 1, "the call of the function that is under way"
     train(3, model, optimizer)
     assert was_pending == [False] * 3, "what follows in the function is not guarded"
     return model, optimizer
@@ -94,7 +94,7 @@ EARLY = """
 from autohete_fx import OptimizerStateError
 from tests.early_updates import Loop, X
 loop = Loop(gate)
-assert calls._watch.has_begun
+assert watching._watch.has_begun
 elsewhere = torch.nn.Parameter(torch.ones(128, 128))
 def touch(of):
     for model, optimizer in loop.pairs():

@@ -1,14 +1,14 @@
 """Bounds on the objective of an integer program: in comes a `Program`, out comes what no solution is below.
 
 `relax` leaves out that choices are whole numbers. Seconds do for a hundred blocks, identical or not, where branching needs
-minutes. OR-Tools' GLOP solves it. `branch` adds cutting planes and some branching, which few blocks need: the fewer there are,
-the more a mixture of two choices gains that none of them has. So does a mixture in a *lump*, a block with a parameter that is
-larger than a usual block: others can share out among them what a mixture does, a lump with nobody. With whole numbers for lumps
-only, the program is solved in about the time that its relaxation takes. OR-Tools' SCIP does both; on these programs it proves in
+minutes. OR-Tools' GLOP solves it. `branch` adds cutting planes and some branching, which few blocks need. The fewer there are,
+the more a mixture of two choices gains that none of them has. A *lump*, a block with a parameter that is larger than a usual
+block, gains as much. Others can share out among them what a mixture does, a lump with nobody. With whole numbers for lumps only,
+the program is solved in about the time that its relaxation takes. OR-Tools' SCIP does both. On these programs it proves in
 seconds what takes CP-SAT minutes.
 
 Both count in floating point, bytes and times in shares of what all blocks hold and compute (GLOP does not end on badly scaled
-rows), and the result is lowered by their tolerance.
+rows). Their tolerance lowers the result.
 """
 
 import time
@@ -103,9 +103,11 @@ def lumps_of(problem: Problem) -> list[int]:
 
 
 def branch(program: Program, *, branches: int, deadline: float, blocks: Sequence[int] | None = None) -> Branched:
-    """What is known of a program with objective `Program.minimize_step` after so many branches, or at ``deadline``. Only choices of
-    ``blocks`` are whole numbers, where they are given. Cutting planes do most of it before the first branch. Other threads run
-    meanwhile."""
+    """Bound and best shares of a program with objective `Program.minimize_step` after so many branches, or at ``deadline``.
+
+    Only choices of ``blocks`` are whole numbers, where they are given. Cutting planes do most of it before the first branch. Other
+    threads run meanwhile.
+    """
     model, variables = _model(program, whole=range(program.num_blocks) if blocks is None else blocks)
     solver = model_builder.Solver("SCIP")
     solver.set_solver_specific_parameters(f"limits/totalnodes = {branches}\n{_PROVING}")

@@ -1,5 +1,6 @@
-"""The variables of an integer program, and sums of what their options are worth: in comes a problem, out comes a model that has
-nothing but choices. `formulation` has the mathematics, and adds the rows.
+"""The variables of an integer program, and sums of what their options are worth.
+
+In comes a problem, out comes a model that has nothing but choices. `formulation` has the mathematics, and adds the rows.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -81,7 +81,7 @@ def place_choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
 
 
 def _offloaded_counts(problem: Problem, block: int) -> tuple[int, ...]:
-    """How many tensors to offload where not all leave: about half of the bytes, and what hides behind a usual forward."""
+    """How many tensors to offload where not all leave: about half of the bytes, and what hides under a usual forward."""
     cost, machine = problem.costs[block], problem.machine
     usual_s = sum(each.forward_s for each in problem.costs) / len(problem.costs)
     hidden = (usual_s - machine.latency_s) * machine.d2h_bytes_per_s

@@ -1,8 +1,8 @@
 """Replay of one optimizer step under given decisions: in come a problem and decisions, out come its time and memory.
 
-The replay walks the program that the runtime executes, in its order, and knows nothing of the integer program in
-`formulation`: it judges that program's plans. One optimizer step is ``micro_batches`` forward and backward passes and the
-optimizer's updates; the replay is of a step in steady state, in the middle of many that are alike.
+The replay walks the program that the runtime executes, in its order. It knows nothing of the integer program in `formulation`:
+it judges that program's plans. One optimizer step is ``micro_batches`` forward and backward passes and the optimizer's updates.
+The replay is of a step in steady state, in the middle of many that are alike.
 
 Time. Lanes work in order. The compute lane runs blocks; at fixed points of its program it *issues* copies to the lanes
 h2d and d2h and *waits* for them. A copy starts when it is issued, what it copies is there, and its lane has done all
@@ -16,19 +16,20 @@ that was issued before; it takes ``tensors * latency_s + bytes / bandwidth``. Co
                       was updated on the host and whose parameters are on the device is *uploaded* on h2d; streamed
                       optimizer states go up, with parameters at home, the device updates, they go back
 
-Collectives. Where ranks hold shards of b's parameters, a *gather* of them is issued to lane net one block ahead: in forward at the
-start of ``max(0, b - 1)``, in backward, where they are not kept, of ``min(last, b + 1)``, after the copies up due there. Before
-that the program waits for what it reads, which is b's fetch and, in the forward that waits for updates, b's update; before b
-computes, for the gather. A forward waits in the order of blocks: what nobody gathers comes before the next one's gather. Copies
-up that a gather reads are due one block earlier than others. A *reduce* of b's gradients follows its backward and is waited for
-at the end of the backward of ``max(0, b - 1)``; then b's gradients are issued to their home, before those of the block there,
-and waited for one block later than others. Net works in the order of the program, on every rank in the same. A collective of so
-many whole bytes among n ranks takes ``(n - 1) * net_latency_s + bytes * (n - 1) / n / net_bytes_per_s``. It makes nothing that
-happens meanwhile longer, and nothing makes it longer: contention is not counted.
+Collectives. Where ranks hold shards of b's parameters, a *gather* of them is issued to lane net one block ahead, after the
+copies up due there. In forward that is at the start of ``max(0, b - 1)``, and in backward, where they are not kept, of
+``min(last, b + 1)``. Before that the program waits for what it reads: b's fetch and, in the forward that waits for updates, b's
+update. Before b computes it waits for the gather. A forward waits in the order of blocks: what nobody gathers comes before the
+next one's gather. Copies up that a gather reads are due one block earlier than others. A *reduce* of b's gradients follows its
+backward and is waited for at the end of the backward of ``max(0, b - 1)``. Then b's gradients are issued to their home, before
+those of the block there, and waited for one block later than others. Net works in the order of the program, on every rank in
+the same. A collective of so many whole bytes among n ranks takes ``(n - 1) * net_latency_s + bytes * (n - 1) / n /
+net_bytes_per_s``. It makes nothing that happens meanwhile longer, and nothing makes it longer: contention is not counted.
 
-A copy up for b is due at the start of the forward of ``max(0, b - prefetch_distance)``, and for backward, with reloads,
-at the start of the backward of ``min(last, b + prefetch_distance)``. A copy down of b is waited for as many blocks after
-it: at the end of the forward of ``min(last, b + prefetch_distance)`` and of the backward of ``max(0, b - prefetch_distance)``.
+A copy up for b is due at the start of the forward of ``max(0, b - prefetch_distance)``. For backward, with reloads, it is due
+at the start of the backward of ``min(last, b + prefetch_distance)``. A copy down of b is waited for as many blocks after it.
+That is at the end of the forward of ``min(last, b + prefetch_distance)`` and of the backward of ``max(0, b -
+prefetch_distance)``.
 
 The schedule says what updates overlap with (`autohete_fx.ir.Overlap`; a CPU device always has NONE, since host and device are
 the same cores there).
@@ -43,21 +44,21 @@ the same cores there).
                 then on what block the next forward needs first, a little at a time, so that what is more urgent goes first at
                 once. Where gradients are clipped, updates start as under STEP
 
-The update lane takes the block that the next forward needs first: an update is done in buckets so small that one that
-is more urgent is taken for going first at once. Without priority it takes them as gradients came, and what updates
-copy up goes as under BACKWARD. An update of states on disk takes what the slower of updating and of reading and
-writing takes. Under STEP and BACKWARD all lanes are idle at the end of the forward that waited for updates, and every
-step repeats the one before from there on: the replay begins and ends at that point.
+The update lane takes the block that the next forward needs first. An update is done in buckets so small that a more urgent one
+is taken for going first at once. Without priority it takes them as gradients came, and what updates copy up goes as under
+BACKWARD. An update of states on disk takes what the slower of updating and of reading and writing takes. Under STEP and
+BACKWARD all lanes are idle at the end of the forward that waited for updates. Every step repeats the one before from there on:
+the replay begins and ends at that point.
 
-On a CPU device updates on the host start after those on the device, and the work of a block takes ``Machine.copy_share`` of the
+On a CPU device updates on the host start after those on the device. The work of a block takes ``Machine.copy_share`` of the
 seconds of its copies longer, whether they are hidden or not.
 
-Memory. Buffers appear when they are issued or computed and go at the waits above: gathered parameters with the block's work or,
-kept, with its backward's, the fetched shard with the wait for the gather, whole gradients with that for the reduce. Those of the
-shard come when the reduce is issued, of block 0, after which no block comes, when its backward begins. The use of memory so
-depends on the order of the program and not on its timing. Gradients that stay on the device exist twice in every micro-batch
-but the first: autograd adds them to ``.grad`` only after the whole compiled backward. Gradients of streamed states stay until
-their update, and the memory that streamed states pass through is taken when the optimizer steps, for all updates.
+Memory. Buffers appear when they are issued or computed and go at the waits above. Gathered parameters go with the block's work
+or, kept, with its backward's, the fetched shard with the wait for the gather. Whole gradients go with the wait for the reduce.
+Those of the shard come when the reduce is issued, of block 0, after which no block comes, when its backward begins. The use of
+memory so depends on the order of the program and not on its timing. Gradients that stay on the device exist twice in every
+micro-batch but the first: autograd adds them to ``.grad`` only after the whole compiled backward. Gradients of streamed states
+stay until their update, and the memory that streamed states pass through is taken when the optimizer steps, for all updates.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

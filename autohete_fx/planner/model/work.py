@@ -1,9 +1,9 @@
 """The work of a block: in come a problem, a block and its decision, out come seconds by pass and lane.
 
-`Work` is a table with a row for each kind of work: the pass that does it, its lane, and its turn beside the block's other work.
-The integer program (`formulation`) and the search (`replays`) know of lanes what this table says, and of seconds what `durations`
-says. A new lane adds rows to the table, and their seconds to `durations`. The simulator walks the runtime's program by itself and
-judges both.
+`Work` is a table with a row for each kind of work. A row has the pass that does it, its lane, and its turn beside the block's
+other work. The integer program (`formulation`) and the search (`replays`) know of lanes what this table says, and of seconds
+what `durations` says. A new lane adds rows to the table, and their seconds to `durations`. The simulator walks the runtime's
+program by itself and judges both.
 """
 
 import enum
@@ -28,9 +28,10 @@ from autohete_fx.planner.model.figures import (
 )
 
 COPY_WEIGHT = 1 / 512
-"""What a second of copying counts against a second of the step, so that of plans that are as fast the one that copies
-least is chosen; collectives count like copies. The lanes that move something work for three seconds in a second at most: for
-this a plan is at most 3/512 slower."""
+"""The weight of a second of copying against a second of the step.
+
+Among plans that are as fast, the one that copies least is chosen; collectives count like copies. The lanes that move something
+work for three seconds in a second at most: for this a plan is at most 3/512 slower."""
 
 
 class Pass(enum.Enum):
@@ -99,7 +100,7 @@ class Work(enum.Enum):
 
 
 SENT = Work.UPLOAD, Work.STATES
-"""What updates copy up, which a pass need not issue (`figures.sends_at_once`)."""
+"""Copies up of updates, which a pass need not issue (`figures.sends_at_once`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,8 +174,8 @@ def updating_pass(problem: Problem) -> PassKind:
 
 
 def added_up(works: Iterable[Work]) -> Iterator[tuple[Work, ...]]:
-    """The same, those together that one lane does on one side of a block's work in one pass: their seconds are added up before they
-    are rounded."""
+    """The same, in groups: what one lane does on one side of a block's work in one pass. A group's seconds are added up before
+    they are rounded."""
     for _, together in groupby(
         works, key=lambda work: (work.in_pass, work.lane, work.turn in (Turn.REDUCE, Turn.AFTER))
     ):

@@ -49,12 +49,12 @@ class Tables(NamedTuple):
 
     Attributes:
         rules: of the problem.
-        lanes: seconds by pass, kind, block and setting. Kinds: work, then the sides of `work.COPY_LANES`. The first pass waits for
-            updates; the second is a backward, the last block first; a third is a forward, where the first is not that.
+        lanes: seconds by pass, kind, block and setting. Kinds: work, then the sides of `work.COPY_LANES`. The first pass waits
+            for updates. The second is a backward, the last block first; a third is a forward, where the first is not that.
         distance: prefetch distances by block and setting, 0 where nothing is copied.
-        updates: by kind, block and setting, seconds of updates on the device and on the host, and of uploads and streamed states
-            that no pass issues; 0 where the first pass's copies up wait for an update on the host, else NEVER; and of the mean
-            over replicas, before which no update begins.
+        updates: by kind, block and setting, seconds of updates on the device and on the host, and of uploads and streamed
+            states outside of passes. It has 0 where the first pass's copies up wait for an update on the host, else NEVER. It
+            also has the seconds of the mean over replicas, before which no update begins.
         gathering: what passes with collectives have besides; None where there are none.
     """
 

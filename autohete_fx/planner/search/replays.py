@@ -1,9 +1,9 @@
 """Thousands of replays at once: in come arrays of settings, out come their seconds and bytes, as `simulate` finds them.
 
-A *setting* is a decision of one block with its prefetch distance; `Replays.settings` lists those of every block, and an
-assignment is a row of indices into these lists, one a block. Seconds follow the program of `simulate` exactly, lane by
-lane, but without events (`arrays`); memory is a sum of `device_use.device_bytes`. Tests hold both to `simulate`,
-which stays the judge of what is returned.
+A *setting* is a decision of one block with its prefetch distance. `Replays.settings` lists those of every block, and an
+assignment is a row of indices into these lists, one a block. Seconds follow the program of `simulate` exactly, lane by lane,
+but without events (`arrays`); memory is a sum of `device_use.device_bytes`. Tests hold both to `simulate`, which stays the
+judge of what is returned.
 """
 
 from collections.abc import Iterable, Sequence

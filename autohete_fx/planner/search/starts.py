@@ -1,10 +1,10 @@
 """Where the search begins: in come a problem's settings, out come assignments of few kinds that keep the budgets.
 
-Most blocks of a model are alike, and good plans treat them in few ways: the paper's own are boundaries between blocks
-that do one thing and blocks that do another. A *pattern* has two settings, one for a chosen set of blocks and one for
-the rest; the set is the first so many, the last so many, or so many spread evenly. There are some ten thousand
-patterns whatever the number of blocks, so that many identical blocks cost no more than few; all that keep the budgets
-are ranked by the busiest lanes, the best of these are replayed. The hand-made strategies in `baselines` are patterns.
+Most blocks of a model are alike, and good plans treat them in few ways. The paper's own are boundaries between blocks that do
+one thing and blocks that do another. A *pattern* has two settings, one for a chosen set of blocks and one for the rest. The set
+is the first so many, the last so many, or so many spread evenly. There are some ten thousand patterns whatever the number of
+blocks, so that many identical blocks cost no more than few. All that keep the budgets are ranked by the busiest lanes, and the
+best of these are replayed. The hand-made strategies in `baselines` are patterns.
 """
 
 from collections.abc import Iterable

@@ -1,10 +1,10 @@
 """Which generated kernels Inductor merges, and the order that this leaves.
 
-Enters a `KernelGraph` with one kernel a buffer; the same graph leaves with merged kernels and without the buffers that
-only their own kernel reads. The rules of ``torch/_inductor/scheduler.py`` and ``codegen/cpp.py`` are restated: two
-generated kernels merge if one loop nest holds both, they share data, lie near each other, and no third kernel stands
-between them; consumers are tried before kernels that merely read the same buffers. Merged kernels stand where their
-first part stood, as far as dependencies allow.
+Enters a `KernelGraph` with one kernel a buffer; the same graph leaves with merged kernels and without the buffers that only
+their own kernel reads. The rules of ``torch/_inductor/scheduler.py`` and ``codegen/cpp.py`` are restated. Two generated kernels
+merge if one loop nest holds both, they share data, lie near each other, and no third kernel stands between them. Consumers are
+tried before kernels that merely read the same buffers. Merged kernels stand where their first part stood, as far as
+dependencies allow.
 """
 
 from autohete_fx.profiler.memory.kernels import Kernel, KernelGraph
@@ -82,7 +82,7 @@ class _Groups:
                 self.above[group] = (self.above[group] | bits) & ~gone
 
     def ordered(self) -> list[Kernel]:
-        """By the place of the first part, each behind what it depends on."""
+        """By the place of the first part, each after what it depends on."""
         seen: set[int] = set()
         result: list[Kernel] = []
         for start in sorted((g for g, k in enumerate(self.kernels) if k is not None), key=lambda g: self.first[g]):

@@ -13,8 +13,8 @@ class Storage:
         is_input: it belongs to a placeholder.
         dtype: a dead buffer is handed on to one of the same dtype only.
         poolable: its memory may be handed on to another buffer after its death.
-        believed_bytes: what the compiler counts, where that differs: it takes host tensors for device ones, and counts
-            a placeholder by its elements although a saved view holds the whole of its base; else 0.
+        believed_bytes: what the compiler counts, where that differs; else 0. It takes host tensors for device ones, and counts
+            a placeholder by its elements although a saved view holds the whole of its base.
     """
 
     name: str

@@ -1,13 +1,13 @@
 """How many device bytes a compiled graph holds over time.
 
-Enter a graph, or a forward and a backward graph that share saved tensors; leaves a `MemoryTrace` each: bytes
-while every kernel runs, the peak, and what made it up. Parameters and other inputs are not in it, saved
-activations are: they are outputs of the forward graph and die in the backward graph after their last use.
+Enter a graph, or a forward and a backward graph that share saved tensors. Leaves a `MemoryTrace` each: bytes while every kernel
+runs, the peak, and what made it up. Parameters and other inputs are not in it. Saved activations are: they are outputs of the
+forward graph and die in the backward graph after their last use.
 
-The trace follows the wrapper code that Inductor writes: a kernel's outputs are allocated before it runs, an input
-that dies with it may be written over in place, everything else that died is released behind it, or kept for a later
-buffer of the same size (`reuse`). On a CPU,
-neighbouring generated kernels become one call, so that the outputs of all are allocated before the first runs.
+The trace follows the wrapper code that Inductor writes. A kernel's outputs are allocated before it runs, and an input that dies
+with it may be written over in place. All else that died is released after it, or kept for a later buffer of the same size
+(`reuse`). On a CPU, neighbouring generated kernels become one call, so that the outputs of all are allocated before the first
+runs.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -39,7 +39,7 @@ class MemoryTrace:
     Attributes:
         kernels: name of the last graph node of each kernel, in the order they run.
         live_bytes: while each kernel runs, scratch memory included.
-        after_bytes: behind each kernel, when what it was the last to use is released.
+        after_bytes: after each kernel, when what it was the last to use is released.
         nodes: per kernel, the graph nodes computed in it.
         start_bytes: held when the graph starts: the saved tensors and the gradients of outputs, for a backward graph.
         end_bytes: held when it has returned: its outputs, saved tensors included.

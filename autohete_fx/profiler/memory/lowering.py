@@ -1,13 +1,13 @@
 """From an ATen graph to the kernels that it becomes: which nodes own memory, and what runs together.
 
-Enters a ``GraphModule`` with fake ``meta["val"]``; leaves a `KernelGraph`, kernels in the order of the graph with
-the storages that each reads and writes. Inductor does not materialise a graph node by node: a pointwise node is
-a buffer only where something needs it in memory, and neighbouring buffers are computed by one kernel. The rules
-here restate the ones of ``torch/_inductor/graph.py`` (``run_node``), ``ir.py`` (``StorageBox``) and
-``scheduler.py`` (fusion) in terms of graph nodes, so that a graph's memory can be told without compiling it.
+Enters a ``GraphModule`` with fake ``meta["val"]``; leaves a `KernelGraph`, kernels in the order of the graph with the storages
+that each reads and writes. Inductor does not materialise a graph node by node. A pointwise node is a buffer only where
+something needs it in memory, and one kernel computes neighbouring buffers. The rules here restate the ones of
+``torch/_inductor/graph.py`` (``run_node``), ``ir.py`` (``StorageBox``) and ``scheduler.py`` (fusion) in terms of graph nodes.
+They tell a graph's memory without compiling it.
 
-The ops of `autohete_fx.graph.ops` are known: a tensor that is copied to the device is in memory from the node
-that issues the copy, and a tensor that is copied to the host takes none.
+The ops of `autohete_fx.graph.ops` are known. A tensor that is copied to the device is in memory from the node that issues the
+copy. One that is copied to the host takes none.
 """
 
 import operator
@@ -185,7 +185,7 @@ class _Lowering:
             self._realize(node)
 
     def _realize(self, node: fx.Node) -> None:
-        """Make the expression behind a node a buffer, and so a kernel, here."""
+        """Make the expression of a node a buffer, and so a kernel, here."""
         expression = self.inline[node]
         owner = expression.owner
         assert owner is not None

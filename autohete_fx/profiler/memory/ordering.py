@@ -25,7 +25,7 @@ class _Buffer:
 
 @dataclass(slots=True)
 class _Schedule:
-    """Kernels: predecessors, successors, buffers read, bytes written, ``scratch`` bytes of those gone behind it."""
+    """Kernels: predecessors, successors, buffers read, bytes written, ``scratch`` bytes of those gone after it."""
 
     before: list[set[int]]
     behind: list[set[int]]

@@ -1,9 +1,9 @@
 """Scratch memory of single ATen operators, measured: each runs once or twice, by itself, on real tensors like the fake ones given.
 
 Enter an operator and its arguments; leave the bytes that it takes from PyTorch's allocator beside its results. Which algorithm
-a library chooses, and what that takes, no shape tells: an Intel CPU divides a product in 16 bits otherwise than an AMD one, and
+a library chooses, and what that takes, no shape tells. An Intel CPU divides a product in 16 bits otherwise than an AMD one, and
 cuDNN asks its heuristics. Whoever compiles within a budget says with `probing` how allocations are counted and how much a
-measurement may take; elsewhere nothing runs, and `scratch` goes by formulas.
+measurement may take. Elsewhere nothing runs, and `scratch` goes by formulas.
 """
 
 import contextlib
@@ -48,8 +48,8 @@ class Probe:
             target: the operator, and what it is called with; of tensors only sizes, strides and types count.
             expected_bytes: what it may well take, where that is more than its inputs do.
 
-        Returns None where it cannot be measured: its values decide how much it takes, the limit forbids it, or it refuses inputs
-        of random floats and integers that are zero.
+        Returns None where it cannot be measured. Its values decide how much it takes, the limit forbids it, or it refuses
+        inputs of random floats and integers that are zero.
         """
         if not isinstance(target, OpOverload) or target.namespace != "aten":
             return None

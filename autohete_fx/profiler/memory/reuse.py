@@ -1,11 +1,11 @@
 """Which dead buffers Inductor hands on to later ones.
 
-Enter kernels in the order they run, and when each storage is last used; leaves a map from a storage to the one whose
-memory it takes over. Two rules of ``torch/_inductor/codegen/wrapper.py`` and ``scheduler.py`` are restated:
+Enter kernels in the order they run, and when each storage is last used. Leaves a map from a storage to the one whose memory it
+takes over. Two rules of ``torch/_inductor/codegen/wrapper.py`` and ``scheduler.py`` are restated:
 
 * a generated kernel writes over an input of the same size that dies with it and that only one part of it reads;
-* a buffer that died is kept for a later one of the same size and dtype, unless keeping it would raise the peak that
-  Inductor estimates. Its estimate takes host tensors for device ones, so that with offloading it keeps more.
+* a buffer that died is kept for a later one of the same size and dtype. It is not where that would raise the peak that Inductor
+  estimates. Its estimate takes host tensors for device ones, so that with offloading it keeps more.
 """
 
 from collections.abc import Sequence

@@ -23,7 +23,10 @@ _GPU_ATTENTION_GRAINS = {
     "aten._scaled_dot_product_efficient_attention_backward": 64,
     "aten._scaled_dot_product_cudnn_attention_backward": 64,
 }
-"""What attention's backward on a GPU rounds the width of a head up to. Of cuDNN's, which chooses for itself, it is a guess."""
+"""Attention's backward on a GPU rounds the width of a head up to a multiple of these.
+
+For cuDNN's, which chooses for itself, it is a guess.
+"""
 
 _PRODUCTS = {"aten.mm": 0, "aten.bmm": 0, "aten.addmm": 1, "aten.baddbmm": 1}
 """Products of two matrices, by the place of the first."""
@@ -112,8 +115,8 @@ def convolution_scratch_bytes(name: str, args: Sequence[Any]) -> int | None:
     """At most what a convolution, or its backward, takes; None for any other operator.
 
     oneDNN and cuDNN bring each operand into a layout of their own, channels in sixteens; two of oneDNN's may stand beside each
-    other. Each of its threads sums up the weights' gradient by itself, and where no better algorithm is at hand writes down the
-    windows of all results of an image, so that a product of matrices does the work. PyTorch's own code, for types that oneDNN does
+    other. Each of its threads sums up the weights' gradient by itself. Where no better algorithm is at hand it writes down the
+    windows of all results of an image. A product of matrices then does the work. PyTorch's own code, for types that oneDNN does
     not take, does that for all images at once; so does oneDNN in fp32 for 16-bit types. As measured on CPUs; for cuDNN a guess.
     """
     if name not in ("aten.convolution", "aten.convolution_backward"):
@@ -150,8 +153,9 @@ def _blocked(channels: int) -> int:
 
 
 def attention_scratch_bytes(name: str, tensors: Sequence[torch.Tensor]) -> int:
-    """Scratch of PyTorch's flash attention on a CPU, by its first three arguments: exact, but for 16-bit products in backward,
-    of which it is the most that there can be.
+    """Scratch of PyTorch's flash attention on a CPU, in bytes, by its first three arguments.
+
+    It is exact, but for 16-bit products in backward, where it is the most that there can be.
 
     It mirrors aten/src/ATen/native/cpu/FlashAttentionKernel.cpp; PyTorch 2.11 to 2.15 take the same. A mask and the causal form
     take nothing more.
@@ -221,8 +225,11 @@ def _contiguous_copy_bytes(grad_output: torch.Tensor) -> int:
 
 
 def gpu_attention_scratch_bytes(name: str, query: torch.Tensor) -> int:
-    """Scratch of attention's backward on a GPU, 0 for anything else: the gradient of the queries is summed up in fp32 before it is
-    rounded, and so is one number a row, both in tiles of 128 rows."""
+    """Scratch of attention's backward on a GPU, in bytes, 0 for anything else.
+
+    The gradient of the queries is summed up in fp32 before it is rounded. The same holds for one number a row; both are in
+    tiles of 128 rows.
+    """
     if name not in _GPU_ATTENTION_GRAINS:
         return 0
     batch, heads, rows, width = (hint(size) for size in query.shape)

@@ -7,7 +7,7 @@ from autohete_fx.report.page.colours import OF_ACTIVATIONS, OF_OPTIMIZER, OF_PAR
 
 _ROW, _GAP = 30, 8
 _NUMBERED = 24
-"""Of more blocks only every so many are numbered."""
+"""Where there are more blocks, only every so many are numbered."""
 
 
 def decision_map(data: ReportData) -> str:

@@ -3,23 +3,23 @@
 In: pairs of tensors, or work for the CPU, with a priority. Out: tickets to wait on, and a record of what ran when. Why
 one object: it alone knows what is in flight and keeps it referenced.
 
-* On a CUDA device a copy lane is two streams (`stream`), which share the link: what compiled code copies waits there for the
-  device to come to the block that it was issued for, a whole backward ahead, and what updates copy must not wait behind
-  that. Priorities order nothing that has been issued.
+* On a CUDA device a copy lane is two streams (`stream`), which share the link. Copies of compiled code wait in one for the
+  device to come to the block that they were issued for, a whole backward ahead. Copies of updates must not wait for that.
+  Priorities order nothing that has been issued.
 * On a CPU device with a core to spare a copy lane is a thread with a priority queue (`thread`). Copies run without
   the GIL and on that one thread: an OpenMP team of the copy's own would fight the compute.
-* On a CPU device whose cores all compute there is nothing to overlap with. A thread would take a core from a team that
-  waits for its slowest member, and cost the step more than the copy itself: work is done where it is submitted, with
-  all threads.
+* On a CPU device whose cores all compute there is nothing to overlap with. A thread would take a core from a team that waits
+  for its slowest member, and cost the step more than the copy itself. Work is done where it is submitted, with all threads.
 * The update lane is a thread that starts an OpenMP team; on a CPU device without a spare core, again, the caller.
-* The net lane is a stream, too; on a CPU device a thread, even where no core is to spare, for it mostly waits for other ranks. It
-  has no priorities, and puts nothing off for an update: all ranks start their collectives in the order of the program.
-* The disk lane is a thread everywhere, for it mostly waits for the disk. It has no priorities: what is read comes to RAM behind
+* The net lane is two streams, too, one for gathers and one for reduces. On a CPU device they are threads, even where no core is
+  to spare: they mostly wait for other ranks. They have no priorities, and put nothing off for an update: all ranks start
+  collectives of one kind in the order of the program. Each kind has process groups of its own, so that neither waits for the other.
+* The disk lane is a thread everywhere, for it mostly waits for the disk. It has no priorities: what is read comes to RAM after
   what leaves it.
 
 Threads share the following. "The program" is the thread that runs forward, backward and step; workers are the lanes' threads.
 
-* *Queue and counters of a lane*: everybody, under the lane's lock. An interrupt may end a submission anywhere: the ticket's
+* *Queue and counters of a lane*: everybody, under the lane's lock. An interrupt may end a submission anywhere. The ticket's
   `is_counted` and `is_taken` change in one statement with the counters, so what was counted is done or withdrawn.
 * *What work writes* (a copy's destination; parameter, states, step counter and host copy of an update) *and `Ticket.error`*: one
   worker, before `finish`. A reader has waited, which takes the lock that ``finish`` released, or was called back by it.
@@ -31,16 +31,16 @@ Threads share the following. "The program" is the thread that runs forward, back
 * *A window of states from disk*: the lane until its read is complete, then who works on it, and the lane from its write on. Which
   walks read ahead, and the buffers of windows: under the tier's lock.
 * *Coefficients of a step*: workers; two may make the same entry, of equal values.
-* *Staging of streamed states*: the thread that issues their copies uses its slots, one after the other; the one that finishes
-  updates reads what has been issued, when all of it is.
+* *Staging of streamed states*: the thread that issues their copies uses its slots, one after the other. The thread that
+  finishes updates reads what has been issued, when all of it is.
 * `Updates`, arenas: under their locks. A reader of pending updates without it may see one that is over, and none of its own is
   missing. Leases end by an append. Copies in flight: each under a number of its own, taken out once.
 * *Records*: workers append; a reader copies all of them at once.
 
 Single operations on dictionaries, lists and deques count as atomic, as with the GIL they are. Modes of PyTorch, the fence among
-them, belong to one thread, so no worker ever waits at the fence. The program waits for updates and copies, updates wait for copies
-down and for the disk, copies that were begun and the disk wait for nobody, and no lock is held in a wait but that of a preparation:
-there is no cycle.
+them, belong to one thread, so no worker ever waits at the fence. The program waits for updates and copies; updates wait for
+copies down and for the disk. Copies that were begun and the disk wait for nobody, and no lock is held in a wait but that of a
+preparation. There is no cycle.
 """
 
 import atexit
@@ -65,6 +65,7 @@ _RECORDS = 8192
 _NOTABLE_S = 20e-6
 
 COPY_LANES = (Lane.H2D, Lane.D2H)
+COLLECTIVES = ("gather", "reduce")
 
 _working: "weakref.WeakSet[ThreadLane]" = weakref.WeakSet()
 _carrying: "weakref.WeakSet[ThreadLane | StreamLane]" = weakref.WeakSet()
@@ -84,8 +85,8 @@ class Lanes:
             given, which may block.
         num_update_workers: threads of the update lane.
         pace: see `Pace`; to emulate slower lanes.
-        is_host: whether host and device have one memory, so that the CPU works on the device's tensors as they are; by
-            default on a CPU device. False there emulates a device with memory of its own.
+        is_host: whether host and device have one memory, so that the CPU works on the device's tensors as they are. The default
+            is yes on a CPU device. False there emulates a device with memory of its own.
     """
 
     def __init__(
@@ -126,16 +127,17 @@ class Lanes:
         self._update_copies = (
             self._copies if on_cpu else {lane: StreamLane(lane, self.device, self._records) for lane in COPY_LANES}
         )
-        self._net: ThreadLane | StreamLane = (
-            ThreadLane(Lane.NET, self._records, in_background=True, pace=pace)
+        self._net: dict[str, ThreadLane | StreamLane] = {
+            kind: ThreadLane(Lane.NET, self._records, in_background=True, pace=pace)
             if on_cpu
             else StreamLane(Lane.NET, self.device, self._records)
-        )
+            for kind in COLLECTIVES
+        }
         for lane in self._all():
             # A thread knows its lane only, so this object can be collected while the thread waits for work.
             weakref.finalize(self, lane.close).atexit = False
         _working.update(self._workers)
-        _carrying.update((self._disk, self._net, *self._all_copies))
+        _carrying.update((self._disk, *self._net.values(), *self._all_copies))
 
     @property
     def _workers(self) -> tuple[ThreadLane, ...]:
@@ -146,7 +148,7 @@ class Lanes:
         return tuple(dict.fromkeys((*self._copies.values(), *self._update_copies.values())))
 
     def _all(self) -> tuple[ThreadLane | StreamLane, ...]:
-        return (*self._workers, self._disk, self._net, *self._all_copies)
+        return (*self._workers, self._disk, *self._net.values(), *self._all_copies)
 
     def submit(
         self,
@@ -187,18 +189,20 @@ class Lanes:
         return executor.submit(ticket, behind)
 
     def collective(self, label: str, start: Start, *, num_bytes: int) -> Ticket:
-        """Run a collective of several ranks behind the work that the current stream was given so far, and behind all collectives
-        before. Nothing else puts it off, so that all ranks run theirs in the order of the program.
+        """Run a collective of several ranks after the work that the current stream was given so far, and after all collectives
+        of its kind before. Nothing else puts it off, so that all ranks run those of a kind in the order of the program.
 
         Args:
-            start: starts it.
+            label: the kind, one of `COLLECTIVES`; also for the record.
+            start: starts it, over a process group that has collectives of this kind alone while the lane is busy.
             num_bytes: for the record.
         """
         self._check_process()
         work = functools.partial(run_collective, start)
-        if isinstance(self._net, StreamLane):
-            return self._net.submit(label, 0, num_bytes, work, (self.now(),))
-        return self._net.submit(ThreadTicket(Lane.NET, label, 0, num_bytes, work), ())
+        net = self._net[label]
+        if isinstance(net, StreamLane):
+            return net.submit(label, 0, num_bytes, work, (self.now(),))
+        return net.submit(ThreadTicket(Lane.NET, label, 0, num_bytes, work), ())
 
     def update(
         self,
@@ -224,7 +228,7 @@ class Lanes:
         )
 
     def stream(self, priority: int, issue: Callable[[], None], finish: Callable[[], None]) -> Ticket:
-        """Run ``issue``, which gives copies to the lanes and may wait for earlier ones, and behind it ``finish``, which waits for
+        """Run ``issue``, which gives copies to the lanes and may wait for earlier ones, and after it ``finish``, which waits for
         them. The ticket is that of ``finish``, which fails without being run where ``issue`` fails."""
         self._check_process()
         issued = self._issuing.submit(ThreadTicket(Lane.UPDATE, "states", priority, 0, issue))
@@ -261,8 +265,11 @@ class Lanes:
             lane.drain()
 
     def close(self) -> None:
-        """Complete what was submitted, then end the lanes. Submitting afterwards is an error, but for updates that are still under
-        way: the lanes that carry for them end when this object is collected, which they refer to."""
+        """Complete what was submitted, then end the lanes.
+
+        Submitting afterwards is an error, but for updates that are still under way. The lanes that carry for them end when this
+        object is collected, which they refer to.
+        """
         # A garbage collection on a lane's own thread may drop the model; that thread cannot wait for itself.
         is_current = any(lane.is_current for lane in self._all())
         try:
@@ -274,7 +281,7 @@ class Lanes:
 
     def records(self) -> tuple[LaneRecord, ...]:
         """The latest work that ended, by its end; at most 8192."""
-        for lane in (*self._all_copies, self._net):
+        for lane in (*self._all_copies, *self._net.values()):
             lane.collect()
         return tuple(sorted(self._records, key=lambda record: record.end_s))
 

@@ -1,8 +1,8 @@
 """Lanes of an accelerator: one stream each.
 
-A copy, or a collective, is issued at once, behind everything that the current stream has been given so far, and waiting makes the
-current stream wait, not the CPU. A copy that must follow work of the CPU is issued by the thread that ends that work; until then
-a wait holds the thread that launches, which could not launch what needs the copy anyhow.
+A copy, or a collective, is issued at once and ordered after everything that the current stream has been given so far. A wait
+makes the current stream wait, not the CPU. The thread that ends work of the CPU issues the copies that must follow it. Until
+then a wait holds the thread that launches, which could not launch what needs the copy anyhow.
 """
 
 import contextlib
@@ -66,8 +66,10 @@ class Moment(Ticket):
 
 
 class StreamTicket(Ticket):
-    """Work on a stream. It keeps the work, and with it the tensors that it reads and writes, referenced until it has been waited
-    for: memory that is freed before that could be in use again while the stream still writes there.
+    """Work on a stream.
+
+    It keeps the work, and with it the tensors that it reads and writes, referenced until it has been waited for. Memory that is
+    freed before that could be in use again while the stream still writes there.
 
     Args:
         work: gives the device's work to the current stream, which is the lane's.
@@ -159,7 +161,7 @@ class StreamLane:
         work: Callable[[], None],
         after: Sequence[Ticket],
     ) -> StreamTicket:
-        """Run work of the device behind what the tickets stand for."""
+        """Run work of the device after the work of the tickets."""
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"the {self._lane.value} lane is closed")

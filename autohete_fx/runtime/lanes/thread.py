@@ -1,7 +1,7 @@
 """Lanes whose work is done by the CPU: copies of a CPU device, and optimizer updates on every device.
 
 A lane has a priority queue, smaller first and equal ones in the order of submission, and threads that serve it. Work that
-must follow other work stands in the queue only when that is done, so nothing that is ready waits behind it. In the
+must follow other work stands in the queue only when that is done, so nothing that is ready waits for it. In the
 foreground there is no thread: work is done where it is submitted.
 """
 
@@ -148,7 +148,7 @@ class ThreadLane:
         self._threads: list[threading.Thread] = []
 
     def submit(self, ticket: ThreadTicket, after: Sequence[Ticket] = ()) -> ThreadTicket:
-        """Queue the ticket's work behind that of others. It fails without being done where one of them failed.
+        """Queue the ticket's work after that of others. It fails without being done where one of them failed.
 
         An interrupt may come anywhere in here. Then the ticket has failed, or its work will be done.
         """

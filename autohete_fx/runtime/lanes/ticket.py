@@ -44,11 +44,13 @@ class Ticket(abc.ABC):
         """Return when the work is complete, on the device too. Raises as `wait` does."""
 
     def order(self, stream: torch.Stream) -> None:  # noqa: B027  (work of the CPU that is ready is done: nothing to order)
-        """Make a stream go on behind the work, which must be ready."""
+        """Make a stream go on after the work, which must be ready."""
 
     def when_ready(self, callback: Callable[[], None]) -> None:
-        """Call back, here or on a lane's thread, as soon as other work can be ordered behind this: when it is complete, or
-        has been given to the device, or has failed."""
+        """Call back, here or on a lane's thread, as soon as other work can be ordered after this one.
+
+        This work is then complete, or has been given to the device, or has failed.
+        """
         with self._lock:
             if not self._is_ready:
                 self._callbacks.append(callback)

@@ -8,8 +8,10 @@ from autohete_fx.internals.tensors import local_of
 
 
 def address_of(t: Tensor) -> int | None:
-    """The address of the memory that the tensor, or a DTensor's local tensor, is a view of; None for a tensor of another kind,
-    which may stand for any memory."""
+    """The address of the memory that the tensor, or a DTensor's local tensor, is a view of.
+
+    None stands for a tensor of another kind, which may have any memory.
+    """
     if versions.is_dtensor(t):
         t = local_of(t)
     try:

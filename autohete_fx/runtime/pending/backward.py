@@ -1,18 +1,17 @@
 """Updates that start while backward runs, and what must not happen before ``step()`` takes them over.
 
-With ``overlap="backward"`` a node of the backward graph starts the update of a parameter when its gradient comes. In: the
-call of ``backward()``, as the fence sees it, and that node. Out: the update, where it is exact to start it now, and an error
-where a program does between ``backward()`` and ``step()`` what such an update comes too early for.
+With ``overlap="backward"`` a node of the backward graph starts the update of a parameter when its gradient comes. In: the call
+of ``backward()``, as the fence sees it, and that node. Out: the update, where it is exact to start it now. A program that does
+between ``backward()`` and ``step()`` what such an update comes too early for gets an error.
 
-It is exact to start where the gradient that the graph gives is all that ``.grad`` will be, or all that will be added to the
-``.grad`` that earlier micro-batches have collected: the graph has the only edge to the parameter in this backward pass, no hook
-changes the gradient, nobody else's memory is the parameter's or the gradient's, and the graph is not kept for another pass.
-Everywhere else the update is left to ``step()``. The update lane adds in place, as autograd would, and
-autograd gets nothing to add.
+It is exact to start where the gradient that the graph gives is all of ``.grad``, or all that joins the ``.grad`` of earlier
+micro-batches. The graph then has the only edge to the parameter in this backward pass, and is not kept for another pass. No
+hook changes the gradient, and nobody else's memory is the parameter's or the gradient's. Everywhere else the update is left to
+``step()``. The update lane adds in place, as autograd would, and autograd gets nothing to add.
 
-From then on the parameter is no longer what it was, which autograd learns from its version counter, and others from the
-fence: until ``step()``, reading or writing the parameter or its states is an error, writing the gradient is one, and so is
-whatever passes by the fence and might do so. Reading the gradient is none.
+From then on the parameter is no longer what it was, which autograd learns from its version counter, and others from the fence.
+Until ``step()`` it is an error to read or write the parameter or its states, and to write the gradient. Whatever passes by the
+fence and might do so is an error, too. Reading the gradient is none.
 """
 
 import contextlib
@@ -78,8 +77,12 @@ class Consumed:
 
 
 Starter = Callable[[Tensor, Tensor, Tensor | None, Sequence[Ticket], int], Consumed | None]
-"""Starts the update of a parameter with the gradient that is in a home when the tickets are complete, added to what was
-collected, at a priority; returns None where it is not to start now."""
+"""Starts the update of a parameter at a priority, once the tickets are complete.
+
+Its gradient is in a home, and is added to what was collected.
+
+It returns None where the update is not to start now.
+"""
 
 
 class Early:

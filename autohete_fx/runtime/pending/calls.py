@@ -1,8 +1,8 @@
 """Calls of compiled functions, as seen from the fence.
 
-Dynamo decides by guards which compiled code serves a call, and the stack of PyTorch's modes is among what it guards: with
-the fence on the stack it would compile everything once more. Therefore every call of a compiled function, whatever its
-backend, lowers the fences of its thread first and raises those that are still needed when it returns.
+Dynamo decides by guards which compiled code serves a call, and guards the stack of PyTorch's modes, too. With the fence on the
+stack it would compile everything once more. Therefore every call of a compiled function, whatever its backend, first lowers the
+fences of its thread. When it returns it raises those that are still needed.
 
 Inside, nothing guards pending memory but the nodes that our passes inserted. That is enough where the call runs one graph
 of ours and nothing else, which is how transformers compile. Any other call waits for all updates before it begins:
@@ -10,37 +10,37 @@ of ours and nothing else, which is how transformers compile. Any other call wait
 * a function that was compiled by another backend;
 * a function whose compilation broke its graph, because what lies between graphs is eager code;
 * one that is being compiled, because who knows what it will turn out to be;
-* a frame that Dynamo finds no code for and runs as it is (its limit of recompilations, a dispatch mode of the user's), and
-  from then on its function, because Dynamo does not say so again;
+* a frame that Dynamo finds no code for and runs as it is (its limit of recompilations, a dispatch mode of the user's). From
+  then on its function counts, because Dynamo does not say so again;
 * any function where the user told Dynamo to run others, or none (``torch.compiler.set_stance``).
 
 The same holds for what the garbage collector runs inside a call; it says nothing of the function.
 
-Between a backward pass that started updates and the step, waiting is not enough: a call may do nothing to their parameters,
-and to their gradients nothing but read. Inputs of a graph of any backend are looked at when it runs. A function that is known to
-run more than one graph, or none, is refused; one that turns out to do so, or a graph that cannot be looked at, spoils the step.
+Between a backward pass that started updates and the step, waiting is not enough. A call may do nothing to their parameters, and
+may only read their gradients. Inputs of a graph of any backend are looked at when it runs. A function that is known to run more
+than one graph, or none, is refused. One that turns out to do so, or a graph that cannot be looked at, spoils the step.
 
-All this begins with `watch`, when somebody takes our backend to compile with it. Until then nothing of ours can be pending.
+All this begins with `watching.watch`, when somebody takes our backend to compile with it. Until then nothing of ours can be
+pending.
 
-An interrupt may come between the beginning of a call and Dynamo's own care for its end. Then a call is left whose frame is not on
-this thread's stack any more: it is over, and its fences are raised again, by the next call or step of the thread.
+An interrupt may come between the beginning of a call and Dynamo's own care for its end. Then a call is left whose frame is not
+on this thread's stack any more. It is over, and the next call or step of the thread raises its fences again.
 """
 
 import contextlib
-import functools
 import logging
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from types import CodeType, FrameType, FunctionType, MethodType, TracebackType
+from types import CodeType, FrameType, TracebackType
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.internals import dynamo
 from autohete_fx.runtime.pending import unplanned
-from autohete_fx.runtime.pending.fence import Fence, Guarded, lower_fences, raise_fences, standing_fences, tensors_in
+from autohete_fx.runtime.pending.fence import Fence, Guarded, lower_fences, raise_fences, standing_fences
 from autohete_fx.runtime.pending.updates import Updates
 
 log = logging.getLogger(__name__)
@@ -85,10 +85,10 @@ class CompiledFunction:
         if is_ours:
             unplanned.await_call(self, compiled)
 
-    def call(self) -> "_Call":
+    def call(self) -> "Call":
         """The context of one call."""
         unplanned.note_call(self)
-        return _Call(self)
+        return Call(self)
 
 
 _known: list[tuple[weakref.ref[object], CompiledFunctions]] = []
@@ -107,22 +107,22 @@ def functions_of(backend: object) -> CompiledFunctions:
     return functions
 
 
-class _Call:
+class Call:
     """One call, as a context.
 
     Attributes:
         function: the one that is called.
         handled: the exception that the caller was handling when the call began.
         frame: of the function that began it, on the stack as long as it runs; None where that is not known.
-        fences: those that were lowered, and that are to be raised behind it.
+        fences: those that were lowered, and that are to be raised after it.
         kept: what lives at least as long.
         model: of the graph that ran last.
-        eager_function: the first one that Dynamo could not compile because a graph breaks in a loop, where it begins and where it
-            breaks; where there is none, the first one that it could not compile; else empty.
+        eager_function: the first one that Dynamo could not compile because a graph breaks in a loop, where it begins and where
+            it breaks. Where there is none, the first one that it could not compile; else empty.
         breaks_in_loop: whether that is of the first kind.
         root: the first function of the user's for which Dynamo had no code, by file and name; None where there was none.
-        failure: of an update, where a frame met it. The interpreter drops what callbacks of weak references and finalizers raise,
-            and Dynamo then runs the rest of the call eagerly: nothing else in it may notice.
+        failure: of an update, where a frame met it. The interpreter drops what callbacks of weak references and finalizers
+            raise. Dynamo then runs the rest of the call eagerly: nothing else in it may notice.
     """
 
     def __init__(self, function: CompiledFunction) -> None:
@@ -145,7 +145,7 @@ class _Call:
         self.has_eager_frames = False
 
     def __enter__(self) -> None:
-        _calls()  # raises what an interrupted one has left lowered
+        under_way()  # raises what an interrupted one has left lowered
         self.num_breaks = dynamo.num_graph_breaks()
         self.handled = sys.exception()
         self.frame = dynamo.frame_of_call(sys._getframe())
@@ -154,8 +154,6 @@ class _Call:
             _thread.calls.append(self)  # before the fences fall: from here on somebody knows of them
             lower_fences()
             if len(_thread.calls) == 1:
-                if _watch.has_old_code:
-                    _forget_old_code()
                 for look in _looks:
                     look(dynamo.function_of_call(self.frame), self.function.is_ours)
             is_stance_default = dynamo.is_stance_default()
@@ -187,7 +185,7 @@ class _Call:
             self._leave()
 
     def _leave(self) -> None:
-        """Raise what is still needed. An interrupt leaves the call to `_calls`, which does it again."""
+        """Raise what is still needed. An interrupt leaves the call to `under_way`, which does it again."""
         raise_fences([fence for fence in self.fences if (u := fence.updates) is not None and u.needs_fence])
         _thread.calls[:] = [call for call in _thread.calls if call is not self]
         self.frame = self.handled = None
@@ -228,66 +226,84 @@ class _Call:
 
     def _code(self) -> CodeType:
         """Of the function that is called; of all modules together."""
-        return getattr(dynamo.function_of_call(self.frame), "__code__", _Call.__enter__.__code__)
+        return getattr(dynamo.function_of_call(self.frame), "__code__", Call.__enter__.__code__)
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.calls: list[_Call] = []
+        self.calls: list[Call] = []
 
 
 _thread = _Thread()
 _looks: list[Callable[[object, bool], None]] = []
 
 
-def before_calls(look: Callable[[object, bool], None]) -> None:
-    """From now on, before Dynamo looks for the code of a call that is within no other, call ``look`` with its function and with
-    whether our backend compiled it."""
-    _looks.append(look)
+def before_calls(look: Callable[[object, bool], None], *, first: bool = False) -> None:
+    """From now on, call ``look`` before Dynamo looks for the code of a call that is within no other.
+
+    ``look`` gets the call's function and whether our backend compiled it. ``first``: before all others that were given so far.
+    """
+    _looks.insert(0 if first else len(_looks), look)
+
+
+def begin_late(function: CompiledFunction, frame: FrameType) -> None:
+    """A call that began before anybody watched: this thread runs its frame, inside of the calls that are known."""
+    call = Call(function)
+    call.frame, call.handled = frame, sys.exception()
+    _thread.calls.append(call)
+
+
+def note_graph_run() -> bool:
+    """A graph of any backend runs in the calls of this thread; returns whether any of them has lowered a fence."""
+    for call in _thread.calls:
+        call.has_run_graphs = True
+    return any(call.fences for call in _thread.calls)
 
 
 def keep_until_end(value: object) -> None:
     """Keep ``value`` until the outermost call of this thread ends: nothing else need reference it until then."""
-    _calls()[0].kept.append(value)
+    under_way()[0].kept.append(value)
 
 
 def note_model(model: object) -> None:
     """A graph of the model runs in the outermost call of this thread, if there is one."""
-    for call in _calls()[:1]:
+    for call in under_way()[:1]:
         call.model = weakref.ref(model)
 
 
 def model_of_call() -> object:
     """The model of the graph that ran last in the outermost call of this thread; None where none did."""
-    call = next(iter(_calls()), None)
+    call = next(iter(under_way()), None)
     return None if call is None or call.model is None else call.model()
 
 
 def is_compiling_root() -> bool:
-    """Whether what Dynamo compiles is the function that the outermost call of this thread is of, or what follows a graph break
-    in it: not a function that it calls, beside which others may run."""
-    calls = _calls()
+    """Whether Dynamo compiles the function that the outermost call of this thread is of, or what follows a graph break in it.
+
+    A function that it calls does not count: others may run beside that.
+    """
+    calls = under_way()
     return not calls or calls[0].root == dynamo.function_being_compiled()[0]
 
 
 def outermost() -> object:
     """The object that stands for the outermost call of this thread; None outside of calls."""
-    return next(iter(_calls()), None)
+    return next(iter(under_way()), None)
 
 
 def eager_function() -> str:
     """Which function of the outermost call Dynamo could not compile, and why as far as is known; empty where it compiled all."""
-    call = next(iter(_calls()), None)
+    call = next(iter(under_way()), None)
     return "" if call is None else call.eager_function
 
 
 def function_called() -> object:
     """The function that the outermost call of this thread calls; None outside of calls."""
-    calls = _calls()
+    calls = under_way()
     return dynamo.function_of_call(calls[0].frame) if calls else None
 
 
-def _calls() -> list[_Call]:
+def under_way() -> list[Call]:
     """The calls that this thread is in, the outermost first. Those that an interrupt has left are ended."""
     if not _thread.calls:
         return _thread.calls
@@ -308,46 +324,20 @@ def note_compiled_graph(inputs: Iterable[Tensor]) -> None:
     """Our backend compiles a graph, and may move the parameters among its inputs."""
     tensors = list(inputs)
     unplanned.note_compilation(tensors)
-    for updates in {found for call in _calls() for found in call.updates()}:
+    for updates in {found for call in under_way() for found in call.updates()}:
         updates.early.refuse(tensors)
-    for call in _calls()[-1:]:
+    for call in under_way()[-1:]:
         call.num_graphs_compiled += 1
 
 
 def modules_called() -> list[nn.Module]:
     """Those that the calls which this thread is in are of, the outermost first, as far as is known."""
-    return [module for call in _calls() for module in dynamo.modules_of(dynamo.function_of_call(call.frame))]
-
-
-def _watched(graph: fx.GraphModule, compiled: Callable[..., object]) -> Callable[..., object]:
-    """What a backend made of a graph, looked at when it runs between a backward pass and its step."""
-    for call in _calls()[-1:]:
-        call.num_graphs_seen += 1
-    if not isinstance(compiled, FunctionType | MethodType):  # a class of the backend's, which must stay what it is
-        for call in _calls():
-            call.has_eager_frames = True
-        return compiled
-    constants = [weakref.ref(t) for t in (*graph.parameters(), *graph.buffers())]
-
-    @functools.wraps(compiled)
-    def run(*args: object) -> object:
-        for call in _thread.calls:
-            call.has_run_graphs = True
-        if not any(call.fences for call in _thread.calls):
-            return compiled(*args)
-        started = {updates for call in _calls() for updates in call.updates() if updates.early.is_open}
-        tensors = [*tensors_in(args), *(t for reference in constants if (t := reference()) is not None)]
-        with contextlib.ExitStack() as stack:
-            for updates in started:
-                stack.enter_context(updates.early.watch(tensors, ()))
-            return compiled(*args)
-
-    return run
+    return [module for call in under_way() for module in dynamo.modules_of(dynamo.function_of_call(call.frame))]
 
 
 def guard_backward(updates: Updates) -> None:
     """The call runs a forward whose backward may start updates: the fence must see that, where nothing else is called."""
-    calls = _calls()
+    calls = under_way()
     if calls and all(call.functions.is_whole for call in calls):
         if updates.fence not in calls[0].fences:
             calls[0].fences.append(updates.fence)
@@ -356,99 +346,19 @@ def guard_backward(updates: Updates) -> None:
 
 def refuse_early(args: Iterable[Tensor], updates: Guarded) -> None:
     """Raise OptimizerStateError where a graph gets a parameter whose update started in a backward that no step followed."""
-    for other in {updates, *(found for call in _calls() for found in call.updates())}:
+    for other in {updates, *(found for call in under_way() for found in call.updates())}:
         other.early.refuse(args)
 
 
 def settle_others(updates: Guarded) -> None:
-    """Wait for the updates of other models whose fences were lowered: a model's graph waits for its own alone, and Dynamo may
-    serve a call with the graph of another model of the same class."""
-    for call in _calls():
+    """Wait for the updates of other models whose fences were lowered.
+
+    A model's graph waits for its own alone, and Dynamo may serve a call with the graph of another model of the same class.
+    """
+    for call in under_way():
         call.settle(but=updates)
 
 
 def is_within_call() -> bool:
     """Whether this thread runs a compiled function, whose entry was seen."""
-    return bool(_calls())
-
-
-def _begin_miss(code: CodeType | None) -> None:
-    calls = _calls()
-    if calls and calls[0].root is None and code is not None:
-        calls[0].root = dynamo.function_of(code)
-    try:
-        for call in calls:
-            call.settle()
-    except OptimizerStateError as error:
-        calls[-1].failure = error
-        raise
-
-
-def _note_compilation() -> None:
-    for call in _calls():
-        call.num_compilations += 1
-
-
-def _note_eager_frame(code: CodeType, loop_break: str) -> None:
-    for call in _calls()[:1]:
-        function = f"{code.co_qualname}, {code.co_filename}:{code.co_firstlineno}"
-        if loop_break and not call.breaks_in_loop:
-            call.eager_function, call.breaks_in_loop = f"{function}, breaks at {loop_break}", True
-        call.eager_function = call.eager_function or function
-    for call in _calls():
-        if call.functions.is_whole:
-            log.warning(
-                "Dynamo runs a function eagerly that it had compiled with the backend autohete: that is exact, but no memory_budget"
-                " holds. If it has compiled it too often (torch._dynamo.config.recompile_limit), fewer shapes help, or dynamic=True"
-            )
-        call.functions.is_whole = False
-        call.has_eager_frames = True
-
-
-def _is_ours(backend: object) -> bool:
-    """Whether a function, or what ``torch.compile`` makes of one and of options, is our backend."""
-    return dynamo.module_of_backend(backend) == "autohete_fx.backend"
-
-
-def _call_of(backend: object, compiled: object) -> Callable[[], _Call]:
-    return CompiledFunction(functions_of(backend), _is_ours(backend), compiled).call
-
-
-class _Watch:
-    """Whether calls are watched, and whether there may be code from before, whose graphs nobody looks at."""
-
-    def __init__(self) -> None:
-        self.has_begun = False
-        self.has_old_code = False
-
-
-_watch = _Watch()
-
-
-def watch() -> None:
-    """From now on, know of every call of a compiled function: before our backend compiles anything. Importing changes nothing.
-
-    Code that Dynamo compiled before is forgotten, since no one would look at its graphs, nor at what it decided to run eagerly:
-    it is compiled again when it is next called. Calls that are under way in this thread count as calls of functions of which
-    nothing is known, and what was compiled is then forgotten before the next one.
-    """
-    if _watch.has_begun:
-        return
-    _watch.has_begun = True
-    dynamo.turn_off_ddp_optimizer()
-    dynamo.on_cache_misses(_begin_miss, _note_compilation, _note_eager_frame)
-    dynamo.on_compiled_graphs(_watched)
-    dynamo.on_calls_of_compiled_functions(_call_of)
-    for frame, backend in dynamo.calls_under_way():
-        call = CompiledFunction(functions_of(backend), is_ours=False, compiled=None).call()
-        call.frame, call.handled = frame, sys.exception()
-        _thread.calls.append(call)
-    _watch.has_old_code = True
-    if not _thread.calls:
-        _forget_old_code()
-
-
-def _forget_old_code() -> None:
-    """While this thread is in no call: what it converts or runs must stay."""
-    _watch.has_old_code = False
-    dynamo.forget_all_compiled()
+    return bool(under_way())

@@ -1,12 +1,11 @@
 """The fence: a read or write of memory that is still being updated waits for the update.
 
-``optimizer.step()`` may return while the host still updates parameters. Until those updates are done a function mode
-stands on the stack of PyTorch's modes, in the thread that called ``step()``. Every call of PyTorch's Python API passes
-it, whoever makes it: an operator, ``state_dict()``, ``torch.save``, ``deepcopy``, ``.numpy()``. A call that is given a tensor
-over pending memory, be it the parameter, a view of it that was made before, its gradient or its states, waits first; a
-backward pass waits for everything. Where updates start in backward the mode stands from forward on: see
-`autohete_fx.runtime.pending.backward`.
-Metadata, and setting a gradient to None, wait for nothing.
+``optimizer.step()`` may return while the host still updates parameters. Until those updates are done a function mode stands on
+the stack of PyTorch's modes, in the thread that called ``step()``. Every call of PyTorch's Python API passes it, whoever makes
+it: an operator, ``state_dict()``, ``torch.save``, ``deepcopy``, ``.numpy()``. A call that is given a tensor over pending memory
+waits first: the parameter, an earlier view of it, its gradient or its states. A backward pass waits for everything. Where
+updates start in backward the mode stands from forward on: see `autohete_fx.runtime.pending.backward`. Metadata, and setting a
+gradient to None, wait for nothing.
 
 The accesses of compiled code are not seen here; see `autohete_fx.runtime.pending.calls`. Nor is what never passes PyTorch's
 Python API in
@@ -52,11 +51,13 @@ def _metadata() -> frozenset[object]:
 
 
 _METADATA = _metadata()
-"""What reads and writes no element of the tensors that it is given."""
+"""Functions that read and write no element of the tensors that they are given."""
 
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-"""What reads and writes more than it is given: it adds to gradients, reads what forward saved, and runs hooks and recomputed
-forwards of the user's, all below the fence."""
+"""Functions that read and write more than they are given.
+
+They add to gradients, read what forward saved, and run hooks and recomputed forwards of the user's, all below the fence.
+"""
 
 
 class Guarded(Protocol):

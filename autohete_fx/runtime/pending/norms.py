@@ -1,10 +1,10 @@
 """Norms of gradients in homes, taken by the device before they left it.
 
-A step that clips needs the norm of every gradient before its first update. In: gradients on the device, and the homes that they are
-copied to. Out: their norms, for as long as the homes hold what was copied there. Why: the CPU would have to read all gradients
-once more, while nothing else can run; the device reads them at its own memory's rate, next to the copy.
+A step that clips needs the norm of every gradient before its first update. In: gradients on the device, and the homes that they
+are copied to. Out: their norms, for as long as the homes hold what was copied there. Why: the CPU would have to read all
+gradients once more, while nothing else can run. The device reads them at its own memory's rate, next to the copy.
 
-They are right as long as nobody has touched the gradient: the fence drops the norm of what is given to anybody, and ``step()``
+They are right as long as nobody has touched the gradient. The fence drops the norm of what is given to anybody, and ``step()``
 takes those that are missing from the gradients themselves. Homes are fresh, so nobody has a view of one from before.
 """
 
@@ -31,8 +31,7 @@ class _Taken:
 
 
 class Norms:
-    """The norms of gradients of the last backward pass, as far as they are known, by the memory of their homes, which it does not
-    keep."""
+    """The known norms of gradients of the last backward pass, by the memory of their homes, which it does not keep."""
 
     def __init__(self) -> None:
         self._taken: dict[int, _Taken] = {}

@@ -1,8 +1,8 @@
 """Training that goes past every plan.
 
 ``model.compile()`` compiles what a call of the model runs, its forward. A loop that calls another method of it, such as a
-trainer's ``training_step``, runs that eagerly, and nothing that we have a hand in runs at all but the optimizer. Nor do we see a
-backward pass that computes blocks once more in eager code, as that of reversible layers does: their compiled graphs only infer.
+trainer's ``training_step``, runs that eagerly. Nothing that we have a hand in then runs but the optimizer. Nor do we see a
+backward pass that computes blocks once more in eager code, as that of reversible layers does. Their compiled graphs only infer.
 The optimizer therefore asks here when it has stepped: does a function still wait for its first call, and may its parameters be
 these? Has a parameter a gradient that comes from no graph of ours, though one reads it?
 """
@@ -20,7 +20,7 @@ from autohete_fx.ir.sizes import format_bytes
 log = logging.getLogger(__name__)
 
 _STEPS = 2
-"""So many steps are taken before the user is told: one could be a warm-up."""
+"""Steps that are taken before the user is told: one could be a warm-up."""
 
 _waiting: "weakref.WeakKeyDictionary[object, weakref.ref[object] | None]" = weakref.WeakKeyDictionary()
 """By what lives as long as a compiled function: the module or function that was compiled, where that is known."""

@@ -1,8 +1,8 @@
-"""Updates that run behind the caller's back, and who waits for them.
+"""Updates that run without the caller, and who waits for them.
 
-In: for each update a ticket and the tensors that it reads or writes. Out: a wait for whoever needs those tensors, whichever way
-they are asked for: by a node of compiled code, by the `fence` around eager code, by the next step. Tensors are known by the
-memory that they lie in, so a view of a parameter is the parameter.
+In: for each update a ticket and the tensors that it reads or writes. Out: a wait for whoever needs those tensors. A node of
+compiled code, the `fence` around eager code, or the next step asks for them. Tensors are known by the memory that they lie in,
+so a view of a parameter is the parameter.
 
 An update that fails leaves its parameter undefined: every later use of it raises, until `forget_failures`.
 """
@@ -56,8 +56,8 @@ class Updates:
         schedule: what updates may overlap with, and whether the next forward's order is theirs. Compiled code that waits for
             what it reads sets it; until then a step returns when its updates are done.
         early: the updates that started in backward, until a step takes them over.
-        shortage: says of an error, where the device's memory ran out, what the model's plan has to do with it; None before the
-            model has trained.
+        shortage: says of an error, where the device's memory ran out, how the model's plan relates to it; None before the model
+            has trained.
     """
 
     def __init__(self, lanes: Lanes) -> None:

@@ -22,7 +22,7 @@ _ANSWERED = frozenset(
     [getattr(Tensor, name) for name in _METHODS.split()]
     + [getattr(Tensor, name).__get__ for name in _PROPERTIES.split()]
 )
-"""What a shard's stand-in answers, as PyTorch hands it to ``__torch_function__``."""
+"""Questions that a shard's stand-in answers, as PyTorch hands it to ``__torch_function__``."""
 
 
 class Unreadable(nn.Parameter):
@@ -72,7 +72,7 @@ def _unreadable(param: Tensor, part: Part) -> Tensor:
     found = _made.get(param)
     if found is None or found.requires_grad != param.requires_grad:
         with torch.no_grad():
-            found = torch.empty(part.size, dtype=param.dtype, device="meta").as_subclass(Unreadable)
+            found = torch.empty(part.full_size, dtype=param.dtype, device="meta").as_subclass(Unreadable)
         with DisableTorchFunction():
             found.requires_grad_(param.requires_grad)
         found._autohete_device = param.device

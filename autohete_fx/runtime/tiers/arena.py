@@ -1,10 +1,10 @@
 """Exact sub-allocation of large mappings, with leases that come back by themselves.
 
-In: byte counts. Out: leases, ``ctypes`` arrays over a range of a mapping. Why: mapping (and on CUDA, pinning) is slow,
-so it is done in few large chunks; and a home may be reused only when *nothing* references its bytes any more, a
-reference that only C++ holds (``.grad``, a tensor that autograd saved) included. A lease gives that: whoever looks at
-the bytes keeps the lease alive, and its death puts the range back. Nothing polls, and the mapping itself lives as long
-as its last lease, so that dropping an arena never pulls memory from under a tensor.
+In: byte counts. Out: leases, ``ctypes`` arrays over a range of a mapping. Why: mapping (and on CUDA, pinning) is slow, so it is
+done in few large chunks. A home may be reused only when *nothing* references its bytes any more, not even C++ alone (``.grad``,
+a tensor that autograd saved). A lease gives that: whoever looks at the bytes keeps the lease alive, and its death puts the
+range back. Nothing polls, and the mapping itself lives as long as its last lease, so that dropping an arena never pulls memory
+from under a tensor.
 """
 
 import bisect
@@ -94,9 +94,9 @@ class Arena:
         growth_bytes: the least a new chunk has, so that small homes share chunks.
         capacity_bytes: the most that all chunks may have together; None for no limit.
         alignment_bytes: of homes, ALIGNMENT_BYTES or a multiple.
-        fence: makes a fence at the device's present, or None on a device that works synchronously. A range whose
-            lease died is reused only once a fence made after that has passed, since the device may still be at work
-            on bytes that Python has let go of.
+        fence: makes a fence at the device's present, or None on a device that works synchronously. A range whose lease died is
+            reused only once a fence made after that has passed. The device may still be at work on bytes that Python has let go
+            of.
 
     Thread safe. All sizes are bytes.
 
@@ -202,7 +202,7 @@ class Arena:
         return -(-num_bytes // self._alignment_bytes) * self._alignment_bytes
 
     def _collect(self) -> None:
-        """Take back the ranges of dead leases, at once or behind a fence."""
+        """Take back the ranges of dead leases, at once or after a fence."""
         ranges: list[tuple[Chunk, int, int]] = []
         while self._returned:
             ranges.append(self._returned.popleft())

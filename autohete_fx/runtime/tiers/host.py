@@ -1,8 +1,8 @@
 """Host memory that presents itself on the compute device: where offloaded tensors have their homes.
 
-In: sizes, strides, dtypes. Out: ordinary tensors on the compute device whose bytes lie in the tier below it: a
-memory-mapped file for a CPU device, pinned RAM mapped into CUDA for a CUDA device. Why: eager code, autograd and
-optimizers read and write such a tensor as any other, so placement changes speed and never meaning.
+In: sizes, strides, dtypes. Out: ordinary tensors on the compute device whose bytes lie in the tier below it. That tier is a
+memory-mapped file for a CPU device, and pinned RAM mapped into CUDA for a CUDA device. Why: eager code, autograd and optimizers
+read and write such a tensor as any other, so placement changes speed and never meaning.
 
 A home belongs to whoever references its storage, in Python or only in C++: ``.grad``, a tensor that autograd saved, a
 view. It returns to the pool with the last reference, so a gradient that is still ``.grad`` is never overwritten.
@@ -167,18 +167,18 @@ class _Streams:
         self._seen.add(torch.accelerator.current_stream(self._device))
 
     def fence(self) -> _Events:
-        """A point that is behind all that was given to the streams so far."""
+        """A point that is after all that was given to the streams so far."""
         return _Events(self._device, (torch.accelerator.current_stream(self._device), *self._seen))
 
 
 class PinnedTier(HostTier):
     """Homes of a CUDA device, in pinned RAM that its kernels address directly.
 
-    Reuse: a kernel may still be at work on a home when Python lets go of its last reference, so a home is handed out
-    again only after an event has passed on each stream that ever was current where a home was asked for: the optimizer's
-    thread asks on a stream that knows nothing of the one on which the user trains. That covers work on those streams and
-    copies that they have waited for (a ticket keeps what it copies referenced until then); homes that another stream uses
-    must be kept referenced until that stream is waited for.
+    Reuse: a kernel may still be at work on a home when Python lets go of its last reference. A home is therefore handed out
+    again only after an event has passed on each stream that was ever current where homes were asked for. The optimizer's thread
+    asks on a stream that knows nothing of the one on which the user trains. That covers work on those streams and copies that
+    they have waited for (a ticket keeps what it copies referenced until then). Homes that another stream uses must be kept
+    referenced until that stream is waited for.
 
     Unlike elsewhere in CUDA, the storage of a home is no allocation of PyTorch: ``memory_allocated`` does not count it,
     and ``record_stream`` on it does nothing.

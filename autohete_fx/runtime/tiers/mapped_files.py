@@ -1,10 +1,10 @@
 """Mappings of unnamed files: the memory below a CPU device's RAM, and the disk below any host's.
 
-In: byte counts and a directory. Out: chunks for the arena. Why files: their pages are neither anonymous memory
-(``RssAnon``) nor known to PyTorch's CPU allocator, so that a CPU device has a tier below the memory that a budget
-limits. Which pages are in RAM is the kernel's choice, but for those of a `FileChunk`. The files have no name from the start
-(``O_TMPFILE``, or created and unlinked at once where the file system lacks that), so the kernel frees them with the process
-however it ends. In a directory on tmpfs the pages are RAM: correct, but nothing is saved.
+In: byte counts and a directory. Out: chunks for the arena. Why files: their pages are neither anonymous memory (``RssAnon``)
+nor known to PyTorch's CPU allocator. A CPU device thus has a tier below the memory that a budget limits. Which pages are in RAM
+is the kernel's choice, but for those of a `FileChunk`. The files have no name from the start: ``O_TMPFILE``, or created and
+unlinked at once where the file system lacks that. The kernel therefore frees them with the process however it ends. In a
+directory on tmpfs the pages are RAM: correct, but nothing is saved.
 """
 
 import contextlib

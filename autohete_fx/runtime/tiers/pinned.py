@@ -4,9 +4,9 @@ In: byte counts. Out: chunks for the arena, page-locked and mapped into the devi
 host allocator: it rounds up to powers of two and pins tensor by tensor. ``cudaHostRegister`` pins what ``mmap`` gave,
 to the page, and unified addressing makes the host's pointer valid in kernels.
 
-Pinning is slow where the kernel has to find page after page while the driver waits, and a model keeps tens of GiB on the host.
-Pages are therefore large where the system has such, and all threads touch them first. The mapping
-is private, since Linux makes large pages of no other, and not in forked children: the kernel would copy for them what is pinned.
+Pinning is slow where the kernel has to find page after page while the driver waits. A model keeps tens of GiB on the host.
+Pages are therefore large where the system has such, and all threads touch them first. The mapping is private, since Linux makes
+large pages of no other. Forked children do not inherit it: the kernel would copy for them what is pinned.
 
 Nothing of CUDA is touched before the first chunk is made.
 """
@@ -35,7 +35,7 @@ def cuda_register(address: int, num_bytes: int) -> int:
 
 
 def _clear_last_error() -> None:
-    """CUDA keeps the error of a refused call, and PyTorch would raise it behind the next kernel, whatever that is."""
+    """CUDA keeps the error of a refused call, and PyTorch would raise it after the next kernel, whatever that is."""
     import torch
 
     from autohete_fx.internals.modes import disable_current_modes
@@ -46,8 +46,10 @@ def _clear_last_error() -> None:
 
 
 def cuda_unregister(address: int, device: "torch.device | None" = None) -> None:
-    """Undo ``cuda_register`` for the range that starts at ``address``, when ``device`` is done with all it was given: a
-    model may be dropped while a kernel still reads its homes."""
+    """Undo ``cuda_register`` for the range that starts at ``address``, when ``device`` is done with all it was given.
+
+    A model may be dropped while a kernel still reads its homes.
+    """
     import torch
 
     torch.cuda.synchronize(device)

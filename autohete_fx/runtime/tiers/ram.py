@@ -14,7 +14,7 @@ _GROUPS = (
     ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current", "inactive_file"),
     ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Of each version of control groups: its limit, what is in use, and what of that is a cache of files that the kernel gives up."""
+"""For each version of control groups: its limit, what is in use, and what of that is a cache of files that the kernel gives up."""
 
 
 def capacity_bytes(root: Path = _ROOT) -> int:
@@ -54,7 +54,7 @@ def _number(path: Path) -> int | None:
 
 
 def _field(path: Path, name: str) -> int | None:
-    """The number behind a name that begins a line."""
+    """The number after a name that begins a line."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
