@@ -180,7 +180,10 @@ class Job:
         try:
             totals = self._train(load)
         except RuntimeError as error:
-            raise self._explained(error) from error
+            explained = self._explained(error)
+            if explained is error:  # raised "from" itself it would forget its own cause
+                raise
+            raise explained from error
         loss, norm = float(totals[0]), float(totals[1].sqrt())
         done = TrainStep(step=self.step, loss=loss, grad_norm=norm, seconds=time.perf_counter() - start)
         self.step += 1

@@ -56,8 +56,10 @@ def graph_digest(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Opti
 
 
 def described_code(gm: fx.GraphModule) -> list[tuple[object, ...]]:
-    """The operations of a graph and the modules that they are of, with those of its subgraphs: a graph's own code only names them,
-    such as the bodies of checkpoints."""
+    """The operations of a graph and the modules that they are of, with those of its subgraphs.
+
+    A graph's own code only names them, such as the bodies of checkpoints.
+    """
     graphs = [(name, graph) for name, graph in gm.named_modules() if isinstance(graph, fx.GraphModule)]
     return [
         (name, graph.code, [(node.name, module_stack(node)) for node in graph.graph.nodes]) for name, graph in graphs
