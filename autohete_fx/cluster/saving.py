@@ -2,8 +2,8 @@
 
 A save is *committed* once all ranks have written their parts of it, which they tell each other when the next save begins. Older
 saves are removed after that, never before. A disk that is full or a cloud that is down ends that save with an error in the log.
-Training goes on, and the next save is tried again. A cloud that is slow is never waited for: while any rank still writes there,
-all leave out the next save to it, and say so.
+Training goes on, and the next save is tried again. Nobody waits for a cloud that is slow. While any rank still writes there, all
+leave out the next save to it, and say so.
 """
 
 import logging

@@ -5,7 +5,7 @@ Nodes first read their own disks and the cloud, then peers send. The seconds unt
     max over nodes of (local / b_local + cloud_first_s + cloud / b_cloud)  +  max over nodes of peer / b_peer
 
 where nodes that read from the cloud share its bandwidth, and others do not wait for its first byte. Nearest first is one way: own
-disk, else a peer, else one reader in the cloud for all. Others let each node receive at most so many bytes from peers and read
+disk, else a peer, else one reader in the cloud for all. In others each node receives at most so many bytes from peers. It reads
 the rest from the cloud itself, though a disk may have it. The quickest way is taken, and nearest first among equals. All ranks
 choose alike, from the same values.
 """
@@ -85,8 +85,10 @@ class Wanted:
 
 
 def move_parts_s(rows: Mapping[str, Moved], bandwidths: Bandwidths) -> tuple[float, float, float]:
-    """Seconds of the node that reads longest from its disk and the cloud, and of the one that then receives most from peers: in the
-    order disk, peers, cloud."""
+    """Seconds of the node that reads longest from its disk and the cloud, and of the one that then receives most from peers.
+
+    They are in the order disk, peers, cloud.
+    """
     readers = sum(row.cloud > 0 for row in rows.values())
     cloud = min(bandwidths.cloud, bandwidths.cloud_of_all / max(1, readers))
     read = [

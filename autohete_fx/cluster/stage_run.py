@@ -25,8 +25,8 @@ from autohete_fx.internals.pipelines import FannedStage
 Load = Callable[[range], Any]
 """A function of indices of samples: the batch of these samples, in that order."""
 Groups = dict[tuple[int, int], tuple[tuple[int, ...], dist.ProcessGroup]]
-"""By pipeline and part of its units: the ranks in order of stages, and their group; by pipeline and -1 all of its ranks, where
-stages differ in their number of GPUs."""
+"""By pipeline and part of its units: the ranks in order of stages, and their group. Where stages differ in their number of GPUs,
+all of a pipeline's ranks stand under -1."""
 _EVERYONE = -1
 
 

@@ -6,7 +6,7 @@ Embeddings and heads keep a part of the vocabulary. All other parameters stay wh
 same on all ranks.
 
 The modules of a stage have DTensors as parameters. Everything else (sums of gradients, the optimizer, saves) works with a rank's
-own part of them (`autohete_fx.runtime.held`), which has the DTensor's memory wherever a plan moves it.
+own part of them (`autohete_fx.runtime.held`). It has the DTensor's memory, wherever a plan moves that.
 """
 
 import re
