@@ -87,7 +87,7 @@ def automatic_plan(
         backend=backend,
         micro_batches=micro_batches_of(global_batch),
     )
-    costs = measured_costs(measuring, members, device, group, model=model, cache_dir=cache_dir)
+    costs = measured_costs(measuring, members, device, group, model=model, cache_dir=cache_dir, say=say)
     moving = None
     if store is not None and expected_lifetime_s is not None:
         layer_map = map_layers(build_model, example.of_samples(1))

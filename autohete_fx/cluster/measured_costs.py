@@ -77,6 +77,7 @@ def measured_costs(
     *,
     model: str,
     cache_dir: str | Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> CostTable:
     """Time the layers on one rank of each type of GPU, or read what an earlier job timed. All ranks call it; all get one table.
 
@@ -87,6 +88,7 @@ def measured_costs(
         group: of all ranks, for values in host memory; None: the default one.
         model: name, for errors and plans.
         cache_dir: where figures are kept; None: `cache.cache_dir`.
+        say: tells the user a line.
 
     Raises:
         ClusterError: a rank could not measure; on all ranks.
@@ -99,6 +101,10 @@ def measured_costs(
     found = _first_of_each_gpu(members, _exchanged(known, group))
     missing = {member.gpu for member in members} - set(found)
     left = len(set(kinds)) * len(measuring.micro_batches) if missing else 0
+    if missing:
+        say(
+            f"timing {left} compiled layers on {', '.join(sorted(missing))}; a later start finds the figures in the cache"
+        )
 
     def meet() -> None:
         """All ranks meet after each layer, or those that wait would give the others up."""
