@@ -11,9 +11,10 @@ the batch, backend, optimizer, versions, and the GPU. A rank that finds the file
 
 import gc
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -158,6 +159,9 @@ def _table(
         known = largest.get(row.kind, row)
         largest[row.kind] = max(known, row, key=lambda size: size.kept_bytes)
     last = layer_map.num_layers - 1
+    tied = [name for name, readers in layer_map.readers.items() if {0, last} <= readers]
+    tied_bytes = sum(math.prod(shape.sizes) * shape.dtype.itemsize for shape in map(layer_map.shapes.__getitem__, tied))
+    largest[LAST] = replace(largest[LAST], params_bytes=largest[LAST].params_bytes - tied_bytes)
     return CostTable(
         model=model,
         kinds=tuple(kinds),
@@ -177,7 +181,7 @@ def _table(
         updates=tuple(
             UpdateTime(gpu=gpu, fixed_s=0.0, s_per_byte=costs.update_s_per_byte) for gpu, costs in found.items()
         ),
-        tied=any({0, last} <= readers for readers in layer_map.readers.values()),
+        tied_bytes=tied_bytes,
         gradient_bytes_per_byte=max(costs.gradient_bytes_per_byte for costs in found.values()),
         optimizer_bytes_per_byte=max(costs.optimizer_bytes_per_byte for costs in found.values()),
         overhead_bytes=OVERHEAD_BYTES if device.type == "cuda" else 0,

@@ -10,7 +10,6 @@ copied into its bucket and back. A parameter that all GPUs of a unit have whole 
 each adds its share.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -158,10 +157,9 @@ class GradientSums:
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """The factor of all gradients, as `torch.nn.utils.clip_grad_norm_` does."""
-    if max_norm is None or not math.isfinite(norm):
-        return 1.0
-    return min(1.0, max_norm / (norm + 1e-6))
+    """The factor of all gradients, as `torch.nn.utils.clip_grad_norm_` does: 0 for an infinite norm, NaN for one that is NaN."""
+    factor = 1.0 if max_norm is None else max_norm / (norm + 1e-6)
+    return 1.0 if factor > 1.0 else factor
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:

@@ -133,8 +133,9 @@ def fitted(
         except InfeasiblePlanError as error:
             if refused is not None or error.smallest_budget_bytes is None:
                 raise
-            # Corrections may have gone below what is possible: see what the plan of least peak really needs.
-            refused, allowed = error, error.smallest_budget_bytes
+            # Corrections may have gone below what is possible: see what the plan of least peak really needs. The traceback
+            # goes: it and this frame would keep each other, and with them the batch, until garbage is collected.
+            refused, allowed = error.with_traceback(None), error.smallest_budget_bytes
             continue
         made = rewrite(plan)
         if usable_bytes is None or allowed is None or made.plan.peak_bytes <= usable_bytes:

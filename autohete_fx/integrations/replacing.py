@@ -15,6 +15,7 @@ from torch import Tensor
 from autohete_fx.errors import AutoHeteError, OptimizerStateError
 from autohete_fx.optim import SGD, Adam, AdamW
 from autohete_fx.optim.base import PlannedOptimizer
+from autohete_fx.optim.owners import forget_owner
 
 OURS: dict[type[torch.optim.Optimizer], type[PlannedOptimizer]] = {
     torch.optim.AdamW: AdamW,
@@ -59,6 +60,8 @@ def replace(optimizer: torch.optim.Optimizer, *, only_same_kernels: bool) -> str
         vars(optimizer).clear()
         vars(optimizer).update(before)
         optimizer.__class__ = theirs
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            forget_owner(param)  # of groups before the one that was refused
         raise Kept(str(error)) from error
     _check_dtypes_at_steps(optimizer)
     return _SAME_KERNELS if is_fused else _OTHER_ROUNDING

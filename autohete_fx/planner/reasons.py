@@ -26,8 +26,8 @@ from autohete_fx.ir import (
 from autohete_fx.ir.reasons import NO_TIME
 from autohete_fx.planner.model.choices import choices, states_of, treatment_of
 from autohete_fx.planner.model.figures import limits_of
-from autohete_fx.planner.model.simulate import BACKWARD, FORWARD, OPTIMIZER_STEP, simulate
-from autohete_fx.planner.model.simulation import Simulation
+from autohete_fx.planner.model.simulate import simulate
+from autohete_fx.planner.model.simulation import BACKWARD, FORWARD, OPTIMIZER_STEP, Simulation
 from autohete_fx.planner.model.work import COPY_WEIGHT
 from autohete_fx.planner.search.arrays import Rows
 from autohete_fx.planner.search.improve import LEAST_GAIN

@@ -3,6 +3,7 @@
     nothing moves, fits, and its time is within OPTIMAL_GAP of the work that every plan does -> that is the plan
     patterns that fit (`starts`), the best improved (`improve`)                              -> a first plan
     the program that bounds (`formulation`), without whole numbers (`relaxation`)            -> the lower bound
+    with whole numbers for blocks with large parameters in one piece                         -> a better one
     for a dozen blocks or two, cutting planes and branches beside the search                 -> a better one
     its shares in whole blocks (`rounding`), repaired, the best improved
     for a few blocks, the programs that bound and decide, and their decisions improved
@@ -21,11 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autohete_fx.ir import BlockDecision, Overlap, Plan, Problem
 from autohete_fx.planner.baselines import evaluate, fits
 from autohete_fx.planner.bound.formulation import RELATIVE_GAP, Program
-from autohete_fx.planner.bound.relaxation import Relaxed, branch, relax
+from autohete_fx.planner.bound.relaxation import Relaxed, branch, lumps_of, relax
 from autohete_fx.planner.infeasible import infeasible, least_peak
 from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE, choices, copies
 from autohete_fx.planner.model.figures import PRODUCTS_OF_UPDATES, Whole, overlap_of, sends_at_once, whole_of
@@ -72,6 +74,12 @@ BRANCHES_PER_SECOND = 1000
 
 As with the search, work is counted, so that every run proves the same.
 """
+LUMP_BRANCHES = 60
+"""Branches on blocks with large parameters in one piece (`relaxation.lumps_of`).
+
+They are taken where a lump has a choice with more than a share of ``LEAST_MIXED`` and less than all.
+"""
+LEAST_MIXED = 0.05
 MANY_BLOCKS = 16
 """With fewer, annealing has no more to find after less work, in proportion."""
 ENOUGH = 0.001
@@ -142,6 +150,11 @@ def _solved(problem: Problem, time_limit_s: float) -> tuple[tuple[BlockDecision,
     return found.best, found.bound_s
 
 
+def _is_mixture(shares: NDArray[np.float64]) -> bool:
+    """Whether a block does more than a little of this and a little of that."""
+    return bool(((shares > LEAST_MIXED) & (shares < 1 - LEAST_MIXED)).any())
+
+
 class _Found:
     """The best decisions and the best bound so far."""
 
@@ -153,6 +166,7 @@ class _Found:
         self.near: list[tuple[BlockDecision, ...]] = []  # likewise, the relaxation
         self.best_s = self.best_score = float("inf")
         self.bound_s = self.relaxed_s = 0.0
+        self.shares: list[tuple[NDArray[np.float64], ...]] = []  # of the relaxation, and with whole numbers for lumps
 
     def look(self, bound_s: float) -> None:
         """Search, with a bound to begin with. Raises InfeasiblePlanError."""
@@ -170,15 +184,16 @@ class _Found:
             branches = 1 + int(self.time_limit_s * BRANCHES_PER_SECOND / self.num_blocks**2 / self._slower)
             branched = beside.submit(branch, bounding, branches=branches, deadline=self.deadline)
             self._search_on(relaxed)
-            self.bound_s = max(self.bound_s, branched.result())
+            self.bound_s = max(self.bound_s, branched.result().bound_s)
 
     def _search_on(self, relaxed: Relaxed | None) -> None:
         """From the patterns, and from the relaxation where there is one."""
         every = sum(len(choices(self.problem, block)) for block in range(self.num_blocks)) * self.num_blocks
         few = relaxed is not None and every > MOST_CHOICES
-        search = self._search(supported_choices(self.problem, relaxed.shares) if few and relaxed is not None else None)
+        used = [np.maximum.reduce(of_block) for of_block in zip(*self.shares, strict=True)]
+        search = self._search(supported_choices(self.problem, used) if few else None)
         if relaxed is not None:
-            self._look_near(relaxed, search)
+            self._look_near(search)
         if not self._is_done and self.num_blocks <= PROGRAM_BLOCKS:
             for ahead, share in ((MAX_PREFETCH_DISTANCE, BOUND_SHARE), (1, DECIDE_SHARE)):
                 self._solve_program(search, ahead, share)
@@ -224,16 +239,24 @@ class _Found:
 
     def _relax(self, bounding: Program) -> Relaxed | None:
         """Bound the step."""
-        relaxed = relax(bounding, deadline=min(self.deadline, time.monotonic() + RELAXATION_SHARE * self.time_limit_s))
-        if relaxed is not None:
-            self.relaxed_s = relaxed.bound_s
-            self.bound_s = max(self.bound_s, relaxed.bound_s)
+        deadline = min(self.deadline, time.monotonic() + RELAXATION_SHARE * self.time_limit_s)
+        relaxed = relax(bounding, deadline=deadline)
+        if relaxed is None:
+            return None
+        self.relaxed_s, self.shares = relaxed.bound_s, [relaxed.shares]
+        self.bound_s = max(self.bound_s, relaxed.bound_s)
+        lumps = lumps_of(self.problem) if self.num_blocks > PROGRAM_BLOCKS else []
+        if any(_is_mixture(relaxed.shares[block]) for block in lumps):
+            branched = branch(bounding, branches=LUMP_BRANCHES, deadline=deadline, blocks=lumps)
+            self.bound_s = max(self.bound_s, branched.bound_s)
+            self.shares += [branched.shares] if branched.shares is not None else []
         return relaxed
 
-    def _look_near(self, relaxed: Relaxed, search: Search) -> None:
+    def _look_near(self, search: Search) -> None:
         """Round the relaxation, and search from there."""
         self._allow(search, ROUNDING_SHARE)
-        near = rounded(self.problem, relaxed.shares, range(1, search.replays.farthest + 1))
+        distances = range(1, search.replays.farthest + 1)
+        near = [each for shares in self.shares for each in rounded(self.problem, shares, distances)]
         fitting = [row for row in (search.repair(search.replays.row(each)) for each in near) if row is not None]
         if not fitting:
             return

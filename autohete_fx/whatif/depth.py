@@ -98,8 +98,8 @@ def deepened_evenly(step: TracedStep, *, num_layers: int, period: int) -> Traced
     begin, times = layers.start + HEAD, (num_layers - len(layers)) // period
     between = range(begin, layers.stop - TAIL)
     rows = _evened(_figures(step), between, period)
-    fall = rows and _plus(rows[begin], rows[begin + period], -1)
-    if rows is None or not fall:
+    fall = None if rows is None else _plus(rows[begin], rows[begin + period], -1)
+    if rows is None or fall is None:
         return None
     shallow = _shortened(rows, fall, layers, period)
     end = len(rows) - between.stop
@@ -228,17 +228,15 @@ def _evened(rows: list[_Figures], between: range, period: int) -> list[_Figures]
 def _shortened(rows: list[_Figures], fall: _Figures, layers: range, period: int) -> list[_Figures]:
     """The rows that a trace of a period less would have; ``fall``: of a figure from a layer between to that a period after it.
 
-    Figures that fall count the layers after theirs, and those that rise the ones before.
+    Figures that fall count the layers after theirs, and those that rise the ones before. A figure of 0 counts none.
     """
     end = layers.stop - TAIL
     count = 1 + len(_COST_NAMES)
 
     def less(row: _Figures, sign: int) -> _Figures:
-        return tuple(a - max(0, sign * fall[k]) if k < count else a for k, a in enumerate(row))
+        return tuple(a - max(0, sign * fall[k]) if a and k < count else a for k, a in enumerate(row))
 
-    first = [less(row, 1) if index in layers else row for index, row in enumerate(rows[: end - period])]
-    last = [less(row, -1) if end + index in layers else row for index, row in enumerate(rows[end:])]
-    return [*first, *last]
+    return [*(less(row, 1) for row in rows[: end - period]), *(less(row, -1) for row in rows[end:])]
 
 
 def _grown(shallow: _Figures, deeper: _Figures, times: int) -> _Figures | None:

@@ -54,9 +54,9 @@ def model(num_layers: int, period: int = 1) -> TracedStep:
 
 
 def drawing(num_layers: int, period: int = 1, uneven: float = 0.05) -> TracedStep:
-    """The same, but seconds of layers between are ``uneven`` in turns, and the blocks at the ends are of no depth."""
+    """The same, but seconds of layers between are ``uneven`` in turns."""
     step = model(num_layers, period)
-    costs = [cost(2), *step.problem.costs[1:]]
+    costs = list(step.problem.costs)
     for index in range(3, num_layers):
         factor = 1 + uneven * (-1) ** ((index - 3) // period)
         costs[index] = dataclasses.replace(costs[index], forward_s=costs[index].forward_s * factor)

@@ -16,6 +16,7 @@ from autohete_fx import cli
 from autohete_fx.integrations.replacing import Kept, replace
 from autohete_fx.integrations.run import parsed_options
 from autohete_fx.integrations.watching import Trained, Watched
+from autohete_fx.optim import optimizer_of
 
 PROGRAM = """
 import pickle, sys
@@ -264,12 +265,14 @@ def test_an_optimizer_of_sparse_gradients_stays():
 
 
 def test_an_optimizer_that_ours_refuses_is_as_it_was():
-    optimizer = torch.optim.AdamW(Layers().parameters(), fused=True)
-    optimizer.param_groups[0]["lr"] = float("nan")
+    first, second = Layers().layers
+    groups = [{"params": list(first.parameters())}, {"params": list(second.parameters()), "lr": float("nan")}]
+    optimizer = torch.optim.AdamW(groups, fused=True)
     before = dict(vars(optimizer))
     with pytest.raises(Kept, match="lr is nan"):
         replace(optimizer, only_same_kernels=False)
     assert type(optimizer) is torch.optim.AdamW and vars(optimizer) == before
+    assert not any(map(optimizer_of, (*first.parameters(), *second.parameters()))), "a plan would ask it"
 
 
 def test_constructors_of_pytorch_raise_what_they_raise():

@@ -5,7 +5,7 @@ somebody says so. The gradient of each is watched from then on, because a norm o
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -104,7 +104,16 @@ class Part:
 
 
 _parts = WeakIdKeyDictionary()
-_written = WeakIdKeyDictionary()  # parameter -> its gradient when it came, and the gradient's version then
+_noted = WeakIdKeyDictionary()  # parameter -> `_Noted`
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """A gradient as backward has left it: its identity and version, and whether a step has taken it since."""
+
+    identity: int
+    version: int
+    is_taken: bool = False
 
 
 def part_of(param: Tensor) -> Part | None:
@@ -142,21 +151,28 @@ def note_part(param: Tensor, part: Part) -> None:
 def note_gradient(param: Tensor) -> None:
     """The gradient of a parameter is right as it is now."""
     if param.grad is not None:
-        _written[param] = (id(param.grad), param.grad._version)
+        _noted[param] = _Noted(id(param.grad), param.grad._version)
 
 
-def written_since_backward(params: Iterable[Tensor]) -> list[Tensor]:
-    """The parameters of which other ranks hold other elements, and whose gradients somebody has written to since backward made
-    them."""
+def note_taken(params: Iterable[Tensor]) -> None:
+    """A step takes the gradients of these."""
+    for param in params:
+        if (noted := _noted.get(param)) is not None:
+            _noted[param] = replace(noted, is_taken=True)
+
+
+def written_since_backward(params: Iterable[Tensor], *, but_taken: bool = False) -> list[Tensor]:
+    """The parameters of which other ranks hold other elements, and whose gradients somebody has written to since backward.
+
+    Args:
+        but_taken: leave out those that a step has taken since.
+    """
     found = []
     for param in params:
-        noted = _written.get(param)
-        if (
-            noted is not None
-            and param.grad is not None
-            and noted[0] == id(param.grad)
-            and noted[1] != param.grad._version
-        ):
+        noted, grad = _noted.get(param), param.grad
+        if noted is None or grad is None or (but_taken and noted.is_taken):
+            continue
+        if noted.identity == id(grad) and noted.version != grad._version:
             found.append(param)
     return found
 

@@ -87,14 +87,7 @@ def prepare(params: Iterable[Tensor]) -> None:
         ShardError: a shard's gradient was written to since backward.
     """
     params = list(params)
-    if written := parts.written_since_backward(params):
-        sizes = [part.full_size for p in written if (part := part_of(p)) is not None]
-        raise ShardError(
-            f"the gradients of {len(written)} sharded parameters, the first of size {sizes[0]}, were changed between backward and"
-            " step(). torch.nn.utils.clip_grad_norm_ and GradScaler.unscale_ do so, by this rank's part alone. Expected were"
-            " gradients as backward leaves them. Clip with autohete_fx.AdamW(..., max_grad_norm=...), and scale the loss where"
-            " gradients are to be scaled"
-        )
+    _refuse(parts.written_since_backward(params), "step()")
     by_kind: dict[tuple[str, bool, torch.dtype, torch.device], list[Tensor]] = {}
     for param in params:
         part = part_of(param)
@@ -104,6 +97,28 @@ def prepare(params: Iterable[Tensor]) -> None:
         for same in by_kind.values():
             for bucket in _buckets(same):
                 _average(bucket)
+    parts.note_taken(params)
+
+
+def check_collected(params: Iterable[Tensor]) -> None:
+    """Before another micro-batch adds to the gradients of parameters.
+
+    Raises:
+        ShardError: a shard's was written to since backward. One that was set to zero is as good as none.
+    """
+    written = parts.written_since_backward(params, but_taken=True)
+    _refuse([param for param in written if param.grad is not None and bool(param.grad.any())], "the next forward")
+
+
+def _refuse(written: Sequence[Tensor], until: str) -> None:
+    if written:
+        sizes = [part.full_size for p in written if (part := part_of(p)) is not None]
+        raise ShardError(
+            f"the gradients of {len(written)} sharded parameters, the first of size {sizes[0]}, were changed between backward and"
+            f" {until}. torch.nn.utils.clip_grad_norm_ and GradScaler.unscale_ do so, by this rank's part alone. Expected were"
+            " gradients as backward leaves them. Clip with autohete_fx.AdamW(..., max_grad_norm=...), and scale the loss where"
+            " gradients are to be scaled"
+        )
 
 
 def _buckets(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
