@@ -94,7 +94,7 @@ def automatic_plan(
         micro_batches=micro_batches_of(global_batch),
         layouts=_layouts(build_model, example, members, tp_plan, say),
     )
-    costs = measured_costs(measuring, members, device, group, model=model, cache_dir=cache_dir)
+    costs = measured_costs(measuring, members, device, group, model=model, cache_dir=cache_dir, say=say)
     moving = None
     if store is not None and expected_lifetime_s is not None:
         layer_map = map_layers(build_model, example.of_samples(1))

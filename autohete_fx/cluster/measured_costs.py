@@ -83,6 +83,7 @@ def measured_costs(
     *,
     model: str,
     cache_dir: str | Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> CostTable:
     """Time the layers on one rank of each type of GPU, or read what an earlier job timed. All ranks call it; all get one table.
 
@@ -93,6 +94,7 @@ def measured_costs(
         group: of all ranks, for values in host memory; None: the default one.
         model: name, for errors and plans.
         cache_dir: where figures are kept; None: `cache.cache_dir`.
+        say: tells the user a line.
 
     Raises:
         ClusterError: a rank could not measure; on all ranks.
@@ -104,7 +106,13 @@ def measured_costs(
     known = _loaded(key, cache_dir)
     found = _merged(members, _exchanged(known, group))
     missing = {member.gpu for member in members} - set(found)
-    left = 0
+    degrees = sorted({degree for _, degree in units}) if missing else []
+    each, left = len(set(kinds)) * len(measuring.micro_batches), 0
+    if missing:
+        say(
+            f"timing {each * len(degrees)} compiled layers on {', '.join(sorted(missing))}; a later start finds the figures in"
+            " the cache"
+        )
 
     def meet() -> None:
         """All ranks meet after each layer, or those that wait would give the others up."""
@@ -112,8 +120,8 @@ def measured_costs(
         left -= 1
         _exchanged([], group)
 
-    for degree in sorted({degree for _, degree in units}) if missing else ():
-        left = len(set(kinds)) * len(measuring.micro_batches)
+    for degree in degrees:
+        left = each
         unit = _unit({gpu: units[gpu, degree] for gpu in sorted(missing) if (gpu, degree) in units}, measuring, device)
         if mine in missing and rank in units.get((mine, degree), ()) and isinstance(known, list):
             known = _or_error(lambda known=known, unit=unit: [*known, measure(measuring, kinds, device, meet, unit)])
