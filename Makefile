@@ -1,4 +1,5 @@
-# make demo        train a GPT on real text in half the device memory that plain torch.compile needs
+# make demo        train a GPT on real text in half the device memory that plain torch.compile needs, and draw the run:
+#                  build/demo/report.html
 # make test        the whole test suite             make test-fast   without the slow tests
 # make lint        ruff, pyright, import-linter     make venv        only set up .venv
 # make docs        the pages as a site, in build/site

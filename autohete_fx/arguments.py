@@ -11,6 +11,8 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "tf32": "flo
 """The names of dtypes in PyTorch."""
 POINTS, MOST_RANKS = 10, 8
 """Budgets of a sweep, and where one of ranks ends, unless told otherwise."""
+SOLVERS = ("cp-sat", "scip")
+"""Searches of plans for clusters, the default first."""
 EXPLAIN = "also say why: what binds, and for each block what else could have been chosen and what that would cost"
 
 
@@ -95,6 +97,12 @@ def add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         default="throughput",
         help="of --cluster: the fastest step, or the fewest dollars a token (default: %(default)s)",
     )
+    plan.add_argument(
+        "--solver",
+        choices=SOLVERS,
+        default=SOLVERS[0],
+        help="of --cluster: our search, or the two stages of AutoHet's paper, which SCIP solves (default: %(default)s)",
+    )
     plan.add_argument("--spot", action="store_true", help="of --cluster: prices of GPUs that may be taken away")
     plan.add_argument(
         "--symmetric-tp", action="store_true", help="of --cluster: one degree of tensor parallelism for all pipelines"
@@ -117,10 +125,17 @@ def add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         help="solve for a range of budgets, or of numbers of ranks, instead of one",
     )
     plan.add_argument("--points", type=_positive, metavar="N", help=f"budgets of a sweep (default: {POINTS})")
-    plan.add_argument("--plot", metavar="FILE.png", help="draw the sweep (needs matplotlib)")
+    plan.add_argument(
+        "--plot",
+        metavar="FILE.png",
+        help="draw the sweep; of --cluster the step of each stage, or with --objective cost seconds against dollars (needs"
+        " matplotlib)",
+    )
     plan.add_argument("--explain", action="store_true", help=EXPLAIN)
     plan.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    plan.add_argument("--save", metavar="PLAN.json", help="write the plan, for the option 'plan' of the backend")
+    plan.add_argument(
+        "--save", metavar="PLAN.json", help="write the plan, for the option 'plan' of the backend, or of cluster.join"
+    )
     plan.add_argument(
         "--no-cache",
         action="store_true",

@@ -139,8 +139,8 @@ def parse_size(text: str) -> Size:
     """Read ``"20GiB"``, ``"1.5 GB"`` or ``"60%"``, in any case. Raises OptionError where the text is no such size."""
     match = _SIZE.fullmatch(text)
     if match is None:
-        of_bytes = f"; {text}B is of bytes" if text.isdecimal() else ""
-        raise OptionError(f"{text!r} is not a size; {_SIZE_EXPECTED}{of_bytes}")
+        unit = f". Write {text}GiB, or {text}B for bytes" if text.isdecimal() else ""
+        raise OptionError(f"{text!r} is not a size; {_SIZE_EXPECTED}{unit}")
     number, unit = float(match["number"]), match["unit"].lower()
     if unit == "%":
         if not 0 < number <= 100:
@@ -150,7 +150,7 @@ def parse_size(text: str) -> Size:
         raise OptionError(
             unknown_word("unit of size", match["unit"], ("B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"))
         )
-    num_bytes = int(number * _BYTES_OF_UNIT[unit])
+    num_bytes = int(min(number * _BYTES_OF_UNIT[unit], _MOST_BYTES))
     if num_bytes < 1:
         raise OptionError(f"{text!r} is less than one byte; {_SIZE_EXPECTED}")
     return num_bytes

@@ -4,7 +4,8 @@
    step time and losses.
 2. The same model, data and seeds are trained with the ``autohete`` backend within ``--budget`` (default: half of that
    peak), under a progress bar with the measured peak beside the budget.
-3. The trained model writes some text, and a table compares what was predicted, what was measured, and plain.
+3. The trained model writes some text, and a table compares what was predicted, what was measured, and plain. A page in
+   ``--report`` draws the run.
 
     python examples/train_gpt.py                         # the Python standard library's sources, byte by byte
     python examples/train_gpt.py --text book.txt --budget 200MiB --steps 300
@@ -32,13 +33,21 @@ from torch import Tensor
 
 import autohete_fx
 from autohete_fx.options import Size, parse_size, resolve_bytes
-from autohete_fx.report import ComparisonRow, TrainingProgress, comparison_table, format_bytes, format_count
+from autohete_fx.report import (
+    ComparisonRow,
+    TrainingProgress,
+    comparison_table,
+    format_bytes,
+    format_count,
+    format_seconds,
+)
 
 Text = NDArray[np.uint8]
 """Bytes, one a token."""
 
 CORPUS_LIMIT_BYTES = 8 << 20
 PROMPT = b"def "
+REPORT = Path(__file__).resolve().parents[1] / "build" / "demo"
 COMPILING_STEPS = 2
 """Steps that are left out of step times: the first compiles, the second is the first to run what was compiled."""
 
@@ -91,14 +100,18 @@ def main() -> None:
     plain = measure_plain_in_subprocess()
     print(f"plain torch.compile: peak {format_bytes(plain.peak_bytes)}, {plain.typical_step_s:.3f} s a step")
     budget_bytes = resolve_bytes(arguments.budget, plain.peak_bytes)
-    print(f"memory budget: {format_bytes(budget_bytes)} ({budget_bytes / plain.peak_bytes:.0%} of plain)\n", flush=True)
+    print(f"memory budget: {format_bytes(budget_bytes)} ({budget_bytes / plain.peak_bytes:.0%} of plain)")
+    least_s = setup.steps * plain.typical_step_s
+    print(f"{setup.steps} steps in it take {format_seconds(least_s)} or more; --steps N trains fewer\n", flush=True)
 
     try:
-        model, run = train_within_budget(setup, text, budget_bytes, arguments.backend)
+        model, run = train_within_budget(setup, text, budget_bytes, arguments.backend, arguments.report)
     except autohete_fx.InfeasiblePlanError as error:
         sys.exit(f"--budget is too small: {str(error).partition(chr(10))[0]}")
     print(f"\n{sample(model, arguments.sample_bytes)}\n")
     print(comparison(setup, plain, run, budget_bytes, arguments.backend))
+    if arguments.backend == "autohete":
+        print(f"a page of the run: {arguments.report / 'report.html'}")
     if run.peak_bytes > budget_bytes and arguments.backend == "autohete":
         sys.exit("the measured peak is above the budget: this is a bug in autohete_fx, please report it")
 
@@ -129,6 +142,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--plain-steps", type=int, default=7, metavar="N", help="steps of plain torch.compile to measure; default 7"
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        default=REPORT,
+        metavar="DIR",
+        help="where the report of the run is written; default build/demo",
     )
     parser.add_argument("--backend", default="autohete", help=argparse.SUPPRESS)
     parser.add_argument("--plain-result", type=Path, help=argparse.SUPPRESS)
@@ -264,12 +284,12 @@ def measure_plain_in_subprocess() -> Run:
     return Run(step_s=tuple(raw["step_s"]), losses=tuple(raw["losses"]), peak_bytes=raw["peak_bytes"])
 
 
-def train_within_budget(setup: Setup, text: Text, budget_bytes: int, backend: str) -> tuple[GPT, Run]:
+def train_within_budget(setup: Setup, text: Text, budget_bytes: int, backend: str, report: Path) -> tuple[GPT, Run]:
     """The same training, with the lines that autohete_fx asks for."""
     model = new_model(setup)
     if backend == "autohete":
         optimizer = autohete_fx.AdamW(model.parameters(), lr=setup.learning_rate, weight_decay=0.1)
-        model.compile(backend="autohete", options={"memory_budget": budget_bytes})
+        model.compile(backend="autohete", options={"memory_budget": budget_bytes, "report_dir": report})
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=setup.learning_rate, weight_decay=0.1, fused=True)
         model.compile(backend=backend)

@@ -134,7 +134,8 @@ def validate(pipeline: Iterable[Pass], stage: Stage, given: Iterable[str] = ()) 
             )
         if clash := item.conflicts & facts:
             raise PassError(
-                f"pass {item.name} on the {stage.value} graph conflicts with {sorted(clash)}, provided by an earlier pass"
+                f"pass {item.name} on the {stage.value} graph conflicts with {sorted(clash)}, provided by an earlier pass; expected"
+                " no pass that provides it. Leave one of the two out, or change their order"
             )
         facts |= item.provides
         chosen.append(item)

@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from autohete_fx.cluster.job import TrainStep as TrainStep
     from autohete_fx.cluster.joining import join as join
     from autohete_fx.cluster.plan import ClusterPlan as ClusterPlan
+    from autohete_fx.cluster.sources import Bandwidths as Bandwidths
     from autohete_fx.cluster.store import Store as Store
     from autohete_fx.cluster.store import export as export
 
 _PLACES = {
+    "Bandwidths": "sources",
     "ClusterPlan": "plan",
     "Job": "job",
     "Member": "deploy",
@@ -26,7 +28,7 @@ _PLACES = {
     "join": "joining",
 }
 
-__all__ = ["ClusterPlan", "Job", "Member", "Store", "TrainStep", "export", "join"]
+__all__ = ["Bandwidths", "ClusterPlan", "Job", "Member", "Store", "TrainStep", "export", "join"]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,16 +16,44 @@ Grids and groups are many. Their steps are estimated by the slowest stage, the f
 are simulated (`drafts`).
 """
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from autohete_fx.cluster.costs import CostTable
+from autohete_fx.cluster.drafts import Drafts
 from autohete_fx.cluster.grids import equal_grid, proportional_grid
 from autohete_fx.cluster.plan import ClusterPlan
-from autohete_fx.cluster.solve import plan_cluster
+from autohete_fx.cluster.simulate import simulate
+from autohete_fx.cluster.solve import Solution, compute_bound, idle_of, plan_cluster
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.cluster.two_stages import two_stages
 from autohete_fx.errors import ClusterError
+
+
+def two_stages_solution(cluster: Cluster, costs: CostTable, *, global_batch: int) -> Solution:
+    """The plan of `two_stages`, as `plan_cluster` gives its own. Raises ClusterError where nothing fits."""
+    began = time.monotonic()
+    plan = two_stages(cluster, costs, global_batch)
+    if plan is None:
+        raise ClusterError(
+            f"{costs.model} fits no groups of {sorted({node.gpu for node in cluster.nodes})} in two stages, with one degree of"
+            f" tensor parallelism and {global_batch} samples a step. Expected was one group that holds it. Add GPUs, or leave"
+            " --solver out"
+        )
+    drafts = Drafts(cluster, costs, global_batch)
+    units = drafts.shaper.unit_types()
+    return Solution(
+        plan=plan,
+        timeline=simulate(plan, cluster, costs),
+        model_bound_s=None,
+        compute_bound_s=compute_bound(cluster, costs, drafts.shaper, units, global_batch, drafts.sizes),
+        num_shapes=0,
+        num_simulated=0,
+        solve_s=time.monotonic() - began,
+        idle=idle_of(plan, cluster, ()),
+    )
+
 
 Baseline = Callable[[Cluster, CostTable, int], ClusterPlan | None]
 

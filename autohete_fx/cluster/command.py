@@ -7,15 +7,16 @@ from pathlib import Path
 
 import torch
 
-from autohete_fx.cluster.baselines import BASELINES
+from autohete_fx.cluster.baselines import BASELINES, two_stages_solution
 from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.described import described
-from autohete_fx.cluster.frontier import changes, frontier
+from autohete_fx.cluster.frontier import Priced, changes, frontier
 from autohete_fx.cluster.measurements import cluster_of, costs_of, read
 from autohete_fx.cluster.memory import OVERHEAD_BYTES
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.priced import priced_costs
-from autohete_fx.cluster.report import ClusterReport, Variant, draw_gantt, frontier_table, report_json, report_text
+from autohete_fx.cluster.report import ClusterReport, Variant, report_json, report_text
+from autohete_fx.cluster.report_plots import draw_frontier, draw_gantt
 from autohete_fx.cluster.solve import Solution, plan_cluster
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.errors import ClusterError
@@ -37,13 +38,13 @@ class Request:
         dtype: of parameters; None: bfloat16.
         tf32: fp32 products run in TF32.
         objective: ``throughput`` or ``cost``.
+        solver: ``cp-sat``, or ``scip`` for the two stages of AutoHet's paper.
         spot: prices are those of GPUs that may be taken away.
         symmetric_tp: one degree for all pipelines.
         max_tp: the most GPUs of a unit; None: as many as a node allows.
         explain: also plan clusters that differ by one thing.
         as_json: one JSON object instead of tables.
-        plot: path of a chart; None: none.
-        save: path of the plan; None: none.
+        plot: path of a chart: of the step, or for ``cost`` of seconds and dollars; None: none.
         time_limit_s: of each search.
     """
 
@@ -55,13 +56,13 @@ class Request:
     dtype: torch.dtype | None
     tf32: bool
     objective: str
+    solver: str
     spot: bool
     symmetric_tp: bool
     max_tp: int | None
     explain: bool
     as_json: bool
     plot: str | None
-    save: str | None
     time_limit_s: float
 
 
@@ -77,8 +78,8 @@ class Inputs:
     assumed: Sequence[str]
 
 
-def plan_for_cluster(request: Request) -> str:
-    """Plan, save and draw as asked; returns what is to be printed. Raises AutoHeteError for what cannot be."""
+def plan_for_cluster(request: Request) -> tuple[str, ClusterPlan]:
+    """Plan and draw as asked; returns what is to be printed, and the plan. Raises AutoHeteError for what cannot be."""
     if request.measured:
         inputs = _measured(request, request.measured)
     else:
@@ -91,30 +92,31 @@ def plan_for_cluster(request: Request) -> str:
             spot=request.spot,
         )
 
+    if request.max_tp is not None:
+        inputs = dataclasses.replace(inputs, costs=inputs.costs.up_to(request.max_tp))
+
     def solve(cluster: Cluster) -> Solution:
+        if request.solver == "scip":
+            return two_stages_solution(cluster, inputs.costs, global_batch=request.global_batch)
         return plan_cluster(
             cluster,
             inputs.costs,
             global_batch=request.global_batch,
             micro_batches=[size for size in inputs.sizes if size <= request.global_batch],
-            degrees=None if request.max_tp is None else range(1, request.max_tp + 1),
             symmetric_tp=request.symmetric_tp,
             time_limit_s=request.time_limit_s,
         )
 
-    table = ""
+    points: Sequence[Priced] = ()
     if request.objective == "cost":
         points = frontier(inputs.cluster, solve)
         solution = min(points, key=lambda point: point.usd_per_step).solution
-        table = "\n\n" + frontier_table(points, request.global_batch * request.seq)
     else:
         solution = solve(inputs.cluster)
-    report = _report(request, inputs, solution, solve)
-    if request.save:
-        _save(solution.plan, request.save)
+    report = _report(request, inputs, solution, solve, points)
     if request.plot:
-        draw_gantt(report, request.plot)
-    return report_json(report) if request.as_json else report_text(report) + table
+        (draw_frontier if points else draw_gantt)(report, request.plot)
+    return report_json(report) if request.as_json else report_text(report), solution.plan
 
 
 def inputs_from_data_sheets(
@@ -168,7 +170,11 @@ def _measured(request: Request, folder: str) -> Inputs:
 
 
 def _report(
-    request: Request, inputs: Inputs, solution: Solution, solve: Callable[[Cluster], Solution]
+    request: Request,
+    inputs: Inputs,
+    solution: Solution,
+    solve: Callable[[Cluster], Solution],
+    points: Sequence[Priced],
 ) -> ClusterReport:
     params = sum(inputs.costs.whole_bytes(layer) for layer in range(len(inputs.costs.kinds))) / inputs.itemsize
     baselines = [
@@ -182,25 +188,14 @@ def _report(
         except ClusterError:
             others.append(Variant(name=name, plan=None))
     return ClusterReport(
-        plan=solution.plan,
-        timeline=solution.timeline,
+        solution=solution,
         cluster=inputs.cluster,
         costs=inputs.costs,
         seq=request.seq,
         flops=6 * params * request.global_batch * request.seq,
         peak_flops_per_s=inputs.peaks,
-        bounds_s=(solution.model_bound_s, solution.compute_bound_s),
-        solve_s=solution.solve_s,
+        frontier=points,
         baselines=baselines,
         changes=others,
         assumed=inputs.assumed,
     )
-
-
-def _save(plan: ClusterPlan, path: str) -> None:
-    try:
-        plan.save(path)
-    except OSError as error:
-        raise ClusterError(
-            f"cannot write {path!r}: {error.strerror}. Expected was a file that can be written. Give --save another path"
-        ) from error

@@ -7,7 +7,7 @@ what this machine timed. Everything else in this folder asks it alone.
 import bisect
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autohete_fx.errors import ClusterError
 
@@ -108,7 +108,8 @@ class CostTable:
         times: rows; micro-batches between two rows are interpolated, larger ones grow in proportion.
         sizes: rows, one for each kind and degree.
         updates: rows, one for each GPU.
-        tied: the last layer reads the first layer's weights.
+        tied_bytes: of the first layer's weights, those that the last layer reads too. They count among the first one's; a last
+            stage that lacks the first layer holds them besides.
         gradient_bytes_per_byte: of what replicas sum, for each byte of weights.
         optimizer_bytes_per_byte: of the optimizer's states, masters among them, for each byte of weights.
         accumulate_share: of the seconds of a step's optimizer on the GPU, those of adding one gradient to another.
@@ -121,7 +122,7 @@ class CostTable:
     times: tuple[LayerTime, ...]
     sizes: tuple[LayerBytes, ...]
     updates: tuple[UpdateTime, ...]
-    tied: bool = False
+    tied_bytes: int = 0
     gradient_bytes_per_byte: float = 1.0
     optimizer_bytes_per_byte: float = 2.0
     accumulate_share: float = ACCUMULATE_SHARE
@@ -143,6 +144,10 @@ class CostTable:
         object.__setattr__(self, "_sums", {})
         object.__setattr__(self, "_updates", {row.gpu: row for row in self.updates})
         object.__setattr__(self, "_sizes", {(row.kind, row.tp): row for row in self.sizes})
+
+    def up_to(self, degree: int) -> "CostTable":
+        """The table without higher degrees of tensor parallelism."""
+        return replace(self, times=tuple(row for row in self.times if row.tp <= degree))
 
     def degrees(self, gpu: str) -> tuple[int, ...]:
         """Degrees of tensor parallelism with costs on a type of GPU, by rising degree."""
@@ -178,7 +183,13 @@ class CostTable:
         )
 
     def layer_bytes(self, kind: str, tp: int) -> LayerBytes:
-        """Sizes of a kind of layer at a degree."""
+        """Sizes of a kind of layer at a degree. Raises ClusterError where there is no row of that degree."""
+        if (kind, tp) not in self._sizes:
+            known = sorted({degree for of, degree in self._sizes if of == kind})
+            raise ClusterError(
+                f"there are no sizes of layer {kind!r} of {self.model} with {tp} GPUs a layer. Expected was one of {known}."
+                " Measure it, or leave it out"
+            )
         return self._sizes[kind, tp]
 
     def stage(
@@ -221,6 +232,11 @@ class CostTable:
         row = min((row for row in self.sizes if row.kind == self.kinds[layer]), key=lambda row: row.tp)
         return row.params_bytes * row.tp
 
+    def tied_bytes_at(self, tp: int) -> int:
+        """Bytes on one GPU of a unit of the weights that the first and the last layer share; divided as the first layer's are."""
+        first = self.kinds[0]
+        return int(self.tied_bytes * self.layer_bytes(first, tp).params_bytes / self.whole_bytes(0))
+
     def boundary_bytes(self, layer: int, micro_batch: int) -> int:
         """Bytes that a layer hands to the next one, whole."""
         size = next(row.output_bytes for row in self.sizes if row.kind == self.kinds[layer])
@@ -240,6 +256,8 @@ class StageSums:
         self._forward_s = _running([seconds[kind][0] for kind in costs.kinds])
         self._backward_s = _running([seconds[kind][1] for kind in costs.kinds])
         self._params = _running([sizes[kind].params_bytes for kind in costs.kinds])
+        self._tied_bytes = costs.tied_bytes_at(tp) if costs.tied_bytes else 0
+        self._num_layers = len(costs.kinds)
         self._kept = _running(self._kept_by_layer)
         self._least = _running([least[kind] for kind in costs.kinds])
 
@@ -251,6 +269,8 @@ class StageSums:
         """
         again = first + recomputed
         params_bytes = self._params[stop] - self._params[first]
+        if first and stop == self._num_layers:
+            params_bytes += self._tied_bytes
         offloaded_bytes = self._params[stop] - self._params[stop - offloaded]
         again_s = self._forward_s[again] - self._forward_s[first]
         return StageCost(

@@ -73,8 +73,11 @@ class Deployment:
         return self.plan.pipelines[seat.pipeline].stages[seat.place]
 
     def pipeline(self, index: int, part: int) -> tuple[int, ...]:
-        """Ranks of a pipeline in order of stages, one of each stage."""
-        return tuple(self.ranks[Seat(pipeline=index, place=place, part=part)] for place in range(self.depth(index)))
+        """Ranks of a pipeline in order of stages, one of each stage: that of a part, modulo the stage's number of GPUs."""
+        stages = self.plan.pipelines[index].stages
+        return tuple(
+            self.ranks[Seat(pipeline=index, place=place, part=part % stage.tp)] for place, stage in enumerate(stages)
+        )
 
     def depth(self, index: int) -> int:
         """Stages of a pipeline."""
@@ -179,10 +182,4 @@ def check_runs(plan: ClusterPlan, layer_map: LayerMap, model: str) -> None:
                 f"pipeline {index} of the plan begins with a stage whose parameters are all frozen. Expected was one that"
                 f" trains, because"
                 " hidden states need gradients. Give the first stage more layers"
-            )
-        degrees = sorted({stage.tp for stage in pipeline.stages})
-        if len(degrees) > 1:
-            raise ClusterError(
-                f"pipeline {index} of the plan has stages of {degrees} GPUs. Expected was one degree of tensor parallelism in a"
-                " pipeline; pipelines may differ. Plan with --symmetric-tp, or with --max-tp 1"
             )

@@ -16,7 +16,9 @@ another zone. A file of `doctor --cluster` has two entries more: ``devices``, a 
 and ``links``, the `TimedLinks` between types. They count before the device table and the rates.
 """
 
+import itertools
 import json
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +28,7 @@ from typing import Any
 from autohete_fx.cluster.spec import Cluster, Gpu, Joined, Link, Node, TimedLinks, steady_link
 from autohete_fx.errors import ClusterError, OptionError
 from autohete_fx.ir.files import SavedAs, checked, spelled
+from autohete_fx.machine.data_sheets import PRICES_DATE
 from autohete_fx.machine.devices import (
     NET_LATENCY_S,
     NODE_GB_PER_S,
@@ -42,6 +45,9 @@ NODE_LATENCY_S = 3e-5
 _SHORT = re.compile(r"\s*(\d+)\s*[xX*]\s*([A-Za-z][\w.\- ]*?)\s*")
 _RATES = ("node_gb_per_s", "within_gb_per_s", "zones_gb_per_s", "usd_per_hour", "memory_gib")
 _KEYS = ("nodes", *_RATES, "devices", "links", "schema_version")
+_NODE_KEYS = ("gpu", "gpus", "count", "zone", "name")
+_MOST_GPUS = 16384
+"""More are taken for a slip of the keyboard."""
 _FILES = SavedAs(
     kind="cluster",
     writer="the user, or `autohete doctor --cluster FILE`",
@@ -78,10 +84,10 @@ def described(text: str, *, spot: bool = False) -> Described:
     nodes, many = [], False
     for part in text.split(","):
         match = _SHORT.fullmatch(part)
-        if match is None or not int(match[1]):
+        if match is None or not 0 < int(match[1]) <= _MOST_GPUS:
             raise ClusterError(
-                f"the cluster {text!r} has the part {part.strip()!r}. Expected was a count and a device, such as 8xA100-40G. Write"
-                " parts so, with commas between them, or give a JSON file"
+                f"the cluster {text!r} has the part {part.strip()!r}. Expected was a count up to {_MOST_GPUS} and a device, such as"
+                " 8xA100-40G. Write parts so, with commas between them, or give a JSON file"
             )
         spec, count = _device(match[2]), int(match[1])
         many = many or count > NODE_GPUS
@@ -106,7 +112,8 @@ def _from_file(raw: dict[str, Any], spot: bool) -> Described:
     unknown = sorted(set(raw) - set(_KEYS))
     if unknown:
         raise ValueError(f"it has the unknown entries {unknown}")
-    own = {spec.name: spec for spec in (spelled(DeviceSpec, row) for row in raw.get("devices", ()))}
+    devices = checked(raw, "devices", list) if "devices" in raw else ()
+    own = {spec.name: spec for spec in (spelled(DeviceSpec, row) for row in devices)}
     nodes = tuple(_nodes(checked(raw, "nodes", list), own))
     specs = {node.gpu: _device(node.gpu, own) for node in nodes}
     node_rates = {gpu: rate * 1e9 for gpu, rate in _rates(raw, "node_gb_per_s", own).items()}
@@ -128,10 +135,7 @@ def _from_file(raw: dict[str, Any], spot: bool) -> Described:
         rate = within_rates.get(gpu, net_of_spec(specs[gpu]).reached_gb_per_s * 1e9)
         return steady_link(f"within {gpu}", rate, latency_s=NET_LATENCY_S, pairs=sizes[gpu])
 
-    zones = []
-    for source, target, rate in raw.get("zones_gb_per_s", ()):
-        link = steady_link(f"{source or 'no zone'} to {target or 'no zone'}", rate * 1e9, latency_s=1e-3)
-        zones += [Joined(source=source, target=target, link=link), Joined(source=target, target=source, link=link)]
+    zones = tuple(_zones(checked(raw, "zones_gb_per_s", list) if "zones_gb_per_s" in raw else ()))
     cluster = Cluster(
         gpus=tuple(
             Gpu(
@@ -146,40 +150,81 @@ def _from_file(raw: dict[str, Any], spot: bool) -> Described:
         between=tuple(
             timed_between.get((a, b)) or Joined(source=a, target=b, link=port(a, b)) for a in specs for b in specs
         ),
-        zones=tuple(zones),
+        zones=zones,
     )
     sent = {*node_rates, *(source for source, target in timed_between if source == target)}
-    assumed = tuple(_assumed(cluster, specs, sent, {*within_rates, *timed_within}))
+    assumed = tuple(_assumed(cluster, specs, sent, {*within_rates, *timed_within}, prices, spot=spot))
     return Described(cluster=cluster, specs=specs, assumed=assumed)
 
 
 def _nodes(rows: list[Any], own: Mapping[str, DeviceSpec]) -> Iterator[Node]:
     counts: dict[str, int] = {}
+    left = _MOST_GPUS
     for row in rows:
         spec = _device(checked(row, "gpu", str), own)
-        for _ in range(checked(row, "count", int) if "count" in row else 1):
+        unknown = sorted(set(row) - set(_NODE_KEYS))
+        if unknown:
+            raise ValueError(f"a node has the unknown entries {unknown}; expected some of {list(_NODE_KEYS)}")
+        count, gpus = checked(row, "count", int) if "count" in row else 1, checked(row, "gpus", int)
+        left -= count * gpus
+        if count < 1 or left < 0:
+            raise ValueError(
+                f"count of {spec.name} is {count}; expected at least 1, and at most {_MOST_GPUS} GPUs in the cluster"
+            )
+        zone, name = (checked(row, key, str) if key in row else "" for key in ("zone", "name"))
+        for _ in range(count):
             counts[spec.name] = counts.get(spec.name, 0) + 1
-            name = row.get("name", f"{spec.name}-{counts[spec.name]}")
-            yield Node(name=name, gpu=spec.name, gpus=checked(row, "gpus", int), zone=row.get("zone", ""))
+            yield Node(name=name or f"{spec.name}-{counts[spec.name]}", gpu=spec.name, gpus=gpus, zone=zone)
+
+
+def _zones(rows: Sequence[Any]) -> Iterator[Joined]:
+    """Links between zones, both ways."""
+    for row in rows:
+        if not (isinstance(row, list) and len(row) == 3 and all(isinstance(zone, str) for zone in row[:2])):
+            raise ValueError(f"zones_gb_per_s has {row!r}; expected [zone, zone, rate]")
+        source, target = row[:2]
+        rate = _rate(f"zones_gb_per_s from {source!r} to {target!r}", row[2])
+        link = steady_link(f"{source or 'no zone'} to {target or 'no zone'}", rate * 1e9, latency_s=1e-3)
+        yield Joined(source=source, target=target, link=link)
+        yield Joined(source=target, target=source, link=link)
 
 
 def _rates(raw: dict[str, Any], key: str, own: Mapping[str, DeviceSpec]) -> dict[str, float]:
-    found = {}
-    for gpu, value in raw.get(key, {}).items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise ValueError(f"{key} of {gpu} is {value!r}; expected a number of more than 0")
-        found[_device(gpu, own).name] = float(value)
-    return found
+    given = checked(raw, key, dict) if key in raw else {}
+    return {_device(gpu, own).name: _rate(f"{key} of {gpu}", value) for gpu, value in given.items()}
+
+
+def _rate(what: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{what} is {value!r}; expected a number of more than 0")
+    return float(value)
 
 
 def _assumed(
-    cluster: Cluster, specs: Mapping[str, DeviceSpec], nodes: Collection[str], within: Collection[str]
+    cluster: Cluster,
+    specs: Mapping[str, DeviceSpec],
+    nodes: Collection[str],
+    within: Collection[str],
+    prices: Collection[str],
+    *,
+    spot: bool,
 ) -> Iterator[str]:
+    """Sentences on what was not described; ``nodes``, ``within`` and ``prices``: types whose rates and prices were."""
     inside = [f"{net_of_spec(spec).name} within {gpu}" for gpu, spec in specs.items() if gpu not in within]
     if inside and any(node.gpus > 1 for node in cluster.nodes):
         yield ", ".join(inside)
     if len(cluster.nodes) > 1 and set(specs) - set(nodes):
         yield f"{NODE_GB_PER_S:g} GB/s from each GPU to other nodes"
+    table = [gpu.name for gpu in cluster.gpus if gpu.usd_per_hour is not None and gpu.name not in prices]
+    if table:
+        yield f"{'spot' if spot else 'on-demand'} prices of {PRICES_DATE} for {', '.join(table)}"
+    known = {(joined.source, joined.target) for joined in cluster.zones}
+    places = sorted({node.zone for node in cluster.nodes})
+    apart = [
+        f"{a or 'no zone'} and {b or 'no zone'}" for a, b in itertools.combinations(places, 2) if (a, b) not in known
+    ]
+    if apart:
+        yield f"nodes of {', '.join(apart)} reach each other as those of one zone do"
 
 
 def save_cluster(text: str, path: str | Path) -> None:

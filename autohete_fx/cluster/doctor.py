@@ -15,7 +15,7 @@ from autohete_fx.cluster.measured_links import measured_cluster
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.errors import ClusterError
 from autohete_fx.ir import Machine
-from autohete_fx.ir.sizes import format_bytes, format_seconds
+from autohete_fx.ir.sizes import format_bytes, format_flops, format_seconds
 from autohete_fx.machine.devices import spec_of_machine
 from autohete_fx.machine.measure import measure_machine
 from autohete_fx.report.tables import aligned
@@ -92,7 +92,7 @@ def cluster_text(cluster: Cluster, machines: dict[str, Machine]) -> str:
             str(node.gpus),
             node.gpu,
             format_bytes(cluster.gpu(node.gpu).memory_bytes),
-            f"{machines[node.gpu].flops_per_s('float32') / 1e12:.3g} TFLOP/s",
+            format_flops(machines[node.gpu].flops_per_s("float32")),
         )
         for node in cluster.nodes
     ]

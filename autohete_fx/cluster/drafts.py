@@ -10,12 +10,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from autohete_fx.cluster.costs import CostTable, StageCost
+from autohete_fx.cluster.gradient_sums import reduce_seconds
 from autohete_fx.cluster.links import Links
 from autohete_fx.cluster.memory import memory_of
 from autohete_fx.cluster.place import placed
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.shapes import Shape, Shaper, ShapeStage, UnitType
-from autohete_fx.cluster.simulate import reduce_seconds, simulate
+from autohete_fx.cluster.simulate import simulate
 from autohete_fx.cluster.spec import Cluster
 
 MOST_SIMULATED = 10

@@ -23,16 +23,9 @@ class Priced:
 
 
 def usd_per_step(plan: ClusterPlan, cluster: Cluster) -> float:
-    """Dollars of the used GPUs for one step. Raises ClusterError where one has no price."""
-    total = 0.0
-    for gpu, count in plan.used().items():
-        price = cluster.gpu(gpu).usd_per_hour
-        if price is None:
-            raise ClusterError(
-                f"{gpu} has no price. Expected was one for every type of GPU. Give usd_per_hour in a cluster file"
-            )
-        total += count * price * plan.iteration_s / 3600
-    return total
+    """Dollars of the used GPUs for one step; every type has a price (`Cluster.require_prices`)."""
+    prices = {gpu.name: gpu.usd_per_hour or 0.0 for gpu in cluster.gpus}
+    return sum(count * prices[gpu] * plan.iteration_s / 3600 for gpu, count in plan.used().items())
 
 
 def frontier(cluster: Cluster, solve: Solve) -> list[Priced]:
@@ -41,11 +34,7 @@ def frontier(cluster: Cluster, solve: Solve) -> list[Priced]:
     Parts are the whole halved again and again, and the same of each type alone. Raises ClusterError where a type has no price, or
     where nothing fits the whole.
     """
-    for gpu in cluster.gpus:
-        if gpu.usd_per_hour is None:
-            raise ClusterError(
-                f"{gpu.name} has no price. Expected was one for every type of GPU. Give usd_per_hour in a cluster file"
-            )
+    cluster.require_prices()
     found = []
     for number, part in enumerate(_parts(cluster)):
         try:

@@ -180,7 +180,10 @@ class Job:
         try:
             totals = self._train(load)
         except RuntimeError as error:
-            raise self._explained(error) from error
+            explained = self._explained(error)
+            if explained is error:  # raised "from" itself it would forget its own cause
+                raise
+            raise explained from error
         loss, norm = float(totals[0]), float(totals[1].sqrt())
         done = TrainStep(step=self.step, loss=loss, grad_norm=norm, seconds=time.perf_counter() - start)
         self.step += 1
@@ -266,11 +269,10 @@ class Job:
         """Save the last step everywhere, and wait for it. All ranks call it; returns what is saved."""
         if self.saver is None:
             return Saved()
-        if self.saver.settle().local < self.step or (
-            self._store and self._store.cloud and self.saved.cloud < self.step
-        ):
+        saved = self.saver.drain()
+        if saved.local < self.step or (self._store and self._store.cloud and saved.cloud < self.step):
             self.save()
-        saved = self.saver.close()
+            saved = self.saver.drain()
         self._log.write("finish", step=self.step, local=saved.local, cloud=saved.cloud)
         return saved
 

@@ -126,6 +126,7 @@ def join(
         memory_budget=memory_budget,
         cache_dir=cache_dir,
         store=store,
+        tp_plan=tp_plan,
         expected_lifetime_s=expected_lifetime_s,
         say=job_log.say,
     )
@@ -143,7 +144,7 @@ def join(
     timeout = timedelta(seconds=timeout_s)
     watch: Any = dist.new_group(backend="gloo", timeout=timeout)
     layout = layout_of(build_model, layer_map, {stage.tp for _, _, stage in plan.stages()}, tp_plan)
-    unit = _unit_of(deployment, seat, layout, device, backend, timeout)
+    unit = _unit_of(deployment, seat, layout, device, timeout)
     groups = pipeline_groups(deployment, timeout)
     needs = list(deployment.held(seat, layer_map, layout).values()) if seat else []
     restored = restore(store, needs, list(layer_map.readers), members[rank].node, group) if store else None
@@ -212,21 +213,11 @@ def _unit_of(
     seat: Seat | None,
     layout: TensorLayout,
     device: torch.device,
-    backend: object,
     timeout: timedelta,
 ) -> Unit | None:
-    """The unit of this rank; None where it has its layers alone. All ranks call it, because they make process groups together.
-
-    Raises ClusterError where the backend cannot compile shared layers.
-    """
+    """The unit of this rank; None where it has its layers alone. All ranks call it, because they make process groups together."""
     found = None
-    units = deployment.units()
-    if units and _is_autohete(backend):
-        raise ClusterError(
-            'the plan has stages of several GPUs, and backend="autohete" compiles layers that one GPU has. Expected was another'
-            ' backend. Give backend="inductor", or plan with --max-tp 1'
-        )
-    for (pipeline, place), ranks in units.items():
+    for (pipeline, place), ranks in deployment.units().items():
         group: Any = dist.new_group(list(ranks), timeout=timeout)
         if seat is not None and (seat.pipeline, seat.place) == (pipeline, place):
             mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("tp",))
@@ -275,6 +266,8 @@ def _report(
         f" {len(job.deployment.idle)} idle; step {job.step}; ready after {seconds:.1f} s"
     )
     if restored is not None:
+        if restored.trouble:
+            job_log.say(f"{restored.trouble} Disks have all that is needed; training goes on")
         read = ", ".join(f"{source} {count / 2**20:.1f} MiB" for source, count in num_bytes.items())
         took = ", ".join(f"{part} {part_s:.2f} s" for part, part_s in parts_s.items())
         job_log.say(f"restored step {job.step}: {read}; {took}")

@@ -326,9 +326,8 @@ class _Watch(TorchDispatchMode):
         if self._hidden is not None and _shape(hidden) != self._hidden:
             raise ClusterError(
                 f"the layer {name!r} of {type(self._model).__name__} returns a hidden state of {_shape(hidden)}, and the"
-                f" layer before"
-                f" it of {self._hidden}. Expected were equal shapes. Such layers cannot be cut; train with autohete_fx.shard"
-                f" instead"
+                f" layer before it of {self._hidden}. Expected were equal shapes. A pipeline cannot cut these layers; train with"
+                " autohete_fx.shard instead"
             )
         self._returned[name] = Returned(spec=spec, leaves=tuple(map(_without_values, leaves)), hidden=place)
         self._hand_over(hidden, index)

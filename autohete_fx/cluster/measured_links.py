@@ -6,7 +6,7 @@ first, then as many at once as the nodes have GPUs, because those of a node may 
 many as its GPUs. Links state one direction, and the node's other GPUs send at the same rate the other way.
 
 A message goes there, and a message of the smallest size comes back. Half of such a round trip of two smallest messages is the
-smallest message's time. What a larger one takes beyond that is its own.
+smallest message's time. The rest of a larger one's time is its own.
 
 All ranks work through one list of trials in one order, with a barrier before each. Every send has its receive, and nobody sends
 while others are timed.

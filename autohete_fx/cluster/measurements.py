@@ -1,16 +1,22 @@
 """Published or own measurements of real GPUs, read from JSON files into costs and links.
 
-Four files of one schema: `costs_of` reads layers and memory, `links_of` the network, and `runs_of` whole training runs.
+Four files of one schema: `costs_of` reads layers and memory, `links_of` the network, and `runs_of` whole training runs. Files may
+have models, GPUs and degrees that no other file has. An error names the run or model that needs what is missing.
 """
 
+import contextlib
+import itertools
 import json
+import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTime
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, Stage
-from autohete_fx.cluster.spec import Cluster, Gpu, Joined, Link, Node, Rates
+from autohete_fx.cluster.spec import Cluster, Gpu, Joined, Link, Node, Rates, slower_link
 from autohete_fx.errors import ClusterError
 
 GPU_BYTES = {
@@ -24,6 +30,9 @@ GPU_BYTES = {
 }
 NODE_GPUS = {"A100-40": 4, "A100-80": 4, "V100-16": 4, "GH-96": 4, "RTX-2080": 8, "RTX-3090": 8, "Titan-RTX": 8}
 """GPUs of a node in the clusters where the measurements were taken."""
+_OTHER_NODE_GPUS = 8
+"""Of a node of any other type, unless a file says so."""
+_GIB_IN_NAME = re.compile(r"-(\d+)$")
 _SMALLEST_LOG2, _LARGEST_LOG2 = -2, 10
 """Logarithms of megabytes, where the quadratic fits of bandwidth are evaluated."""
 
@@ -42,15 +51,51 @@ def read(path: str | Path) -> Any:
         ) from error
 
 
-def costs_of(layers: Any, memory: Any, model: str) -> CostTable:
-    """The costs of a model from tables of measured layers and sizes."""
+@contextlib.contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """A context in which a value that is missing or of another kind is a ClusterError about ``what``."""
     try:
-        entry, sizes = layers["models"][model], memory["models"][model]
-    except KeyError:
-        known = sorted(set(layers["models"]) & set(memory["models"]))
+        yield
+    except KeyError as error:
         raise ClusterError(
-            f"there are no measurements of {model!r}. Expected was one of {known}. Give files that have it"
-        ) from None
+            f"{what} lacks {error}. Expected were the entries of examples/benchmarks/measured. Add it, or leave that out"
+        ) from error
+    except (TypeError, ValueError, IndexError, AttributeError, StopIteration) as error:
+        raise ClusterError(
+            f"{what} cannot be read: {error}. Expected were the entries of examples/benchmarks/measured. Correct it"
+        ) from error
+
+
+def _more_than_0(name: str, value: Any) -> float:
+    if not 0 < float(value) < math.inf:
+        raise ValueError(f"{name} is {value!r}")
+    return float(value)
+
+
+def memory_of_gpu(gpu: str) -> int:
+    """Bytes of a type of GPU: of the table, else of the GiB that end its name. Raises ClusterError for any other name."""
+    found = _GIB_IN_NAME.search(gpu)
+    if gpu not in GPU_BYTES and not found:
+        raise ClusterError(
+            f"GPU {gpu!r} is unknown. Expected was one of {sorted(GPU_BYTES)}, or a name that ends with its GiB, such as H100-80."
+            " Correct the name"
+        )
+    return GPU_BYTES[gpu] if gpu in GPU_BYTES or not found else int(found[1]) * 2**30
+
+
+def costs_of(layers: Any, memory: Any, model: str) -> CostTable:
+    """The costs of a model from tables of measured layers and sizes. Raises ClusterError for what they lack."""
+    with _reading("the table of layers or of memory"):
+        known = sorted(set(layers["models"]) & set(memory["models"]))
+        if model not in known:
+            raise ClusterError(
+                f"there are no measurements of {model!r}. Expected was one of {known}. Give files that have it"
+            )
+    with _reading(f"the entry of {model!r}"):
+        return _costs_of(layers["models"][model], memory["models"][model], model)
+
+
+def _costs_of(entry: Any, sizes: Any, model: str) -> CostTable:
     some = next(iter(next(iter(next(iter(entry["gpus"].values()))["runs"].values())).values()))
     norm = ["norm"] if "norm" in some else []
     kinds = ("first", *["layer"] * entry["config"]["layers"], *norm, "last")
@@ -94,6 +139,8 @@ def _update_of(gpu: str, found: Any) -> UpdateTime:
     for tp, by_size in found["runs"].items():
         num_bytes = 4 * found["update_params"][tp]
         points.extend((num_bytes, row["update_s"]) for row in by_size.values() if "update_s" in row)
+    if not points:
+        raise KeyError(f"update_s of {gpu}")
     mean_x, mean_y = (sum(column) / len(points) for column in zip(*points, strict=True))
     spread = sum((x - mean_x) ** 2 for x, _ in points)
     slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else mean_y / mean_x
@@ -132,22 +179,35 @@ def links_of(network: Any) -> tuple[tuple[Joined, ...], tuple[Joined, ...]]:
     for pair, fits in network.get("inter_cross_type", {}).items():
         source, target = pair.split("->")
         between.append(Joined(source=source, target=target, link=_link(f"{pair} port", fits, never_falls=True)))
+    own = {joined.source: joined.link for joined in between if joined.source == joined.target}
+    known = {(joined.source, joined.target) for joined in between}
+    between += [  # nobody timed these: a message passes both ports
+        Joined(source=a, target=b, link=slower_link(own[a], own[b]))
+        for a, b in itertools.permutations(own, 2)
+        if (a, b) not in known
+    ]
     return within, tuple(between)
 
 
 def cluster_of(network: Any, counts: dict[str, int], gpus_of_node: dict[str, int] | None = None) -> Cluster:
-    """A cluster of so many GPUs of each type, on nodes of the usual size, joined by measured links."""
-    within, between = links_of(network)
+    """A cluster of so many GPUs of each type, on nodes of the usual size, joined by measured links. Raises ClusterError for types
+    that the network lacks."""
+    with _reading("the table of the network"):
+        within, between = links_of(network)
+    reached = {joined.source for joined in between}
     per_node = {**NODE_GPUS, **(gpus_of_node or {})}
     nodes = []
     for gpu, count in counts.items():
-        if gpu not in per_node:
-            raise ClusterError(f"GPU {gpu!r} is unknown. Expected was one of {sorted(per_node)}. Correct the name")
-        size = per_node[gpu]
+        if gpu not in reached:
+            raise ClusterError(
+                f"the table of the network has no GPU {gpu!r}. Expected was one of {sorted(reached)}. Correct the name, or"
+                " measure it"
+            )
+        size = per_node.get(gpu, _OTHER_NODE_GPUS)
         for index in range(-(-count // size)):
             nodes.append(Node(name=f"{gpu}-{index}", gpu=gpu, gpus=min(size, count - index * size)))
     return Cluster(
-        gpus=tuple(Gpu(name=gpu, memory_bytes=GPU_BYTES[gpu]) for gpu in counts),
+        gpus=tuple(Gpu(name=gpu, memory_bytes=memory_of_gpu(gpu)) for gpu in counts),
         nodes=tuple(nodes),
         within=tuple(joined for joined in within if joined.source in counts),
         between=tuple(joined for joined in between if joined.source in counts and joined.target in counts),
@@ -176,35 +236,57 @@ class Run:
 
 
 def runs_of(runs: Any, network: Any) -> list[Run]:
-    """The measured runs of a file."""
-    return [_run(row, network) for row in runs["runs"]]
+    """The measured runs of a file. Raises ClusterError for what they lack."""
+    return [run_of(row, network) for row in rows_of(runs)]
 
 
-def _run(row: Any, network: Any) -> Run:
-    grid = {"count": 1, "stages": row["stages"]}
-    plan, cluster = plan_of_grids(
-        row["model"], [grid], micro_batch=row["mbs"], global_batch=row["gbs"], network=network
-    )
-    return Run(
-        name=row["name"],
-        plan=plan,
-        cluster=cluster,
-        iteration_s=row["iteration_s"],
-        peak_bytes=row.get("peak_bytes"),
-        reduce_s=row.get("red_grads_s"),
-    )
+def rows_of(runs: Any) -> list[Any]:
+    """The entries of a file of runs, each for `run_of`. Raises ClusterError where there is none."""
+    rows = runs.get("runs") if isinstance(runs, dict) else None
+    if not isinstance(rows, list):
+        raise ClusterError('the file of runs has no list "runs". Expected was an object with one. Give another file')
+    return rows
+
+
+def run_of(row: Any, network: Any) -> Run:
+    """The measured run of an entry. Raises ClusterError for what it lacks."""
+    with _reading(f"the run {row.get('name', 'without a name') if isinstance(row, dict) else row!r}"):
+        grid = {"count": 1, "stages": row["stages"]}
+        plan, cluster = plan_of_grids(
+            row["model"],
+            [grid],
+            micro_batch=row["mbs"],
+            global_batch=row["gbs"],
+            network=network,
+            gpus_of_node=row.get("gpus_of_node"),
+        )
+        return Run(
+            name=row["name"],
+            plan=plan,
+            cluster=cluster,
+            iteration_s=_more_than_0("iteration_s", row["iteration_s"]),
+            peak_bytes=row.get("peak_bytes"),
+            reduce_s=row.get("red_grads_s"),
+        )
 
 
 def plan_of_grids(
-    model: str, grids: Any, *, micro_batch: int, global_batch: int, network: Any, planner: str = "given"
+    model: str,
+    grids: Any,
+    *,
+    micro_batch: int,
+    global_batch: int,
+    network: Any,
+    planner: str = "given",
+    gpus_of_node: dict[str, int] | None = None,
 ) -> tuple[ClusterPlan, Cluster]:
     """A plan of grids of pipelines, with the cluster that it fills.
 
     ``grids``: of each, ``count`` and ``stages``; of each stage, ``layers`` [first, last] and ``replicas`` [[gpu, tp, count],
     ...] in data-parallel order. Units fill nodes in that order, stage by stage, as the ranks of Megatron-LM and DeepSpeed do.
-    Micro-batches are shared out evenly.
+    Micro-batches are shared out evenly. ``gpus_of_node``: where nodes are not of the usual size.
     """
-    filling = Filling(NODE_GPUS)
+    filling = Filling({**NODE_GPUS, **(gpus_of_node or {})})
     placed: list[tuple[Stage, ...]] = []
     counts: dict[str, int] = {}
     for stages in (grid["stages"] for grid in grids for _ in range(grid["count"])):
@@ -221,8 +303,13 @@ def plan_of_grids(
             for gpu, tp in row:
                 counts[gpu] = counts.get(gpu, 0) + tp
         placed.extend(zip(*rows, strict=True))
-    cluster = cluster_of(network, {gpu: filling.taken(gpu) for gpu in counts})
-    total, width = global_batch // micro_batch, len(placed)
+    cluster = cluster_of(network, {gpu: filling.taken(gpu) for gpu in counts}, gpus_of_node)
+    total, width = global_batch // micro_batch if micro_batch > 0 else 0, len(placed)
+    if not 0 < width <= total:
+        raise ClusterError(
+            f"a batch of {global_batch} in micro-batches of {micro_batch} was given for {width} pipelines. Expected was one for"
+            " each pipeline at least. Correct the batch"
+        )
     pipelines = tuple(
         Pipeline(stages=stages, micro_batch=micro_batch, micro_batches=total // width + (index < total % width))
         for index, stages in enumerate(placed)
@@ -252,14 +339,17 @@ class Filling:
 
     def place(self, gpu: str, tp: int) -> str:
         """The name of the node that a unit of ``tp`` GPUs stands on."""
-        if gpu not in self._sizes:
-            raise ClusterError(f"GPU {gpu!r} is unknown. Expected was one of {sorted(self._sizes)}. Correct the name")
+        size = self._sizes.setdefault(gpu, _OTHER_NODE_GPUS)
+        if not 0 < tp <= size:
+            raise ClusterError(
+                f"a unit has {tp} GPUs {gpu}. Expected was 1 to {size}, all of one node. Correct the unit"
+            )
         free = self._free.setdefault(gpu, [])
         for index, left in enumerate(free):
             if left >= tp:
                 free[index] -= tp
                 return f"{gpu}-{index}"
-        free.append(self._sizes[gpu] - tp)
+        free.append(size - tp)
         return f"{gpu}-{len(free) - 1}"
 
     def taken(self, gpu: str) -> int:

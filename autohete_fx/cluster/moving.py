@@ -3,12 +3,10 @@
 Enter candidates with their simulated steps, and what the nodes' disks have. Leaves the plan that does the most within the time
 until the next change. Seconds of a plan over a lifetime L are
 
-    (L / T_fastest) * T  +  max over nodes of (local / b_local + cloud / b_cloud)  +  max over nodes of peer / b_peer
+    (L / T_fastest) * T  +  seconds until the slowest node has its states
 
-for a step of T seconds. The terms are the seconds of the steps that the fastest plan would do in L, of the node that reads
-longest, and of the one that then receives most. A node reads a layer from its own disk, else from a node that has it, else from
-the cloud. A layer that no disk has is read there once, and peers send it on, as `restore` does. Nodes of a kind may change
-their places in a plan: each takes one whose layers it has.
+for a step of T seconds: the first are those of the steps that the fastest plan would do in L. A node reads a layer from the source
+that `sources` takes, as `restore` does. Nodes of a kind may change their places in a plan: each takes one whose layers it has.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,28 +16,12 @@ from ortools.graph.python.linear_sum_assignment import SimpleLinearSumAssignment
 
 from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.plan import ClusterPlan
+from autohete_fx.cluster.sources import ASSUMED, Bandwidths, Moved, Wanted, move_s, moved_by, quickest
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.ir.sizes import format_bytes, format_seconds
 
 _UNIT_BYTES = 1024
 """The unit of costs in the assignment of nodes, which are integers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bandwidths:
-    """Bytes a second at which a node reads states.
-
-    Attributes:
-        local: from its own disk.
-        peer: from other nodes.
-        cloud: from the cloud, where it reads alone.
-        cloud_of_all: from the cloud, all nodes together.
-    """
-
-    local: float = 2e9
-    peer: float = 1e9
-    cloud: float = 0.5e9
-    cloud_of_all: float = 2.5e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +36,7 @@ class Moving:
 
     lifetime_s: float
     held: Mapping[str, frozenset[int]]
-    bandwidths: Bandwidths = Bandwidths()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
-    """Bytes that a node reads, by source."""
-
-    local: float = 0.0
-    peer: float = 0.0
-    cloud: float = 0.0
+    bandwidths: Bandwidths = ASSUMED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,24 +63,22 @@ def layer_bytes(costs: CostTable, layer: int) -> float:
     return costs.whole_bytes(layer) * (1 + costs.optimizer_bytes_per_byte)
 
 
-def moved(plan: ClusterPlan, costs: CostTable, held: Mapping[str, frozenset[int]]) -> dict[str, Moved]:
-    """By node of a plan, the bytes that it reads before the plan can train."""
-    somewhere = frozenset[int]().union(*held.values())
-    fetched: set[int] = set()
-    found: dict[str, Moved] = {}
-    for node, layers in _layers_of(plan).items():
-        own, row = held.get(node, frozenset()), Moved()
-        for layer in sorted(layers):
-            num_bytes = layer_bytes(costs, layer)
-            if layer in own:
-                row = replace(row, local=row.local + num_bytes)
-            elif layer in somewhere or layer in fetched:
-                row = replace(row, peer=row.peer + num_bytes)
-            else:
-                fetched.add(layer)
-                row = replace(row, cloud=row.cloud + num_bytes)
-        found[node] = row
-    return found
+def moved(
+    plan: ClusterPlan, costs: CostTable, held: Mapping[str, frozenset[int]], bandwidths: Bandwidths
+) -> dict[str, Moved]:
+    """By node of a plan, the bytes that it reads before the plan can train, from the sources that `restore` takes."""
+    rows = _layers_of(plan)
+    nodes = [*rows, *(node for node in held if node not in rows)]
+    every = sorted(frozenset[int]().union(*rows.values()))
+    wanted = Wanted(
+        needs=[[str(layer) for layer in sorted(rows.get(node, ()))] for node in nodes],
+        nodes=nodes,
+        disks={node: {str(layer) for layer in held.get(node, ())} for node in nodes},
+        cloud={str(layer): str(layer) for layer in every},
+        sizes={str(layer): layer_bytes(costs, layer) for layer in every},
+    )
+    found = moved_by(quickest(wanted, bandwidths), wanted)
+    return {node: found[node] for node in rows}
 
 
 def all_from_cloud(plan: ClusterPlan, costs: CostTable) -> dict[str, Moved]:
@@ -116,23 +87,6 @@ def all_from_cloud(plan: ClusterPlan, costs: CostTable) -> dict[str, Moved]:
         node: Moved(cloud=sum(layer_bytes(costs, layer) for layer in layers))
         for node, layers in _layers_of(plan).items()
     }
-
-
-def move_parts_s(rows: Mapping[str, Moved], bandwidths: Bandwidths) -> tuple[float, float, float]:
-    """Seconds of the node that reads longest from its disk and the cloud, and of the one that then receives most from peers.
-
-    They are in the order disk, peers, cloud.
-    """
-    readers = sum(row.cloud > 0 for row in rows.values())
-    cloud = min(bandwidths.cloud, bandwidths.cloud_of_all / max(1, readers))
-    read = [(row.local / bandwidths.local, row.cloud / cloud) for row in rows.values()]
-    local_s, cloud_s = max(read, key=sum, default=(0.0, 0.0))
-    return local_s, max((row.peer / bandwidths.peer for row in rows.values()), default=0.0), cloud_s
-
-
-def move_s(rows: Mapping[str, Moved], bandwidths: Bandwidths) -> float:
-    """Seconds until all nodes have their states."""
-    return sum(move_parts_s(rows, bandwidths))
 
 
 def settled(plan: ClusterPlan, cluster: Cluster, costs: CostTable, held: Mapping[str, frozenset[int]]) -> ClusterPlan:
@@ -162,7 +116,7 @@ def settled(plan: ClusterPlan, cluster: Cluster, costs: CostTable, held: Mapping
 def nearest(candidates: Sequence[ClusterPlan], cluster: Cluster, costs: CostTable, moving: Moving) -> Nearest:
     """The candidate that does the most until the nodes change again; each has its simulated ``iteration_s``."""
     plans = [settled(plan, cluster, costs, moving.held) for plan in candidates]
-    rows = [(plan, moved(plan, costs, moving.held)) for plan in plans]
+    rows = [(plan, moved(plan, costs, moving.held, moving.bandwidths)) for plan in plans]
     timed = [(plan, num_bytes, move_s(num_bytes, moving.bandwidths)) for plan, num_bytes in rows]
     fastest, of_fastest, fastest_move_s = min(timed, key=lambda row: (row[0].iteration_s, row[2]))
     steps = moving.lifetime_s / fastest.iteration_s

@@ -103,6 +103,12 @@ def is_tied(module: nn.Module) -> bool:
     return all(end is not None for end in ends) and getattr(ends[0], "weight", 0) is getattr(ends[1], "weight", 1)
 
 
+def tied_bytes(module: nn.Module) -> int:
+    """Bytes of the weights that the head has of the embedding; 0 where they are not tied."""
+    embedding = _embedding(module)
+    return embedding.get_parameter("weight").nbytes if embedding is not None and is_tied(module) else 0
+
+
 def _size(config: Any, name: str) -> int:
     """0, which everything divides, where the configuration has none."""
     return getattr(config, name, None) or 0

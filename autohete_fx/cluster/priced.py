@@ -33,7 +33,7 @@ import torch
 from torch import fx, nn
 
 from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTime
-from autohete_fx.cluster.narrow import Division, division_of, is_tied, part_of_model
+from autohete_fx.cluster.narrow import Division, division_of, part_of_model, tied_bytes
 from autohete_fx.compiler.problem import state_bytes
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.modes import FakeTensorMode
@@ -117,7 +117,7 @@ def priced_costs(
         times=tuple(times),
         sizes=tuple(row for part in parts for row in _sizes(part)),
         updates=tuple(_update_of(spec, num_trained / param_bytes, gpus_of_node) for spec in devices),
-        tied=is_tied(whole),
+        tied_bytes=tied_bytes(whole),
         gradient_bytes_per_byte=grad_bytes / param_bytes,
         optimizer_bytes_per_byte=sum(map(state_bytes, params)) / param_bytes,
         accumulate_share=_ACCUMULATED * grad_bytes / (UPDATE_BYTES * num_trained),

@@ -1,9 +1,8 @@
-"""Plans over many devices as text, JSON, and a Gantt chart."""
+"""Plans over many devices as text and as JSON; `report_plots` draws them."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from autohete_fx.cluster.costs import CostTable
@@ -11,22 +10,10 @@ from autohete_fx.cluster.frontier import Priced
 from autohete_fx.cluster.memory import memory_of_plan
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline
 from autohete_fx.cluster.simulate import Timeline
-from autohete_fx.cluster.spec import Cluster
-from autohete_fx.errors import ClusterError
+from autohete_fx.cluster.solve import Solution
+from autohete_fx.cluster.spec import Cluster, Gpu
 from autohete_fx.ir.sizes import format_bytes, format_seconds
-from autohete_fx.report.plots import require_matplotlib
 from autohete_fx.report.tables import aligned
-
-_COLORS = {
-    "forward": "#4c78a8",
-    "backward": "#f58518",
-    "send": "#bab0ac",
-    "receive": "#bab0ac",
-    "reduce": "#54a24b",
-    "update": "#b279a2",
-}
-_MOST_ROWS = 48
-"""Stages that a chart shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,32 +29,38 @@ class ClusterReport:
     """All that is said of a plan.
 
     Attributes:
-        plan: that is reported.
-        timeline: its simulated step.
+        solution: that is reported.
         cluster: that it is for.
         costs: that it was made from.
         seq: tokens of a sample.
         flops: of a step: six for each parameter and token.
         peak_flops_per_s: stated, of one GPU, by type; empty where nobody knows.
-        bounds_s: (the model's bound, all GPUs at work all the time).
-        solve_s: of the search.
+        frontier: plans that none beats in seconds and dollars, where the cheapest was asked for.
         baselines: on the same cluster.
         changes: of the cluster.
         assumed: sentences on what was not described.
     """
 
-    plan: ClusterPlan
-    timeline: Timeline
+    solution: Solution
     cluster: Cluster
     costs: CostTable
     seq: int
     flops: float
     peak_flops_per_s: Mapping[str, float]
-    bounds_s: tuple[float, float]
-    solve_s: float
+    frontier: Sequence[Priced] = ()
     baselines: Sequence[Variant] = ()
     changes: Sequence[Variant] = ()
     assumed: Sequence[str] = ()
+
+    @property
+    def plan(self) -> ClusterPlan:
+        """The plan of the solution."""
+        return self.solution.plan
+
+    @property
+    def timeline(self) -> Timeline:
+        """Its simulated step."""
+        return self.solution.timeline
 
     @property
     def tokens_per_s(self) -> float:
@@ -125,29 +118,32 @@ def alike(plan: ClusterPlan) -> list[tuple[Pipeline, int]]:
 def report_text(report: ClusterReport) -> str:
     """The plan as tables."""
     plan, timeline = report.plan, report.timeline
-    model_bound_s, compute_bound_s = report.bounds_s
-    bound_s = min(model_bound_s, timeline.iteration_s)
+    solution = report.solution
+    bound = ""
+    if solution.model_bound_s is not None:
+        bound = f"{format_seconds(min(solution.model_bound_s, timeline.iteration_s))} as the solver counts, "
     shares = binding(plan, timeline)
     parts = [f"{name} {seconds / timeline.iteration_s:.0%}" for name, seconds in shares.items() if seconds]
     lines = [
-        f"{plan.model} on {_counts({gpu.name: report.cluster.count(gpu.name) for gpu in report.cluster.gpus})},"
+        f"{plan.model} on {counted({gpu.name: report.cluster.count(gpu.name) for gpu in report.cluster.gpus})},"
         f" {plan.global_batch} samples of {report.seq} tokens a step",
         *(f"assumed: {sentence}" for sentence in report.assumed),
         f"costs: {report.costs.source}",
         "",
         f"step {format_seconds(timeline.iteration_s)}, {report.tokens_per_s:,.0f} tokens/s{_utilization(report)}{_price(report)}",
         f"where it goes: {', '.join(parts)}",
-        f"at best {format_seconds(bound_s)} as the solver counts, {format_seconds(compute_bound_s)} with all GPUs always at work;"
-        f" searched {report.solve_s:.1f} s",
+        f"at best {bound}{format_seconds(solution.compute_bound_s)} with all GPUs always at work; searched"
+        f" {solution.solve_s:.1f} s",
         "",
         _pipelines_table(report),
     ]
-    idle = _idle(report)
-    if idle:
-        lines += ["", idle]
+    idle = list(idle_lines(report))
+    lines += ["", *idle] if idle else []
     for title, variants in (("other ways to plan this cluster", report.baselines), ("other clusters", report.changes)):
         if variants:
             lines += ["", title, _variants_table(report, variants)]
+    if report.frontier:
+        lines += ["", "faster or cheaper", _frontier_table(report)]
     return "\n".join(lines)
 
 
@@ -160,7 +156,8 @@ def _price(report: ClusterReport) -> str:
     return "" if dollars is None else f", ${dollars:.3f} per million tokens"
 
 
-def _counts(counts: Mapping[str, int]) -> str:
+def counted(counts: Mapping[str, int]) -> str:
+    """Numbers of GPUs in words."""
     return ", ".join(f"{count} x {gpu}" for gpu, count in counts.items())
 
 
@@ -210,18 +207,35 @@ def _pipelines_table(report: ClusterReport) -> str:
     return aligned(header, rows, right_from=6)
 
 
-def _idle(report: ClusterReport) -> str:
-    """A sentence on GPUs that the plan leaves alone."""
+def idle_lines(report: ClusterReport) -> Iterator[str]:
+    """A sentence on each type of GPU that the plan leaves alone."""
+    reasons = {idle.gpu: idle for idle in report.solution.idle}
     used = report.plan.used()
-    left = {gpu.name: report.cluster.count(gpu.name) - used.get(gpu.name, 0) for gpu in report.cluster.gpus}
-    left = {gpu: count for gpu, count in left.items() if count}
-    if not left:
-        return ""
-    return (
-        f"idle: {_counts(left)}. Every plan that was simulated with more of them is slower: what they compute is less than"
-        " the bubble,"
-        " the messages or the gradient sums that they add"
-    )
+    for gpu in report.cluster.gpus:
+        count = report.cluster.count(gpu.name) - used.get(gpu.name, 0)
+        if not count:
+            continue
+        if report.frontier:
+            why = "plans with more of them that were made cost more a token"
+        elif report.solution.model_bound_s is None:
+            why = "the two stages make no faster plan with more of them"
+        elif (with_more_s := reasons[gpu.name].with_more_s) is None:
+            why = "no plan with more of them was found: they lack memory, or the batch lacks samples for more pipelines or stages"
+        else:
+            why = (
+                f"the fastest plan with more of them takes {format_seconds(with_more_s)}: what they compute is less than the"
+                " bubble, the messages or the gradient sums that they add"
+            )
+        yield f"idle: {count} x {gpu.name}; {why}"
+
+
+def _of_type(report: ClusterReport, gpu: Gpu) -> dict[str, Any]:
+    return {
+        "count": report.cluster.count(gpu.name),
+        "used": report.plan.used().get(gpu.name, 0),
+        "capacity_bytes": gpu.memory_bytes,
+        "usd_per_hour": gpu.usd_per_hour,
+    }
 
 
 def _variants_table(report: ClusterReport, variants: Sequence[Variant]) -> str:
@@ -239,7 +253,7 @@ def _variants_table(report: ClusterReport, variants: Sequence[Variant]) -> str:
                 format_seconds(plan.iteration_s),
                 f"{plan.iteration_s / ours:.2f}x",
                 "-" if cost is None else f"${cost:.3f}",
-                _counts(plan.used()),
+                counted(plan.used()),
             ]
         )
     return aligned(["", "step", "of this", "a million tokens", "used"], rows, right_from=1, right_until=4)
@@ -249,26 +263,25 @@ def _known(plan: ClusterPlan, cluster: Cluster) -> bool:
     return set(plan.used()) <= {gpu.name for gpu in cluster.gpus}
 
 
-def frontier_table(points: Sequence[Priced], tokens: int) -> str:
+def _frontier_table(report: ClusterReport) -> str:
     """Seconds against dollars: plans that none beats in both."""
+    tokens = report.plan.global_batch * report.seq
     rows = [
         [
             format_seconds(point.solution.plan.iteration_s),
             f"{tokens / point.solution.plan.iteration_s:,.0f}",
             f"${point.usd_per_step / tokens * 1e6:.3f}",
-            _counts(point.solution.plan.used()),
+            counted(point.solution.plan.used()),
         ]
-        for point in points
+        for point in report.frontier
     ]
-    return "faster or cheaper\n" + aligned(
-        ["step", "tokens/s", "a million tokens", "used"], rows, right_from=0, right_until=3
-    )
+    return aligned(["step", "tokens/s", "a million tokens", "used"], rows, right_from=0, right_until=3)
 
 
 def report_json(report: ClusterReport) -> str:
     """The plan and its figures as one JSON object."""
     plan = report.plan
-    memories = memory_of_plan(plan, report.costs)
+    memories, tokens = memory_of_plan(plan, report.costs), plan.global_batch * report.seq
     body = {
         "plan": json.loads(plan.to_json()),
         "iteration_s": report.timeline.iteration_s,
@@ -276,68 +289,24 @@ def report_json(report: ClusterReport) -> str:
         "utilization": report.utilization,
         "usd_per_million_tokens": report.usd_per_million_tokens,
         "seconds_by_cause": binding(plan, report.timeline),
-        "model_bound_s": report.bounds_s[0],
-        "compute_bound_s": report.bounds_s[1],
-        "solve_s": report.solve_s,
+        "model_bound_s": report.solution.model_bound_s,
+        "compute_bound_s": report.solution.compute_bound_s,
+        "solve_s": report.solution.solve_s,
+        "gpus": {gpu.name: _of_type(report, gpu) for gpu in report.cluster.gpus},
+        "idle": list(idle_lines(report)),
         "memory": [[asdict(held) | {"peak_bytes": held.peak_bytes} for held in row] for row in memories],
         "baselines": {v.name: v.plan and v.plan.iteration_s for v in report.baselines},
         "changes": {v.name: v.plan and v.plan.iteration_s for v in report.changes},
+        "frontier": [
+            {
+                "iteration_s": point.solution.plan.iteration_s,
+                "tokens_per_s": tokens / point.solution.plan.iteration_s,
+                "usd_per_million_tokens": point.usd_per_step / tokens * 1e6,
+                "used": point.solution.plan.used(),
+            }
+            for point in report.frontier
+        ],
         "assumed": list(report.assumed),
         "costs": report.costs.source,
     }
     return json.dumps(body, indent=1)
-
-
-def draw_gantt(report: ClusterReport, path: str | Path) -> None:
-    """Write a chart of the step: a row for each stage, what it does over time, every part labelled where it stands.
-
-    One of each kind of pipelines that are alike is drawn. Raises OptionError where matplotlib is missing, ClusterError where the
-    file cannot be written.
-    """
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    plan, timeline = report.plan, report.timeline
-    shown = {id(pipeline): count for pipeline, count in alike(plan)}
-    numbers = {index: shown[id(p)] for index, p in enumerate(plan.pipelines) if id(p) in shown}
-    units = [unit for unit in timeline.units if unit.pipeline in numbers][:_MOST_ROWS]
-    figure = Figure(figsize=(12, 1.2 + 0.42 * len(units)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    width = timeline.iteration_s
-    for row, unit in enumerate(units):
-        for span in unit.spans:
-            length = span.end_s - span.begin_s
-            axes.barh(
-                row,
-                length,
-                left=span.begin_s,
-                height=0.8,
-                color=_COLORS[span.what],
-                edgecolor="white",
-                linewidth=0.3 if len(unit.spans) < 200 else 0.0,
-            )
-            word = str(span.micro_batch + 1) if span.what in ("forward", "backward") else span.what
-            if length > 0.012 * len(word) * width and span.what != "receive":
-                middle = span.begin_s + length / 2
-                axes.text(middle, row, word, ha="center", va="center", fontsize=7, color="white")
-    labels = []
-    for unit in units:
-        stage = plan.pipelines[unit.pipeline].stages[unit.place]
-        count = f"{numbers[unit.pipeline]} x  " if not unit.place else ""
-        labels.append(f"{count}{stage.gpu} tp {stage.tp}, layers {stage.first}-{stage.last}")
-    axes.set_yticks(range(len(units)), labels, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlim(0, width)
-    axes.set_xlabel("seconds; numbers are micro-batches, blue forward and orange backward, grey messages, white waits")
-    axes.set_title(f"{plan.model}: a step of {format_seconds(width)}, {plan.global_batch} samples", fontsize=10)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ClusterError(
-            f"cannot draw {str(path)!r}: {error}. Expected was an SVG, PNG or PDF file in a directory that exists. Give"
-            " another path"
-        ) from error

@@ -1,22 +1,33 @@
-"""Restoring a job after its ranks or its plan changed: only what a rank lacks, and from the nearest place that has it.
+"""Restoring a job after its ranks or its plan changed: only what a rank lacks, from the places that give it soonest.
 
 All ranks say which parameters of which saves their node's disk has; the newest save of which everything is somewhere is taken.
-A rank reads a parameter from its own node's disk, else from a peer, whose node's disk has it. Else one of the ranks that need
-it reads it from the cloud and hands it to the others. Where saves and plans cut parameters at different places, all of that is
-said of the pieces between all cuts. The unit of a read is the saved piece.
+`sources` says which rank reads a parameter from its own node's disk, from a peer or from the cloud. Where saves and plans cut
+parameters at different places, all of that is said of the pieces between all cuts. The unit of a read is the saved piece.
 """
 
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from autohete_fx.cluster.pieces import Piece, covered, finest
+from autohete_fx.cluster.sources import Fetch, Wanted, quickest
 from autohete_fx.cluster.store import Entry, Parts, Place, Save, Store, joined, read_pieces
 from autohete_fx.errors import ClusterError
+
+_Answer = TypeVar("_Answer")
+MadeOf = Mapping[Piece, tuple[Piece, ...]]
+"""By piece, the finest ones that it is made of."""
+_Disks = Mapping[Save, Mapping[str, Mapping[str, int]]]
+"""By save and node, bytes of the pieces on its disk."""
+_Needing = Sequence[tuple[str, set[str]]]
+"""By rank its node, and names of the parameters that it needs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,71 +40,19 @@ class Restored:
         num_bytes: by source: ``local``, ``peer``, ``cloud``.
         seconds: by part: ``look``, ``local``, ``cloud``, ``peer``.
         missing_bytes: of the save, those that no disk has, all ranks together.
+        trouble: a sentence on the cloud, where it could not be read; "".
     """
 
     step: int
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     num_bytes: dict[str, int] = field(default_factory=lambda: {"local": 0, "peer": 0, "cloud": 0})
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: {"local": 0.0, "peer": 0.0, "cloud": 0.0})
     missing_bytes: int = 0
+    trouble: str = ""
 
     def weight(self, name: str) -> Tensor:
         """The weight of a parameter, or this rank's part of it."""
         return self.tensors[name][f"{name}/weight"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fetch:
-    """How the parameters that a job's ranks need reach them.
-
-    Attributes:
-        local: by rank, those on its node's disk.
-        cloud: by rank, those that it reads from the cloud, for itself and others.
-        peer: by sender and receiver, those that are sent.
-    """
-
-    local: Mapping[int, tuple[str, ...]]
-    cloud: Mapping[int, tuple[str, ...]]
-    peer: Mapping[tuple[int, int], tuple[str, ...]]
-
-
-def plan_fetch(
-    needs: Sequence[Sequence[str]], nodes: Sequence[str], disks: Mapping[str, set[str]], cloud: Mapping[str, str]
-) -> Fetch:
-    """Choose the nearest source of each parameter for each rank.
-
-    Args:
-        needs: by rank, keys of pieces.
-        nodes: by rank, its node.
-        disks: by node, pieces on its disk.
-        cloud: by piece there, the saved piece that it is a part of. One rank reads all that is wanted of a saved piece.
-    """
-    local: dict[int, list[str]] = {}
-    fetched: dict[int, dict[str, None]] = {}
-    peer: dict[tuple[int, int], list[str]] = {}
-    senders: dict[str, int] = {}
-    sent = [0] * len(needs)
-    for rank, names in enumerate(needs):
-        for name in names:
-            if name in disks[nodes[rank]]:
-                local.setdefault(rank, []).append(name)
-                continue
-            able = [other for other in range(len(nodes)) if name in disks[nodes[other]]]
-            if able:
-                sender = min(able, key=lambda other: (sent[other], other))
-            else:
-                assert name in cloud, "a save is taken if all of it is somewhere"
-                sender = senders.setdefault(cloud[name], rank)
-                fetched.setdefault(sender, {})[name] = None
-                if sender == rank:
-                    continue
-            sent[sender] += 1
-            peer.setdefault((sender, rank), []).append(name)
-    return Fetch(
-        local={rank: tuple(names) for rank, names in local.items()},
-        cloud={rank: tuple(names) for rank, names in fetched.items()},
-        peer={pair: tuple(names) for pair, names in sorted(peer.items())},
-    )
 
 
 def restore(
@@ -112,44 +71,101 @@ def restore(
         ClusterError: there are saves, and none is complete.
     """
     start = time.perf_counter()
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
     disk = Place(store.local)
     mine = {save: disk.parts(save) for save in disk.saves()}
-    said: list[Any] = [None] * size
-    rows = {save: sorted(parts) for save, parts in mine.items()}
+    said: list[Any] = [None] * dist.get_world_size(group)
+    rows = {save: _sizes(parts) for save, parts in mine.items()}
     dist.all_gather_object(said, (node, rows, [piece.key for piece in needs]), group=group)
-    nodes = [row[0] for row in said]
-    disks: dict[Save, dict[str, set[Piece]]] = {}
+    disks: dict[Save, dict[str, dict[str, int]]] = {}
     for name, saves, _ in said:
-        for save, keys in saves.items():
-            disks.setdefault(save, {}).setdefault(name, set()).update(map(Piece.of_key, keys))
-    chosen, clouds = _chosen(store, disks, set(all_names), rank, group)
+        for save, sizes in saves.items():
+            disks.setdefault(save, {}).setdefault(name, {}).update(sizes)
+    wanted = [[Piece.of_key(key) for key in row[2]] for row in said]
+    needing = [(row[0], {piece.name for piece in pieces}) for row, pieces in zip(said, wanted, strict=True)]
+    chosen, clouds, trouble = _chosen(store, disks, set(all_names), needing, group)
     if chosen is None:
         return None
-    found = Restored(step=chosen.step)
-    found.missing_bytes = sum(entry.num_bytes for _, entries in clouds.values() for entry in entries)
-    here = {name: disks.get(chosen, {}).get(name, set()) for name in nodes}
-    wanted = [[Piece.of_key(key) for key in row[2]] for row in said]
-    made_of = finest(
-        [*(piece for row in (*here.values(), *wanted) for piece in row), *(Piece.of_key(key) for key in clouds)]
+    found = Restored(step=chosen.step, trouble=trouble)
+    here = {name: disks.get(chosen, {}).get(name, {}) for name, _, _ in said}
+    saved = {key: size for sizes in here.values() for key, size in sizes.items()} | _sizes(clouds)
+    made_of = finest([*(piece for row in wanted for piece in row), *map(Piece.of_key, saved)])
+    all_of = Wanted(
+        needs=[_keys(row, made_of) for row in wanted],
+        nodes=[row[0] for row in said],
+        disks={name: set(_keys(map(Piece.of_key, sizes), made_of)) for name, sizes in here.items()},
+        cloud={part.key: key for key in clouds for part in made_of[Piece.of_key(key)]},
+        sizes=_parts_sizes(saved, made_of),
     )
-    fetch = plan_fetch(
-        [_keys(row, made_of) for row in wanted],
-        nodes,
-        {name: set(_keys(row, made_of)) for name, row in here.items()},
-        {part.key: key for key in clouds for part in made_of[Piece.of_key(key)]},
+    near = set().union(*all_of.disks.values())
+    found.missing_bytes = sum(
+        saved[key] for key in clouds if not near.issuperset(part.key for part in made_of[Piece.of_key(key)])
     )
     found.seconds["look"] = time.perf_counter() - start
-    local = mine.get(chosen, {})
+    fetch, local = quickest(all_of, store.bandwidths), mine.get(chosen, {})
     _read(found, "local", local, fetch.local.get(rank, ()), made_of)
-    _read(found, "cloud", clouds, fetch.cloud.get(rank, ()), made_of)
+    if fetch.cloud and not _read_cloud(found, store, clouds, fetch, all_of, made_of, group):
+        fetch = quickest(replace(all_of, cloud={}), store.bandwidths)
+        more = set(fetch.local.get(rank, ())) - set(found.tensors)
+        _read(found, "local", local, sorted(more), made_of)
     _exchange(found, fetch, local, made_of, group)
     found.tensors = {piece.name: joined(piece.name, made_of[piece], found.tensors) for piece in needs}
     return found
 
 
-MadeOf = Mapping[Piece, tuple[Piece, ...]]
-"""By piece, the finest ones that it is made of."""
+def _read_cloud(
+    found: Restored,
+    store: Store,
+    clouds: Parts,
+    fetch: Fetch,
+    wanted: Wanted,
+    made_of: MadeOf,
+    group: dist.ProcessGroup | None,
+) -> bool:
+    """Read what this rank reads in the cloud. Returns whether all ranks could, or disks have to give all.
+
+    Raises ClusterError, on all ranks, where disks have not all of it.
+    """
+    rank, trouble = dist.get_rank(group), ""
+    try:
+        _read(found, "cloud", clouds, fetch.cloud.get(rank, ()), made_of)
+    except BaseException as error:  # `CheckpointException` is no Exception
+        if not isinstance(error, Exception | CheckpointException):
+            raise
+        trouble = f"Rank {rank} could not read {store.cloud!r}: {_words(error)}."
+    told: list[Any] = [None] * len(wanted.needs)
+    dist.all_gather_object(told, trouble, group=group)
+    troubles = [words for words in told if words]
+    if not troubles:
+        return True
+    near = set().union(*wanted.disks.values())
+    missing = sorted({key for keys in wanted.needs for key in keys} - near)
+    if missing:
+        raise ClusterError(
+            f"states of {len(missing)} parameters, such as {missing[0]!r}, are in the cloud alone. {troubles[0]} Expected was a"
+            " cloud that can be read. Start the job again when it can"
+        )
+    found.trouble = f"{found.trouble} {troubles[0]}".strip()
+    return False
+
+
+def _words(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()[::-1]), type(error).__name__)
+
+
+def _sizes(parts: Parts) -> dict[str, int]:
+    """Bytes of saved pieces."""
+    return {key: sum(entry.num_bytes for entry in entries) for key, (_, entries) in parts.items()}
+
+
+def _parts_sizes(saved: Mapping[str, int], made_of: MadeOf) -> dict[str, float]:
+    """Bytes of saved pieces, and of the finest ones by their share of the rows."""
+    found: dict[str, float] = {}
+    for key, size in saved.items():
+        parts = made_of[Piece.of_key(key)]
+        rows = [part.cut.stop - part.cut.first if part.cut else 1 for part in parts]
+        found |= {part.key: size * count / max(1, sum(rows)) for part, count in zip(parts, rows, strict=True)}
+    return {**found, **saved}
 
 
 def _keys(pieces: Iterable[Piece], made_of: MadeOf) -> list[str]:
@@ -158,53 +174,85 @@ def _keys(pieces: Iterable[Piece], made_of: MadeOf) -> list[str]:
 
 def _chosen(
     store: Store,
-    disks: Mapping[Save, Mapping[str, set[Piece]]],
+    disks: _Disks,
     wanted: set[str],
-    rank: int,
+    needing: _Needing,
     group: dist.ProcessGroup | None,
-) -> tuple[Save | None, Parts]:
-    """The newest complete save, and of its pieces in the cloud those that no disk has. The first rank looks there, for all."""
+) -> tuple[Save | None, Parts, str]:
+    """The newest complete save, its pieces in the cloud, and a sentence where the cloud could not be read. The first rank looks
+    there, for all."""
     answer: list[Any] = [None]
-    if rank == 0:
-        answer[0] = _look(store, disks, wanted)
+    if not dist.get_rank(group):
+        answer[0] = _look(store, disks, wanted, needing)
     dist.broadcast_object_list(answer, src=0, group=group)
     if isinstance(answer[0], str):
         raise ClusterError(answer[0])
     return answer[0]
 
 
-def _look(
-    store: Store, disks: Mapping[Save, Mapping[str, set[Piece]]], wanted: set[str]
-) -> tuple[Save | None, Parts] | str:
-    cloud, trouble = None, ""
-    try:
-        cloud = Place(store.cloud) if store.cloud else None
-        there = set(cloud.saves()) if cloud else set()
-    except Exception as error:  # a cloud that is down is no reason to stop where disks have everything
-        cloud, there, trouble = None, set(), f" The cloud {store.cloud!r} could not be read: {error}."
-    saves = sorted({*disks, *there}, reverse=True)
+def _look(store: Store, disks: _Disks, wanted: set[str], needing: _Needing) -> tuple[Save | None, Parts, str] | str:
+    cloud = _Cloud(store)
+    saves = sorted({*disks, *cloud.saves()}, reverse=True)
     for save in saves:
-        on_disks: set[Piece] = set().union(*disks.get(save, {}).values())
-        if wanted <= covered(on_disks):
-            return save, {}
-        parts = cloud.parts(save) if cloud and save in there else {}
-        pieces = {key: Piece.of_key(key) for key in parts}
-        if wanted <= covered([*on_disks, *pieces.values()]):
-            made_of = finest([*on_disks, *pieces.values()])
-            near = {part for piece in on_disks for part in made_of[piece]}
-            return save, {
-                key: row
-                for key, row in parts.items()
-                if pieces[key].name in wanted and not near.issuperset(made_of[pieces[key]])
-            }
-    if not saves and not trouble:
-        return None, {}
+        nodes = {node: set(map(Piece.of_key, sizes)) for node, sizes in disks.get(save, {}).items()}
+        whole = {node: covered(pieces) for node, pieces in nodes.items()}
+        own_disks_do = wanted <= set().union(*whole.values()) and all(
+            names <= whole.get(node, set()) for node, names in needing
+        )
+        parts = {} if own_disks_do else cloud.parts(save)
+        if wanted <= covered([*set().union(*nodes.values()), *map(Piece.of_key, parts)]):
+            known = {key: row for key, row in parts.items() if Piece.of_key(key).name in wanted}
+            return save, known, cloud.trouble
+    if not saves and not cloud.trouble:
+        return None, {}, ""
     seen = ", ".join(f"step {save.step}" for save in saves[:5]) or "none"
     return (
-        f"the store {store.local!r} has no save of which all parameters are somewhere; incomplete ones: {seen}.{trouble}"
+        f"the store {store.local!r} has no save of which all parameters are somewhere; incomplete ones: {seen}. {cloud.trouble}"
         f" Expected was"
         " a complete one. Give the job the cloud's URL or the nodes that have the rest, or an empty store to begin again"
     )
+
+
+class _Cloud:
+    """The cloud of a store, which may be down: then it has nothing, and ``trouble`` says so."""
+
+    def __init__(self, store: Store) -> None:
+        self._url, self._timeout_s = store.cloud, store.cloud_timeout_s
+        self._saves: list[Save] = []
+        self.trouble = ""
+
+    def saves(self) -> list[Save]:
+        """All saves there."""
+        url = self._url
+        self._saves = [] if url is None else self._asked(lambda: Place(url).saves(), [])
+        return self._saves
+
+    def parts(self, save: Save) -> Parts:
+        """Parts of a save."""
+        url = self._url
+        return self._asked(lambda: Place(url).parts(save), {}) if url is not None and save in self._saves else {}
+
+    def _asked(self, ask: Callable[[], _Answer], nothing: _Answer) -> _Answer:
+        """The answer to a question that a thread asks, since a client may try again for minutes."""
+        answers: SimpleQueue[_Answer | Exception] = SimpleQueue()
+
+        def run() -> None:
+            try:
+                answers.put(ask())
+            except Exception as error:  # a cloud that is down is no reason to stop where disks have everything
+                answers.put(error)
+
+        if self.trouble:
+            return nothing
+        threading.Thread(target=run, name="autohete-cloud", daemon=True).start()
+        try:
+            answer = answers.get(timeout=self._timeout_s)
+        except Empty:
+            answer = TimeoutError(f"it did not answer within {self._timeout_s:g} s")
+        if isinstance(answer, Exception):
+            self.trouble = f"The cloud {self._url!r} could not be read: {str(answer) or type(answer).__name__}."
+            return nothing
+        return answer
 
 
 def _read(found: Restored, source: str, parts: Parts, keys: Sequence[str], made_of: MadeOf) -> None:
@@ -212,7 +260,7 @@ def _read(found: Restored, source: str, parts: Parts, keys: Sequence[str], made_
     tensors, num_bytes = read_pieces(parts, [Piece.of_key(key) for key in keys], made_of)
     found.tensors.update(tensors)
     found.num_bytes[source] += num_bytes
-    found.seconds[source] = time.perf_counter() - start
+    found.seconds[source] = found.seconds.get(source, 0.0) + time.perf_counter() - start
 
 
 def _exchange(found: Restored, fetch: Fetch, parts: Parts, made_of: MadeOf, group: dist.ProcessGroup | None) -> None:

@@ -1,14 +1,15 @@
-"""Saves of a running job: copied to host memory between two steps, written by a thread while training goes on.
+"""Saves of a running job: copied to host memory between two steps, written by threads while training goes on.
 
-A save is *committed* once all ranks have written their parts, which they tell each other when the next save begins. Older saves
-are removed after that, never before. A disk that is full or a cloud that is down ends that save with an error in the log.
-Training goes on, and the next save is tried again.
+A save is *committed* once all ranks have written their parts of it, which they tell each other when the next save begins. Older
+saves are removed after that, never before. A disk that is full or a cloud that is down ends that save with an error in the log.
+Training goes on, and the next save is tried again. A cloud that is slow is never waited for. While any rank still writes there,
+all leave out the next save to it, and say so.
 """
 
 import logging
 import threading
-from collections.abc import Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,9 @@ from autohete_fx.cluster.store import Place, Save, States, Store, names_entry, t
 
 log = logging.getLogger(__name__)
 
+_LOOK_S = 0.1
+"""Between two looks whether the cloud has everything, when a job ends."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
@@ -29,13 +33,80 @@ class Saved:
     cloud: int = -1
 
 
+class _Writer:
+    """Writes a rank's parts to one place, one at a time.
+
+    Args:
+        path: of the place.
+        rank: this one.
+        daemon: the process may end while a part is written, which then stays incomplete.
+    """
+
+    def __init__(self, path: str, rank: int, *, daemon: bool) -> None:
+        self.path, self._rank, self._daemon = path, rank, daemon
+        self._thread: threading.Thread | None = None
+        self._began_s = 0.0
+        self.save = Save(step=-1, generation="")
+        self.written = -1
+        self.error: str | None = None
+
+    @property
+    def writes(self) -> bool:
+        """Something is being written or removed there."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def since_s(self) -> float:
+        """Seconds since the newest part was begun."""
+        return time.perf_counter() - self._began_s
+
+    def begin(self, save: Save, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Write a part, whose step then is ``written`` if that worked. The part before it is done."""
+        self.save, self.written, self._began_s = save, -1, time.perf_counter()
+        self.then(lambda: self._write(save, tensors))
+
+    def then(self, work: Callable[[], None]) -> None:
+        """Do something there after all that has begun."""
+        before = self._thread
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            work()
+
+        self._thread = threading.Thread(target=run, name="autohete-save", daemon=self._daemon)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until that is done."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _write(self, save: Save, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+        """`CheckpointException` is no Exception."""
+        try:
+            Place(self.path).write(save, self._rank, tensors())
+        except BaseException as error:
+            cause = next(iter(str(error).strip().splitlines()[::-1]), type(error).__name__)
+            self.error = (
+                f"rank {self._rank} could not save step {save.step} to {self.path!r}: {cause}. Expected was a place that can be"
+                " written. Training goes on; the next save is tried again"
+            )
+            log.error(self.error)
+            try:
+                Place(self.path).remove_part(save, self._rank)
+            except Exception as second:
+                log.warning("rank %d could not remove its part of step %d: %s", self._rank, save.step, second)
+        else:
+            self.written = save.step
+
+
 class Saver:
     """Saves of one rank. All ranks make one, and call each method together.
 
     Attributes:
-        saved: the newest steps that all ranks had written when the last save began.
+        saved: the newest steps that all ranks had written when they last told each other.
         last: the newest save that began.
-        error: of the newest save that failed; None: none did.
 
     Args:
         store: of the job.
@@ -62,37 +133,56 @@ class Saver:
         self._owned, self._held = tuple(owned), held
         self._names, self._cleans = names_entry(all_names), cleans
         self._rank = dist.get_rank(group)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="autohete-save")
-        self._running: Future[None] | None = None
-        self._lock = threading.Lock()
-        self._written = Saved()
+        self._disk = _Writer(store.local, self._rank, daemon=False)
+        self._cloud = None if store.cloud is None else _Writer(store.cloud, self._rank, daemon=True)
+        self._cloud_is_free = True
         self._committed: dict[bool, list[Save]] = {False: [], True: []}
         self.saved = Saved()
         self.last = Save(step=0, generation=generation)
-        self.error: str | None = None
+
+    @property
+    def error(self) -> str | None:
+        """The newest failure of this rank to save, in the cloud before one on its disk; None: none."""
+        return (self._cloud.error if self._cloud else None) or self._disk.error
 
     def save(self, step: int, states: States, *, cloud: bool) -> None:
-        """Begin to write the state before ``step``; waits for the save before it.
+        """Begin to write the state before ``step``; waits for the save on the disk before it.
 
         Args:
             step: that would be trained next.
             states: of `store.states_of`; not changed after.
-            cloud: to the cloud as well.
+            cloud: to the cloud as well, unless a rank still writes there.
         """
         self.settle()
         save = self.last = Save(step=step, generation=self._generation)
-        self._running = self._thread.submit(self._write, save, states, cloud)
+        self._disk.begin(save, lambda: {**self._names, **_tensors(states.values())})
+        if not cloud or self._cloud is None:
+            return
+        if self._cloud_is_free:
+            self._cloud.begin(save, lambda: self._own(states))
+        elif not self._rank:
+            log.warning(
+                "the cloud %r is slow: step %d is still being written there after %.0f s, and step %d is left out. Training goes"
+                " on",
+                self._store.cloud,
+                self._cloud.save.step,
+                self._cloud.since_s,
+                step,
+            )
 
     def settle(self) -> Saved:
-        """Wait for this rank's save, hear of the others', remove what is old. Returns the committed steps."""
-        if self._running is not None:
-            self._running.result()
-            self._running = None
-        with self._lock:
-            mine = [self._written.local, self._written.cloud]
-        steps = torch.tensor(mine, dtype=torch.float64)
-        dist.all_reduce(steps, dist.ReduceOp.MIN, group=self._group)
-        self.saved = Saved(local=int(steps[0]), cloud=int(steps[1]))
+        """Wait for this rank's save on its disk, hear of the others', remove what is old. Returns the committed steps."""
+        self._disk.wait()
+        # a cloud that is free has the same newest save on all ranks, since all left out the same ones
+        free = self._cloud is None or not self._cloud.writes
+        mine = [self._disk.written, self._cloud.written if self._cloud else -1, free]
+        told = torch.tensor(mine, dtype=torch.float64)
+        dist.all_reduce(told, dist.ReduceOp.MIN, group=self._group)
+        local, cloud, self._cloud_is_free = int(told[0]), int(told[1]), bool(told[2])
+        self.saved = Saved(
+            local=max(self.saved.local, local),
+            cloud=max(self.saved.cloud, cloud) if self._cloud_is_free else self.saved.cloud,
+        )
         for in_cloud, step in ((False, self.saved.local), (True, self.saved.cloud)):
             kept = self._committed[in_cloud]
             if step >= 0 and (not kept or kept[-1].step < step):
@@ -100,56 +190,44 @@ class Saver:
                 self._remove_older(in_cloud, kept)
         return self.saved
 
-    def close(self) -> Saved:
-        """Wait until all ranks have written everything."""
-        saved = self.settle()
-        self._thread.shutdown()
-        return saved
+    def drain(self) -> Saved:
+        """Wait until all ranks have written everything, to the cloud too. No rank waits for another's bytes in a collective, which
+        would end by its timeout."""
+        while True:
+            saved = self.settle()
+            if self._cloud_is_free:
+                for writer in (self._disk, self._cloud):
+                    if writer is not None:
+                        writer.wait()  # what it removes
+                return saved
+            time.sleep(_LOOK_S)
 
-    def _write(self, save: Save, states: States, cloud: bool) -> None:
-        tensors = {**self._names, **{key: tensor for mine in states.values() for key, tensor in mine.items()}}
-        if self._try(self._store.local, save, tensors):
-            with self._lock:
-                self._written = Saved(local=save.step, cloud=self._written.cloud)
-        if cloud and self._store.cloud is not None:
-            own = dict(self._names)
-            for piece in self._owned:
-                held = self._held[piece.name]
-                own |= states[held] if piece == held else taken(states[held], held, piece)
-            if self._try(self._store.cloud, save, own):
-                with self._lock:
-                    self._written = Saved(local=self._written.local, cloud=save.step)
-
-    def _try(self, path: str, save: Save, tensors: Mapping[str, Tensor]) -> bool:
-        """Write a part; whether it worked. `CheckpointException` is no Exception."""
-        try:
-            Place(path).write(save, self._rank, tensors)
-        except BaseException as error:
-            cause = next(iter(str(error).strip().splitlines()[::-1]), type(error).__name__)
-            self.error = (
-                f"rank {self._rank} could not save step {save.step} to {path!r}: {cause}. Expected was a place that can be written."
-                " Training goes on; the next save is tried again"
-            )
-            log.error(self.error)
-            try:
-                Place(path).remove_part(save, self._rank)
-            except Exception as second:
-                log.warning("rank %d could not remove its part of step %d: %s", self._rank, save.step, second)
-            return False
-        return True
+    def _own(self, states: States) -> dict[str, Tensor]:
+        own = dict(self._names)
+        for piece in self._owned:
+            held = self._held[piece.name]
+            own |= states[held] if piece == held else taken(states[held], held, piece)
+        return own
 
     def _remove_older(self, in_cloud: bool, kept: list[Save]) -> None:
         """Of the saves up to the newest committed one, keep the last committed ones."""
-        path = self._store.cloud if in_cloud else self._store.local
-        if path is None or not (self._rank == 0 if in_cloud else self._cleans):
-            return
+        writer = self._cloud if in_cloud else self._disk
         newest = kept[-self._store.keep :]
-        if len(newest) < self._store.keep:
+        if writer is None or not (self._rank == 0 if in_cloud else self._cleans) or len(newest) < self._store.keep:
             return
-        try:
-            place = Place(path)
-            for save in place.saves():
-                if save.step <= newest[-1].step and save not in newest:
-                    place.remove(save)
-        except Exception as error:
-            log.warning("old saves in %s could not be removed: %s", path, error)
+        writer.then(lambda: _remove(writer.path, newest))
+
+
+def _tensors(rows: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {key: tensor for mine in rows for key, tensor in mine.items()}
+
+
+def _remove(path: str, newest: Sequence[Save]) -> None:
+    """Remove saves that are older than the last of these and none of them."""
+    try:
+        place = Place(path)
+        for save in place.saves():
+            if save.step <= newest[-1].step and save not in newest:
+                place.remove(save)
+    except Exception as error:
+        log.warning("old saves in %s could not be removed: %s", path, error)

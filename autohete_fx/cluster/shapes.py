@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autohete_fx.cluster.costs import CostTable, StageSums
+from autohete_fx.cluster.gradient_sums import gather_time
 from autohete_fx.cluster.memory import memory_of
-from autohete_fx.cluster.simulate import gather_time
 from autohete_fx.cluster.spec import Cluster, Link
 
 _PRECISION = 2e-3

@@ -85,6 +85,16 @@ def steady_link(name: str, bytes_per_s: float, *, latency_s: float, pairs: int =
     return Link(name=name, rates=tuple(rates))
 
 
+def slower_link(one: Link, other: Link) -> Link:
+    """Two links one after the other: for each number of pairs and size of message, the slower of the two counts."""
+    rates = []
+    for pairs in sorted({row.pairs for link in (one, other) for row in link.rates}):
+        sizes = sorted({size for link in (one, other) for row in link.rates for size, _ in row.points})
+        points = tuple((size, min(link.bytes_per_s(size, pairs) for link in (one, other))) for size in sizes)
+        rates.append(Rates(pairs=pairs, points=points))
+    return Link(name=f"{one.name}, {other.name}", rates=tuple(rates))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """A type of GPU.
@@ -180,6 +190,14 @@ class Cluster:
     def count(self, gpu: str) -> int:
         """How many GPUs of a type there are."""
         return sum(node.gpus for node in self.nodes if node.gpu == gpu)
+
+    def require_prices(self) -> None:
+        """Raise ClusterError where a type of GPU has no price."""
+        unknown = [gpu.name for gpu in self.gpus if gpu.usd_per_hour is None]
+        if unknown:
+            raise ClusterError(
+                f"{', '.join(unknown)} has no price. Expected was one for every type of GPU. Give usd_per_hour in a cluster file"
+            )
 
     def gpu(self, name: str) -> Gpu:
         """The type of that name."""

@@ -5,6 +5,7 @@ and the gradients of one process with the whole batch, but for rounding.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, cast
 
@@ -19,11 +20,16 @@ from autohete_fx.cluster.layers import LayerMap
 from autohete_fx.cluster.plan import PipelineSchedule
 from autohete_fx.cluster.stage import StageModule
 from autohete_fx.errors import ClusterError
+from autohete_fx.internals.pipelines import FannedStage
 
 Load = Callable[[range], Any]
 """A function of indices of samples: the batch of these samples, in that order."""
 Groups = dict[tuple[int, int], tuple[tuple[int, ...], dist.ProcessGroup]]
-"""By pipeline and part of its units: the ranks in order of stages, and their group."""
+"""By pipeline and part of its units: the ranks in order of stages, and their group.
+
+By pipeline and -1: all of its ranks, where stages differ in their number of GPUs.
+"""
+_EVERYONE = -1
 
 
 def pipeline_groups(deployment: Deployment, timeout: timedelta | None = None) -> Groups:
@@ -33,11 +39,15 @@ def pipeline_groups(deployment: Deployment, timeout: timedelta | None = None) ->
         deployment: of all ranks.
         timeout: after which a rank that does not answer is an error; None: PyTorch's.
     """
-    found = {}
+    found: Groups = {}
     for index, pipeline in enumerate(deployment.plan.pipelines):
-        for part in range(pipeline.stages[0].tp):
-            ranks = deployment.pipeline(index, part)
-            found[index, part] = ranks, dist.new_group(list(ranks), timeout=timeout)
+        degrees = {stage.tp for stage in pipeline.stages}
+        rows = {part: deployment.pipeline(index, part) for part in range(max(degrees))}
+        if len(degrees) > 1:
+            rows[_EVERYONE] = tuple(rank for seat, rank in deployment.ranks.items() if seat.pipeline == index)
+        for part, ranks in rows.items():
+            group: Any = dist.new_group(list(ranks), timeout=timeout)
+            found[index, part] = ranks, group
     return found
 
 
@@ -72,21 +82,14 @@ class StageRun:
         self._pipeline = deployment.plan.pipelines[seat.pipeline]
         self._samples = deployment.samples(seat.pipeline)
         self._global_batch = deployment.plan.global_batch
-        ranks, group = groups[seat.pipeline, seat.part]
         sizes = self._pipeline.micro_batch, *layer_map.hidden.sizes[1:]
         hidden = torch.empty(sizes, dtype=layer_map.hidden.dtype, device="meta", requires_grad=True)
-        depth = len(ranks)
-        piped = PipelineStage(
-            compiled,
-            seat.place,
-            depth,
-            device,
-            input_args=() if seat.place == 0 else (hidden,),
-            output_args=(hidden.new_empty(()) if seat.place == depth - 1 else hidden,),
-            group=group,
-        )
-        by_rank = {rank: place for place, rank in enumerate(sorted(ranks))}
-        piped.stage_index_to_group_rank = {place: by_rank[rank] for place, rank in enumerate(ranks)}
+        depth = deployment.depth(seat.pipeline)
+        arguments = {
+            "input_args": () if seat.place == 0 else (hidden,),
+            "output_args": (hidden.new_empty(()) if seat.place == depth - 1 else hidden,),
+        }
+        piped = _piped(compiled, seat, deployment, groups, device, arguments)
         make = Schedule1F1B if deployment.plan.schedule is PipelineSchedule.ONE_F_ONE_B else ScheduleGPipe
         self._schedule = make(piped, self._pipeline.micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
 
@@ -119,3 +122,44 @@ class StageRun:
         self._schedule.step(target=no_targets, losses=losses, return_outputs=False, **cast(Any, named))
         zero = torch.zeros((), dtype=torch.float64)
         return zero if self._seat.part else zero + sum(loss.detach().double().cpu() for loss in losses)
+
+
+def _piped(
+    compiled: nn.Module,
+    seat: Seat,
+    deployment: Deployment,
+    groups: Groups,
+    device: torch.device,
+    arguments: dict[str, Any],
+) -> PipelineStage:
+    """The stage as PyTorch's schedules run it.
+
+    Hidden states and their gradients are whole on each GPU of a unit. Where units differ in size, the GPU of part i receives from
+    part i modulo the other unit's size.
+    """
+    (ranks, chain), depth = groups[seat.pipeline, seat.part], deployment.depth(seat.pipeline)
+    if (seat.pipeline, _EVERYONE) not in groups:
+        piped = PipelineStage(compiled, seat.place, depth, device, group=chain, **arguments)
+        by_rank = {rank: place for place, rank in enumerate(sorted(ranks))}
+        piped.stage_index_to_group_rank = {place: by_rank[rank] for place, rank in enumerate(ranks)}
+        return piped
+    members, everyone = groups[seat.pipeline, _EVERYONE]
+    by_rank = {rank: place for place, rank in enumerate(sorted(members))}
+    stages = deployment.plan.pipelines[seat.pipeline].stages
+
+    def followers(place: int) -> tuple[int, ...]:
+        parts = range(seat.part, stages[place].tp, stages[seat.place].tp) if 0 <= place < depth else ()
+        return tuple(by_rank[deployment.ranks[replace(seat, place=place, part=part)]] for part in parts)
+
+    return FannedStage(
+        compiled,
+        seat.place,
+        depth,
+        device,
+        chain=chain,
+        everyone=everyone,
+        sources={place: by_rank[rank] for place, rank in enumerate(ranks)},
+        forward_to=followers(seat.place + 1),
+        backward_to=followers(seat.place - 1),
+        **arguments,
+    )

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
 from autohete_fx.cluster.pieces import Held, Piece, covered, finest
+from autohete_fx.cluster.sources import ASSUMED, Bandwidths
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.checkpoints import FsspecReader, FsspecWriter
 
@@ -45,6 +46,8 @@ class Store:
         every: steps from one save on the disks to the next.
         cloud_every: steps from one save in the cloud to the next, a multiple of ``every``.
         keep: saves that are kept in each place.
+        cloud_timeout_s: seconds after which a cloud that does not answer counts as down, when a job begins.
+        bandwidths: at which nodes read, by which a job that goes on chooses where from.
 
     Raises:
         ClusterError: numbers that are not positive, or no multiple; a URL of an unknown file system, or of one whose package is
@@ -56,6 +59,8 @@ class Store:
     every: int = 20
     cloud_every: int = 200
     keep: int = 2
+    cloud_timeout_s: float = 30.0
+    bandwidths: Bandwidths = ASSUMED
 
     def __post_init__(self) -> None:
         if min(self.every, self.cloud_every, self.keep) < 1 or self.cloud_every % self.every:
@@ -269,10 +274,10 @@ def states_of(params: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.O
     """
     found = {held[name]: {f"{held[name].key}/weight": _copied(param)} for name, param in params.items()}
     if optimizer is not None:
-        states = optimizer.state_dict()["state"]
-        for index, name in enumerate(_trained(params)):
+        whole = optimizer.state_dict()
+        for name, number in _numbers(params, optimizer, whole).items():
             piece = held[name]
-            for key, value in states.get(index, {}).items():
+            for key, value in whole["state"].get(number, {}).items():
                 if value is None:
                     continue
                 tensor = torch.as_tensor(value)
@@ -303,19 +308,25 @@ def restore_states(
             param.copy_(weight)
     if optimizer is None:
         return
+    whole: dict[str, Any] = optimizer.state_dict()
     state: dict[int, dict[str, Tensor]] = {}
-    for index, name in enumerate(_trained(params)):
+    for name, number in _numbers(params, optimizer, whole).items():
         prefix = f"{name}/state/"
         mine = {key.removeprefix(prefix): value for key, value in found[name].items() if key.startswith(prefix)}
         if mine:
-            state[index] = mine
+            state[number] = mine
     if state:
-        whole: dict[str, Any] = optimizer.state_dict()
         optimizer.load_state_dict({**whole, "state": state})
 
 
-def _trained(params: Mapping[str, torch.nn.Parameter]) -> list[str]:
-    return [name for name, param in params.items() if param.requires_grad]
+def _numbers(
+    params: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> dict[str, int]:
+    """The numbers of an optimizer's parameters in its state dict, by name: it counts through its groups, whatever is in them."""
+    numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+    counted = (param for group in optimizer.param_groups for param in group["params"])
+    found = dict(zip(map(id, counted), numbers, strict=True))
+    return {name: found[id(param)] for name, param in params.items() if id(param) in found}
 
 
 def _copied(tensor: Tensor) -> Tensor:

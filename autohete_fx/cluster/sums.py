@@ -10,7 +10,6 @@ copied into its bucket and back. A parameter that all GPUs of a unit have whole 
 each adds its share.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -82,19 +81,31 @@ class GradientSums:
         self._first = [piece for piece in mine if owners[piece][0] == rank]
 
     def reduce(self) -> None:
-        """Sum the gradients in place. A parameter that this rank's backward passes did not reach has a gradient of zeros after
-        it."""
+        """Sum the gradients in place.
+
+        A parameter that the backward passes of another rank alone reached has a gradient after it. One that no rank's reached
+        has none, which optimizers tell from zeros.
+        """
+        absent = {name for name, param in self._params.items() if param.grad is None}
         running = []
         for bucket in self._buckets:
             grads = [self._gradient(piece) for piece in bucket.pieces]
-            flat = torch.cat([self._shared(piece.name, grad) for piece, grad in zip(bucket.pieces, grads, strict=True)])
+            reached = grads[0].new_tensor([piece.name not in absent for piece in bucket.pieces])
+            shared = [self._shared(piece.name, grad) for piece, grad in zip(bucket.pieces, grads, strict=True)]
+            flat = torch.cat([reached, *shared])
             work = dist.all_reduce(flat, group=self._groups[bucket.owners], async_op=True)
-            running.append((work, flat, grads))
-        for work, flat, grads in running:
+            running.append((work, flat, bucket, grads))
+        for work, flat, bucket, grads in running:
             assert work is not None, "this rank is one of the owners"
             work.wait()
-            for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            reached, *totals = flat.split([len(grads), *(grad.numel() for grad in grads)])
+            for grad, total in zip(grads, totals, strict=True):
                 grad.copy_(total.view_as(grad))
+            if absent:
+                found = zip(bucket.pieces, reached.tolist(), strict=True)
+                absent -= {piece.name for piece, count in found if count}
+        for name in absent:
+            self._params[name].grad = None
 
     def squares(self) -> Tensor:
         """The sum of squares of the gradients of those pieces whose first owner this rank is, in fp64."""
@@ -146,10 +157,9 @@ class GradientSums:
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """The factor of all gradients, as `torch.nn.utils.clip_grad_norm_` does."""
-    if max_norm is None or not math.isfinite(norm):
-        return 1.0
-    return min(1.0, max_norm / (norm + 1e-6))
+    """The factor of all gradients, as `torch.nn.utils.clip_grad_norm_` does: 0 for an infinite norm, NaN for one that is NaN."""
+    factor = 1.0 if max_norm is None else max_norm / (norm + 1e-6)
+    return 1.0 if factor > 1.0 else factor
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:

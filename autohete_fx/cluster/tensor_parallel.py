@@ -6,7 +6,7 @@ Embeddings and heads keep a part of the vocabulary. All other parameters stay wh
 same on all ranks.
 
 The modules of a stage have DTensors as parameters. Everything else (sums of gradients, the optimizer, saves) works with a rank's
-own part of them, which shares its memory with the DTensor.
+own part of them (`autohete_fx.runtime.held`). It has the DTensor's memory, wherever a plan moves that.
 """
 
 import re
@@ -25,6 +25,7 @@ from autohete_fx.cluster.building import BuildModel, build_noting_order
 from autohete_fx.cluster.layers import LayerMap
 from autohete_fx.cluster.pieces import Cut, part_of
 from autohete_fx.errors import ClusterError
+from autohete_fx.runtime.held import held
 
 TpPlan = Mapping[str, str]
 """By name of a module, with a star for each index, its style."""
@@ -233,13 +234,13 @@ def _check_degrees(
 # -- a stage's modules -----------------------------------------------------------------------------------------------
 
 
-def divide(model: nn.Module, names: Mapping[int, str], parts: Mapping[str, nn.Parameter], unit: Unit) -> None:
+def divide(model: nn.Module, names: Mapping[int, str], parts: dict[str, nn.Parameter], unit: Unit) -> None:
     """Give the modules of a stage DTensors as parameters, and the collectives around them.
 
     Args:
         model: whose modules have this rank's parts as parameters.
         names: by address of such a part, its parameter's name.
-        parts: by name of a parameter.
+        parts: by name of a parameter; those of DTensors become what these hold.
         unit: of this rank.
     """
     styles: dict[str, ParallelStyle] = {}
@@ -268,6 +269,7 @@ def divide(model: nn.Module, names: Mapping[int, str], parts: Mapping[str, nn.Pa
         assert isinstance(planned, DTensor), "parallelize_module distributes all parameters of the modules it is given"
         if name not in shared:
             shared[name] = _distributed(parts[name], planned, unit.mesh)
+            parts[name] = held(shared[name])
         module._parameters[key] = shared[name]
 
 

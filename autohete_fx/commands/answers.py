@@ -33,17 +33,18 @@ class Answer:
 
 
 def key_of(parsed: argparse.Namespace) -> str | None:
-    """The key of a question, or None where the answer is not kept.
-
-    A factory may do anything, a plot is a file, and for clusters it is not done.
-    """
-    if parsed.no_cache or parsed.plot or parsed.cluster or (":" in parsed.model or parsed.model.endswith(".py")):
+    """The key of a question; None where the answer is not kept: a factory may do anything, and a plot is a file."""
+    if parsed.no_cache or parsed.plot or (":" in parsed.model or parsed.model.endswith(".py")):
         return None
-    files = [path for path in (parsed.model, parsed.machine) if path and path.endswith(".json")]
-    machine = [parsed.machine] if parsed.machine else []
+    files = [parsed.machine] if parsed.machine else []
+    files += [
+        path for path in (parsed.model, parsed.cluster) if path and (path.endswith(".json") or Path(path).is_file())
+    ]
+    if parsed.costs:
+        files += sorted(map(str, Path(parsed.costs).glob("*.json")))
     parts = {
         "options": {name: value for name, value in sorted(vars(parsed).items()) if name not in _TELLS},
-        "files": {path: _digest_of(path) for path in {*files, *machine}},
+        "files": {path: _digest_of(path) for path in files},
         "code": sources_digest(),
         "versions": [sys.version, *map(_version_of, _LIBRARIES)],
         "environment": sorted(

@@ -14,6 +14,7 @@ from autohete_fx.machine.link import Link, measure_link
 from autohete_fx.machine.measure import measure_machine
 from autohete_fx.machine.net import Exchange, leave_job, measure_net, ranks_of_job
 from autohete_fx.options import Options
+from autohete_fx.report.stages import Stages
 from autohete_fx.runtime.shard.ranks import Ranks
 from autohete_fx.runtime.tiers.host import host_view, open_tier
 
@@ -49,7 +50,9 @@ def doctor(parsed: argparse.Namespace) -> str:
         return ""
     if ranks is not None:
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # torchrun leaves one; plans divide what all of them do
-    machine, link = measure_machine(device, offload_dir=offload_dir), link_of(device)
+    with Stages() as stages:
+        stages.begin("measuring")
+        machine, link = measure_machine(device, offload_dir=offload_dir), link_of(device)
     if ranks is not None:
         ranks.exchange(None)
         rate, latency_s = measure_net(ranks, device, _exchange(ranks))

@@ -7,11 +7,12 @@ questions that were asked before.
 import argparse
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from autohete_fx.arguments import DTYPES, MOST_RANKS
+from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.commands.answers import Answer, keep, kept, key_of
-from autohete_fx.commands.question import check, question
+from autohete_fx.commands.question import Question, check, question
 from autohete_fx.errors import OptionError
 from autohete_fx.ir import Plan
 from autohete_fx.report.stages import Stages
@@ -22,33 +23,34 @@ def plan(parsed: argparse.Namespace) -> str:
     """Answer, save and draw as asked. Raises AutoHeteError."""
     check(parsed)
     with Stages() as stages:
-        if parsed.cluster:
-            stages.say(f"{parsed.model} on {parsed.cluster}, {parsed.batch} x {parsed.seq} tokens")
-            return _for_cluster(parsed, stages)
         answer = _answer(parsed, stages)
     if parsed.save:
-        _save(Plan.from_json(answer.plan), parsed.save)
+        _save((ClusterPlan if parsed.cluster else Plan).from_json(answer.plan), parsed.save)
     return answer.text
 
 
 def _answer(parsed: argparse.Namespace, stages: Stages) -> Answer:
-    questions = [question(parsed, job) for job in _jobs(parsed)]
-    name = questions[0].machine.device_name
+    questions = [] if parsed.cluster else [question(parsed, job) for job in _jobs(parsed)]
+    name = parsed.cluster or questions[0].machine.device_name
     stages.say(f"{parsed.model} on {name}, {parsed.batch} x {parsed.seq} tokens")
     key = key_of(parsed)
     answer = None if key is None else kept(key)
     if answer is not None:
         stages.say("answered from the cache; --no-cache plans again")
         return answer
+    answer = _for_cluster(parsed, stages) if parsed.cluster else _for_device(parsed, questions, stages)
+    if key is not None:
+        keep(key, answer)
+    return answer
+
+
+def _for_device(parsed: argparse.Namespace, questions: Sequence[Question], stages: Stages) -> Answer:
     with _no_collections():
         stages.begin("importing")
         from autohete_fx.commands import planning
 
         stages.end("PyTorch and its compiler")
-        answer = planning.answer(parsed, questions, stages)
-    if key is not None:
-        keep(key, answer)
-    return answer
+        return planning.answer(parsed, questions, stages)
 
 
 @contextlib.contextmanager
@@ -78,7 +80,7 @@ def _jobs(parsed: argparse.Namespace) -> list[Job]:
     ]
 
 
-def _for_cluster(parsed: argparse.Namespace, stages: Stages) -> str:
+def _for_cluster(parsed: argparse.Namespace, stages: Stages) -> Answer:
     stages.begin("importing")
     import torch
 
@@ -86,7 +88,7 @@ def _for_cluster(parsed: argparse.Namespace, stages: Stages) -> str:
 
     stages.end("PyTorch and its compiler")
     stages.begin("planning")
-    return plan_for_cluster(
+    text, plan = plan_for_cluster(
         Request(
             model=parsed.model,
             cluster=parsed.cluster,
@@ -96,19 +98,20 @@ def _for_cluster(parsed: argparse.Namespace, stages: Stages) -> str:
             dtype=getattr(torch, DTYPES[parsed.dtype]) if parsed.dtype else None,
             tf32=parsed.dtype == "tf32",
             objective=parsed.objective,
+            solver=parsed.solver,
             spot=parsed.spot,
             symmetric_tp=parsed.symmetric_tp,
             max_tp=parsed.max_tp,
             explain=parsed.explain,
             as_json=parsed.json,
             plot=parsed.plot,
-            save=parsed.save,
             time_limit_s=parsed.time_limit,
         )
     )
+    return Answer(text=text, plan=plan.to_json())
 
 
-def _save(plan: Plan, path: str) -> None:
+def _save(plan: Plan | ClusterPlan, path: str) -> None:
     try:
         plan.save(path)
     except OSError as error:

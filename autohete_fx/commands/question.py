@@ -7,11 +7,12 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from autohete_fx.arguments import DTYPES
+from autohete_fx.arguments import DTYPES, SOLVERS
+from autohete_fx.cluster.described import described
 from autohete_fx.errors import OptionError
-from autohete_fx.ir import Machine
-from autohete_fx.ir.sizes import format_bytes
-from autohete_fx.machine.devices import RESERVE_SHARE, find_device, machine_of_spec, net_of_spec
+from autohete_fx.ir import Machine, Overlap
+from autohete_fx.ir.sizes import format_bytes, format_flops
+from autohete_fx.machine.devices import NODE_GB_PER_S, RESERVE_SHARE, find_device, machine_of_spec, net_of_spec
 from autohete_fx.options import Share, Size, parse_size, resolve_bytes
 from autohete_fx.report.plots import require_matplotlib
 from autohete_fx.whatif.architectures import find_architecture
@@ -63,7 +64,7 @@ def is_file(model: str) -> bool:
 
 
 def check(parsed: argparse.Namespace) -> None:
-    """Raise OptionError where options do not go together, before anything is traced."""
+    """Raise OptionError where options do not go together, or ClusterError for a wrong cluster, before anything is traced."""
     for option, given in (("--plot", parsed.plot), ("--points", parsed.points)):
         if given and parsed.sweep != "budget" and not (parsed.cluster and option == "--plot"):
             raise OptionError(f"{option} is about a sweep of budgets; give --sweep budget too")
@@ -72,10 +73,23 @@ def check(parsed: argparse.Namespace) -> None:
         ("--symmetric-tp", parsed.symmetric_tp),
         ("--max-tp", parsed.max_tp),
         ("--spot", parsed.spot),
+        ("--solver", parsed.solver != SOLVERS[0]),
+        ("--objective", parsed.objective != "throughput"),
     ):
         if given and not parsed.cluster:
             raise OptionError(f"{option} is about clusters; give --cluster too, or leave it out")
-    for option, given in (("--sweep", parsed.sweep), ("--ranks", parsed.ranks), ("--budget", parsed.budget)):
+    for option, given in (
+        ("--sweep", parsed.sweep),
+        ("--ranks", parsed.ranks),
+        ("--nodes", parsed.nodes > 1),
+        ("--replicas", parsed.replicas > 1),
+        ("--node-rate", parsed.node_rate != NODE_GB_PER_S),
+        ("--budget", parsed.budget),
+        ("--host-budget", parsed.host_budget),
+        ("--micro-batches", parsed.micro_batches > 1),
+        ("--overlap", parsed.overlap != Overlap.STEP.value),
+        ("--clip", parsed.clip),
+    ):
         if given and parsed.cluster:
             raise OptionError(
                 f"{option} is about GPUs that are alike; leave it out, or name a --device instead of a --cluster"
@@ -98,8 +112,16 @@ def check(parsed: argparse.Namespace) -> None:
             raise OptionError(f"cannot write {path!r}; give {option} a file in a directory that exists")
     if parsed.plot:
         require_matplotlib()
+    if parsed.solver == "scip" and parsed.symmetric_tp:
+        raise OptionError(
+            "--symmetric-tp was given with --solver scip, whose plans have one degree anyway; leave it out"
+        )
     if not (is_file(parsed.model) or parsed.costs):
         find_architecture(parsed.model)
+    if parsed.cluster and not parsed.costs:
+        cluster = described(parsed.cluster, spot=parsed.spot).cluster
+        if parsed.objective == "cost":
+            cluster.require_prices()
 
 
 def _machine_for(parsed: argparse.Namespace, job: Job) -> tuple[Machine, str, float, str]:
@@ -112,7 +134,7 @@ def _machine_for(parsed: argparse.Namespace, job: Job) -> tuple[Machine, str, fl
             job.machine_of(machine, None),
             f"measured ({parsed.machine})",
             rate,
-            f"the measured {rate / 1e12:.3g} TFLOP/s",
+            f"the measured {format_flops(rate)}",
         )
     spec, tf32 = find_device(parsed.device), parsed.dtype == "tf32"
     peak = spec.peak_flops_per_s(dtype, tf32=tf32)

@@ -40,13 +40,14 @@ class Agreement:
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
         params = list(params)
         self._ranks: Ranks | None = ranks_of_graph(params)
-        self._is_tensor_parallel = any(dtensor_of(param) is not None for param in params)
+        is_with_shards = self._ranks is not None and self._ranks.tensor_parallel is not None
+        self._is_tensor_parallel = is_with_shards or any(dtensor_of(param) is not None for param in params)
         self._is_over = self._is_settled = False
 
     @property
     def rank_of_code(self) -> int | None:
         """This rank, where the ranks' graphs differ in sizes and constants though they are of one model; None where they do not."""
-        return self._ranks.rank if self._ranks is not None and self._is_tensor_parallel else None
+        return self._ranks.number if self._ranks is not None and self._is_tensor_parallel else None
 
     @property
     def is_shared(self) -> bool:

@@ -74,7 +74,7 @@ class Assumptions:
         if missing > 0:
             self.model.forget()
             raise PlanError(
-                "code whose plan counts on an optimizer of autohete_fx, such as AdamW, got a model without one:"
+                "code whose plan counts on an optimizer of autohete_fx, such as AdamW, got a model without one."
                 f" {format_bytes(missing)} of optimizer states would be on the device beyond the plan. The code is dropped now."
                 " Call the function again: that plans for the optimizer that there is"
             )

@@ -15,7 +15,7 @@ from autohete_fx.cache import sources_digest
 from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compiler.agreement import Agreement
 from autohete_fx.compiler.compilation import Share
-from autohete_fx.compiler.keys import described_options, graph_digest, surroundings
+from autohete_fx.compiler.keys import described_code, described_options, graph_digest, surroundings
 from autohete_fx.compiler.model import Model, origin_of
 from autohete_fx.compiler.problem import (
     NOTE_ON_SHARDS,
@@ -102,7 +102,7 @@ class CapturedGraph:
             for item, value in zip(self.inputs, traced, strict=True)
             if isinstance(value, torch.Tensor) and not item.is_parameter
         ]
-        code = hashlib.sha256(self.gm.code.encode()).hexdigest()[:12]
+        code = hashlib.sha256(repr(described_code(self.gm)).encode()).hexdigest()[:12]
         agreed.same("graph", {"parameters": sorted(self.params), "inputs": repr(shapes), "code": code})
         agreed.same("version", {"torch": torch.__version__, "autohete_fx": sources_digest()})
         agreed.same("options", described_options(self.options))
@@ -125,6 +125,8 @@ class CapturedGraph:
                 options.host_budget,
                 options.profile,
                 sorted(options.allow),
+                options.in_flight,
+                options.solver_time_limit_s,
                 options.plan.digest if options.plan else None,
             ),
             tuple(self._placement_text(name) for name in sorted(self.params)),

@@ -13,8 +13,8 @@ import logging
 import re
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from torch import fx
 
@@ -30,7 +30,7 @@ from autohete_fx.compiler.model import Model
 from autohete_fx.compiler.parameters import place_parameters
 from autohete_fx.compiler.shares import Unsettled
 from autohete_fx.compiler.training import TrainingPlanner
-from autohete_fx.errors import AutoHeteError, InfeasiblePlanError, PassError
+from autohete_fx.errors import AutoHeteError, InfeasiblePlanError, PassError, PlanError
 from autohete_fx.internals import dynamo, versions
 from autohete_fx.internals.configs import functorch_config, inductor_config
 from autohete_fx.internals.inductor import (
@@ -58,6 +58,8 @@ from autohete_fx.runtime import (
 from autohete_fx.runtime.meter import peak_of
 
 log = logging.getLogger(__name__)
+
+_Compiled = TypeVar("_Compiled")
 
 _MAX_COMPILATIONS = 4
 _UNJUDGED = (
@@ -92,7 +94,7 @@ class GraphCompiler:
             cpu_counter.keep_freed()
         try:
             with self._agreeing(), self._probing(), self._telling():
-                return self._compile(example_inputs)
+                return self._fitting(lambda: self._compile(example_inputs))
         except AutoHeteError:
             self.captured.model.give_up_call()
             raise
@@ -188,7 +190,9 @@ class GraphCompiler:
         else:
             with self._agreeing(), self._own_config(), self._probing(), self._telling():
                 partitioner = Partitioner(self.partition, self.key)
-                run_without_code(self.captured.gm, example_inputs, partitioner, self._rewrite_inference)
+                self._fitting(
+                    lambda: run_without_code(self.captured.gm, example_inputs, partitioner, self._rewrite_inference)
+                )
             self._refuse_unjudged()
         assert self.compilation is not None
         return self.compilation
@@ -252,6 +256,20 @@ class GraphCompiler:
         if self.captured.agreement.is_shared:
             self._common_key, stored = self._common_code(stored)
         self._stored = None if stored is None else Compilation.from_json(stored)
+
+    def _fitting(self, compile_: Callable[[], _Compiled]) -> _Compiled:
+        """Compile, and once more without the stored plan where that does not fit: state of the process that the key does not have
+        has made another graph. It gets a key of its own, for the code of each has to find its own plan."""
+        try:
+            return compile_()
+        except PlanError:
+            if self._stored is None or self.captured.options.plan is not None or self.captured.agreement.is_shared:
+                raise
+        self._stages.end("the plan in the cache is of another graph: it is planned afresh")
+        self._stages.begin("tracing")
+        self._stored, self.key = None, f"{self.key}/{secrets.token_hex(8)}"
+        self._common_key = self.key
+        return compile_()
 
     @property
     def code_key(self) -> str:

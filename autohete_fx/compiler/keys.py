@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autohete_fx.capture.inputs import GraphInput, device_of
+from autohete_fx.capture.paths import module_stack
 from autohete_fx.compiler.pass_identity import pass_identity
 from autohete_fx.internals import versions
 from autohete_fx.internals.configs import functorch_config, inductor_config
@@ -25,6 +26,7 @@ _INDUCTOR_PASSES = (
     "post_grad_custom_pre_pass",
     "post_grad_custom_post_pass",
 )
+_ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 
 
 def graph_digest(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options) -> str:
@@ -43,7 +45,7 @@ def graph_digest(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Opti
         for i in inputs
     ]
     parts = [
-        gm.code,
+        described_code(gm),
         layouts,
         option_fields(options),
         torch.is_grad_enabled(),
@@ -51,6 +53,17 @@ def graph_digest(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Opti
         torch.__version__,
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def described_code(gm: fx.GraphModule) -> list[tuple[object, ...]]:
+    """The operations of a graph and the modules that they are of, with those of its subgraphs.
+
+    A graph's own code only names them, such as the bodies of checkpoints.
+    """
+    graphs = [(name, graph) for name, graph in gm.named_modules() if isinstance(graph, fx.GraphModule)]
+    return [
+        (name, graph.code, [(node.name, module_stack(node)) for node in graph.graph.nodes]) for name, graph in graphs
+    ]
 
 
 def described_parts(param: torch.Tensor) -> str:
@@ -108,4 +121,7 @@ def surroundings(device: torch.device) -> tuple[object, ...]:
         [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted({"cpu", device.type})],
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
+        # Which operator attention becomes.
+        [getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in _ATTENTION_KERNELS],
     )

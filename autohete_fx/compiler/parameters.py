@@ -16,6 +16,8 @@ from autohete_fx.optim.start import start_update
 from autohete_fx.runtime.held import held
 from autohete_fx.runtime.pending import calls, unplanned
 from autohete_fx.runtime.placement import Placement, place_param, placement_of
+from autohete_fx.runtime.shard import step
+from autohete_fx.runtime.shard.parts import part_of
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +73,9 @@ class GraphParameters:
         self.compilation = compilation
         self.model = model
         self._indices = {item.name: item.index for item in inputs if item.name in compilation.owners}
+        tensors = ((item.index, item.tensor) for item in inputs if item.is_parameter)
+        parts = ((index, None if param is None else part_of(param)) for index, param in tensors)
+        self._parts = [index for index, part in parts if part is not None and part.groups]
         self._seen: list[weakref.ref[torch.nn.Parameter]] = []
         self._awaited: frozenset[int] = frozenset()
         self._call: Callable[[], object] = _nothing
@@ -84,7 +89,11 @@ class GraphParameters:
 
     def arrive(self, args: Sequence[Any]) -> frozenset[int]:
         """Place those of a call that no plan has placed yet. Returns the identities of those whose updates the graph's nodes
-        wait for."""
+        wait for.
+
+        Raises:
+            ShardError: a gradient that the call will add to is not as backward has left it.
+        """
         given = args[0] if len(args) == 1 and isinstance(args[0], list) else args  # one list where the call is boxed
         params = {name: held(given[index]) for name, index in self._indices.items()}
         if not (self._seen and all(seen() is param for seen, param in zip(self._seen, params.values(), strict=True))):
@@ -100,6 +109,8 @@ class GraphParameters:
             self._seen = [weakref.ref(param) for param in params.values()]
             self.num_arrivals += 1
             self._awaited = self._awaited_of(params)
+        if self.compilation.training:
+            step.check_collected(given[index] for index in self._parts)
         return self._awaited
 
     def _warn_of_others(self, params: Mapping[str, torch.nn.Parameter]) -> None:
@@ -113,7 +124,7 @@ class GraphParameters:
         self.model.has_warned = True
         if is_same_call:
             log.warning(
-                "a call runs code that was compiled for one module for others of its class, too: Dynamo compiled them one by one,"
+                "a call runs code that was compiled for one module for others of its class, too. Dynamo compiled them one by one,"
                 " because it could not compile the function that calls them (%s). memory_budget counts one of them. Each leaves %s"
                 " on the device between forward and backward and after it. Take the graph break out of the loop over them, which"
                 " TORCH_LOGS=graph_breaks names",
@@ -122,7 +133,7 @@ class GraphParameters:
             )
         else:
             log.warning(
-                "the code that was compiled for one module serves another one of its class now, and the first one is still alive: a"
+                "the code that was compiled for one module serves another one of its class now, and the first one is still alive. A"
                 " variable or the traceback of an exception keeps it, or both are blocks of one model. Both are on the device, and"
                 " memory_budget counts one of them. Delete the first one and its optimizer, and call torch.compiler.reset(), before"
                 " another one is made; or compile the module that holds both, where both are needed"

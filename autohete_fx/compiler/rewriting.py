@@ -265,6 +265,9 @@ def run_user_passes(user_passes: Sequence[UserPass], gm: fx.GraphModule, context
         try:
             gm.graph.lint()
         except RuntimeError as error:
-            raise PassError(f"the pass {name} left a broken graph: {error}") from error
+            raise PassError(
+                f"the pass {name} left a broken graph: {error}; expected one that graph.lint() accepts. Correct the pass, or take"
+                " it out of options['passes']"
+            ) from error
         gm.recompile()
     return gm

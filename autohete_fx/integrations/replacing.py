@@ -15,6 +15,7 @@ from torch import Tensor
 from autohete_fx.errors import AutoHeteError, OptimizerStateError
 from autohete_fx.optim import SGD, Adam, AdamW
 from autohete_fx.optim.base import PlannedOptimizer
+from autohete_fx.optim.owners import forget_owner
 
 OURS: dict[type[torch.optim.Optimizer], type[PlannedOptimizer]] = {
     torch.optim.AdamW: AdamW,
@@ -59,8 +60,10 @@ def replace(optimizer: torch.optim.Optimizer, *, only_same_kernels: bool) -> str
         vars(optimizer).clear()
         vars(optimizer).update(before)
         optimizer.__class__ = theirs
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            forget_owner(param)  # of groups before the one that was refused
         raise Kept(str(error)) from error
-    _check_dtypes_at_first_step(optimizer)
+    _check_dtypes_at_steps(optimizer)
     return _SAME_KERNELS if is_fused else _OTHER_ROUNDING
 
 
@@ -93,16 +96,15 @@ def _with_names(group: dict[str, Any]) -> dict[str, Any]:
     return {**group, "params": list(zip(names, group["params"], strict=True))}
 
 
-def _check_dtypes_at_first_step(optimizer: torch.optim.Optimizer) -> None:
+def _check_dtypes_at_steps(optimizer: torch.optim.Optimizer) -> None:
     def check(stepping: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         del args, kwargs
-        handle.remove()
         for param in (p for group in stepping.param_groups for p in group["params"]):
             if param.requires_grad and param.dtype not in _WHOLE:
                 raise OptimizerStateError(
-                    f"a parameter became {param.dtype} after torch.optim.{type(stepping).__name__} was made, which `autohete run`"
-                    " had replaced. Expected were parameters of 32 or 64 bits, for which both train the same. Cast the model before"
-                    " its optimizer is made, or make the optimizer with fused=False, which is not replaced"
+                    f"a parameter of {param.dtype} came to torch.optim.{type(stepping).__name__} after it was made, and"
+                    " `autohete run` had replaced that. Expected were parameters of 32 or 64 bits, for which both train the same."
+                    " Cast the model before its optimizer is made, or make the optimizer with fused=False, which is not replaced"
                 )
 
-    handle = optimizer.register_step_pre_hook(check)
+    optimizer.register_step_pre_hook(check)

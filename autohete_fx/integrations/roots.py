@@ -27,6 +27,13 @@ def holders_of(params: Iterable[Tensor]) -> list[nn.Module]:
     return [module for module in _modules() if needed and needed <= set(map(id, module.parameters()))]
 
 
+def has_sparse_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a table among its parameters is one that gets sparse gradients."""
+    params = set(map(id, trained_by(optimizer)))
+    tables = (module for module in _modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse)
+    return any(id(table.weight) in params for table in tables)
+
+
 def _modules() -> list[nn.Module]:
     # A class tells no lies about itself, as `isinstance` lets proxies do.
     found = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]

@@ -22,6 +22,9 @@ from autohete_fx.errors import OptionError
 from autohete_fx.integrations.watching import Trained, Watched
 from autohete_fx.options import Options
 
+_LISTS = frozenset({"allow"})
+"""Options that are lists, also of one value: commas part the values."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
@@ -100,7 +103,7 @@ def report(trained: Sequence[Trained], options: Mapping[str, object], compiled: 
 
 
 def parsed_options(pairs: Sequence[str]) -> dict[str, object]:
-    """Options of the backend from ``NAME=VALUE``: whole and decimal numbers, ``true`` and ``false``, else text.
+    """Options of the backend from ``NAME=VALUE``: whole and decimal numbers, ``true`` and ``false``, lists with commas, else text.
 
     Raises:
         OptionError: a pair without ``=``.
@@ -112,7 +115,7 @@ def parsed_options(pairs: Sequence[str]) -> dict[str, object]:
             raise OptionError(
                 f"--option {pair!r} was given. Expected was NAME=VALUE, such as micro_batches=4. README lists the options"
             )
-        found[name] = _value(text)
+        found[name] = text.split(",") if name in _LISTS else _value(text)
     return found
 
 
@@ -120,8 +123,6 @@ def _value(text: str) -> object:
     for read in (int, float):
         with contextlib.suppress(ValueError):
             return read(text)
-    if "," in text:
-        return text.split(",")
     return {"true": True, "false": False}.get(text.lower(), text)
 
 

@@ -134,6 +134,9 @@ class Watched:
         if note.uncompiled:
             note.kept = "its model is not compiled"
             return
+        if roots.has_sparse_gradients(optimizer):
+            note.kept = "gradients of an embedding with sparse=True are sparse, which ours does not take"
+            return
         self._is_replacing = True
         try:
             how = replace(optimizer, only_same_kernels=self._only_same_kernels)

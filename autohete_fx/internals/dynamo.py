@@ -45,6 +45,13 @@ def is_stance_default() -> bool:
     return eval_frame._stance.stance == "default" and eval_frame._stance.backend is None and not config.disable
 
 
+def without_collection() -> contextlib.AbstractContextManager[None]:
+    """A context in which Dynamo looks for no garbage after it compiled."""
+    from torch._dynamo import config
+
+    return config.patch(run_gc_after_compile=False)
+
+
 class _Frame(threading.local):
     """The frame that Dynamo converts in this thread now.
 

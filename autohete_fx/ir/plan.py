@@ -57,11 +57,13 @@ class Plan:
     def __post_init__(self) -> None:
         if len(self.labels) != len(self.decisions):
             raise PlanError(
-                f"a plan needs one decision a block: {len(self.labels)} labels, {len(self.decisions)} decisions"
+                f"a plan was given {len(self.labels)} labels and {len(self.decisions)} decisions; expected one decision"
+                " a block. Give as many of both"
             )
         if self.reasons is not None and len(self.reasons.blocks) != len(self.decisions):
             raise PlanError(
-                f"reasons need one entry a block: {len(self.reasons.blocks)} entries, {len(self.decisions)} decisions"
+                f"reasons were given {len(self.reasons.blocks)} entries for {len(self.decisions)} decisions; expected one"
+                " entry a block. Leave the reasons out, or solve again"
             )
 
     @property

@@ -1,6 +1,6 @@
 """Numbers with units, short enough for a table cell: three significant digits, one unit."""
 
-__all__ = ["format_bytes", "format_count", "format_seconds"]
+__all__ = ["format_bytes", "format_count", "format_flops", "format_seconds"]
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -11,6 +11,11 @@ def format_bytes(num_bytes: float) -> str:
 def format_count(count: float) -> str:
     """Decimal suffixes: ``950``, ``12.3 K``, ``1.02 B``."""
     return _scaled(count, 1000, ("", "K", "M", "B", "T")).rstrip()
+
+
+def format_flops(flops_per_s: float) -> str:
+    """Floating-point operations a second: ``45.1 GFLOP/s``, ``312 TFLOP/s``."""
+    return _scaled(float(flops_per_s), 1000, ("FLOP/s", "KFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s"))
 
 
 def format_seconds(seconds: float) -> str:

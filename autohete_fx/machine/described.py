@@ -1,7 +1,7 @@
 """A machine's figures as text: capacities and rates, one a line."""
 
 from autohete_fx.ir import Machine
-from autohete_fx.ir.sizes import format_bytes, format_count, format_seconds
+from autohete_fx.ir.sizes import format_bytes, format_count, format_flops, format_seconds
 from autohete_fx.machine.link import Link
 
 
@@ -20,17 +20,13 @@ def machine_text(machine: Machine) -> str:
         [
             f"{machine.device_name} ({machine.device_type})",
             *(f"  {name:<28}{format_bytes(num_bytes)}" for name, num_bytes in tiers if num_bytes),
-            *(f"  {f'matmul, {dtype}':<28}{rate / 1e12:.3g} TFLOP/s" for dtype, rate in machine.device_flops_per_s),
+            *(f"  {f'matmul, {dtype}':<28}{format_flops(rate)}" for dtype, rate in machine.device_flops_per_s),
             *(
-                f"  {f'matmul, {dtype}, backward':<28}{rate / 1e12:.3g} TFLOP/s"
+                f"  {f'matmul, {dtype}, backward':<28}{format_flops(rate)}"
                 for dtype, rate in machine.backward_flops_per_s
                 if rate != machine.flops_per_s(dtype)
             ),
-            *(
-                [f"  {'matmul, bfloat16, host':<28}{host / 1e12:.3g} TFLOP/s"]
-                if (host := machine.host_flops_per_s)
-                else []
-            ),
+            *([f"  {'matmul, bfloat16, host':<28}{format_flops(host)}"] if (host := machine.host_flops_per_s) else []),
             *(f"  {f'{name}, bandwidth':<28}{format_bytes(rate)}/s" for name, rate in rates if rate),
             *(f"  {f'AdamW {where}':<28}{format_count(rate)} parameters/s" for where, rate in updates if rate),
             f"  {'latency of a transfer':<28}{format_seconds(machine.latency_s)}",

@@ -27,7 +27,7 @@ from autohete_fx.internals.modes import unset_fake_temporarily
 from autohete_fx.ir import Lane, Machine
 from autohete_fx.runtime.tiers import ram
 
-_REPEATS = 4
+_REPEATS, _SMALL_REPEATS = 4, 40
 _COPY_BYTES = {"cpu": 24 * 2**20, "cuda": 128 * 2**20}
 _TRANSFER_BYTES = 2**20
 """On a CPU device: what a training step moves at a time."""
@@ -88,10 +88,10 @@ def _is_in_ram(directory: str) -> bool:
         return any(each[2] == number and each[each.index("-") + 1] in ("tmpfs", "ramfs") for each in mounts)
 
 
-def best_seconds(device: torch.device, run: Callable[[], object]) -> float:
+def best_seconds(device: torch.device, run: Callable[[], object], *, repeats: int = _REPEATS) -> float:
     """Best of a few timed runs, after one that warms up."""
     best = float("inf")
-    for _ in range(_REPEATS + 1):
+    for _ in range(repeats + 1):
         _synchronize(device)
         started = time.perf_counter()
         run()
@@ -116,12 +116,14 @@ def _product_rates(device: torch.device, make: MakeTensor) -> tuple[tuple[str, f
     rates = []
     for dtype in _DTYPES:
         # without hardware for it, a 16-bit product on a CPU is slower by orders: time a small one first
-        for side in (size // 8, size):
+        for side in (size,) if dtype is torch.float32 else (size // 8, size):
             left, right, product = (
                 make(side**2, dtype).uniform_(-1, 1, generator=random).view(side, side) for _ in range(3)
             )
             run = functools.partial(_repeated, _PRODUCTS.get(device.type, 1), left, right, product)
-            rate = 2 * side**3 * _PRODUCTS.get(device.type, 1) / best_seconds(device, run)
+            # a small one is over sooner than a busy machine lets all its threads run: one of many is not held up
+            repeats = _REPEATS if side == size else _SMALL_REPEATS
+            rate = 2 * side**3 * _PRODUCTS.get(device.type, 1) / best_seconds(device, run, repeats=repeats)
             if side < size and 2 * size**3 / rate > 0.2:
                 break
         rates.append((str(dtype).removeprefix("torch."), rate))

@@ -74,7 +74,8 @@ def load_or_measure_net(machine: Machine, ranks: Ranks, device: torch.device, ex
     """
     hosts = exchange("hosts", platform.node())
     layout = [hosts.index(host) for host in hosts]  # which ranks are on one host, whatever its name
-    key = "|".join([machine_key(device), str(layout), dist.get_backend(ranks.group), str(ranks.num_replicas)])
+    shape = f"{ranks.count}x{ranks.num_replicas}"
+    key = "|".join([machine_key(device), str(layout), dist.get_backend(ranks.group), shape])
     cached = exchange("net figures", load_text("net", key))
     if cached[0] is not None and len(set(cached)) == 1:
         rate, latency_s, replica_rate = json.loads(cached[0])

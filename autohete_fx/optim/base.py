@@ -151,6 +151,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
         attend(self)
         tensor_parallel.attend(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: getattr(self, name) for name in ("overlap", "max_grad_norm", "grad_norm")}
+        return {**super().__getstate__(), **kept}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         absent = {"overlap": Overlap.STEP, "max_grad_norm": None, "grad_norm": None, "_is_accumulating": False}

@@ -94,7 +94,12 @@ def _compiled(word: torch.dtype, device: torch.device) -> Kernel | None:
             _verify(kernel, word, device)
             return kernel
     except Exception as error:  # the toolchain's errors share no base class
-        log.warning("fingerprints of %s are made in eager operations, which is slower: %r", word, error)
+        log.warning(
+            "fingerprints of %s are made in eager operations, which is as exact and slower: %r. Install a working C++ compiler"
+            " (or Triton, on a GPU) to have the fast ones",
+            word,
+            error,
+        )
         return None
 
 

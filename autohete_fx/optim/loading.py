@@ -83,7 +83,11 @@ def read_states(
     """
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     params = [(param, rule_of(group)) for group in groups for param in group["params"]]
-    states: Mapping[Any, Mapping[str, Any]] = state_dict["state"]
+    # PyTorch's SGD had None in the place of a momentum up to 2.3.
+    states: Mapping[Any, Mapping[str, Any]] = {
+        key: {name: value for name, value in entry.items() if value is not None}
+        for key, entry in state_dict["state"].items()
+    }
     unknown = [key for key in states if key not in set(keys)]
     if unknown:
         raise OptimizerStateError(

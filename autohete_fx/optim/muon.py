@@ -248,6 +248,9 @@ class Muon(PlannedOptimizer):
         hyperparameters = {**numbers, **iterations, "adjust_lr_fn": adjust_lr_fn}
         super().__init__(params, hyperparameters, overlap=overlap, max_grad_norm=max_grad_norm)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_adamw": self._adamw}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._is_matrix, self._adamw = is_hidden_matrix, dict(_ADAMW_DEFAULTS)
         super().__setstate__(state)

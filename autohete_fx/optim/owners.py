@@ -74,6 +74,13 @@ def register_owner(param: Tensor, optimizer: Owner) -> None:
     note_change()
 
 
+def forget_owner(param: Tensor) -> None:
+    """No optimizer of ours updates ``param`` after all."""
+    for each in (param, held(param)):
+        _owners.pop(each, None)
+    note_change()
+
+
 def num_changes() -> int:
     """How often so far an optimizer got a parameter, or went, or needs other states."""
     return _num_changes

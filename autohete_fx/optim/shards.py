@@ -10,17 +10,10 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from autohete_fx.runtime.shard.parts import shard_of
 from autohete_fx.runtime.shard.tensor_parallel import groups_of_parts
 
 NormOf = Callable[[Sequence[Tensor], Sequence[Tensor | None]], Tensor]
 """From gradients, and the known norms of single ones, to the norm of all."""
-
-
-def _groups_of(param: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups over which squares of a gradient add up to those of the whole; none where this rank has all of it."""
-    part = shard_of(param)
-    return groups_of_parts(param) if part is None else (part.ranks.group,)
 
 
 def _names(groups: Sequence[dist.ProcessGroup]) -> tuple[str, ...]:
@@ -41,7 +34,7 @@ def total_norm(
         known: their norms, as far as they are known, by parameter.
         norm_of: takes the norm of gradients on this rank.
     """
-    groups = {names: found for p in params if (found := _groups_of(p)) and (names := _names(found))}
+    groups = {names: found for p in params if (found := groups_of_parts(p)) and (names := _names(found))}
 
     def local(of: Sequence[Tensor]) -> Tensor:
         return norm_of([grads[p] for p in of], [known[p] for p in of])
@@ -49,10 +42,10 @@ def total_norm(
     present = [p for p in params if p in grads]
     if not groups:
         return local(present)
-    alone = local([p for p in present if not _groups_of(p)])
+    alone = local([p for p in present if not groups_of_parts(p)])
     total, dtype = alone.double().square(), alone.dtype
     for names, over in groups.items():
-        mine = [p for p in present if _names(_groups_of(p)) == names]
+        mine = [p for p in present if _names(groups_of_parts(p)) == names]
         norm = local(mine)
         squares = norm.double().square().to(mine[0].device if mine else params[0].device)
         for group in over:

@@ -25,7 +25,7 @@ from autohete_fx.runtime.held import held
 from autohete_fx.runtime.lanes.lanes import Lanes
 from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import placement_of
-from autohete_fx.runtime.shard.parts import shard_of
+from autohete_fx.runtime.shard.parts import part_of
 from autohete_fx.runtime.shard.tensor_parallel import is_part
 from autohete_fx.runtime.tiers.host import HostTier, is_home
 
@@ -54,9 +54,9 @@ def check_whole(rule: Rule, param: Tensor) -> None:
     """Raise OptimizerStateError for a parameter that is to be updated whole and is not whole here."""
     if rule.is_elementwise:
         return
-    part, mine = shard_of(param), held(param)
-    size = part.size if part is not None else tuple(param.shape) if is_part(param) else None
-    if size is not None:
+    part, mine = part_of(param), held(param)
+    if is_part(param):
+        size = tuple(param.shape) if part is None else part.full_size
         raise OptimizerStateError(
             f"a parameter of shape {size}, of which this rank holds {tuple(mine.shape)}, was given to {rule.name}, which updates"
             " matrices whole; expected a parameter that ranks hold no shards of: train with autohete_fx.AdamW, or on one device"
@@ -73,7 +73,7 @@ def check_grad(param: Tensor, grad: Tensor) -> None:
     if not grad.is_floating_point():
         raise OptimizerStateError(
             f"the gradient of a parameter of shape {tuple(param.shape)} has dtype {grad.dtype}; expected a real "
-            "floating point one"
+            "floating point one. Give this parameter to another optimizer"
         )
 
 

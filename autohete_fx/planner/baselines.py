@@ -1,14 +1,14 @@
 """Strategies of other systems as plans: decided by rule, replayed by the simulator, of the same type as a solved plan.
 
 Each has few free numbers, and where ranks share blocks the choice between gathering all again and keeping all. Those are set to
-what is fastest within the budgets, as a careful user of that system would; where nothing keeps them, to what has the least peak,
-and the plan says by its ``peak_bytes`` that it does not fit. A strategy brings its own schedule, whatever the problem's is; on a
-CPU device updates never overlap.
+what is fastest within the budgets, as a careful user of that system would. Where nothing keeps them, they are set to what has
+the least peak, and the plan says by its ``peak_bytes`` that it does not fit. A strategy brings its own schedule, whatever the
+problem's is; on a CPU device updates never overlap.
 
 Checkpointing in segments of sqrt(n) blocks (Chen et al., arXiv 1604.06174) is not among them. It drops the boundaries inside a
-segment and computes the whole segment again at once, which no decisions of single blocks say: each keeps its boundary. The
-nearest plan is `full_recompute`, whose segments are single blocks. It takes the same time, and less memory up to
-(saved / boundary)**2 blocks, since in return for boundaries a longer segment holds the activations of all its blocks at once.
+segment and computes the whole segment again at once. No decisions of single blocks say that: each keeps its boundary. The
+nearest plan is `full_recompute`, whose segments are single blocks. It takes the same time, and less memory up to (saved /
+boundary)**2 blocks. In return for boundaries a longer segment holds the activations of all its blocks at once.
 """
 
 import math

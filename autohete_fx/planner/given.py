@@ -39,7 +39,7 @@ def fitted_plan(plan: Plan, graph: BlockGraph, problem: Problem) -> Plan:
         different = [pair for pair in zip(plan.labels, labels, strict=False) if pair[0] != pair[1]]
         what = f"its block {different[0][0]!r} is {different[0][1]!r} here" if different else "the counts differ"
         raise PlanError(
-            f"the plan does not fit this graph: it has {len(plan.labels)} blocks, the graph {len(labels)}; {what};"
+            f"the plan does not fit this graph: its number of blocks is {len(plan.labels)}, the graph's {len(labels)}; {what};"
             " make a plan for this model, or leave the option 'plan' out"
         )
     if plan.block_digests and plan.block_digests != digests:

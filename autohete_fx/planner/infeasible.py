@@ -1,7 +1,7 @@
 """Say why nothing fits: in comes a problem without a plan, out comes the error that a user can act on.
 
-Two limits can hold a plan up. The smallest device budget is found within the host budget as it is, and the smallest host
-budget within the device budget as it is, so that either, if raised alone to what the error says, does.
+Two limits can hold a plan up. The smallest device budget is found within the host budget as it is, and the smallest host budget
+within the device budget as it is. Either does, if raised alone to what the error says.
 """
 
 import time

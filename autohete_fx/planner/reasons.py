@@ -1,9 +1,9 @@
 """Why a plan decides as it does: in come a problem and decisions that keep its budgets, out come `Reasons`.
 
-Every other choice of every block is tried, at every prefetch distance, with all other blocks as they are; what it would take
-is replayed and ranked as the search ranks (`improve`), by its score: seconds, and a little for copies. The best that fits is
-recorded, and the fastest of those that would be taken if they fitted. Where blocks times choices are very many, only choices
-that differ in one of activations, parameters and optimizer are tried.
+Every other choice of every block is tried, at every prefetch distance, with all other blocks as they are. It is replayed and
+ranked as the search ranks (`improve`), by its score: seconds, and a little for copies. The best that fits is recorded, and the
+fastest of those that would be taken if they fitted. Where blocks times choices are very many, only choices that differ in one
+of activations, parameters and optimizer are tried.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,11 @@ from autohete_fx.ir import (
     Reasons,
 )
 from autohete_fx.ir.reasons import NO_TIME
-from autohete_fx.planner.model.choices import COPY_WEIGHT, choices, states_of, treatment_of
+from autohete_fx.planner.model.choices import choices, states_of, treatment_of
 from autohete_fx.planner.model.figures import limits_of
-from autohete_fx.planner.model.simulate import BACKWARD, FORWARD, OPTIMIZER_STEP, simulate
-from autohete_fx.planner.model.simulation import Simulation
+from autohete_fx.planner.model.simulate import simulate
+from autohete_fx.planner.model.simulation import BACKWARD, FORWARD, OPTIMIZER_STEP, Simulation
+from autohete_fx.planner.model.work import COPY_WEIGHT
 from autohete_fx.planner.search.arrays import Rows
 from autohete_fx.planner.search.improve import LEAST_GAIN
 from autohete_fx.planner.search.passes import Seconds
@@ -119,8 +120,10 @@ class _Changes:
         return self._alternative(int(found[0])) if len(found) else None
 
     def step_with_more(self, more_bytes: int) -> float:
-        """Seconds that a step takes at most with so much more device memory: changes that are better are made one after
-        the other while they fit, those first that gain most for what they lack."""
+        """Seconds that a step takes at most with so much more device memory.
+
+        Changes that are better are made one after the other while they fit, those first that gain most for what they lack.
+        """
         assert self.problem.device_budget_bytes is not None
         budget = self.problem.device_budget_bytes + more_bytes
         roomy = replace(self.problem, device_budget_bytes=budget)

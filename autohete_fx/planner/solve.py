@@ -3,6 +3,7 @@
     nothing moves, fits, and its time is within OPTIMAL_GAP of the work that every plan does -> that is the plan
     patterns that fit (`starts`), the best improved (`improve`)                              -> a first plan
     the program that bounds (`formulation`), without whole numbers (`relaxation`)            -> the lower bound
+    with whole numbers for blocks with large parameters in one piece                         -> a better one
     for a dozen blocks or two, cutting planes and branches beside the search                 -> a better one
     its shares in whole blocks (`rounding`), repaired, the best improved
     for a few blocks, the programs that bound and decide, and their decisions improved
@@ -10,9 +11,9 @@
     nothing fits                                                                -> InfeasiblePlanError (`infeasible`)
 
 The search ends early where the best plan has reached the bound. Whatever found it, a plan is replayed by `simulate`, which
-knows nothing of the above, before it is returned, with its `reasons`. A plan that moves nothing, where it fits, gives way
-only to one that is faster by more than OPTIMAL_GAP. On a CUDA device there can be one without any budget: host and device can
-share the updates, so keeping everything is not a lower bound on time, and is not said to be.
+knows nothing of the above, before it is returned, with its `reasons`. A plan that moves nothing, where it fits, gives way only
+to one that is faster by more than OPTIMAL_GAP. On a CUDA device there can be one without any budget. Host and device can share
+the updates, so keeping everything is not a lower bound on time, and is not said to be.
 """
 
 import time
@@ -21,11 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autohete_fx.ir import BlockDecision, Overlap, Plan, Problem
 from autohete_fx.planner.baselines import evaluate, fits
 from autohete_fx.planner.bound.formulation import RELATIVE_GAP, Program
-from autohete_fx.planner.bound.relaxation import Relaxed, branch, relax
+from autohete_fx.planner.bound.relaxation import Relaxed, branch, lumps_of, relax
 from autohete_fx.planner.infeasible import infeasible, least_peak
 from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE, choices, copies
 from autohete_fx.planner.model.figures import PRODUCTS_OF_UPDATES, Whole, overlap_of, sends_at_once, whole_of
@@ -44,12 +46,16 @@ OPTIMAL_GAP = 0.005
 BOUND_SHARE, DECIDE_SHARE = 0.15, 0.1
 """The share of the time limit that work is counted out for, for each integer program."""
 STARTS_SHARE, ROUNDING_SHARE, PROGRAMS_SHARE, ANNEALING_SHARE, POLISHING_SHARE = 0.02, 0.05, 0.05, 0.3, 0.02
-"""Likewise for local search from patterns, from the rounded relaxation, from each program's decisions, for annealing where there
-are no programs, and at the end. All shares together stay well below the limit, so that the clock, which would make plans
-depend on the load, ends the search only on a machine that is slow or busy for the number of blocks."""
+"""Likewise for local search from patterns, from the rounded relaxation, from each program's decisions, for annealing where
+there are no programs, and at the end.
+
+All shares together stay well below the limit. The clock would make plans depend on the load. It thus ends the search only where
+the machine is slow or busy for that many blocks.
+"""
 RELAXATION_SHARE = 0.5
-"""The share of the time limit, by the clock, for the relaxation, without which nothing is proven; it takes a tenth of this for
-few blocks.
+"""The share of the time limit, by the clock, for the relaxation.
+
+Without it nothing is proven; it takes a tenth of this for few blocks.
 """
 REASONS_SHARE = 0.08
 """Likewise for saying why, at the end."""
@@ -64,8 +70,16 @@ PROGRAM_BLOCKS = 8
 BRANCHED_BLOCKS = 32
 """For more blocks than `PROGRAM_BLOCKS` and up to these the bounding program is branched on, which for more gains little."""
 BRANCHES_PER_SECOND = 1000
-"""Of the time limit, over the square of the number of blocks, by which what a branch takes grows: as with the search, work is
-counted, so that every run proves the same."""
+"""Branches in a second of the time limit, over the square of the number of blocks, by which a branch's work grows.
+
+As with the search, work is counted, so that every run proves the same.
+"""
+LUMP_BRANCHES = 60
+"""Branches on blocks with large parameters in one piece (`relaxation.lumps_of`).
+
+They are taken where a lump has a choice with more than a share of ``LEAST_MIXED`` and less than all.
+"""
+LEAST_MIXED = 0.05
 MANY_BLOCKS = 16
 """With fewer, annealing has no more to find after less work, in proportion."""
 ENOUGH = 0.001
@@ -78,9 +92,9 @@ _STARTS, _IMPROVED_STARTS, _ROUNDINGS, _POLISHED = 12, 2, 2, 3
 def solve(problem: Problem, *, time_limit_s: float = 10.0, explains: bool = True) -> Plan:
     """The fastest plan found that keeps the budgets. ``explains``: whether it says why, which takes a part of the time.
 
-    Equal problems get equal decisions: work is counted, not timed, unless the machine is so slow that ``time_limit_s``
-    (seconds of the clock, for all of it but tables and patterns) comes first.
-    ``Plan.status`` is ``optimal`` where ``Plan.gap`` is at most ``OPTIMAL_GAP``, else ``feasible``.
+    Equal problems get equal decisions, because work is counted, not timed. On a machine so slow that ``time_limit_s`` comes
+    first (seconds of the clock, for all of it but tables and patterns), they may differ. ``Plan.status`` is ``optimal`` where
+    ``Plan.gap`` is at most ``OPTIMAL_GAP``, else ``feasible``.
 
     Raises InfeasiblePlanError where no plan keeps the budgets.
     """
@@ -99,9 +113,9 @@ def solve(problem: Problem, *, time_limit_s: float = 10.0, explains: bool = True
 def work_bound_s(problem: Problem) -> float:
     """The seconds that no plan can beat: all blocks computed, all parameters updated where that is fastest.
 
-    On a CPU device host and device updates take the same cores; on a CUDA device they overlap, at best perfectly, and
-    under an overlapping schedule those on the host also overlap the passes. Matrix products of updates are counted on a CPU device
-    only: elsewhere they make the bound no tighter than it is without.
+    On a CPU device host and device updates take the same cores. On a CUDA device they overlap, at best perfectly, and under an
+    overlapping schedule those on the host also overlap the passes. Matrix products of updates are counted on a CPU device only:
+    elsewhere they make the bound no tighter than it is without.
     """
     forward_s = sum(cost.forward_s for cost in problem.costs)
     if not problem.training:
@@ -136,6 +150,11 @@ def _solved(problem: Problem, time_limit_s: float) -> tuple[tuple[BlockDecision,
     return found.best, found.bound_s
 
 
+def _is_mixture(shares: NDArray[np.float64]) -> bool:
+    """Whether a block does more than a little of this and a little of that."""
+    return bool(((shares > LEAST_MIXED) & (shares < 1 - LEAST_MIXED)).any())
+
+
 class _Found:
     """The best decisions and the best bound so far."""
 
@@ -147,6 +166,7 @@ class _Found:
         self.near: list[tuple[BlockDecision, ...]] = []  # likewise, the relaxation
         self.best_s = self.best_score = float("inf")
         self.bound_s = self.relaxed_s = 0.0
+        self.shares: list[tuple[NDArray[np.float64], ...]] = []  # of the relaxation, and with whole numbers for lumps
 
     def look(self, bound_s: float) -> None:
         """Search, with a bound to begin with. Raises InfeasiblePlanError."""
@@ -164,15 +184,16 @@ class _Found:
             branches = 1 + int(self.time_limit_s * BRANCHES_PER_SECOND / self.num_blocks**2 / self._slower)
             branched = beside.submit(branch, bounding, branches=branches, deadline=self.deadline)
             self._search_on(relaxed)
-            self.bound_s = max(self.bound_s, branched.result())
+            self.bound_s = max(self.bound_s, branched.result().bound_s)
 
     def _search_on(self, relaxed: Relaxed | None) -> None:
         """From the patterns, and from the relaxation where there is one."""
         every = sum(len(choices(self.problem, block)) for block in range(self.num_blocks)) * self.num_blocks
         few = relaxed is not None and every > MOST_CHOICES
-        search = self._search(supported_choices(self.problem, relaxed.shares) if few and relaxed is not None else None)
+        used = [np.maximum.reduce(of_block) for of_block in zip(*self.shares, strict=True)]
+        search = self._search(supported_choices(self.problem, used) if few else None)
         if relaxed is not None:
-            self._look_near(relaxed, search)
+            self._look_near(search)
         if not self._is_done and self.num_blocks <= PROGRAM_BLOCKS:
             for ahead, share in ((MAX_PREFETCH_DISTANCE, BOUND_SHARE), (1, DECIDE_SHARE)):
                 self._solve_program(search, ahead, share)
@@ -218,16 +239,24 @@ class _Found:
 
     def _relax(self, bounding: Program) -> Relaxed | None:
         """Bound the step."""
-        relaxed = relax(bounding, deadline=min(self.deadline, time.monotonic() + RELAXATION_SHARE * self.time_limit_s))
-        if relaxed is not None:
-            self.relaxed_s = relaxed.bound_s
-            self.bound_s = max(self.bound_s, relaxed.bound_s)
+        deadline = min(self.deadline, time.monotonic() + RELAXATION_SHARE * self.time_limit_s)
+        relaxed = relax(bounding, deadline=deadline)
+        if relaxed is None:
+            return None
+        self.relaxed_s, self.shares = relaxed.bound_s, [relaxed.shares]
+        self.bound_s = max(self.bound_s, relaxed.bound_s)
+        lumps = lumps_of(self.problem) if self.num_blocks > PROGRAM_BLOCKS else []
+        if any(_is_mixture(relaxed.shares[block]) for block in lumps):
+            branched = branch(bounding, branches=LUMP_BRANCHES, deadline=deadline, blocks=lumps)
+            self.bound_s = max(self.bound_s, branched.bound_s)
+            self.shares += [branched.shares] if branched.shares is not None else []
         return relaxed
 
-    def _look_near(self, relaxed: Relaxed, search: Search) -> None:
+    def _look_near(self, search: Search) -> None:
         """Round the relaxation, and search from there."""
         self._allow(search, ROUNDING_SHARE)
-        near = rounded(self.problem, relaxed.shares, range(1, search.replays.farthest + 1))
+        distances = range(1, search.replays.farthest + 1)
+        near = [each for shares in self.shares for each in rounded(self.problem, shares, distances)]
         fitting = [row for row in (search.repair(search.replays.row(each)) for each in near) if row is not None]
         if not fitting:
             return

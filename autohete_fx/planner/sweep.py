@@ -1,7 +1,7 @@
 """Step time over the device budget: in comes a problem, out come plans for budgets from the smallest that any plan keeps.
 
-No plan of the sweep is slower than one of a smaller budget: where the search, which is not exhaustive, found none as fast, the
-plan of the smaller budget stands for the larger one too.
+No plan of the sweep is slower than one of a smaller budget. The search is not exhaustive: where it found none as fast, the plan
+of the smaller budget stands for the larger one too.
 """
 
 import time

@@ -81,8 +81,8 @@ def end_history() -> list[tuple[float, int, int]]:
 def keep_freed() -> None:
     """From now on large blocks are mappings of their own.
 
-    What tensors free stays for the next of the same size, as far as tensors have needed as much at once since the last call.
-    Else glibc's heap keeps more, in pieces that fit no tensor.
+    Memory that tensors free stays for the next of the same size. It is kept as far as tensors have needed as much at once since
+    the last call. Else glibc's heap keeps more, in pieces that fit no tensor.
     """
     _counter().autohete_keep_freed()
     give_back()

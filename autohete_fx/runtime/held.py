@@ -41,6 +41,11 @@ def held(param: TensorT) -> TensorT:
     return found
 
 
+def is_held(param: Tensor) -> bool:
+    """Whether anybody has asked for the held parameter of a DTensor."""
+    return param in _held
+
+
 def whole_of(param: Tensor) -> Tensor | None:
     """The DTensor that a held parameter is this rank's part of; None for any other parameter."""
     reference = _wholes.get(param)

@@ -50,8 +50,7 @@ class Blueprint:
         num_layers: how many layers it has; None where it is known only as a whole.
         period: every so many layers are of the same types again.
         layer_types: of each layer, as its configuration calls them; empty where it does not.
-        draws: whether layers draw random numbers. Kernels that do fuse otherwise in each layer, so that a few layers do not tell
-            what all of them cost.
+        draws: whether layers draw random numbers. Kernels that do fuse otherwise in each layer (`depth.deepened_evenly`).
         build: the sketch with that many layers (all of them where None), under a fake mode.
     """
 
@@ -86,7 +85,9 @@ def _read_entries(path: Path) -> Mapping[str, object]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise OptionError(f"cannot read the configuration {str(path)!r}: {error.strerror}") from error
+        raise OptionError(
+            f"cannot read the configuration {str(path)!r}: {error.strerror}; expected a transformers config.json. Correct the path"
+        ) from error
     except ValueError as error:
         raise OptionError(f"{str(path)!r} is not JSON: {error}; expected a transformers config.json") from error
     if not isinstance(entries, dict) or not isinstance(entries.get("model_type"), str):
@@ -107,7 +108,8 @@ def _from_config(
     num_layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(num_layers, int) or num_layers < 1:
         raise OptionError(
-            f"{name!r} has num_hidden_layers {num_layers}; expected the configuration of a causal language model"
+            f"{name!r} has num_hidden_layers {num_layers}; expected the configuration of a causal language model. Give its"
+            " config.json, or file.py:factory"
         )
     types: list[str] = getattr(config, "layer_types", None) or []
 
@@ -165,7 +167,10 @@ def _config_of(name: str, entries: Mapping[str, object]) -> Any:
     try:
         config = transformers.AutoConfig.for_model(entries["model_type"], **options)
     except Exception as error:  # its checks of values raise errors that have nothing in common
-        raise OptionError(f"{name!r} is no configuration that transformers knows: {_first_line(error)}") from error
+        raise OptionError(
+            f"{name!r} is no configuration that transformers knows: {_first_line(error)}; expected one of a model that it has."
+            " Upgrade transformers, or give file.py:factory"
+        ) from error
     for dropout in _ATTENTION_DROPOUTS:
         if hasattr(config, dropout):
             setattr(config, dropout, 0.0)
@@ -178,7 +183,10 @@ def _causal_model(name: str, config: Any, dtype: torch.dtype) -> nn.Module:
     try:
         module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:  # of the class, or of a module that is built with wrong sizes
-        raise OptionError(f"{name!r} cannot be built as a causal language model: {_first_line(error)}") from error
+        raise OptionError(
+            f"{name!r} cannot be built as a causal language model: {_first_line(error)}; expected a configuration of one."
+            " Correct its entries, or give file.py:factory"
+        ) from error
     module.loss_type = "ForCausalLM"  # what it would fall back to, with a warning that breaks the graph
     return module.train()
 
@@ -235,8 +243,8 @@ def _call_factory(text: str, path: str, factory: str) -> object:
         return getattr(source, factory)()
     except Exception as error:
         raise OptionError(
-            f"{text} could not be built: {type(error).__name__}: {_first_line(error)}. It is called without arguments, on the"
-            " CPU, with tensors that have no data"
+            f"{text} could not be built: {type(error).__name__}: {_first_line(error)}. Expected was a function that is called"
+            " without arguments, on the CPU, with tensors that have no data. Correct it"
         ) from error
 
 

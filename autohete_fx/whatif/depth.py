@@ -6,10 +6,16 @@ else, and small things add up over depth. Gradients of small parameters, which s
 is therefore taken to be linear. The figures of a block at a given distance from the beginning or the end are linear in the
 depth. Those of layers between are linear in the position. Two traces check a part of that: the layers between lie on one line,
 the same in both.
+
+Layers that draw random numbers, as dropout does, cost alike but for a few hundredths, because kernels that draw are fused over
+layers. No two depths give equal figures then, and one trace stands for both (`deepened_evenly`). Seconds of the layers between
+are their mean. A figure that falls from layer to layer counts something of the layers after it, and grows with their number.
+The working memory of backward has in it the gradients of small parameters that later layers have left.
 """
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +25,25 @@ from autohete_fx.ir.labels import renumbered
 HEAD, TAIL = 2, 1
 """Layers at the beginning and at the end that may cost otherwise than those between."""
 _ROUNDING = 1e-9
+_UNEVEN = 0.1
+"""Seconds of a layer that draws may differ from the mean by so much of it."""
 
 _Figures = tuple[int | float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Small:
+    """The part of a layer in what no decision changes; zeros for other blocks.
+
+    Attributes:
+        fixed_bytes: in `Problem.fixed_bytes`.
+        grad_bytes: of the gradients of its small parameters.
+        num_params: small ones and others.
+    """
+
+    fixed_bytes: int
+    grad_bytes: int
+    num_params: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +57,7 @@ class TracedStep:
         num_params: of the whole model, those included that stay on the device because they are small.
         traced_layers: how many layers were traced.
         batch: sequences of a micro-batch, and tokens of each.
+        small: one a block.
     """
 
     problem: Problem
@@ -42,6 +66,7 @@ class TracedStep:
     num_params: int
     traced_layers: int
     batch: tuple[int, int]
+    small: tuple["Small", ...]
 
 
 def shallow_layers(num_layers: int, period: int) -> int | None:
@@ -49,45 +74,92 @@ def shallow_layers(num_layers: int, period: int) -> int | None:
 
     None where tracing twice would not be less than tracing once.
     """
-    fewest = HEAD + 2 * period + TAIL
-    fewest += (num_layers - fewest) % period
+    fewest = _fewest(num_layers, period)
     return fewest if 2 * fewest + period < num_layers else None
+
+
+def even_layers(num_layers: int, period: int) -> int | None:
+    """The layers of the one trace that `deepened_evenly` takes; None where they are not fewer than all."""
+    fewest = _fewest(num_layers, period)
+    return fewest if fewest < num_layers else None
+
+
+def _fewest(num_layers: int, period: int) -> int:
+    fewest = HEAD + 2 * period + TAIL
+    return fewest + (num_layers - fewest) % period
 
 
 def deepened(shallow: TracedStep, deeper: TracedStep, *, num_layers: int, period: int) -> TracedStep | None:
     """The step with ``num_layers`` layers; ``deeper`` has ``period`` layers more than ``shallow``."""
-    layers = [index for index, kind in enumerate(deeper.kinds) if kind is BlockKind.LAYER]
-    assert (num_layers - len(layers)) % period == 0, "whole periods are missing"
-    begin, times = layers[0] + HEAD, (num_layers - len(layers)) // period
-    if layers != list(range(layers[0], layers[-1] + 1)) or _more(shallow.kinds, begin, period) != deeper.kinds:
+    layers = _layers_of(deeper)
+    if layers is None or _more(shallow.kinds, layers.start + HEAD, period) != deeper.kinds:
         return None
+    begin, times = layers.start + HEAD, (num_layers - len(layers)) // period
     if _lengthened_edges(shallow.problem.edges, begin, period, 1) != deeper.problem.edges:
         return None
-    edges = _lengthened_edges(deeper.problem.edges, begin, period, times)
-    end = len(deeper.kinds) - layers[-1] - 1 + TAIL
-    figures = _extrapolated(_figures(shallow), _figures(deeper), begin, end, period, times)
-    if edges is None or figures is None:
-        return None
-    labels = list(_more(deeper.problem.labels, begin, period, times))
-    for index in range(begin, layers[-1] + 1 + times * period):
-        repeat = min(max(0, index - begin) // period, times)
-        labels[index] = renumbered(labels[index], repeat * period)
-    growth = deeper.problem.fixed_bytes - shallow.problem.fixed_bytes
-    problem = dataclasses.replace(
-        deeper.problem,
-        labels=tuple(labels),
-        costs=tuple(_cost_of(row) for row in figures),
-        edges=edges,
-        fixed_bytes=deeper.problem.fixed_bytes + times * growth,
+    end = len(deeper.kinds) - layers.stop + TAIL
+    rows = _extrapolated(_figures(shallow), _figures(deeper), begin, end, period, times)
+    growth = (
+        deeper.problem.fixed_bytes - shallow.problem.fixed_bytes,
+        deeper.num_params - shallow.num_params,
     )
-    kinds = _more(deeper.kinds, begin, period, times)
-    return TracedStep(
+    return None if rows is None else _lengthened(deeper, rows, growth, layers, period, times)
+
+
+def deepened_evenly(step: TracedStep, *, num_layers: int, period: int) -> TracedStep | None:
+    """The step with ``num_layers`` layers from one of `even_layers`; None where the layers between are not alike."""
+    layers = _layers_of(step)
+    if layers is None:
+        return None
+    begin, times = layers.start + HEAD, (num_layers - len(layers)) // period
+    between = range(begin, layers.stop - TAIL)
+    rows = _evened(_figures(step), between, period)
+    fall = None if rows is None else _plus(rows[begin], rows[begin + period], -1)
+    if rows is None or fall is None:
+        return None
+    small = step.small[begin : begin + period]
+    falls = list(fall)
+    falls[_HOLDS_GRADIENTS] = sum(layer.grad_bytes for layer in small)
+    shallow = _shortened(rows, falls, layers, period)
+    end = len(rows) - between.stop
+    figures = _extrapolated(shallow, rows, begin, end, period, times)
+    growth = sum(layer.fixed_bytes for layer in small), sum(layer.num_params for layer in small)
+    return None if figures is None else _lengthened(step, figures, growth, layers, period, times)
+
+
+def _layers_of(step: TracedStep) -> range | None:
+    """Indices of the layers' blocks; None where others lie between them."""
+    found = [index for index, kind in enumerate(step.kinds) if kind is BlockKind.LAYER]
+    layers = range(found[0], found[-1] + 1)
+    return layers if found == list(layers) else None
+
+
+def _lengthened(
+    step: TracedStep, rows: list[_Figures], growth: tuple[int, int], layers: range, period: int, times: int
+) -> TracedStep | None:
+    """The step with ``times`` periods more, given all blocks' rows; ``growth``: fixed bytes and parameters of a period."""
+    assert times >= 0, "the trace has more layers than the model"
+    begin = layers.start + HEAD
+    edges = _lengthened_edges(step.problem.edges, begin, period, times)
+    if edges is None:
+        return None
+    labels = list(_more(step.problem.labels, begin, period, times))
+    for index in range(begin, layers.stop + times * period):
+        labels[index] = renumbered(labels[index], min((index - begin) // period, times) * period)
+    problem = dataclasses.replace(
+        step.problem,
+        labels=tuple(labels),
+        costs=tuple(_cost_of(row) for row in rows),
+        edges=edges,
+        fixed_bytes=step.problem.fixed_bytes + times * growth[0],
+    )
+    return dataclasses.replace(
+        step,
         problem=problem,
-        kinds=kinds,
-        flops=tuple(int(row[0]) for row in figures),
-        num_params=deeper.num_params + times * (deeper.num_params - shallow.num_params),
-        traced_layers=deeper.traced_layers,
-        batch=deeper.batch,
+        kinds=_more(step.kinds, begin, period, times),
+        flops=tuple(int(row[0]) for row in rows),
+        num_params=step.num_params + times * growth[1],
+        small=_more(step.small, begin, period, times),
     )
 
 
@@ -103,6 +175,8 @@ def _figures(step: TracedStep) -> list[_Figures]:
 
 _LISTED = ("offloadable", "trained", "trained_states", "product_flops", "selective")
 _COST_NAMES = tuple(field.name for field in dataclasses.fields(BlockCost) if field.name not in _LISTED)
+_HOLDS_GRADIENTS = 1 + _COST_NAMES.index("backward_workspace_bytes")
+"""Its place in a row."""
 
 
 def _row_of(cost: BlockCost) -> _Figures:
@@ -153,6 +227,36 @@ def _extrapolated(
     tail = [_grown(shallow[i], deeper[i], times) for i in range(-end, 0)]
     rows = [*head, *between, *tail]
     return None if any(row is None for row in rows) else [row for row in rows if row is not None]
+
+
+def _evened(rows: list[_Figures], between: range, period: int) -> list[_Figures] | None:
+    """The rows with the mean of their like for seconds of the layers between; None where one is far from it."""
+    even = list(rows)
+    for t in range(period):
+        alike = between[t::period]
+        if len({len(rows[index]) for index in alike}) > 1:
+            return None
+        means = [sum(column) / len(alike) for column in zip(*(rows[index] for index in alike), strict=True)]
+        for index in alike:
+            row = [(a, mean if isinstance(a, float) else a) for a, mean in zip(rows[index], means, strict=True)]
+            if any(abs(a - mean) > _UNEVEN * mean for a, mean in row):
+                return None
+            even[index] = tuple(a if math.isclose(a, mean, rel_tol=_ROUNDING) else mean for a, mean in row)
+    return even
+
+
+def _shortened(rows: list[_Figures], fall: Sequence[float], layers: range, period: int) -> list[_Figures]:
+    """The rows that a trace of a period less would have; ``fall``: of a figure from a layer between to that a period after it.
+
+    Figures that fall count the layers after theirs, and those that rise the ones before. A figure of 0 counts none.
+    """
+    end = layers.stop - TAIL
+    count = 1 + len(_COST_NAMES)
+
+    def less(row: _Figures, sign: int) -> _Figures:
+        return tuple(a - max(0, sign * fall[k]) if a and k < count else a for k, a in enumerate(row))
+
+    return [*(less(row, 1) for row in rows[: end - period]), *(less(row, -1) for row in rows[end:])]
 
 
 def _grown(shallow: _Figures, deeper: _Figures, times: int) -> _Figures | None:

@@ -82,9 +82,11 @@ def with_more(step: TracedStep, given: Prediction, *, time_limit_s: float) -> li
         "2x host link": dataclasses.replace(problem, machine=link),
         "2x CPU update rate": dataclasses.replace(problem, machine=updates),
     }
+    more_memory, is_spare = None, False
     if budget is not None:
-        more = dataclasses.replace(problem, device_budget_bytes=budget + budget // 4)
-        variants = {"+25% device memory": more, **variants}
+        more_memory = dataclasses.replace(problem, device_budget_bytes=budget + budget // 4)
+        variants = {"+25% device memory": more_memory, **variants}
+        is_spare = undecided_peak_bytes(problem) <= budget  # every plan fits already
     if overlap_of(problem) is Overlap.STEP and not problem.clips_gradients and problem.num_replicas == 1:
         early = dataclasses.replace(problem.schedule, overlap=Overlap.BACKWARD)
         variants['overlap="backward"'] = dataclasses.replace(problem, schedule=early)
@@ -92,10 +94,11 @@ def with_more(step: TracedStep, given: Prediction, *, time_limit_s: float) -> li
         net = dataclasses.replace(machine, net_bytes_per_s=2 * machine.net_bytes_per_s)
         variants["2x link between ranks"] = dataclasses.replace(problem, machine=net)
     tokens = given.tokens // (problem.micro_batches * problem.num_ranks * problem.num_replicas)
-    return [
-        _prediction(step, variant, name, tokens, no_worse(variant, given.plan, time_limit_s))
-        for name, variant in variants.items()
-    ]
+
+    def plan_of(variant: Problem) -> Plan:
+        return given.plan if is_spare and variant is more_memory else no_worse(variant, given.plan, time_limit_s)
+
+    return [_prediction(step, variant, name, tokens, plan_of(variant)) for name, variant in variants.items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,11 +30,12 @@ from autohete_fx.passes import PassContext, Stage
 from autohete_fx.profiler import Partition, profile_analytic
 from autohete_fx.profiler.flops import block_flops
 from autohete_fx.profiler.retarget import retarget
+from autohete_fx.runtime.placement import is_movable
 from autohete_fx.runtime.shard import shard
 from autohete_fx.runtime.shard.imagined import DeviceMesh, imagined_mesh
 from autohete_fx.runtime.shard.parts import part_of
 from autohete_fx.whatif.blueprint import Blueprint, Sketch
-from autohete_fx.whatif.depth import TracedStep, deepened, shallow_layers
+from autohete_fx.whatif.depth import Small, TracedStep, deepened, deepened_evenly, even_layers, shallow_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +46,14 @@ class Captured:
         partition: the default one, on the type of device that was asked for.
         params: of the traced module, by name.
         optimizer: that the parameters belong to; it says how large their states are.
-        input_bytes: of inputs and buffers.
+        inputs: of Dynamo's graph, parameters and buffers among them.
         batch: sequences of a micro-batch, and tokens of each.
     """
 
     partition: Partition
     params: Mapping[str, torch.nn.Parameter]
     optimizer: AdamW
-    input_bytes: int
+    inputs: tuple[GraphInput, ...]
     batch: tuple[int, int]
 
 
@@ -85,15 +86,23 @@ def capture_step(blueprint: Blueprint, num_layers: int | None, device_type: str)
 
 
 def _traced_model(blueprint: Blueprint, machine: Machine, options: Options, mesh: DeviceMesh | None) -> TracedStep:
-    if blueprint.num_layers is not None and not blueprint.draws:
-        fewest = shallow_layers(blueprint.num_layers, blueprint.period)
-        if fewest is not None:
-            shallow = _trace(blueprint, fewest, machine, options, mesh)
-            deeper = _trace(blueprint, fewest + blueprint.period, machine, options, mesh)
-            whole = deepened(shallow, deeper, num_layers=blueprint.num_layers, period=blueprint.period)
-            if whole is not None:
-                return whole
-    return _trace(blueprint, None, machine, options, mesh)
+    whole = None if blueprint.num_layers is None else _from_few(blueprint, blueprint.num_layers, machine, options, mesh)
+    return whole or _trace(blueprint, None, machine, options, mesh)
+
+
+def _from_few(
+    blueprint: Blueprint, num_layers: int, machine: Machine, options: Options, mesh: DeviceMesh | None
+) -> TracedStep | None:
+    """The step, told from a trace of some of its layers; None where that cannot be."""
+    period = blueprint.period
+    few = (even_layers if blueprint.draws else shallow_layers)(num_layers, period)
+    if few is None:
+        return None
+    step = _trace(blueprint, few, machine, options, mesh)
+    if blueprint.draws:
+        return deepened_evenly(step, num_layers=num_layers, period=period)
+    deeper = _trace(blueprint, few + period, machine, options, mesh)
+    return deepened(step, deeper, num_layers=num_layers, period=period)
 
 
 def _trace(
@@ -130,7 +139,7 @@ def _captured_step(name: str, sketch: Sketch, device_type: str) -> Captured:
                         partition=_on_device(blocks, split, inputs, params, device_type),
                         params=params,
                         optimizer=optimizer,
-                        input_bytes=input_bytes(inputs),
+                        inputs=inputs,
                         batch=sketch.batch,
                     )
                 )
@@ -142,16 +151,21 @@ def _captured_step(name: str, sketch: Sketch, device_type: str) -> Captured:
 
     torch.compiler.reset()
     try:
-        torch.compile(sketch.loss, backend=look, fullgraph=True, dynamic=False)(*sketch.inputs)
+        with dynamo.without_collection():
+            torch.compile(sketch.loss, backend=look, fullgraph=True, dynamic=False)(*sketch.inputs)
     except Unsupported as error:
         reason = str(error).strip().partition("\n")[0]
         raise CaptureError(
-            f"{name} does not compile to one graph: {reason}; plan it where it runs, with autohete_fx.explain"
+            f"{name} does not compile to one graph: {reason}; expected a model without graph breaks. Plan it where it runs,"
+            " with autohete_fx.explain"
         ) from error
     finally:
         torch.compiler.reset()
     if len(found) != 1:
-        raise CaptureError(f"{name} has nothing to train: no parameter requires a gradient")
+        raise CaptureError(
+            f"{name} has nothing to train: no parameter requires a gradient. Expected was at least one that does. Give a model"
+            " whose parameters are not all frozen"
+        )
     return found[0]
 
 
@@ -195,7 +209,7 @@ def _priced(captured: Captured, machine: Machine, options: Options) -> TracedSte
     limits = Limits(
         device_budget_bytes=None,
         host_budget_bytes=None,
-        fixed_bytes=captured.input_bytes
+        fixed_bytes=input_bytes(captured.inputs)
         + small_bytes(params.values(), training=True, micro_batches=options.micro_batches),
     )
     problem = make_problem(
@@ -210,6 +224,9 @@ def _priced(captured: Captured, machine: Machine, options: Options) -> TracedSte
     )
     kinds = tuple(block.kind for block in partition.blocks.blocks)
     layers = sum(kind is kind.LAYER for kind in kinds)
+    small = tuple(
+        _small_of(captured, block.label, micro_batches=options.micro_batches) for block in partition.blocks.blocks
+    )
     return TracedStep(
         problem=problem,
         kinds=kinds,
@@ -217,6 +234,19 @@ def _priced(captured: Captured, machine: Machine, options: Options) -> TracedSte
         num_params=sum(map(_num_elements, params.values())),
         traced_layers=layers,
         batch=captured.batch,
+        small=small,
+    )
+
+
+def _small_of(captured: Captured, layer: str, *, micro_batches: int) -> Small:
+    """The part of the inputs below a layer's path in what no decision changes."""
+    below = [item for item in captured.inputs if item.name.startswith(f"{layer}.")]
+    params = [captured.params[item.name] for item in below if item.is_parameter]
+    fixed_bytes = input_bytes(below) + small_bytes(params, training=True, micro_batches=micro_batches)
+    return Small(
+        fixed_bytes=fixed_bytes,
+        grad_bytes=sum(param.nbytes for param in params if param.requires_grad and not is_movable(param)),
+        num_params=sum(map(_num_elements, params)),
     )
 
 
@@ -232,4 +262,4 @@ def _order_of_regions(
 def _num_elements(param: torch.nn.Parameter) -> int:
     """Those of all ranks' parts."""
     part = part_of(param)
-    return param.numel() if part is None else math.prod(part.size)
+    return param.numel() if part is None else math.prod(part.full_size)

@@ -12,17 +12,18 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
-HOME = "index.md"
+HOME, STYLE = "index.md", "site.css"
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)((?:#[^)\s]*)?)(?=\))")
 _FOLDER = re.compile(r"\[([^\]]+)\]\((?!\w+:|#)([^)\s]+)\)")
 _PICTURE = re.compile(r'(?<=src=")docs/|(?<=srcset=")docs/')
-_MARK = re.compile(r"[ \t]*<!-- /?figure.*?-->|<!-- /?figure.*?-->", re.DOTALL)
+_MARK = re.compile(r"<!-- /?figure.*?-->", re.DOTALL)
 _UNSPACED_LIST = re.compile(r"^(?![*\-|>\s]|\d+\.)(.+)\n(?=(?:[*-]|\d+\.) )", re.MULTILINE)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add README and what pages link to outside of docs/."""
+    """Add README, the style, and what pages link to outside of docs/."""
     files.append(File.generated(config, HOME, abs_src_path=str(ROOT / "README.md")))
+    files.append(File.generated(config, STYLE, abs_src_path=str(Path(__file__).with_name(STYLE))))
     waiting = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     known = set(waiting)
     while waiting:

@@ -11,7 +11,9 @@ At the end the weights are compared with those of a run that nobody disturbed, a
     max_weight_difference   from the undisturbed run, fp64
     lost_saved_steps        steps that were reported as saved in the cloud and trained again
     cloud_bytes_read, cloud_bytes_needed   that restores read there, and that no surviving disk had
-    recovery_s              by event: from the change to the next finished step, and its parts
+    recovery_s              by event: from the change to the next finished step, and its parts; with what processes then use
+    leaks                   processes, and temporary files of nodes that ended by themselves, left at the end; and what was used in
+                            the last third of the events over that in the first
 
     python examples/benchmarks/cluster_chaos.py --trace examples/benchmarks/measured/availability.json --seed 1 --json chaos.json
 """
@@ -19,6 +21,7 @@ At the end the weights are compared with those of a run that nobody disturbed, a
 import argparse
 import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -36,7 +39,6 @@ from results import environment
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 EXAMPLES = Path(__file__).parents[1]
-STEP_LIMIT_S = 300.0
 
 
 @dataclass(slots=True)
@@ -77,14 +79,13 @@ class Market:
         self.started += 1
         disk = self.folder / name
         log = (self.folder / f"{name}.txt").open("wb")
+        slack = self.arguments.slack
+        meeting = f"last_call_timeout={4 * slack},keep_alive_interval={slack},keep_alive_max_attempt=3"
         command = [
             *(sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", f"1:{self.arguments.nodes}", "--nproc-per-node", "1", "--max-restarts", "1000"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "chaos"),
-            *(
-                "--rdzv-conf",
-                "is_host=0,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=600",
-            ),
+            *("--rdzv-conf", f"is_host=0,{meeting},join_timeout=600"),
             *("--monitor-interval", "0.2"),
             *training(self.arguments),
             *(
@@ -101,11 +102,18 @@ class Market:
                 "--cloud-every",
                 str(self.arguments.cloud_every),
                 "--timeout",
-                "60",
+                str(self.arguments.timeout),
             ),
             *("--export", str(self.folder / "chaos.safetensors")),
         ]
-        env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+        temporary = self.folder / f"{name}-tmp"
+        temporary.mkdir()
+        env = {
+            **os.environ,
+            "TMPDIR": str(temporary),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
         self.agents.append(Agent(name, process, disk))
         return name
@@ -118,18 +126,33 @@ class Market:
             os.kill(rank, signal.SIGKILL)
         agent.process.wait()
         self.agents.remove(agent)
-        shutil.rmtree(agent.disk, ignore_errors=True)
+        for folder in (agent.disk, self.folder / f"{agent.name}-tmp"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def tell(self, agent: Agent) -> None:
         """The machine is told to leave, has its time, and is gone with its disk."""
         agent.process.send_signal(signal.SIGTERM)
         try:
-            agent.process.wait(timeout=45)
+            agent.process.wait(timeout=self.arguments.timeout)
         except subprocess.TimeoutExpired:
             self.kill(agent)
             return
         self.agents.remove(agent)
         shutil.rmtree(agent.disk, ignore_errors=True)
+
+    def use(self) -> dict[str, int]:
+        """What the run uses now: processes, their memory and open files, and files of saves."""
+        agents = [agent.process.pid for agent in self.agents]
+        ranks = [rank for agent in self.agents for rank in agent.ranks()]
+        places = [*(agent.disk for agent in self.agents), self.folder / "cloud"]
+        return {
+            "processes": len(agents) + len(ranks),
+            "agent_rss_bytes": max(map(rss_bytes, agents), default=0),
+            "rank_rss_bytes": max(map(rss_bytes, ranks), default=0),
+            "own_rss_bytes": rss_bytes(os.getpid()),
+            "open_files": max((open_files(pid) for pid in (*agents, *ranks)), default=0),
+            "saved_files": sum(1 for place in places for _ in place.rglob("*")),
+        }
 
     def events(self) -> list[dict[str, Any]]:
         """All lines of the job's log."""
@@ -138,7 +161,7 @@ class Market:
 
     def wait_for_join(self, since: int) -> list[dict[str, Any]]:
         """Until the job began again after the log's line ``since`` and finished three steps, or all; the lines from there on."""
-        end = time.monotonic() + STEP_LIMIT_S
+        end = time.monotonic() + self.arguments.patience
         while time.monotonic() < end:
             rows = self.events()[since:]
             joins = [place for place, row in enumerate(rows) if row["event"] == "join"]
@@ -148,11 +171,54 @@ class Market:
                 return rows
             time.sleep(0.1)
         texts = [f"{agent.name}: {(self.folder / f'{agent.name}.txt').read_text()[-3000:]}" for agent in self.agents]
-        raise SystemExit(f"no three steps in {STEP_LIMIT_S:.0f} s\n" + "\n".join(texts))
+        raise SystemExit(f"no three steps in {self.arguments.patience:.0f} s\n" + "\n".join(texts))
 
     def finished(self) -> bool:
         """All steps are done."""
         return any(row["event"] == "finish" for row in self.events())
+
+
+def rss_bytes(pid: int) -> int:
+    """Resident memory of a process; 0 if it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def open_files(pid: int) -> int:
+    """Files that a process has open; 0 if it is gone."""
+    try:
+        return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    except OSError:
+        return 0
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Processes whose command line names the run's folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                if str(folder).encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def growth(recoveries: list[dict[str, Any]]) -> dict[str, float]:
+    """How much more of each thing was used in the last third of the events than in the first: the ratio of means, for numbers of
+    nodes that both had."""
+    third = max(1, len(recoveries) // 3)
+    first, last = recoveries[:third], recoveries[-third:]
+    found = {}
+    for key in recoveries[0]["use"]:
+        both = {row["nodes"] for row in first} & {row["nodes"] for row in last}
+        ends = [[row["use"][key] for row in rows if row["nodes"] in both] for rows in (first, last)]
+        if all(ends) and sum(ends[0]):
+            found[key] = sum(ends[1]) / len(ends[1]) / (sum(ends[0]) / len(ends[0]))
+    return found
 
 
 def training(arguments: argparse.Namespace) -> list[str]:
@@ -191,6 +257,7 @@ def main() -> None:
     chance = random.Random(arguments.seed)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     counts = changes(Path(arguments.trace), arguments.nodes)
+    began = time.monotonic()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     market = Market(folder, arguments, store.port)
     print(json.dumps(environment()), flush=True)
@@ -199,7 +266,7 @@ def main() -> None:
     market.wait_for_join(0)
     recoveries, done = [], 0
     place = 1
-    while done < arguments.events and not market.finished():
+    while done < arguments.events and not market.finished() and time.monotonic() - began < arguments.seconds:
         target = counts[place % len(counts)]
         place += 1
         while len(market.agents) != target and done < arguments.events and not market.finished():
@@ -207,8 +274,16 @@ def main() -> None:
             recoveries.append(one_change(market, target, chance))
             print(json.dumps(recoveries[-1]), flush=True)
     for agent in list(market.agents):
-        agent.process.wait(timeout=STEP_LIMIT_S)
-    report = summary(market, recoveries, folder, arguments)
+        agent.process.wait(timeout=arguments.patience)
+    left = {
+        "processes": len(processes_of(folder)),
+        "files": [str(path.relative_to(folder)) for path in folder.glob("*-tmp/**/*") if path.is_file()],
+    }
+    report = {
+        **summary(market, recoveries, folder, arguments),
+        "seconds": time.monotonic() - began,
+        "leaks": {**left, "growth": growth(recoveries)},
+    }
     print(json.dumps({key: value for key, value in report.items() if key != "recovery_s"}, indent=1))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
@@ -237,6 +312,7 @@ def one_change(market: Market, target: int, chance: random.Random) -> dict[str, 
         "restore_s": joined["restore_s"] if joined else None,
         "bytes": joined["bytes"] if joined else None,
         "step": joined["step"] if joined else None,
+        "use": market.use(),
     }
 
 
@@ -289,10 +365,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--trace", required=True, help="JSON with points of (seconds, count)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--events", type=int, default=30, help="changes to make")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no change is made any more")
     parser.add_argument("--nodes", type=int, default=4, help="at most")
     parser.add_argument("--pause", type=float, default=0.3, help="seconds after each step")
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--cloud-every", type=int, default=10)
+    parser.add_argument("--patience", type=float, default=300.0, help="seconds in which training must go on")
+    parser.add_argument(
+        "--slack", type=int, default=1, help="times as long until agents are missed, on a machine that is busy"
+    )
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds until a silent rank is an error")
     parser.add_argument("--json", help="file of the results")
     return parser.parse_args()
 

@@ -33,8 +33,9 @@ from autohete_fx import cluster
 from autohete_fx.cluster import restore as restoring
 from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTime
 from autohete_fx.cluster.layers import LayerMap
-from autohete_fx.cluster.moving import Bandwidths, all_from_cloud, move_parts_s, moved
+from autohete_fx.cluster.moving import all_from_cloud, moved
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, Stage
+from autohete_fx.cluster.sources import Bandwidths, Wanted, move_parts_s
 from autohete_fx.cluster.tensor_parallel import TensorLayout
 
 NODES, LAYERS, WIDTH, BATCH = 4, 6, 128, 8
@@ -42,11 +43,11 @@ STATE_BYTES = 90e9
 """Of a 7B model, whose restore the scaled one stands for."""
 WHOLE_S = 90.0
 """Of that model from a cloud of 1 GB/s; here it takes `SCALED_S`."""
-SCALED_S = 2.0
+SCALED_S = 10.0
 SETTINGS = {
-    "fast peers": Bandwidths(local=3e9, peer=12.5e9, cloud=1e9, cloud_of_all=2.5e9),
-    "slow peers": Bandwidths(local=3e9, peer=1.25e9, cloud=1e9, cloud_of_all=2.5e9),
-    "slow cloud": Bandwidths(local=3e9, peer=12.5e9, cloud=0.5e9, cloud_of_all=0.8e9),
+    "fast peers": Bandwidths(local=3e9, peer=12.5e9, cloud=1e9, cloud_of_all=2.5e9, cloud_first_s=0.0),
+    "slow peers": Bandwidths(local=3e9, peer=1.25e9, cloud=1e9, cloud_of_all=2.5e9, cloud_first_s=0.0),
+    "slow cloud": Bandwidths(local=3e9, peer=12.5e9, cloud=0.5e9, cloud_of_all=0.8e9, cloud_first_s=0.0),
 }
 LOSSES = {"a replica survives": (1,), "some layers are lost": (1, 3)}
 """Indexes of the nodes whose disks are gone."""
@@ -98,7 +99,7 @@ def costs_of(layer_map: LayerMap) -> CostTable:
 @contextmanager
 def throttled(rates: Bandwidths, everything_from_cloud: bool) -> Iterator[None]:
     """Reads take as long as at these rates; each rank reads all that it needs from the cloud, or from what is nearest."""
-    read, exchange, plan_fetch = restoring._read, restoring._exchange, restoring.plan_fetch
+    read, exchange, quickest = restoring._read, restoring._exchange, restoring.quickest
 
     readers: list[int] = []
     """Nodes that read from the cloud."""
@@ -117,17 +118,19 @@ def throttled(rates: Bandwidths, everything_from_cloud: bool) -> Iterator[None]:
         time.sleep((found.num_bytes["peer"] - before) / rates.peer)  # it began when the last node had read
         found.seconds["peer"] = time.perf_counter() - began
 
-    def planned(needs: Sequence[Sequence[str]], *rest: Any) -> Any:
-        fetch = plan_fetch(needs, *rest)
+    def planned(wanted: Wanted, bandwidths: Bandwidths) -> Any:
+        fetch = quickest(wanted, bandwidths)
         if everything_from_cloud:
-            fetch = restoring.Fetch(local={}, cloud={rank: tuple(keys) for rank, keys in enumerate(needs)}, peer={})
+            fetch = restoring.Fetch(
+                local={}, cloud={rank: tuple(keys) for rank, keys in enumerate(wanted.needs)}, peer={}
+            )
         readers.append(len(fetch.cloud))
         return fetch
 
     with (
         mock.patch.object(restoring, "_read", slow_read),
         mock.patch.object(restoring, "_exchange", slow_exchange),
-        mock.patch.object(restoring, "plan_fetch", planned),
+        mock.patch.object(restoring, "quickest", planned),
     ):
         yield
 
@@ -157,6 +160,7 @@ def rank_main(rank: int, root: str, settings: Sequence[str], found: Any) -> None
     for setting in settings:
         scale = state_bytes / STATE_BYTES * WHOLE_S / SCALED_S
         at = {key: getattr(SETTINGS[setting], key) * scale for key in ("local", "peer", "cloud", "cloud_of_all")}
+        at["cloud_first_s"] = 0.0
         for loss, lost in LOSSES.items():
             row = recovered(rank, root, names, lost, Bandwidths(**at), job, costs)
             found[rank, setting, loss] = {"setting": setting, "loss": loss, **row}
@@ -166,7 +170,7 @@ def rank_main(rank: int, root: str, settings: Sequence[str], found: Any) -> None
 def recovered(
     rank: int, root: str, names: Sequence[str], lost: Sequence[int], rates: Bandwidths, job: Any, costs: CostTable
 ) -> dict[str, Any]:
-    """A recovery by what is nearest, and one from the cloud alone: seconds by part and bytes, as measured and as predicted."""
+    """Our recovery, and one from the cloud alone: seconds by part and bytes, as measured and as predicted."""
     nodes = [f"new-{index}" if index in lost else name for index, name in enumerate(names)]
     plan, layout = plan_of(nodes), TensorLayout()
     seat = job.deployment.seat(rank)
@@ -175,11 +179,11 @@ def recovered(
     held = {names[index]: layers[index] for index in range(NODES) if index not in lost}
     row: dict[str, Any] = {}
     for way, predicted, local in (
-        ("nearest", moved(plan, costs, held), f"{root}/{nodes[rank]}"),
+        ("nearest", moved(plan, costs, held, rates), f"{root}/{nodes[rank]}"),
         ("cloud", all_from_cloud(plan, costs), f"{root}/empty-{rank}"),
     ):
         dist.barrier()
-        store = cluster.Store(local=local, cloud=f"{root}/cloud", every=1, cloud_every=1)
+        store = cluster.Store(local=local, cloud=f"{root}/cloud", every=1, cloud_every=1, bandwidths=rates)
         with throttled(rates, way == "cloud"):
             restored = restoring.restore(store, needs, list(job.layer_map.readers), nodes[rank], None)
         assert restored is not None and {*restored.tensors} == {piece.name for piece in needs}
@@ -246,7 +250,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             for part, color in colors.items():
                 axes.barh(at, row[way][kind][part], left=left, color=color, height=0.85)
                 left += row[way][kind][part]
-            word = "nearest first" if way == "nearest" else "all from the cloud"
+            word = "ours" if way == "nearest" else "all from the cloud"
             labels.append((at, f"{row['setting']}, {row['loss']}: {word}, {kind.removesuffix('_s')}"))
     axes.set_yticks([at for at, _ in labels], [label for _, label in labels], fontsize=7)
     axes.invert_yaxis()

@@ -4,7 +4,11 @@
     python examples/benchmarks/cluster_truth.py --runs RUNS.json --json rows.json
 
 The runs, layers and links are other people's measurements (``examples/benchmarks/measured``). Every run is predicted from the
-layers and the network alone; nothing is fitted to the runs. Beside the seconds stands a run's peak memory. ``planned`` is weights,
+layers and the network alone; nothing is fitted to the runs. Other files of that schema may have other models, GPUs and degrees.
+Nodes of types that the measured clusters lacked are taken to have eight GPUs, unless a run's ``gpus_of_node`` says otherwise, and
+links between two types that nobody timed are as fast as the slower port. A run that lacks something is named.
+
+Beside the seconds stands a run's peak memory. ``planned`` is weights,
 gradients, optimizer states and activations in flight; ``beyond`` is the rest of what nvidia-smi showed: PyTorch's allocator reserve
 and temporary tensors of a backward, the flat copy of gradients, the CUDA context, kernels' modules, and NCCL's buffers.
 
@@ -23,7 +27,7 @@ from typing import Any
 from results import environment, print_figures, save
 
 from autohete_fx.cluster.costs import CostTable
-from autohete_fx.cluster.measurements import Run, costs_of, read, runs_of
+from autohete_fx.cluster.measurements import Run, costs_of, read, rows_of, run_of
 from autohete_fx.cluster.memory import memory_of_plan
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.simulate import simulate
@@ -46,11 +50,12 @@ def main() -> None:
     print_figures(environment())
     layers, memory, network = read(parsed.layers), read(parsed.memory), read(parsed.network)
     rows = []
-    for run in runs_of(read(parsed.runs), network):
+    for entry in rows_of(read(parsed.runs)):
         try:
+            run = run_of(entry, network)
             rows.append(row_of(run, costs_of(layers, memory, run.plan.model)))
         except ClusterError as error:
-            print(f"{run.name} cannot be predicted: {error}")
+            print(f"not predicted: {error}")
     print(table(rows))
     if parsed.json:
         Path(parsed.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

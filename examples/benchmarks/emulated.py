@@ -3,7 +3,8 @@
 In: rates of the lanes and seconds of each block. Out: what the product then plans, predicts and measures. A lane waits for
 ``bytes / bandwidth`` or ``parameters / rate`` seconds before it really copies or updates; the device has memory of its own,
 so parameters and gradients travel as they do for an accelerator; compute is a pass that lets each block's part of a graph
-last its seconds. Nobody burns a core while waiting. Real work goes on inside the waits or is so small that it hardly shows.
+last its seconds. Nobody burns a core while waiting. Real work goes on inside the waits or is so small that it hardly shows: a
+collective really runs in the middle of its seconds, and adds to them where it ends later than they do.
 """
 
 import contextlib
@@ -28,6 +29,7 @@ from autohete_fx.passes import PassContext, Stage
 from autohete_fx.passes.sort_regions import COMPUTED, region_keys, reorder
 from autohete_fx.profiler import Partition
 from autohete_fx.runtime.lanes.lanes import Lanes
+from autohete_fx.runtime.lanes.net import Start, run_collective
 from autohete_fx.runtime.lanes.thread import ThreadTicket
 from autohete_fx.runtime.lanes.ticket import LaneRecord, Ticket
 
@@ -107,15 +109,18 @@ class Emulation:
         speeds: of its lanes.
         lanes: of the sessions that were opened on it, latest last.
         computed: what its compute lane did: phase, block, begin and end, as readings of ``time.perf_counter``.
+        collectives: seconds that each real collective took, and by how much it ended after its time.
     """
 
     speeds: Speeds
     costs: tuple[BlockCost, ...] = ()
     lanes: list[Lanes] = field(default_factory=list)
     computed: list[tuple[str, int, float, float]] = field(default_factory=list)
+    collectives: list[tuple[float, float]] = field(default_factory=list)
     _clocks: dict[Lane, "_Clock"] = field(default_factory=lambda: {lane: _Clock() for lane in Lane})
     _due_s: "weakref.WeakKeyDictionary[Ticket, float]" = field(default_factory=weakref.WeakKeyDictionary)
     _awaited_s: float = 0.0
+    _current: threading.local = field(default_factory=threading.local)
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Emulation"]:
@@ -142,6 +147,7 @@ class Emulation:
         with (
             mock.patch.object(ThreadTicket, "wait", wait),
             mock.patch("autohete_fx.runtime.session.Lanes", lanes),
+            mock.patch("autohete_fx.runtime.lanes.lanes.run_collective", self._collective),
             mock.patch("autohete_fx.compiler.training.profile_analytic", profile),
             mock.patch("autohete_fx.compiler.captured.machine_of", lambda *_: self.speeds.machine),
         ):
@@ -164,10 +170,22 @@ class Emulation:
     def _pace(self, ticket: Ticket) -> float:
         if not ticket.num_bytes:  # of a thread that gives copies to the lanes, and takes none of their time
             return 0.0
-        clock, now = self._clocks[ticket.lane], time.perf_counter()
-        clock.begin(clock.free_at_s if now - clock.free_at_s < _SLACK_S else now)
-        self._due_s[ticket] = clock.end_after(self.seconds_of(ticket))
-        return max(0.0, self._due_s[ticket] - time.perf_counter())
+        clock = self._clocks[ticket.lane]
+        with clock.taken:  # gathers and reduces come from two threads, and share the link
+            now = time.perf_counter()
+            clock.begin(clock.free_at_s if now - clock.free_at_s < _SLACK_S else now)
+            self._due_s[ticket] = clock.end_after(self.seconds_of(ticket))
+        self._current.due_s = self._due_s[ticket]
+        return 0.0 if ticket.lane is Lane.NET else max(0.0, self._due_s[ticket] - time.perf_counter())
+
+    def _collective(self, start: Start) -> None:
+        due_s = self._current.due_s
+        time.sleep(max(0.0, due_s - time.perf_counter()) / 2)
+        began_s = time.perf_counter()
+        run_collective(start)
+        ended_s = time.perf_counter()
+        self.collectives.append((ended_s - began_s, max(0.0, ended_s - due_s)))
+        time.sleep(max(0.0, due_s - ended_s))
 
     def begin_block(self) -> None:
         """The compute lane goes on, when what the program waited for was due: the host prepares kernels and copies ahead."""
@@ -225,6 +243,7 @@ class _Clock:
 
     def __init__(self) -> None:
         self.free_at_s = self.began_s = 0.0
+        self.taken = threading.Lock()
 
     def begin(self, ready_s: float) -> None:
         self.began_s = max(self.free_at_s, ready_s)

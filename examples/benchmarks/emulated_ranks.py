@@ -1,6 +1,7 @@
 """Two or more ranks that share a model, on emulated machines: step times of plans against the simulator's, and against each other.
 
 Every rank is a process. Collectives really run, on gloo, and all lanes take the seconds which the plan counts on (`emulated.py`).
+Beside each step stand the seconds of real collectives, of which those count that end late, and of the mean of small gradients.
 The machines are bound by the net, by copies, by updates, and by compute. On each, plans that gather everything again for backward,
 and that keep everything, stand beside the solver's, within the memory that the first of the two takes.
 
@@ -8,11 +9,15 @@ and that keep everything, stand beside the solver's, within the memory that the 
 """
 
 import argparse
+import contextlib
 import dataclasses
 import statistics
 import sys
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autohete_fx
 from autohete_fx.ir import BlockDecision, Optimizer, Overlap, Params, Plan, Schedule
+from autohete_fx.runtime.shard import step
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import GPT, GPTConfig
@@ -71,7 +77,10 @@ def main() -> None:
     is_first, rows = dist.get_rank() == 0, []
     if is_first:
         print_figures({**environment(), "ranks": dist.get_world_size()})
-        print(f"{'machine':<15}{'plan':<36}{'peak':>10}{'simulated':>11}{'measured':>10}{'ratio':>8}")
+        print(
+            f"{'machine':<15}{'plan':<36}{'peak':>10}{'simulated':>11}{'measured':>10}{'ratio':>8}{'real':>8}"
+            f"{'late':>8}{'means':>8}"
+        )
     for name in arguments.only:
         budget: int | None = None
         for plan in (*PLANS, "solved"):
@@ -82,7 +91,8 @@ def main() -> None:
             if is_first:
                 print(
                     f"{name:<15}{plan:<36}{row['peak bytes'] / 2**20:>6.1f} MiB{row['simulated s']:>10.3f}s"
-                    f"{row['step s']:>9.3f}s{row['step s'] / row['simulated s']:>8.3f}",
+                    f"{row['step s']:>9.3f}s{row['step s'] / row['simulated s']:>8.3f}{row['real collectives s']:>7.3f}s"
+                    f"{row['of that late s']:>7.3f}s{row['means of small gradients s']:>7.3f}s",
                     flush=True,
                 )
     if is_first:
@@ -104,14 +114,35 @@ def measure(machine: Speeds, plan: str, budget_bytes: int | None, steps: int) ->
         optimizer = autohete_fx.AdamW(model.parameters(), overlap="step")
         model.compile(backend="autohete", options={**emulation.options, **given})
         tokens = torch.randint(256, (BATCH, CONTEXT))
-        taken = steps_s(model, optimizer, tokens, warm_up=_WARM_UP, steps=steps)
+        with counting_means() as means:
+            taken = steps_s(model, optimizer, tokens, warm_up=_WARM_UP, steps=steps)
+        all_steps = _WARM_UP + steps + 1
         found = next(c for c in reversed(autohete_fx.compilations()) if c.training)
     return {
         "step s": statistics.median(taken),
         "simulated s": found.plan.step_s,
         "peak bytes": found.plan.peak_bytes,
         "plan digest": found.plan.digest,
+        "collectives a step": len(emulation.collectives) / all_steps,
+        "real collectives s": sum(real_s for real_s, _ in emulation.collectives) / all_steps,
+        "of that late s": sum(late_s for _, late_s in emulation.collectives) / all_steps,
+        "means of small gradients s": sum(means) / all_steps,
     }
+
+
+@contextlib.contextmanager
+def counting_means() -> Iterator[list[float]]:
+    """The seconds within that steps take for the mean of small gradients, which plans do not count."""
+    found: list[float] = []
+    prepare = step.prepare
+
+    def timed(params: Iterable[torch.Tensor]) -> None:
+        began_s = time.perf_counter()
+        prepare(params)
+        found.append(time.perf_counter() - began_s)
+
+    with mock.patch.object(step, "prepare", timed):
+        yield found
 
 
 if __name__ == "__main__":

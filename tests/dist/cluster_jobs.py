@@ -103,15 +103,16 @@ def rate(step: int) -> float:
 
 
 def plan_of(rows: Sequence[Any], schedule: str = "1f1b") -> ClusterPlan:
-    """Of (micro-batch, micro-batches, last layers of stages, and GPUs of each stage where these are several) for each pipeline.
+    """Of (micro-batch, micro-batches, last layers of stages, and GPUs of each stage, or by stage) for each pipeline.
 
     Every stage is a node, called after its first rank. Every second one recomputes.
     """
     pipelines, node = [], 0
     for micro_batch, micro_batches, lasts, *degree in rows:
-        stages, tp = [], degree[0] if degree else 1
-        for first, last in zip([0, *(last + 1 for last in lasts)], lasts, strict=False):
-            recomputed = node // tp % 2 * (last + 1 - first)
+        stages, given = [], degree[0] if degree else 1
+        degrees = given if isinstance(given, list) else [given] * len(lasts)
+        for index, (first, last) in enumerate(zip([0, *(last + 1 for last in lasts)], lasts, strict=False)):
+            tp, recomputed = degrees[index], (node + len(pipelines) + index) % 2 * (last + 1 - first)
             stages.append(Stage(node=f"node-{node}", gpu="cpu", tp=tp, first=first, last=last, recomputed=recomputed))
             node += tp
         pipelines.append(Pipeline(stages=tuple(stages), micro_batch=micro_batch, micro_batches=micro_batches))

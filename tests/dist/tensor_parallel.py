@@ -20,14 +20,14 @@ VOCABULARY, WIDTH, HEADS = 100, 96, 4
 class Block(nn.Module):
     """Heads are told by the width of what the projections give, so that a rank may have some of them."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, hidden: int) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.q, self.k, self.v = (
             nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)
         )  # a bias of keys has no gradient
         self.o = nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,10 +39,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, dropout: float = 0.1, layers: int = 2) -> None:
+    def __init__(self, dropout: float = 0.1, layers: int = 2, hidden: int = 4 * WIDTH) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block(dropout) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(dropout, hidden) for _ in range(layers))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -57,13 +57,13 @@ def make(**how: Any) -> GPT:
     return GPT(**how).double()
 
 
-def parallel(model: GPT) -> GPT:
-    """As PyTorch's tutorial has it, the head by columns, too."""
+def parallel(model: GPT, over: Any = None) -> GPT:
+    """As PyTorch's tutorial has it, the head by columns, too; over all ranks, or a mesh."""
     styles: dict[str, Any] = {"head": ColwiseParallel(output_layouts=Replicate())}
     for at in range(len(model.layers)):
         styles |= {f"layers.{at}.{name}": ColwiseParallel() for name in ("q", "k", "v", "up")}
         styles |= {f"layers.{at}.{name}": RowwiseParallel() for name in ("o", "down")}
-    return parallelize_module(model, mesh(), styles)
+    return parallelize_module(model, over or mesh(), styles)
 
 
 def mesh() -> Any:
@@ -127,7 +127,7 @@ def largest_difference(given: dict[str, Tensor], expected: dict[str, Tensor]) ->
     return max((float((given[n] - expected[n]).abs().max()), n) for n in given)
 
 
-def sequence_parallel(model: GPT) -> GPT:
+def sequence_parallel(model: GPT, over: Any = None) -> GPT:
     """Between products each rank has some of the positions, and norms compute on those. Dropout would draw other masks."""
     rows, columns = Shard(1), Replicate()
     styles: dict[str, Any] = {
@@ -138,4 +138,4 @@ def sequence_parallel(model: GPT) -> GPT:
         styles |= {f"layers.{at}.{name}": SequenceParallel() for name in ("norm_1", "norm_2")}
         styles |= {f"layers.{at}.{name}": ColwiseParallel(input_layouts=rows) for name in ("q", "k", "v", "up")}
         styles |= {f"layers.{at}.{name}": RowwiseParallel(output_layouts=rows) for name in ("o", "down")}
-    return parallelize_module(model, mesh(), styles)
+    return parallelize_module(model, over or mesh(), styles)

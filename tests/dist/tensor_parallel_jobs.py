@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+import autohete_fx
 from autohete_fx import cluster
 from autohete_fx.errors import AutoHeteError
+from autohete_fx.runtime import placement
 from tests.dist.cluster_jobs import Causal, differences, leg, load, loss_of, made_optimizer, nodes_of, plan_of
 
 WRONG_PLAN = {
@@ -28,16 +31,32 @@ LEGS: Sequence[Any] = (
 """Name, plan, the node of each rank, and the nodes whose disks are new."""
 
 
-def trained(cases: Sequence[Any]) -> dict[str, Any]:
-    """`differences` of plans, and `errors`."""
-    return {"differences": differences(cases), "errors": errors()}
+def trained(cases: Sequence[Any], root: str) -> dict[str, Any]:
+    """`differences` of plans, `errors`, and stages that our backend compiles in too little memory for all of them."""
+    return {"differences": differences(cases), "errors": errors(), "within": within_budget(root)}
+
+
+def within_budget(root: str) -> list[dict[str, Any]]:
+    """A job whose units keep what does not fit on hosts, and one that goes on with its save."""
+    placement.SMALLEST_COPY_BYTES = 512
+    found = []
+    for steps, rows, nodes, budget in (
+        (4, [[1, 3, [2, 4], 2]], "aabb", 66_000),
+        (6, [[1, 1, [4], 2], [1, 2, [1, 4]]], "aabc", 95_000),
+    ):
+        torch._dynamo.reset()
+        ours = {"memory_budget": budget, "inner_backend": "eager", "profile": "analytic"}
+        row = leg(root, rows, list(nodes), steps, {}, "autohete", ours)
+        found.append({**row, "given": budget, "peaks": [c.plan.peak_bytes for c in autohete_fx.compilations()]})
+        dist.barrier()
+    return found
 
 
 def errors() -> list[str]:
-    """Of a plan that leaves out what it must say, of one that names nothing, and of a backend that cannot."""
+    """Of a plan that leaves out what it must say, and of one that names nothing."""
     plan = plan_of([(2, 2, [3], 2), (2, 2, [3], 2)])
     found = []
-    for tp_plan, backend in ((WRONG_PLAN, None), ({"layers.*.q_proj": "colwise"}, None), (None, "autohete")):
+    for tp_plan in (WRONG_PLAN, {"layers.*.q_proj": "colwise"}):
         try:
             job = cluster.join(
                 Causal,
@@ -46,7 +65,7 @@ def errors() -> list[str]:
                 global_batch=plan.global_batch,
                 plan=plan,
                 optimizer=made_optimizer("torch"),
-                backend=backend,
+                backend=None,
                 member=cluster.Member(node=nodes_of(plan, dist.get_world_size())[dist.get_rank()], gpu="cpu"),
                 tp_plan=tp_plan,
             )

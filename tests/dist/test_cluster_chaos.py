@@ -23,4 +23,5 @@ def test_nodes_that_vanish_and_join_change_nothing(tmp_path: Path):
     assert report["names_equal"] and report["max_weight_difference"] < 1e-11
     assert report["lost_saved_steps"] == 0
     assert report["cloud_bytes_read"] == report["cloud_bytes_needed"]
+    assert report["leaks"]["processes"] == 0 and report["leaks"]["files"] == []
     assert report["steps"] == 40 and report["steps_trained"] >= 40

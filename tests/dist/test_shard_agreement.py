@@ -27,7 +27,7 @@ pytestmark = pytest.mark.xdist_group("test_shard_agreement")
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    return ranks.run_each([disagreements, one_cache], tmp_path_factory.mktemp("ranks"))
+    return ranks.run_each([disagreements, one_cache, changed_gradients], tmp_path_factory.mktemp("ranks"))
 
 
 def made() -> nn.Module:
@@ -80,6 +80,25 @@ def test_ranks_that_differ_get_errors_that_name_it(of_two: dict[str, list[Any]])
         assert found["infeasible"].startswith("InfeasiblePlanError") and found["fine"] == "went on"
         assert found["numbers"] == [9, 7, 1, 9, "of rank 0", "same", None, None]
         assert "rank 0 profile; rank 1 plan" in found["places"]
+
+
+def changed_gradients() -> list[str]:
+    """What becomes of a micro-batch after gradients were clipped that a step has taken, that none has, and that were set to zero."""
+    model, found = step(), []
+
+    def add() -> None:
+        model(torch.ones(64, 128)).backward()
+
+    for change in (lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e9),) * 2 + (lambda: model.zero_grad(set_to_none=False),):
+        change()
+        found.append(refusal(add))
+    return found
+
+
+def test_gradients_that_were_clipped_between_micro_batches_are_refused(of_two: dict[str, list[Any]]):
+    for taken, clipped, zeroed in of_two["changed_gradients"]:
+        assert taken == zeroed == "went on"
+        assert "were changed between backward and the next forward" in clipped and "max_grad_norm" in clipped
 
 
 def one_cache() -> dict[str, Any]:

@@ -7,6 +7,7 @@ import torch
 
 import autohete_fx
 from autohete_fx import Plan
+from autohete_fx.errors import ShardError
 from autohete_fx.runtime.shard import shard
 from autohete_fx.runtime.shard.imagined import imagined_mesh
 from tests.dist.sharded import make, tokens
@@ -24,6 +25,21 @@ def graphs_of(rank: int, name: str) -> list[str]:
     texts = [compilation.readable(graph) for graph in ("forward", "backward")]
     texts = [re.sub("'[0-9a-f]{16}'", "session", text) for text in texts]
     return [re.sub(r"\bs\d+\b", "symbol", text) for text in texts]
+
+
+def test_an_optimizer_that_would_take_a_shard_for_a_whole_is_refused():
+    with imagined_mesh(2) as mesh:
+        model = shard(torch.nn.Linear(128, 256), mesh)
+        params = list(model.parameters())
+        for p in params:
+            p.grad = torch.ones_like(p)
+        before = [p.detach().clone() for p in params]
+        for optimizer in (torch.optim.Adafactor(params), torch.optim.LBFGS(params)):
+            with pytest.raises(ShardError, match=r"sharded parameters, the first of size \(256, 128\).*element by element"):
+                optimizer.step(lambda: torch.zeros(()))
+        assert all(map(torch.equal, params, before))
+        torch.optim.Adafactor([model.bias]).step()  # which each rank has whole
+        assert not torch.equal(model.bias, before[1])
 
 
 @pytest.mark.parametrize("name", ["mixed", "kept from host"])

@@ -15,7 +15,7 @@ TRAINED = 10
 
 
 def plans() -> list[Any]:
-    """(micro-batch, micro-batches, last layers of stages, GPUs of a stage) of each pipeline."""
+    """(micro-batch, micro-batches, last layers of stages, GPUs of a stage or by stage) of each pipeline."""
     return [
         [(2, 3, [4], 2)],
         [(1, 3, [2, 4], 2)],
@@ -23,6 +23,9 @@ def plans() -> list[Any]:
         [(2, 3, [4], 2), (1, 2, [4])],  # two degrees
         [(1, 2, [4], 2), (1, 3, [1, 4])],  # of unequal depth and micro-batches
         [(2, 1, [4], 2), (1, 2, [4], 2)],
+        [(1, 3, [1, 4], [2, 1])],  # two degrees in a pipeline
+        [(1, 4, [0, 2, 4], [1, 2, 1])],
+        [(2, 2, [2, 4], [1, 2]), (1, 2, [4])],
     ]
 
 
@@ -49,14 +52,21 @@ def test_stages_of_several_gpus_train_as_one_process_does(tmp_path: Path):
         for index, rows in enumerate([*plans(), *drawn(4, 4)])
     ]
     cases.append((0, True, [(1, 2, [3], 2), (2, 1, [3])], None, "1f1b", "torch", TRAINED))  # a transformers model
+    cases.append((0, True, [(1, 2, [1, 3], [2, 1])], None, "1f1b", "torch", TRAINED))
     cases.append((DEPTH, True, [(2, 2, [4], 2), (1, 2, [4])], "inductor", "1f1b", "torch", TRAINED))
-    found = run("tests.dist.tensor_parallel_jobs.trained", tmp_path, cases, num_ranks=4)
+    root = tmp_path / "root"
+    root.mkdir()
+    found = run("tests.dist.tensor_parallel_jobs.trained", tmp_path, cases, str(root), num_ranks=4)
     check([rank["differences"] for rank in found], cases)
     for rank in found:
-        wrong, unmatched, backend = rank["errors"]
+        wrong, unmatched = rank["errors"]
         assert "different gradients of 'inner.model.layers.0.self_attn.q_norm.weight'" in wrong
         assert "has no such module" in unmatched
-        assert "--max-tp 1" in backend
+        for row, first in zip(rank["within"], (0, 4), strict=True):
+            assert row.get("first") == first, row
+            assert max(row[key] for key in ("loss", "weights", "states")) < EXACT
+            assert row["peaks"] and row["peaks"][-1] <= row["given"]
+    assert any("host" in rank["within"][0]["states at"] for rank in found)
 
 
 @pytest.mark.slow

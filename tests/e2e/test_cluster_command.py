@@ -45,6 +45,7 @@ def config(tmp_path):
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_plan_is_printed_saved_and_drawn(config, tmp_path, capsys):
     plan, chart = tmp_path / "plan.json", tmp_path / "gantt.svg"
     asked = ["plan", config, "--cluster", "2xA100-40G,2xL40S", "--batch", "16", "--seq", "128"]
@@ -55,16 +56,28 @@ def test_a_plan_is_printed_saved_and_drawn(config, tmp_path, capsys):
     assert "other ways to plan this cluster" in printed
     assert ClusterPlan.load(plan).global_batch == 16
     assert chart.read_text().lstrip().startswith("<?xml")
+    assert main([*asked, "--solver", "scip"]) == 0
+    by_scip = capsys.readouterr().out
+    assert "as the solver counts" in printed and "as the solver counts" not in by_scip
+    (ours,) = (line for line in by_scip.splitlines() if line.startswith("this plan"))
+    (theirs,) = (line for line in printed.splitlines() if line.startswith("two stages"))
+    assert ours.split()[2:4] == theirs.split()[2:4], "the step is the one that the table of other planners has"
 
 
+@pytest.mark.slow
 def test_json_has_the_plan_and_its_figures(config, capsys):
     asked = ["plan", config, "--cluster", "2xA100-40G,2xL40S", "--batch", "16", "--seq", "128", "--json"]
     assert main(asked) == 0
     body = json.loads(capsys.readouterr().out)
     assert ClusterPlan.from_json(json.dumps(body["plan"])).iteration_s == body["iteration_s"] > 0
     assert sum(body["seconds_by_cause"].values()) == pytest.approx(body["iteration_s"])
+    used = {name: gpu["used"] for name, gpu in body["gpus"].items()}
+    assert used == {"a100-40g": 2, "l40s-48g": 2} or len(body["idle"]) > 0
+    peaks = [held["peak_bytes"] for row in body["memory"] for held in row]
+    assert max(peaks) < max(gpu["capacity_bytes"] for gpu in body["gpus"].values()) and body["frontier"] == []
 
 
+@pytest.mark.slow
 def test_measured_costs_are_planned_for(capsys):
     asked = [
         "plan",
@@ -85,17 +98,26 @@ def test_measured_costs_are_planned_for(capsys):
     assert "twice the network" in printed
 
 
+@pytest.mark.slow
 def test_the_cheapest_plan_is_on_the_frontier(config, tmp_path, capsys):
     cluster = tmp_path / "cluster.json"
     nodes = [{"gpu": "a100-40g", "gpus": 2}, {"gpu": "l40s", "gpus": 2}]
     prices = {"a100-40g": 2.0, "l40s": 1.0}
     cluster.write_text(json.dumps({"schema_version": 1, "nodes": nodes, "usd_per_hour": prices}))
     asked = ["plan", config, "--cluster", str(cluster), "--batch", "16", "--seq", "128", "--objective", "cost"]
-    assert main(asked) == 0
+    chart = tmp_path / "frontier.svg"
+    assert main([*asked, "--plot", str(chart)]) == 0
     printed = capsys.readouterr().out
     assert "faster or cheaper" in printed
     dollars = [float(word[1:]) for word in printed.partition("faster or cheaper")[2].split() if word.startswith("$")]
     assert dollars == sorted(dollars, reverse=True)
+    assert chart.read_text().lstrip().startswith("<?xml")
+    if "idle: " in printed:
+        assert "cost more a token" in printed and "is less than the bubble" not in printed
+    assert main([*asked, "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert [f"{row['usd_per_million_tokens']:.3f}" for row in body["frontier"]] == [f"{usd:.3f}" for usd in dollars]
+    assert body["iteration_s"] == body["frontier"][-1]["iteration_s"]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +125,11 @@ def test_the_cheapest_plan_is_on_the_frontier(config, tmp_path, capsys):
     [
         (["--cluster", "8xA100-40G", "--ranks", "2"], "--ranks is about GPUs that are alike"),
         (["--device", "a100", "--symmetric-tp"], "--symmetric-tp is about clusters"),
+        (["--device", "a100", "--objective", "cost"], "--objective is about clusters"),
+        (["--cluster", "2xL40S", "--clip"], "--clip is about GPUs that are alike"),
+        (["--cluster", "2xL40S", "--solver", "scip", "--symmetric-tp"], "leave it out"),
         (["--cluster", "8A100"], "has the part '8A100'"),
+        (["--cluster", "2xL40S,2xH20", "--objective", "cost"], "h20-96g has no price"),
     ],
 )
 def test_what_does_not_go_together_is_said(config, capsys, words, message):

@@ -35,26 +35,14 @@ def test_passes_compose_both_ways_with_one_loss():
     assert "Inductor's hook" in text and "blocks recomputed" in text
 
 
-def test_the_demo_trains_within_its_budget():
+def test_the_demo_trains_within_its_budget(tmp_path: Path):
     """It exits with an error where the measured peak is above the budget."""
-    sizes = [
-        "--layers",
-        "2",
-        "--width",
-        "96",
-        "--steps",
-        "8",
-        "--plain-steps",
-        "4",
-        "--sample-bytes",
-        "20",
-        "--budget",
-        "70%",
-    ]
-    text = output_of("train_gpt.py", "--device", "cpu", *sizes)
+    sizes = "--layers 2 --width 96 --steps 8 --plain-steps 4 --sample-bytes 20 --budget 70%".split()
+    text = output_of("train_gpt.py", "--device", "cpu", "--report", str(tmp_path), *sizes)
     share = re.search(r"measured peak ([\d.]+)% of it", text)
     assert share is not None and float(share[1]) <= 100
     assert "what the model writes" in text and "predicted" in text
+    assert f"a page of the run: {tmp_path / 'report.html'}" in text and (tmp_path / "report.html").is_file()
 
 
 def test_two_processes_train_the_demo_within_their_budgets():

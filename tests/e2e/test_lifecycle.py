@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
-from autohete_fx.compiler import fitting, training
+from autohete_fx.compiler import fitting, graph, keys, training
 from autohete_fx.compiler.graph import GraphCompiler
 from autohete_fx.runtime.placement import placement_of
 from tests import training as job
@@ -109,6 +110,29 @@ def test_a_second_process_finds_the_code_and_another_plan_does_not(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_cache")
+def test_a_stored_plan_of_another_graph_is_no_error(monkeypatch: pytest.MonkeyPatch):
+    """State of the process that no key has: here a key that does not have the graph's code."""
+    monkeypatch.setattr(keys, "described_code", lambda gm: [])
+    planned_afresh: list[int] = []
+    monkeypatch.setattr(graph.secrets, "token_hex", lambda length: planned_afresh.append(length) or "a key")
+    for activation, is_known in ((nn.GELU, False), (nn.Tanh, True)):
+        models = make(), make()
+        for model in models:
+            for layer in model.layers:
+                layer[1] = activation()
+        models[0].compile(backend="autohete", options={**EAGER, "memory_budget": "64MiB"})
+        x = torch.randn(256, 128)
+        losses = [model(x) for model in models]
+        for loss in losses:
+            loss.backward()
+        assert_bitwise([p.grad for p in models[0].parameters()], [p.grad for p in models[1].parameters()])
+        assert bool(planned_afresh) is is_known
+        del models, model, layer, losses, loss
+        torch._dynamo.reset()
+        gc.collect()  # or the next model is this one's twin, which has a key of its own
+
+
 def test_a_new_shape_is_compiled_again_for_the_same_model():
     model = make()
     model.compile(backend="autohete", options={**EAGER, "memory_budget": "4MiB"}, dynamic=False)

@@ -157,7 +157,7 @@ def test_a_cell_that_runs_again_is_told_that_the_first_model_is_still_there(capl
         take_steps(model, model, num_steps=1)
         kept.append(model)  # as a traceback does
     (message,) = messages(caplog)
-    assert "the first one is still alive: a variable or the traceback of an exception keeps it" in message
+    assert "the first one is still alive. A variable or the traceback of an exception keeps it" in message
     assert "Delete the first one and its optimizer, and call torch.compiler.reset()" in message
 
 

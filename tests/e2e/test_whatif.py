@@ -110,6 +110,26 @@ def test_a_few_layers_tell_the_cost_of_all(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_a_few_layers_with_dropout_tell_the_cost_of_all_but_for_half_a_percent(tmp_path: Path):
+    """Kernels that draw are fused over layers: seconds of single layers differ, their sums do not."""
+    gpt = {"model_type": "gpt2", "n_embd": 256, "n_head": 4, "n_layer": 9, "vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(gpt))
+    model = read_model(str(tmp_path / "config.json"), batch=2, seq=64, dtype=None)
+    assert model.draws
+    few = trace_model(model, A100, Options())
+    whole = trace_model(dataclasses.replace(model, num_layers=None), A100, Options())
+    assert (few.traced_layers, whole.traced_layers) == (5, 9)
+    assert few.problem.labels == whole.problem.labels and few.small == whole.small
+    assert few.flops == whole.flops and few.problem.fixed_bytes == whole.problem.fixed_bytes
+    for name in ("forward_s", "backward_s", "recompute_s"):
+        one, other = (sum(getattr(cost, name) for cost in step.problem.costs) for step in (few, whole))
+        assert one == pytest.approx(other, rel=5e-3), name
+    for one, other in zip(few.problem.costs, whole.problem.costs, strict=True):
+        for name in ("saved_bytes", "backward_workspace_bytes", "param_bytes", "num_params", "offloadable"):
+            assert getattr(one, name) == getattr(other, name), name
+
+
+@pytest.mark.slow
 def test_a_plan_is_printed_and_saved_without_memory_for_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Two layers of a 65B model, 3.4 GB in bf16: this process allocates next to nothing."""
     wide = config(tmp_path, hidden_size=8192, intermediate_size=22016, num_attention_heads=64)

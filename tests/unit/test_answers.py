@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from autohete_fx import cli
+from autohete_fx.cluster import command
+from autohete_fx.cluster.command import Request
+from autohete_fx.cluster.plan import ClusterPlan, Pipeline, Stage
 from autohete_fx.commands import answers, planning
 from autohete_fx.commands.answers import Answer
 from autohete_fx.errors import InfeasiblePlanError
@@ -94,6 +97,46 @@ def test_everything_that_decides_is_in_the_key(
         change()
         out(capsys, *base)
         assert len(solved) == before + 1
+
+
+def test_answers_on_clusters_are_kept(
+    fresh_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Until an option, the cluster's file or a measurement changes; the plan that is saved is the first one's."""
+    asked: list[Request] = []
+    stage = Stage(node="l40s-48g-1", gpu="l40s-48g", tp=1, first=0, last=13)
+    pipeline = Pipeline(stages=(stage,), micro_batch=1, micro_batches=8)
+    made = ClusterPlan(model="gpt2", pipelines=(pipeline,), planner="a test", iteration_s=2.0)
+
+    def answer(request: Request) -> tuple[str, ClusterPlan]:
+        asked.append(request)
+        return f"planned {len(asked)}", made
+
+    monkeypatch.setattr(command, "plan_for_cluster", answer)
+    file, costs = tmp_path / "cluster.json", tmp_path / "costs"
+    nodes = [{"gpu": "l40s", "gpus": 2}]
+    file.write_text(json.dumps({"schema_version": 1, "nodes": nodes}))
+    costs.mkdir()
+    (costs / "layers.json").write_text("{}")
+    base = ("plan", "gpt2", "--cluster", str(file))
+    saved = tmp_path / "plan.json"
+    questions = (
+        base,
+        ("plan", "gpt2", "--cluster", "2xL40S"),
+        (*base, "--objective", "cost"),
+        (*base, "--solver", "scip"),
+        (*base, "--costs", str(costs)),
+    )
+    for number, arguments in enumerate(questions, 1):
+        assert out(capsys, *arguments) == out(capsys, *arguments, "--save", str(saved)) == f"planned {number}\n"
+        assert ClusterPlan.load(saved) == made
+    file.write_text(json.dumps({"schema_version": 1, "nodes": [*nodes, {"gpu": "h20", "gpus": 1}]}))
+    assert out(capsys, *base) == "planned 6\n"
+    (costs / "layers.json").write_text("[]")
+    assert out(capsys, *questions[-1]) == "planned 7\n"
+    assert out(capsys, *base, "--plot", str(tmp_path / "x.svg")) != out(
+        capsys, *base, "--plot", str(tmp_path / "x.svg")
+    )
 
 
 def test_a_damaged_answer_is_none(

@@ -136,7 +136,7 @@ def test_doctor_prints_what_was_measured_and_saves_it(
     rows = {tuple(line.split("  ")[1:2]): line.split()[-2:] for line in out.splitlines() if line.startswith("  ")}
     assert asked == [("cpu", str(tmp_path))] and "Abacus (cpu)" in out
     assert rows["device memory",] == ["8.00", "GiB"] and rows["host memory",] == ["1.00", "TiB"]
-    assert rows["matmul, float32",] == ["1.5", "TFLOP/s"]
+    assert rows["matmul, float32",] == ["1.50", "TFLOP/s"]
     assert rows["copy to device, bandwidth",] == ["1.00", "GiB/s"]
     assert rows["copy to host, bandwidth",] == ["512", "MiB/s"]
     assert rows["AdamW on the host",] == ["M", "parameters/s"] and "500 M" in out

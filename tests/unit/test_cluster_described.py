@@ -6,6 +6,7 @@ import pytest
 
 from autohete_fx.cluster.described import described, save_cluster
 from autohete_fx.cluster.frontier import changes
+from autohete_fx.cluster.links import Links
 from autohete_fx.errors import ClusterError
 
 
@@ -62,6 +63,7 @@ def test_a_short_form_is_written_as_a_file(tmp_path):
         ("0xA100-40G", "has the part '0xA100-40G'"),
         ("8xA100-40G,,2xL40S", "has the part ''"),
         ("8xA1000", "unknown device 'A1000'.*did you mean|unknown device 'A1000'"),
+        ("99999999xH20", "a count up to 16384"),
         ("nowhere.json", "cannot read the cluster file 'nowhere.json'"),
     ],
 )
@@ -94,7 +96,19 @@ def test_short_forms_that_are_none(text, message):
             {"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1}], "node_gb_per_s": {"l40s": 0}},
             "node_gb_per_s of l40s is 0",
         ),
-        ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1}], "zones_gb_per_s": [["a", "b", 0]]}, "rate of 0"),
+        ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": -1}]}, "-1 GPUs"),
+        ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1, "count": 0}]}, "count of l40s-48g is 0"),
+        ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 2, "count": 10**9}]}, "at most 16384 GPUs"),
+        ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1, "zones": "a"}]}, r"unknown entries \['zones'\]"),
+        ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1, "zone": 3}]}, "zone is 3; expected str"),
+        ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1}], "node_gb_per_s": 5}, "node_gb_per_s is 5"),
+        ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1}], "memory_gib": {"l40s": float("inf")}}, "is inf"),
+        ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1}], "devices": 3}, "devices is 3"),
+        ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1}], "zones_gb_per_s": [["a", "b", 0]]}, "'b' is 0"),
+        (
+            {"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1}], "zones_gb_per_s": [["a", "b"]]},
+            "zone, zone, rate",
+        ),
     ],
 )
 def test_files_that_are_wrong(tmp_path, body, message):
@@ -119,3 +133,17 @@ def test_changes_are_one_thing_each():
     assert found["twice the network"].between[0].link.bytes_per_s(1e9) == pytest.approx(
         2 * cluster.between[0].link.bytes_per_s(1e9)
     )
+
+
+def test_zones_bind_beside_the_ports(tmp_path):
+    nodes = [{"gpu": "l40s", "gpus": 4, "zone": zone} for zone in ("a", "b", "c")]
+    for number, node in enumerate(nodes):
+        node["name"] = f"n{number}"
+    path = tmp_path / "cluster.json"
+    rates = {"node_gb_per_s": {"l40s": 10}, "zones_gb_per_s": [["a", "b", 15]]}
+    path.write_text(json.dumps({"schema_version": 1, "nodes": nodes, **rates}))
+    found = described(str(path))
+    assert found.assumed[-1] == "nodes of a and c, b and c reach each other as those of one zone do"
+    links, large = Links(found.cluster), 2.0**30
+    for source, target, pairs, rate in (("n0", "n1", 1, 10), ("n1", "n0", 4, 15), ("n0", "n2", 4, 40)):
+        assert links.between(source, target).bytes_per_s(large, pairs) == pytest.approx(rate * 1e9, rel=0.02)

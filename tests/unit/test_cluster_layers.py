@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from autohete_fx.cluster.batches import batch_of, call
 from autohete_fx.cluster.building import build_noting_order, build_part
 from autohete_fx.cluster.layers import map_layers
-from autohete_fx.cluster.restore import plan_fetch
 from autohete_fx.cluster.stage import build_stage
 from autohete_fx.errors import ClusterError
 from tests.tiny_models import GPT, VOCAB
@@ -215,17 +214,3 @@ def test_a_model_reads_those_tensors_of_a_batch_that_its_forward_names():
     assert torch.equal(call(model, batch_of((IDS, IDS))), model(IDS))
     with pytest.raises(ClusterError, match="forward reads ids"):
         call(model, batch_of({"tokens": IDS}))
-
-
-def test_a_parameter_comes_from_the_nearest_place_and_from_the_cloud_once():
-    needs = [["a", "b"], ["b", "c"], ["c", "d"], ["d"]]
-    fetch = plan_fetch(
-        needs, ["n", "m", "m", "o"], {"n": {"a"}, "m": {"b"}, "o": set()}, {name: name for name in "abcd"}
-    )
-    assert fetch.local == {0: ("a",), 1: ("b",)}
-    assert fetch.cloud == {1: ("c",), 2: ("d",)}
-    assert (
-        sum(len(names) for names in fetch.peer.values()) == 3
-        and fetch.peer[1, 2] == ("c",)
-        and fetch.peer[2, 3] == ("d",)
-    )

@@ -4,24 +4,16 @@ import dataclasses
 
 import pytest
 
-from autohete_fx.cluster.moving import (
-    Bandwidths,
-    Moving,
-    all_from_cloud,
-    layer_bytes,
-    move_s,
-    moved,
-    nearest,
-    settled,
-)
+from autohete_fx.cluster.moving import Moving, all_from_cloud, layer_bytes, moved, nearest, settled
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, Stage
 from autohete_fx.cluster.solve import plan_cluster
+from autohete_fx.cluster.sources import Bandwidths, move_s
 from tests.unit.test_cluster_solve import KINDS, cluster, costs
 
 TABLE = costs({"a": 1.0})
 CLUSTER = cluster({"a": 4}, {"a": 10**9}, rate=1e9)
 LAYER = layer_bytes(TABLE, 0)
-RATES = Bandwidths(local=4 * LAYER, peer=2 * LAYER, cloud=LAYER, cloud_of_all=1.5 * LAYER)
+RATES = Bandwidths(local=4 * LAYER, peer=2 * LAYER, cloud=LAYER, cloud_of_all=1.5 * LAYER, cloud_first_s=0.0)
 ALL = frozenset(range(len(KINDS)))
 
 
@@ -35,18 +27,14 @@ def plan(*lasts: int, nodes: str = "0123", seconds: float = 1.0) -> ClusterPlan:
     return ClusterPlan(model="toy", pipelines=(pipeline,), iteration_s=seconds)
 
 
-def test_bytes_come_from_the_nearest_source_and_from_the_cloud_once():
+def test_a_plan_moves_what_a_restore_of_it_would():
     one = plan(3, 7)
     twice = dataclasses.replace(one, pipelines=(*one.pipelines, *plan(3, 7, nodes="23").pipelines))
     held = {"a0": frozenset([0, 1]), "a3": frozenset([2])}
-    rows = moved(twice, TABLE, held)
-    assert [(row.local / LAYER, row.peer / LAYER, row.cloud / LAYER) for row in rows.values()] == [
-        (2, 1, 1),
-        (0, 0, 4),
-        (0, 4, 0),
-        (0, 4, 0),
-    ]
-    assert move_s(rows, RATES) == pytest.approx(4 / 0.75 + 4 / 2), "two nodes share the cloud, then peers send"
+    rows = moved(twice, TABLE, held, dataclasses.replace(RATES, peer=1e3 * LAYER))
+    assert sum(row.cloud for row in rows.values()) / LAYER == 5, "layers that no disk has are read once"
+    assert (rows["a0"].local / LAYER, rows["a2"].peer / LAYER) == (2, 4)
+    assert (rows["a1"].cloud, rows["a3"].cloud) == (2 * LAYER, 2 * LAYER), "both read some of what both need"
     assert move_s(all_from_cloud(twice, TABLE), RATES) == pytest.approx(4 / (1.5 / 4))
 
 
@@ -54,13 +42,13 @@ def test_nodes_of_a_kind_take_the_places_whose_layers_they_have():
     held = {"a3": frozenset(range(4)), "a1": frozenset(range(4, 8))}
     placed = settled(plan(3, 7), CLUSTER, TABLE, held)
     assert [stage.node for _, _, stage in placed.stages()] == ["a3", "a1"]
-    assert move_s(moved(placed, TABLE, held), RATES) == pytest.approx(1.0)
+    assert move_s(moved(placed, TABLE, held, RATES), RATES) == pytest.approx(1.0)
 
 
 def test_a_slower_plan_that_moves_less_wins_where_nodes_do_not_stay():
     fast, near = plan(1, 3, 5, 7, seconds=1.0), plan(3, 7, seconds=1.2)
     held = {"a0": frozenset(range(4)), "a1": frozenset(range(4, 8))}
-    slow_peers = dataclasses.replace(RATES, peer=LAYER / 10)
+    slow_peers = dataclasses.replace(RATES, peer=LAYER / 10, cloud=LAYER / 10, cloud_of_all=LAYER / 10)
     for lifetime_s, expected in ((10.0, near), (1000.0, fast)):
         found = nearest([fast, near], CLUSTER, TABLE, Moving(lifetime_s=lifetime_s, held=held, bandwidths=slow_peers))
         assert found.plan.iteration_s == expected.iteration_s

@@ -1,15 +1,19 @@
 """The simulator of pipelines against what can be worked out by hand, and against measured runs."""
 
+import dataclasses
+import json
 import math
 from pathlib import Path
 
 import pytest
 
 from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTime
-from autohete_fx.cluster.measurements import costs_of, read, runs_of
+from autohete_fx.cluster.events import Sends
+from autohete_fx.cluster.instructions import instructions
+from autohete_fx.cluster.measurements import costs_of, read, rows_of, run_of, runs_of
 from autohete_fx.cluster.memory import memory_of_plan
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, PipelineSchedule, Stage
-from autohete_fx.cluster.simulate import Sends, instructions, simulate
+from autohete_fx.cluster.simulate import simulate
 from autohete_fx.cluster.spec import Cluster, Gpu, Joined, Node, steady_link
 from autohete_fx.errors import ClusterError
 
@@ -215,3 +219,83 @@ def test_micro_batches_between_rows_are_interpolated():
     assert math.isclose(
         table.layer_s("layer", "A100-40", 1, 2 * most)[1], 2 * table.layer_s("layer", "A100-40", 1, most)[1]
     )
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return {
+        name: json.loads((MEASURED / f"{name}.json").read_text()) for name in ("layers", "memory", "network", "runs")
+    }
+
+
+def predicted(row, files):
+    run = run_of(row, files["network"])
+    return simulate(run.plan, run.cluster, costs_of(files["layers"], files["memory"], run.plan.model)).iteration_s
+
+
+def test_runs_of_other_types_are_predicted_where_files_know_them(measured):
+    """A type under a name that nobody knew: as fast; on nodes of another size, too. Pairs that nobody timed use both ports."""
+    row = measured["runs"]["runs"][0]
+    seconds = predicted(row, measured)
+    other = json.loads(json.dumps([row, measured]).replace("GH-96", "H300-200"))
+    assert predicted(*other) == pytest.approx(seconds, rel=0.02)
+    assert predicted(other[0] | {"gpus_of_node": {"H300-200": 4}}, other[1]) == seconds
+    mixed = next(row for row in measured["runs"]["runs"] if row["name"] == "mit/N4/N4_D1")
+    network = {name: part for name, part in measured["network"].items() if name != "inter_cross_type"}
+    assert predicted(mixed, measured | {"network": network}) == pytest.approx(predicted(mixed, measured), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "OPT-30B"}, "no measurements of 'OPT-30B'"),
+        ({"mbs": None}, "N2_D1' lacks 'mbs'"),
+        ({"mbs": 0}, "micro-batches of 0"),
+        ({"gbs": 0}, "a batch of 0"),
+        ({"iteration_s": 0}, "iteration_s is 0"),
+        ({"stages": [{}]}, "lacks 'replicas'"),
+        ({"stages": [{"layers": [0, 40], "replicas": [["GH-96", 4, 1]]}]}, "41 layers.*has 34"),
+        ({"stages": [{"layers": [0, 33], "replicas": [["GH-96", 8, 1]]}]}, "8 GPUs GH-96. Expected was 1 to 4"),
+        ({"stages": [{"layers": [0, 33], "replicas": [["GH-96", 3, 1]]}]}, "on GH-96 with 3 GPUs a layer"),
+        ({"stages": [{"layers": [0, 33], "replicas": [["H100-80", 1, 1]]}]}, "network has no GPU 'H100-80'"),
+    ],
+)
+def test_a_run_that_lacks_something_says_what(measured, change, message):
+    row = {key: value for key, value in (measured["runs"]["runs"][0] | change).items() if value is not None}
+    with pytest.raises(ClusterError, match=message):
+        predicted(row, measured)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda files: files["layers"].clear(), "lacks 'models'"),
+        (lambda files: files["network"].pop("intra"), "network lacks 'intra'"),
+        (lambda files: files["memory"]["models"]["GPT-Neo-2.7"].pop("4"), "no sizes of layer 'first'"),
+        (
+            lambda files: files["layers"]["models"]["GPT-Neo-2.7"]["gpus"]["GH-96"].pop("update_params"),
+            "'update_params'",
+        ),
+    ],
+)
+def test_files_that_lack_something_say_what(measured, damage, message):
+    files = json.loads(json.dumps(measured))
+    damage(files)
+    with pytest.raises(ClusterError, match=message):
+        predicted(files["runs"]["runs"][0], files)
+    with pytest.raises(ClusterError, match="no list"):
+        rows_of({})
+
+
+def test_a_last_stage_holds_tied_weights_too_and_sums_their_gradients():
+    """Once where it has the first layer as well; else beside it, summed between both even within one pipeline."""
+    untied, tied = costs(("a", 1.0)), dataclasses.replace(costs(("a", 1.0)), tied_bytes=3000)
+    last = len(KINDS) - 1
+    for first, more in ((0, 0), (1, 3000), (last, 3000)):
+        held = [table.stage(range(first, last + 1), "a", 1, 1).params_bytes for table in (untied, tied)]
+        assert held[1] - held[0] == more
+    assert tied.stage(range(1, last), "a", 1, 1) == untied.stage(range(1, last), "a", 1, 1)
+    slow = cluster(("x", "a", 1), ("y", "a", 1), rate=1000.0)
+    one = plan(pipeline(("x", "a", 4), ("y", "a", 4), micro_batches=2))
+    assert simulate(one, slow, untied).reduce_s == 0.0
+    assert simulate(one, slow, tied).reduce_s == pytest.approx(3.0, rel=0.05)

@@ -1,4 +1,4 @@
-"""The net lane on a CPU device: collectives in the order of the program, beside computation."""
+"""The net lane on a CPU device: collectives of a kind in the order of the program, beside computation and the other kind."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ def collective(log: list[str], name: str, wait: float = 0.0) -> list[SimpleNames
     return [SimpleNamespace(wait=ends)]
 
 
-def test_collectives_follow_each_other_in_the_order_of_the_program_while_it_goes_on():
+def test_collectives_of_a_kind_follow_each_other_in_the_order_of_the_program_while_it_and_the_other_kind_go_on():
     lanes, log, goes_on = Lanes("cpu", in_background=False), [], threading.Event()
 
     def first() -> list[SimpleNamespace]:
@@ -31,15 +31,17 @@ def test_collectives_follow_each_other_in_the_order_of_the_program_while_it_goes
 
     tickets = [
         lanes.collective("gather", first, num_bytes=8),
-        lanes.collective("reduce", lambda: collective(log, "second"), num_bytes=16),
+        lanes.collective("gather", lambda: collective(log, "second"), num_bytes=16),
     ]
     assert not log and not tickets[0].is_complete  # the program is here, although no core is to spare
+    lanes.wait(lanes.collective("reduce", lambda: collective(log, "other"), num_bytes=32))
+    assert log == ["start other", "end other"]
     goes_on.set()
     lanes.wait(tickets[1])
-    assert log == ["start first", "end first", "start second", "end second"]
+    assert log[2:] == ["start first", "end first", "start second", "end second"]
     records = [record for record in lanes.records() if record.lane is Lane.NET]
-    assert [(record.label, record.num_bytes) for record in records] == [("gather", 8), ("reduce", 16)]
-    assert records[0].end_s <= records[1].begin_s
+    assert [(record.label, record.num_bytes) for record in records] == [("reduce", 32), ("gather", 8), ("gather", 16)]
+    assert records[1].end_s <= records[2].begin_s
     lanes.close()
 
 

@@ -144,6 +144,14 @@ def test_dicts_go_to_torch_and_back(name: str, steps: int, tier: HostTier) -> No
         assert all(torch.equal(*pair) for pair in pairs)
 
 
+def test_a_dict_of_early_pytorch_has_nothing_where_there_is_no_momentum() -> None:
+    p = Parameter(torch.ones(3))
+    optimizer = SGD([p], lr=0.1)
+    given = torch.optim.SGD([p], lr=0.2).state_dict()
+    optimizer.load_state_dict({**given, "state": {0: {"momentum_buffer": None}}})
+    assert optimizer.param_groups[0]["lr"] == 0.2 and not optimizer.state
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_16_bit_resume_is_bitwise(name: str, tier: HostTier) -> None:
     params = make_params(torch.bfloat16, SHAPES)

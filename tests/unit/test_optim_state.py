@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from autohete_fx.errors import HostMemoryError, OptimizerStateError
 from autohete_fx.ir import Optimizer, Params
-from autohete_fx.optim import AdamW, optimizer_of
+from autohete_fx.optim import AdamW, Muon, optimizer_of
 from autohete_fx.runtime.disk import DiskTier
 from autohete_fx.runtime.placement import Placement, place_param
 from autohete_fx.runtime.tiers.host import HostTier, is_home, open_tier
@@ -312,6 +312,18 @@ def test_deepcopy_and_pickle_of_the_optimizer(tier: HostTier) -> None:
         step_once(twins, twin, 4)
         step_once(reference, expected, 4)
         assert all(torch.equal(a, b) for a, b in zip(twins, reference, strict=True))
+
+
+@pytest.mark.parametrize("make", [AdamW, lambda params, **how: Muon([("layers.0.a", params[0])], **how)])
+def test_a_copied_optimizer_clips_and_overlaps_as_the_first_one(make: Any) -> None:
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = make([p], max_grad_norm=0.5, overlap=None)
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert twin.overlap is optimizer.overlap
+        (mine,) = twin.param_groups[0]["params"]
+        mine.grad = torch.ones_like(mine)
+        twin.step()
+        torch.testing.assert_close(mine.grad.norm(), torch.tensor(0.5))
 
 
 def test_a_model_that_changes_dtype_keeps_its_states() -> None:

@@ -130,7 +130,7 @@ def changed(change: Callable[[dict[str, Any]], object]) -> str:
         (changed(lambda raw: raw.update(labels="ab")), "labels is 'ab'; expected list"),
         (changed(lambda raw: raw.update(step_s="fast")), "step_s is 'fast'; expected int or float"),
         (changed(lambda raw: raw.update(busy_s=[3])), "3 stands where an object with 'lane' was expected"),
-        (changed(lambda raw: raw["decisions"].pop()), "2 labels, 1 decisions"),
+        (changed(lambda raw: raw["decisions"].pop()), "2 labels and 1 decisions"),
         (
             changed(lambda raw: raw["decisions"][1].update(params="moon")),
             r"in decisions\[1\], 'moon' is not a valid Params",
@@ -141,7 +141,7 @@ def changed(change: Callable[[dict[str, Any]], object]) -> str:
         ),
         (changed(lambda raw: raw["decisions"][0].pop("optimizer")), "lacks 'optimizer'"),
         (changed(lambda raw: raw.pop("reasons")), "lacks 'reasons'"),
-        (changed(lambda raw: raw["reasons"]["blocks"].pop()), "reasons need one entry a block: 1 entries, 2 decisions"),
+        (changed(lambda raw: raw["reasons"]["blocks"].pop()), "reasons were given 1 entries for 2 decisions"),
         (
             changed(lambda raw: raw["reasons"]["blocks"][1]["next_best"].update(mood="good")),
             r"in blocks\[1\], it has the unknown entries \['mood'\]",
@@ -173,7 +173,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path):
 
 
 def test_plans_made_by_hand_are_checked_too():
-    with pytest.raises(PlanError, match="one decision a block: 1 labels, 2 decisions"):
+    with pytest.raises(PlanError, match="1 labels and 2 decisions; expected one decision a block"):
         Plan(labels=("a",), decisions=(BlockDecision(),) * 2)
     with pytest.raises(PlanError, match="expected at least 1"):
         BlockDecision(prefetch_distance=0)

@@ -20,9 +20,10 @@ from autohete_fx.ir import (
 )
 from autohete_fx.planner.baselines import BASELINES, fits
 from autohete_fx.planner.bound.formulation import Program
-from autohete_fx.planner.bound.relaxation import relax
-from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE, durations, states_of
+from autohete_fx.planner.bound.relaxation import branch, lumps_of, relax
+from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE, states_of
 from autohete_fx.planner.model.simulate import simulate
+from autohete_fx.planner.model.work import Work, durations
 from autohete_fx.planner.solve import OPTIMAL_GAP, solve
 from tests.planner_problems import MACHINE, cost, problem
 
@@ -109,7 +110,7 @@ def test_every_tensor_of_a_block_costs_the_latency_of_a_transfer():
 
     def step_s(**tensors: int) -> float:
         alone = problem([cost(**tensors)], machine=machine)
-        assert durations(alone, 0, moved).forward_up == simulate(alone, [moved]).events[0].end_s
+        assert durations(alone, 0, moved)[Work.FETCH] == simulate(alone, [moved]).events[0].end_s
         return simulate(alone, [moved]).step_s
 
     # Parameters come twice, gradients go once; nothing of a lone block's copies is hidden.
@@ -154,6 +155,19 @@ def test_a_dozen_blocks_are_bounded_by_more_than_the_relaxation():
     program.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
     relaxed, plan = relax(program, deadline=float("inf")), solve(tight)
     assert relaxed is not None and relaxed.bound_s * 1.002 < plan.lower_bound_s <= plan.step_s
+
+
+def test_a_block_with_one_large_parameter_is_not_bounded_by_a_mixture_of_its_places():
+    head = cost(param_bytes=200, grad_bytes=200, optimizer_bytes=600, num_params=50, trained=(50,))
+    tight = problem([*[cost()] * 9, head], device_budget_bytes=1400)
+    program = Program(tight)
+    program.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
+    relaxed, plan = relax(program, deadline=float("inf")), solve(tight)
+    assert lumps_of(tight) == [9]
+    proven = branch(program, branches=60, deadline=float("inf"), blocks=[9])
+    assert relaxed is not None and proven.shares is not None
+    assert max(proven.shares[9]) == 1 and relaxed.bound_s * 1.02 < proven.bound_s <= plan.step_s
+    assert relaxed.bound_s * 1.02 < plan.lower_bound_s <= plan.step_s
 
 
 def test_without_time_there_is_a_plan_and_its_gap_is_said():

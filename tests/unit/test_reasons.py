@@ -26,9 +26,10 @@ from autohete_fx.ir import (
 )
 from autohete_fx.planner import reasons as planner_reasons
 from autohete_fx.planner.baselines import fits, zero_offload
-from autohete_fx.planner.model.choices import COPY_WEIGHT, MAX_PREFETCH_DISTANCE, choices, copies
+from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE, choices, copies
 from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.model.simulation import Simulation
+from autohete_fx.planner.model.work import COPY_WEIGHT
 from autohete_fx.planner.reasons import reasons_of
 from autohete_fx.planner.solve import solve
 from autohete_fx.report.why import why

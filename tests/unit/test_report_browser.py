@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import subprocess
-from html import unescape
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAM
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium; set CHROMIUM to its path")
 
 PARTS = ("memory", "lanes", "decisions", "budget", "reasons", "errors", "compilation")
-LOOK = """<pre id="found"></pre><script>
+LOOK = """<script>
 const found = { parts: {}, hints: [], wide: document.documentElement.scrollWidth, window: window.innerWidth };
 for (const part of document.querySelectorAll("section")) {
   const box = part.getBoundingClientRect(), chart = part.querySelector(".chart");
@@ -46,15 +46,18 @@ range.value = 0;
 range.dispatchEvent(new Event("input"));
 found.ground = getComputedStyle(document.body).backgroundColor;
 found.ink = getComputedStyle(document.body).color;
-document.getElementById("found").textContent = JSON.stringify(found);
-document.getElementById("found").hidden = true;
+window.parent.document.getElementById("found").textContent = JSON.stringify(found);
 </script></body>"""
+FRAME = """<!doctype html><body style="margin: 0"><pre id="found" hidden></pre>
+<iframe style="border: 0; width: {width}px; height: {height}px" srcdoc="{page}"></iframe></body>"""
+"""Chromium has no windows narrower than 500 pixels; a frame in one is as narrow as a phone."""
 
 
 def look(folder: Path, html: str, width: int, height: int, *, dark: bool) -> Any:
     """What the page says of itself in a window of that size; a screenshot is beside it."""
     page = folder / "looked.html"
-    page.write_text(html.replace("</body>", LOOK), encoding="utf-8")
+    inner = escape(html.replace("</body>", LOOK))
+    page.write_text(FRAME.format(width=width, height=height, page=inner), encoding="utf-8")
     assert CHROMIUM is not None
     finished = subprocess.run(
         [
@@ -62,7 +65,7 @@ def look(folder: Path, html: str, width: int, height: int, *, dark: bool) -> Any
             *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
             f"--user-data-dir={folder / 'profile'}",
             f"--blink-settings=preferredColorScheme={0 if dark else 1}",
-            f"--window-size={width},{height}",
+            f"--window-size={max(width, 500)},{height}",
             f"--screenshot={folder / 'page.png'}",
             "--dump-dom",
             page.as_uri(),

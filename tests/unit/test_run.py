@@ -14,7 +14,9 @@ from torch import Tensor, nn
 import autohete_fx
 from autohete_fx import cli
 from autohete_fx.integrations.replacing import Kept, replace
+from autohete_fx.integrations.run import parsed_options
 from autohete_fx.integrations.watching import Trained, Watched
+from autohete_fx.optim import optimizer_of
 
 PROGRAM = """
 import pickle, sys
@@ -113,6 +115,12 @@ def test_mistakes_are_said_before_anything_runs(
     assert cli.main(["run", *arguments]) == 2
     shown = capsys.readouterr()
     assert words in shown.err and shown.out == "" and shown.err.count("\n") == 1
+
+
+def test_a_list_may_have_one_value_and_a_size_looks_like_itself():
+    found = parsed_options(["allow=recompute", "memory_budget=60%", "micro_batches=4", "verify=false"])
+    assert found == {"allow": ["recompute"], "memory_budget": "60%", "micro_batches": 4, "verify": False}
+    assert parsed_options(["allow=recompute,host_params"]) == {"allow": ["recompute", "host_params"]}
 
 
 def test_a_program_that_does_not_parse_is_told_as_by_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -232,18 +240,39 @@ def test_16_bit_parameters_stay_also_where_they_become_so_later():
         late = Layers()
         optimizer = torch.optim.AdamW(late.parameters(), fused=True)
     assert "fp32 master" in run_of.trained[0].kept
-    late.bfloat16()
+    steps(optimizer, list(late.parameters()))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]})
     with pytest.raises(autohete_fx.OptimizerStateError, match="Cast the model before"):
-        steps(optimizer, list(late.parameters()))
+        optimizer.step()
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 4, sparse=True), nn.Linear(4, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids)).sum()
+
+
+def test_an_optimizer_of_sparse_gradients_stays():
+    model = Sparse()
+    with watched() as run_of, torch.no_grad():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        dense = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    assert type(optimizer) is torch.optim.SGD and "sparse=True" in run_of.trained[0].kept
+    assert type(dense) is autohete_fx.SGD
 
 
 def test_an_optimizer_that_ours_refuses_is_as_it_was():
-    optimizer = torch.optim.AdamW(Layers().parameters(), fused=True)
-    optimizer.param_groups[0]["lr"] = float("nan")
+    first, second = Layers().layers
+    groups = [{"params": list(first.parameters())}, {"params": list(second.parameters()), "lr": float("nan")}]
+    optimizer = torch.optim.AdamW(groups, fused=True)
     before = dict(vars(optimizer))
     with pytest.raises(Kept, match="lr is nan"):
         replace(optimizer, only_same_kernels=False)
     assert type(optimizer) is torch.optim.AdamW and vars(optimizer) == before
+    assert not any(map(optimizer_of, (*first.parameters(), *second.parameters()))), "a plan would ask it"
 
 
 def test_constructors_of_pytorch_raise_what_they_raise():

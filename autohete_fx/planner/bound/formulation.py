@@ -3,15 +3,15 @@
 Numbers are integers: bytes as they are, seconds in ticks of one 2**20th of the blocks' total work, rounded down. A
 memory constraint is therefore exact, and a bound on the rounded times is a bound on the true ones.
 
-Choice (`Variables._add_choices`). For block b = 0..n-1, each treatment k of its activations and each place l of its parameters
-and states (`choices` leaves out what is not allowed, what is pinned, and what could gain nothing)
+Choice (`Variables._add_choices`). Block b = 0..n-1 has treatments k of its activations and places l of its parameters and
+states. `choices` leaves out those that are not allowed, pinned, or without a gain:
 
     x[b,k], y[b,l] in {0,1},   sum over k of x[b,k] = 1,   sum over l of y[b,l] = 1.
 
-Whatever a block takes, of a lane or of memory, its activations and its places take independently of each other: a quantity
-q of both is q(0,l) + q(k,0) - q(0,0), where 0 keeps activations and is the first place (`Variables._of_block`). Every pair
-therefore needs no variable of its own, and a relaxation loses nothing: whatever shares x and y have, there are shares of pairs that
-have them. Written q[b], a quantity stands for the sum over l of q(0,l) y[b,l] and over k of (q(k,0) - q(0,0)) x[b,k].
+Whatever a block takes, of a lane or of memory, its activations and its places take independently of each other. A quantity q of
+both is q(0,l) + q(k,0) - q(0,0), where 0 keeps activations and is the first place (`Variables._of_block`). Every pair therefore
+needs no variable of its own, and a relaxation loses nothing. Whatever shares x and y have, there are shares of pairs that have
+them. Written q[b], a quantity stands for the sum over l of q(0,l) y[b,l] and over k of (q(k,0) - q(0,0)) x[b,k].
 
 Memory (`Program._add_device_memory`, `Program._add_memory_elsewhere`). Bytes of block b on the device while another
 block runs do not depend on other blocks' options. With m(b,s) from `device_use.device_bytes` for every span s, and with
@@ -19,16 +19,16 @@ h(b) and o(b) what it holds on the host and on disk
 
     fixed_bytes + sum over b of m[b,s] <= device budget,   sum of h[b] <= host budget,   sum of o[b] <= size of the disk.
 
-m is taken for prefetch distance 1, the smallest there is. The left side is the simulator's own figure at distance 1. From
-one span to the next the m of only a few blocks change, so the device rows are written as a running sum, which keeps them
+m is taken for prefetch distance 1, the smallest there is. The left side is the simulator's own figure at distance 1. From one
+span to the next the m of only a few blocks change. The device rows are therefore written as a running sum, which keeps them
 short:
 
     M[s] >= M[s-1] + sum over b of (m[b,s] - m[b,s-1]),  M[s] <= device budget,  with fixed_bytes for M[-1].
 
-Time of one pass (`Program._add_pass`; the forward takes blocks in order, the backward in reverse order; i is the
-position). w[i] is the work on compute, u[i] the copies up that it needs, d[i] the copies down that it makes, which cost
-tensors * latency_s + bytes / bandwidth. E[i] is when compute is done with i, waits at its end included, U[i] when the up lane is
-done with i, D[i] the down lane; E[-1] and before is when the pass begins. Copies are issued at most a blocks ahead.
+Time of one pass (`Program._add_pass`): the forward takes blocks in order, the backward in reverse order, and i is the position.
+For block i, w[i] is the work on compute, u[i] the copies up that it needs, d[i] the copies down that it makes. A copy costs
+tensors * latency_s + bytes / bandwidth. E[i] is when compute is done with i, waits at its end included. U[i] is when the up
+lane is done with i, D[i] the down lane; E[-1] and before is when the pass begins. Copies are issued at most a blocks ahead.
 
     E[i] >= E[i-1] + w[i]            blocks run in order
     E[i] >= U[i] + w[i]              a block starts once it has what it needs
@@ -43,9 +43,9 @@ Where ranks share blocks, a pass has a lane for collectives as well: `gathering`
 Replicas average gradients between the last backward and the updates, while nothing else runs: that is one sum, which the objective
 has besides.
 
-Time of the updates (`Program._add_updates`), from the end of the last backward on. V is when the device has done its own,
-which is one sum; R[b] is when the update lane has done blocks 0..b, with h[b] its work, P[b] the sum of h[0..b], and g[b]
-when it may begin: where updates start in backward when the gradients are there, D of backward, else when that ends (on a
+Time of the updates (`Program._add_updates`), from the end of the last backward on. V is when the device has done its own, which
+is one sum. R[b] is when the update lane has done blocks 0..b, with h[b] its work, and P[b] the sum of h[0..b]. It may begin at
+g[b]. Where updates start in backward, that is when the gradients are there, D of backward. Else it is when backward ends (on a
 CPU device V).
 
     V >= end of backward + sum over b of device update[b]
@@ -54,54 +54,55 @@ CPU device V).
 The second is the last of 0..b to come and to find the lane busy with them from then on: later ones go first. Without
 priority blocks are updated as gradients come: R[b] >= R[b+1] + h[b], R[b] >= g[b] + h[b].
 
-A pass that waits for updates (`Program._add_pass` with R) begins at V: a forward, its w, u, d with those of the updates
-added, or under a synchronous schedule a pass of these alone, at whose end R[n-1] has to be, too, and which a forward follows.
+A pass that waits for updates (`Program._add_pass` with R) begins at V. It is a forward, its w, u, d with those of the updates
+added. Under a synchronous schedule it is a pass of these alone, at whose end R[n-1] has to be, too, and which a forward
+follows.
 
     U[i] >= R[i] + u[i]              what was updated on the host is copied afterwards (a = 1)
 
-Copies up of updates may go in what time the up lane has left (`figures.sends_at_once`), and no pass issues it: what was updated on
-the host when its update ends, streamed states from the end of backward on. Then u is without it, and with v[i] for the copies up
-of what was updated on the host, s[i] for the states, and S[i] for the end of all copies up of blocks 0..i, after backward's, there
-are in the place of the row above (`Program._add_copies_at_once`)
+Copies up of updates may go in what time the up lane has left (`figures.sends_at_once`), and no pass issues them. Blocks that
+were updated on the host go when their update ends, streamed states from the end of backward on. Then u is without them. v[i]
+are the copies up of what was updated on the host, and s[i] those of the states. S[i] is the end of all copies up of blocks
+0..i, after backward's. In the place of the row above there are (`Program._add_copies_at_once`)
 
     E[i] >= Q[i] + w[i],   D[i] >= Q[i] + w[i] + d[i],   Q[i] >= R[i] by priority,   Q[i] >= S[i]
     Q[i] >= Q[i-1],   Q[i] >= g[i] + v[0] + .. + v[i],   Q[i] >= g[i] + h[i] + v[i]
     Q[i] >= end of backward + u[0] + s[0] + .. + u[i] + s[i]
 
-Objective (`Program.minimize_step`): micro_batches times a forward and a backward, where the first forward is the pass
-that waits for updates or has that pass before it. For a = 1 the program decides, and adds COPY_WEIGHT times the seconds
-of all copies; for the farthest distance it bounds, and does not.
+Objective (`Program.minimize_step`): micro_batches times a forward and a backward. The first forward is the pass that waits for
+updates or has that pass before it. For a = 1 the program decides, and adds COPY_WEIGHT times the seconds of all copies; for the
+farthest distance it bounds, and does not.
 
-For a = 1 the program is the simulator, unless updates send at once. At prefetch distance 1 copies are queued in the
-order in which blocks need them, so for fixed x and y the simulated times are the least solution of the inequalities above:
-each time is the largest of the right sides. Where a block has no copy, its U and D add no wait: U[i] is then the larger of
-U[i-1], for which i-1 waited already, and E[i-2]; and D[i] the larger of D[i-1], for which the wait at the end of i comes
-first, and the end of work. Where it is not updated on the host, R[i] is that of the last block before it that is, for whose
-copy i-1 waited already, or no later than V. Lanes are idle where a pass begins that waits for no update, because each pass
-ends by waiting for all copies it made, and used all copies that it fetched; so their times add up. Without priority R is not
-in that order: then the program has the end of all updates only, and is a bound on the simulator.
+For a = 1 the program is the simulator, unless updates send at once. At prefetch distance 1 copies are queued in the order in
+which blocks need them. For fixed x and y the simulated times are therefore the least solution of the inequalities above. Each
+time is the largest of the right sides. Where a block has no copy, its U and D add no wait. U[i] is then the larger of U[i-1],
+for which i-1 waited already, and E[i-2]. D[i] is the larger of D[i-1], for which the wait at the end of i comes first, and the
+end of work. Where it is not updated on the host, R[i] is that of the last block before it that is, or no later than V. For the
+copy of that block i-1 waited already. Lanes are idle where a pass begins that waits for no update. Each pass ends by waiting
+for all copies it made, and used all copies that it fetched; so their times add up. Without priority R is not in that order:
+then the program has the end of all updates only, and is a bound on the simulator.
 
-For any a it is a lower bound on all plans with prefetch distances up to a. Take such a plan and a block i of a pass.
-For every j <= i the copies that the blocks j..i need are issued after the work of block j-1-a, take one lane, and are
-complete before i starts, in whatever order: i starts no sooner than E[j-1-a] + u[j] + ... + u[i], and the largest of these
-is the least U[i]. Copies of what was updated on the host may be overtaken by others at larger distances, so for these
+For any a it is a lower bound on all plans with prefetch distances up to a. Take such a plan and a block i of a pass. For every
+j <= i the copies that the blocks j..i need are issued after the work of block j-1-a. They take one lane, and are complete
+before i starts, in whatever order. Therefore i starts no sooner than E[j-1-a] + u[j] + ... + u[i], and the largest of these is
+the least U[i]. Copies of what was updated on the host may be overtaken by others at larger distances, so for these
 
     E[i] >= Q[i] + w[i],   D[i] >= Q[i] + w[i] + d[i],   Q[i] >= R[i] + v[i],   Q[i] >= Q[i-1] + v[i]
 
-with v[i] the seconds of such copies only: then blocks are updated in their order, and those updated after c are copied
-after c is updated. The second is as above: i's copy down follows its work, which starts once it has what it needs.
+with v[i] the seconds of such copies only. Then blocks are updated in their order, and those updated after c are copied after c
+is updated. The second is as above: i's copy down follows its work, which starts once it has what it needs.
 
-Where updates send at once it is one for a = 1 too. A block i starts no sooner than 0..i are updated and copied. The
-gradients of i land first among theirs, so none of v[0..i] begins before g[i]; v[i] follows the update of i; no states go up
-before the end of backward, and what the forward issues not before it begins, which is later, so that one lane copies all of these
-from then on; and the up lane has done all of S[i] since backward began, or ended, if updates do not begin before. U counts only
-what the forward issues, for which the argument above holds whatever the lane does in between. All other rows hold in every
-replay. Memory at distance 1 is at most the memory at any distance, since an earlier issue only lengthens the life of a buffer.
-The plan's x and y are therefore feasible here, at an objective no larger than its simulated time.
+Where updates send at once it is one for a = 1 too. A block i starts no sooner than 0..i are updated and copied. The gradients
+of i land first among theirs, so none of v[0..i] begins before g[i]; v[i] follows the update of i. No states go up before the
+end of backward, and what the forward issues goes not before it begins, which is later. One lane thus copies all of these from
+then on. The up lane has done all of S[i] since backward began, or ended, if updates do not begin before. U counts only what the
+forward issues, for which the argument above holds whatever the lane does in between. All other rows hold in every replay.
+Memory at distance 1 is at most the memory at any distance, since an earlier issue only lengthens the life of a buffer. The
+plan's x and y are therefore feasible here, at an objective no larger than its simulated time.
 
-Identical blocks are interchangeable in the sums of work but not in memory or in the chain of waits, so no order is
-imposed on them. Their symmetry is met outside: `starts` tries patterns, of which there are few however many blocks there
-are, and `relaxation` bounds what symmetry does not weaken.
+Identical blocks are interchangeable in the sums of work but not in memory or in the chain of waits. No order is therefore
+imposed on them. Their symmetry is met outside. `starts` tries patterns, of which there are few however many blocks there are,
+and `relaxation` bounds what symmetry does not weaken.
 """
 
 import time
@@ -115,16 +116,19 @@ from ortools.sat.python import cp_model
 from autohete_fx.ir import BlockDecision, Overlap, Problem
 from autohete_fx.planner.bound.gathering import GatheringRows
 from autohete_fx.planner.bound.variables import Linear
-from autohete_fx.planner.model.choices import (
-    BACKWARD_PASS,
-    FORWARD_AND_UPDATES_PASS,
-    FORWARD_PASS,
-    UPDATES_PASS,
-    PassKind,
-    joined,
-)
+from autohete_fx.planner.model.choices import joined
 from autohete_fx.planner.model.device_use import device_bytes
 from autohete_fx.planner.model.figures import disk_bytes, host_bytes
+from autohete_fx.planner.model.work import (
+    BACKWARD_PASS,
+    COPY_LANES,
+    FORWARD_PASS,
+    GRADIENTS_LANE,
+    UPDATES_LANE,
+    PassKind,
+    Work,
+    updating_pass,
+)
 
 RELATIVE_GAP = 1e-3
 DETERMINISTIC_PER_SECOND = 0.15
@@ -198,51 +202,62 @@ class Program(GatheringRows):
             return self._add_gathering_pass(kind, ahead, begin=begin, updated=updated, copied=copied)
         add = self.model.add
         order = range(self.num_blocks)[::-1] if kind.reverse else range(self.num_blocks)
-        ends, ups, downs = ([self._time(f"{name}[{block}]") for block in order] for name in ("E", "U", "D"))
+        ends = [self._time(f"E[{block}]") for block in order]
+        ups = {lane: [self._time(f"U[{block}]") for block in order] for lane in COPY_LANES if lane.before}
+        downs = {lane: [self._time(f"D[{block}]") for block in order] for lane in COPY_LANES if lane.after}
         last_copied: Linear = begin
         for i, block in enumerate(order):
-            w, u, d = (self._sum([block], names) for names in (kind.work, kind.up, kind.down))
-            before = ends[i - 1] if i else begin
+            w, before = self._sum([block], kind.computes), ends[i - 1] if i else begin
+            u = {lane: self._sum([block], kind.of(lane.before)) for lane in ups}
+            d = {lane: self._sum([block], kind.of(lane.after)) for lane in downs}
             add(ends[i] >= before + w)
-            add(ends[i] >= ups[i] + w)
-            add(ups[i] >= (ups[i - 1] if i else begin) + u)
-            if i - 1 - ahead >= 0:
-                add(ups[i] >= ends[i - 1 - ahead] + u)
-            add(downs[i] >= (downs[i - 1] if i else 0) + d)
-            add(downs[i] >= before + w + d)
-            add(downs[i] >= ups[i] + w + d)
-            if i - ahead >= 0:
-                add(ends[i] >= downs[i - ahead])
+            for lane, up in ups.items():
+                add(ends[i] >= up[i] + w)
+                add(up[i] >= (up[i - 1] if i else begin) + u[lane])
+                if i - 1 - ahead >= 0:
+                    add(up[i] >= ends[i - 1 - ahead] + u[lane])
+            for lane, down in downs.items():
+                add(down[i] >= (down[i - 1] if i else 0) + d[lane])
+                for start in (before, *(up[i] for up in ups.values())):
+                    add(down[i] >= start + w + d[lane])
+                if i - ahead >= 0:
+                    add(ends[i] >= down[i - ahead])
             if copied is not None:
-                add(ends[i] >= copied[i] + w)
-                add(downs[i] >= copied[i] + w + d)
-            if updated is not None and ahead == 1:
-                add(ups[i] >= updated[i] + u)
-            elif updated is not None:
+                last_copied = copied[i]
+            elif updated is not None and ahead > 1:
                 last_copied = self._add_copies_of_updated(block, kind, updated[i], last_copied)
-                add(ends[i] >= last_copied + w)
-                add(downs[i] >= last_copied + w + d)
-        add(ends[-1] >= downs[-1])
-        return ends[-1], downs[::-1] if kind.reverse else downs
+            elif updated is not None:
+                add(ups[UPDATES_LANE][i] >= updated[i] + u[UPDATES_LANE])
+                continue
+            else:
+                continue
+            add(ends[i] >= last_copied + w)
+            for lane, down in downs.items():
+                add(down[i] >= last_copied + w + d[lane])
+        for down in downs.values():
+            add(ends[-1] >= down[-1])
+        landed = downs[GRADIENTS_LANE]
+        return ends[-1], landed[::-1] if kind.reverse else landed
 
     def _add_copies_at_once(
         self, backward_end: Linear, landed: Sequence[Linear], updated: Sequence[Linear]
     ) -> list[cp_model.IntVar]:
         """Rows of what updates copy up where no pass issues it; returns Q."""
         everything, found, add = range(self.num_blocks), [], self.model.add
-        up, updated_up = (*FORWARD_PASS.up, "upload", "states"), ("forward_up", "upload")
+        issued, fetched = (kind.of(UPDATES_LANE.before) for kind in (BACKWARD_PASS, FORWARD_PASS))
         of_host: Linear = 0
         copied, of_lane, of_states = (self._time(f"{name}[-1]") for name in "QSW")
-        add(of_lane >= (backward_end if self.updates_begin_together else self._sum(everything, BACKWARD_PASS.up)))
+        add(of_lane >= (backward_end if self.updates_begin_together else self._sum(everything, issued)))
         add(of_states >= backward_end)
         for block in everything:
-            copies, host = self._sum([block], updated_up, on_host=True), self._sum([block], ("host_update",))
+            copies = self._sum([block], (*fetched, Work.UPLOAD), on_host=True)
+            host = self._sum([block], (Work.HOST_UPDATE,))
             last_copied, copied = copied, self._time(f"Q[{block}]")
             of_lane_before, of_lane = of_lane, self._time(f"S[{block}]")
             of_states_before, of_states = of_states, self._time(f"W[{block}]")
             of_host_before, of_host = of_host, self._time(f"v[{block}]")
-            add(of_lane >= of_lane_before + self._sum([block], up))
-            add(of_states >= of_states_before + self._sum([block], (*FORWARD_PASS.up, "states")))
+            add(of_lane >= of_lane_before + self._sum([block], (Work.UPLOAD, *fetched, Work.STATES)))
+            add(of_states >= of_states_before + self._sum([block], (*fetched, Work.STATES)))
             add(of_host >= of_host_before + copies)
             for least in (last_copied, of_lane, of_states, landed[block] + of_host, landed[block] + host + copies):
                 add(copied >= least)
@@ -257,13 +272,13 @@ class Program(GatheringRows):
         """Rows of the updates; returns V, and R by block, which without priority is of no block before the last."""
         add, everything = self.model.add, range(self.num_blocks)
         device_end = self._time("V")
-        add(device_end >= backward_end + self._sum(everything, ("device_update",)))
+        add(device_end >= backward_end + self._sum(everything, (Work.DEVICE_UPDATE,)))
         start = device_end if self.problem.machine.device_type == "cpu" else backward_end
         updated = [self._time(f"R[{block}]") for block in everything]
         total: Linear = 0
         for block in everything if self.problem.schedule.priority else reversed(everything):
             begin = start if self.updates_begin_together else landed[block]
-            host = self._sum([block], ("host_update",))
+            host = self._sum([block], (Work.HOST_UPDATE,))
             if self.problem.schedule.priority:
                 total_before, total = total, self._time(f"P[{block}]")
                 add(total >= total_before + host)
@@ -290,12 +305,11 @@ class Program(GatheringRows):
         if self.sends_at_once:
             begin = [backward] * self.num_blocks if self.updates_begin_together else landed
             ready, copied = None, self._add_copies_at_once(backward, begin, updated)
-        kind = FORWARD_AND_UPDATES_PASS if overlaps else UPDATES_PASS
-        end = self._time("T")
+        kind, end = updating_pass(problem), self._time("T")
         self.model.add(end >= self._add_pass(kind, ahead, begin=device_end, updated=ready, copied=copied)[0])
         # The last that the lane does: in its order without priority, block 0.
         self.model.add(end >= updated[-1 if problem.schedule.priority else 0])
-        averaged = self._sum(range(self.num_blocks), ("average",))
+        averaged = self._sum(range(self.num_blocks), (Work.AVERAGE,))
         return later * forward + (problem.micro_batches - 1) * backward + end + averaged
 
     def minimize_step(self, *, ahead: int) -> None:

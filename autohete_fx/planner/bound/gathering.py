@@ -1,10 +1,13 @@
-"""The rows of a pass in which blocks gather or reduce: in come its kind and when updates are done, out come variables of its ends.
+"""The rows of a pass in which blocks gather or reduce.
 
-The rows of `formulation` hold, with what follows in the place of those of one pass. Blocks are by position i, as there. g[i] and
-r[i] are the seconds of i's gather and reduce, u[i] what the up lane copies that i itself waits for, c[i] what its gather waits for,
-x[i] the work that an update does before the gather, w[i] all other. F[i] is when compute is done with i, E[i] when it is with the
-waits at its end, too. A gather of i is issued at the begin of j = max(0, i-1), at A[i]; G[i] is when it ends, N[i] when the reduce
-of i does, V[i] when the up lane is done with c[i]. I[j] is when the program comes to issue gathers at j: E[j-1] in most cases.
+In come its kind and when updates are done, out come variables of its ends.
+
+The rows of `formulation` hold, with what follows in the place of those of one pass. Blocks are by position i, as there. Seconds
+of i's gather and reduce are g[i] and r[i]. The up lane copies u[i] that i itself waits for, and c[i] that its gather waits for.
+An update's work before the gather is x[i], all other work w[i]. F[i] is when compute is done with i, E[i] when it is with the
+waits at its end, too. A gather of i is issued at the begin of j = max(0, i-1), at A[i]. G[i] is when it ends, N[i] when the
+reduce of i does, V[i] when the up lane is done with c[i]. I[j] is when the program comes to issue gathers at j: E[j-1] in most
+cases.
 
     V[i] >= U[j-1] + c[i],  V[i] >= E[j-1-a] + c[i],  V[1] >= V[0] + c[1]
     A[i] >= I[j] + x[i],    A[i] >= V[i] + x[i],  A[1] >= A[0] + x[1],  A[i] >= Q[i] + x[i]
@@ -14,8 +17,9 @@ of i does, V[i] when the up lane is done with c[i]. I[j] is when the program com
     N[i] >= F[i] + r[i],    N[i] >= what net was given before + r[i]
     E[i] >= F[i],           E[i] >= N[i-1],  E[n-1] >= N[n-1]
 
-A forward begins a block j that gathers nothing before it issues the next gather: it waits for what j reads, and does j's update,
-x[j]. Then H[j] is when the up lane is done with that, V[j+1] follows H[j] in the place of U[j-1] and E[j-1-a], and U[j] is V[j+1].
+A forward begins a block j that gathers nothing before it issues the next gather. It waits for what j reads, and does j's
+update, x[j]. Then H[j] is when the up lane is done with that, V[j+1] follows H[j] in the place of U[j-1] and E[j-1-a], and U[j]
+is V[j+1].
 
     H[j] >= U[j-1] + u[j],  H[j] >= E[j-1-a] + u[j],  I[j] >= x[j] + each of E[j-1], H[j], Q[j]
 
@@ -25,20 +29,20 @@ Copies down of what is reduced follow N[i] and F[i+1] and are waited for a block
     D[i] >= F[i] + d[i],  D[i] >= N[i-1] + d[i],  E[i+a] >= D[i]       where it does not
     D[i] >= D[i-1] + d[i],  E[n-1] >= D[n-1]
 
-Q is the chain of copies of what was updated on the host, which `formulation` has for distances above 1, or of what updates send at
-once: a forward waits for blocks in their order, so that all up to i have what they need at A[i].
+Q is the chain of copies of what was updated on the host. `formulation` has it for distances above 1, and for what updates send
+at once. A forward waits for blocks in their order, so that all up to i have what they need at A[i].
 
-These rows bound all plans with prefetch distances up to a. Net works in the order of the program, so its rows are what happens. All
-that is copied up for what is waited for up to A[i] is V[i]'s, and issued no sooner than a blocks before that; it takes one lane, in
+These rows bound all plans with prefetch distances up to a. Net works in the order of the program, so its rows are what happens.
+Copies up that are waited for up to A[i] are V[i]'s, and issued no sooner than a blocks before that. They take one lane, in
 whatever order. For a = 1 they are the simulator but for a backward's reloads, which the up lane may do before it does c.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ortools.sat.python import cp_model
 
 from autohete_fx.planner.bound.variables import Linear, Variables
-from autohete_fx.planner.model.choices import PassKind, slots_of
+from autohete_fx.planner.model.work import UPDATES_LANE, PassKind, Work, slots_of
 
 
 class GatheringRows(Variables):
@@ -73,7 +77,7 @@ class GatheringRows(Variables):
 
     def _add_copies_of_updated(self, block: int, kind: PassKind, updated: Linear, previous: Linear) -> cp_model.IntVar:
         """The chain Q, for distances above 1."""
-        copied, copies = self._time(f"Q[{block}]"), self._sum([block], kind.up, on_host=True)
+        copied, copies = self._time(f"Q[{block}]"), self._sum([block], kind.of(UPDATES_LANE.before), on_host=True)
         self.model.add(copied >= updated + copies)
         self.model.add(copied >= previous + copies)
         return copied
@@ -145,7 +149,7 @@ class _Pass:
         program, block = self.program, self.order[at]
         read, self.issued[at], self.gathered[at] = (program._time(f"{name}[{block}]") for name in "VAG")
         slots = self.slots[at]
-        copies, work, gather = (self._sum(at, names) for names in (slots.ahead, slots.work_ahead, slots.gather))
+        copies, work, gather = (self._sum(at, works) for works in (slots.ahead, slots.work_ahead, slots.gather))
         for earliest in lane:
             self.add(read >= earliest + copies)
         for earliest in (before, read, *([self.copied[at]] if self.copied is not None else [])):
@@ -183,5 +187,5 @@ class _Pass:
             self.add(self.downs[at] >= earliest + copies)
         self.down = self.downs[at]
 
-    def _sum(self, at: int, names: tuple[str, ...]) -> Linear:
-        return self.program._sum([self.order[at]], names)
+    def _sum(self, at: int, works: Iterable[Work]) -> Linear:
+        return self.program._sum([self.order[at]], works)

@@ -1,5 +1,6 @@
-"""The variables of an integer program, and sums of what their options are worth: in comes a problem, out comes a model that has
-nothing but choices. `formulation` has the mathematics, and adds the rows.
+"""The variables of an integer program, and sums of what their options are worth.
+
+In comes a problem, out comes a model that has nothing but choices. `formulation` has the mathematics, and adds the rows.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,17 +11,16 @@ from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 
 from autohete_fx.ir import BlockDecision, Overlap, Problem
-from autohete_fx.planner.model.choices import (
-    COPY_WEIGHT,
-    DURATIONS,
-    MOVED_IN_PASSES,
-    Durations,
-    activation_choices,
-    durations,
-    joined,
-    place_choices,
-)
+from autohete_fx.planner.model.choices import activation_choices, joined, place_choices
 from autohete_fx.planner.model.figures import overlap_of, sends_at_once
+from autohete_fx.planner.model.work import (
+    COPY_WEIGHT,
+    MOVED_IN_PASSES,
+    MOVED_ONCE,
+    Work,
+    added_up,
+    durations,
+)
 
 TICKS = 2**20
 
@@ -46,7 +46,7 @@ class Variables:
         self.overlap = overlap_of(problem)
         self.updates_begin_together = self.overlap is not Overlap.BACKWARD
         self.sends_at_once = sends_at_once(problem)
-        self.ticks = [self._ticks_of(block) for block in range(self.num_blocks)]
+        self._seconds = [self._seconds_of(block) for block in range(self.num_blocks)]
         self.on_host = [
             np.array([*[False] * len(treated), *[place.updates_on_host for place in placed]])
             for treated, placed in zip(self.treated, self.placed, strict=True)
@@ -76,16 +76,17 @@ class Variables:
         treated, placed = np.split(worth, [len(self.treated[block])])
         return np.concatenate([treated - treated[0], placed])
 
-    def _ticks_of(self, block: int) -> dict[str, NDArray[np.int64]]:
-        """By lane and pass, the ticks of every option of a block, rounded down."""
-        seconds = self._of_block(block, lambda option: DURATIONS(durations(self.problem, block, option)))
-        ticks = dict(
-            zip(Durations.__dataclass_fields__, np.floor(seconds / self.tick_s).astype(np.int64).T, strict=True)
-        )
-        # What updates copy up counts once: as what a pass issues, or as what it does not.
-        for name in ("update_up",) if self.sends_at_once else ("upload", "states"):
-            ticks[name] = np.zeros_like(ticks[name])
-        return ticks
+    def _seconds_of(self, block: int) -> NDArray[np.float64]:
+        """By kind of work, the seconds of every option of a block."""
+        return self._of_block(block, lambda option: durations(self.problem, block, option).seconds).T
+
+    def _ticks(self, block: int, works: Iterable[Work]) -> NDArray[np.int64]:
+        """By option of a block, the ticks of some work, rounded down."""
+        found = np.zeros(self._seconds[block].shape[1], dtype=np.int64)
+        for together in added_up(works):
+            seconds = self._seconds[block][[work.index for work in together]].sum(axis=0)
+            found += np.floor(seconds / self.tick_s).astype(np.int64)
+        return found
 
     def _weighted(self, by_block: Sequence[NDArray[np.int64]], blocks: Iterable[int] | None = None) -> Linear:
         """The sum over blocks of what the chosen option is worth; ``by_block`` in the order of ``blocks``, or all."""
@@ -97,10 +98,10 @@ class Variables:
                 weights.append(int(values[option]))
         return cp_model.LinearExpr.weighted_sum(variables, weights)
 
-    def _sum(self, blocks: Iterable[int], names: tuple[str, ...], *, on_host: bool = False) -> Linear:
-        """Ticks of some blocks; only of options that update on the host if asked."""
-        listed = list(blocks)
-        values = [sum(self.ticks[block][name] for name in names) for block in listed]
+    def _sum(self, blocks: Iterable[int], works: Iterable[Work], *, on_host: bool = False) -> Linear:
+        """Ticks of some blocks' work; only of options that update on the host if asked."""
+        listed, summed = list(blocks), tuple(works)
+        values = [self._ticks(block, summed) for block in listed]
         if on_host:
             values = [ticks * self.on_host[block] for block, ticks in zip(listed, values, strict=True)]
         return self._weighted(values, listed)
@@ -115,10 +116,9 @@ class Variables:
 
     def _ticks_of_copies(self) -> Linear:
         passes = self.problem.micro_batches if self.problem.training else 1
-        once = ("update_up", "upload", "states", "update_down", "average")
         values = [
-            COPY_WEIGHT * (passes * sum(ticks[name] for name in MOVED_IN_PASSES) + sum(ticks[name] for name in once))
-            for ticks in self.ticks
+            COPY_WEIGHT * (passes * self._ticks(block, MOVED_IN_PASSES) + self._ticks(block, MOVED_ONCE))
+            for block in range(self.num_blocks)
         ]
         return self._weighted([np.floor(each).astype(np.int64) for each in values])
 

@@ -29,11 +29,12 @@ def device_bytes(problem: Problem, blocks: Sequence[int], decisions: Sequence[Bl
     """Device bytes of blocks in every span, each under the decision at its place, at its own prefetch distance: by
     place and span.
 
-    Spans are the pieces of work of blocks 0..n-1 in a pass, pass after pass: the first forward of a step, which under an
-    overlapping schedule waits for updates; in training the last backward; with several micro-batches a forward of a
-    later one, where gradients are there already; and where states may be streamed or updates need a workspace, the pass of the
-    updates, of which an overlapping schedule has only the begin. In the last micro-batch's backward its gradients come on top of
-    accumulated ones. All passes but the first forward and the updates have the other micro-batches in flight beside them.
+    Spans are the pieces of work of blocks 0..n-1 in a pass, pass after pass. First comes the first forward of a step, which
+    under an overlapping schedule waits for updates. In training the last backward follows. With several micro-batches there is
+    a forward of a later one, where gradients are there already. Where states may be streamed or updates need a workspace, the
+    pass of the updates comes last. An overlapping schedule has only the begin of it. In the last micro-batch's backward its
+    gradients come on top of accumulated ones. All passes but the first forward and the updates have the other micro-batches in
+    flight beside them.
     """
     use = _Use(problem, blocks, decisions)
     if not problem.training:

@@ -27,17 +27,23 @@ def limits_of(problem: Problem) -> tuple[int | None, int | None, int]:
 
 
 def sends_at_once(problem: Problem) -> bool:
-    """Whether what updates copy up goes in what time the lane has left: states from the step on, what was updated on the host when
-    its update ends. Else the forward issues it with its other copies, which comes to nearly the same where the lane gets it in
-    the order in which blocks need it, and takes far less to count."""
+    """Whether copies up of updates go in what time the lane has left.
+
+    States go from the step on, blocks updated on the host when their update ends.
+
+    Else the forward issues them with its other copies. That comes to nearly the same where the lane gets them in the order in
+    which blocks need them, and takes far less to count.
+    """
     overlap = overlap_of(problem)
     in_turn = overlap is Overlap.STEP and problem.schedule.priority
     return problem.training and overlap is not Overlap.NONE and not in_turn
 
 
 def host_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
-    """Host memory for the homes of one block: parameters, optimizer states, gradients, offloaded activations, and the host's
-    copies of parameters that it updates and that live in memory of the device's own."""
+    """Host memory for the homes of one block, in bytes: parameters, optimizer states, gradients, offloaded activations.
+
+    It includes the host's copies of parameters that it updates and that live in memory of the device's own.
+    """
     cost = problem.costs[block]
     total = cost.param_bytes if decision.params is Params.HOST else 0
     total += cost.states_at(decision, Optimizer.HOST, Optimizer.STREAMED)
@@ -93,8 +99,11 @@ def collective_s(problem: Problem, num_bytes: int) -> float:
 
 
 def average_s(problem: Problem, block: int, decision: BlockDecision) -> float:
-    """Seconds in which replicas average the gradients of a block, after the last backward and before any update: an all-reduce by a
-    ring of them, and for gradients at home on the host a way up to the device and back. Nothing else runs meanwhile."""
+    """Seconds in which replicas average the gradients of a block, after the last backward and before any update.
+
+    An all-reduce by a ring of them takes these, and gradients at home on the host a way up to the device and back. Nothing else
+    runs meanwhile.
+    """
     cost, machine, count = problem.costs[block], problem.machine, problem.num_replicas
     if count == 1 or not cost.grad_bytes or not machine.replica_net_bytes_per_s:
         return 0.0

@@ -1,7 +1,7 @@
 """The lanes of a replay: in come pieces of work in the order of the program, out come clocks, busy seconds and events.
 
-Every lane works in the order in which it is given work. The compute lane's clock is the program's: work is given to another lane
-at that time, and the program waits for it by name and block.
+Every lane works in the order in which it is given work. The compute lane's clock is the program's. Work is given to another
+lane at that time, and the program waits for it by name and block.
 """
 
 from autohete_fx.ir import Lane, Machine

@@ -1,6 +1,7 @@
-"""A lane that does whatever is there and most urgent, a little at a time: in come pieces of work, out comes when they are done.
+"""A lane that does whatever is there and most urgent, a little at a time. In come pieces of work, out comes when they are done.
 
-The blocks' work is asked for in the order of its urgency, so all of it takes what that before it has left of the lane's time.
+The blocks' work is asked for in the order of its urgency. All of it thus takes the lane's time that the work before it has
+left.
 """
 
 import bisect

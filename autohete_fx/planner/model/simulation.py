@@ -6,6 +6,11 @@ from dataclasses import dataclass, replace
 from autohete_fx.ir import Lane, LaneTime
 from autohete_fx.planner.model.device_memory import Contributor, MemoryLevel
 
+FORWARD = "forward"
+BACKWARD = "backward"
+OPTIMIZER_STEP = "optimizer step"
+"""The phases of a step."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:

@@ -9,8 +9,8 @@ def serve(
 ) -> Iterator[tuple[int, float, float]]:
     """Pieces of work as block, begin and end, in order; a block's last piece ends its update.
 
-    By ``priority`` the lowest block that is there is served, and one that comes meanwhile and is lower goes first at once;
-    else blocks are served whole, in the order in which they come, the highest first of those that come together.
+    By ``priority`` the lowest block that is there is served, and one that comes meanwhile and is lower goes first at once. Else
+    blocks are served whole, in the order in which they come, the highest first of those that come together.
     """
     coming = sorted(ready_at, key=lambda block: (ready_at[block], -block))
     rank = {block: block if priority else place for place, block in enumerate(coming)}

@@ -1,22 +1,23 @@
 """Annealing: in come assignments that keep the budgets, out come some that keep them, of which the first scores no worse.
 
 Local search (`improve`) looks at every change before it makes one: for many blocks that is too many. Here many assignments walk
-side by side, each by a change at random that is taken where it helps, and where it does not with a chance that shrinks as
-work runs out. A change is of what a block does with its activations or of its places, sometimes with another prefetch distance,
-or of that alone, in one block or in two, which may also exchange what they do. It changes more often than not to what
-some block of some walk does, since most choices are in no good plan. Now and then walks *mate*: blocks that follow each other
-are good together, so a walk takes some from another. A walk may leave the budgets, at a price that rises; what is returned keeps
+side by side, each by a change at random. It is taken where it helps, and where it does not with a chance that shrinks as work
+runs out. A change is of what a block does with its activations or of its places, sometimes with another prefetch distance, or
+of that alone. It is in one block or in two, which may also exchange what they do. It changes more often than not to what some
+block of some walk does, since most choices are in no good plan. Now and then walks *mate*: blocks that follow each other are
+good together, so a walk takes some from another. A walk may leave the budgets, at a price that rises; what is returned keeps
 them.
 
-Most changes of a good plan change nothing: the step takes what its longest chain of work and waits takes, and whatever is
-not on that chain is free. Walks therefore also pay what settings *waste*: their reduced costs in the relaxation, which
-has a price for every lane in every pass and for memory at every moment. That leads them to assignments which leave lanes and
-memory to others, and from which a better step is not far. And they pay for *lateness*: of all blocks of the first pass, not only of
-the last one. That pass is the forward wherever updates overlap with it, and waits for them; the sooner a block is done, the more
-can be copied in what is left of the step. Among many plans in which one thing alone decides when a step ends, lateness tells
-which is near a better one.
+Most changes of a good plan change nothing. The step takes what its longest chain of work and waits takes, and whatever is not
+on that chain is free. Walks therefore also pay what settings *waste*. That is their reduced costs in the relaxation, which has
+a price for every lane in every pass and for memory at every moment. That leads them to assignments which leave lanes and memory
+to others, and from which a better step is not far. And they pay for *lateness*: of all blocks of the first pass, not only of
+the last one. That pass is the forward wherever updates overlap with it, and waits for them. The sooner a block is done, the
+more can be copied in what is left of the step. Among many plans in which one thing alone decides when a step ends, lateness
+tells which is near a better one.
 
-The random numbers are the same on every run. All is counted by NumPy, for many walks at once (`walks`, `arrays`).
+The random numbers are the same on every run. All is counted by NumPy, for many walks at once (`walks`, `arrays`). Walks cool as
+their work is done. Where the clock will end it first, on a slow or busy machine, they cool with the clock: hot walks are of no use.
 """
 
 import time
@@ -25,8 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autohete_fx.ir import BlockDecision
-from autohete_fx.planner.model.choices import COPY_WEIGHT, copies, place_of, treatment_of
+from autohete_fx.planner.model.choices import copies, place_of, treatment_of
 from autohete_fx.planner.model.figures import limits_of
+from autohete_fx.planner.model.work import COPY_WEIGHT
 from autohete_fx.planner.search.arrays import Rows
 from autohete_fx.planner.search.improve import Search
 from autohete_fx.planner.search.passes import Seconds
@@ -54,24 +56,31 @@ _OTHERS = 32
 """Walks whose ends are looked at."""
 _MOST_UNITS = 2**23
 """Units of memory: half as many as float32 counts, since what blocks take is rounded up."""
+_CLOCK_SHARE = 0.95
+"""The share of the time left that walks may take, so that some is for what comes after."""
 _ROUNDS = 100
 """After so many some walks follow the best."""
 
 
 def anneal(search: Search, terms: Terms, starts: Rows, *, work: int, enough_s: float = 0.0, heat: Heat = HEAT) -> Rows:
-    """Walk from all ``starts``, which keep the budgets, until ``work`` blocks are replayed, a step takes ``enough_s`` or less, or
-    the search's deadline is there; returns the best found, and after it where the best of other walks are that keep the budgets.
-    ``terms`` are of the search's replays."""
+    """Walk from all ``starts``, which keep the budgets.
+
+    It ends when ``work`` blocks are replayed, a step takes ``enough_s`` or less, or the search's deadline is there. Returns the
+    best found, and after it where the best of other walks are that keep the budgets. ``terms`` are of the search's replays.
+    """
     random, blocks = np.random.default_rng(0), search.replays.num_blocks
     numbers = at_distances(search.replays, terms, starts)
     scores = search.score(starts)
     walks = Walks(terms, numbers, int(np.argmin(scores)), float(scores.min()), WALKS)
     hottest, rounds = max(heat.coldest, heat.hottest / blocks), max(1, work // (WALKS * blocks))
-    lateness = np.resize(heat.lateness, WALKS)
+    lateness, began, clock = np.resize(heat.lateness, WALKS), time.monotonic(), 0.0
     for at in range(rounds):
-        if at % heat.mating == 0 and (time.monotonic() > search.deadline or walks.best_score <= enough_s):
-            break
-        done = at / rounds
+        if at % heat.mating == 0:
+            clock = _spent(began, search.deadline)
+            if clock >= 1 or walks.best_score <= enough_s:
+                break
+        # Squared: walks that have just enough time may be slower than the clock for a while, and cool by their work alone.
+        done = max(at / rounds, clock**2)
         prices = Prices(
             degrees=walks.best_score * hottest * (heat.coldest / hottest) ** done,
             memory=walks.best_score * heat.first_price * (heat.last_price / heat.first_price) ** done,
@@ -89,6 +98,12 @@ def anneal(search: Search, terms: Terms, starts: Rows, *, work: int, enough_s: f
     )
     found = np.concatenate([found, others[search.fitting(others)]])
     return found[np.argsort(search.score(found), kind="stable")]
+
+
+def _spent(began: float, deadline: float) -> float:
+    """The share that is over of the time that walks may take."""
+    left_s = _CLOCK_SHARE * (deadline - began)
+    return (time.monotonic() - began) / left_s if left_s > 0 else 1.0
 
 
 def at_distances(replays: Replays, terms: Terms, starts: Rows) -> Rows:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from autohete_fx.planner.model.work import COPY_LANES, GRADIENTS_LANE, UPDATES_LANE
 from autohete_fx.planner.search.gathering import Collectives, Gathering, GatheringPasses, run_shared_gathering
 from autohete_fx.planner.search.passes import NEVER, Copies, Passes, Seconds, SharedUp, run_shared
 from autohete_fx.planner.search.updates import all_updated, each_updated, idle_time
@@ -17,6 +18,7 @@ Rows = NDArray[np.int64]
 
 _FIRST, _BACKWARD, _FORWARD = range(3)
 _WORK = 0
+_UP, _DOWN = map(COPY_LANES.index, (UPDATES_LANE, GRADIENTS_LANE))
 _DEVICE, _HOST, _UPLOADS, _STATES, _WAITS, _AVERAGE = range(6)
 
 
@@ -47,12 +49,12 @@ class Tables(NamedTuple):
 
     Attributes:
         rules: of the problem.
-        lanes: seconds of work, copies up and copies down by pass, kind, block and setting. The first pass waits for updates; the
-            second is a backward, the last block first; a third is a forward, where the first is not that.
+        lanes: seconds by pass, kind, block and setting. Kinds: work, then the sides of `work.COPY_LANES`. The first pass waits
+            for updates. The second is a backward, the last block first; a third is a forward, where the first is not that.
         distance: prefetch distances by block and setting, 0 where nothing is copied.
-        updates: by kind, block and setting, seconds of updates on the device and on the host, and of uploads and streamed states
-            that no pass issues; 0 where the first pass's copies up wait for an update on the host, else NEVER; and of the mean
-            over replicas, before which no update begins.
+        updates: by kind, block and setting, seconds of updates on the device and on the host, and of uploads and streamed
+            states outside of passes. It has 0 where the first pass's copies up wait for an update on the host, else NEVER. It
+            also has the seconds of the mean over replicas, before which no update begins.
         gathering: what passes with collectives have besides; None where there are none.
     """
 
@@ -107,13 +109,18 @@ class Assignments:
 
     def _lanes_of(self, columns: slice) -> list[Copies]:
         """Views of what lanes copy in some columns; the order of figures is that of `_tables_of_kinds`."""
-        figures, slots = self._figures[..., columns], len(self.distances)
+        figures, slots, at, lanes = self._figures[..., columns], len(self.distances), 1, []
         many = slots if slots > 1 else 0
-        never, down = figures[1 + slots : 1 + slots + many], 1 + slots + many
-        return [
-            Copies(figures[1 : 1 + slots], never, figures[0, :0], figures[:0]),
-            Copies(figures[:0], figures[:0], figures[down], figures[down + 1 : down + 1 + many]),
-        ]
+        for lane in COPY_LANES:
+            found = Copies(figures[:0], figures[:0], figures[0, :0], figures[:0])
+            if lane.before:
+                found = found._replace(up=figures[at : at + slots], up_never=figures[at + slots : at + slots + many])
+                at += slots + many
+            if lane.after:
+                found = found._replace(down=figures[at], down_never=figures[at + 1 : at + 1 + many])
+                at += 1 + many
+            lanes.append(found)
+        return lanes
 
     def _collectives_of(self, columns: slice) -> Collectives:
         """Likewise of what passes with collectives have besides, which comes last."""
@@ -172,7 +179,7 @@ class Assignments:
             self._passes.run(self._begin)
             return
         until, passes = self._until(start), self._passes
-        never = self._first[0].up_never if len(self.distances) > 1 else np.zeros_like(until[None])
+        never = self._first[_UP].up_never if len(self.distances) > 1 else np.zeros_like(until[None])
         if not isinstance(passes, GatheringPasses) or self._gathering is None:
             passes.run(self._begin, until + never)
             return
@@ -190,8 +197,8 @@ class Assignments:
     def _shared(self, start: Seconds) -> Seconds:
         """When blocks of the first pass are done, whose copies up share their lane with those of updates. The others have run."""
         rules, updates, passes, own = self.rules, self._updates, self._passes, slice(0, self.count)
-        (up, down), (arrived, _), (_, landed) = self._first, passes.arrived, passes.landed
-        ended, of_others = passes.ends[-1, own], self._others[0]
+        up, down, arrived, landed = self._first[_UP], self._first[_DOWN], passes.arrived[_UP], passes.landed[_DOWN]
+        ended, of_others = passes.ends[-1, own], self._others[_UP]
         busy = zip(arrived[:, own] - ended, of_others.up[..., own].sum(axis=0), strict=True)
         issued_s, gathering = up.up.sum(axis=0), self._gathering
         if isinstance(passes, GatheringPasses) and gathering is not None:
@@ -219,17 +226,24 @@ class Assignments:
 
 
 def _tables_of_kinds(tables: Tables, distances: Sequence[int]) -> list[Seconds]:
-    """By pass and number of settings, in the order of `Assignments`: work; copies up by distance; where there are several
-    distances, 0 where there is such a copy, else NEVER; copies down; likewise; and where there are collectives, what
-    `Collectives` has."""
+    """By pass and number of settings, in the order of `Assignments`: work; lane by lane copies before blocks' work, by distance,
+    and where there are several distances, 0 where there is such a copy, else NEVER; copies after it; likewise; and where there are
+    collectives, what `Collectives` has."""
     apart, found = len(distances) > 1, []
     is_at = [tables.distance == far for far in distances] if apart else [np.ones(tables.distance.shape, dtype=bool)]
 
     def never(copied: Seconds) -> list[Seconds]:
         return [np.where(here & (copied > 0), 0.0, NEVER) for here in is_at]
 
-    for i, (work, up, down) in enumerate(tables.lanes):
-        kinds = [work, *(np.where(here, up, 0.0) for here in is_at), *never(up) * apart, down, *never(down) * apart]
+    for i, (work, *copied) in enumerate(tables.lanes):
+        kinds, sides = [work], iter(copied)
+        for lane in COPY_LANES:
+            if lane.before:
+                up = next(sides)
+                kinds += [*(np.where(here, up, 0.0) for here in is_at), *never(up) * apart]
+            if lane.after:
+                down = next(sides)
+                kinds += [down, *never(down) * apart]
         if tables.gathering is not None:
             ahead, late, *others = tables.gathering.figures[i]
             kinds += [

@@ -1,9 +1,9 @@
 """Passes with collectives, for many assignments side by side: `passes` where ranks share blocks, and what that adds to it.
 
-Net is one more lane in order: a gather is issued a block ahead of its use and waited for there, a reduce after its block's work and
-waited for a block later. Copies up that gathers read are *ahead*: needed a block before the others. Copies down of what reduces
-make are *late*: issued a block after the others. All is by position, as in `passes`, so that a forward and a backward run side by
-side; what is ahead in one of them may not be in the other, and takes no time there.
+Net is one more lane in order. A gather is issued a block ahead of its use and waited for there. A reduce follows its block's
+work and is waited for a block later. Copies up that gathers read are *ahead*: needed a block before the others. Copies down of
+what reduces make are *late*: issued a block after the others. All is by position, as in `passes`, so that a forward and a
+backward run side by side. Work that is ahead in one of them may not be in the other, and takes no time there.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ class Gathering(NamedTuple):
     """The figures of every setting of every block that only passes with collectives have.
 
     Attributes:
-        figures: seconds by pass, kind, block and setting. Kinds: copies up that are ahead; copies down that are late; work before
-            the block's gather, and before that of the next block where it has none itself; gather; reduce.
+        figures: seconds by pass, kind, block and setting. Kinds: copies up ahead; copies down that are late; work before the
+            block's gather; that before the next block's where it has none; gather; reduce.
         leads: by block, whether its forward gathers.
         reduces: by block, whether its gradients are reduced.
-        forwards: by pass, whether it waits for what blocks copy up before it issues the next one's gather; None where no block
+        forwards: by pass, whether it waits for what blocks copy up before it issues the next one's gather. None where no block
             that gathers nothing copies anything up.
     """
 

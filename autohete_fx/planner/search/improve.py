@@ -1,9 +1,9 @@
 """Local search: in comes an assignment that keeps the budgets, out comes one that keeps them and scores no worse.
 
-The integer program is exact at prefetch distance 1 only, and may end before it is done. The search knows all distances.
-It changes the setting of one block, and where that no longer helps, of two: one that gives up memory and one that
-uses it. AutoHete's safe prefetch is the special case that changes a distance alone. A *score* is the seconds of a step
-and, so that plans that are as fast copy as little as they can, ``COPY_WEIGHT`` times the seconds of all its copies.
+The integer program is exact at prefetch distance 1 only, and may end before it is done. The search knows all distances. It
+changes the setting of one block, and where that no longer helps, of two: one that gives up memory and one that uses it.
+AutoHete's safe prefetch is the special case that changes a distance alone. A *score* is the seconds of a step plus
+``COPY_WEIGHT`` times the seconds of all its copies. Plans that are as fast therefore copy as little as they can.
 
 Work is counted in replayed blocks and not in seconds: the same input gives the same result. Only ``deadline`` depends on
 the clock.
@@ -14,8 +14,8 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from autohete_fx.planner.model.choices import COPY_WEIGHT
 from autohete_fx.planner.model.figures import limits_of
+from autohete_fx.planner.model.work import COPY_WEIGHT
 from autohete_fx.planner.search.arrays import Rows
 from autohete_fx.planner.search.passes import Seconds
 from autohete_fx.planner.search.replays import Replays
@@ -73,8 +73,11 @@ class Search:
         return best
 
     def repair(self, row: Rows) -> Rows | None:
-        """Change one block after the other until the budgets are kept, each time the one that costs least time for what
-        it frees, to what holds least, which is at distance 1; None where no change frees anything."""
+        """Change one block after the other until the budgets are kept.
+
+        Each time it is the one that costs least time for what it frees, to what holds least, which is at distance 1. None where
+        no change frees anything.
+        """
         while not self.over:
             blocks, to = self._changes_from(row)
             nearest = self.replays.distance[blocks, to] == 1

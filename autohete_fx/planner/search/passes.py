@@ -1,8 +1,9 @@
 """Passes over all blocks for many assignments side by side: in come figures of what blocks do, out comes when passes are done.
 
-Every number is an array over *columns*: an assignment has one in each pass, and passes that do not depend on each other run side
-by side, as more columns. How often NumPy is asked counts as much as for how many columns, so nothing is compared or masked on the
-way: what an assignment does not do takes no time, or is there at ``NEVER``. Blocks are by *position*, in the order of their pass.
+Every number is an array over *columns*. An assignment has one in each pass, and passes that do not depend on each other run
+side by side, as more columns. How often NumPy is asked counts as much as for how many columns, so nothing is compared or masked
+on the way. Work that an assignment does not do takes no time, or is there at ``NEVER``. Blocks are by *position*, in the order
+of their pass.
 
 Copies are told apart by prefetch distance, of which a search allows few (`Tables.distances`); where it allows one, they need
 not be. A lane is a table here, `Copies`: a new one is one more in the list that `run` gets.
@@ -171,8 +172,9 @@ def run_shared(
 class SharedUp:
     """When copies up are done that share their lane with those of updates, the lower block always first, block after block.
 
-    Blocks 0..b have all they need when the first of their copies to come, of those that keep the lane busy from then on, and all
-    that come after it are done: the largest over copies k of when k comes plus the seconds of those that do not come before.
+    Blocks 0..b have all they need when some of their copies are done. They are the first to come of those that keep the lane
+    busy from then on, and all after it. That is the largest over copies k of when k comes plus the seconds of those that do not
+    come before.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
 """Thousands of replays at once: in come arrays of settings, out come their seconds and bytes, as `simulate` finds them.
 
-A *setting* is a decision of one block with its prefetch distance; `Replays.settings` lists those of every block, and an
-assignment is a row of indices into these lists, one a block. Seconds follow the program of `simulate` exactly, lane by
-lane, but without events (`arrays`); memory is a sum of `device_use.device_bytes`. Tests hold both to `simulate`,
-which stays the judge of what is returned.
+A *setting* is a decision of one block with its prefetch distance. `Replays.settings` lists those of every block, and an
+assignment is a row of indices into these lists, one a block. Seconds follow the program of `simulate` exactly, lane by lane,
+but without events (`arrays`); memory is a sum of `device_use.device_bytes`. Tests hold both to `simulate`, which stays the
+judge of what is returned.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -14,20 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autohete_fx.ir import BlockDecision, Overlap, Problem
-from autohete_fx.planner.model.choices import (
-    BACKWARD_PASS,
-    DURATIONS,
-    FORWARD_AND_UPDATES_PASS,
-    FORWARD_PASS,
-    MAX_PREFETCH_DISTANCE,
-    UPDATES_PASS,
-    Durations,
-    PassKind,
-    choices,
-    copies,
-    durations,
-    slots_of,
-)
+from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE, choices, copies
 from autohete_fx.planner.model.device_use import device_bytes
 from autohete_fx.planner.model.figures import (
     Whole,
@@ -37,6 +24,18 @@ from autohete_fx.planner.model.figures import (
     overlap_of,
     sends_at_once,
     whole_of,
+)
+from autohete_fx.planner.model.work import (
+    BACKWARD_PASS,
+    COPY_LANES,
+    FORWARD_PASS,
+    SENT,
+    PassKind,
+    Work,
+    added_up,
+    durations,
+    slots_of,
+    updating_pass,
 )
 from autohete_fx.planner.search.arrays import Assignments, Rows, Rules, Tables
 from autohete_fx.planner.search.gathering import GATHERING_KINDS, Gathering
@@ -74,33 +73,31 @@ class Replays:
         )
         self.distance = np.array([[s.prefetch_distance for s in settings] for settings in padded])
         tables = np.array([self._figures(b, of_block, width) for b, of_block in enumerate(allowed)]).transpose(2, 0, 1)
-        self._took = dict(zip(Durations.__dataclass_fields__, tables, strict=False))
-        self.forward, self.backward, self.update = (
-            np.stack([self._took[f"{kind}_{what}"] for what in ("work", "up", "down")])
-            for kind in ("forward", "backward", "update")
-        )
-        self.net = self._took["forward_gather"], self._took["backward_gather"] + self._took["reduce"]
-        self.device_update, self.host_update = self._took["device_update"], self._took["host_update"]
-        self.copies_s, *elsewhere, on_host = tables[len(self._took) :]
+        self._took = tables[: len(Work)]
+        self.copies_s, *elsewhere, on_host = tables[len(Work) :]
         self.elsewhere = np.stack(elsewhere).astype(np.int64)
         self.tables = self._pass_tables(on_host > 0)
+
+    def takes(self, works: Iterable[Work]) -> Seconds:
+        """Seconds of some work, all together, by block and setting."""
+        return _added(self._took, works)
 
     def _pass_tables(self, on_host: NDArray[np.bool_]) -> Tables:
         """Of the passes of a step: what waits for updates; the last backward; a forward, where the first is not that."""
         problem, overlap = self.problem, overlap_of(self.problem)
         synchronous, at_once = overlap is Overlap.NONE, sends_at_once(problem)
-        sent = np.stack([self._took["upload"], self._took["states"]])
-        updated_up = sent[0] if synchronous else sent[0] + self.forward[1]
-        passes, kinds = [self.forward], [FORWARD_PASS]
+        kinds = [FORWARD_PASS]
         if problem.training:
-            passes = [self.update.copy() if synchronous else self.forward + self.update, self.backward]
-            passes[0][1] -= sent.sum(axis=0) * at_once
-            kinds = [UPDATES_PASS if synchronous else FORWARD_AND_UPDATES_PASS, BACKWARD_PASS]
+            kinds = [updating_pass(problem), BACKWARD_PASS]
             if synchronous or self.micro_batches > 1:
-                passes.append(self.forward)
                 kinds.append(FORWARD_PASS)
-        waits = on_host & (self.host_update > 0) & (updated_up > 0)
-        lanes = np.stack(passes)
+        sides = [side for lane in COPY_LANES for side in lane.sides]
+        lanes = np.stack(
+            [[self.takes(kind.computes), *(self.takes(kind.of(side)) for side in sides)] for kind in kinds]
+        )
+        updated_up = self.takes((Work.UPLOAD,) if synchronous else (Work.FETCH, Work.UPLOAD))
+        host_update = self.takes((Work.HOST_UPDATE,))
+        waits = on_host & (host_update > 0) & (updated_up > 0)
         gathering = self._gathering(lanes, kinds)
         return Tables(
             rules=Rules(
@@ -116,11 +113,11 @@ class Replays:
             distance=self.distance * _is_copied(lanes, gathering),
             updates=np.stack(
                 [
-                    self.device_update,
-                    self.host_update,
-                    *sent * at_once,
+                    self.takes((Work.DEVICE_UPDATE,)),
+                    host_update,
+                    *(self.takes((work,)) * at_once for work in SENT),
                     np.where(waits, 0.0, NEVER),
-                    self._took["average"],
+                    self.takes((Work.AVERAGE,)),
                 ]
             ),
             gathering=gathering,
@@ -131,14 +128,15 @@ class Replays:
         problem, blocks = self.problem, range(self.num_blocks)
         if all(whole_of(problem, block) == Whole() for block in blocks):
             return None
-        took = {**self._took, "update_up": self._took["update_up"] * (not sends_at_once(problem))}
+        sides = [side for lane in COPY_LANES for side in lane.sides]
         found = np.zeros((len(kinds), GATHERING_KINDS, *lanes.shape[2:]))
         for kind, own, of_all in zip(kinds, found, lanes, strict=True):
             for block in blocks:
                 s = slots_of(problem, block, kind)
-                parts = s.ahead, s.late, s.work_ahead, s.work_first, s.gather, s.reduce, s.work, s.up, s.down
-                for figures, names in zip((*own, *of_all), parts, strict=True):
-                    figures[block] = sum(took[name][block] for name in names)
+                copied = [[work for work in (*s.up, *s.down) if work in side] for side in sides]
+                parts = s.ahead, s.late, s.work_ahead, s.work_first, s.gather, s.reduce, s.work, *copied
+                for figures, works in zip((*own, *of_all), parts, strict=True):
+                    figures[block] = _added(self._took[:, block], works)
         leads = np.array([slots_of(problem, block, FORWARD_PASS).gathers for block in blocks])
         forwards = np.array([not kind.reverse for kind in kinds])
         others_wait = (lanes[forwards, 1] > 0).any(axis=(0, 2)) | found[:, 3].any(axis=(0, 2))
@@ -156,7 +154,7 @@ class Replays:
         for option in options:
             took = durations(self.problem, block, option)
             elsewhere = host_bytes(self.problem, block, option), disk_bytes(self.problem, block, option)
-            rows.append((*DURATIONS(took), took.copies(self.micro_batches), *elsewhere, option.updates_on_host))
+            rows.append((*took.seconds, took.moving_s(self.micro_batches), *elsewhere, option.updates_on_host))
         figures = np.repeat(rows, [len(self._distances(option)) for option in options], axis=0)
         return np.concatenate([figures, np.repeat(figures[:1], width - len(figures), axis=0)])
 
@@ -213,6 +211,14 @@ class Replays:
     def copied_seconds(self, rows: Rows) -> Seconds:
         """Seconds of copies and collectives in a step under each row, hidden ones included."""
         return self.copies_s[np.arange(self.num_blocks), rows].sum(axis=1)
+
+
+def _added(took: Seconds, works: Iterable[Work]) -> Seconds:
+    """The seconds of some work, where the first axis is all kinds of work."""
+    found = np.zeros(took.shape[1:])
+    for together in added_up(works):
+        found += took[[work.index for work in together]].sum(axis=0)
+    return found
 
 
 def _is_copied(lanes: Seconds, gathering: Gathering | None) -> NDArray[np.bool_]:

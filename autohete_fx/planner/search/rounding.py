@@ -1,8 +1,8 @@
 """From shares to decisions: in come a relaxation's shares of every option, out come assignments in whole blocks.
 
-A relaxation may give a block a third of one option and two thirds of another. How much of each has been chosen up to
-any block matters to lanes and memory, so the shares are rounded like the brightness of a line of pixels: every block takes
-the option whose share so far lags most.
+A relaxation may give a block a third of one option and two thirds of another. How much of each has been chosen up to any block
+matters to lanes and memory. The shares are therefore rounded like the brightness of a line of pixels. Every block takes the
+option whose share so far lags most.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,7 +36,7 @@ def rounded(problem: Problem, shares: Sequence[NDArray[np.float64]], distances: 
 def supported_choices(problem: Problem, shares: Sequence[NDArray[np.float64]]) -> list[list[BlockDecision]]:
     """The choices of every block that have a share in any block, and the one that moves nothing.
 
-    A choice of a part of a block is a mixture of choices of all of it: it has a share where each of these has.
+    A choice of a part of a block is a mixture of choices of all of it. It has a share where each of these has.
     """
     supported = []
     for options, of_kind in _by_kind(problem, shares):

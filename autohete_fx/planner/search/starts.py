@@ -1,10 +1,10 @@
 """Where the search begins: in come a problem's settings, out come assignments of few kinds that keep the budgets.
 
-Most blocks of a model are alike, and good plans treat them in few ways: the paper's own are boundaries between blocks
-that do one thing and blocks that do another. A *pattern* has two settings, one for a chosen set of blocks and one for
-the rest; the set is the first so many, the last so many, or so many spread evenly. There are some ten thousand
-patterns whatever the number of blocks, so that many identical blocks cost no more than few; all that keep the budgets
-are ranked by the busiest lanes, the best of these are replayed. The hand-made strategies in `baselines` are patterns.
+Most blocks of a model are alike, and good plans treat them in few ways. The paper's own are boundaries between blocks that do
+one thing and blocks that do another. A *pattern* has two settings, one for a chosen set of blocks and one for the rest. The set
+is the first so many, the last so many, or so many spread evenly. There are some ten thousand patterns whatever the number of
+blocks, so that many identical blocks cost no more than few. All that keep the budgets are ranked by the busiest lanes, and the
+best of these are replayed. The hand-made strategies in `baselines` are patterns.
 """
 
 from collections.abc import Iterable
@@ -15,6 +15,7 @@ import numpy as np
 
 from autohete_fx.ir import BlockDecision, Optimizer, Params, Problem
 from autohete_fx.planner.model.choices import choices, copies, joined
+from autohete_fx.planner.model.work import Pass, Work
 from autohete_fx.planner.search.arrays import Rows
 from autohete_fx.planner.search.improve import Search
 from autohete_fx.planner.search.passes import Seconds
@@ -100,12 +101,12 @@ def _busiest_s(replays: Replays, rows: Rows) -> Seconds:
     """Seconds of the busiest lane in forward, backward and optimizer step: less than a replay's, and quickly found."""
     blocks = np.arange(replays.num_blocks)
 
-    def busiest(tables: Iterable[Seconds]) -> Seconds:
-        return np.maximum.reduce([table[blocks, rows].sum(axis=1) for table in tables])
+    def all_blocks(works: Iterable[Work]) -> Seconds:
+        return replays.takes(works)[blocks, rows].sum(axis=1)
 
-    passes_s = busiest([*replays.forward, replays.net[0]]) + busiest([*replays.backward, replays.net[1]])
-    updates_s = np.maximum(
-        replays.device_update[blocks, rows].sum(axis=1) + busiest(replays.update),
-        replays.host_update[blocks, rows].sum(axis=1),
-    )
-    return replays.micro_batches * passes_s + updates_s
+    def busiest(of_pass: Pass) -> Seconds:
+        works = [work for work in Work if work.in_pass is of_pass]
+        return np.maximum.reduce([all_blocks(w for w in works if w.lane is lane) for lane in {w.lane for w in works}])
+
+    updates_s = np.maximum(all_blocks((Work.DEVICE_UPDATE,)) + busiest(Pass.UPDATES), all_blocks((Work.HOST_UPDATE,)))
+    return replays.micro_batches * (busiest(Pass.FORWARD) + busiest(Pass.BACKWARD)) + updates_s

@@ -23,9 +23,9 @@ def all_updated(begin: Seconds, host_s: Seconds, *, priority: bool) -> Seconds:
 def each_updated(landed: Seconds, host_s: Seconds, *, priority: bool) -> Seconds:
     """When each block is updated whose update begins when its gradients land, the last block's first; NEVER for no update.
 
-    Without priority in the order in which they come. By priority b waits for all that come before it is done: for c..b-1, where
-    c-1 is the first to come when those and b are. With H[c] for the updates of 0..c-1, b comes at r[b] and is done at
-    r[b] + H[b+1] - H[c], and c is the largest that has r[c-1] + H[c] >= r[b] + H[b+1], or 0.
+    Without priority in the order in which they come. By priority b waits until all that come before it are done. They are
+    c..b-1, where c-1 is the first to come when those and b are. Write H[c] for the updates of 0..c-1. Then b comes at r[b] and
+    is done at r[b] + H[b+1] - H[c]. Here c is the largest that has r[c-1] + H[c] >= r[b] + H[b+1], or 0.
     """
     if not priority:
         updated, free = np.empty_like(host_s), np.full(host_s.shape[1], NEVER)
@@ -44,8 +44,10 @@ def each_updated(landed: Seconds, host_s: Seconds, *, priority: bool) -> Seconds
 
 
 def idle_time(at: Seconds, busy: Sequence[tuple[Seconds, Seconds]]) -> Seconds:
-    """Points of time before or after 0, as what a lane is idle from then to there; ``busy`` says until when it is, and how long,
-    piece by piece, by column."""
+    """Points of time before or after 0, as what a lane is idle from then to there.
+
+    ``busy`` says until when it is, and how long, piece by piece, by column.
+    """
     found, left = at.copy(), np.empty_like(at)
     for end, took in busy:
         if took.any():

@@ -1,7 +1,7 @@
 """Walks of annealing: in come assignments, out come others, each a few changes at random further. `anneal` says why.
 
 Walks are columns that are replayed side by side. In a round each is offered several changes, and tries the first that might be
-taken: what a change wastes, the relaxation knows without a replay, and most changes waste too much.
+taken. The relaxation knows what a change wastes without a replay, and most changes waste too much.
 """
 
 from typing import NamedTuple
@@ -52,8 +52,8 @@ class Heat(NamedTuple):
     """How walks walk.
 
     Attributes:
-        hottest, coldest: what a change may cost and still be taken with a chance of 1/e: first, as a share of a block's part in the
-            best score, and last, as a share of all of it.
+        hottest, coldest: what a change may cost and still be taken with a chance of 1/e. The first is a share of a block's part
+            in the best score, and the last a share of all of it.
         first_price, last_price: of memory above a limit, as shares of the best score for a share of the limit.
         near: how far the second of two blocks is half of the time, at most.
         exchanges, changes_of_two: shares of changes where two blocks exchange what they do, or where two change.
@@ -61,8 +61,8 @@ class Heat(NamedTuple):
         far: share of changes that also change the prefetch distance.
         mating: every so many rounds walks mate.
         offers: changes that a walk is offered in a round.
-        lateness: what walks pay at first for a second by which blocks of the first pass are done later on average, nothing at last:
-            one walk this, the next that.
+        lateness: seconds that walks pay at first for a second by which blocks of the first pass are done later on average;
+            nothing at last. One walk pays this, the next that.
     """
 
     hottest: float
@@ -80,8 +80,11 @@ class Heat(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """The prices of a round: what a change may cost, in seconds, to be taken with a chance of 1/e; seconds for a share of a limit
-    by which memory is above it, and by walk for a second of lateness."""
+    """The prices of a round.
+
+    One is what a change may cost, in seconds, to be taken with a chance of 1/e. Others are seconds for a share of a limit by
+    which memory is above it, and by walk for a second of lateness.
+    """
 
     degrees: float
     memory: float

@@ -129,7 +129,7 @@ def plot(
 
 
 def grid(x: Axis, y: Axis, height: int) -> str:
-    """Lines behind a plot, at the marks of both axes."""
+    """Lines under a plot, at the marks of both axes."""
     down = (percent(x.share(mark)) for mark in x.marks)
     across = (height * (1 - y.share(mark)) for mark in y.marks)
     return element(

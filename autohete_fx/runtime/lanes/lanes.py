@@ -11,9 +11,9 @@ one object: it alone knows what is in flight and keeps it referenced.
 * On a CPU device whose cores all compute there is nothing to overlap with. A thread would take a core from a team that waits
   for its slowest member, and cost the step more than the copy itself. Work is done where it is submitted, with all threads.
 * The update lane is a thread that starts an OpenMP team; on a CPU device without a spare core, again, the caller.
-* The net lane is a stream, too. On a CPU device it is a thread, even where no core is to spare, for it mostly waits for other
-  ranks. It has no priorities, and puts nothing off for an update: all ranks start their collectives in the order of the
-  program.
+* The net lane is two streams, too, one for gathers and one for reduces. On a CPU device they are threads, even where no core is
+  to spare: they mostly wait for other ranks. They have no priorities, and put nothing off for an update: all ranks start
+  collectives of one kind in the order of the program. Each kind has process groups of its own, so that neither waits for the other.
 * The disk lane is a thread everywhere, for it mostly waits for the disk. It has no priorities: what is read comes to RAM after
   what leaves it.
 
@@ -65,6 +65,7 @@ _RECORDS = 8192
 _NOTABLE_S = 20e-6
 
 COPY_LANES = (Lane.H2D, Lane.D2H)
+COLLECTIVES = ("gather", "reduce")
 
 _working: "weakref.WeakSet[ThreadLane]" = weakref.WeakSet()
 _carrying: "weakref.WeakSet[ThreadLane | StreamLane]" = weakref.WeakSet()
@@ -126,16 +127,17 @@ class Lanes:
         self._update_copies = (
             self._copies if on_cpu else {lane: StreamLane(lane, self.device, self._records) for lane in COPY_LANES}
         )
-        self._net: ThreadLane | StreamLane = (
-            ThreadLane(Lane.NET, self._records, in_background=True, pace=pace)
+        self._net: dict[str, ThreadLane | StreamLane] = {
+            kind: ThreadLane(Lane.NET, self._records, in_background=True, pace=pace)
             if on_cpu
             else StreamLane(Lane.NET, self.device, self._records)
-        )
+            for kind in COLLECTIVES
+        }
         for lane in self._all():
             # A thread knows its lane only, so this object can be collected while the thread waits for work.
             weakref.finalize(self, lane.close).atexit = False
         _working.update(self._workers)
-        _carrying.update((self._disk, self._net, *self._all_copies))
+        _carrying.update((self._disk, *self._net.values(), *self._all_copies))
 
     @property
     def _workers(self) -> tuple[ThreadLane, ...]:
@@ -146,7 +148,7 @@ class Lanes:
         return tuple(dict.fromkeys((*self._copies.values(), *self._update_copies.values())))
 
     def _all(self) -> tuple[ThreadLane | StreamLane, ...]:
-        return (*self._workers, self._disk, self._net, *self._all_copies)
+        return (*self._workers, self._disk, *self._net.values(), *self._all_copies)
 
     def submit(
         self,
@@ -188,17 +190,19 @@ class Lanes:
 
     def collective(self, label: str, start: Start, *, num_bytes: int) -> Ticket:
         """Run a collective of several ranks after the work that the current stream was given so far, and after all collectives
-        before. Nothing else puts it off, so that all ranks run theirs in the order of the program.
+        of its kind before. Nothing else puts it off, so that all ranks run those of a kind in the order of the program.
 
         Args:
-            start: starts it.
+            label: the kind, one of `COLLECTIVES`; also for the record.
+            start: starts it, over a process group that has collectives of this kind alone while the lane is busy.
             num_bytes: for the record.
         """
         self._check_process()
         work = functools.partial(run_collective, start)
-        if isinstance(self._net, StreamLane):
-            return self._net.submit(label, 0, num_bytes, work, (self.now(),))
-        return self._net.submit(ThreadTicket(Lane.NET, label, 0, num_bytes, work), ())
+        net = self._net[label]
+        if isinstance(net, StreamLane):
+            return net.submit(label, 0, num_bytes, work, (self.now(),))
+        return net.submit(ThreadTicket(Lane.NET, label, 0, num_bytes, work), ())
 
     def update(
         self,
@@ -277,7 +281,7 @@ class Lanes:
 
     def records(self) -> tuple[LaneRecord, ...]:
         """The latest work that ended, by its end; at most 8192."""
-        for lane in (*self._all_copies, self._net):
+        for lane in (*self._all_copies, *self._net.values()):
             lane.collect()
         return tuple(sorted(self._records, key=lambda record: record.end_s))
 

@@ -117,12 +117,12 @@ class Call:
         fences: those that were lowered, and that are to be raised after it.
         kept: what lives at least as long.
         model: of the graph that ran last.
-        eager_function: the first one that Dynamo could not compile because a graph breaks in a loop, where it begins and where it
-            breaks; where there is none, the first one that it could not compile; else empty.
+        eager_function: the first one that Dynamo could not compile because a graph breaks in a loop, where it begins and where
+            it breaks. Where there is none, the first one that it could not compile; else empty.
         breaks_in_loop: whether that is of the first kind.
         root: the first function of the user's for which Dynamo had no code, by file and name; None where there was none.
-        failure: of an update, where a frame met it. The interpreter drops what callbacks of weak references and finalizers raise,
-            and Dynamo then runs the rest of the call eagerly: nothing else in it may notice.
+        failure: of an update, where a frame met it. The interpreter drops what callbacks of weak references and finalizers
+            raise. Dynamo then runs the rest of the call eagerly: nothing else in it may notice.
     """
 
     def __init__(self, function: CompiledFunction) -> None:

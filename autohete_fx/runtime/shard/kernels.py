@@ -1,7 +1,8 @@
 """The kernels of ``torch.ops.autohete.gather`` and ``reduce`` on every device. Importing this module registers them.
 
 Those that were traced wait for the collective before they return: to the compute lane, on which they run, they are as any other
-kernel. Those that passes made of them start on the net lane what another node waits for.
+kernel. Those that passes made of them start on the net lane what another node waits for. Gathers and reduces have process groups
+of their own.
 """
 
 import functools
@@ -28,7 +29,7 @@ def _gather(shard: Tensor, num_ranks: int, group: str) -> Tensor:
 
 def _reduce(grad: Tensor, num_ranks: int, group: str) -> Tensor:
     mine = result_of(reduce, grad, num_ranks)
-    _reduce_scatter(mine, grad.contiguous(), op=dist.ReduceOp.AVG, group=ranks_by_digest(group).group)
+    _reduce_scatter(mine, grad.contiguous(), op=dist.ReduceOp.AVG, group=ranks_by_digest(group).reduces)
     return mine
 
 
@@ -45,7 +46,7 @@ def _issue_reduce(
 ) -> Tensor:
     grads, mine = [grad.contiguous() for grad in src], [result_of(reduce, grad, num_ranks) for grad in src]
     average = functools.partial(_reduce_scatter, op=dist.ReduceOp.AVG)
-    start = functools.partial(_start, average, mine, grads, ranks_by_digest(group).group)
+    start = functools.partial(_start, average, mine, grads, ranks_by_digest(group).reduces)
     return session_by_digest(session).issue_collective("reduce", start, src, mine, num_bytes=_num_bytes(grads))
 
 

@@ -5,14 +5,16 @@ somebody says so. The gradient of each is watched from then on, because a norm o
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autohete_fx.runtime.pending.backward import leave_to_step, that_reads_nothing
+from autohete_fx.runtime.shard.layout import Layout
 from autohete_fx.runtime.shard.ranks import Ranks, ranks_by_digest
 
 
@@ -21,14 +23,16 @@ class Part:
     """A parameter's share of a rank.
 
     Attributes:
-        size: of the whole parameter.
+        size: of the parameter that the ranks hold together.
         group: digest of the ranks.
         is_shard: whether the rank holds some of the rows; else it holds all, as every rank does.
+        layout: of the DTensor that this is a local tensor of, by tensor parallelism with other ranks; None where it is all.
     """
 
     size: tuple[int, ...]
     group: str
     is_shard: bool
+    layout: Layout | None = None
 
     @property
     def ranks(self) -> Ranks:
@@ -39,7 +43,31 @@ class Part:
     def averaged_over(self) -> dist.ProcessGroup | None:
         """The ranks over which a step averages its gradient: those that hold the same of it. None where no other does."""
         ranks = self.ranks
-        return ranks.replicas if self.is_shard else ranks.everyone if ranks.total > 1 else None
+        return ranks.replicas if self.is_shard else ranks.everyone if ranks.count * ranks.num_replicas > 1 else None
+
+    @property
+    def full_size(self) -> tuple[int, ...]:
+        """The size of the parameter over all ranks."""
+        return self.size if self.layout is None else self.layout.size
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The process groups over which ranks hold different elements; none where this rank holds all."""
+        parallel = () if self.layout is None else self.layout.groups
+        return ((self.ranks.group,) if self.is_shard else ()) + parallel
+
+    @property
+    def is_dtensor(self) -> bool:
+        """Whether state dicts have it as a DTensor."""
+        return self.is_shard or self.layout is not None
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """How it lies over the mesh of its ranks."""
+        ranks, placed = self.ranks, Shard(0) if self.is_shard else Replicate()
+        parallel = () if ranks.tensor_parallel is None else (Replicate(),)
+        parallel = parallel if self.layout is None else self.layout.placements
+        return (*parallel, *(Replicate(),) * (ranks.mesh.ndim - len(parallel) - 1), placed)
 
     @property
     def rows(self) -> int:
@@ -48,8 +76,8 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of a shard, padding included."""
-        return (self.rows, *self.size[1:])
+        """The shape of a rank's part, padding included."""
+        return (self.rows, *self.size[1:]) if self.is_shard else self.size
 
     @property
     def num_own_rows(self) -> int:
@@ -58,17 +86,34 @@ class Part:
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's rows of a whole tensor, a view without padding."""
+        if not self.is_shard:
+            return whole
         return whole.narrow(0, min(self.ranks.rank * self.rows, self.size[0]), self.num_own_rows)
 
+    def unpadded(self, part: Tensor) -> Tensor:
+        """This rank's part without padding, a view."""
+        return part[: self.num_own_rows] if self.is_shard else part
+
     def padded(self, own: Tensor) -> Tensor:
-        """A new shard of these rows, with zeros as padding."""
+        """A new tensor of these rows, with zeros as padding."""
+        if not self.is_shard:
+            return own.clone()
         shard = own.new_zeros(self.shape)
         shard[: own.shape[0]].copy_(own)
         return shard
 
 
 _parts = WeakIdKeyDictionary()
-_written = WeakIdKeyDictionary()  # parameter -> its gradient when it came, and the gradient's version then
+_noted = WeakIdKeyDictionary()  # parameter -> `_Noted`
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """A gradient as backward has left it: its identity and version, and whether a step has taken it since."""
+
+    identity: int
+    version: int
+    is_taken: bool = False
 
 
 def part_of(param: Tensor) -> Part | None:
@@ -82,6 +127,12 @@ def shard_of(param: Tensor) -> Part | None:
     return part if part is not None and part.is_shard else None
 
 
+def dtensor_part_of(param: Tensor) -> Part | None:
+    """Likewise, None where state dicts have an ordinary tensor."""
+    part = _parts.get(param)
+    return part if part is not None and part.is_dtensor else None
+
+
 def is_any_known() -> bool:
     """Whether this process holds any parameter with others."""
     return bool(_parts)
@@ -90,7 +141,7 @@ def is_any_known() -> bool:
 def note_part(param: Tensor, part: Part) -> None:
     """A parameter is held with other ranks from now on."""
     _parts[param] = part
-    if part.is_shard and param.requires_grad:
+    if part.groups and param.requires_grad:
         param.register_post_accumulate_grad_hook(note_gradient)
     if part.averaged_over is not None or not part.is_shard:
         leave_to_step(param)
@@ -100,24 +151,32 @@ def note_part(param: Tensor, part: Part) -> None:
 def note_gradient(param: Tensor) -> None:
     """The gradient of a parameter is right as it is now."""
     if param.grad is not None:
-        _written[param] = (id(param.grad), param.grad._version)
+        _noted[param] = _Noted(id(param.grad), param.grad._version)
 
 
-def written_since_backward(params: Iterable[Tensor]) -> list[Tensor]:
-    """The shards among the parameters whose gradients somebody has written to since backward made them."""
+def note_taken(params: Iterable[Tensor]) -> None:
+    """A step takes the gradients of these."""
+    for param in params:
+        if (noted := _noted.get(param)) is not None:
+            _noted[param] = replace(noted, is_taken=True)
+
+
+def written_since_backward(params: Iterable[Tensor], *, but_taken: bool = False) -> list[Tensor]:
+    """The parameters of which other ranks hold other elements, and whose gradients somebody has written to since backward.
+
+    Args:
+        but_taken: leave out those that a step has taken since.
+    """
     found = []
     for param in params:
-        noted = _written.get(param)
-        if (
-            noted is not None
-            and param.grad is not None
-            and noted[0] == id(param.grad)
-            and noted[1] != param.grad._version
-        ):
+        noted, grad = _noted.get(param), param.grad
+        if noted is None or grad is None or (but_taken and noted.is_taken):
+            continue
+        if noted.identity == id(grad) and noted.version != grad._version:
             found.append(param)
     return found
 
 
 def gathered_from(shard: Tensor, part: Part) -> Tensor:
-    """The whole tensor that ranks hold shards of. All of them call it."""
+    """The tensor that ranks hold shards of. All of them call it."""
     return torch.ops.autohete.gather(shard.detach(), part.ranks.count, part.group)[: part.size[0]]

@@ -1,10 +1,12 @@
 """The ranks that hold a model together, found by the digest that graphs carry.
 
 In: a `DeviceMesh`, of one dimension or of two. Out: `Ranks`, with the process groups. Along the last dimension ranks hold
-shards of one whole. Along the first one of two they hold the same shards: they are replicas of each other. The digest is made
-of the ranks' numbers alone. Code that one process compiled therefore finds the groups of the process that it runs in.
+shards of one whole. Along the first one of two they hold the same shards: they are replicas of each other. Where the model is
+under tensor parallelism, too, the ranks of its mesh have such groups each, and agree with one another. The digest is made of the
+ranks' numbers alone. Code that one process compiled therefore finds the groups of the process that it runs in.
 """
 
+import dataclasses
 import hashlib
 import itertools
 from dataclasses import dataclass
@@ -13,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autohete_fx.errors import ShardError
 from autohete_fx.internals.fake_group import FAKE_BACKEND
@@ -27,21 +28,24 @@ class Ranks:
 
     Attributes:
         digest: of their numbers, the same on each.
-        mesh: as the user gave it.
-        group: of those that hold the shards of one whole.
+        mesh: as the user gave it; under tensor parallelism with that one's dimension before.
+        group: of those that hold the shards of one whole, which gathers go over.
+        reduces: of the same ranks, for reduces: collectives of one group follow each other.
         rank: this process among those.
         count: how many those are.
         replicas: of those that hold the same shards; None where no other rank does.
         num_replicas: how many those are.
-        everyone: of all members.
-        control: likewise, for values that are no tensors, on the CPU. It waits as long for the others as ``group`` does.
+        everyone: of those that hold shards or the same shards.
+        control: of all members, for values that are no tensors, on the CPU. It waits as long for the others as ``group`` does.
         number: this process among all members.
         total: how many all members are.
+        tensor_parallel: of those that have other parts of the layers, for each of which there are such groups; None without any.
     """
 
     digest: str
     mesh: DeviceMesh
     group: dist.ProcessGroup
+    reduces: dist.ProcessGroup
     rank: int
     count: int
     replicas: dist.ProcessGroup | None
@@ -50,11 +54,7 @@ class Ranks:
     control: dist.ProcessGroup
     number: int
     total: int
-
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """How a shard is placed as a DTensor over the mesh."""
-        return (*(Replicate(),) * (self.mesh.ndim - 1), Shard(0))
+    tensor_parallel: DeviceMesh | None = None
 
     def exchange(self, value: Any) -> list[Any]:
         """The values that each member gives, in the order of their numbers. Values are pickled."""
@@ -65,9 +65,11 @@ class Ranks:
             dist.all_gather_object(found, value, group=self.control)
         return found
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite a tensor by that of the first member."""
+    def broadcast(self, tensor: torch.Tensor, *, is_of_all: bool) -> None:
+        """Overwrite a tensor by that of the first of those that hold it, or of all members, whose parts of layers do not matter."""
         dist.broadcast(tensor, group=self.everyone, group_src=0)
+        if is_of_all and self.tensor_parallel is not None:
+            dist.broadcast(tensor, group=self.tensor_parallel.get_group(), group_src=0)
 
 
 _known: dict[str, Ranks] = {}
@@ -97,11 +99,15 @@ def ranks_of(mesh: object) -> Ranks:
         )
     with disable_current_modes():  # a mesh keeps numbers in a tensor, which a model without memory is not to meet
         numbers = mesh.mesh.tolist()
-    digest = f"{'x'.join(map(str, mesh.shape))}-{hashlib.sha256(repr(numbers).encode()).hexdigest()[:8]}"
+    digest = _digest_of(mesh, numbers)
     known, group = _known.get(digest), mesh.get_group(mesh.ndim - 1)
     if known is None or known.group is not group:
         known = _known[digest] = _ranks(digest, mesh, group, numbers)
     return known
+
+
+def _digest_of(mesh: DeviceMesh, numbers: list[Any]) -> str:
+    return f"{'x'.join(map(str, mesh.shape))}-{hashlib.sha256(repr(numbers).encode()).hexdigest()[:8]}"
 
 
 def _ranks(digest: str, mesh: DeviceMesh, group: dist.ProcessGroup, numbers: list[Any]) -> Ranks:
@@ -112,20 +118,17 @@ def _ranks(digest: str, mesh: DeviceMesh, group: dist.ProcessGroup, numbers: lis
             f"the mesh has its ranks in the order {numbers}; expected ascending numbers along its last dimension, in"
             " which process groups count. Make it by init_device_mesh"
         )
-    # Ranks that do not run have no host to meet on.
-    how: dict[str, Any] = {"backend": FAKE_BACKEND}
-    if dist.get_backend(group) != FAKE_BACKEND:
-        how = {"backend": "gloo", "timeout": timeout_of(group, mesh.device_type)}
-    control = dist.new_group(members, use_local_synchronization=True, **how)
-    assert isinstance(control, dist.ProcessGroup)
+    control = _for_values(members, group, mesh.device_type)
     everyone, replicas, num_replicas = group, None, mesh.shape[0] if mesh.ndim > 1 else 1
     if num_replicas > 1:
         replicas = mesh.get_group(0)
-        everyone = replicas if count == 1 else _of_both(mesh, members, group)
+        everyone = replicas if count == 1 else _another(members, group, mesh.device_type)
+    reduces = group if count == 1 else _another(dist.get_process_group_ranks(group), group, mesh.device_type)
     return Ranks(
         digest=digest,
         mesh=mesh,
         group=group,
+        reduces=reduces,
         rank=rank,
         count=count,
         replicas=replicas,
@@ -137,13 +140,65 @@ def _ranks(digest: str, mesh: DeviceMesh, group: dist.ProcessGroup, numbers: lis
     )
 
 
-def _of_both(mesh: DeviceMesh, members: list[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of all members of a mesh, which waits as long as that of one dimension."""
-    backend = dist.get_backend(group)
-    how: dict[str, Any] = {} if backend == FAKE_BACKEND else {"timeout": timeout_of(group, mesh.device_type)}
-    everyone = dist.new_group(members, backend=backend, use_local_synchronization=True, **how)
-    assert isinstance(everyone, dist.ProcessGroup)
-    return everyone
+def _for_values(members: list[int], like: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
+    """A group on the CPU, which waits as long as another."""
+    # Ranks that do not run have no host to meet on.
+    how: dict[str, Any] = {"backend": FAKE_BACKEND}
+    if dist.get_backend(like) != FAKE_BACKEND:
+        how = {"backend": "gloo", "timeout": timeout_of(like, device_type)}
+    control = dist.new_group(members, use_local_synchronization=True, **how)
+    assert isinstance(control, dist.ProcessGroup)
+    return control
+
+
+def _another(members: list[int], like: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
+    """A group of the same kind, which waits as long as the other."""
+    backend = dist.get_backend(like)
+    how: dict[str, Any] = {} if backend == FAKE_BACKEND else {"timeout": timeout_of(like, device_type)}
+    made = dist.new_group(members, backend=backend, use_local_synchronization=True, **how)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def parallel_ranks_of(mesh: object, tensor_parallel: DeviceMesh) -> Ranks:
+    """Likewise, where each member has other parts of layers than its peers in a mesh of tensor parallelism, which call it, too.
+
+    Raises:
+        ShardError: meshes that are not two dimensions of one.
+    """
+    along = ranks_of(mesh)
+    with disable_current_modes():
+        peers = tensor_parallel.mesh.tolist()
+        numbers = along.mesh.mesh.tolist()
+    everywhere: list[Any] = [None] * len(peers)
+    with disable_current_modes(), no_python_dispatcher(), torch.no_grad():
+        dist.all_gather_object(everywhere, numbers, group=tensor_parallel.get_group())
+    members = [
+        member for theirs in everywhere for member in (theirs if along.mesh.ndim == 1 else itertools.chain(*theirs))
+    ]
+    if len(set(members)) < len(members):
+        raise ShardError(
+            f"the model is under tensor parallelism over ranks {peers}, and was to be sharded over {numbers}, which peers in the"
+            " first mesh have, too. Expected were two dimensions of one mesh. Make both by"
+            " init_device_mesh(device_type, (n, t), mesh_dim_names=('dp', 'tp')), and take mesh['tp'] and mesh['dp']"
+        )
+    digest = f"tp{len(peers)}x{_digest_of(along.mesh, everywhere)}"
+    if digest not in _known or _known[digest].group is not along.group:
+        groups = [tensor_parallel.get_group(), *(along.mesh.get_group(dim) for dim in range(along.mesh.ndim))]
+        names = ("tensor_parallel", *(f"data_{dim}" for dim in range(along.mesh.ndim)))
+        with disable_current_modes():
+            both = DeviceMesh.from_group(groups, tensor_parallel.device_type, everywhere, mesh_dim_names=names)
+        control = _for_values(sorted(members), along.group, tensor_parallel.device_type)
+        _known[digest] = dataclasses.replace(
+            along,
+            digest=digest,
+            mesh=both,
+            control=control,
+            number=dist.get_rank(control),
+            total=len(members),
+            tensor_parallel=tensor_parallel,
+        )
+    return _known[digest]
 
 
 def ranks_by_digest(digest: str) -> Ranks:

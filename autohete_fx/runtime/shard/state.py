@@ -16,27 +16,25 @@ from torch.optim.optimizer import Optimizer
 
 from autohete_fx.errors import ShardError
 from autohete_fx.graph.ops import contiguous_stride
-from autohete_fx.runtime.shard.parts import Part, shard_of
+from autohete_fx.runtime.shard.parts import Part, dtensor_part_of
 
 _attended: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
 def to_dtensor(shard: Tensor, part: Part) -> DTensor:
     """The whole that a shard, or a state of it, is a part of. It refers to the shard's memory."""
-    stride = contiguous_stride(part.size)
-    own = shard[: part.num_own_rows]
-    size = torch.Size(part.size)
-    ranks = part.ranks
-    return DTensor.from_local(own, ranks.mesh, ranks.placements, run_check=False, shape=size, stride=stride)
+    stride, size = contiguous_stride(part.full_size), torch.Size(part.full_size)
+    own, mesh = part.unpadded(shard), part.ranks.mesh
+    return DTensor.from_local(own, mesh, part.placements, run_check=False, shape=size, stride=stride)
 
 
 def to_shard(value: Tensor, part: Part) -> Tensor:
     """This rank's shard of a whole tensor, padding included. All ranks call it where the value is a DTensor."""
-    if not isinstance(value, DTensor):
-        return part.padded(part.own(value))
-    if value.device_mesh == part.ranks.mesh and tuple(value.placements) == part.ranks.placements:
-        return part.padded(value.to_local())
-    return part.padded(part.own(value.full_tensor()))
+    if isinstance(value, DTensor):
+        if value.device_mesh == part.ranks.mesh and tuple(value.placements) == part.placements:
+            return part.padded(value.to_local())
+        value = value.full_tensor()
+    return part.padded(part.own(value if part.layout is None else part.layout.to_local(value)))
 
 
 # -- modules ------------------------------------------------------------------------------------------------------
@@ -52,7 +50,7 @@ def _give_dtensors(module: Any, state_dict: dict[str, Any], prefix: str, _: obje
     if module._autohete_whole:
         return
     for name, param in module._parameters.items():
-        part = None if param is None else shard_of(param)
+        part = None if param is None else dtensor_part_of(param)
         key = prefix + name
         if part is not None and key in state_dict:
             state_dict[key] = to_dtensor(state_dict[key].detach(), part)
@@ -71,7 +69,7 @@ def _take_shards(
     if module._autohete_whole:
         return
     for name, param in module._parameters.items():
-        part, key = None if param is None else shard_of(param), prefix + name
+        part, key = None if param is None else dtensor_part_of(param), prefix + name
         if param is None or part is None or not isinstance(state_dict.get(key), Tensor):
             continue
         if metadata.get("assign_to_params_buffers"):
@@ -80,10 +78,10 @@ def _take_shards(
                 " load in place. Call load_state_dict without assign"
             )
         value = state_dict[key]
-        if tuple(value.shape) != part.size:
+        if tuple(value.shape) != part.full_size:
             errors.append(
-                f"size mismatch for {key}: the state dict has {tuple(value.shape)}, the whole parameter is {part.size}; give the"
-                " whole tensor or a DTensor"
+                f"size mismatch for {key}: the state dict has {tuple(value.shape)}, the whole parameter is {part.full_size}; give"
+                " the whole tensor or a DTensor"
             )
             state_dict[key] = param.detach()
         else:
@@ -105,7 +103,7 @@ def attend(optimizer: Optimizer) -> None:
 def localise(optimizer: Optimizer) -> None:
     """Make shards of states that were loaded as DTensors before anybody attended to the optimizer."""
     for param, states in optimizer.state.items():
-        part = shard_of(param) if isinstance(param, Tensor) else None
+        part = dtensor_part_of(param) if isinstance(param, Tensor) else None
         if part is not None:
             found = {name: value for name, value in states.items() if isinstance(value, DTensor)}
             states |= {name: to_shard(value, part) for name, value in found.items()}
@@ -121,7 +119,7 @@ def _give_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     params, states = _params_of(optimizer, state_dict), {}
     for key, entry in state_dict["state"].items():
         param = params.get(key)
-        part = None if param is None else shard_of(param)
+        part = None if param is None else dtensor_part_of(param)
         states[key] = entry if part is None else {name: _given(name, value, part) for name, value in entry.items()}
     return {**state_dict, "state": states}
 
@@ -131,7 +129,7 @@ def _given(name: str, value: Any, part: Part) -> Any:
         return value
     if tuple(value.shape) != part.shape:
         raise ShardError(
-            f"the optimizer's state {name!r} of a parameter of size {part.size} has size {tuple(value.shape)} on this"
+            f"the optimizer's state {name!r} of a parameter of size {part.full_size} has size {tuple(value.shape)} on this"
             f" rank; expected the shard's {part.shape}, of which a whole can be made. Take an optimizer whose states are as"
             " its parameters are"
         )
@@ -144,11 +142,11 @@ def _take_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     params, states = _params_of(optimizer, state_dict), {}
     for key, entry in state_dict["state"].items():
         param = params.get(key)
-        part = None if param is None else shard_of(param)
+        part = None if param is None else dtensor_part_of(param)
         states[key] = entry if part is None else {name: _taken(value, part) for name, value in entry.items()}
     return {**state_dict, "state": states}
 
 
 def _taken(value: Any, part: Part) -> Any:
-    is_whole = isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) == part.size
+    is_whole = isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) == part.full_size
     return to_shard(value.detach(), part) if is_whole else value

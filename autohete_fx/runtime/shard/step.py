@@ -19,11 +19,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from autohete_fx.errors import ShardError
 from autohete_fx.graph.ops import SMALLEST_COPY_BYTES
 from autohete_fx.runtime.shard import parts, state
-from autohete_fx.runtime.shard.parts import part_of, shard_of
+from autohete_fx.runtime.shard.parts import part_of
 from autohete_fx.runtime.tiers.host import is_home
 
 PIECE_BYTES = 16 * 2**20
 """The most that is averaged at once."""
+
+_TAKE_WHOLES = ("Adafactor", "LBFGS", "Muon")
+"""Optimizers of PyTorch by which an element's update depends on others: of a shard they would take it for a whole parameter."""
 
 _is_watching = False
 
@@ -42,6 +45,7 @@ def _before_step(
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if not parts.is_any_known() or not any(part_of(p) is not None for p in params):
         return None
+    _check_elementwise(optimizer, params)
     state.attend(optimizer)
     state.localise(optimizer)
     positional, names = list(args), dict(kwargs)
@@ -63,6 +67,19 @@ def _before_step(
     return tuple(positional), names
 
 
+def _check_elementwise(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
+    """Raise ShardError for an optimizer of PyTorch that would update each rank's rows as if they were all. Ours see to it."""
+    takers = tuple(kind for name in _TAKE_WHOLES if (kind := getattr(torch.optim, name, None)) is not None)
+    divided = [part for p in params if (part := part_of(p)) is not None and part.groups]
+    if divided and isinstance(optimizer, takers):
+        raise ShardError(
+            f"torch.optim.{type(optimizer).__name__} got {len(divided)} sharded parameters, the first of size"
+            f" {divided[0].full_size}, and updates an element by others, of which this rank has some alone. Expected was an"
+            " optimizer that works element by element. Train with autohete_fx.AdamW, Adam, SGD or Lion, or with one of torch.optim"
+            " of that kind"
+        )
+
+
 def prepare(params: Iterable[Tensor]) -> None:
     """Make the gradients of a step those of all ranks.
 
@@ -70,14 +87,7 @@ def prepare(params: Iterable[Tensor]) -> None:
         ShardError: a shard's gradient was written to since backward.
     """
     params = list(params)
-    if written := parts.written_since_backward(params):
-        sizes = [part.size for p in written if (part := shard_of(p)) is not None]
-        raise ShardError(
-            f"the gradients of {len(written)} sharded parameters, the first of size {sizes[0]}, were changed between backward and"
-            " step(), as torch.nn.utils.clip_grad_norm_ and GradScaler.unscale_ do: on shards they go by this rank's part alone."
-            " Expected were gradients as backward leaves them. Clip with autohete_fx.AdamW(..., max_grad_norm=...), and scale the"
-            " loss where gradients are to be scaled"
-        )
+    _refuse(parts.written_since_backward(params), "step()")
     by_kind: dict[tuple[str, bool, torch.dtype, torch.device], list[Tensor]] = {}
     for param in params:
         part = part_of(param)
@@ -87,6 +97,28 @@ def prepare(params: Iterable[Tensor]) -> None:
         for same in by_kind.values():
             for bucket in _buckets(same):
                 _average(bucket)
+    parts.note_taken(params)
+
+
+def check_collected(params: Iterable[Tensor]) -> None:
+    """Before another micro-batch adds to the gradients of parameters.
+
+    Raises:
+        ShardError: a shard's was written to since backward. One that was set to zero is as good as none.
+    """
+    written = parts.written_since_backward(params, but_taken=True)
+    _refuse([param for param in written if param.grad is not None and bool(param.grad.any())], "the next forward")
+
+
+def _refuse(written: Sequence[Tensor], until: str) -> None:
+    if written:
+        sizes = [part.full_size for p in written if (part := part_of(p)) is not None]
+        raise ShardError(
+            f"the gradients of {len(written)} sharded parameters, the first of size {sizes[0]}, were changed between backward and"
+            f" {until}. torch.nn.utils.clip_grad_norm_ and GradScaler.unscale_ do so, by this rank's part alone. Expected were"
+            " gradients as backward leaves them. Clip with autohete_fx.AdamW(..., max_grad_norm=...), and scale the loss where"
+            " gradients are to be scaled"
+        )
 
 
 def _buckets(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -126,7 +158,7 @@ def _average(params: Sequence[Tensor]) -> None:
             _average_large(param.grad, group)
         else:
             param.grad.copy_(mean.reshape(param.shape))
-        if part.is_shard:
+        if (own := part_of(param)) is not None and own.groups:
             parts.note_gradient(param)
 
 

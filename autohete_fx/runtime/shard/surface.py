@@ -7,6 +7,12 @@ stay right. The modules that hold parameters get classes of their own, whose pro
     whole = torch.ops.autohete.gather(self._parameters["weight"], 2, "2-9f1c03d2")
 
 The class keeps the name and module of its base: layers stay one family to whoever groups them. On one rank nothing is gathered.
+
+In a model under tensor parallelism, each rank's local tensor is what it holds with its peers, and is sharded likewise. An ordinary
+parameter takes the place of the DTensor, and what is read is a DTensor again::
+
+    local = torch.ops.autohete.gather(self._parameters["weight"], 2, "tp2x2-9f1c03d2")
+    whole = DTensor.from_local(local, tensor_parallel_mesh, placements, ...)
 """
 
 import copy
@@ -17,15 +23,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from autohete_fx.errors import ShardError
 from autohete_fx.graph.ops import SMALLEST_COPY_BYTES
-from autohete_fx.internals import versions
+from autohete_fx.internals.tensors import local_of
+from autohete_fx.runtime.held import is_held
 from autohete_fx.runtime.placement import placement_of
 from autohete_fx.runtime.shard import state, step
-from autohete_fx.runtime.shard.parts import Part, note_part, part_of, shard_of
-from autohete_fx.runtime.shard.ranks import Ranks, ranks_of
+from autohete_fx.runtime.shard.layout import Layout
+from autohete_fx.runtime.shard.parts import Part, dtensor_part_of, note_part, part_of
+from autohete_fx.runtime.shard.ranks import Ranks, parallel_ranks_of, ranks_of
 from autohete_fx.runtime.shard.unreadable import unreadable
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -42,6 +51,9 @@ def shard(model: ModuleT, mesh: DeviceMesh) -> ModuleT:
     first rank. Compiled code computes with whole parameters and leaves the mean of the ranks' gradients; eager code reads whole
     parameters within `gathered`. ``state_dict()`` has DTensors.
 
+    A model may be under tensor parallelism, which ``parallelize_module`` makes with one dimension of a mesh; another dimension is
+    given here. Ordinary parameters take the place of its DTensors: make the optimizer afterwards.
+
     Args:
         model: changed in place, not yet compiled or placed.
         mesh: of one dimension, over which parameters are sharded, or of two. The first of two has replicas: ranks that hold the
@@ -53,15 +65,18 @@ def shard(model: ModuleT, mesh: DeviceMesh) -> ModuleT:
     Raises:
         ShardError: the mesh has three or more dimensions, ranks have other parameters, or a parameter cannot be sharded.
     """
-    ranks = ranks_of(mesh)
     named = dict(model.named_parameters())
+    ranks = _ranks_of(mesh, named)
     _check(model, named, ranks)
     for tensor in (*named.values(), *model.buffers()):
+        is_of_all = not (isinstance(tensor, DTensor) and Layout.of(tensor).groups)
         with torch.no_grad():
-            ranks.broadcast(tensor.data)
-    for param in named.values():
-        large = param.dim() > 0 and param.nbytes >= SMALLEST_COPY_BYTES
-        part = Part(size=tuple(param.shape), group=ranks.digest, is_shard=large and ranks.count > 1)
+            ranks.broadcast((local_of(tensor) if isinstance(tensor, DTensor) else tensor).data, is_of_all=is_of_all)
+    _hold_locals(model)
+    for name, param in model.named_parameters():
+        layout = Layout.of(given) if isinstance(given := named[name], DTensor) else None
+        is_shard = ranks.count > 1 and param.dim() > 0 and _bytes_of_rank(given) >= SMALLEST_COPY_BYTES
+        part = Part(size=tuple(param.shape), group=ranks.digest, is_shard=is_shard, layout=layout)
         if part.is_shard:
             with torch.no_grad():
                 param.data = part.padded(part.own(param.data))
@@ -72,6 +87,40 @@ def shard(model: ModuleT, mesh: DeviceMesh) -> ModuleT:
             state.hook(module)
     step.watch()
     return model
+
+
+def _ranks_of(mesh: DeviceMesh, named: Mapping[str, nn.Parameter]) -> Ranks:
+    layouts = {name: Layout.of(param) for name, param in named.items() if isinstance(param, DTensor)}
+    for name, layout in layouts.items():
+        if layout.mesh.ndim > 1 or layout.placements[0].is_partial():
+            raise ShardError(
+                f"the parameter {name} lies as {layout.placements} over {layout.mesh}; expected parts or copies of it over one"
+                " dimension of a mesh. Call parallelize_module with mesh['tp'], and autohete_fx.shard with another dimension"
+            )
+    meshes = {layout.mesh for layout in layouts.values()}
+    if len(meshes) > 1:
+        raise ShardError(
+            f"the model is under tensor parallelism over {len(meshes)} meshes; expected one. Give parallelize_module one mesh for"
+            " all modules"
+        )
+    return parallel_ranks_of(mesh, meshes.pop()) if meshes else ranks_of(mesh)
+
+
+def _bytes_of_rank(param: Tensor) -> int:
+    """Bytes of what ranks hold together, the same on all that have other parts of a DTensor."""
+    divided = isinstance(param, DTensor) and Layout.of(param).groups
+    return param.nbytes // (param.device_mesh.size() if isinstance(param, DTensor) and divided else 1)
+
+
+def _hold_locals(model: nn.Module) -> None:
+    """Put a parameter in the place of each DTensor, over the memory of the local tensor."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if isinstance(param, DTensor):
+                if id(param) not in made:
+                    made[id(param)] = nn.Parameter(local_of(param).detach(), requires_grad=param.requires_grad)
+                module._parameters[name] = made[id(param)]
 
 
 def _check(model: nn.Module, named: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
@@ -88,7 +137,7 @@ def _check(model: nn.Module, named: Mapping[str, nn.Parameter], ranks: Ranks) ->
             f"the models of ranks {ranks.number} and {other} differ: {difference[0]} and {difference[1]}. Expected were the same"
             " parameters and buffers in the same order. Build the model alike on all ranks"
         )
-    if ranks.count > 1:
+    if ranks.count > 1 or ranks.tensor_parallel is not None:
         for path, module in model.named_modules():
             _check_references(path, module)
 
@@ -100,8 +149,8 @@ def _pairs(mine: list[Any], theirs: list[Any]) -> Iterator[tuple[Any, Any]]:
 
 def _check_parameter(name: str, param: nn.Parameter) -> None:
     what = None
-    if versions.is_dtensor(param):
-        what = "is a DTensor, which ranks hold together already"
+    if is_held(param):
+        what = "is a DTensor that an optimizer or compiled code knows"
     elif part_of(param) is not None:
         what = "was sharded before"
     elif isinstance(param, UninitializedParameter) or param.is_meta:
@@ -114,8 +163,9 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
         what = f"has strides {param.stride()}"
     if what is not None:
         raise ShardError(
-            f"the parameter {name} {what}. Expected was an ordinary parameter with values, whole on this rank. Call"
-            " autohete_fx.shard once, on the materialised model, before autohete_fx.place and before training"
+            f"the parameter {name} {what}. Expected was an ordinary parameter with values, whole on this rank, or a DTensor."
+            " Call autohete_fx.shard once, on the materialised model, before autohete_fx.place and before training, and where it"
+            " has DTensors before the optimizer is made"
         )
 
 
@@ -132,15 +182,17 @@ def _check_references(path: str, module: nn.Module) -> None:
             )
 
 
-_Field = tuple[str, tuple[int, ...], tuple[int, ...], int, str]
-"""Name, size of the whole, of the shard, number of ranks and their digest: plain values, which traced code reads from a closure."""
+_Field = tuple[str, Part, int, tuple[int, ...]]
+"""Name and part of a parameter, how many ranks have shards of it, and the shape that it has here."""
 
 
 def _fields(module: nn.Module) -> tuple[_Field, ...]:
     held = [
-        (name, part) for name, p in module._parameters.items() if p is not None and (part := shard_of(p)) is not None
+        (name, part)
+        for name, p in module._parameters.items()
+        if p is not None and (part := dtensor_part_of(p)) is not None
     ]
-    return tuple((name, part.size, part.shape, part.ranks.count, part.group) for name, part in held)
+    return tuple((name, part, part.ranks.count, part.shape) for name, part in held)
 
 
 @functools.cache
@@ -179,9 +231,12 @@ def _held_class(base: type, fields: tuple[_Field, ...]) -> type:
     return made
 
 
-def _reader(name: str, size: tuple[int, ...], shape: tuple[int, ...], num_ranks: int, group: str) -> property:
-    """The property of a sharded parameter."""
-    num_rows, is_padded = size[0], num_ranks * shape[0] != size[0]
+def _reader(name: str, part: Part, num_ranks: int, shape: tuple[int, ...]) -> property:
+    """The property of a parameter that other ranks have parts of. Traced code reads plain values from its closure."""
+    num_rows, group, is_shard = part.size[0] if part.size else 0, part.group, part.is_shard
+    is_padded, layout = is_shard and num_ranks * shape[0] != num_rows, part.layout
+    if layout is not None:
+        mesh, placements, size, stride = layout.mesh, layout.placements, torch.Size(layout.size), layout.stride
 
     def get(self: Any) -> Tensor:
         param = self._parameters[name]
@@ -193,9 +248,14 @@ def _reader(name: str, size: tuple[int, ...], shape: tuple[int, ...], num_ranks:
                 f" {shape} that autohete_fx.shard has put there. Replace parameters within"
                 " autohete_fx.gathered(model), or before shard"
             )
-        if not torch.compiler.is_compiling():
-            return unreadable(param, Part(size=size, group=group, is_shard=True))
-        whole = torch.ops.autohete.gather(param, num_ranks, group)
-        return whole[:num_rows] if is_padded else whole
+        whole = param
+        if is_shard:
+            if not torch.compiler.is_compiling():
+                return unreadable(param, part)
+            whole = torch.ops.autohete.gather(param, num_ranks, group)
+            whole = whole[:num_rows] if is_padded else whole
+        if layout is None:
+            return whole
+        return DTensor.from_local(whole, mesh, placements, run_check=False, shape=size, stride=stride)
 
     return property(get)

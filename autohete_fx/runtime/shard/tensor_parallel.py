@@ -11,13 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from autohete_fx.errors import OptimizerStateError, ShardError
 from autohete_fx.internals.tensors import local_of
 from autohete_fx.runtime.held import held, whole_of
-from autohete_fx.runtime.shard.parts import shard_of
+from autohete_fx.runtime.shard.layout import Layout
+from autohete_fx.runtime.shard.parts import part_of
 from autohete_fx.runtime.shard.ranks import Ranks, ranks_of
 
 _attended: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
@@ -36,13 +37,15 @@ def ranks_of_graph(params: Iterable[Tensor]) -> Ranks | None:
         ShardError: the parameters are on several meshes, or on one of several dimensions.
     """
     params = list(params)
-    shards = {part.group: part.ranks for p in params if (part := shard_of(p)) is not None}
+    parts = [part for p in params if (part := part_of(p)) is not None]
+    shards = {part.group: part.ranks for part in parts if part.is_shard or part.ranks.tensor_parallel is not None}
     meshes = {whole.device_mesh for p in params if (whole := dtensor_of(p)) is not None}
     if len(meshes) + len(shards) > 1 or any(mesh.ndim != 1 for mesh in meshes):
         found = "; ".join([*map(str, meshes), *(f"shards over {digest}" for digest in shards)])
         raise ShardError(
-            f"one graph has parameters on {found}. Expected was one mesh of one dimension. Use either autohete_fx.shard or"
-            " parallelize_module, with one dimension of a mesh, mesh[name]; a DistributedDataParallel may be around it"
+            f"one graph has parameters on {found}. Expected was one mesh of one dimension, or of it and of shards. Call"
+            " parallelize_module with one dimension of a mesh, mesh[name], and then autohete_fx.shard on the model as a whole with"
+            " another; a DistributedDataParallel may be around a model without shards"
         )
     if meshes:
         return ranks_of(meshes.pop())
@@ -50,13 +53,11 @@ def ranks_of_graph(params: Iterable[Tensor]) -> Ranks | None:
 
 
 def groups_of_parts(param: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups over which a DTensor's parts differ, a group for each such dimension of its mesh: all that replicates it
-    is left out."""
-    whole = dtensor_of(param)
-    if whole is None:
-        return ()
-    mesh = whole.device_mesh
-    return tuple(mesh.get_group(dim) for dim, place in enumerate(whole.placements) if not place.is_replicate())
+    """The process groups over which ranks have other parts of a parameter: all that replicates it is left out."""
+    part, whole = part_of(param), dtensor_of(param)
+    if part is not None:
+        return part.groups
+    return () if whole is None else Layout.of(whole).groups
 
 
 def is_part(param: Tensor) -> bool:
@@ -84,22 +85,6 @@ def local_gradient(param: Tensor) -> Tensor:
     return local_of(grad)
 
 
-def to_dtensor(local: Tensor, whole: DTensor) -> DTensor:
-    """The whole that a tensor is a part of as a parameter's local tensor is of the parameter. It refers to the tensor's memory."""
-    return DTensor.from_local(
-        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
-
-
-def to_local(value: Tensor, whole: DTensor) -> Tensor:
-    """This rank's part of a whole tensor, as of the parameter. All ranks call it where the value is a DTensor."""
-    if not isinstance(value, DTensor):
-        value = distribute_tensor(value, whole.device_mesh, whole.placements, src_data_rank=None)
-    elif value.device_mesh != whole.device_mesh or value.placements != whole.placements:
-        value = distribute_tensor(value.full_tensor(), whole.device_mesh, whole.placements, src_data_rank=None)
-    return local_of(value)
-
-
 # -- optimizers ---------------------------------------------------------------------------------------------------
 
 
@@ -124,7 +109,9 @@ def _give_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     for key, (param, entry) in _entries(optimizer, state_dict).items():
         given[key] = entry
         if isinstance(param, DTensor):
-            given[key] = {name: to_dtensor(t, param) if _is_like(t, held(param)) else t for name, t in entry.items()}
+            given[key] = {
+                name: Layout.of(param).to_dtensor(t) if _is_like(t, held(param)) else t for name, t in entry.items()
+            }
     return {**state_dict, "state": given}
 
 
@@ -136,7 +123,9 @@ def _take_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
         taken[key] = entry
         if isinstance(param, DTensor):
             with torch.no_grad():
-                taken[key] = {name: to_local(t, param) if _is_like(t, param) else t for name, t in entry.items()}
+                taken[key] = {
+                    name: Layout.of(param).to_local(t) if _is_like(t, param) else t for name, t in entry.items()
+                }
     return {**state_dict, "state": taken}
 
 

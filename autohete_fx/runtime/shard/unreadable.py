@@ -72,7 +72,7 @@ def _unreadable(param: Tensor, part: Part) -> Tensor:
     found = _made.get(param)
     if found is None or found.requires_grad != param.requires_grad:
         with torch.no_grad():
-            found = torch.empty(part.size, dtype=param.dtype, device="meta").as_subclass(Unreadable)
+            found = torch.empty(part.full_size, dtype=param.dtype, device="meta").as_subclass(Unreadable)
         with DisableTorchFunction():
             found.requires_grad_(param.requires_grad)
         found._autohete_device = param.device

@@ -8,12 +8,14 @@ write.
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from autohete_fx.errors import ShardError
+from autohete_fx.internals.tensors import local_of
 from autohete_fx.runtime.shard.parts import Part, gathered_from, part_of
 from autohete_fx.runtime.shard.ranks import Ranks
 from autohete_fx.runtime.shard.surface import WHOLE
@@ -27,16 +29,28 @@ class _Whole:
         self.held = held
         self.part = part
         self.param = held
-        if part.is_shard:
+        if part.is_dtensor:
             with torch.no_grad():
-                self.param = nn.Parameter(gathered_from(held, part), requires_grad=held.requires_grad)
+                whole: Tensor = gathered_from(held, part) if part.is_shard else held.detach().clone()
+                whole = whole if part.layout is None else part.layout.to_dtensor(whole)
+                self.param = nn.Parameter(whole, requires_grad=held.requires_grad)
         self.before = _digest(self.param)
+
+    @property
+    def local(self) -> Tensor:
+        """The tensor that this rank holds with its peers."""
+        return _local(self.param)
+
+    @property
+    def is_of_all(self) -> bool:
+        """Whether all ranks have the same whole, and not each of tensor parallelism's a part."""
+        return self.part.layout is None or not self.part.layout.groups
 
     def bring_back(self) -> None:
         """Write this rank's rows."""
-        if self.part.is_shard:
+        if self.part.is_dtensor:
             with torch.no_grad():
-                self.held[: self.part.num_own_rows].copy_(self.part.own(self.param.detach()))
+                self.part.unpadded(self.held).copy_(self.part.own(self.local))
 
 
 @contextlib.contextmanager
@@ -90,15 +104,18 @@ def _taken_over(places: list[tuple[nn.Module, str, _Whole]]) -> str | None:
     replaced: dict[int, Tensor] = {}
     for module, name, whole in places:
         param = module._parameters.get(name)
-        if param is None or tuple(param.shape) != whole.part.size or param.dtype != whole.held.dtype:
+        if param is None or tuple(param.shape) != whole.part.full_size or param.dtype != whole.held.dtype:
             return f"made {whole.name} a parameter of another size or dtype"
-        if whole.part.is_shard and param.grad is not None:
+        if whole.part.is_dtensor and param.grad is not None:
             return f"ran a backward within gathered, whose gradient of {whole.name} no optimizer gets"
         if param is not whole.param and replaced.setdefault(id(whole), param) is not param:
             return f"replaced {whole.name} by different parameters, although it is tied"
     for _, _, whole in places:
         if (param := replaced.get(id(whole))) is not None:
-            if whole.part.is_shard:
+            if whole.part.layout is not None:
+                with torch.no_grad():
+                    _local(whole.param).copy_(whole.part.layout.to_local(param.detach()))
+            elif whole.part.is_shard:
                 whole.param = nn.Parameter(param.detach(), requires_grad=False)
             else:
                 whole.held.data.copy_(param.detach())
@@ -106,18 +123,12 @@ def _taken_over(places: list[tuple[nn.Module, str, _Whole]]) -> str | None:
 
 
 def _bring_back(wholes: list[_Whole], ranks: Ranks, problem: str | None, *, is_raising: bool) -> None:
-    if ranks.total == 1:
-        everywhere = [(problem, [])]
-    else:
-        digests = [] if problem else [_digest(whole.param) for whole in wholes]
-        everywhere = ranks.exchange((problem, digests))
-    wrong = [f"rank {rank} {text}" for rank, (text, _) in enumerate(everywhere) if text]
-    digests_of_first = everywhere[0][1]
-    differing = [
-        at for at in range(len(digests_of_first)) if len({theirs[at] for _, theirs in everywhere if theirs}) > 1
-    ]
+    peers = 0 if ranks.tensor_parallel is None else ranks.tensor_parallel.get_local_rank()
+    mine: _Report = (problem, peers, [] if problem else [(whole.before, _digest(whole.param)) for whole in wholes])
+    everywhere = [mine] if ranks.total == 1 else ranks.exchange(mine)
+    wrong = [f"rank {rank} {text}" for rank, (text, _, _) in enumerate(everywhere) if text]
     if not wrong:
-        lost = [wholes[at].name for at in differing if digests_of_first[at] == wholes[at].before]
+        lost = [whole.name for at, whole in enumerate(wholes) if _is_lost(everywhere, at, is_of_all=whole.is_of_all)]
         if lost:
             wrong = [f"a rank other than the first wrote {', '.join(lost[:3])}, and the first did not"]
     if wrong:
@@ -128,12 +139,36 @@ def _bring_back(wholes: list[_Whole], ranks: Ranks, problem: str | None, *, is_r
             " backward. The shards are as they were before; correct the code within gathered"
         )
     for at, whole in enumerate(wholes):
-        if at in differing:
+        if any(_differ(same, at) for same in _alike(everywhere, is_of_all=whole.is_of_all)):
             with torch.no_grad():
-                ranks.broadcast(whole.param.data)
+                ranks.broadcast(whole.local.data, is_of_all=whole.is_of_all)
         whole.bring_back()
 
 
+_Report = tuple[str | None, int, list[tuple[str, str]]]
+"""A rank's problem, its place in tensor parallelism, and for each parameter the digests of what was and what is."""
+
+
+def _alike(everywhere: Sequence[_Report], *, is_of_all: bool) -> list[list[_Report]]:
+    """The ranks' reports, together those of ranks that have the same of a parameter."""
+    places = sorted({0 if is_of_all else place for _, place, _ in everywhere})
+    return [[report for report in everywhere if is_of_all or report[1] == place] for place in places]
+
+
+def _differ(same: Sequence[_Report], at: int) -> bool:
+    return len({digests[at][1] for _, _, digests in same}) > 1
+
+
+def _is_lost(everywhere: Sequence[_Report], at: int, *, is_of_all: bool) -> bool:
+    """Whether a rank has written a parameter that the first of those with the same of it has not."""
+    alike = _alike(everywhere, is_of_all=is_of_all)
+    return any(_differ(same, at) and same[0][2][at][0] == same[0][2][at][1] for same in alike)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_of(tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def _digest(tensor: Tensor) -> str:
-    contents = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    contents = _local(tensor).cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.blake2b(contents.numpy().tobytes(), digest_size=16).hexdigest()

@@ -1,0 +1,92 @@
+"""Where states come from: the way that is quickest for the slowest node, the nearest among equals, served to everyone once."""
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autohete_fx.cluster.sources import Bandwidths, Moved, Wanted, move_s, moved_by, quickest
+
+NAMES = "abcdef"
+RATES = Bandwidths(local=4.0, peer=2.0, cloud=1.0, cloud_of_all=2.0, cloud_first_s=0.0)
+
+
+def wanted(needs: list[str], disks: dict[str, str], nodes: str = "", cloud: str = NAMES, size: float = 1.0) -> Wanted:
+    names = list(nodes or "mnop"[: len(needs)])
+    return Wanted(
+        needs=[list(keys) for keys in needs],
+        nodes=names,
+        disks={node: set(disks.get(node, "")) for node in names},
+        cloud={key: key for key in cloud},
+        sizes=dict.fromkeys(NAMES, size),
+    )
+
+
+def test_a_piece_comes_from_the_nearest_place_and_from_the_cloud_once():
+    given = wanted(["ab", "bc", "cd", "d"], {"m": "a", "n": "b"}, "mnno")
+    fetch = quickest(given, replace(RATES, cloud=0.01, cloud_of_all=0.02))
+    assert fetch.local == {0: ("a",), 1: ("b",)}
+    assert {key for keys in fetch.cloud.values() for key in keys} == {"c", "d"}
+    assert sum(map(len, fetch.cloud.values())) == 2
+    assert sum(map(len, fetch.peer.values())) == 3
+
+
+def test_nodes_that_need_the_same_share_the_reading_where_peers_are_fast():
+    rows = moved_by(quickest(wanted(["abcd", "abcd"], {}), replace(RATES, peer=100.0)), wanted(["abcd", "abcd"], {}))
+    assert rows == {"m": Moved(cloud=2, peer=2), "n": Moved(cloud=2, peer=2)}
+
+
+def test_slow_peers_are_not_waited_for_where_the_cloud_is_quicker():
+    given = wanted(["abcd", "abcd"], {"m": "abcd"})
+    for peer, expected in ((2.0, Moved(peer=4)), (0.5, Moved(cloud=4))):
+        fetch = quickest(given, replace(RATES, local=100.0, peer=peer))
+        assert moved_by(fetch, given)["n"] == expected
+    # it reads the cloud while the other node reads its disk, and then waits for less
+    assert moved_by(quickest(given, replace(RATES, local=2.0)), given)["n"] == Moved(cloud=2, peer=2)
+    # a cloud that takes long to begin is no help to states that are small
+    assert moved_by(quickest(given, replace(RATES, peer=0.5, cloud_first_s=9.0)), given)["n"] == Moved(peer=4)
+    # disks that are slower than the cloud
+    assert moved_by(quickest(given, replace(RATES, local=0.1)), given)["m"] == Moved(cloud=4)
+
+
+KEYS = st.text(NAMES, min_size=1, max_size=6).map(lambda text: "".join(sorted(set(text))))
+RATE = st.sampled_from([0.1, 0.5, 1.0, 3.0, 10.0])
+
+
+@settings(deadline=None)
+@given(
+    st.lists(KEYS, min_size=1, max_size=4),
+    st.dictionaries(st.sampled_from("mnop"), KEYS),
+    st.sampled_from(["mnop", "mmno", "mnnn"]),
+    st.builds(
+        Bandwidths, local=RATE, peer=RATE, cloud=RATE, cloud_of_all=RATE, cloud_first_s=st.sampled_from([0.0, 5.0])
+    ),
+    st.booleans(),
+)
+def test_everyone_gets_everything_once_and_no_later_than_by_simpler_ways(
+    needs: list[str], disks: dict[str, str], nodes: str, rates: Bandwidths, all_in_cloud: bool
+):
+    near = set().union(*(disks.get(node, "") for node in nodes[: len(needs)]))
+    cloud = NAMES if all_in_cloud else "".join(sorted(set(NAMES) - near))
+    given = wanted(needs, disks, nodes[: len(needs)], cloud)
+    fetch = quickest(given, rates)
+    assert fetch == quickest(given, rates)
+    for rank, keys in enumerate(needs):
+        own = fetch.local.get(rank, ())
+        assert set(own) <= given.disks[given.nodes[rank]]
+        read = [key for key in fetch.cloud.get(rank, ()) if key in keys]
+        assert set(read) == set(fetch.cloud.get(rank, ())) <= set(cloud)
+        received = [key for (_, receiver), sent in fetch.peer.items() for key in sent if receiver == rank]
+        assert sorted([*own, *read, *received]) == sorted(keys)
+    for (sender, receiver), keys in fetch.peer.items():
+        assert sender != receiver
+        assert set(keys) <= given.disks[given.nodes[sender]] | set(fetch.cloud.get(sender, ()))
+    seconds = move_s(moved_by(fetch, given), rates)
+    nearest = quickest(given, replace(rates, cloud_first_s=1e9))
+    assert seconds <= move_s(moved_by(nearest, given), rates) + 1e-9
+    if all_in_cloud:
+        whole = {node: set() for node in given.nodes}
+        for rank, keys in enumerate(needs):
+            whole[given.nodes[rank]] |= set(keys)
+        rows = {node: Moved(cloud=len(keys)) for node, keys in whole.items()}
+        assert seconds <= move_s(rows, rates) * 1.06 + 1e-9

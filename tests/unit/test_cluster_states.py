@@ -1,0 +1,47 @@
+"""States of a stage's optimizer by the names of its parameters, whichever groups the optimizer has them in."""
+
+import torch
+from torch import Tensor, nn
+
+from autohete_fx.cluster.pieces import Piece
+from autohete_fx.cluster.store import restore_states, states_of
+
+Params = dict[str, nn.Parameter]
+
+
+def made(names: list[str]) -> Params:
+    """Matrices and vectors with the values of their names."""
+    shapes = {"weight": (4, 4), "bias": (4,)}
+    return {name: nn.Parameter(torch.full(shapes[name.rpartition(".")[2]], float(ord(name[0])))) for name in names}
+
+
+def decaying_matrices_alone(params: Params) -> torch.optim.Optimizer:
+    matrices, vectors = ([p for p in params.values() if (p.dim() > 1) is wanted] for wanted in (True, False))
+    return torch.optim.AdamW([{"params": vectors, "weight_decay": 0.0}, {"params": matrices}])
+
+
+def step(params: Params, optimizer: torch.optim.Optimizer, number: int) -> None:
+    for name, param in params.items():
+        param.grad = torch.full_like(param, number + ord(name[0]) / 100)
+    optimizer.step()
+
+
+def test_states_go_by_name_through_an_optimizer_of_several_groups_into_stages_that_are_cut_otherwise():
+    names = ["a.weight", "a.bias", "b.weight", "b.bias", "c.weight"]
+    params = made(names)
+    optimizer = decaying_matrices_alone(params)
+    step(params, optimizer, 1)
+    saved: dict[str, dict[str, Tensor]] = {
+        piece.name: dict(tensors)
+        for piece, tensors in states_of(params, optimizer, {name: Piece(name) for name in names}).items()
+    }
+    step(params, optimizer, 2)
+    for stage in (["a.weight", "a.bias", "b.weight"], ["b.bias", "c.weight"]):
+        mine = made(stage)
+        restored = decaying_matrices_alone(mine)
+        restore_states(mine, restored, saved)
+        step(mine, restored, 2)
+        assert all(torch.equal(mine[name], params[name]) for name in stage)
+        assert all(
+            torch.equal(restored.state[mine[n]]["exp_avg"], optimizer.state[params[n]]["exp_avg"]) for n in stage
+        )
