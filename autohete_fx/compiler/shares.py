@@ -32,7 +32,7 @@ class Origin:
 
     def runs_beside(self, other: "Origin") -> bool:
         """Whether one step runs both: other parts of a function, and graphs without a parameter in common, such as a loss that is
-        compiled apart. Any other graph is the same, compiled again for another shape or another path through the model: it
+        compiled apart. Any other graph is the same, compiled again for another shape or another path through the model. It
         shares parameters, or has none and comes from the same place."""
         if self.function == other.function and (self.part != other.part or not other.parameters):
             return self.part != other.part
