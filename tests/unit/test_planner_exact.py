@@ -42,7 +42,7 @@ from autohete_fx.planner.model.work import (
     durations,
     updating_pass,
 )
-from autohete_fx.planner.search.anneal import HEAT, anneal, at_distances, terms_of
+from autohete_fx.planner.search.anneal import HEAT, WALKS, anneal, at_distances, terms_of
 from autohete_fx.planner.search.arrays import Assignments
 from autohete_fx.planner.search.improve import Search
 from autohete_fx.planner.search.replays import Replays
@@ -165,6 +165,25 @@ def test_annealing_keeps_the_budgets_and_scores_no_worse(limited: Problem):
     search.deadline = 0.0
     stopped = anneal(search, terms, starts, work=200_000)
     assert search.score(stopped)[0] <= search.score(starts).min()
+
+
+@pytest.mark.parametrize("seconds_a_look, cools", [(0.0, "with its work"), (0.02, "with the clock")])
+def test_walks_are_cold_when_they_end(seconds_a_look: float, cools: str, monkeypatch: pytest.MonkeyPatch):
+    """Whether their work is done or their time is over, and with their work alone where that is in time."""
+    search = Search(Replays(problem([cost()] * 6)), deadline=1.0)
+    asked, heats, change = itertools.count(), [], Walks.change
+
+    def noted(walks: Walks, heat: Any, prices: Prices, random: np.random.Generator) -> None:
+        heats.append(prices.degrees / walks.best_score)
+        change(walks, heat, prices, random)
+
+    monkeypatch.setattr("time.monotonic", lambda: seconds_a_look * next(asked))
+    monkeypatch.setattr(Walks, "change", noted)
+    rounds = 600
+    anneal(search, terms_of(search.replays), np.zeros((1, 6), dtype=np.int64), work=rounds * WALKS * 6)
+    assert heats[0] > 100 * HEAT.coldest and heats[-1] < 2 * HEAT.coldest
+    done = len(heats) + len(heats) // (HEAT.mating - 1)
+    assert abs(done - rounds) < HEAT.mating if cools == "with its work" else done < rounds * 0.9
 
 
 @settings(max_examples=30, **QUIET)

@@ -3,7 +3,7 @@
 `relax` leaves out that choices are whole numbers. Seconds do for a hundred blocks, identical or not, where branching needs
 minutes. OR-Tools' GLOP solves it. `branch` adds cutting planes and some branching, which few blocks need. The fewer there are,
 the more a mixture of two choices gains that none of them has. A *lump*, a block with a parameter that is larger than a usual
-block, gains as much: others can share out among them what a mixture does, a lump with nobody. With whole numbers for lumps only,
+block, gains as much. Others can share out among them what a mixture does, a lump with nobody. With whole numbers for lumps only,
 the program is solved in about the time that its relaxation takes. OR-Tools' SCIP does both. On these programs it proves in
 seconds what takes CP-SAT minutes.
 

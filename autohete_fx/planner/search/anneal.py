@@ -16,7 +16,8 @@ the last one. That pass is the forward wherever updates overlap with it, and wai
 more can be copied in what is left of the step. Among many plans in which one thing alone decides when a step ends, lateness
 tells which is near a better one.
 
-The random numbers are the same on every run. All is counted by NumPy, for many walks at once (`walks`, `arrays`).
+The random numbers are the same on every run. All is counted by NumPy, for many walks at once (`walks`, `arrays`). Walks cool as
+their work is done. Where the clock will end it first, on a slow or busy machine, they cool with the clock: hot walks are of no use.
 """
 
 import time
@@ -55,6 +56,8 @@ _OTHERS = 32
 """Walks whose ends are looked at."""
 _MOST_UNITS = 2**23
 """Units of memory: half as many as float32 counts, since what blocks take is rounded up."""
+_CLOCK_SHARE = 0.95
+"""The share of the time left that walks may take, so that some is for what comes after."""
 _ROUNDS = 100
 """After so many some walks follow the best."""
 
@@ -70,11 +73,14 @@ def anneal(search: Search, terms: Terms, starts: Rows, *, work: int, enough_s: f
     scores = search.score(starts)
     walks = Walks(terms, numbers, int(np.argmin(scores)), float(scores.min()), WALKS)
     hottest, rounds = max(heat.coldest, heat.hottest / blocks), max(1, work // (WALKS * blocks))
-    lateness = np.resize(heat.lateness, WALKS)
+    lateness, began, clock = np.resize(heat.lateness, WALKS), time.monotonic(), 0.0
     for at in range(rounds):
-        if at % heat.mating == 0 and (time.monotonic() > search.deadline or walks.best_score <= enough_s):
-            break
-        done = at / rounds
+        if at % heat.mating == 0:
+            clock = _spent(began, search.deadline)
+            if clock >= 1 or walks.best_score <= enough_s:
+                break
+        # Squared: walks that have just enough time may be slower than the clock for a while, and cool by their work alone.
+        done = max(at / rounds, clock**2)
         prices = Prices(
             degrees=walks.best_score * hottest * (heat.coldest / hottest) ** done,
             memory=walks.best_score * heat.first_price * (heat.last_price / heat.first_price) ** done,
@@ -92,6 +98,12 @@ def anneal(search: Search, terms: Terms, starts: Rows, *, work: int, enough_s: f
     )
     found = np.concatenate([found, others[search.fitting(others)]])
     return found[np.argsort(search.score(found), kind="stable")]
+
+
+def _spent(began: float, deadline: float) -> float:
+    """The share that is over of the time that walks may take."""
+    left_s = _CLOCK_SHARE * (deadline - began)
+    return (time.monotonic() - began) / left_s if left_s > 0 else 1.0
 
 
 def at_distances(replays: Replays, terms: Terms, starts: Rows) -> Rows:
