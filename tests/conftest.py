@@ -39,6 +39,16 @@ assert "torch" not in sys.modules, "torch was imported before its environment wa
 pytest.register_assert_rewrite("tests.main_job", "tests.placed_job", "tests.training")
 
 _ORDER = ("unit", "graph", "e2e", "dist", "cuda")
+_LONGEST = (
+    "chaos",
+    "cluster_store",
+    "cluster_job",
+    "tensor_parallel_job",
+    "shard_replicas",
+    "automatic",
+    "shard_uses",
+    "shard_plans",
+)
 
 
 def pytest_unconfigure() -> None:
@@ -47,12 +57,14 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fast directories first, and the marker ``cuda`` on all of tests/cuda."""
+    """Fast directories first, and of ranks the longest files first, so that workers end together; the marker ``cuda`` on all of
+    tests/cuda."""
     here = Path(__file__).parent
 
-    def place(item: pytest.Item) -> int:
+    def place(item: pytest.Item) -> tuple[int, int]:
         folder = item.path.relative_to(here).parts[0]
-        return _ORDER.index(folder) if folder in _ORDER else len(_ORDER)
+        length = next((at for at, name in enumerate(_LONGEST) if item.path.stem.endswith(name)), len(_LONGEST))
+        return _ORDER.index(folder) if folder in _ORDER else len(_ORDER), length if folder == "dist" else 0
 
     items.sort(key=place)
     for item in items:

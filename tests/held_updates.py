@@ -195,6 +195,19 @@ class Training:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@contextlib.contextmanager
+def trained_under(decision: BlockDecision, **lanes: Any) -> Iterator[Training]:
+    """One stack for many reads of what is held, on the given lanes: to compile it takes longer than to read."""
+    torch._dynamo.reset()
+    gate = Gate()
+    with pytest.MonkeyPatch.context() as patch:
+        use_lanes(patch, pace=gate, **lanes)
+        state = Training(gate, decision)
+    yield state
+    gate.opened.set()
+    state.optimizer.synchronize()
+
+
 def weight_of(model: nn.Module) -> nn.Parameter:
     return model.get_parameter("layers.2.0.weight")
 

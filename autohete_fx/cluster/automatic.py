@@ -3,6 +3,7 @@
 A job that starts again finds costs and links in the cache, and plans in seconds.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from autohete_fx.cluster.solve import plan_cluster
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.cluster.stage import Loss, StageModule
 from autohete_fx.cluster.store import Place, Store
+from autohete_fx.cluster.tensor_parallel import TensorLayout, TpPlan, layout_of
 from autohete_fx.cluster.timed_layer import Measuring
 from autohete_fx.errors import ClusterError
 from autohete_fx.ir.sizes import format_seconds
@@ -32,6 +34,8 @@ from autohete_fx.options import Size, parse_size
 
 MICRO_BATCHES = (1, 2, 4, 8)
 """Samples to choose from; the smallest and the largest are timed."""
+_DEGREES = (2, 4, 8)
+"""Of tensor parallelism, within a node."""
 _TIME_LIMIT_S = 10.0
 
 
@@ -50,6 +54,7 @@ def automatic_plan(
     memory_budget: str | int | None = None,
     cache_dir: str | Path | None = None,
     store: Store | None = None,
+    tp_plan: TpPlan | None = None,
     expected_lifetime_s: float | None = None,
     say: Callable[[str], None],
 ) -> ClusterPlan:
@@ -69,6 +74,7 @@ def automatic_plan(
         memory_budget: of each GPU; None: nearly all that there is.
         cache_dir: where measurements are kept; None: `cache.cache_dir`.
         store: of the job, whose local saves need not move.
+        tp_plan: how GPUs share layers; None: that of the model's transformers configuration, or none of them does.
         expected_lifetime_s: seconds until the nodes change again; None: so long that moving does not count.
         say: tells the user a line.
 
@@ -86,8 +92,9 @@ def automatic_plan(
         compiled=compiled,
         backend=backend,
         micro_batches=micro_batches_of(global_batch),
+        layouts=_layouts(build_model, example, members, tp_plan, say),
     )
-    costs = measured_costs(measuring, members, device, group, model=model, cache_dir=cache_dir)
+    costs = measured_costs(measuring, members, device, group, model=model, cache_dir=cache_dir, say=say)
     moving = None
     if store is not None and expected_lifetime_s is not None:
         layer_map = map_layers(build_model, example.of_samples(1))
@@ -104,6 +111,28 @@ def automatic_plan(
     if moves:
         say(moves)
     return plan
+
+
+def _layouts(
+    build_model: BuildModel,
+    example: Batch,
+    members: Sequence[Member],
+    tp_plan: TpPlan | None,
+    say: Callable[[str], None],
+) -> dict[int, TensorLayout]:
+    """By degree of tensor parallelism that some node has GPUs for, how these share the layers; none where a model cannot be
+    shared so."""
+    most = max(Counter((member.node, member.gpu) for member in members).values())
+    found: dict[int, TensorLayout] = {}
+    layer_map = map_layers(build_model, example.of_samples(1)) if most > 1 else None
+    for degree in _DEGREES:
+        if layer_map is not None and degree <= most:
+            try:
+                found[degree] = layout_of(build_model, layer_map, {degree}, tp_plan)
+            except ClusterError as error:
+                if tp_plan is not None:
+                    say(f"no plan has {degree} GPUs a stage: {error}")
+    return found
 
 
 def held_layers(
@@ -138,7 +167,6 @@ def _planned(
             costs,
             global_batch=global_batch,
             micro_batches=[size for size in MICRO_BATCHES if size <= global_batch],
-            degrees=(1,),  # others are not measured
             time_limit_s=_TIME_LIMIT_S,
             moving=moving,
         )
@@ -155,7 +183,10 @@ def plan_line(plan: ClusterPlan) -> str:
     """A plan in a line: for each pipeline its micro-batches, and its stages by GPU and layers."""
     pipelines = "; ".join(
         f"{pipeline.micro_batches} x {pipeline.micro_batch} samples through "
-        + " > ".join(f"{stage.gpu} {stage.first}-{stage.last}" for stage in pipeline.stages)
+        + " > ".join(
+            f"{f'{stage.tp} ' if stage.tp > 1 else ''}{stage.gpu} {stage.first}-{stage.last}"
+            for stage in pipeline.stages
+        )
         for pipeline in plan.pipelines
     )
     return f"plan of {plan.model}: {pipelines}; predicted {format_seconds(plan.iteration_s)} a step"

@@ -126,6 +126,7 @@ def join(
         memory_budget=memory_budget,
         cache_dir=cache_dir,
         store=store,
+        tp_plan=tp_plan,
         expected_lifetime_s=expected_lifetime_s,
         say=job_log.say,
     )

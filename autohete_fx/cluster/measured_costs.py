@@ -3,7 +3,7 @@
 Enter how to build the model and an example batch; leaves a `CostTable` that is equal on all ranks. One rank of each type of GPU
 times one layer of each kind, alone (`timed_layer`), compiled as the job compiles its stages. Layers are of one kind where their
 modules have equal classes and settings, and their parameters equal names and shapes. The first kind is all before the layers, the
-last one all after them.
+last one all after them. Where layers may be shared, the ranks of a node time together what so many GPUs share.
 
 Each type's figures lie in a file under `cache.cache_dir`. Its key is all that they depend on: the model's structure, the shapes of
 the batch, backend, optimizer, versions, and the GPU. A rank that finds the file spares all ranks of its type the timing.
@@ -13,13 +13,15 @@ import gc
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from autohete_fx.cache import device_name, load_text, store_text
 from autohete_fx.cluster.building import BuildModel
@@ -27,26 +29,29 @@ from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTi
 from autohete_fx.cluster.deploy import Member
 from autohete_fx.cluster.layers import LayerMap, Shape, map_layers
 from autohete_fx.cluster.memory import OVERHEAD_BYTES
+from autohete_fx.cluster.tensor_parallel import Unit
 from autohete_fx.cluster.timed_layer import Measuring, TimedLayer, time_layer
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.modes import FakeTensorMode
+from autohete_fx.internals.versions import timeout_of
 from autohete_fx.ir.files import SavedAs, spelled
 
 FIRST, LAYER, LAST = "first", "layer", "last"
 _CACHED_AS = "cluster_costs"
 _FILES = SavedAs(
-    kind="measured costs", writer="a job", again="they are measured again", schema_version=1, error=ClusterError
+    kind="measured costs", writer="a job", again="they are measured again", schema_version=2, error=ClusterError
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindTime:
-    """Seconds of a kind of layer for a micro-batch."""
+    """Seconds of a kind of layer for a micro-batch, on so many GPUs that share it."""
 
     kind: str
     micro_batch: int
     forward_s: float
     backward_s: float
+    tp: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +60,7 @@ class GpuCosts:
 
     Attributes:
         times: rows.
-        sizes: rows, one for each kind.
+        sizes: rows, one for each kind and degree of tensor parallelism.
         update_s_per_byte: seconds of the optimizer's step for a byte of weights.
         optimizer_bytes_per_byte: of its states, for a byte of weights.
         gradient_bytes_per_byte: of gradients, for a byte of weights.
@@ -67,7 +72,7 @@ class GpuCosts:
     update_s_per_byte: float
     optimizer_bytes_per_byte: float
     gradient_bytes_per_byte: float
-    schema_version: int = 1
+    schema_version: int = 2
 
 
 def measured_costs(
@@ -78,6 +83,7 @@ def measured_costs(
     *,
     model: str,
     cache_dir: str | Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> CostTable:
     """Time the layers on one rank of each type of GPU, or read what an earlier job timed. All ranks call it; all get one table.
 
@@ -88,29 +94,39 @@ def measured_costs(
         group: of all ranks, for values in host memory; None: the default one.
         model: name, for errors and plans.
         cache_dir: where figures are kept; None: `cache.cache_dir`.
+        say: tells the user a line.
 
     Raises:
         ClusterError: a rank could not measure; on all ranks.
     """
     rank, layer_map = dist.get_rank(), map_layers(measuring.build_model, measuring.example.of_samples(1))
     kinds = kinds_of(measuring.build_model, layer_map)
-    mine = members[rank].gpu
-    key = _key(measuring, layer_map, kinds, mine, device)
+    mine, units = members[rank].gpu, units_of(members, measuring.layouts)
+    key = _key(measuring, layer_map, kinds, mine, device, sorted(degree for gpu, degree in units if gpu == mine))
     known = _loaded(key, cache_dir)
-    found = _first_of_each_gpu(members, _exchanged(known, group))
+    found = _merged(members, _exchanged(known, group))
     missing = {member.gpu for member in members} - set(found)
-    left = len(set(kinds)) * len(measuring.micro_batches) if missing else 0
+    degrees = sorted({degree for _, degree in units}) if missing else []
+    each, left = len(set(kinds)) * len(measuring.micro_batches), 0
+    if missing:
+        say(
+            f"timing {each * len(degrees)} compiled layers on {', '.join(sorted(missing))}; a later start finds the figures in"
+            " the cache"
+        )
 
     def meet() -> None:
         """All ranks meet after each layer, or those that wait would give the others up."""
         nonlocal left
         left -= 1
-        _exchanged(None, group)
+        _exchanged([], group)
 
-    if mine in missing and next(r for r, member in enumerate(members) if member.gpu == mine) == rank:
-        known = _or_error(lambda: measure(measuring, kinds, device, meet))
-    while left:
-        meet()
+    for degree in degrees:
+        left = each
+        unit = _unit({gpu: units[gpu, degree] for gpu in sorted(missing) if (gpu, degree) in units}, measuring, device)
+        if mine in missing and rank in units.get((mine, degree), ()) and isinstance(known, list):
+            known = _or_error(lambda known=known, unit=unit: [*known, measure(measuring, kinds, device, meet, unit)])
+        while left:
+            meet()
     rows = _exchanged(known, group)
     failed = next((f"rank {r}: {row}" for r, row in enumerate(rows) if isinstance(row, str)), None)
     if failed is not None:
@@ -118,26 +134,65 @@ def measured_costs(
             f"layers of {model} could not be timed. {failed}. Expected was one layer's forward and backward on each type of GPU."
             " Give a smaller global batch, or a plan"
         )
-    found |= {gpu: row for gpu, row in _first_of_each_gpu(members, rows).items() if gpu not in found}
+    found |= {gpu: row for gpu, row in _merged(members, rows).items() if gpu not in found}
     store_text(_CACHED_AS, key, json.dumps(asdict(found[mine])), cache_dir)
     return _table(model, kinds, layer_map, found, device)
 
 
-def _exchanged(value: "GpuCosts | str | None", group: dist.ProcessGroup | None) -> "list[GpuCosts | str | None]":
-    rows: list[GpuCosts | str | None] = [None] * dist.get_world_size()
+Known = list[GpuCosts] | str
+"""A rank's figures, of one or more degrees of tensor parallelism, or an error's words."""
+Units = dict[tuple[str, int], tuple[int, ...]]
+"""By type of GPU and degree, the ranks of one node that time it."""
+
+
+def units_of(members: Sequence[Member], layouts: Iterable[int]) -> Units:
+    """The first node's ranks of each type that has as many as a degree asks for; for one GPU the first rank of the type."""
+    rows: dict[tuple[str, str], list[int]] = {}
+    for rank, member in enumerate(members):
+        rows.setdefault((member.gpu, member.node), []).append(rank)
+    found: Units = {}
+    for degree in (1, *sorted(layouts)):
+        for (gpu, _), ranks in rows.items():
+            if len(ranks) >= degree:
+                found.setdefault((gpu, degree), tuple(ranks[:degree]))
+    return found
+
+
+def _unit(units: Mapping[str, tuple[int, ...]], measuring: Measuring, device: torch.device) -> Unit | None:
+    """The unit of this rank among those by type of GPU. All ranks call it, because they make process groups together."""
+    mine = None
+    for ranks in units.values():
+        if len(ranks) > 1:
+            group: Any = dist.new_group(list(ranks), timeout=timeout_of(dist.group.WORLD, device.type))
+            if dist.get_rank() in ranks:
+                mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("tp",))
+                part = ranks.index(dist.get_rank())
+                mine = Unit(layout=measuring.layouts[len(ranks)], mesh=mesh, degree=len(ranks), part=part)
+    return mine
+
+
+def _exchanged(value: Known, group: dist.ProcessGroup | None) -> list[Known]:
+    rows: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rows, value, group=group)
     return rows
 
 
-def _first_of_each_gpu(members: Sequence[Member], rows: "Sequence[GpuCosts | str | None]") -> dict[str, GpuCosts]:
-    found: dict[str, GpuCosts] = {}
+def _merged(members: Sequence[Member], rows: Sequence[Known]) -> dict[str, GpuCosts]:
+    """By type of GPU, the figures of all degrees, each as the first rank has it."""
+    parts: dict[str, list[GpuCosts]] = {}
     for member, row in zip(members, rows, strict=True):
-        if isinstance(row, GpuCosts):
-            found.setdefault(member.gpu, row)
+        if isinstance(row, list):
+            parts.setdefault(member.gpu, []).extend(row)
+    found: dict[str, GpuCosts] = {}
+    for gpu, mine in parts.items():
+        for part in sorted(mine, key=lambda part: part.times[0].tp):
+            known = found.setdefault(gpu, part)
+            if part.times[0].tp not in {time.tp for time in known.times}:
+                found[gpu] = replace(known, times=(*known.times, *part.times), sizes=(*known.sizes, *part.sizes))
     return found
 
 
-def _or_error(measured: Callable[[], GpuCosts]) -> "GpuCosts | str":
+def _or_error(measured: Callable[[], list[GpuCosts]]) -> Known:
     """The figures, or an error's words for the other ranks, which would wait for ever."""
     try:
         return measured()
@@ -148,10 +203,10 @@ def _or_error(measured: Callable[[], GpuCosts]) -> "GpuCosts | str":
 def _table(
     model: str, kinds: Sequence[str], layer_map: LayerMap, found: dict[str, GpuCosts], device: torch.device
 ) -> CostTable:
-    largest: dict[str, LayerBytes] = {}
+    largest: dict[tuple[str, int], LayerBytes] = {}
     for row in (row for costs in found.values() for row in costs.sizes):
-        known = largest.get(row.kind, row)
-        largest[row.kind] = max(known, row, key=lambda size: size.kept_bytes)
+        known = largest.get((row.kind, row.tp), row)
+        largest[row.kind, row.tp] = max(known, row, key=lambda size: size.kept_bytes)
     last = layer_map.num_layers - 1
     tied = [name for name, readers in layer_map.readers.items() if {0, last} <= readers]
     tied_bytes = sum(math.prod(shape.sizes) * shape.dtype.itemsize for shape in map(layer_map.shapes.__getitem__, tied))
@@ -163,7 +218,7 @@ def _table(
             LayerTime(
                 kind=row.kind,
                 gpu=gpu,
-                tp=1,
+                tp=row.tp,
                 micro_batch=row.micro_batch,
                 forward_s=row.forward_s,
                 backward_s=row.backward_s,
@@ -219,7 +274,9 @@ def _params(layer_map: LayerMap, layer: int, prefix: str = "") -> list[tuple[str
 # -- the file --------------------------------------------------------------------------------------------------------
 
 
-def _key(measuring: Measuring, layer_map: LayerMap, kinds: Sequence[str], gpu: str, device: torch.device) -> str:
+def _key(
+    measuring: Measuring, layer_map: LayerMap, kinds: Sequence[str], gpu: str, device: torch.device, degrees: list[int]
+) -> str:
     """All that seconds and bytes depend on."""
     ends = [_params(layer_map, 0), _params(layer_map, layer_map.num_layers - 1)]
     layers = {kind: _params(layer_map, kinds.index(kind)) for kind in dict.fromkeys(kinds[1:-1])}
@@ -228,27 +285,30 @@ def _key(measuring: Measuring, layer_map: LayerMap, kinds: Sequence[str], gpu: s
     loss = getattr(measuring.loss, "__qualname__", type(measuring.loss).__qualname__)
     parts = [kinds, ends, layers, layer_map.hidden, batch, loss, type(optimizer).__name__, measuring.backend]
     parts += [measuring.micro_batches, gpu, device.type, device_name(device.type, device.index), torch.__version__]
+    parts += [[(degree, measuring.layouts.get(degree)) for degree in degrees if degree > 1]]
     parts += [torch.get_float32_matmul_precision(), torch.get_num_threads() if device.type == "cpu" else 0]
     return "|".join(map(repr, parts))
 
 
-def _loaded(key: str, cache_dir: str | Path | None) -> GpuCosts | None:
+def _loaded(key: str, cache_dir: str | Path | None) -> Known:
     text = load_text(_CACHED_AS, key, cache_dir)
-    if text is None:
-        return None
     try:
-        return _FILES.parse(text, lambda raw: spelled(GpuCosts, raw))
+        return [] if text is None else [_FILES.parse(text, lambda raw: spelled(GpuCosts, raw))]
     except ClusterError:  # of another version of this package: measured again
-        return None
+        return []
 
 
 # -- timing ----------------------------------------------------------------------------------------------------------
 
 
 def measure(
-    measuring: Measuring, kinds: Sequence[str], device: torch.device, after_each: Callable[[], None]
+    measuring: Measuring,
+    kinds: Sequence[str],
+    device: torch.device,
+    after_each: Callable[[], None],
+    unit: Unit | None = None,
 ) -> GpuCosts:
-    """Time one layer of each kind, and a step of the optimizer, on this rank alone.
+    """Time one layer of each kind, and a step of the optimizer, on this rank alone, or on all ranks of a unit together.
 
     Compiled code of earlier functions is dropped (`torch.compiler.reset`): the job's stages must not be taken for layers that
     were timed with other shapes.
@@ -268,10 +328,16 @@ def measure(
             rows: list[KindTime] = []
             try:
                 for kind in dict.fromkeys(kinds):
-                    layer = TimedLayer(measuring, layer_map, kinds.index(kind), batch, device)
+                    layer = TimedLayer(measuring, layer_map, kinds.index(kind), batch, device, unit)
                     forward_s, backward_s = time_layer(layer)
                     rows.append(
-                        KindTime(kind=kind, micro_batch=micro_batch, forward_s=forward_s, backward_s=backward_s)
+                        KindTime(
+                            kind=kind,
+                            micro_batch=micro_batch,
+                            forward_s=forward_s,
+                            backward_s=backward_s,
+                            tp=unit.degree if unit else 1,
+                        )
                     )
                     sizes[kind] = layer.bytes(kind)
                     if kind == most and update is None:

@@ -46,7 +46,7 @@ class Restored:
     step: int
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     num_bytes: dict[str, int] = field(default_factory=lambda: {"local": 0, "peer": 0, "cloud": 0})
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: {"local": 0.0, "peer": 0.0, "cloud": 0.0})
     missing_bytes: int = 0
     trouble: str = ""
 
@@ -102,38 +102,42 @@ def restore(
         saved[key] for key in clouds if not near.issuperset(part.key for part in made_of[Piece.of_key(key)])
     )
     found.seconds["look"] = time.perf_counter() - start
-    fetch = _read_cloud(found, store, clouds, all_of, made_of, group)
-    local = mine.get(chosen, {})
+    fetch, local = quickest(all_of, store.bandwidths), mine.get(chosen, {})
     _read(found, "local", local, fetch.local.get(rank, ()), made_of)
+    if fetch.cloud and not _read_cloud(found, store, clouds, fetch, all_of, made_of, group):
+        fetch = quickest(replace(all_of, cloud={}), store.bandwidths)
+        more = set(fetch.local.get(rank, ())) - set(found.tensors)
+        _read(found, "local", local, sorted(more), made_of)
     _exchange(found, fetch, local, made_of, group)
     found.tensors = {piece.name: joined(piece.name, made_of[piece], found.tensors) for piece in needs}
     return found
 
 
 def _read_cloud(
-    found: Restored, store: Store, clouds: Parts, wanted: Wanted, made_of: MadeOf, group: dist.ProcessGroup | None
-) -> Fetch:
-    """Read what this rank reads in the cloud; returns how the rest is fetched. Where a rank cannot read there, disks give all.
+    found: Restored,
+    store: Store,
+    clouds: Parts,
+    fetch: Fetch,
+    wanted: Wanted,
+    made_of: MadeOf,
+    group: dist.ProcessGroup | None,
+) -> bool:
+    """Read what this rank reads in the cloud. Returns whether all ranks could, or disks have to give all.
 
     Raises ClusterError, on all ranks, where disks have not all of it.
     """
-    rank, fetch = dist.get_rank(group), quickest(wanted, store.bandwidths)
-    if not fetch.cloud:
-        found.seconds["cloud"] = 0.0
-        return fetch
-    trouble = ""
+    rank, trouble = dist.get_rank(group), ""
     try:
         _read(found, "cloud", clouds, fetch.cloud.get(rank, ()), made_of)
     except BaseException as error:  # `CheckpointException` is no Exception
         if not isinstance(error, Exception | CheckpointException):
             raise
         trouble = f"Rank {rank} could not read {store.cloud!r}: {_words(error)}."
-        found.seconds["cloud"] = 0.0
     told: list[Any] = [None] * len(wanted.needs)
     dist.all_gather_object(told, trouble, group=group)
     troubles = [words for words in told if words]
     if not troubles:
-        return fetch
+        return True
     near = set().union(*wanted.disks.values())
     missing = sorted({key for keys in wanted.needs for key in keys} - near)
     if missing:
@@ -142,7 +146,7 @@ def _read_cloud(
             " cloud that can be read. Start the job again when it can"
         )
     found.trouble = f"{found.trouble} {troubles[0]}".strip()
-    return quickest(replace(wanted, cloud={}), store.bandwidths)
+    return False
 
 
 def _words(error: BaseException) -> str:
@@ -256,7 +260,7 @@ def _read(found: Restored, source: str, parts: Parts, keys: Sequence[str], made_
     tensors, num_bytes = read_pieces(parts, [Piece.of_key(key) for key in keys], made_of)
     found.tensors.update(tensors)
     found.num_bytes[source] += num_bytes
-    found.seconds[source] = time.perf_counter() - start
+    found.seconds[source] = found.seconds.get(source, 0.0) + time.perf_counter() - start
 
 
 def _exchange(found: Restored, fetch: Fetch, parts: Parts, made_of: MadeOf, group: dist.ProcessGroup | None) -> None:

@@ -5,8 +5,8 @@ name. ``colwise`` layers keep a part of their outputs. ``rowwise`` ones keep a p
 Embeddings and heads keep a part of the vocabulary. All other parameters stay whole on each GPU. Leaves a `TensorLayout`, the
 same on all ranks.
 
-The modules of a stage have DTensors as parameters. All else (sums of gradients, the optimizer, saves) works with a rank's own
-part of them (`autohete_fx.runtime.held`). It has the DTensor's memory wherever a plan moves it.
+The modules of a stage have DTensors as parameters. Everything else (sums of gradients, the optimizer, saves) works with a rank's
+own part of them (`autohete_fx.runtime.held`). It has the DTensor's memory, wherever a plan moves that.
 """
 
 import re

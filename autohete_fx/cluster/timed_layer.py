@@ -6,8 +6,8 @@ random weights: a measurement reads no weights of the user, and GPUs multiply co
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,10 @@ from autohete_fx.cluster.building import BuildModel
 from autohete_fx.cluster.costs import LayerBytes
 from autohete_fx.cluster.layers import LayerMap, Shape
 from autohete_fx.cluster.stage import Loss, StageModule, build_stage
+from autohete_fx.cluster.tensor_parallel import TensorLayout, Unit
 from autohete_fx.internals.operators import tree_leaves
+from autohete_fx.internals.tensors import local_of
+from autohete_fx.internals.versions import is_dtensor
 
 _WARM_UPS, _FEWEST, _MOST = 2, 3, 9
 """Runs that are not timed, and those that are: after the fewest, no more once `_ENOUGH_S` have gone by."""
@@ -38,6 +41,7 @@ class Measuring:
         compiled: a stage as the job runs it.
         backend: in words, the compiler and its options.
         micro_batches: numbers of samples to time, ascending.
+        layouts: by degree of tensor parallelism, how so many GPUs share layers.
     """
 
     build_model: BuildModel
@@ -47,10 +51,11 @@ class Measuring:
     compiled: Callable[[StageModule], Any]
     backend: str
     micro_batches: tuple[int, ...]
+    layouts: Mapping[int, TensorLayout] = field(default_factory=dict)
 
 
 def time_layer(layer: "TimedLayer") -> tuple[float, float]:
-    """Seconds of a layer's forward and backward: medians after warm-up."""
+    """Seconds of a layer's forward and backward: medians after warm-up. GPUs that share a layer run it equally often."""
     seconds: list[tuple[float, float]] = []
     began = time.perf_counter()
     for run in range(_WARM_UPS + _MOST):
@@ -59,7 +64,7 @@ def time_layer(layer: "TimedLayer") -> tuple[float, float]:
             began = time.perf_counter()
         if run >= _WARM_UPS:
             seconds.append(found)
-        if len(seconds) >= _FEWEST and time.perf_counter() - began > _ENOUGH_S:
+        if len(seconds) >= _FEWEST and (layer.is_shared or time.perf_counter() - began > _ENOUGH_S):
             break
     return statistics.median(row[0] for row in seconds), statistics.median(row[1] for row in seconds)
 
@@ -68,10 +73,17 @@ class TimedLayer:
     """One layer of a model, as a stage of its own with random weights."""
 
     def __init__(
-        self, measuring: Measuring, layer_map: LayerMap, index: int, batch: Batch, device: torch.device
+        self,
+        measuring: Measuring,
+        layer_map: LayerMap,
+        index: int,
+        batch: Batch,
+        device: torch.device,
+        unit: Unit | None = None,
     ) -> None:
-        """Layer ``index`` of the map, for batches like the given one."""
+        """Layer ``index`` of the map, for batches like the given one; shared with the other GPUs of a unit."""
         self._device, self._batch, self._measuring = device, batch, measuring
+        self._degree, self.is_shared = unit.degree if unit else 1, unit is not None
         self._hidden = layer_map.hidden
         layers = range(index, index + 1)
         self.stage = build_stage(
@@ -82,6 +94,7 @@ class TimedLayer:
             share=1.0,
             device=device,
             weights=lambda name: _random(layer_map.shapes[name], device),
+            unit=unit,
         )
         self.stage.reads(batch)
         torch.compiler.reset()
@@ -108,13 +121,15 @@ class TimedLayer:
         return max(between - began, _LEAST_S), max(time.perf_counter() - between, _LEAST_S)
 
     def bytes(self, kind: str) -> LayerBytes:
-        """Sizes of weights, and for a sample of kept activations and of the output."""
-        given = (*self.stage.parameters(), *self._inputs, *self._batch.tensors.values())
+        """Sizes of this GPU's weights, and for a sample of kept activations and of the output."""
+        others = (param for param in self.stage.parameters() if not is_dtensor(param))
+        given = (*self.stage.parts.values(), *others, *self._inputs, *self._batch.tensors.values())
         not_counted = {tensor.untyped_storage()._cdata for tensor in given}
         kept: dict[int, Tensor] = {}
 
         def keep(tensor: Tensor) -> Tensor:
-            kept[tensor.untyped_storage()._cdata] = tensor
+            local = local_of(tensor) if is_dtensor(tensor) else tensor
+            kept[local.untyped_storage()._cdata] = local
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -124,15 +139,15 @@ class TimedLayer:
         num_bytes = sum(t.untyped_storage().nbytes() for storage, t in kept.items() if storage not in not_counted)
         return LayerBytes(
             kind=kind,
-            tp=1,
-            params_bytes=sum(param.nbytes for param in self.stage.named().values()),
+            tp=self._degree,
+            params_bytes=sum(param.nbytes for param in self.stage.parts.values()),
             kept_bytes=-(-num_bytes // samples),
             output_bytes=0 if self._last else made.nbytes // samples,
         )
 
     def update(self) -> tuple[float, float, float]:
         """Seconds of the optimizer's step, bytes of its states and of gradients: each for a byte of weights."""
-        params = list(self.stage.named().values())
+        params = list(self.stage.parts.values())
         trained = [param for param in params if param.requires_grad]
         weights = sum(param.nbytes for param in params)
         if not trained:

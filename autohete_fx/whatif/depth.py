@@ -10,11 +10,12 @@ the same in both.
 Layers that draw random numbers, as dropout does, cost alike but for a few hundredths, because kernels that draw are fused over
 layers. No two depths give equal figures then, and one trace stands for both (`deepened_evenly`). Seconds of the layers between
 are their mean. A figure that falls from layer to layer counts something of the layers after it, and grows with their number.
-Gradients of small parameters that backward holds are such a figure.
+The working memory of backward has in it the gradients of small parameters that later layers have left.
 """
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,21 @@ _Figures = tuple[int | float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Small:
+    """The part of a layer in what no decision changes; zeros for other blocks.
+
+    Attributes:
+        fixed_bytes: in `Problem.fixed_bytes`.
+        grad_bytes: of the gradients of its small parameters.
+        num_params: small ones and others.
+    """
+
+    fixed_bytes: int
+    grad_bytes: int
+    num_params: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStep:
     """A training step as the planner sees it.
 
@@ -41,7 +57,7 @@ class TracedStep:
         num_params: of the whole model, those included that stay on the device because they are small.
         traced_layers: how many layers were traced.
         batch: sequences of a micro-batch, and tokens of each.
-        small: one a block: the bytes of `Problem.fixed_bytes` that are its own, and its part of ``num_params``.
+        small: one a block.
     """
 
     problem: Problem
@@ -50,7 +66,7 @@ class TracedStep:
     num_params: int
     traced_layers: int
     batch: tuple[int, int]
-    small: tuple[tuple[int, int], ...]
+    small: tuple["Small", ...]
 
 
 def shallow_layers(num_layers: int, period: int) -> int | None:
@@ -101,11 +117,13 @@ def deepened_evenly(step: TracedStep, *, num_layers: int, period: int) -> Traced
     fall = None if rows is None else _plus(rows[begin], rows[begin + period], -1)
     if rows is None or fall is None:
         return None
-    shallow = _shortened(rows, fall, layers, period)
+    small = step.small[begin : begin + period]
+    falls = list(fall)
+    falls[_HOLDS_GRADIENTS] = sum(layer.grad_bytes for layer in small)
+    shallow = _shortened(rows, falls, layers, period)
     end = len(rows) - between.stop
     figures = _extrapolated(shallow, rows, begin, end, period, times)
-    small = step.small[begin : begin + period]
-    growth = sum(num_bytes for num_bytes, _ in small), sum(count for _, count in small)
+    growth = sum(layer.fixed_bytes for layer in small), sum(layer.num_params for layer in small)
     return None if figures is None else _lengthened(step, figures, growth, layers, period, times)
 
 
@@ -157,6 +175,8 @@ def _figures(step: TracedStep) -> list[_Figures]:
 
 _LISTED = ("offloadable", "trained", "trained_states", "product_flops", "selective")
 _COST_NAMES = tuple(field.name for field in dataclasses.fields(BlockCost) if field.name not in _LISTED)
+_HOLDS_GRADIENTS = 1 + _COST_NAMES.index("backward_workspace_bytes")
+"""Its place in a row."""
 
 
 def _row_of(cost: BlockCost) -> _Figures:
@@ -225,7 +245,7 @@ def _evened(rows: list[_Figures], between: range, period: int) -> list[_Figures]
     return even
 
 
-def _shortened(rows: list[_Figures], fall: _Figures, layers: range, period: int) -> list[_Figures]:
+def _shortened(rows: list[_Figures], fall: Sequence[float], layers: range, period: int) -> list[_Figures]:
     """The rows that a trace of a period less would have; ``fall``: of a figure from a layer between to that a period after it.
 
     Figures that fall count the layers after theirs, and those that rise the ones before. A figure of 0 counts none.

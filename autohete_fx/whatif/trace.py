@@ -30,11 +30,12 @@ from autohete_fx.passes import PassContext, Stage
 from autohete_fx.profiler import Partition, profile_analytic
 from autohete_fx.profiler.flops import block_flops
 from autohete_fx.profiler.retarget import retarget
+from autohete_fx.runtime.placement import is_movable
 from autohete_fx.runtime.shard import shard
 from autohete_fx.runtime.shard.imagined import DeviceMesh, imagined_mesh
 from autohete_fx.runtime.shard.parts import part_of
 from autohete_fx.whatif.blueprint import Blueprint, Sketch
-from autohete_fx.whatif.depth import TracedStep, deepened, deepened_evenly, even_layers, shallow_layers
+from autohete_fx.whatif.depth import Small, TracedStep, deepened, deepened_evenly, even_layers, shallow_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,12 +238,16 @@ def _priced(captured: Captured, machine: Machine, options: Options) -> TracedSte
     )
 
 
-def _small_of(captured: Captured, layer: str, *, micro_batches: int) -> tuple[int, int]:
-    """Of the inputs below a layer's path: the bytes that no decision changes, and how many parameters there are."""
+def _small_of(captured: Captured, layer: str, *, micro_batches: int) -> Small:
+    """The part of the inputs below a layer's path in what no decision changes."""
     below = [item for item in captured.inputs if item.name.startswith(f"{layer}.")]
     params = [captured.params[item.name] for item in below if item.is_parameter]
     fixed_bytes = input_bytes(below) + small_bytes(params, training=True, micro_batches=micro_batches)
-    return fixed_bytes, sum(map(_num_elements, params))
+    return Small(
+        fixed_bytes=fixed_bytes,
+        grad_bytes=sum(param.nbytes for param in params if param.requires_grad and not is_movable(param)),
+        num_params=sum(map(_num_elements, params)),
+    )
 
 
 def _order_of_regions(

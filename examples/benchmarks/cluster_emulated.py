@@ -1,9 +1,13 @@
 """An emulated cluster of unlike GPUs: steps of jobs as measured, against the simulator, for plans of several planners.
 
-Six processes on this machine are GPUs of three types, each on a node of its own. Their layers sleep for the time of their type,
-forward and backward, and hardly compute. Links are those of this machine, measured by the processes. For each plan a job trains a
-few steps; its median step is compared with the simulated one. Plans: ours, the equal grid, the proportional grid, the two stages
-of AutoHet's paper, the best of one type, and three drawn at random.
+Six processes on this machine are GPUs of three types, each on a node of its own. Their layers take the time of their type,
+forward and backward, and hardly compute. As on a GPU, a layer only queues its work: it begins when the work before it is done, and
+the process sleeps until all of it is done where a pass ends. Python between two layers then costs nothing, as long as it is faster
+than the GPU. Seconds by which a process woke too late are counted, and stand beside the errors as ``late_s``.
+
+Links are those of this machine, measured by the processes. For each plan a job trains a few steps; its median step is compared with
+the simulated one. Plans: ours, the equal grid, the proportional grid, the two stages of AutoHet's paper, the best of one type, and
+three drawn at random.
 
     python examples/benchmarks/cluster_emulated.py --json cluster_emulated.json
 """
@@ -39,18 +43,44 @@ LAYERS, GLOBAL_BATCH, WIDTH = 8, 24, 64
 WARM_UP, STEPS = 1, 4
 
 
-class Sleep(torch.autograd.Function):
-    """The identity, in given times."""
+class Clock:
+    """The work queue of this process's emulated GPU.
+
+    Attributes:
+        late_s: seconds by which the process woke after its work was done.
+    """
+
+    def __init__(self) -> None:
+        self._done_s, self.late_s = 0.0, 0.0
+
+    def add(self, seconds: float) -> None:
+        """Queue work."""
+        self._done_s = max(self._done_s, time.perf_counter()) + seconds
+
+    def wait(self) -> None:
+        """Sleep until all of it is done."""
+        left_s = self._done_s - time.perf_counter()
+        if left_s > 0:
+            time.sleep(left_s)
+            self.late_s += time.perf_counter() - self._done_s
+
+
+CLOCK = Clock()
+
+
+class Work(torch.autograd.Function):
+    """The identity, which takes given times."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
         ctx.seconds = seconds
-        time.sleep(len(x) * seconds)
+        CLOCK.add(len(x) * seconds)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * len(grads[0]) * ctx.seconds)
+        CLOCK.add(2 * len(grads[0]) * ctx.seconds)
+        torch.autograd.Variable._execution_engine.queue_callback(CLOCK.wait)  # when the pass is over
         return grads[0], None
 
 
@@ -62,7 +92,7 @@ class Layer(nn.Module):
         self.linear, self.seconds = nn.Linear(WIDTH, WIDTH), seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(Sleep.apply(x, self.seconds))
+        return self.linear(Work.apply(x, self.seconds))
 
 
 class Model(nn.Module):
@@ -81,7 +111,7 @@ class Model(nn.Module):
 
 
 def emulated_costs() -> CostTable:
-    """The costs that the layers sleep for."""
+    """The costs that the layers have."""
     kinds = ("first", *("layer" for _ in range(LAYERS)), "last")
     times = [
         LayerTime(kind=kind, gpu=gpu, tp=1, micro_batch=size, forward_s=forward_s, backward_s=2 * forward_s)
@@ -151,7 +181,7 @@ def rank_main(rank: int, meeting: str, json_path: str | None) -> None:
     rows = []
     for name, plan in chosen[0].items():
         predicted_s = simulate(plan, found, costs).iteration_s
-        measured_s = trained(plan, member)
+        measured_s, late_s = trained(plan, member)
         rows.append(
             {
                 "planner": name,
@@ -161,12 +191,14 @@ def rank_main(rank: int, meeting: str, json_path: str | None) -> None:
                 "micro_batches": [[pipeline.micro_batch, pipeline.micro_batches] for pipeline in plan.pipelines],
                 "predicted_s": predicted_s,
                 "measured_s": measured_s,
+                "late_s": late_s,
                 "error": predicted_s / measured_s - 1,
             }
         )
         if rank == 0:
             print(
-                f"{name:<20} measured {measured_s:.3f} s, simulated {predicted_s:.3f} s, {rows[-1]['error']:+.1%}",
+                f"{name:<20} measured {measured_s:.3f} s, simulated {predicted_s:.3f} s, {rows[-1]['error']:+.1%}, of which"
+                f" {late_s / measured_s:.1%} woke late",
                 flush=True,
             )
     if rank == 0:
@@ -183,8 +215,8 @@ def rank_main(rank: int, meeting: str, json_path: str | None) -> None:
     dist.destroy_process_group()
 
 
-def trained(plan: ClusterPlan, member: cluster.Member) -> float:
-    """The median step of a job of that plan, of the slowest rank."""
+def trained(plan: ClusterPlan, member: cluster.Member) -> tuple[float, float]:
+    """The median step of a job of that plan, of the slowest rank; and seconds of a step that the rank which woke latest did."""
     job = cluster.join(
         lambda: Model(member.gpu),
         lambda out, batch: out.square().mean(),
@@ -195,13 +227,19 @@ def trained(plan: ClusterPlan, member: cluster.Member) -> float:
         backend=None,
         member=member,
     )
+    if job.stage is not None:
+        job.stage.register_forward_hook(lambda *_: CLOCK.wait())
     seconds = []
-    for _ in range(WARM_UP + STEPS):
+    for step in range(WARM_UP + STEPS):
         dist.barrier()
+        if step == WARM_UP:
+            CLOCK.late_s = 0.0
         seconds.append(job.train_step(lambda samples: torch.ones(len(samples), WIDTH)).seconds)
     slowest = torch.tensor(seconds[WARM_UP:], dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest.median())
+    late = torch.tensor(CLOCK.late_s / STEPS, dtype=torch.float64)
+    dist.all_reduce(late, dist.ReduceOp.MAX)
+    return float(slowest.median()), float(late)
 
 
 def main() -> None:

@@ -7,12 +7,14 @@ The plans of others are those that their code printed in six scenarios (``exampl
 simulated by `autohete_fx.cluster.simulate` on the same measured layers and links, with the sends of the measured runs. Others
 may use what they use; ours may recompute, too. Each GPU keeps ``--reserve`` for what nobody plans: contexts, collectives'
 buffers, gaps. ``bound`` is the share of the compute bound: all GPUs at work all the time on whole models, memory, network and
-bubbles aside. A plan that the simulator cannot price is listed with its authors' own simulated seconds, in brackets.
+bubbles aside. ``search_cpu_s`` is of ours alone, on one core. A plan that the simulator cannot price is listed with its authors'
+own simulated seconds, in brackets.
 """
 
 import argparse
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +62,16 @@ def scenario(name: str, files: dict[str, Any], reserve: int, time_limit_s: float
     asked = files["planners"]["scenarios"][name]
     costs = dataclasses.replace(costs_of(files["layers"], files["memory"], asked["model"]), overhead_bytes=reserve)
     cluster = cluster_of(files["network"], asked["gpus"])
+    began_s = time.process_time()
     ours = plan_cluster(cluster, costs, global_batch=_GLOBAL_BATCH, time_limit_s=time_limit_s)
+    search_cpu_s = time.process_time() - began_s
     rows = [
         {
             "scenario": name,
             "planner": "autohete",
             "simulated_s": ours.timeline.iteration_s,
             "search_s": ours.solve_s,
+            "search_cpu_s": search_cpu_s,
             "bound_share": ours.compute_bound_s / ours.timeline.iteration_s,
             "used": ours.plan.used(),
             "available": asked["gpus"],

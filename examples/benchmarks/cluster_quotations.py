@@ -3,6 +3,7 @@
 import json
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 from quotations import RESULTS, read
 
@@ -63,6 +64,62 @@ def cluster_planners() -> str:
     return "\n".join(lines)
 
 
+def cluster_paper() -> str:
+    """Seconds of other ways to plan mixes of the paper's GPUs, over ours; all simulated."""
+    lines = [
+        "| model and GPUs | ours | share of compute bound | proportional grid | two stages | equal grid | one type |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in _of_paper():
+        ours, others = row["autohete_s"], row["baselines_s"]
+        ratios = [_over(others[name], ours) for name in ("proportional grid", "two stages", "equal grid", "one type")]
+        cells = [f"{row['model']} on {row['cluster']}", f"{ours:.2f} s", f"{row['bound_share']:.0%}", *ratios]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def cluster_paper_in_short() -> str:
+    """How much longer the best of the others takes, in a phrase."""
+    ratios = []
+    for row in _of_paper():
+        others = [s for name, s in row["baselines_s"].items() if s is not None and name != "one degree"]
+        ratios.append(min(others, default=float("nan")) / row["autohete_s"])
+    mean = f"{statistics.fmean(ratios):.2f} in the mean of {len(ratios)}"
+    return f"{min(ratios):.2f} to {max(ratios):.2f} times as long as ours, {mean}"
+
+
+def cluster_symmetric() -> str:
+    """The cost of one degree of tensor parallelism for all pipelines."""
+    lines = ["| model and GPUs | degrees of our plan | its step | with one degree | longer |", "|---|---|---|---|---|"]
+    for row in _of_paper():
+        ours, one = row["autohete_s"], row["baselines_s"]["one degree"]
+        degrees = ", ".join(map(str, row["degrees"]))
+        cells = [
+            f"{row['model']} on {row['cluster']}",
+            degrees,
+            f"{ours:.2f} s",
+            f"{one:.2f} s",
+            f"{one / ours - 1:.1%}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _of_paper() -> list[dict[str, Any]]:
+    return [row for row in read("cluster_paper").rows if row["autohete_s"] is not None]
+
+
+def _over(seconds: float | None, ours: float) -> str:
+    return "fits nothing" if seconds is None else f"{seconds / ours:.2f}"
+
+
+def cluster_search() -> str:
+    """Seconds of one core that our searches took, by number of GPUs."""
+    rows = [row for row in read("cluster_planners").rows if row["planner"] == "autohete"]
+    by_count = sorted((sum(row["available"].values()), row["search_cpu_s"]) for row in rows)
+    return ", ".join(f"{seconds:.1f} s for {count}" for count, seconds in by_count)
+
+
 def cluster_emulated() -> str:
     """Steps of jobs on emulated GPUs, measured and simulated, by planner."""
     rows = read("cluster_emulated").rows
@@ -121,5 +178,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "cluster.chaos": cluster_chaos,
     "cluster.recovery": cluster_recovery,
     "cluster.emulated": cluster_emulated,
+    "cluster.paper": cluster_paper,
+    "cluster.paper.short": cluster_paper_in_short,
+    "cluster.symmetric": cluster_symmetric,
+    "cluster.search": cluster_search,
 }
 """By the name under which a page quotes it."""

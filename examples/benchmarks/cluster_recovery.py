@@ -43,7 +43,7 @@ STATE_BYTES = 90e9
 """Of a 7B model, whose restore the scaled one stands for."""
 WHOLE_S = 90.0
 """Of that model from a cloud of 1 GB/s; here it takes `SCALED_S`."""
-SCALED_S = 2.0
+SCALED_S = 10.0
 SETTINGS = {
     "fast peers": Bandwidths(local=3e9, peer=12.5e9, cloud=1e9, cloud_of_all=2.5e9, cloud_first_s=0.0),
     "slow peers": Bandwidths(local=3e9, peer=1.25e9, cloud=1e9, cloud_of_all=2.5e9, cloud_first_s=0.0),

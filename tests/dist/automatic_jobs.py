@@ -16,6 +16,7 @@ from autohete_fx.cluster.layers import map_layers
 from autohete_fx.cluster.measured_costs import kinds_of
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.errors import ClusterError
+from tests.dist import cluster_jobs
 from tests.dist.cluster_jobs import Model, difference, load, loss_of, made_optimizer
 
 GLOBAL_BATCH, DEPTH = 8, 6
@@ -150,6 +151,26 @@ def trains_equal(folder: str, backend: str | None) -> dict[str, float]:
     """Differences of a job without a plan from one process."""
     os.environ["AUTOHETE_CACHE_DIR"] = folder
     return difference(3, True, None, backend, "1f1b", "torch")
+
+
+def shared(folder: str) -> dict[str, Any]:
+    """A job whose two ranks are one node, which plans with two GPUs a stage alone: what it measured, and differences from one
+    process."""
+    os.environ["AUTOHETE_CACHE_DIR"] = folder
+    cluster_jobs.nodes_of = lambda plan, ranks: ["node"] * ranks
+    found, measured, plan_cluster = [], automatic.measured_costs, automatic.plan_cluster
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        found.append(measured(*args, **kwargs))
+        return found[-1]
+
+    automatic.measured_costs = noted
+    free = difference(3, True, None, None, "1f1b", "torch", 1)
+    automatic.plan_cluster = lambda *args, **kwargs: plan_cluster(*args, **kwargs, degrees=(2,))
+    apart = difference(3, True, None, None, "1f1b", "torch")
+    rows = {f"{row.kind} {row.tp}": row.params_bytes for row in found[0].sizes}
+    times = [[row.tp, row.forward_s, row.backward_s] for row in found[0].times]
+    return {"free": free, "apart": apart, "bytes": rows, "times": times, "again": repr(found[0]) == repr(found[1])}
 
 
 def clusters(members: list[list[str]], folder: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from autohete_fx import cluster
+from autohete_fx.cluster import restore as restoring
 from autohete_fx.cluster.job import JobLog
 from autohete_fx.cluster.saving import Saver
 from autohete_fx.cluster.store import Place, Save
@@ -114,6 +115,12 @@ def committed(root: str) -> list[int]:
     return found
 
 
+def broken(read: Any, found: Any, source: str, *rest: Any) -> None:
+    if source == "cloud" and dist.get_rank() == 1:
+        raise OSError("reset by peer")
+    read(found, source, *rest)
+
+
 def every_way(root: str, cloud: str, url: str) -> dict[str, Any]:
     """All that happens to a cloud, one after another in the same processes."""
     torch.set_default_dtype(torch.float64)
@@ -134,6 +141,13 @@ def every_way(root: str, cloud: str, url: str) -> dict[str, Any]:
         shutil.rmtree(Path(root) / "b")
     found["lost"] = leg(root, cloud, ["a", "c"], 4)
     told(mark="after")
+
+    # nodes that changed their places read the cloud where peers are slow, and what peers have where it cannot be read
+    swapped: Any = {"bandwidths": cluster.Bandwidths(peer=1.0, cloud=1e9, cloud_first_s=0.0)}
+    found["quick cloud"] = leg(root, cloud, ["c", "a"], 4, **swapped)
+    read = restoring._read
+    with mock.patch.object(restoring, "_read", lambda found, source, *rest: broken(read, found, source, *rest)):
+        found["broken cloud"] = leg(root, cloud, ["a", "c"], 4, **swapped)
 
     # writes wait for ever: training goes on, saves on disks too, and the next save to the cloud is left out
     told(hold="PUT")

@@ -76,10 +76,18 @@ def mesh(replicas: int | None = None) -> Any:
 
 def from_first(make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     """What the first rank makes, which the others need not compute again."""
-    found = [make() if dist.get_rank() == 0 else None]
+    _making.append(make)
+    try:
+        found = [make() if dist.get_rank() == 0 else None]
+    finally:
+        _making.pop()
     dist.broadcast_object_list(found)
     assert found[0] is not None
     return found[0]
+
+
+_making: list[Callable[[], dict[str, Tensor]]] = []
+"""What this rank is making for all of them."""
 
 
 def whole(tensor: Tensor, param: Tensor) -> Tensor:
@@ -121,7 +129,10 @@ def alone(
     length_of: LengthOf = lambda step, rank: 32,
     **how: Any,
 ) -> dict[str, Tensor]:
-    """One process, which computes each rank's batch in turn."""
+    """One process, the first rank's, which computes each rank's batch in turn."""
+    if DEVICE == "cpu" and not _making:  # on GPUs each rank has a device, and needs its own
+        given = {"steps": steps, "micro": micro, "clip": clip, "backend": backend, "length_of": length_of, **how}
+        return from_first(lambda: alone(optimizer_of, **given))
     model, count, records = make(**how), dist.get_world_size(), Records()
     model.compile(backend=backend)
     optimizer = optimizer_of(model.parameters())

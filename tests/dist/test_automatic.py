@@ -52,3 +52,16 @@ def test_a_job_without_a_plan_equals_one_process(tmp_path: Path, backend: str | 
     for key in ("loss", "norm", "weights", "states"):
         assert max(row[key] for row in found) < EXACT, key
     assert sum(row["held"] for row in found) > 0
+
+
+@pytest.mark.slow
+def test_gpus_of_a_node_time_layers_that_they_share_and_plans_may_share_them(tmp_path: Path):
+    found = run("tests.dist.automatic_jobs.shared", tmp_path, str(tmp_path / "cache"), num_ranks=2)
+    whole = found[0]["free"]["held"] + found[1]["free"]["held"]
+    for row in found:
+        assert {degree for degree, *_ in row["times"]} == {1, 2} and row["again"]
+        assert min(seconds for _, *both in row["times"] for seconds in both) > 0
+        assert row["bytes"]["layer 1"] / 2 < row["bytes"]["layer 2"] < row["bytes"]["layer 1"], "norms are whole"
+        assert row["bytes"]["first 2"] < 0.6 * row["bytes"]["first 1"]
+        assert max(row[way][key] for way in ("free", "apart") for key in ("loss", "norm", "weights", "states")) < EXACT
+        assert 0 < row["apart"]["held"] < whole, "each has a part of each layer"

@@ -25,7 +25,7 @@ def test_a_cloud_is_read_for_what_is_nowhere_nearer_and_never_waited_for(tmp_pat
         arguments = str(tmp_path / "root"), "s3://bucket/run", server.url
         ranks = run("tests.dist.s3_jobs.every_way", tmp_path, *arguments)
     ways = {way: [rank[way] for rank in ranks] for way in ranks[0]}
-    for way, first in {"begin": 0, "lost": 4, "slow writes": 4, "slow reads": 10, "gone": 10}.items():
+    for way, first in {"begin": 0, "lost": 4, "quick cloud": 4, "broken cloud": 4, "slow writes": 4, "slow reads": 10, "gone": 10}.items():
         for leg in ways[way]:
             assert leg.get("first") == first, (way, leg)
             assert max(leg[key] for key in ("loss", "weights", "states")) < EXACT, (way, leg)
@@ -44,6 +44,10 @@ def test_a_cloud_is_read_for_what_is_nowhere_nearer_and_never_waited_for(tmp_pat
     assert missing and {path: sorted(found) for path, found in asked.items()} == {
         path: sorted(found) for path, found in missing.items()
     }
+
+    assert "local 0.0 MiB, peer 0.0 MiB, cloud 0.2 MiB" in said(ways["quick cloud"]), said(ways["quick cloud"])
+    assert "Rank 1 could not read 's3://bucket/run': reset by peer. Disks have all that is needed" in said(ways["broken cloud"])
+    assert "local 0.0 MiB, peer 0.2 MiB" in said(ways["broken cloud"]), said(ways["broken cloud"])
 
     # a cloud that takes no bytes: disks have saves meanwhile, and at the end the cloud has one
     assert ranks[0]["while slow"] == [6, -1] and server.held

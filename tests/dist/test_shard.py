@@ -83,6 +83,7 @@ def small_exactness() -> dict[str, Any]:
     return {"rows": rows, "away": max(away.values(), default=0.0), "type": type(model.embedding).__qualname__}
 
 
+@pytest.mark.slow
 def test_three_ranks_with_padded_and_empty_shards_are_within_rounding(tmp_path: Path):
     for found in ranks.run("tests.dist.test_shard.small_exactness", tmp_path, num_ranks=3):
         assert 0.0 < found["away"] < 1e-13
@@ -91,6 +92,7 @@ def test_three_ranks_with_padded_and_empty_shards_are_within_rounding(tmp_path: 
         assert found["type"] == "Embedding"
 
 
+@pytest.mark.slow
 def test_one_rank_has_the_model_as_it_was_bitwise(tmp_path: Path):
     [found] = ranks.run("tests.dist.test_shard.small_exactness", tmp_path, num_ranks=1)
     # the norm that clips is that of the same gradients

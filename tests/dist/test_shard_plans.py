@@ -89,6 +89,7 @@ def plans() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_train_bitwise_as_one_process_under_every_plan(tmp_path: Path):
     first, second = ranks.run("tests.dist.test_shard_plans.plans", tmp_path)
     assert first == second  # plans too
@@ -111,6 +112,7 @@ def three() -> float:
     return furthest(together(ours, compiled=backend("host"), **HOW), alone(ours, **HOW))
 
 
+@pytest.mark.slow
 def test_three_ranks_are_within_rounding(tmp_path: Path):
     # AdamW's first steps are signs of gradients: where one is near zero, rounding of 1e-17 shows.
     assert max(ranks.run("tests.dist.test_shard_plans.three", tmp_path, num_ranks=3)) < 1e-9
@@ -169,6 +171,7 @@ def peaks() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_sharded_step_keeps_its_budget_and_takes_what_was_predicted(tmp_path: Path):
     for found in ranks.run("tests.dist.test_shard_plans.peaks", tmp_path):
         # Gloo's copy of what a block gathers is counted until the gather is waited for, and may be gone long before.

@@ -227,6 +227,7 @@ def loaded_whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bo
     return same and all(map(torch.equal, before, kept))
 
 
+@pytest.mark.slow
 def test_two_ranks_save_what_three_and_one_load_with_optimizer_states(tmp_path: Path):
     for found in ranks.run("tests.dist.test_shard_states.save", tmp_path, str(tmp_path)):
         assert found["safetensors"] and {"disk", "host", "streamed"} <= set(found["placed places"])

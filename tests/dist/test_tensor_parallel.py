@@ -105,6 +105,7 @@ def plans() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_process_under_every_plan(tmp_path: Path):
     first, second = ranks.run("tests.dist.test_tensor_parallel.plans", tmp_path)
     assert {n: v for n, v in first.items() if "plan" in n} == {n: v for n, v in second.items() if "plan" in n}
@@ -130,6 +131,7 @@ def sequences() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_sequence_parallelism_is_exact_too(tmp_path: Path):
     for found in ranks.run("tests.dist.test_tensor_parallel.sequences", tmp_path):
         assert max(found[name][0] for name in ("keep", "mixed")) < 1e-12, found
@@ -151,6 +153,7 @@ def overlapping() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_updates_overlap_as_on_one_rank(tmp_path: Path):
     for found in ranks.run("tests.dist.test_tensor_parallel.overlapping", tmp_path):
         assert max(found.values()) < 1e-12, found
@@ -184,6 +187,7 @@ def checkpoints(folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_checkpoints_have_dtensors_wherever_states_are(tmp_path: Path):
     for found in ranks.run("tests.dist.test_tensor_parallel.checkpoints", tmp_path, str(tmp_path / "saved")):
         assert found.pop("kinds") == ["DTensor", "Tensor"] and found.pop("loaded") < 1e-12
@@ -252,6 +256,7 @@ def peaks() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_by_moving_local_shards(tmp_path: Path):
     first, second = ranks.run("tests.dist.test_tensor_parallel.peaks", tmp_path)
     assert first["tight"]["decided"] == second["tight"]["decided"] != first["free"]["decided"]

@@ -50,17 +50,14 @@ def num_since(earlier: list[autohete_fx.Compilation]) -> int:
     return sum(not any(found is other for other in earlier) for found in autohete_fx.compilations())
 
 
-INNER = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("inner", INNER)
-def test_accumulation_that_nobody_announced_is_planned_for(inner: str, caplog: pytest.LogCaptureFixture):
+@pytest.mark.slow
+def test_accumulation_that_nobody_announced_is_planned_for(caplog: pytest.LogCaptureFixture):
     """The second micro-batch finds gradients: from then on their memory is counted. What is bitwise are CPU updates."""
-    expected = job.plain(job.make("cpu", SIZES), inner, sizes=SIZES, micro_batches=3)
-    model = compiled(BUDGET, inner)
+    expected = job.plain(job.make("cpu", SIZES), "eager", sizes=SIZES, micro_batches=3)
+    model = compiled(BUDGET, "eager")
     earlier = autohete_fx.compilations()
     values, peak = trained(model, autohete_fx.AdamW(model.parameters(), lr=1e-3), micro_batches=3)
-    job.assert_equal(values, expected, bitwise=inner == "eager")
+    job.assert_equal(values, expected, bitwise=True)
     assert peak <= BUDGET
     told = [record for record in caplog.records if "Set the option micro_batches" in record.getMessage()]
     assert len(told) == 1
@@ -70,7 +67,7 @@ def test_accumulation_that_nobody_announced_is_planned_for(inner: str, caplog: p
 @pytest.mark.parametrize(
     ("is_another_model", "inner"),
     [
-        (True, "eager"),
+        pytest.param(True, "eager", marks=pytest.mark.slow),
         pytest.param(True, "inductor", marks=pytest.mark.slow),
         pytest.param(False, "eager", marks=pytest.mark.slow),
     ],
@@ -135,6 +132,7 @@ def test_a_function_that_is_given_another_model_is_refused_once_and_then_plans_f
     assert torch.equal(models[1].head.weight.grad, expected)
 
 
+@pytest.mark.slow
 def test_evaluation_beside_training_counts_its_states_and_says_what_is_above_the_budget(
     caplog: pytest.LogCaptureFixture,
 ):

@@ -45,6 +45,7 @@ def config(tmp_path):
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_plan_is_printed_saved_and_drawn(config, tmp_path, capsys):
     plan, chart = tmp_path / "plan.json", tmp_path / "gantt.svg"
     asked = ["plan", config, "--cluster", "2xA100-40G,2xL40S", "--batch", "16", "--seq", "128"]
@@ -63,6 +64,7 @@ def test_a_plan_is_printed_saved_and_drawn(config, tmp_path, capsys):
     assert ours.split()[2:4] == theirs.split()[2:4], "the step is the one that the table of other planners has"
 
 
+@pytest.mark.slow
 def test_json_has_the_plan_and_its_figures(config, capsys):
     asked = ["plan", config, "--cluster", "2xA100-40G,2xL40S", "--batch", "16", "--seq", "128", "--json"]
     assert main(asked) == 0
@@ -75,6 +77,7 @@ def test_json_has_the_plan_and_its_figures(config, capsys):
     assert max(peaks) < max(gpu["capacity_bytes"] for gpu in body["gpus"].values()) and body["frontier"] == []
 
 
+@pytest.mark.slow
 def test_measured_costs_are_planned_for(capsys):
     asked = [
         "plan",
@@ -95,6 +98,7 @@ def test_measured_costs_are_planned_for(capsys):
     assert "twice the network" in printed
 
 
+@pytest.mark.slow
 def test_the_cheapest_plan_is_on_the_frontier(config, tmp_path, capsys):
     cluster = tmp_path / "cluster.json"
     nodes = [{"gpu": "a100-40g", "gpus": 2}, {"gpu": "l40s", "gpus": 2}]

@@ -8,11 +8,12 @@ from torch._functorch import config as functorch_config
 import autohete_fx
 from autohete_fx.errors import CaptureError
 from tests import training as job
+from tests.main_job import slow
 
 EAGER = {"inner_backend": "eager", "profile": "analytic"}
 
 
-@pytest.mark.parametrize("inner", ["inductor", "eager"])
+@pytest.mark.parametrize("inner", [slow("inductor"), "eager"])
 def test_it_leaves_the_compiler_as_it_was(inner: str):
     before = functorch_config.save_config_portable()
     options = {**EAGER, "inner_backend": inner, "plan": job.plan("offload")}
@@ -21,12 +22,14 @@ def test_it_leaves_the_compiler_as_it_was(inner: str):
     assert functorch_config.save_config_portable() == before
 
 
+@pytest.mark.slow
 def test_it_may_be_asked_more_often_than_code_may_be_compiled_again():
-    model, limit = job.make("cpu"), dynamo_config.recompile_limit
+    model = job.make("cpu")
     names = dict(model.named_parameters()).keys()
-    for _ in range(limit + 1):
-        (found,) = autohete_fx.explain(model, job.batch("cpu", 0), options=EAGER)
-        assert found.owners.keys() <= names and len(found.owners) > 1
+    with dynamo_config.patch(recompile_limit=2):
+        for _ in range(3):
+            (found,) = autohete_fx.explain(model, job.batch("cpu", 0), options=EAGER)
+            assert found.owners.keys() <= names and len(found.owners) > 1
     model.compile(backend="autohete", options={**EAGER, "plan": found.plan})
     earlier = autohete_fx.compilations()[-8:]  # the oldest are dropped
     model(job.batch("cpu", 0)).backward()
@@ -35,6 +38,7 @@ def test_it_may_be_asked_more_often_than_code_may_be_compiled_again():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_a_budget_that_only_the_trace_keeps_is_told(monkeypatch: pytest.MonkeyPatch):
     for can_run in (True, False):
         if not can_run:

@@ -51,6 +51,7 @@ def run(options: dict[str, Any] | None) -> tuple[list[Tensor], int]:
     return train(model, optimizer, peaks), max(peaks) - foreign_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_cache")
 def test_a_budget_holds_with_several_micro_batches_in_flight():
     training.warm_up("cpu")

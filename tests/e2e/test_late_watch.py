@@ -2,6 +2,7 @@
 
 Each case is a process of its own: in this one the hooks may be there already."""
 
+import functools
 import subprocess
 import sys
 import textwrap
@@ -123,7 +124,7 @@ def passes(*scripts: str, **values: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "function"),
     [
-        ("inductor", "double"),
+        slow("inductor", "double"),
         slow("aot_eager", "double"),
         slow("eager", "double"),
         slow("eager", "broken"),
@@ -172,32 +173,46 @@ print(*changed, *added, sep="\\n")
 """
 
 
+IMPORTS = "import autohete_fx, autohete_fx.backend"
+ASKS = "autohete_fx.backend.autohete"
+
+
+@functools.cache
+def names_imported() -> list[str]:
+    """The modules of PyTorch that are imported once our backend is asked for."""
+    listing = "print(*(n for n in sys.modules if n.partition('.')[0] == 'torch'), sep='\\n')"
+    names = run(f"import sys, torch; {IMPORTS}; {ASKS}; {listing}").stdout.split()
+    assert len(names) > 100
+    return names
+
+
 def changes(act: str) -> list[str]:
     """What is another, or is new, in PyTorch's modules and classes after some statements. Its modules were imported before."""
-    listing = f"import sys, torch; {act}; print(*(n for n in sys.modules if n.partition('.')[0] == 'torch'), sep='\\n')"
-    names = run(listing).stdout.split()
-    assert len(names) > 100
-    done = run(SNAPSHOT.format(names=names, act=act))
+    done = run(SNAPSHOT.format(names=names_imported(), act=act))
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout.split()
 
 
-IMPORTS = "import autohete_fx, autohete_fx.backend"
 OURS = "torch.ops.autohete"  # the name of our own operators
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("importing")
 def test_importing_changes_nothing_of_pytorch():
     assert changes(IMPORTS) == [OURS]
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("importing")
 def test_that_could_fail():
     planted = "; torch.nn.Linear.forward = lambda self, x: x; torch.planted = 1"
     assert {*changes(IMPORTS + planted)} == {"torch.nn.modules.linear.Linear.forward", "torch.planted", OURS}
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("importing")
 def test_what_is_hooked_once_our_backend_is_asked_for():
-    assert {*changes(IMPORTS + "; autohete_fx.backend.autohete")} == {
+    assert {*changes(f"{IMPORTS}; {ASKS}")} == {
         "torch._dynamo.convert_frame.CatchErrorsWrapper.__call__",
         "torch._dynamo.eval_frame.OptimizeContext.enter_exit_hooks",
         "torch._dynamo.repro.after_dynamo.WrapBackendDebug.__call__",

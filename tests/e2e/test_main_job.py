@@ -1,17 +1,56 @@
 """The main job on a CPU device, and budgets that cannot be kept. Each solves, so one device is enough."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 import autohete_fx
 from autohete_fx.runtime.placement import placement_of
-from tests.main_job import MainJob
-from tests.training import Sizes, batch, make, plan, stepped_on_host
+from tests import training
+from tests.main_job import MainJob, slow
+from tests.training import Model, Sizes, batch, make, plan, stepped_on_host
 
 
 class TestOnCpu(MainJob):
     device = "cpu"
     large = Sizes(width=192, layers=4)
     deep = Sizes(width=192, layers=5)
+
+    @pytest.mark.parametrize(
+        ("name", "how"),
+        [
+            ("mixed", {"micro_batches": 3}),
+            slow("mixed", {"between": training.evaluate}),
+            slow("mixed in part", {"clip": True, "micro_batches": 2}),
+        ],
+        ids=["accumulation", "evaluation between steps", "clipping"],
+    )
+    def test_loops_are_bitwise_exact(self, how: dict[str, Any], name: str):
+        """test_overlap.py has every plan with the last two."""
+        super().test_loops_are_bitwise_exact(how, name)
+
+    @pytest.mark.parametrize(
+        ("name", "made"),
+        [
+            slow("mixed", lambda device: training.frozen(make(device))),
+            slow("mixed in part", lambda device: make(device, tied=True)),
+        ],
+        ids=["frozen", "tied"],
+    )
+    def test_frozen_and_tied_parameters_are_bitwise_exact(self, made: Callable[[str], Model], name: str):
+        super().test_frozen_and_tied_parameters_are_bitwise_exact(made, name)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("share", [0.3, 0.5, 1.0])
+    def test_solved_plans_are_exact_and_keep_the_budget_in_every_step(self, share: float):
+        super().test_solved_plans_are_exact_and_keep_the_budget_in_every_step(share)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("share", [0.3, 1.0])
+    def test_solved_plans_with_inductor(self, share: float):
+        """Between the two, node by node."""
+        super().test_solved_plans_with_inductor(share)
 
 
 @pytest.mark.slow

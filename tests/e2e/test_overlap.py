@@ -28,11 +28,12 @@ from tests.held_updates import (
     eagerly,
     random_delays,
     saved,
+    trained_under,
     use_lanes,
     weight_of,
 )
 from tests.main_job import slow
-from tests.training import MOST_LANES, PLANS, assert_equal, make, ours, plain
+from tests.training import IDLE, PLANS, assert_equal, make, ours, plain
 
 
 def overlapping(name: str, **schedule: Any) -> Plan:
@@ -44,19 +45,32 @@ def overlapping(name: str, **schedule: Any) -> Plan:
 
 CLIPPING: dict[str, Any] = {"clip": True}
 EVALUATING: dict[str, Any] = {"micro_batches": 2, "between": training.evaluate}
-LANES = {  # every pair of two values
-    "clipping-1-one memory": (CLIPPING, 1, True),
-    "evaluating-1-two memories": (EVALUATING, 1, False),
-    "clipping-4-two memories": (CLIPPING, 4, False),
-    "evaluating-4-one memory": (EVALUATING, 4, True),
-}
-UNDER_DELAYS = [(name, lanes) for name in PLANS for lanes in list(LANES)[: MOST_LANES.get(name)]]
-QUICK = ("mixed", "clipping-1-one memory")
+OPPOSITES = [  # of all eight, in pairs that differ in each value
+    ((CLIPPING, 1, True), (EVALUATING, 4, False)),
+    ((CLIPPING, 4, False), (EVALUATING, 1, True)),
+    ((EVALUATING, 1, False), (CLIPPING, 4, True)),
+    ((EVALUATING, 4, True), (CLIPPING, 1, False)),
+]
 
 
-@pytest.mark.parametrize(("name", "lanes"), [case if case == QUICK else slow(*case) for case in UNDER_DELAYS])
-def test_training_is_bitwise_exact_under_random_delays(name: str, lanes: str, monkeypatch: pytest.MonkeyPatch):
-    how, num_workers, is_host = LANES[lanes]
+def under_delays() -> Iterator[Any]:
+    """Every plan with each loop, each number of workers and each number of memories; over all plans, with all of them together."""
+    for index, name in enumerate(sorted(PLANS, key=lambda name: (name != "mixed", name))):
+        for how, num_workers, is_host in OPPOSITES[index % 4][: 1 if name in IDLE else 2]:
+            words = (
+                "clipping" if how is CLIPPING else "evaluating",
+                num_workers,
+                "one memory" if is_host else "two memories",
+            )
+            is_quick = name == "mixed" and is_host
+            label = "-".join(map(str, (name, *words)))
+            yield pytest.param(name, how, num_workers, is_host, id=label, marks=[] if is_quick else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("name", "how", "num_workers", "is_host"), list(under_delays()))
+def test_training_is_bitwise_exact_under_random_delays(
+    name: str, how: dict[str, Any], num_workers: int, is_host: bool, monkeypatch: pytest.MonkeyPatch
+):
     use_lanes(monkeypatch, num_update_workers=num_workers, is_host=is_host, pace=random_delays())
     options = {"plan": overlapping(name), "micro_batches": how.get("micro_batches", 1)}
     given = ours(make("cpu"), "eager", options, **how)
@@ -124,14 +138,8 @@ READS: dict[str, Callable[[nn.Module, Any], Any]] = {
 @pytest.fixture(scope="module")
 def held(request: pytest.FixtureRequest) -> Iterator[Training]:
     """One for all reads of a plan."""
-    torch._dynamo.reset()
-    gate = Gate()
-    with pytest.MonkeyPatch.context() as patch:
-        use_lanes(patch, pace=gate)
-        state = Training(gate, request.param)
-    yield state
-    gate.opened.set()
-    state.optimizer.synchronize()
+    with trained_under(request.param) as state:
+        yield state
 
 
 @pytest.mark.keeps_compiled

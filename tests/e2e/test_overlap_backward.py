@@ -18,7 +18,7 @@ from tests.early_updates import Loop, X, overlapping
 from tests.held_updates import ALL_ON_HOST, OPTIMIZER_ON_HOST, Gate, Stack, random_delays, use_lanes
 from tests.main_job import slow
 from tests.planner_problems import MACHINE
-from tests.training import MOST_LANES, PLANS, assert_equal, make, ours, plain
+from tests.training import PLANS, WITHOUT_UPDATES, assert_equal, make, ours, plain
 
 
 @pytest.fixture(autouse=True)
@@ -38,21 +38,24 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 # -- exactness ----------------------------------------------------------------------------------------------------------
 
 
-LANES = {
-    "4-two memories": (4, False),
-    "1-one memory": (1, True),
-    "1-two memories": (1, False),
-    "4-one memory": (4, True),
-}
-UNDER_DELAYS = [(name, lanes) for name in PLANS for lanes in list(LANES)[: MOST_LANES.get(name)]]
-QUICK = ("mixed", "4-two memories")
+OPPOSITES = [((4, False), (1, True)), ((1, False), (4, True))]
 
 
-@pytest.mark.parametrize(("name", "lanes"), [case if case == QUICK else slow(*case) for case in UNDER_DELAYS])
+def under_delays() -> Iterator[Any]:
+    """Every plan with updates, with each number of workers and each number of memories; of those without, that start none, one of
+    each kind: elsewhere they are the same as with updates that begin at the step."""
+    names = sorted(set(PLANS) - set(WITHOUT_UPDATES), key=lambda name: (name != "mixed", name))
+    cases = [(name, *lanes) for index, name in enumerate(names) for lanes in OPPOSITES[index % 2]]
+    for name, num_workers, is_host in [*cases, ("keep", 4, False), ("offload", 4, False), ("host-params", 1, False)]:
+        label = f"{name}-{num_workers}-{'one memory' if is_host else 'two memories'}"
+        is_quick = name == "mixed" and not is_host
+        yield pytest.param(name, num_workers, is_host, id=label, marks=[] if is_quick else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("name", "num_workers", "is_host"), list(under_delays()))
 def test_training_is_bitwise_exact_under_random_delays(
-    name: str, lanes: str, monkeypatch: pytest.MonkeyPatch, started: list[bool]
+    name: str, num_workers: int, is_host: bool, monkeypatch: pytest.MonkeyPatch, started: list[bool]
 ):
-    num_workers, is_host = LANES[lanes]
     use_lanes(monkeypatch, num_update_workers=num_workers, is_host=is_host, pace=random_delays())
     plan = overlapping(PLANS[name], training.LABELS)
     given = ours(make("cpu"), "eager", {"plan": plan}, overlap="backward")

@@ -4,7 +4,7 @@ import copy
 import functools
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ import autohete_fx
 from autohete_fx import Plan
 from autohete_fx.runtime.placement import placement_of
 from tests.held_updates import ALL_ON_HOST, OPTIMIZER_ON_HOST, STEP, Stack, labels, use_lanes
-from tests.main_job import slow
 
 STEPS = 6
 
@@ -251,11 +250,25 @@ BF16: dict[str, Loop] = {
 }
 
 
-@pytest.fixture(params=[True, slow(False)], ids=["one memory", "two memories"])
-def delayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def delayed(is_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lanes that take their time, so that updates are under way at every moment of a loop."""
     chance = random.Random(0)
-    use_lanes(monkeypatch, is_host=request.param, pace=lambda ticket: chance.uniform(0.001, 0.01))
+    use_lanes(monkeypatch, is_host=is_host, pace=lambda ticket: chance.uniform(0.001, 0.01))
+
+
+QUICK = [("scheduler", True), ("average", False)]
+
+
+def in_memories(loops: dict[str, Loop]) -> Iterator[Any]:
+    """Each loop in one memory or in two by turns; in both where something takes the place of what updates work on."""
+    for index, name in enumerate(loops):
+        for is_host in (True, False):
+            if is_host == (index % 2 == 1) or name == "rollback":
+                label = f"{name}-{'one memory' if is_host else 'two memories'}"
+                yield pytest.param(
+                    name, is_host, id=label, marks=[] if (name, is_host) in QUICK else [pytest.mark.slow]
+                )
 
 
 @functools.cache
@@ -272,13 +285,13 @@ def assert_same(loop: Loop, name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("delayed")
-@pytest.mark.parametrize("name", [n if n in ("scheduler", "average") else slow(n) for n in FP32])
-def test_loops(name: str) -> None:
+@pytest.mark.parametrize(("name", "is_host"), list(in_memories(FP32)))
+def test_loops(name: str, is_host: bool) -> None:
     assert_same(FP32[name], "twin", torch.float32)
 
 
 @pytest.mark.slow  # the first one compiles the kernel
 @pytest.mark.usefixtures("delayed")
-@pytest.mark.parametrize("name", BF16)
-def test_loops_of_16_bit_parameters(name: str) -> None:
+@pytest.mark.parametrize(("name", "is_host"), list(in_memories(BF16)))
+def test_loops_of_16_bit_parameters(name: str, is_host: bool) -> None:
     assert_same(BF16[name], "without overlap", torch.bfloat16)

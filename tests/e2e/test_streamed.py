@@ -1,6 +1,7 @@
 """Training whose optimizer states are streamed through the device: exact, within the budget, and waited for by every read."""
 
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from autohete_fx.runtime.meter import device_live_bytes
 from examples.benchmarks.emulated import Emulation, Speeds
 from tests import training
 from tests.e2e.test_overlap import READS
-from tests.held_updates import Gate, Training, random_delays, use_lanes, weight_of
+from tests.held_updates import Gate, Training, random_delays, trained_under, use_lanes, weight_of
 from tests.main_job import slow
 from tests.training import STREAMED, Sizes, assert_equal, make, ours, plain
 
@@ -28,14 +29,23 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
     gate.opened.set()
 
 
-@pytest.mark.parametrize("overlap", ["step", slow("backward"), slow(None)])
-@pytest.mark.parametrize("num_workers", [slow(1), 4])
-@pytest.mark.parametrize("how", [{"clip": True}, slow({"micro_batches": 2, "between": training.evaluate})])
+EVALUATING: dict[str, Any] = {"micro_batches": 2, "between": training.evaluate}
+
+
+@pytest.mark.parametrize(
+    ("overlap", "num_workers", "how"),
+    [  # edits and a second backward come too late for updates that start in backward
+        pytest.param("step", 4, {"clip": True}, id="step-4-clipping"),
+        pytest.param("step", 1, EVALUATING, id="step-1-evaluating", marks=pytest.mark.slow),
+        pytest.param("backward", 4, {}, id="backward-4", marks=pytest.mark.slow),
+        pytest.param("backward", 1, {}, id="backward-1", marks=pytest.mark.slow),
+        pytest.param(None, 1, {"clip": True}, id="none-1-clipping", marks=pytest.mark.slow),
+        pytest.param(None, 4, EVALUATING, id="none-4-evaluating", marks=pytest.mark.slow),
+    ],
+)
 def test_training_is_bitwise_exact_under_random_delays(
-    how: dict[str, Any], num_workers: int, overlap: str | None, monkeypatch: pytest.MonkeyPatch
+    overlap: str | None, num_workers: int, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    if overlap == "backward":  # edits and a second backward come too late for the update that is on the host
-        how = {}
     use_lanes(monkeypatch, num_update_workers=num_workers, is_host=False, pace=random_delays())
     options = {"plan": planned(overlap), "micro_batches": how.get("micro_batches", 1)}
     given = ours(make("cpu"), "eager", options, overlap, **how)
@@ -57,10 +67,20 @@ def test_a_bf16_model_trains_as_with_states_on_the_device(monkeypatch: pytest.Mo
     assert_equal(given, expected, bitwise=True)
 
 
-@pytest.mark.parametrize("decision", [STREAMED, slow(AT_HOME)], ids=["device", "host"])
+@pytest.fixture(scope="module")
+def held(request: pytest.FixtureRequest) -> Iterator[Training]:
+    """One for all reads of a plan."""
+    with trained_under(request.param, is_host=False) as state:
+        yield state
+
+
+@pytest.mark.keeps_compiled
+@pytest.mark.xdist_group("reads of streamed")
+@pytest.mark.parametrize("held", [STREAMED, slow(AT_HOME)], ids=["device", "host"], indirect=True)
 @pytest.mark.parametrize("name", ["operator", "view", "state_dict", "optimizer state", "eager forward", "save"])
-def test_a_read_waits_for_the_update(name: str, decision: BlockDecision, gate: Gate):
-    Training(gate, decision).assert_waits(READS[name])
+def test_a_read_waits_for_the_update(name: str, held: Training):
+    held.hold()
+    held.assert_waits(READS[name])
 
 
 def test_the_step_returns_before_and_the_compiled_forward_waits(gate: Gate):

@@ -6,7 +6,7 @@ import pytest
 
 from autohete_fx.ir import BlockCost, BlockKind, Edge, Problem
 from autohete_fx.machine.devices import find_device, machine_of_spec
-from autohete_fx.whatif.depth import TracedStep, deepened, deepened_evenly, even_layers, shallow_layers
+from autohete_fx.whatif.depth import Small, TracedStep, deepened, deepened_evenly, even_layers, shallow_layers
 
 MACHINE = machine_of_spec(find_device("a100"))
 
@@ -26,6 +26,10 @@ def cost(num: int, seconds: float = 1e-3, tensors: int = 2) -> BlockCost:
         optimizer_bytes=3000,
         num_params=250,
     )
+
+
+def small(fixed_bytes: int, grad_bytes: int, num_params: int) -> Small:
+    return Small(fixed_bytes=fixed_bytes, grad_bytes=grad_bytes, num_params=num_params)
 
 
 def model(num_layers: int, period: int = 1) -> TracedStep:
@@ -49,7 +53,7 @@ def model(num_layers: int, period: int = 1) -> TracedStep:
         num_params=9 + 250 * num_layers,
         traced_layers=num_layers,
         batch=(8, 1024),
-        small=((900, 9), *[(11, 250)] * num_layers, (0, 0)),
+        small=(small(0, 0, 0), *[small(11, 7, 250)] * num_layers, small(0, 0, 0)),
     )
 
 
@@ -57,6 +61,9 @@ def drawing(num_layers: int, period: int = 1, uneven: float = 0.05) -> TracedSte
     """The same, but seconds of layers between are ``uneven`` in turns."""
     step = model(num_layers, period)
     costs = list(step.problem.costs)
+    for index, of_block in enumerate(costs):  # where backward holds something, it holds gradients of later layers
+        held = 1000 + 7 * (num_layers - max(1, index)) if index < 3 else 0
+        costs[index] = dataclasses.replace(of_block, backward_workspace_bytes=held)
     for index in range(3, num_layers):
         factor = 1 + uneven * (-1) ** ((index - 3) // period)
         costs[index] = dataclasses.replace(costs[index], forward_s=costs[index].forward_s * factor)

@@ -12,7 +12,11 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_MEASURED = {
     "README.md": ["60%"],  # an example of an option
-    "clusters.md": ["0.5%", "5%"],  # a bound that a test asserts, and the reserve of the device table
+    "clusters.md": [
+        "0.5%",
+        "1.79 times",
+        "5%",
+    ],  # a bound that a test asserts, a claim of the paper's authors, the reserve of the table
     "families.md": ["60%"],  # the share that the survey is given
     "promises.md": ["0.2%", "5%", "60%", "3%", "1%"],  # bounds that the tests beside them assert
 }

@@ -38,6 +38,7 @@ def trained(how: str) -> list[int]:
     return [int(word) for word in finished.stdout.split()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
 def test_holes_between_tensors_go_back_to_the_system():
     resident, peak, live, kept = trained("kept")

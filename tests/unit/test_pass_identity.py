@@ -38,6 +38,7 @@ def test_what_a_pass_says_of_itself_is_its_identity():
     assert len(set(map(pass_identity, words))) == len(words)
 
 
+@pytest.mark.slow
 def test_it_is_the_same_in_every_process(caplog: pytest.LogCaptureFixture):
     program = (
         "from tests.unit.test_pass_identity import *; print(pass_identity(WithWord('a')), pass_identity(function))"

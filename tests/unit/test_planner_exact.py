@@ -61,7 +61,7 @@ def at_all_distances(given_problem: Problem, block: int) -> list[BlockDecision]:
     ]
 
 
-@settings(max_examples=80, **QUIET)
+@settings(max_examples=50, **QUIET)
 @given(problems(most_blocks=6, budgets=False) | problems(most_blocks=6, budgets=False, early=True))
 def test_replays_of_arrays_are_those_of_the_simulator(free: Problem):
     replays = Replays(free)
@@ -148,6 +148,7 @@ def test_walks_know_what_their_assignments_take(limited: Problem):
         assert limited.fixed_bytes + use.max() >= replays.device_use(row).max()
 
 
+@pytest.mark.slow
 @settings(max_examples=30, **QUIET)
 @given(problems(least_blocks=2, most_blocks=5))
 def test_annealing_keeps_the_budgets_and_scores_no_worse(limited: Problem):
@@ -222,7 +223,7 @@ def test_branching_proves_more_than_the_relaxation_and_no_more_than_is_true(free
     assert not best.exhausted or of_all <= best.bound / (1 - RELATIVE_GAP)
 
 
-@settings(max_examples=60, **QUIET)
+@settings(max_examples=40, **QUIET)
 @given(problems(most_blocks=4, budgets=False))
 def test_activations_and_places_add_up(free: Problem):
     """What the integer program relies on, which has no variable for a pair of them."""
@@ -265,6 +266,7 @@ def test_with_all_choices_made_the_program_bounds_the_simulator(free: Problem):
         assert answer.decisions is not None and 0 < answer.bound <= step_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, **QUIET)
 @given(problems(most_blocks=3) | problems(most_blocks=3, early=True))
 def test_up_to_three_blocks(limited: Problem):

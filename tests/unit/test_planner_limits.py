@@ -36,7 +36,7 @@ def test_a_plan_keeps_its_budgets_and_its_file_gives_it_back(given_problem: Prob
 
 
 @pytest.mark.slow
-@settings(max_examples=25, **QUIET)
+@settings(max_examples=15, **QUIET)
 @given(problems(most_blocks=6, budgets=False), st.lists(st.floats(0.2, 1.1), min_size=2, max_size=3, unique=True))
 def test_a_larger_budget_is_slower_by_no_more_than_the_gap(free: Problem, shares: list[float]):
     least_s = float("inf")
@@ -50,7 +50,7 @@ def test_a_larger_budget_is_slower_by_no_more_than_the_gap(free: Problem, shares
         least_s = min(least_s, plan.step_s)
 
 
-@settings(max_examples=60, **QUIET)
+@settings(max_examples=25, **QUIET)
 @given(problems(most_blocks=6))
 @pytest.mark.slow
 def test_errors_name_the_smallest_budget_that_does(given_problem: Problem):

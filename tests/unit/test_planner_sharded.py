@@ -59,7 +59,7 @@ def any_rows(replays: Replays, count: int) -> NDArray[np.int64]:
     return np.array([[random.integers(len(of_block)) for of_block in replays.settings] for _ in range(count)])
 
 
-@settings(max_examples=150, **QUIET)
+@settings(max_examples=60, **QUIET)
 @given(free_problems(most_blocks=6))
 def test_replays_of_arrays_are_those_of_the_simulator(free: Problem):
     """At all distances side by side, and by themselves at those that they have."""
@@ -112,6 +112,7 @@ def test_every_schedule_is_replayed_as_by_the_simulator(
     assert replays.seconds(rows) == pytest.approx(replayed, rel=1e-12)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, **QUIET)
 @given(free_problems(most_blocks=4))
 def test_activations_and_places_add_up(free: Problem):
@@ -130,7 +131,8 @@ def test_activations_and_places_add_up(free: Problem):
             assert takes(block, joined(activations, place)) == pytest.approx(apart, rel=1e-12, abs=1e-9)
 
 
-@settings(max_examples=80, **QUIET)
+@pytest.mark.slow
+@settings(max_examples=40, **QUIET)
 @given(free_problems(most_blocks=5))
 def test_with_all_choices_made_the_program_bounds_the_simulator(free: Problem):
     """Whatever is chosen, at whatever distances: this is what its proof says."""
@@ -187,6 +189,7 @@ def test_what_a_plan_wastes_is_above_the_bound(limited: Problem):
     assert not proven_s or relaxed.bound_s <= proven_s * (1 + 1e-4), "0 where so few branches prove nothing"
 
 
+@pytest.mark.slow
 @settings(max_examples=20, **QUIET)
 @given(limited_problems(most_blocks=6))
 def test_walks_know_what_their_assignments_take(limited: Problem):

@@ -80,6 +80,7 @@ def test_copies_are_timed_as_training_issues_them(tmp_path: Path) -> None:
     assert inline.copy_share == 1.0
 
 
+@pytest.mark.slow
 def test_what_a_copy_costs_whatever_its_size_is_no_part_of_the_rates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,9 +72,15 @@ def convolution(
     return (source, weight, None, *how), (torch.randn_like(result), source, weight, None, *how, [True, True, False])
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", CONVOLUTIONS)
+def in_turns() -> Iterator[Any]:
+    """Every convolution with every type and with one thread and two, and every type with either."""
+    for at, name in enumerate(CONVOLUTIONS):
+        for also, dtype in enumerate(DTYPES):
+            threads = 1 + (at + also) % 2
+            yield pytest.param(name, dtype, threads, id=f"{name}-{dtype}-{threads}")
+
+
+@pytest.mark.parametrize(("name", "dtype", "threads"), list(in_turns()))
 def test_of_convolutions_it_is_measured_and_never_above_the_bound(name: str, dtype: torch.dtype, threads: int):
     torch.set_num_threads(threads)
     formats = [torch.contiguous_format, *([torch.channels_last] if len(CONVOLUTIONS[name][0]) == 4 else [])]

@@ -66,6 +66,7 @@ def test_a_plan_is_never_slower_than_gathering_always_or_keeping_always(
             assert plan.step_s <= min(simple.step_s, on_schedule.step_s) * (1 + OPTIMAL_GAP)
 
 
+@pytest.mark.slow
 def test_memory_decides_how_many_blocks_are_kept():
     """Net binds: what is kept saves a gather, until all are."""
     kept = [

@@ -15,6 +15,7 @@ PROBLEM = problem([cost() for _ in range(6)])
 LARGEST = undecided_peak_bytes(PROBLEM)
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_slower_and_in_the_end_gains_nothing():
     found = list(plans_by_budget(PROBLEM, largest_bytes=LARGEST, num_points=5, time_limit_s=5.0))
     budgets = [here.device_budget_bytes for here, _ in found]
