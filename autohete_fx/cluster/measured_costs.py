@@ -29,7 +29,7 @@ from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTi
 from autohete_fx.cluster.deploy import Member
 from autohete_fx.cluster.layers import LayerMap, Shape, map_layers
 from autohete_fx.cluster.memory import OVERHEAD_BYTES
-from autohete_fx.cluster.tensor_parallel import Unit
+from autohete_fx.cluster.tensor_parallel import TensorLayout, Unit
 from autohete_fx.cluster.timed_layer import Measuring, TimedLayer, time_layer
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.modes import FakeTensorMode
@@ -136,7 +136,7 @@ def measured_costs(
         )
     found |= {gpu: row for gpu, row in _merged(members, rows).items() if gpu not in found}
     store_text(_CACHED_AS, key, json.dumps(asdict(found[mine])), cache_dir)
-    return _table(model, kinds, layer_map, found, device)
+    return _table(model, kinds, layer_map, found, device, measuring.layouts)
 
 
 Known = list[GpuCosts] | str
@@ -200,8 +200,20 @@ def _or_error(measured: Callable[[], list[GpuCosts]]) -> Known:
         return f"{type(error).__name__}: {error}"
 
 
+def _part_bytes(name: str, shape: Shape, layout: TensorLayout | None, degree: int) -> int:
+    """Bytes that the first of so many GPUs has of a parameter."""
+    cut = layout.cut(name, shape.sizes, degree, 0) if layout else None
+    rows = (cut.stop - cut.first, cut.length) if cut else (1, 1)
+    return math.prod(shape.sizes) * rows[0] // rows[1] * shape.dtype.itemsize
+
+
 def _table(
-    model: str, kinds: Sequence[str], layer_map: LayerMap, found: dict[str, GpuCosts], device: torch.device
+    model: str,
+    kinds: Sequence[str],
+    layer_map: LayerMap,
+    found: dict[str, GpuCosts],
+    device: torch.device,
+    layouts: Mapping[int, TensorLayout],
 ) -> CostTable:
     largest: dict[tuple[str, int], LayerBytes] = {}
     for row in (row for costs in found.values() for row in costs.sizes):
@@ -209,8 +221,10 @@ def _table(
         largest[row.kind, row.tp] = max(known, row, key=lambda size: size.kept_bytes)
     last = layer_map.num_layers - 1
     tied = [name for name, readers in layer_map.readers.items() if {0, last} <= readers]
-    tied_bytes = sum(math.prod(shape.sizes) * shape.dtype.itemsize for shape in map(layer_map.shapes.__getitem__, tied))
-    largest[LAST] = replace(largest[LAST], params_bytes=largest[LAST].params_bytes - tied_bytes)
+    for (kind, degree), row in list(largest.items()):
+        if kind == LAST:
+            own = sum(_part_bytes(name, layer_map.shapes[name], layouts.get(degree), degree) for name in tied)
+            largest[kind, degree] = replace(row, params_bytes=row.params_bytes - own)
     return CostTable(
         model=model,
         kinds=tuple(kinds),
