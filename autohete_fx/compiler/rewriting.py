@@ -231,9 +231,15 @@ def _parameters_of_gradients(
     return found
 
 
-def changes_partition(plan: Plan, *, gathers: bool) -> bool:
-    """Whether the default partition does not serve: the plan recomputes, or the graph ``gathers`` and the plan keeps that."""
-    return any(decision.recomputes or (gathers and decision.keeps_fetched) for decision in plan.decisions)
+def partition_key(plan: Plan, *, gathers: bool) -> tuple[object, ...]:
+    """Equal for plans under which `partition` splits a graph alike. They recompute the same, and where the graph ``gathers``, they
+    keep the same."""
+    return tuple((d.activations if d.recomputes else None, gathers and d.keeps_fetched) for d in plan.decisions)
+
+
+def copied(split: Partitioned) -> Partitioned:
+    """Both graphs as copies whose nodes can be rewritten (`copy_graph`)."""
+    return dataclasses.replace(split, forward=copy_graph(split.forward), backward=copy_graph(split.backward))
 
 
 def run_user_passes(user_passes: Sequence[UserPass], gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:

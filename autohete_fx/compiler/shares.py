@@ -31,10 +31,12 @@ class Origin:
     parameters: frozenset[str]
 
     def runs_beside(self, other: "Origin") -> bool:
-        """Whether one step runs both: other parts of a function, and graphs without a parameter in common. Any other graph that
-        shares parameters is the same, compiled again for another shape or another path through the model."""
-        is_other_part = self.function == other.function and self.part != other.part
-        return is_other_part or (bool(other.parameters) and self.parameters.isdisjoint(other.parameters))
+        """Whether one step runs both: other parts of a function, and graphs without a parameter in common, such as a loss that is
+        compiled apart. Any other graph that shares parameters, or has none and comes from the same place, is the same, compiled
+        again for another shape or another path through the model."""
+        if self.function == other.function and (self.part != other.part or not other.parameters):
+            return self.part != other.part
+        return self.parameters.isdisjoint(other.parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,7 @@ class Shares:
     num_calls: int = 1
     _call: weakref.ref[object] | None = None
     _order: list[tuple[str, str]] = field(default_factory=list)
+    _expected: dict[Origin, str] = field(default_factory=dict)
 
     def taken_by_others(
         self, graph: Origin, micro_batches: int, instead: Mapping[Origin, Footprint] | None = None
@@ -118,12 +121,13 @@ class Shares:
         is_new_call = call is None or self._call is None or self._call() is not call
         self._call = None if call is None else weakref.ref(call)
         share = self.decided.get(graph)
-        is_expected = share is not None and share.digest == digest
+        is_expected = digest == (self._expected.get(graph) if share is None else share.digest)
         is_several = len(self._order) > 1
         if self.is_call_over and is_new_call and is_several and _part_of(graph) in self._order and not is_expected:
             self.is_call_over = False
             self.decided.clear()
             self.unsettled.clear()
+            self._expected.clear()
             self.num_calls += 1
         if self.is_call_over:
             return
@@ -137,8 +141,11 @@ class Shares:
         self.is_call_over, self._call = True, None
         if self.num_calls > _MOST_CALLS:
             return []
-        unsettled = {_part_of(graph) for graph in self.unsettled}
-        return [*self.decided, *(self.unsettled if unsettled.issuperset(self._order) else ())]
+        # Where none of them knew that it was the last, none is decided. The first that comes again, which its digest tells, is
+        # planned with all others.
+        are_all = {_part_of(graph) for graph in self.unsettled}.issuperset(self._order)
+        self._expected = {graph: found.digest for graph, found in self.unsettled.items() if are_all}
+        return [*self.decided, *self._expected]
 
     def in_order(self, graphs: Iterable[Origin]) -> list[Origin]:
         """Graphs of the first call, and others after them, in the order of their forwards."""

@@ -58,7 +58,7 @@ class TrainingPlanner:
 
     Args:
         captured: the graph's surroundings.
-        joint: the joint graph; consumed.
+        joint: the joint graph.
         joint_inputs, keywords: what AOTAutograd gives a partitioner.
         given: a plan to replay instead of solving.
         shares: where it is given, what was decided with it for earlier graphs of the call.
@@ -96,13 +96,12 @@ class TrainingPlanner:
         with self._timed("grouping"):
             self.blocks: BlockGraph = group_blocks(self.joint, parameter_fqns(self.joint, captured.inputs))
         self.owners = owners_of(self.blocks, captured.params)
-        self._original = rewriting.copy_graph(self.joint)
-        self._unchanged: rewriting.Partitioned | None = None  # split, and not rewritten yet
+        self._splits: dict[tuple[object, ...], rewriting.Partitioned] = {}  # by what decides them, not rewritten
         self._unchanged_bytes = 0
 
     def run(self, *, may_measure: bool) -> Planned:
         """Profile, plan and rewrite. ``may_measure``: whether timing blocks on the device is worth its while."""
-        split = self._split(self.joint, rewriting.keep_everything(labels_of(self.blocks.blocks)))
+        split = self._split(rewriting.keep_everything(labels_of(self.blocks.blocks)))
         self.stages.end(blocks_words(self.blocks))
         self.stages.begin("profiling")
         with self._timed("profiling"):
@@ -111,7 +110,7 @@ class TrainingPlanner:
         self.stages.begin("planning")
         self.offloadable = tuple(node.name for node in offloadable(split.forward, split.num_outputs))
         before = (graph_text(split.forward), graph_text(split.backward))
-        self._unchanged, self._unchanged_bytes = split, self._traced_bytes(split)
+        self._unchanged_bytes = self._traced_bytes(split)
         breaks = self.captured.model.shares.graph_breaks
         try:
             made = self._planned_beside(profile)
@@ -124,9 +123,17 @@ class TrainingPlanner:
         self.stages.end(plan_words(made.plan, self.captured.budget_bytes))
         return Planned(rewritten=made, compilation=self._report(made, profile, before))
 
-    def _split(self, joint: fx.GraphModule, plan: Plan) -> rewriting.Partitioned:
-        context = PassContext(stage=Stage.JOINT, plan=plan, block_of=block_index(self.blocks))
-        return rewriting.partition(joint, self.joint_inputs, context, self.keywords, self.options.verify)
+    def _split(self, plan: Plan) -> rewriting.Partitioned:
+        """The joint graph in two parts, which are not to be rewritten. PyTorch's partitioner takes longer than all passes, and
+        most plans of one graph recompute alike."""
+        key = rewriting.partition_key(plan, gathers=self.captured.agreement.is_shared)
+        if key not in self._splits:
+            context = PassContext(stage=Stage.JOINT, plan=plan, block_of=block_index(self.blocks))
+            joint = rewriting.copy_graph(self.joint)
+            self._splits[key] = rewriting.partition(
+                joint, self.joint_inputs, context, self.keywords, self.options.verify
+            )
+        return self._splits[key]
 
     def _unplanned(self, stage: Stage) -> PassContext:
         """The context of a graph that no decision has changed."""
@@ -159,7 +166,7 @@ class TrainingPlanner:
     def _has_unagreed(self) -> bool:
         """Whether the graph has collectives of ranks that no parameter tells of. Each plans for itself, and if one recomputed a
         collective and another did not, both would wait for ever."""
-        targets = (node.target for node in self._original.graph.nodes)
+        targets = (node.target for node in self.joint.graph.nodes)
         return not self.captured.agreement.is_shared and any(map(starts_functional, targets))
 
     def _planned_beside(self, profile: Profile) -> Rewritten:
@@ -232,10 +239,7 @@ class TrainingPlanner:
     def _made(self, problem: Problem, plan: Plan) -> Rewritten:
         """The graphs of a plan."""
         with self._timed("rewriting"):
-            if self._unchanged is None or rewriting.changes_partition(plan, gathers=self.captured.agreement.is_shared):
-                split = self._split(rewriting.copy_graph(self._original), plan)
-            else:
-                split, self._unchanged = self._unchanged, None
+            split = rewriting.copied(self._split(plan))
             moved = moved_states(plan.decisions, self.owners, self.captured.params)
             contexts = rewriting.rewrite_training(
                 split,

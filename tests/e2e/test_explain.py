@@ -1,12 +1,15 @@
 """What `autohete_fx.explain` finds, however often it is asked, that it leaves PyTorch as it was, and what a compilation notes."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 
 import autohete_fx
-from autohete_fx.errors import CaptureError
+from autohete_fx.compiler import rewriting
+from autohete_fx.errors import CaptureError, InfeasiblePlanError
 from tests import training as job
 from tests.main_job import slow
 
@@ -50,6 +53,26 @@ def test_a_budget_that_only_the_trace_keeps_is_told(monkeypatch: pytest.MonkeyPa
         notes = "".join(job.training_compilation().notes)
         assert ("trace alone; compile with dynamic=False" in notes) is not can_run
         torch._dynamo.reset()
+
+
+def test_plans_that_recompute_alike_are_partitioned_once(monkeypatch: pytest.MonkeyPatch):
+    keys, plans = [], []
+    partition, rewrite = rewriting.partition, rewriting.rewrite_training
+
+    def noted_partition(joint: Any, inputs: Any, context: Any, *rest: Any) -> Any:
+        keys.append(rewriting.partition_key(context.plan, gathers=False))
+        return partition(joint, inputs, context, *rest)
+
+    def noted_rewrite(split: Any, plan: Any, *rest: Any, **how: Any) -> Any:
+        plans.append(plan)
+        return rewrite(split, plan, *rest, **how)
+
+    monkeypatch.setattr(rewriting, "partition", noted_partition)
+    monkeypatch.setattr(rewriting, "rewrite_training", noted_rewrite)
+    with pytest.raises(InfeasiblePlanError):
+        autohete_fx.explain(job.make("cpu"), job.batch("cpu", 0), options={**EAGER, "memory_budget": 1})
+    assert len(plans) > 1
+    assert len({*keys}) == len(keys) == len({rewriting.partition_key(plan, gathers=False) for plan in plans} | {*keys})
 
 
 def test_a_function_without_a_graph_is_told():

@@ -143,6 +143,35 @@ def test_what_follows_the_last_break_may_have_no_parameters():
     assert max(peaks) <= budget
 
 
+def loss_of(x: Tensor) -> Tensor:
+    return x.square().mean()
+
+
+@torch._dynamo.disable(recursive=False)
+def apart(x: Tensor) -> Tensor:
+    """Dynamo does not see who calls the loss, as after a break within a function that the model calls."""
+    return loss_of(x)
+
+
+class LossApart(Broken):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return apart(x)
+
+
+def test_a_loss_that_is_compiled_apart_is_planned_together_with_the_model_once():
+    torch.manual_seed(0)
+    expected, peak = plainly(LossApart(()), "eager")
+    budget, earlier = int(0.45 * peak), autohete_fx.compilations()
+    torch.manual_seed(0)
+    given, peaks = budgeted(LossApart(()), "eager", budget)
+    job.assert_equal(given, expected, bitwise=True)
+    assert max(peaks) <= budget
+    found = [c for c in autohete_fx.compilations() if not any(c is other for other in earlier)]
+    assert [c.unsettled is not None for c in found] == [True, True, False, False]
+
+
 @SLOW
 def test_other_sizes_are_planned_together_too():
     expected, peak = plainly(make((4,)), "eager", rows=2 * ROWS)

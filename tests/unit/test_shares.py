@@ -1,0 +1,54 @@
+"""Which graphs of a call are compiled again for their shares, and which begin a call that is planned anew."""
+
+from autohete_fx.compiler.shares import Origin, Shares, Unsettled
+from autohete_fx.planner.model.footprint import Footprint
+from tests.planner_problems import cost, problem
+
+MODEL = Origin("model.py:forward", "forward", frozenset({"weight"}))
+LOSS = Origin("loss.py:loss", "loss", frozenset())
+
+
+class Call:
+    """Stands for one."""
+
+
+def unsettled(digest: str) -> Unsettled:
+    return Unsettled(
+        digest=digest,
+        problem=problem([cost()]),
+        decisions=(),
+        footprint=Footprint(),
+        small_bytes=0,
+        modelled_bytes=0,
+        peak_bytes=0,
+    )
+
+
+def after_a_call(call: Call) -> Shares:
+    """The shares of a model whose call runs two functions that are compiled apart, so that neither knows itself the last."""
+    shares = Shares()
+    for graph, digest in ((MODEL, "64 tokens"), (LOSS, "loss of 64")):
+        shares.note_graph(graph, digest, "", call)
+        shares.store(graph, Footprint(), unsettled(digest))
+    return shares
+
+
+def test_graphs_that_come_again_for_their_shares_begin_no_new_call():
+    first, second = Call(), Call()
+    shares = after_a_call(first)
+    assert shares.end_call() == [MODEL, LOSS]
+    shares.note_graph(MODEL, "64 tokens", "", second)
+    assert shares.is_call_over and shares.num_calls == 1 and set(shares.unsettled) == {MODEL, LOSS}
+
+
+def test_a_loss_that_is_compiled_apart_runs_beside_its_model_and_not_beside_itself():
+    assert MODEL.runs_beside(LOSS) and LOSS.runs_beside(MODEL)
+    assert not LOSS.runs_beside(LOSS) and not MODEL.runs_beside(MODEL)
+
+
+def test_a_graph_that_comes_for_other_sizes_begins_a_call_that_is_planned_anew():
+    first, second = Call(), Call()
+    shares = after_a_call(first)
+    shares.end_call()
+    shares.note_graph(MODEL, "32 tokens", "", second)
+    assert not shares.is_call_over and shares.num_calls == 2 and not shares.unsettled
