@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autohete_fx.compiler.compilation import Compilation, compilations
-    from autohete_fx.compiler.explain import explain
+    from autohete_fx.compiler.preview import preview
     from autohete_fx.errors import (
         AutoHeteError,
         HostMemoryError,
@@ -60,15 +60,15 @@ __all__ = [
     "ReportError",
     "ShardError",
     "compilations",
-    "explain",
     "gathered",
     "place",
+    "preview",
     "shard",
 ]
 
 _HOMES = {
     "compiler.compilation": "Compilation compilations",
-    "compiler.explain": "explain",
+    "compiler.preview": "preview",
     "errors": (
         "AutoHeteError HostMemoryError InfeasiblePlanError IntegrationError OptimizerStateError OptionError PassError PlanError"
         " ReportError ShardError"

@@ -13,9 +13,9 @@ model = GPT(config)
 optimizer = autohete_fx.AdamW(model.parameters())
 tokens = torch.randint(config.vocab_size, (4, config.context))
 
-free = autohete_fx.explain(model, tokens, tokens, options={"profile": "analytic"})[0]
+free = autohete_fx.preview(model, tokens, tokens, options={"profile": "analytic"})[0]
 half = {"memory_budget": free.predicted_peak_bytes // 2, "profile": "analytic"}
-found = autohete_fx.explain(model, tokens, tokens, options=half)[0]
+found = autohete_fx.preview(model, tokens, tokens, options=half)[0]
 print(found.plan_table(), "\n")
 print(found.why(), "\n")
 print(found.timeline(), "\n")

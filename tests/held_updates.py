@@ -121,7 +121,7 @@ def updated_at_once(model: nn.Module, lr: float, optimizer: Optimizer = Optimize
 @functools.cache
 def labels() -> tuple[str, ...]:
     """Of a stack's blocks."""
-    found = autohete_fx.explain(Stack(), torch.ones(8, 128), options={"inner_backend": "eager", "profile": "analytic"})
+    found = autohete_fx.preview(Stack(), torch.ones(8, 128), options={"inner_backend": "eager", "profile": "analytic"})
     torch._dynamo.reset()
     return found[0].plan.labels
 

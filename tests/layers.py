@@ -55,7 +55,7 @@ EAGER: dict[str, Any] = {"inner_backend": "eager", "profile": "analytic"}
 
 def plan_of(decision: BlockDecision) -> Plan:
     """The same decision for every block of `Layers`."""
-    labels = autohete_fx.explain(make(), torch.randn(256, 128), options=EAGER)[0].plan.labels
+    labels = autohete_fx.preview(make(), torch.randn(256, 128), options=EAGER)[0].plan.labels
     torch._dynamo.reset()
     return Plan(labels=labels, decisions=(decision,) * len(labels))
 

@@ -400,7 +400,7 @@ def frozen(model: Model) -> Model:
 def warm_up(device: str) -> None:
     """Pay what a process pays once: the machine's figures, and on a GPU the workspace of cuBLAS in either thread."""
     if (device, os.environ.get("AUTOHETE_CACHE_DIR")) not in _warmed_up:
-        autohete_fx.explain(make(device), batch(device, 0), options={"profile": "analytic", "inner_backend": "eager"})
+        autohete_fx.preview(make(device), batch(device, 0), options={"profile": "analytic", "inner_backend": "eager"})
         make(device)(batch(device, 0)).backward()
         _warmed_up.add((device, os.environ.get("AUTOHETE_CACHE_DIR")))
     torch._dynamo.reset()

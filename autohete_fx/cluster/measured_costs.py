@@ -210,8 +210,7 @@ def _table(
     last = layer_map.num_layers - 1
     tied = [name for name, readers in layer_map.readers.items() if {0, last} <= readers]
     tied_bytes = sum(math.prod(shape.sizes) * shape.dtype.itemsize for shape in map(layer_map.shapes.__getitem__, tied))
-    largest[LAST] = replace(largest[LAST], params_bytes=largest[LAST].params_bytes - tied_bytes)
-    return CostTable(
+    table = CostTable(
         model=model,
         kinds=tuple(kinds),
         times=tuple(
@@ -236,6 +235,13 @@ def _table(
         overhead_bytes=OVERHEAD_BYTES if device.type == "cuda" else 0,
         source="timed by the job",
     )
+    if not tied_bytes:
+        return table
+
+    def untied(row: LayerBytes) -> LayerBytes:  # weights of the first layer count there alone
+        return replace(row, params_bytes=max(0, row.params_bytes - table.tied_bytes_at(row.tp)))
+
+    return replace(table, sizes=tuple(untied(row) if row.kind == LAST else row for row in table.sizes))
 
 
 # -- which layers are alike ------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def _captured_step(name: str, sketch: Sketch, device_type: str) -> Captured:
         reason = str(error).strip().partition("\n")[0]
         raise CaptureError(
             f"{name} does not compile to one graph: {reason}; expected a model without graph breaks. Plan it where it runs,"
-            " with autohete_fx.explain"
+            " with autohete_fx.preview"
         ) from error
     finally:
         torch.compiler.reset()

@@ -201,7 +201,7 @@ def warm_up(device: str) -> None:
     """What a process pays once on the device: cuBLAS's workspaces, in the thread of backward too, and the machine's figures."""
     layer = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).to(device)
     layer(torch.ones(256, 256, device=device)).sum().backward()
-    autohete_fx.explain(layer, torch.ones(256, 256, device=device))
+    autohete_fx.preview(layer, torch.ones(256, 256, device=device))
     del layer
     torch._dynamo.reset()
     gc.collect()  # what is garbage must not count as others' memory now, and be gone at the peak

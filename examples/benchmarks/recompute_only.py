@@ -127,7 +127,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
     keep_bytes = run(PLAIN).peak_bytes
     model, loss_of = MODELS[arguments.one](arguments)
-    labels = autohete_fx.explain(loss_of, tokens, options={"profile": "analytic"})[0].plan.labels
+    labels = autohete_fx.preview(loss_of, tokens, options={"profile": "analytic"})[0].plan.labels
     del model, loss_of
     every = Plan(labels=labels, decisions=(BlockDecision(activations=Activations.RECOMPUTE),) * len(labels))
     full_bytes = run_ours(FULL, plan=every).peak_bytes

@@ -46,7 +46,7 @@ def run(
     found = []
     for rank in range(num_ranks) if survivors is None else survivors:
         status, output, errors = ended[rank]
-        assert status == 0, errors[-4000:]
+        assert status == 0, f"rank {rank} ended with {status}: {errors[-4000:]}"
         found.append(json.loads(output.splitlines()[-1]))
     return found
 

@@ -144,22 +144,22 @@ def every_way(root: str, cloud: str, url: str) -> dict[str, Any]:
 
     # nodes that changed their places read the cloud where peers are slow, and what peers have where it cannot be read
     swapped: Any = {"bandwidths": cluster.Bandwidths(peer=1.0, cloud=1e9, cloud_first_s=0.0)}
-    found["quick cloud"] = leg(root, cloud, ["c", "a"], 4, **swapped)
+    found["quick cloud"] = leg(root, cloud, ["c", "a"], 6, **swapped)
     read = restoring._read
     with mock.patch.object(restoring, "_read", lambda found, source, *rest: broken(read, found, source, *rest)):
-        found["broken cloud"] = leg(root, cloud, ["a", "c"], 4, **swapped)
+        found["broken cloud"] = leg(root, cloud, ["a", "c"], 6, **swapped)
 
     # writes wait for ever: training goes on, saves on disks too, and the next save to the cloud is left out
     told(hold="PUT")
 
     def release(job: cluster.Job) -> None:
-        if job.step == 9:
+        if job.step == 11:
             found.setdefault("while slow", [job.saved.local, job.saved.cloud])
             told(release="1")
 
-    found["slow writes"] = leg(root, cloud, ["a", "c"], 10, release)
+    found["slow writes"] = leg(root, cloud, ["a", "c"], 12, release)
     told(hold="GET")  # a listing, too
-    found["slow reads"] = leg(root, cloud, ["a", "c"], 10, lambda _: told(release="1"), cloud_timeout_s=0.5)
+    found["slow reads"] = leg(root, cloud, ["a", "c"], 12, lambda _: told(release="1"), cloud_timeout_s=0.5)
     told(close="1")
-    found["gone"] = leg(root, cloud, ["a", "c"], 12)
+    found["gone"] = leg(root, cloud, ["a", "c"], 14)
     return found

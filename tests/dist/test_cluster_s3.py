@@ -25,7 +25,7 @@ def test_a_cloud_is_read_for_what_is_nowhere_nearer_and_never_waited_for(tmp_pat
         arguments = str(tmp_path / "root"), "s3://bucket/run", server.url
         ranks = run("tests.dist.s3_jobs.every_way", tmp_path, *arguments)
     ways = {way: [rank[way] for rank in ranks] for way in ranks[0]}
-    for way, first in {"begin": 0, "lost": 4, "quick cloud": 4, "broken cloud": 4, "slow writes": 4, "slow reads": 10, "gone": 10}.items():
+    for way, first in {"begin": 0, "lost": 4, "quick cloud": 4, "broken cloud": 6, "slow writes": 6, "slow reads": 12, "gone": 12}.items():
         for leg in ways[way]:
             assert leg.get("first") == first, (way, leg)
             assert max(leg[key] for key in ("loss", "weights", "states")) < EXACT, (way, leg)
@@ -50,13 +50,13 @@ def test_a_cloud_is_read_for_what_is_nowhere_nearer_and_never_waited_for(tmp_pat
     assert "local 0.0 MiB, peer 0.2 MiB" in said(ways["broken cloud"]), said(ways["broken cloud"])
 
     # a cloud that takes no bytes: disks have saves meanwhile, and at the end the cloud has one
-    assert ranks[0]["while slow"] == [6, -1] and server.held
-    assert ways["slow writes"][0]["saved"] == [10, 10]
-    assert "is slow: step 6 is still being written there" in said(ways["slow writes"])
-    assert "and step 8 is left out. Training goes on" in said(ways["slow writes"])
+    assert ranks[0]["while slow"] == [8, -1] and server.held
+    assert ways["slow writes"][0]["saved"] == [12, 12]
+    assert "is slow: step 8 is still being written there" in said(ways["slow writes"])
+    assert "and step 10 is left out. Training goes on" in said(ways["slow writes"])
     assert "did not answer within 0.5 s. Disks have all that is needed" in said(ways["slow reads"])
 
     # no cloud at all
-    assert ways["gone"][0]["saved"] == [12, -1]
+    assert ways["gone"][0]["saved"] == [14, -1]
     assert "could not be read" in said(ways["gone"])
-    assert "could not save step 12 to 's3://bucket/run'" in said(ways["gone"])
+    assert "could not save step 14 to 's3://bucket/run'" in said(ways["gone"])

@@ -63,7 +63,7 @@ def both_ways() -> list[dict[str, Any]]:
     found = []
     with torch._dynamo.config.patch(optimize_ddp=False):
         expected = train("inside", plain, backend="aot_eager")
-    autohete_fx.explain(Wide(), torch.randn(256, 512), options=EAGER)  # times the machine, which takes scratch of its own
+    autohete_fx.preview(Wide(), torch.randn(256, 512), options=EAGER)  # times the machine, which takes scratch of its own
     for where in ("inside", "outside"):
         num_before = len(autohete_fx.compilations())
         with autohete_fx.MemoryMeter("cpu") as meter:

@@ -21,7 +21,7 @@ def graphs_of(rank: int, name: str) -> list[str]:
     plan = Plan(labels=BLOCKS, decisions=tuple(decisions[at % len(decisions)] for at in range(len(BLOCKS))))
     with imagined_mesh(8, rank) as mesh:
         model = shard(make(layers=2), mesh)
-        [compilation] = autohete_fx.explain(model, tokens(0, rank), options={**EAGER, "plan": plan})
+        [compilation] = autohete_fx.preview(model, tokens(0, rank), options={**EAGER, "plan": plan})
     texts = [compilation.readable(graph) for graph in ("forward", "backward")]
     texts = [re.sub("'[0-9a-f]{16}'", "session", text) for text in texts]
     return [re.sub(r"\bs\d+\b", "symbol", text) for text in texts]

@@ -146,7 +146,7 @@ class Wide(nn.Module):
 def peaks() -> dict[str, Any]:
     """Per budget, measured peaks above what was there before, and what was predicted."""
     found: dict[str, Any] = {}
-    autohete_fx.explain(Wide(), torch.randn(512, 256), options=EAGER)  # times the machine, which takes scratch of its own
+    autohete_fx.preview(Wide(), torch.randn(512, 256), options=EAGER)  # times the machine, which takes scratch of its own
     budget: int | None = None
     for name in ("free", "tight"):
         torch._dynamo.reset()

@@ -317,7 +317,7 @@ def llama() -> dict[str, Any]:
     }
     parallelize_module(model, mesh(), named)
     expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
-    blocks = autohete_fx.explain(Trained(), tokens(0), options=EAGER)[0].plan.labels
+    blocks = autohete_fx.preview(Trained(), tokens(0), options=EAGER)[0].plan.labels
     decisions = tuple(DECISIONS["mixed"][at % 3] for at in range(len(blocks)))
     compiled(model, plan=Plan(labels=blocks, decisions=decisions))
     given = train(model, autohete_fx.AdamW(model.parameters(), lr=1e-2))

@@ -34,7 +34,7 @@ def costs(rate: float, latency_s: float, **options: Any) -> tuple[BlockCost, ...
 
     torch._dynamo.reset()
     with mock.patch("autohete_fx.compiler.agreement.load_or_measure_net", known):
-        [compilation] = autohete_fx.explain(parallel(make()), tokens(0), options={**EAGER, **options})
+        [compilation] = autohete_fx.preview(parallel(make()), tokens(0), options={**EAGER, **options})
     assert compilation.problem is not None
     return compilation.problem.costs
 

@@ -71,7 +71,7 @@ LAYERS = [f"model.layers.{i}" for i in range(4)]
 
 def test_a_module_with_a_getattr_of_its_own_has_the_names_of_its_state_dict():
     model = Delegating("base_model", Delegating("model", Outer()))
-    (found,) = autohete_fx.explain(model, torch.randn(64, 128), options=EAGER)
+    (found,) = autohete_fx.preview(model, torch.randn(64, 128), options=EAGER)
     assert found.plan.labels == (*(f"base_model.model.{layer}" for layer in LAYERS), "epilogue")
     assert set(found.owners) <= set(model.state_dict()) and found.owners
 
@@ -80,7 +80,7 @@ def test_a_module_with_a_getattr_of_its_own_has_the_names_of_its_state_dict():
 def test_names_behind_a_graph_break_are_the_models(how: str):
     """What follows the break starts, to Dynamo, at the module that broke; the last graph repeats nothing."""
     model = Outer(is_broken=True)
-    first, second, last = autohete_fx.explain(
+    first, second, last = autohete_fx.preview(
         model if how == "module" else lambda x: model(x), torch.randn(64, 128), options=EAGER
     )
     assert first.plan.labels == ("model.layers.0", "model.layers.1")
@@ -105,5 +105,5 @@ def test_a_graph_that_repeats_nothing_is_called_a_graph():
     def loss(x: Tensor) -> Tensor:
         return model["down"](model["up"](x).relu()).sum()
 
-    (found,) = autohete_fx.explain(loss, torch.randn(64, 128), options=EAGER)
+    (found,) = autohete_fx.preview(loss, torch.randn(64, 128), options=EAGER)
     assert found.plan.labels == ("graph",)

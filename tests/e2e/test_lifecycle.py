@@ -176,12 +176,12 @@ def test_lanes_end_with_the_model(monkeypatch: pytest.MonkeyPatch):
     assert not any(thread.is_alive() for thread in lanes)
 
 
-def test_explain_leaves_everything_as_it_was():
+def test_preview_leaves_everything_as_it_was():
     model = make()
     before = [p.detach().clone() for p in model.parameters()]
     state = torch.get_rng_state()
     budget = {"memory_budget": "4MiB", "profile": "analytic"}
-    found = autohete_fx.explain(
+    found = autohete_fx.preview(
         model, torch.randn(256, 128, generator=torch.Generator().manual_seed(0)), options=budget
     )
     assert torch.equal(torch.get_rng_state(), state)
@@ -190,7 +190,7 @@ def test_explain_leaves_everything_as_it_was():
     assert found[0].timeline() and found[0].plan_table()
     with pytest.raises(autohete_fx.PlanError, match="does not fit this graph"):
         other = Plan(labels=("x",), decisions=(BlockDecision(),))
-        autohete_fx.explain(model, torch.randn(256, 128), options={"plan": other})
+        autohete_fx.preview(model, torch.randn(256, 128), options={"plan": other})
 
 
 @pytest.mark.slow
@@ -208,7 +208,7 @@ def test_a_batch_dies_with_its_step():
 @pytest.mark.slow
 def test_code_that_would_break_the_budget_is_compiled_again(monkeypatch: pytest.MonkeyPatch, fresh_cache: Path):
     """A plan that is too hopeful by a tenth costs compilations, never the budget; the next process knows better."""
-    autohete_fx.explain(make(), torch.randn(256, 128))  # times the machine, which takes scratch of its own
+    autohete_fx.preview(make(), torch.randn(256, 128))  # times the machine, which takes scratch of its own
     partitions: list[dict[str, float]] = []  # by stage, the seconds before each
     once = GraphCompiler.partition
 
@@ -268,7 +268,7 @@ def test_a_budget_is_refused_by_what_was_compiled_and_not_by_a_trace_that_is_too
         return next(c.plan for c in reversed(autohete_fx.compilations()) if c.training)
 
     with pytest.raises(autohete_fx.InfeasiblePlanError) as caught:
-        autohete_fx.explain(make(), torch.randn(256, 128), options={**options, "memory_budget": 1000})
+        autohete_fx.preview(make(), torch.randn(256, 128), options={**options, "memory_budget": 1000})
     traced = caught.value.smallest_budget_bytes
     assert traced is not None
     peak = peak_within(traced - 2**16)
@@ -294,7 +294,7 @@ def test_what_was_predicted_is_logged_beside_what_was_measured_once(caplog: pyte
 
 def test_plans_count_what_kernels_are_timed_in(monkeypatch: pytest.MonkeyPatch):
     def peak_bytes() -> int:
-        return autohete_fx.explain(make(), torch.randn(256, 128), options={"profile": "analytic"})[0].plan.peak_bytes
+        return autohete_fx.preview(make(), torch.randn(256, 128), options={"profile": "analytic"})[0].plan.peak_bytes
 
     without = peak_bytes()
     monkeypatch.setattr("autohete_fx.compiler.captured.tuning_bytes", lambda device, options: 2**20)

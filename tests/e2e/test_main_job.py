@@ -59,9 +59,9 @@ def test_a_silly_budget_says_what_would_do_and_that_works():
     autohete_fx.AdamW(model.parameters())
     options = {"memory_budget": 1000, "profile": "analytic"}
     with pytest.raises(autohete_fx.InfeasiblePlanError, match="held up in") as caught:
-        autohete_fx.explain(model, batch("cpu", 0), options=options)
+        autohete_fx.preview(model, batch("cpu", 0), options=options)
     smallest = caught.value.smallest_budget_bytes
-    found = autohete_fx.explain(model, batch("cpu", 0), options={**options, "memory_budget": smallest})
+    found = autohete_fx.preview(model, batch("cpu", 0), options={**options, "memory_budget": smallest})
     assert found[0].plan.peak_bytes <= smallest
 
 

@@ -152,7 +152,7 @@ def test_plans_count_states_and_what_updates_move(monkeypatch: pytest.MonkeyPatc
     for made in (training.adamw, lion, momentum, sgd):
         model = make("cpu", SIZES)
         optimizer = made(model)
-        autohete_fx.explain(
+        autohete_fx.preview(
             model, training.batch("cpu", 0, sizes=SIZES), options={"profile": "analytic", "inner_backend": "eager"}
         )
         costs.append(problems[-1].costs)
@@ -177,7 +177,7 @@ def test_plans_count_the_products_and_the_workspace_of_muon(monkeypatch: pytest.
     )
     model, batch = make("cpu", SIZES), training.batch("cpu", 0, sizes=SIZES)
     optimizer = muon(model)
-    autohete_fx.explain(model, batch, options={"profile": "analytic", "inner_backend": "eager"})
+    autohete_fx.preview(model, batch, options={"profile": "analytic", "inner_backend": "eager"})
     [*_, problem] = problems
     width, gram = 256, 2 * 256**3
     first, *layers, last = problem.costs

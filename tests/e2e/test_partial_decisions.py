@@ -172,7 +172,7 @@ def test_neighbours_that_recompute_change_nothing_of_what_leaves(inner: str, pro
     recompute = BlockDecision(activations=Activations.RECOMPUTE)
     for some in (BlockDecision(activations=Activations.OFFLOAD, num_offloaded=n) for n in (None, 2)):
         options = {"plan": layers(recompute, some, recompute), "inner_backend": inner, "profile": "analytic"}
-        found = autohete_fx.explain(make("cpu", SIZES), batch("cpu", 0, sizes=SIZES), options=options)
+        found = autohete_fx.preview(make("cpu", SIZES), batch("cpu", 0, sizes=SIZES), options=options)
         assert reloaded_bytes(found[0], 2) == problems[-1].costs[2].offloaded_bytes(some.num_offloaded)
 
 

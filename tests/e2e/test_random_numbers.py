@@ -68,7 +68,7 @@ def test_every_draw_is_that_of_eager_mode(name: str):
     torch.manual_seed(0)
     model = Model()
     twin = copy.deepcopy(model)
-    labels = autohete_fx.explain(model, torch.ones(16, WIDTH), options=options)[0].plan.labels
+    labels = autohete_fx.preview(model, torch.ones(16, WIDTH), options=options)[0].plan.labels
     assert len(labels) >= 5
     decisions = [PLANS[name][i % len(PLANS[name])] for i in range(len(labels))]
     torch._dynamo.reset()

@@ -205,8 +205,8 @@ def test_a_directory_that_refuses_at_once_is_an_error(tmp_path: Path, monkeypatc
             Options.from_user({"report_dir": wrong})
     assert Options.from_user({"report_dir": tmp_path / "new"}).report_dir == str(tmp_path / "new")
     model = job.make("cpu")
-    autohete_fx.explain(model, job.batch("cpu", 0), options={**EAGER, "report_dir": tmp_path / "new"})
+    autohete_fx.preview(model, job.batch("cpu", 0), options={**EAGER, "report_dir": tmp_path / "new"})
     assert Report.load(tmp_path / "new").data.step is None, "what is explained is not run"
     monkeypatch.setattr(Report, "save", lambda *_, **__: (_ for _ in ()).throw(ReportError("no room")))
     with pytest.raises(ReportError, match="no room"):
-        autohete_fx.explain(model, job.batch("cpu", 0), options={**EAGER, "report_dir": tmp_path})
+        autohete_fx.preview(model, job.batch("cpu", 0), options={**EAGER, "report_dir": tmp_path})

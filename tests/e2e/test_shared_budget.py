@@ -141,7 +141,7 @@ def test_a_model_that_shares_a_layer_with_another_is_placed_too():
 def test_a_model_that_is_made_again_keeps_the_budget_with_the_code_of_the_first(caplog: pytest.LogCaptureFixture):
     """As in a notebook whose cell runs twice: Dynamo has code for the class, and asks no backend."""
     budget, expected = 3 * 2**19, plain()
-    autohete_fx.explain(make(), torch.randn(256, 128))  # times the machine, which takes scratch of its own
+    autohete_fx.preview(make(), torch.randn(256, 128))  # times the machine, which takes scratch of its own
     latest = None
     for is_again in (False, True):
         with autohete_fx.MemoryMeter("cpu") as meter:

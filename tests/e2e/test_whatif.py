@@ -81,7 +81,7 @@ def test_costs_are_those_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyP
     exec(FACTORY, namespace)
     model, ids = namespace["make"]()
     optimizer = autohete_fx.AdamW(model.parameters())
-    autohete_fx.explain(model, ids, options={"profile": "analytic"})
+    autohete_fx.preview(model, ids, options={"profile": "analytic"})
     del optimizer
     trained = solved[0]
     blueprint = read_model(f"{tmp_path / 'models.py'}:make", batch=1, seq=1, dtype=None)

@@ -61,7 +61,7 @@ def compiled(sizes: Sizes, overlap: Overlap) -> tuple[torch.nn.Module, autohete_
 
 def main() -> None:
     # A process measures the machine once, in more memory than this model has.
-    autohete_fx.explain(make("cuda"), batch("cuda", 0), options={"profile": "analytic"})
+    autohete_fx.preview(make("cuda"), batch("cuda", 0), options={"profile": "analytic"})
     model, optimizer, wrappers = compiled(SIZES, Overlap.BACKWARD)
     peaks = []
     with config.patch(force_disable_caches=True):

@@ -2,12 +2,18 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from autohete_fx import cli
+from autohete_fx.cluster.costs import LayerBytes
 from autohete_fx.cluster.deploy import Member
 from autohete_fx.cluster.described import described, save_measured
+from autohete_fx.cluster.layers import Shape
+from autohete_fx.cluster.measured_costs import GpuCosts, KindTime, _table
 from autohete_fx.cluster.measured_links import links_of, nodes_of, trials_of
 from autohete_fx.cluster.spec import Cluster, Gpu, Node
 from autohete_fx.errors import ClusterError
@@ -102,3 +108,29 @@ def test_doctor_of_a_cluster_needs_torchrun(
     assert "started by torchrun. Run torchrun --nproc-per-node" in shown and not path.exists()
     assert cli.main(["doctor", "--device", "cpu", "--cluster", str(path), "--save", str(path)]) == 2
     assert "Expected was --cluster alone" in capsys.readouterr().err
+
+
+def test_weights_that_the_ends_share_count_in_the_first_layer_alone():
+    """The last layer was timed with them; a last stage without the first layer holds them, and one with it holds them once."""
+    shapes = {"tied": Shape(sizes=(10, 10), dtype=torch.float32), "own": Shape(sizes=(3,), dtype=torch.float32)}
+    layers: Any = SimpleNamespace(num_layers=4, readers={"tied": {0, 3}, "own": {1}}, shapes=shapes)
+    kinds = ("first", "layer", "last")
+    times = [
+        KindTime(kind=kind, tp=tp, micro_batch=1, forward_s=1.0, backward_s=2.0) for kind in kinds for tp in (1, 2)
+    ]
+    sizes = [
+        LayerBytes(kind=kind, tp=tp, params_bytes=num_bytes // tp, kept_bytes=5, output_bytes=4)
+        for kind, num_bytes in zip(kinds, (400, 100, 440), strict=True)
+        for tp in (1, 2)
+    ]
+    timed = GpuCosts(
+        times=tuple(times),
+        sizes=tuple(sizes),
+        update_s_per_byte=1e-9,
+        optimizer_bytes_per_byte=2.0,
+        gradient_bytes_per_byte=1.0,
+    )
+    table = _table("m", ("first", "layer", "layer", "last"), layers, {"x": timed}, torch.device("cpu"))
+    assert table.tied_bytes == 400 and [table.layer_bytes("last", tp).params_bytes for tp in (1, 2)] == [40, 20]
+    assert [table.stage(range(first, 4), "x", 1, 1).params_bytes for first in (0, 1)] == [640, 640]
+    assert table.stage(range(1, 4), "x", 2, 1).params_bytes == 320

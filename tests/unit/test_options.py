@@ -118,5 +118,5 @@ def test_blocks_of_short_steps_are_not_timed():
 
 
 def test_a_step_has_at_least_the_passes_that_are_in_flight():
-    """For training and for `autohete_fx.explain` alike."""
+    """For training and for `autohete_fx.preview` alike."""
     assert [Options.from_user({"in_flight": 3, **more}).micro_batches for more in ({}, {"micro_batches": 8})] == [3, 8]

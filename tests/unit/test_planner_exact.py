@@ -360,7 +360,7 @@ def every_distance(limited: Problem, replays: Replays, decisions: list[BlockDeci
     start = [replays.index[block][decision] for block, decision in enumerate(decisions)]
     farther = np.meshgrid(*(np.arange(len(of_block)) for of_block in distances), indexing="ij")
     rows = np.array(start) + np.stack([grid.ravel() for grid in farther], axis=1)
-    device_used = limited.fixed_bytes + sum(replays.use[block, column] for block, column in enumerate(rows.T))
+    device_used = limited.fixed_bytes + np.sum([replays.use[b, column] for b, column in enumerate(rows.T)], axis=0)
     return rows[within(limited, device_used.max(axis=1), replays.use_elsewhere(rows)[0])]
 
 

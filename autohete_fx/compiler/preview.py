@@ -21,7 +21,7 @@ from autohete_fx.options import Options
 from autohete_fx.runtime.pending import calls, watching
 
 
-def explain(
+def preview(
     model: Callable[..., object],
     *inputs: object,
     options: Mapping[str, object] | None = None,
@@ -71,7 +71,7 @@ def explain(
                 buffer.copy_(buffers[name])
     if not found:
         raise CaptureError(
-            "the model ran, but Dynamo compiled no graph of it, so there is nothing to explain; TORCH_LOGS=graph_breaks says"
+            "the model ran, but Dynamo compiled no graph of it, so there is nothing to preview; TORCH_LOGS=graph_breaks says"
             " what it could not trace, and torch.compiler.reset() forgets what it gave up"
         )
     return found

@@ -1,4 +1,4 @@
-"""What `autohete_fx.explain` finds, however often it is asked, that it leaves PyTorch as it was, and what a compilation notes."""
+"""What `autohete_fx.preview` finds, however often it is asked, that it leaves PyTorch as it was, and what a compilation notes."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ EAGER = {"inner_backend": "eager", "profile": "analytic"}
 def test_it_leaves_the_compiler_as_it_was(inner: str):
     before = functorch_config.save_config_portable()
     options = {**EAGER, "inner_backend": inner, "plan": job.plan("offload")}
-    (found,) = autohete_fx.explain(job.make("cpu"), job.batch("cpu", 0), options=options)
+    (found,) = autohete_fx.preview(job.make("cpu"), job.batch("cpu", 0), options=options)
     assert {transfer.op for transfer in found.transfers} == {"offload", "reload"}
     assert functorch_config.save_config_portable() == before
 
@@ -31,7 +31,7 @@ def test_it_may_be_asked_more_often_than_code_may_be_compiled_again():
     names = dict(model.named_parameters()).keys()
     with dynamo_config.patch(recompile_limit=2):
         for _ in range(3):
-            (found,) = autohete_fx.explain(model, job.batch("cpu", 0), options=EAGER)
+            (found,) = autohete_fx.preview(model, job.batch("cpu", 0), options=EAGER)
             assert found.owners.keys() <= names and len(found.owners) > 1
     model.compile(backend="autohete", options={**EAGER, "plan": found.plan})
     earlier = autohete_fx.compilations()[-8:]  # the oldest are dropped
@@ -70,11 +70,11 @@ def test_plans_that_recompute_alike_are_partitioned_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(rewriting, "partition", noted_partition)
     monkeypatch.setattr(rewriting, "rewrite_training", noted_rewrite)
     with pytest.raises(InfeasiblePlanError):
-        autohete_fx.explain(job.make("cpu"), job.batch("cpu", 0), options={**EAGER, "memory_budget": 1})
+        autohete_fx.preview(job.make("cpu"), job.batch("cpu", 0), options={**EAGER, "memory_budget": 1})
     assert len(plans) > 1
     assert len({*keys}) == len(keys) == len({rewriting.partition_key(plan, gathers=False) for plan in plans} | {*keys})
 
 
 def test_a_function_without_a_graph_is_told():
     with pytest.raises(CaptureError, match="compiled no graph"):
-        autohete_fx.explain(len, [1, 2, 3])
+        autohete_fx.preview(len, [1, 2, 3])
