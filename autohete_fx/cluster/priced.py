@@ -39,10 +39,10 @@ from autohete_fx.errors import ClusterError
 from autohete_fx.internals.modes import FakeTensorMode
 from autohete_fx.ir import BlockKind, Machine
 from autohete_fx.machine.devices import NET_LATENCY_S, UPDATE_BYTES, DeviceSpec, machine_of_spec, net_of_spec
-from autohete_fx.profiler.analytic import saved_tensors
 from autohete_fx.profiler.flops import seconds_of
 from autohete_fx.profiler.memory.lowering import lower
 from autohete_fx.profiler.partition import Partition
+from autohete_fx.profiler.saved_tensors import saved_tensors
 from autohete_fx.whatif.blueprint import Blueprint, read_model
 from autohete_fx.whatif.depth import HEAD, TAIL
 from autohete_fx.whatif.trace import Captured, capture_step

@@ -16,7 +16,7 @@ from autohete_fx.graph.saved import storage_root
 from autohete_fx.ir import Block, BlockCost, BlockGraph, BlockKind
 from autohete_fx.passes import PassContext, Stage
 from autohete_fx.profiler import ParamInfo, Partition, profile_analytic, trace_step
-from autohete_fx.profiler.analytic import saved_tensors
+from autohete_fx.profiler.saved_tensors import saved_tensors
 from tests import planner_problems
 
 MACHINE = replace(planner_problems.MACHINE, device_type="cpu", device_flops_per_s=(("float32", 1e9),))

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autohete_fx.ir import Block, BlockGraph, BlockKind
 from autohete_fx.profiler import ParamInfo, Partition, profile_analytic, profile_measured
-from autohete_fx.profiler.analytic import saved_tensors
 from autohete_fx.profiler.flops import flops_of
 from autohete_fx.profiler.measured import extract_block, values_not_stored
+from autohete_fx.profiler.saved_tensors import saved_tensors
 from autohete_fx.profiler.timed_graph import input_device
 from tests import planner_problems
 

@@ -10,7 +10,8 @@ from autohete_fx.compiler import rewriting
 from autohete_fx.ir.labels import labels_of
 from autohete_fx.passes import PassContext, Stage
 from autohete_fx.profiler import Partition
-from autohete_fx.profiler.analytic import BlockTimes, costs_from_times, saved_tensors
+from autohete_fx.profiler.analytic import BlockTimes, costs_from_times
+from autohete_fx.profiler.saved_tensors import saved_tensors
 from tests.joint_graphs import Captured, capture_one
 from tests.tiny_models import gpt
 from tests.training import Model, batch
