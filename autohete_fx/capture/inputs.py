@@ -15,7 +15,7 @@ from torch import fx
 
 from autohete_fx.internals import versions
 
-_ROOT = re.compile(r"^[LG]\['[^']*'\](?:\.__closure__\[\d+\]\.cell_contents)*")
+_ROOT = re.compile(r"^(?:L\['args'\]\[0\]|[LG]\['[^']*'\])(?:\.__closure__\[\d+\]\.cell_contents)*")
 _STEP = re.compile(r"\['([^']*)'\]|\.([A-Za-z_]\w*)|\[(\d+)\]")
 _CONTAINERS = frozenset({"_modules", "_parameters", "_buffers", "_orig_mod", "__dict__"})
 
@@ -42,8 +42,10 @@ class GraphInput:
 
 
 def clean_name(source: str) -> str:
-    """``L['self']._modules['a']._parameters['w']`` becomes ``a.w``; other roots than ``self`` are dropped too, as is the
-    variable that a function closes over."""
+    """``L['self']._modules['a']._parameters['w']`` becomes ``a.w``; other roots than ``self`` are dropped too.
+
+    The variable that a function closes over is one, and so is ``args[0]``, the module of a forward that is decorated.
+    """
     match = _ROOT.match(source)
     rest = source[match.end() :] if match else source
     steps = [next(group for group in step if group) for step in _STEP.findall(rest) if any(step)]

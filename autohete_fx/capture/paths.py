@@ -7,7 +7,8 @@ module first. Keys are ``"<id>"`` or ``"<id>@<call>"`` (the second and later cal
 The string has had several forms: ``L['self']._modules['layers']._modules['0']``, ``L['m'].layers.0``, ``G['model'].layers[0]``,
 and ``layers.0`` after export. Below a module whose class has a ``__getattr__`` of its own, as PEFT's have, it has
 ``.__dict__['_modules']['model']``. All come out as the same steps. The root (which variable held the model) stays the first
-step, because two models in one function may have equal paths below it. Names that users read leave it out.
+step, because two models in one function may have equal paths below it. Names that users read leave it out. A decorated forward
+is called with ``*args``, whose first is the module: ``L['args'][0]`` is a root, too.
 """
 
 import re
@@ -19,7 +20,7 @@ from torch import fx
 
 from autohete_fx.graph.draws import makes_seeds
 
-_ROOT = re.compile(r"^[LG]\[(?:'[^']*'|\"[^\"]*\")\](?:\.__closure__\[\d+\]\.cell_contents)*")
+_ROOT = re.compile(r"^(?:L\['args'\]\[0\]|[LG]\[(?:'[^']*'|\"[^\"]*\")\])(?:\.__closure__\[\d+\]\.cell_contents)*")
 _STEP = re.compile(r"\['([^']*)'\]|\[\"([^\"]*)\"\]|\[(\d+)\]|([^.\[\]]+)")
 _WRAPPERS = frozenset({"_modules", "__dict__", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 

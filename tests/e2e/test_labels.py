@@ -1,5 +1,7 @@
 """Blocks and parameters have the names that the user's model has, wherever Dynamo found them."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -66,7 +68,28 @@ class Delegating(nn.Module):
         return getattr(self, self.wrapped_name)(*args, **kwargs)
 
 
+def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """As models of transformers decorate theirs."""
+
+    @functools.wraps(forward)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(Outer):
+    forward = decorated(Outer.forward)
+
+
 LAYERS = [f"model.layers.{i}" for i in range(4)]
+
+
+def test_a_decorated_forward_changes_no_name():
+    model = Decorated()
+    (found,) = autohete_fx.preview(model, torch.randn(64, 128), options=EAGER)
+    assert found.plan.labels == (*LAYERS, "epilogue")
+    assert set(found.owners) <= set(model.state_dict()) and found.owners
 
 
 def test_a_module_with_a_getattr_of_its_own_has_the_names_of_its_state_dict():

@@ -20,6 +20,7 @@ from autohete_fx.capture.paths import dotted, module_stack, scopes, split_path
         ),
         ("layers.0.attn", "layers.0.attn"),
         ("L['function'].__closure__[0].cell_contents.__closure__[1].cell_contents.layers.0", "layers.0"),
+        ("L['args'][0]._modules['model'].layers.0", "model.layers.0"),
         ("L['m']", ""),
         ("", ""),
     ],
