@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autohete_fx.errors import ShardError
 from autohete_fx.internals.fake_group import FAKE_BACKEND
+from autohete_fx.internals.groups import new_group_of
 from autohete_fx.internals.modes import disable_current_modes, no_python_dispatcher
 from autohete_fx.internals.versions import timeout_of
 
@@ -146,18 +147,14 @@ def _for_values(members: list[int], like: dist.ProcessGroup, device_type: str) -
     how: dict[str, Any] = {"backend": FAKE_BACKEND}
     if dist.get_backend(like) != FAKE_BACKEND:
         how = {"backend": "gloo", "timeout": timeout_of(like, device_type)}
-    control = dist.new_group(members, use_local_synchronization=True, **how)
-    assert isinstance(control, dist.ProcessGroup)
-    return control
+    return new_group_of(members, **how)
 
 
 def _another(members: list[int], like: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
     """A group of the same kind, which waits as long as the other."""
     backend = dist.get_backend(like)
     how: dict[str, Any] = {} if backend == FAKE_BACKEND else {"timeout": timeout_of(like, device_type)}
-    made = dist.new_group(members, backend=backend, use_local_synchronization=True, **how)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    return new_group_of(members, backend=backend, **how)
 
 
 def parallel_ranks_of(mesh: object, tensor_parallel: DeviceMesh) -> Ranks:

@@ -1,0 +1,35 @@
+"""Process groups that their members alone make, under names that all of them find alike.
+
+PyTorch names such a group by its ranks and by how many groups the process is in. Ranks of a job are in unlike numbers of groups:
+two of them would then wait for each other under two names, until the timeout.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+_made: Counter[tuple[int, ...]] = Counter()
+
+
+def new_group_of(members: Sequence[int], **how: Any) -> dist.ProcessGroup:
+    """A process group that its members make together, each in the same order as its other groups of the same members.
+
+    Args:
+        members: numbers of ranks in the default group.
+        how: further arguments of ``torch.distributed.new_group``.
+    """
+    _made[tuple(members)] += 1
+    text = f"autohete_fx {' '.join(map(str, members))}: {_made[tuple(members)]}"
+    name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+    named_by = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        made = dist.new_group(list(members), use_local_synchronization=True, **how)
+    finally:
+        distributed_c10d._hash_ranks_to_str = named_by
+    assert isinstance(made, dist.ProcessGroup)
+    return made
