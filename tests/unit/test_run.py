@@ -46,6 +46,12 @@ def run(*arguments: str) -> object:
     return ended.value.code
 
 
+@pytest.fixture(autouse=True)
+def pythons_own_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process groups of earlier tests leave PyTorch's, which name a rank."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+
+
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
     path = tmp_path / "folder" / "program.py"
