@@ -72,6 +72,7 @@ def disagreements() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_ranks_that_differ_get_errors_that_name_it(of_two: dict[str, list[Any]]):
     for rank, found in enumerate(of_two["disagreements"]):
         assert f"the options: memory_budget is {20 << 20} on rank 0; {21 << 20} on rank 1" in found["options"]

@@ -37,6 +37,7 @@ def of_two() -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_in_either_dimension_are_bitwise_one_process(tmp_path: Path):
     for found in ranks.run("tests.dist.test_shard_replicas.of_two", tmp_path):
         assert len(found) == 4 and not any(found.values()), found

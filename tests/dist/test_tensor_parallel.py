@@ -217,6 +217,7 @@ def wrong_uses() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_wrong_use_is_an_error_on_all_ranks(tmp_path: Path):
     for found in ranks.run("tests.dist.test_tensor_parallel.wrong_uses", tmp_path):
         assert "differ in the options: memory_budget" in found["budgets"] and "differ in the graph" in found["graphs"]

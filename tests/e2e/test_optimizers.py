@@ -142,6 +142,7 @@ def test_solved_plans_keep_their_budgets(made: Any, update_params_per_s: float, 
     assert_equal(given, values, bitwise=True)
 
 
+@pytest.mark.slow
 def test_plans_count_states_and_what_updates_move(monkeypatch: pytest.MonkeyPatch):
     """One moment for two, and 20 bytes moved for 28; without a moment 12."""
     problems: list[Problem] = []

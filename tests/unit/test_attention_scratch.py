@@ -43,6 +43,7 @@ def scratch_of(
     return peak - sum(result.untyped_storage().nbytes() for result in results), results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_scratch_is_counted_as_it_is_taken(dtype: torch.dtype, threads: int) -> None:

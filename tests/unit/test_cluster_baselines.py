@@ -19,6 +19,7 @@ def asked(model: str, gpus: dict[str, int]):
     return cluster_of(network, gpus), table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["OPT-350", "GPT-Neo-2.7"])
 def test_baselines_fit_and_ours_is_not_slower(model):
     cluster, table = asked(model, {"A100-40": 8, "V100-16": 8})

@@ -166,6 +166,7 @@ def measured(scenario: str) -> tuple[Cluster, CostTable, list[dict]]:
     return cluster_of(network, asked["gpus"]), table, rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["S1", "S4"])
 def test_published_plans_are_slower(scenario):
     given, table, rows = measured(scenario)

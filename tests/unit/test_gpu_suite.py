@@ -290,6 +290,7 @@ def test_goals_are_told_beside_what_was_reached(suite_module: Any):
     assert report.goals(rows(case, 1.0, 1.0)[1:]) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ours", "ours-backward"])
 def test_ours_collects_gradients_of_all_micro_batches_but_the_last(suite_module: Any, name: str):
     """Else updates that start in backward would start in the first one's."""

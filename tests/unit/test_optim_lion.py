@@ -66,6 +66,7 @@ def assert_same(params: Sequence[Parameter], optimizer: Lion, expected: Referenc
         assert set(state) == {"step", "exp_avg"} | ({"master"} if p.dtype in HALF else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params_at", list(Params), ids=str)
 @pytest.mark.parametrize("where", PLACES, ids=str)
 @pytest.mark.parametrize("dtype", FULL + HALF, ids=str)

@@ -34,6 +34,7 @@ def place(params: list[Parameter], where: Optimizer, tier: HostTier) -> None:
         place_param(p, Placement(**own))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "AdamW"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_states_on_disk(dtype: torch.dtype, name: str, tier: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,7 @@ def test_many_identical_blocks_fit_prove_their_gap_and_are_decided_alike(count: 
     assert again.decisions == plan.decisions or (count > 24 and max(plan.solve_s, again.solve_s) > 9.0)
 
 
+@pytest.mark.slow
 def test_a_dozen_blocks_are_bounded_by_more_than_the_relaxation():
     sizes = [40 + i * 37 % 90 for i in range(12)]
     blocks = [
@@ -157,6 +158,7 @@ def test_a_dozen_blocks_are_bounded_by_more_than_the_relaxation():
     assert relaxed is not None and relaxed.bound_s * 1.002 < plan.lower_bound_s <= plan.step_s
 
 
+@pytest.mark.slow
 def test_a_block_with_one_large_parameter_is_not_bounded_by_a_mixture_of_its_places():
     head = cost(param_bytes=200, grad_bytes=200, optimizer_bytes=600, num_params=50, trained=(50,))
     tight = problem([*[cost()] * 9, head], device_budget_bytes=1400)

@@ -41,6 +41,7 @@ def layers(ranks: int, share: float, *, net: float, copies: float, updates: floa
     return replace(free, device_budget_bytes=int(share * peak))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
     "rates",
