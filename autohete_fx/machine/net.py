@@ -29,7 +29,7 @@ from autohete_fx.cache import load_text, machine_key, store_text
 from autohete_fx.internals.modes import no_python_dispatcher, unset_fake_temporarily
 from autohete_fx.ir import Machine
 from autohete_fx.machine.measure import best_seconds
-from autohete_fx.runtime.shard.ranks import Ranks, ranks_of
+from autohete_fx.runtime.shard.ranks import Ranks, forget_ranks, ranks_of
 
 __all__ = [
     "Exchange",
@@ -63,6 +63,7 @@ def leave_job() -> None:
     """End what `ranks_of_job` began: threads of process groups must not outlive the interpreter."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    forget_ranks()
 
 
 def load_or_measure_net(machine: Machine, ranks: Ranks, device: torch.device, exchange: Exchange) -> Machine:

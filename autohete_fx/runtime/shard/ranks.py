@@ -107,6 +107,11 @@ def ranks_of(mesh: object) -> Ranks:
     return known
 
 
+def forget_ranks() -> None:
+    """Let go of all process groups, which have ended: their threads must not outlive the interpreter."""
+    _known.clear()
+
+
 def _digest_of(mesh: DeviceMesh, numbers: list[Any]) -> str:
     return f"{'x'.join(map(str, mesh.shape))}-{hashlib.sha256(repr(numbers).encode()).hexdigest()[:8]}"
 
