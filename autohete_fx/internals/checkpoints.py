@@ -71,10 +71,9 @@ class FsspecReader(checkpoints.FsspecReader):
         starts, ends = [run[0].offset for run in runs], [run[-1].offset + run[-1].length for run in runs]
         system: Any = self.fs.fs
         read = system.cat_ranges(paths, starts, ends, on_error="raise")
-        for failed in (
-            data for data in read if isinstance(data, BaseException)
-        ):  # some versions return it all the same
-            raise failed
+        for data in read:
+            if isinstance(data, BaseException):  # some versions return it all the same
+                raise data
         return {
             (saved.relative_path, saved.offset): bytes(data)[saved.offset - start :][: saved.length]
             for run, start, data in zip(runs, starts, read, strict=True)

@@ -45,9 +45,6 @@ class Terms(NamedTuple):
     settings: Rows
 
 
-_DISTANCE = 2
-
-
 class Heat(NamedTuple):
     """How walks walk.
 
