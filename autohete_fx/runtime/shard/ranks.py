@@ -6,6 +6,7 @@ under tensor parallelism, too, the ranks of its mesh have such groups each, and 
 ranks' numbers alone. Code that one process compiled therefore finds the groups of the process that it runs in.
 """
 
+import atexit
 import dataclasses
 import hashlib
 import itertools
@@ -107,8 +108,9 @@ def ranks_of(mesh: object) -> Ranks:
     return known
 
 
+@atexit.register
 def forget_ranks() -> None:
-    """Let go of all process groups, which have ended: their threads must not outlive the interpreter."""
+    """Let go of all process groups. Their threads must not outlive the interpreter, which would abort."""
     _known.clear()
 
 
