@@ -40,7 +40,7 @@ def tag_recompute(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
         decision = context.decision(block)
         if (
             _is_read_by_recomputed(node, block, context, forward)
-            or (decision.activations is Activations.SELECTIVE and is_kept(node))
+            or (decision.recomputes and is_kept(node, decision.activations))
             or _reads_any(node, written)
         ):
             kept |= _results_made_with(node)
@@ -49,9 +49,9 @@ def tag_recompute(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
         activations = context.decision(block).activations
         if node in kept:
             _tag(node, CheckpointPolicy.MUST_SAVE, block)
-        elif activations is Activations.RECOMPUTE or (activations is Activations.SELECTIVE and node in needed):
+        elif activations is Activations.RECOMPUTE or (activations.recomputes and node in needed):
             _tag(node, CheckpointPolicy.MUST_RECOMPUTE, block)
-        elif activations is Activations.SELECTIVE:
+        elif activations.recomputes:
             node.meta.pop("recompute", None)
     return gm
 

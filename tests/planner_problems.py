@@ -7,7 +7,17 @@ from typing import Any
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
-from autohete_fx.ir import ActivationCost, BlockCost, BlockDecision, Edge, Machine, Overlap, Problem, Schedule
+from autohete_fx.ir import (
+    ActivationCost,
+    Activations,
+    BlockCost,
+    BlockDecision,
+    Edge,
+    Machine,
+    Overlap,
+    Problem,
+    Schedule,
+)
 from autohete_fx.planner.model.simulate import simulate
 
 MACHINE = Machine(
@@ -86,7 +96,7 @@ def _costs(draw: st.DrawFn) -> BlockCost:
         recompute_s=recompute_s,
         saved_bytes=saved,
         boundary_bytes=boundary,
-        selective=draw(st.sampled_from([selective, None])),
+        partial=draw(st.sampled_from([((Activations.SELECTIVE, selective),), ()])),
         offloadable=_tensors(int(saved * draw(st.floats(0.0, 0.95))), draw(st.sampled_from([1, 1, 1, 3]))),
         forward_workspace_bytes=draw(st.integers(0, 60)),
         backward_workspace_bytes=draw(st.integers(0, 90)),

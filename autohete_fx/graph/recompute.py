@@ -1,7 +1,7 @@
-"""The values that selective recomputation keeps, and those that it computes again.
+"""The values that treatments of activations keep, and those that they compute again.
 
-In: a node of an ATen forward graph. Out: whether its value is kept. The pass that tags nodes and the profiler that counts bytes
-and seconds both ask here. A plan is thus written into the graph as it was costed.
+In: a node of an ATen forward graph, and a treatment that recomputes. Out: whether its value is kept. The pass that tags nodes and
+the profiler that counts bytes and seconds both ask here. A plan is thus written into the graph as it was costed.
 """
 
 import functools
@@ -13,6 +13,7 @@ from torch import fx
 
 from autohete_fx.internals.operators import OpOverload
 from autohete_fx.internals.partitioning import get_default_op_list
+from autohete_fx.ir import Activations
 
 _SMALL_SHARE = 4
 """A value so many times smaller than what it is made from is kept. It is a norm's statistic or a dropout's mask: to make it
@@ -25,13 +26,13 @@ _CHEAP_NAMES = frozenset(
 """Operators that read and write memory, which PyTorch's list of those that fuse leaves out."""
 
 
-def is_kept(node: fx.Node) -> bool:
-    """Whether selective recomputation keeps the value: it took an expensive kernel, or it is small."""
-    if node.op != "call_function":
+def is_kept(node: fx.Node, activations: Activations) -> bool:
+    """Whether a treatment that recomputes keeps the value, which it computes again otherwise."""
+    if node.op != "call_function" or activations not in _KEPT:
         return False
     if node.target is operator.getitem:
-        return is_kept(node.all_input_nodes[0])
-    return not _is_cheap(node.target) or _is_small(node)
+        return is_kept(node.all_input_nodes[0], activations)
+    return _KEPT[activations](node)
 
 
 @functools.cache
@@ -47,6 +48,10 @@ def _is_cheap(target: Any) -> bool:
 
 def _is_small(node: fx.Node) -> bool:
     return 0 < _SMALL_SHARE * _num_bytes(node) <= sum(map(_num_bytes, node.all_input_nodes))
+
+
+_KEPT = {Activations.SELECTIVE: lambda node: not _is_cheap(node.target) or _is_small(node)}
+"""By treatment in `PARTIAL`."""
 
 
 def _num_bytes(node: fx.Node) -> int:

@@ -6,7 +6,16 @@ name. Units are in the names: ``_s`` seconds, ``_bytes``, ``_bytes_per_s``.
 
 from autohete_fx.ir.block import Block, BlockGraph, BlockKind, Edge
 from autohete_fx.ir.cost import ActivationCost, BlockCost, Profile
-from autohete_fx.ir.decision import Activations, BlockDecision, Optimizer, Overlap, Params, Schedule, staging_bytes
+from autohete_fx.ir.decision import (
+    PARTIAL,
+    Activations,
+    BlockDecision,
+    Optimizer,
+    Overlap,
+    Params,
+    Schedule,
+    staging_bytes,
+)
 from autohete_fx.ir.lane import Lane, LaneTime
 from autohete_fx.ir.machine import Machine
 from autohete_fx.ir.plan import SCHEMA_VERSION, Plan
@@ -16,6 +25,7 @@ from autohete_fx.ir.record import LaneRecord, MemoryRecord, PassRecord, StepReco
 from autohete_fx.ir.transfer import Transfer
 
 __all__ = [
+    "PARTIAL",
     "SCHEMA_VERSION",
     "ActivationCost",
     "Activations",

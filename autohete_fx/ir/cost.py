@@ -53,7 +53,7 @@ class BlockCost:
         trained_states: bytes of the optimizer states of each of ``trained``, in its order; empty where they are as its elements.
         product_flops: operations of matrix products in the update of each of ``trained``, in its order; empty for none.
         update_share: bytes that an update of ``num_params`` reads and writes, over those of an AdamW update, whose rates are known.
-        selective: of computing again only what is cheap to compute; None where that would free nothing.
+        partial: the costs of those `PARTIAL` treatments that free something here.
         num_param_tensors, num_grad_tensors: in how many copies the parameters move, and their gradients.
         gathered_bytes: the whole parameters that the block's forward reads and ranks hold shards of, before any cast. They are
             on the device from the issue of their gather to the end of the forward. Where they are kept, they stay to the end of
@@ -80,7 +80,7 @@ class BlockCost:
     trained_states: tuple[int, ...] = ()
     product_flops: tuple[float, ...] = ()
     update_share: float = 1.0
-    selective: ActivationCost | None = None
+    partial: tuple[tuple[Activations, ActivationCost], ...] = ()
     num_param_tensors: int = 1
     num_grad_tensors: int = 1
     gathered_bytes: int = 0
@@ -91,14 +91,15 @@ class BlockCost:
         """The cost of the decision's treatment of the activations. A treatment that the block has no figures of keeps them."""
         if decision.activations is Activations.RECOMPUTE:
             return ActivationCost(held_bytes=self.boundary_bytes, recompute_s=self.recompute_s)
-        if decision.activations is Activations.SELECTIVE and self.selective is not None:
-            return self.selective
         if decision.activations is Activations.OFFLOAD:
             return ActivationCost(
                 held_bytes=self.saved_bytes,
                 offloaded_bytes=self.offloaded_bytes(decision.num_offloaded),
                 offloaded_tensors=len(self.offloadable[: decision.num_offloaded]),
             )
+        for kind, cost in self.partial:
+            if kind is decision.activations:
+                return cost
         return ActivationCost(held_bytes=self.saved_bytes)
 
     def updated_at(self, decision: BlockDecision, *places: Optimizer) -> float:

@@ -18,6 +18,15 @@ class Activations(enum.Enum):
     SELECTIVE = "selective"
     """Results of matrix products, attention and other expensive kernels are kept; the rest is computed again."""
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether anything of the block's forward runs again in backward."""
+        return self in (Activations.RECOMPUTE, Activations.SELECTIVE)
+
+
+PARTIAL = tuple(kind for kind in Activations if kind.recomputes and kind is not Activations.RECOMPUTE)
+"""The treatments that compute a part again. `graph.recompute` says which part."""
+
 
 class Params(enum.Enum):
     """Where a block's parameters live between their uses."""
@@ -109,7 +118,7 @@ class BlockDecision:
     @property
     def recomputes(self) -> bool:
         """Whether anything of the block's forward runs again in backward."""
-        return self.activations in (Activations.RECOMPUTE, Activations.SELECTIVE)
+        return self.activations.recomputes
 
     @property
     def updates_on_host(self) -> bool:

@@ -57,9 +57,8 @@ def fitted_plan(plan: Plan, graph: BlockGraph, problem: Problem) -> Plan:
 
 def recomputing(plan: Plan, problem: Problem) -> Plan:
     """The plan with all activations recomputed that it keeps, be it in part."""
-    kept = (Activations.KEEP, Activations.SELECTIVE)
     decisions = (
-        dataclasses.replace(d, activations=Activations.RECOMPUTE) if d.activations in kept else d
+        d if d.activations is Activations.OFFLOAD else dataclasses.replace(d, activations=Activations.RECOMPUTE)
         for d in plan.decisions
     )
     return replayed(dataclasses.replace(plan, decisions=tuple(decisions), status="feasible", reasons=None), problem)

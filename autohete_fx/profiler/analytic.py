@@ -3,6 +3,7 @@
 Enters a `Partition` and a `Machine`; leaves a `Profile`. Nothing runs on the device.
 """
 
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,24 +12,26 @@ from fractions import Fraction
 from torch import fx
 
 from autohete_fx.graph.collectives import COLLECTIVES
-from autohete_fx.ir import ActivationCost, BlockCost, Machine, Profile
+from autohete_fx.ir import PARTIAL, ActivationCost, Activations, BlockCost, Machine, Profile
 from autohete_fx.profiler.exchanged import Waits, exchanged
 from autohete_fx.profiler.flops import seconds_of
 from autohete_fx.profiler.memory.kernels import Kernel
 from autohete_fx.profiler.memory.liveness import MemoryTrace, trace_step
 from autohete_fx.profiler.memory.node_kinds import Kind, kind_of
 from autohete_fx.profiler.partition import ParamInfo, Partition
-from autohete_fx.profiler.saved_tensors import SavedTensor, computed_again, saved_tensors, selectively_saved_bytes
+from autohete_fx.profiler.saved_tensors import SavedTensor, computed_again, partly_saved_bytes, saved_tensors
+
+_RECOMPUTING = (Activations.RECOMPUTE, *PARTIAL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTimes:
-    """Seconds of one block; ``selective_s``: what is cheap to compute, once more."""
+    """Seconds of one block; ``partial_s``: of what each of the `PARTIAL` treatments computes again."""
 
     forward_s: float
     backward_s: float
     recompute_s: float
-    selective_s: float
+    partial_s: tuple[float, ...]
 
 
 def _share(kernel: Kernel, placed: Mapping[str, int], among: set[str] | None = None) -> dict[int, float]:
@@ -43,21 +46,19 @@ def _share(kernel: Kernel, placed: Mapping[str, int], among: set[str] | None = N
 def analytic_times(partition: Partition, machine: Machine) -> tuple[BlockTimes, ...]:
     """Roofline seconds of every block, a kernel that spans blocks shared by its nodes."""
     count = len(partition.blocks.blocks)
-    forward, backward, again, cheap = [0.0] * count, [0.0] * count, [0.0] * count, [0.0] * count
+    forward, backward = [0.0] * count, [0.0] * count
     placed = partition.placements(partition.forward)
     saved = saved_tensors(partition) if partition.training else ()
-    recomputed = computed_again(partition, saved, placed)
-    selectively = computed_again(partition, saved, placed, selective=True)
+    again = [(computed_again(partition, saved, placed, kind), [0.0] * count) for kind in _RECOMPUTING]
 
     graph, nodes = partition.forward_kernels, {node.name: node for node in partition.forward.graph.nodes}
     for kernel in graph.kernels:
         seconds = seconds_of(kernel, graph, nodes, machine)
         for block, share in _share(kernel, placed).items():
             forward[block] += share * seconds
-        for block, share in _share(kernel, placed, recomputed).items():
-            again[block] += share * seconds
-        for block, share in _share(kernel, placed, selectively).items():
-            cheap[block] += share * seconds
+        for among, total in again:
+            for block, share in _share(kernel, placed, among).items():
+                total[block] += share * seconds
     if partition.backward is not None:
         placed = partition.placements(partition.backward)
         graph, nodes = partition.backward_kernels, {node.name: node for node in partition.backward.graph.nodes}
@@ -66,8 +67,8 @@ def analytic_times(partition: Partition, machine: Machine) -> tuple[BlockTimes, 
             for block, share in _share(kernel, placed).items():
                 backward[block] += share * seconds
     return tuple(
-        BlockTimes(forward_s=f, backward_s=b, recompute_s=r, selective_s=s)
-        for f, b, r, s in zip(forward, backward, again, cheap, strict=True)
+        BlockTimes(forward_s=f, backward_s=b, recompute_s=r, partial_s=tuple(partial))
+        for f, b, r, *partial in zip(forward, backward, *(total for _, total in again), strict=True)
     )
 
 
@@ -186,16 +187,16 @@ def with_waits(partition: Partition, times: tuple[BlockTimes, ...], machine: Mac
     if not waits.any:
         return times
     placed, saved = partition.placements(partition.forward), saved_tensors(partition) if partition.training else ()
-    again, cheap = (computed_again(partition, saved, placed, selective=selective) for selective in (False, True))
-    parts = zip(waits.forward(), waits.backward(), waits.forward(again), waits.forward(cheap), strict=True)
+    again = (waits.forward(computed_again(partition, saved, placed, kind)) for kind in _RECOMPUTING)
+    parts = zip(waits.forward(), waits.backward(), *again, strict=True)
     return tuple(
         BlockTimes(
             forward_s=each.forward_s + forward_s,
             backward_s=each.backward_s + backward_s,
             recompute_s=each.recompute_s + again_s,
-            selective_s=each.selective_s + cheap_s,
+            partial_s=tuple(map(operator.add, each.partial_s, partial_s)),
         )
-        for each, (forward_s, backward_s, again_s, cheap_s) in zip(times, parts, strict=True)
+        for each, (forward_s, backward_s, again_s, *partial_s) in zip(times, parts, strict=True)
     )
 
 
@@ -217,11 +218,11 @@ def costs_from_times(partition: Partition, times: tuple[BlockTimes, ...]) -> tup
     backward_workspaces = (
         _backward_workspaces(partition, trace.backward, saved, owned) if trace.backward else [0] * len(owned)
     )
-    selectively_saved = selectively_saved_bytes(partition, saved)
+    partly_saved = [partly_saved_bytes(partition, saved, kind) for kind in PARTIAL]
     costs = []
     for block, (seconds, params, moved) in enumerate(zip(times, owned, exchanged(partition), strict=True)):
         mine = [tensor for tensor in saved if tensor.block == block and tensor.by_default]
-        saved_bytes, selective = sum(t.num_bytes for t in mine), selectively_saved[block]
+        saved_bytes = sum(t.num_bytes for t in mine)
         costs.append(
             BlockCost(
                 forward_s=seconds.forward_s,
@@ -245,9 +246,11 @@ def costs_from_times(partition: Partition, times: tuple[BlockTimes, ...]) -> tup
                 gathered_bytes=moved.gathered_bytes,
                 gathered_again_bytes=moved.gathered_again_bytes,
                 reduced_bytes=moved.reduced_bytes,
-                selective=ActivationCost(held_bytes=selective, recompute_s=seconds.selective_s)
-                if selective < saved_bytes
-                else None,
+                partial=tuple(
+                    (kind, ActivationCost(held_bytes=held[block], recompute_s=again_s))
+                    for kind, held, again_s in zip(PARTIAL, partly_saved, seconds.partial_s, strict=True)
+                    if held[block] < saved_bytes
+                ),
             )
         )
     return tuple(costs)

@@ -244,7 +244,7 @@ def measure_blocks(
                 forward_s=timing.forward_s,
                 backward_s=timing.backward_s,
                 recompute_s=min(timing.forward_s, scale * estimate.recompute_s),
-                selective_s=min(timing.forward_s, scale * estimate.selective_s),
+                partial_s=tuple(min(timing.forward_s, scale * again_s) for again_s in estimate.partial_s),
             )
     return found
 
@@ -266,7 +266,7 @@ def _scaled(estimates: Sequence[BlockTimes], found: dict[int, BlockTimes]) -> tu
                 forward_s=ratio * times.forward_s,
                 backward_s=ratio * times.backward_s,
                 recompute_s=ratio * times.recompute_s,
-                selective_s=ratio * times.selective_s,
+                partial_s=tuple(ratio * again_s for again_s in times.partial_s),
             ),
         )
         for block, times in enumerate(estimates)

@@ -12,6 +12,7 @@ from torch import fx
 from autohete_fx.graph.collectives import gather
 from autohete_fx.graph.recompute import is_kept
 from autohete_fx.graph.saved import offloadable
+from autohete_fx.ir import Activations
 from autohete_fx.profiler.memory.node_kinds import Kind, extent_bytes, holds_tensor, kind_of, packet_name
 from autohete_fx.profiler.partition import Partition
 
@@ -126,16 +127,12 @@ def _crossing_values(
 
 
 def computed_again(
-    partition: Partition, saved: tuple[SavedTensor, ...], placed: Mapping[str, int], *, selective: bool = False
+    partition: Partition, saved: tuple[SavedTensor, ...], placed: Mapping[str, int], activations: Activations
 ) -> set[str]:
-    """Forward nodes that run again where their block is recomputed: what its own saved tensors are made from.
-
-    ``selective``: as far as it is cheap to compute.
-    """
+    """Forward nodes that a treatment which recomputes runs again in their block: what its own saved tensors are made from."""
     nodes = {node.name: node for node in partition.forward.graph.nodes}
     kept = {t.name.partition("[")[0] for t in saved if t.reader is not None or t.pinned}
-    if selective:
-        kept |= {node.name for node in nodes.values() if is_kept(node)}
+    kept |= {node.name for node in nodes.values() if is_kept(node, activations)}
     pending = [t.name.partition("[")[0] for t in saved if t.by_default]
     again: set[str] = set()
     while pending:
@@ -147,10 +144,12 @@ def computed_again(
     return again
 
 
-def selectively_saved_bytes(partition: Partition, saved: tuple[SavedTensor, ...]) -> dict[int, int]:
-    """Bytes by block that live from forward to backward where the block is recomputed selectively."""
+def partly_saved_bytes(
+    partition: Partition, saved: tuple[SavedTensor, ...], activations: Activations
+) -> dict[int, int]:
+    """Bytes by block that live from forward to backward where a part of the block is computed again."""
     placed = partition.placements(partition.forward)
-    again = computed_again(partition, saved, placed, selective=True)
+    again = computed_again(partition, saved, placed, activations)
     graph = partition.forward_kernels
     stays = {tensor.name for tensor in saved}
     total = dict.fromkeys(range(len(partition.blocks.blocks)), 0)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autohete_fx.ir import ActivationCost, BlockCost, BlockKind, Edge, Problem
+from autohete_fx.ir import PARTIAL, ActivationCost, BlockCost, BlockKind, Edge, Problem
 from autohete_fx.ir.labels import renumbered
 
 HEAD, TAIL = 2, 1
@@ -173,16 +173,15 @@ def _figures(step: TracedStep) -> list[_Figures]:
     return [(flops, *_row_of(cost)) for flops, cost in zip(step.flops, step.problem.costs, strict=True)]
 
 
-_LISTED = ("offloadable", "trained", "trained_states", "product_flops", "selective")
-_COST_NAMES = tuple(field.name for field in dataclasses.fields(BlockCost) if field.name not in _LISTED)
+_LISTED = ("offloadable", "trained", "trained_states", "product_flops")
+_COST_NAMES = tuple(field.name for field in dataclasses.fields(BlockCost) if field.name not in (*_LISTED, "partial"))
 _HOLDS_GRADIENTS = 1 + _COST_NAMES.index("backward_workspace_bytes")
 """Its place in a row."""
 
 
 def _row_of(cost: BlockCost) -> _Figures:
-    kept = cost.selective
-    selective = () if kept is None else (kept.held_bytes, kept.recompute_s)
-    lists = (cost.offloadable, cost.trained, cost.trained_states, cost.product_flops, selective)
+    partial = {kind: (part.held_bytes, part.recompute_s) for kind, part in cost.partial}
+    lists = (*(getattr(cost, name) for name in _LISTED), *(partial.get(kind, ()) for kind in PARTIAL))
     figures = (getattr(cost, name) for name in _COST_NAMES)
     return (*figures, *map(len, lists), *(n for each in lists for n in each))
 
@@ -191,18 +190,22 @@ def _cost_of(row: _Figures) -> BlockCost:
     """The cost that a block's row spells, its FLOPs before it."""
     first = 1 + len(_COST_NAMES)
     costs: dict[str, Any] = dict(zip(_COST_NAMES, row[1:first], strict=True))
-    end, lists = first + len(_LISTED), []
+    end, lists = first + len(_LISTED) + len(PARTIAL), []
     for length in row[first:end]:
         lists.append(row[end : end + int(length)])
         end += int(length)
-    offloadable, trained, states, flops, selective = lists
+    offloadable, trained, states, flops, *partial = lists
     return BlockCost(
         **costs,
         offloadable=tuple(int(n) for n in offloadable),
         trained=tuple(int(n) for n in trained),
         trained_states=tuple(int(n) for n in states),
         product_flops=tuple(flops),
-        selective=ActivationCost(held_bytes=int(selective[0]), recompute_s=selective[1]) if selective else None,
+        partial=tuple(
+            (kind, ActivationCost(held_bytes=int(part[0]), recompute_s=part[1]))
+            for kind, part in zip(PARTIAL, partial, strict=True)
+            if part
+        ),
     )
 
 

@@ -92,10 +92,10 @@ class Speeds:
         timed = []
         for block, cost in enumerate(costs):
             forward_s = self.forward_s / (4 if block in (0, last) else 1)
-            selective = cost.selective and dataclasses.replace(cost.selective, recompute_s=forward_s / 4)
+            partial = tuple((kind, dataclasses.replace(part, recompute_s=forward_s / 4)) for kind, part in cost.partial)
             timed.append(
                 dataclasses.replace(
-                    cost, forward_s=forward_s, backward_s=2 * forward_s, recompute_s=forward_s, selective=selective
+                    cost, forward_s=forward_s, backward_s=2 * forward_s, recompute_s=forward_s, partial=partial
                 )
             )
         return tuple(timed)

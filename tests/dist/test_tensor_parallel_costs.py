@@ -52,8 +52,8 @@ def test_blocks_wait_for_their_collectives_as_for_a_ring():
         assert added(layer, "backward_s") == pytest.approx(4 * reduce_s)
         # Eager dropout makes its mask from what was reduced; whatever was reduced is kept by selective recomputation.
         assert added(layer, "recompute_s") == pytest.approx(2 * reduce_s)
-        kept, same = slow[layer].selective, instant[layer].selective
-        assert kept is not None and same is not None and kept.recompute_s == pytest.approx(same.recompute_s)
+        [(_, kept)], [(_, same)] = slow[layer].partial, instant[layer].partial
+        assert kept.recompute_s == pytest.approx(same.recompute_s)
     assert added(0, "forward_s") == 0.0 and added(3, "forward_s") == pytest.approx(gather_s)
     # Bytes are those of this rank, and of what can move: the local shards of attention are too small.
     assert slow[1].param_bytes == 8 * 2 * 4 * 96 * 96 // RANKS

@@ -80,8 +80,8 @@ def comparable(problem: Problem) -> dict[str, Any]:
     for cost in kept["costs"]:
         for name in [name for name in cost if name.endswith("_s")]:
             del cost[name]
-        if cost["selective"]:
-            del cost["selective"]["recompute_s"]
+        for _, partial in cost["partial"]:
+            del partial["recompute_s"]
     return json.loads(json.dumps(kept, default=lambda value: value.value))
 
 

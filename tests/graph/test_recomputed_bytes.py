@@ -7,6 +7,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from autohete_fx import Activations, BlockDecision, Plan
 from autohete_fx.capture.grouping import block_index
 from autohete_fx.compiler import rewriting
+from autohete_fx.ir import PARTIAL
 from autohete_fx.ir.labels import labels_of
 from autohete_fx.passes import PassContext, Stage
 from autohete_fx.profiler import Partition
@@ -48,7 +49,9 @@ def captured(request: pytest.FixtureRequest) -> Captured:
 @pytest.mark.parametrize("activations", [Activations.KEEP, Activations.SELECTIVE, Activations.RECOMPUTE])
 def test_held_bytes_are_what_the_partition_saves(captured: Captured, activations: Activations):
     kept = partition(captured, Activations.KEEP)
-    times = (BlockTimes(forward_s=0.0, backward_s=0.0, recompute_s=0.0, selective_s=0.0),) * len(kept.blocks.blocks)
+    times = (BlockTimes(forward_s=0.0, backward_s=0.0, recompute_s=0.0, partial_s=(0.0,) * len(PARTIAL)),) * len(
+        kept.blocks.blocks
+    )
     decision = BlockDecision(activations=activations)
     costed = sum(cost.activations(decision).held_bytes for cost in costs_from_times(kept, times))
     chosen = partition(captured, activations)

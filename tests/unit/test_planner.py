@@ -48,7 +48,7 @@ def test_recompute_adds_its_seconds_and_leaves_the_boundary():
 
 
 def test_selective_recomputation_adds_its_seconds_and_leaves_what_it_holds():
-    some = cost(selective=ActivationCost(held_bytes=60, recompute_s=0.25))
+    some = cost(partial=((Activations.SELECTIVE, ActivationCost(held_bytes=60, recompute_s=0.25)),))
     replayed = simulate(problem([some, some]), [SELECTIVE, KEEP])
     assert replayed.step_s == pytest.approx(2 * 3 + 0.25 + 0.1)
     # in the backward of block 1: what block 0 holds, the gradient of block 1
@@ -57,7 +57,7 @@ def test_selective_recomputation_adds_its_seconds_and_leaves_what_it_holds():
 
 @pytest.mark.parametrize("needed", [SELECTIVE, RECOMPUTE])
 def test_recomputation_is_selective_where_that_frees_enough(needed: BlockDecision):
-    some = cost(selective=ActivationCost(held_bytes=60, recompute_s=0.25))
+    some = cost(partial=((Activations.SELECTIVE, ActivationCost(held_bytes=60, recompute_s=0.25)),))
     allowed = {"allow_offload_activations": False, "allow_host_params": False, "allow_host_optimizer": False}
     given = problem([some] * 3, **allowed)
     budget_bytes = simulate(given, [needed, KEEP, KEEP]).peak_bytes

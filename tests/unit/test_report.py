@@ -136,7 +136,10 @@ def test_costs_add_bytes_and_split_rows_that_cost_differently():
 
 
 def test_selective_recomputation_frees_what_it_does_not_hold():
-    costs = [replace(cost(1), selective=ActivationCost(held_bytes=6 * MIB, recompute_s=0.01)), cost(1)]
+    costs = [
+        replace(cost(1), partial=((Activations.SELECTIVE, ActivationCost(held_bytes=6 * MIB, recompute_s=0.01)),)),
+        cost(1),
+    ]
     plan = Plan(labels=("a", "b"), decisions=(BlockDecision(activations=Activations.SELECTIVE), BlockDecision()))
     table = plan_table(plan, costs)
     assert table.splitlines()[2].split()[:2] == ["a", "selective"]

@@ -40,8 +40,8 @@ def activation_choices(problem: Problem, block: int) -> tuple[BlockDecision, ...
     activations: list[tuple[Activations, int | None]] = [(Activations.KEEP, None)]
     if problem.training and problem.allow_recompute and cost.boundary_bytes < cost.saved_bytes:
         activations.append((Activations.RECOMPUTE, None))
-    if problem.training and problem.allow_recompute and cost.selective is not None:
-        activations.append((Activations.SELECTIVE, None))
+    if problem.training and problem.allow_recompute:
+        activations.extend((kind, None) for kind, _ in cost.partial)
     if problem.training and problem.allow_offload_activations and cost.offloadable:
         activations.extend((Activations.OFFLOAD, count) for count in (None, *_offloaded_counts(problem, block)))
     return tuple(BlockDecision(activations=kind, num_offloaded=count) for kind, count in activations)

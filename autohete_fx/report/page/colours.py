@@ -42,12 +42,7 @@ OF_MEMORY = {
 }
 """By the name of what the planner counts, from the bottom of the picture up."""
 
-OF_ACTIVATIONS = {
-    Activations.KEEP: "faint",
-    Activations.RECOMPUTE: "amber",
-    Activations.SELECTIVE: "lime",
-    Activations.OFFLOAD: "orange",
-}
+OF_ACTIVATIONS = dict(zip(Activations, ("faint", "amber", "orange", "lime", "violet", "pink"), strict=False))
 OF_PARAMS = {Params.DEVICE: "faint", Params.HOST: "teal"}
 OF_OPTIMIZER = {
     Optimizer.DEVICE: "faint",

@@ -79,8 +79,8 @@ def _words(label: str, block: int, decision: BlockDecision) -> str:
 def _entries(data: ReportData) -> list[tuple[str, str]]:
     decisions = data.plan.decisions
     found = [("faint", "kept, on the device")]
-    for activations in (Activations.RECOMPUTE, Activations.SELECTIVE, Activations.OFFLOAD):
-        if any(d.activations is activations for d in decisions):
+    for activations in Activations:
+        if activations is not Activations.KEEP and any(d.activations is activations for d in decisions):
             found.append((OF_ACTIVATIONS[activations], f"activations: {activations.value}"))
     if any(d.params is Params.HOST for d in decisions):
         found.append((OF_PARAMS[Params.HOST], "parameters: host"))
