@@ -16,6 +16,11 @@ class Lane(enum.Enum):
     """Collectives of all ranks that hold the model, in the order of the program: no priority reorders them."""
 
     @property
+    def copies(self) -> bool:
+        """Whether the lane's work is copies between memories, at the rate that a `Machine` has under the lane's name."""
+        return self in (Lane.H2D, Lane.D2H)
+
+    @property
     def index(self) -> int:
         """Position in definition order, from 0; stable across processes."""
         return list(Lane).index(self)

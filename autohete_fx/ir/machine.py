@@ -9,10 +9,21 @@ from typing import Any
 
 from autohete_fx.errors import MachineError
 from autohete_fx.ir.files import SavedAs, checked, refuse_unknown
+from autohete_fx.ir.lane import Lane
 
 MACHINE_SCHEMA_VERSION = 1
 ASSUMED_HOST_FLOPS_PER_S = 1e12
 """The rate of bf16 products on the host beside a GPU, where nobody has timed them: a socket of a server without matrix units."""
+
+
+BANDWIDTHS = {
+    "h2d_bytes_per_s": "copy to device",
+    "d2h_bytes_per_s": "copy to host",
+    "device_bytes_per_s": "device memory",
+    "disk_bytes_per_s": "disk",
+    "net_bytes_per_s": "link to other ranks",
+}
+"""Names of a `Machine`'s bandwidths for people, in the order of a listing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +77,10 @@ class Machine:
         if self.host_flops_per_s:
             return self.host_flops_per_s
         return self.flops_per_s("bfloat16") if self.device_type == "cpu" else ASSUMED_HOST_FLOPS_PER_S
+
+    def copy_bytes_per_s(self, lane: Lane) -> float:
+        """The rate of large copies on a lane that copies."""
+        return getattr(self, f"{lane.value}_bytes_per_s")
 
     def flops_per_s(self, dtype: str, *, backward: bool = False) -> float:
         """Matmul rate for a dtype, of forward or of backward; the slowest known one where it was not measured."""

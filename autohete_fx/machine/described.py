@@ -1,6 +1,7 @@
 """A machine's figures as text: capacities and rates, one a line."""
 
 from autohete_fx.ir import Machine
+from autohete_fx.ir.machine import BANDWIDTHS
 from autohete_fx.ir.sizes import format_bytes, format_count, format_flops, format_seconds
 from autohete_fx.machine.link import Link
 
@@ -8,13 +9,7 @@ from autohete_fx.machine.link import Link
 def machine_text(machine: Machine) -> str:
     """Capacities and rates of a machine, one a line."""
     tiers = (("device memory", machine.device_bytes), ("host memory", machine.host_bytes), ("disk", machine.disk_bytes))
-    rates = (
-        ("copy to device", machine.h2d_bytes_per_s),
-        ("copy to host", machine.d2h_bytes_per_s),
-        ("device memory", machine.device_bytes_per_s),
-        ("disk", machine.disk_bytes_per_s),
-        ("link to other ranks", machine.net_bytes_per_s),
-    )
+    rates = tuple((name, getattr(machine, figure)) for figure, name in BANDWIDTHS.items())
     updates = (("on the device", machine.device_update_params_per_s), ("on the host", machine.host_update_params_per_s))
     return "\n".join(
         [

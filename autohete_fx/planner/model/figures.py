@@ -82,11 +82,10 @@ def streamed_bytes(cost: BlockCost, decision: BlockDecision) -> int:
 
 
 def copy_s(machine: Machine, lane: Lane, num_bytes: int, num_tensors: int = 1) -> float:
-    """Seconds to copy so many bytes up (``Lane.H2D``) or down, one tensor after another; 0 for none."""
+    """Seconds to copy so many bytes on a lane, one tensor after another; 0 for none."""
     if not num_bytes:
         return 0.0
-    bandwidth = machine.h2d_bytes_per_s if lane is Lane.H2D else machine.d2h_bytes_per_s
-    return num_tensors * machine.latency_s + num_bytes / bandwidth
+    return num_tensors * machine.latency_s + num_bytes / machine.copy_bytes_per_s(lane)
 
 
 def collective_s(problem: Problem, num_bytes: int) -> float:

@@ -64,7 +64,7 @@ from autohete_fx.runtime.lanes.ticket import Ticket
 _RECORDS = 8192
 _NOTABLE_S = 20e-6
 
-COPY_LANES = (Lane.H2D, Lane.D2H)
+COPY_LANES = tuple(lane for lane in Lane if lane.copies)
 COLLECTIVES = ("gather", "reduce")
 
 _working: "weakref.WeakSet[ThreadLane]" = weakref.WeakSet()
