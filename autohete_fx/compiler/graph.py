@@ -267,8 +267,8 @@ class GraphCompiler:
                 raise
         self._stages.end("the plan in the cache is of another graph: it is planned afresh")
         self._stages.begin("tracing")
-        self._stored, self.key = None, f"{self.key}/{secrets.token_hex(8)}"
-        self._common_key = self.key
+        self.base_key = f"{self.base_key}/{secrets.token_hex(8)}"
+        self._withhold(self._withheld_bytes)
         return compile_()
 
     @property
