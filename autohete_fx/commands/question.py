@@ -15,7 +15,7 @@ from autohete_fx.ir.sizes import format_bytes, format_flops
 from autohete_fx.machine.devices import NODE_GB_PER_S, RESERVE_SHARE, find_device, machine_of_spec, net_of_spec
 from autohete_fx.options import Share, Size, parse_size, resolve_bytes
 from autohete_fx.report.plots import require_matplotlib
-from autohete_fx.whatif.architectures import find_architecture
+from autohete_fx.whatif.architectures import find_architecture, require_transformers
 from autohete_fx.whatif.job import Job
 
 HOST_SHARE = Share(0.9)
@@ -118,6 +118,7 @@ def check(parsed: argparse.Namespace) -> None:
         )
     if not (is_file(parsed.model) or parsed.costs):
         find_architecture(parsed.model)
+        require_transformers()
     if parsed.cluster and not parsed.costs:
         cluster = described(parsed.cluster, spot=parsed.spot).cluster
         if parsed.objective == "cost":

@@ -81,11 +81,14 @@ blocks do not fit without gaps.
 _DISK_BYTES = 2 * 10**12
 
 
+def _plain(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
+
+
 def find_device(name: str) -> DeviceSpec:
-    """The device of that name or alias, in any case. Raises OptionError with the nearest name."""
-    wanted = name.strip().lower().replace("_", "-")
+    """The device of that name or alias, in any case, with or without hyphens. Raises OptionError with the nearest name."""
     for spec in DEVICES:
-        if wanted in (spec.name, *spec.aliases):
+        if _plain(name) in map(_plain, (spec.name, *spec.aliases)):
             return spec
     raise OptionError(
         f"{unknown_word('device', name, [spec.name for spec in DEVICES])}; or give a machine file that"

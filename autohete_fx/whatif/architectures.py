@@ -6,6 +6,7 @@ evaluation (arXiv 2503.01890), which does not publish their shapes. Here they ar
 takes, without dropout.
 """
 
+import importlib.util
 import re
 from collections.abc import Mapping
 
@@ -99,6 +100,15 @@ def find_architecture(name: str) -> Entries:
             f" file.py:factory{hub}"
         )
     return entries
+
+
+def require_transformers() -> None:
+    """Raise OptionError unless transformers is there, which builds models given by name or as a JSON configuration."""
+    if importlib.util.find_spec("transformers") is None:
+        raise OptionError(
+            "a model given by name or as a JSON configuration is built by transformers, which is not installed; install it"
+            " with `pip install transformers`, or give file.py:factory"
+        )
 
 
 _SUFFIX = re.compile(r"[-_](hf|instruct|base|chat|it|pt|v\d[\d.]*|\d{4})$")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autohete_fx.errors import OptionError
 from autohete_fx.internals.modes import FakeTensorMode
-from autohete_fx.whatif.architectures import find_architecture
+from autohete_fx.whatif.architectures import find_architecture, require_transformers
 
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop")
 _LONGEST_LINE = 160
@@ -147,13 +147,9 @@ def _period(types: list[str]) -> int:
 
 
 def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise OptionError(
-            "a model given by name or as a JSON configuration is built by transformers, which is not installed; install it"
-            " with `pip install transformers`, or give file.py:factory"
-        ) from error
+    require_transformers()
+    import transformers
+
     return transformers
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,13 @@ def test_show_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert shown.out == plan_table(PLAN) + "\n" and shown.err == ""
     assert cli.main(["show", "--explain", str(tmp_path / "plan.json")]) == 0
     assert capsys.readouterr().out == f"{plan_table(PLAN)}\n\n{why(PLAN)}\n"
+
+
+def test_a_plan_of_a_model_by_name_says_at_once_that_it_needs_transformers(capsys: pytest.CaptureFixture[str]):
+    with mock.patch("importlib.util.find_spec", return_value=None):
+        assert cli.main(["plan", "llama-2-7b", "--device", "rtx4090"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and "pip install transformers" in printed.err and printed.err.count("\n") == 1
 
 
 def write(folder: Path, name: str, text: str) -> str:

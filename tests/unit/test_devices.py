@@ -25,7 +25,7 @@ def test_the_devices_that_users_ask_for_are_there():
     asked = "v100 v100-16g v100-32g a100-40g a100-80g h100 h100-80g h200 l40s rtx-3090 rtx-4090-24g 5090 gh200 mi300x"
     asked += " h800 h20 a10g l4 t4 rtx-a6000 2080-ti titan-rtx mi250"
     assert {find_device(name).name for name in asked.split()} <= {spec.name for spec in DEVICES}
-    assert find_device(" RTX_4090 ") is find_device("4090")
+    assert find_device(" RTX_4090 ") is find_device("rtx4090") is find_device("4090")
     with pytest.raises(OptionError, match=r"unknown device 'h10'; did you mean 'h100-80g'.*doctor --save"):
         find_device("h10")
 
