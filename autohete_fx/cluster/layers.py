@@ -105,10 +105,11 @@ def map_layers(build_model: BuildModel, batch: Batch) -> LayerMap:
 
     Raises:
         ClusterError: the model has no chain of layers, or a tensor other than the hidden state skips a layer. Also where the
-            forward pass depends on values of tensors.
+            forward pass depends on values of tensors, or a layer normalises over samples.
     """
     built, order = build_noting_order(build_model)
     model = without_cache(built.train())
+    _refuse_batch_norms(model)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         _fake_weights(model)
         fake = batch.mapped(mode.from_tensor)
@@ -133,6 +134,16 @@ def without_cache(model: nn.Module) -> nn.Module:
     if getattr(config, "use_cache", False):
         config.use_cache = False
     return model
+
+
+def _refuse_batch_norms(model: nn.Module) -> None:
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    for name, module in model.named_modules():
+        if module.training and (isinstance(module, kinds) or isinstance(getattr(module, "running_mean", None), Tensor)):
+            raise ClusterError(
+                f"{name!r} of {type(model).__name__} is a {type(module).__name__}, whose statistics depend on which samples share"
+                " a micro-batch, and so on the plan. Expected were layers that treat each sample alone. Use LayerNorm or GroupNorm"
+            )
 
 
 def _fake_weights(model: nn.Module) -> None:

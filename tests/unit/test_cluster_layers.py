@@ -164,6 +164,10 @@ class SharesBias(nn.Module):
         (Narrows, "Expected were equal shapes"),
         (Branches, "do not depend on values"),
         (lambda: nn.Linear(4, 4), "no list of layers"),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+            "'1' of Sequential is a BatchNorm1d, whose statistics",
+        ),
         (lambda: 3, "build_model returned int"),
     ],
 )
