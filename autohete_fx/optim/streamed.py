@@ -46,6 +46,8 @@ from autohete_fx.runtime.lanes.ticket import Ticket
 from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.tiers.host import host_view, is_home
 
+AHEAD = 1 << 20
+"""Priorities less this come before those of all blocks."""
 _SLOTS = 3
 """One fills, one empties, and one is in between."""
 WHOLE_SLOTS = 2
@@ -208,7 +210,10 @@ class _Streamed:
             for part, there in zip(parts, staged, strict=True):
                 then = kernel if there is staged[-1] else None
                 up.append(copy(Lane.H2D, block, there, part, (self.behind, *up), then=then))
-            down = [copy(Lane.D2H, block, part, there, (up[-1],)) for part, there in zip(parts, staged, strict=True)]
+            # What goes home makes room for what comes up: it goes before activations that leave.
+            down = [
+                copy(Lane.D2H, block - AHEAD, part, there, (up[-1],)) for part, there in zip(parts, staged, strict=True)
+            ]
             self.staging.give_back(down)
             self.copies += (*up, *down)
 

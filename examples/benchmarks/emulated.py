@@ -250,7 +250,10 @@ class _Clock:
 
     def end_after(self, seconds: float) -> float:
         """When work of so many seconds that has begun is due to end."""
-        self.free_at_s = max(self.began_s + seconds, time.perf_counter())
+        began_s = max(
+            self.began_s, self.free_at_s
+        )  # a block's first node may stand before the last one of the block before
+        self.free_at_s = max(began_s + seconds, time.perf_counter())
         return self.free_at_s
 
 
