@@ -4,7 +4,7 @@ Enter `Shape`s, the GPUs of each type and a global batch; leave counts of shapes
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ortools.sat.python import cp_model
 
@@ -17,14 +17,21 @@ _PRECISION = 2e-3
 class Counts:
     """The integer program over counts of shapes."""
 
-    def __init__(self, counts: dict[tuple[str, str], int], global_batch: int) -> None:
-        self._counts, self._batch = counts, global_batch
+    def __init__(
+        self,
+        counts: Mapping[tuple[str, str], int],
+        global_batch: int,
+        rooms: Mapping[tuple[tuple[str, str], int], int] | None = None,
+    ) -> None:
+        """``counts``: GPUs by type and zone. ``rooms``: by these and a degree, the GPUs of nodes that units of at least that
+        degree can take, where a rest stays. Degrees that divide each other then always fit the nodes."""
+        self._counts, self._batch, self._rooms = counts, global_batch, rooms or {}
         self.bound_s = 0.0
 
     def most(self, shapes: Sequence[Shape], seconds: float) -> tuple[float, list[tuple[Shape, int]]]:
         """A bound on the samples of a step of so many seconds, and shapes with counts that come near it."""
         values = [shape.micro_batch * shape.micro_batches_in(seconds) for shape in shapes]
-        useful = _undominated([(shape, value) for shape, value in zip(shapes, values, strict=True) if value])
+        useful = self._undominated([(shape, value) for shape, value in zip(shapes, values, strict=True) if value])
         if not useful:
             return 0.0, []
         model = cp_model.CpModel()
@@ -35,6 +42,10 @@ class Counts:
         for kind, count in self._counts.items():
             model.add(
                 sum(shape.gpus().get(kind, 0) * n for (shape, _), n in zip(useful, numbers, strict=True)) <= count
+            )
+        for (kind, tp), room in self._rooms.items():
+            model.add(
+                sum(shape.gpus_of_units(kind, tp) * n for (shape, _), n in zip(useful, numbers, strict=True)) <= room
             )
         model.maximize(sum(value * n for (_, value), n in zip(useful, numbers, strict=True)))
         solver = cp_model.CpSolver()
@@ -63,12 +74,12 @@ class Counts:
             best = self.most(shapes, high)[1]
         return low, best
 
-
-def _undominated(valued: list[tuple[Shape, int]]) -> list[tuple[Shape, int]]:
-    """Of shapes with the same GPUs, the one of most samples."""
-    best: dict[tuple[tuple[tuple[str, str], int], ...], tuple[Shape, int]] = {}
-    for shape, value in valued:
-        key = tuple(sorted(shape.gpus().items()))
-        if key not in best or value > best[key][1]:
-            best[key] = shape, value
-    return list(best.values())
+    def _undominated(self, valued: list[tuple[Shape, int]]) -> list[tuple[Shape, int]]:
+        """Of shapes that take the same GPUs and rooms, the one of most samples."""
+        best: dict[tuple[object, ...], tuple[Shape, int]] = {}
+        for shape, value in valued:
+            rooms = (shape.gpus_of_units(kind, tp) for kind, tp in self._rooms)
+            key = *sorted(shape.gpus().items()), *rooms
+            if key not in best or value > best[key][1]:
+                best[key] = shape, value
+        return list(best.values())

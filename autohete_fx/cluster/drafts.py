@@ -5,7 +5,6 @@ Enter a `Cluster`, a `CostTable`, a global batch, and drafts that `baselines` ma
 
 import bisect
 import itertools
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -44,11 +43,7 @@ class Drafts:
 
     def counts(self, tp: int) -> dict[UnitType, int]:
         """How many units of each type the cluster has at a degree."""
-        nodes = Counter((node.gpu, node.zone, node.gpus) for node in self._cluster.nodes)
-        return {
-            unit: nodes[unit.gpu, unit.zone, unit.node_gpus] * (unit.node_gpus // tp)
-            for unit in self.shaper.unit_types((tp,))
-        }
+        return {unit: self._cluster.units(unit.gpu, unit.zone, tp) for unit in self.shaper.unit_types((tp,))}
 
     def shape(
         self, units: tuple[UnitType, ...], cuts: tuple[int, ...], size: int, *, spread: bool, recompute: bool

@@ -6,6 +6,7 @@ Enter a `Cluster` and what `plan_cluster` takes; leave plans for the clusters th
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from autohete_fx.cluster.described import NODE_GPUS
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.solve import Solution
 from autohete_fx.cluster.spec import Cluster, Link, Node, Rates
@@ -85,16 +86,25 @@ def with_nodes(cluster: Cluster, nodes: Sequence[Node]) -> Cluster:
 
 
 def changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
-    """Clusters that differ by one thing, named: a node more or less of each type, twice the network between nodes."""
+    """Clusters that differ by one thing, named: a GPU or a node more or less of each type, twice the network between nodes.
+
+    A GPU more goes to a node that has fewer than the largest of its type, or than `NODE_GPUS`; else it is a node of its own.
+    """
     for gpu in cluster.gpus:
-        last = [node for node in cluster.nodes if node.gpu == gpu.name][-1]
-        yield (
-            f"{last.gpus} more {gpu.name}",
-            with_nodes(cluster, [*cluster.nodes, replace(last, name=f"{last.name}-more")]),
-        )
-        rest = [node for node in cluster.nodes if node != last]
-        if rest:
-            yield f"{last.gpus} less {gpu.name}", with_nodes(cluster, rest)
+        alike = [node for node in cluster.nodes if node.gpu == gpu.name]
+        last, least = alike[-1], min(alike, key=lambda node: node.gpus)
+        room = max(NODE_GPUS, *(node.gpus for node in alike))
+        rest, others = ([node for node in cluster.nodes if node != taken] for taken in (last, least))
+        fresh = replace(last, name=f"{last.name}-more")
+        one = replace(least, gpus=least.gpus + 1) if least.gpus < room else replace(fresh, gpus=1)
+        yield f"1 more {gpu.name}", with_nodes(cluster, [*(others if least.gpus < room else cluster.nodes), one])
+        fewer = [*others, replace(least, gpus=least.gpus - 1)] if least.gpus > 1 else others
+        if fewer:
+            yield f"1 less {gpu.name}", with_nodes(cluster, fewer)
+        if last.gpus > 1:
+            yield f"{last.gpus} more {gpu.name}", with_nodes(cluster, [*cluster.nodes, fresh])
+            if rest:
+                yield f"{last.gpus} less {gpu.name}", with_nodes(cluster, rest)
     if len(cluster.nodes) > 1:
         faster = tuple(replace(joined, link=_twice(joined.link)) for joined in cluster.between)
         zones = tuple(replace(joined, link=_twice(joined.link)) for joined in cluster.zones)

@@ -21,9 +21,9 @@ def placed(
     more GPUs go first, because the others fit the gaps.
     """
     free = {node.name: node.gpus for node in cluster.nodes}
-    kinds = {}
+    kinds: dict[tuple[str, str], list[str]] = {}
     for node in cluster.nodes:
-        kinds.setdefault((node.gpu, node.zone, node.gpus), []).append(node.name)
+        kinds.setdefault((node.gpu, node.zone), []).append(node.name)
     wanted = []
     for index, (shape, _) in enumerate(shapes):
         for place, stage in enumerate(shape.stages):
@@ -58,7 +58,7 @@ def placed(
     return ClusterPlan(model=model, pipelines=pipelines, schedule=schedule, planner=planner)
 
 
-def _node_for(unit: UnitType, kinds: dict[tuple[str, str, int], list[str]], free: dict[str, int]) -> str | None:
+def _node_for(unit: UnitType, kinds: dict[tuple[str, str], list[str]], free: dict[str, int]) -> str | None:
     """The fullest node of the unit's kind that still holds it, the earliest of several."""
-    rooms = [name for name in kinds.get((unit.gpu, unit.zone, unit.node_gpus), ()) if free[name] >= unit.tp]
+    rooms = [name for name in kinds.get((unit.gpu, unit.zone), ()) if free[name] >= unit.tp]
     return min(rooms, key=lambda name: free[name], default=None)

@@ -77,6 +77,9 @@ class Search:
         for node in cluster.nodes:
             kind = node.gpu, node.zone
             self._counts[kind] = self._counts.get(kind, 0) + node.gpus
+        self._units = {
+            unit: cluster.units(unit.gpu, unit.zone, unit.tp) for unit in self.shaper.unit_types()
+        }  # fewer than GPUs over degree where nodes have a rest
         self.found: list[Found] = []
         self._worth_taking: dict[UnitType, tuple[int, ...]] = {}
         self._seen: dict[Pipes, Found | None] = {}
@@ -91,7 +94,7 @@ class Search:
         bound_s = math.inf
         for types in _subsets(every):
             usable = [shape for shape in shapes if set(shape.gpus()) <= set(types)]
-            master = Counts({kind: self._counts[kind] for kind in types}, self._batch)
+            master = self._counting(types)
             low_s, chosen = master.fastest(usable)
             bound_s = min(bound_s, low_s) if chosen else bound_s
             self._try_counts(chosen)
@@ -109,10 +112,19 @@ class Search:
             self._try(self._shared((shape,)))
         return bound_s
 
+    def _counting(self, kinds: Sequence[tuple[str, str]]) -> Counts:
+        """The program of counts over some types of GPU."""
+        rooms = {
+            ((unit.gpu, unit.zone), unit.tp): unit.tp * number
+            for unit, number in self._units.items()
+            if (unit.gpu, unit.zone) in kinds and unit.tp * number < self._counts[unit.gpu, unit.zone]
+        }
+        return Counts({kind: self._counts[kind] for kind in kinds}, self._batch, rooms)
+
     def _alike(self, units: Sequence[UnitType]) -> Iterator[Shape]:
         """Shapes of one type of unit."""
         for unit in units:
-            most = min(self._counts[unit.gpu, unit.zone] // unit.tp, self.shaper.num_layers, _MOST_STAGES)
+            most = min(self._units[unit], self.shaper.num_layers, _MOST_STAGES)
             for depth, size in itertools.product(_depths(most), self._sizes_for(unit)):
                 if depth * size > self._batch:
                     continue
@@ -174,7 +186,7 @@ class Search:
         """Equal pipelines that together take all GPUs of some types, with their number."""
         by_type = [[unit for unit in units if (unit.gpu, unit.zone) == kind] for kind in types]
         for kinds in itertools.product(*by_type):
-            totals = [self._counts[u.gpu, u.zone] // u.tp for u in kinds]
+            totals = [self._units[unit] for unit in kinds]
             for width in range(1, min(totals) + 1):
                 if any(total % width for total in totals) or sum(totals) // width > self.shaper.num_layers:
                     continue
@@ -185,7 +197,7 @@ class Search:
                             yield shape, width
 
     def _numbers(self, kinds: Sequence[UnitType]) -> Iterator[tuple[int, ...]]:
-        limits = [min(self._counts[u.gpu, u.zone] // u.tp, _MOST_STAGES) for u in kinds]
+        limits = [min(self._units[unit], _MOST_STAGES) for unit in kinds]
         for numbers in itertools.product(*(range(1, limit + 1) for limit in limits)):
             if sum(numbers) <= min(_MOST_STAGES if len(kinds) == 2 else 6, self.shaper.num_layers):
                 yield numbers
@@ -194,7 +206,7 @@ class Search:
         """A step of shapes of one type each."""
         if not alike:
             return 1.0
-        low_s, chosen = Counts(self._counts, self._batch).fastest(alike)
+        low_s, chosen = self._counting(tuple(self._counts)).fastest(alike)
         return max(low_s, min((shape.seconds_of(1) for shape, _ in chosen), default=1.0))
 
     def _try_counts(self, chosen: Sequence[tuple[Shape, int]]) -> None:

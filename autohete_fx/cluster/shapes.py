@@ -27,7 +27,7 @@ class UnitType:
         gpu: type.
         zone: of their node.
         tp: how many they are.
-        node_gpus: how many GPUs their node has.
+        node_gpus: how many GPUs the largest node of such GPUs has.
     """
 
     gpu: str
@@ -86,6 +86,11 @@ class Shape:
             counts[key] = counts.get(key, 0) + stage.unit.tp
         return counts
 
+    def gpus_of_units(self, kind: tuple[str, str], tp: int) -> int:
+        """GPUs of a type and zone in units of at least so many."""
+        units = [stage.unit for stage in self.stages]
+        return sum(unit.tp for unit in units if (unit.gpu, unit.zone) == kind and unit.tp >= tp)
+
 
 @dataclass(frozen=True, slots=True)
 class _Fitted:
@@ -119,11 +124,16 @@ class Shaper:
 
     def unit_types(self, degrees: Sequence[int] | None = None) -> tuple[UnitType, ...]:
         """Every type of unit that the cluster's nodes can hold and the costs know."""
-        found = set()
+        largest: dict[tuple[str, str], int] = {}
         for node in self._cluster.nodes:
-            for tp in self._costs.degrees(node.gpu):
-                if tp <= node.gpus and (degrees is None or tp in degrees):
-                    found.add(UnitType(gpu=node.gpu, zone=node.zone, tp=tp, node_gpus=node.gpus))
+            kind = node.gpu, node.zone
+            largest[kind] = max(largest.get(kind, 0), node.gpus)
+        found = [
+            UnitType(gpu=gpu, zone=zone, tp=tp, node_gpus=gpus)
+            for (gpu, zone), gpus in largest.items()
+            for tp in self._costs.degrees(gpu)
+            if tp <= gpus and (degrees is None or tp in degrees)
+        ]
         return tuple(sorted(found))
 
     def whole_s(self, unit: UnitType, micro_batch: int) -> float:

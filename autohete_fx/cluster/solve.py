@@ -16,17 +16,21 @@ runs for each subset of the types, too. Gradients of a type with a slow port may
 
 The model's time leaves out what only events show: shared ports, exact sums of gradients, stages that wait. All candidates are
 therefore simulated (`place` puts units on nodes), and the best ones improved under the simulator. Layers move between
-neighbours, micro-batches between pipelines, pipelines leave. The best grid in proportion to speed is a candidate, too.
+neighbours, micro-batches between pipelines, pipelines leave. The best grid in proportion to speed is a candidate, too. On clusters
+of a few GPUs every plan is a candidate (`every`).
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.events import Sends
+from autohete_fx.cluster.every import MOST_UNITS, Every
 from autohete_fx.cluster.grids import proportional_grid
+from autohete_fx.cluster.links import Links
 from autohete_fx.cluster.moving import Moving, nearest
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.search import Search
@@ -114,12 +118,21 @@ def plan_cluster(
         )
     groups = [[u for u in known if u.tp == tp] for tp in sorted({u.tp for u in known})] if symmetric_tp else [known]
     bounds = [search.run(tuple(units)) for units in groups]
-    if not search.found:
-        raise ClusterError(search.why_nothing(known))
-    plan, timeline = search.best(improve=True)
+    best = search.best(improve=True) if search.found else None
     hint = proportional_grid(cluster, costs, global_batch)
-    if hint and hint.iteration_s < timeline.iteration_s and search.allows(hint, known):
-        plan, timeline = replace(hint, planner=plan.planner), simulate(hint, cluster, costs, sends=sends)
+    if hint and search.allows(hint, known) and (best is None or hint.iteration_s < best[1].iteration_s):
+        best = replace(hint, planner="autohete"), simulate(hint, cluster, costs, sends=sends)
+    least = {unit.gpu: min(other.tp for other in known if other.gpu == unit.gpu) for unit in known}
+    if sum(node.gpus // least[node.gpu] for node in cluster.nodes if node.gpu in least) <= MOST_UNITS:
+        every = Every(
+            cluster, costs, search.shaper, Links(cluster), global_batch=global_batch, sizes=search.sizes, sends=sends
+        )
+        for units in groups:
+            best = every.fastest(units, best[1].iteration_s if best else math.inf) or best
+        search.num_simulated += every.num_simulated
+    if best is None:
+        raise ClusterError(search.why_nothing(known))
+    plan, timeline = best
     plan, moves = replace(plan, iteration_s=timeline.iteration_s), ""
     if moving is not None:
         others = [replace(found.plan, iteration_s=found.timeline.iteration_s) for found in search.found]

@@ -122,17 +122,34 @@ def test_changes_are_one_thing_each():
     cluster = described("8xA100-40G,4xL40S").cluster
     found = dict(changes(cluster))
     assert list(found) == [
+        "1 more a100-40g",
+        "1 less a100-40g",
         "8 more a100-40g",
         "8 less a100-40g",
+        "1 more l40s-48g",
+        "1 less l40s-48g",
         "4 more l40s-48g",
         "4 less l40s-48g",
         "twice the network",
     ]
+    sizes = {name: sorted((n.gpu, n.gpus) for n in changed.nodes) for name, changed in found.items()}
+    assert sizes["1 more a100-40g"] == [("a100-40g", 1), ("a100-40g", 8), ("l40s-48g", 4)], "the node of eight is full"
+    assert sizes["1 less a100-40g"] == [("a100-40g", 7), ("l40s-48g", 4)]
+    assert sizes["1 more l40s-48g"] == [("a100-40g", 8), ("l40s-48g", 5)]
     assert found["8 more a100-40g"].count("a100-40g") == 16
     assert [gpu.name for gpu in found["4 less l40s-48g"].gpus] == ["a100-40g"]
     assert found["twice the network"].between[0].link.bytes_per_s(1e9) == pytest.approx(
         2 * cluster.between[0].link.bytes_per_s(1e9)
     )
+
+
+def test_a_node_of_one_has_no_node_less_beside_the_gpu_less():
+    assert list(dict(changes(described("1xL40S").cluster))) == ["1 more l40s-48g"]
+    assert list(dict(changes(described("2xL40S,1xT4").cluster)))[-3:] == [
+        "1 more t4-16g",
+        "1 less t4-16g",
+        "twice the network",
+    ]
 
 
 def test_zones_bind_beside_the_ports(tmp_path):

@@ -11,7 +11,7 @@ from autohete_fx.cluster.sources import Bandwidths, move_s
 from tests.unit.test_cluster_solve import KINDS, cluster, costs
 
 TABLE = costs({"a": 1.0})
-CLUSTER = cluster({"a": 4}, {"a": 10**9}, rate=1e9)
+CLUSTER = cluster(["a"] * 4, {"a": 10**9}, rate=1e9)
 LAYER = layer_bytes(TABLE, 0)
 RATES = Bandwidths(local=4 * LAYER, peer=2 * LAYER, cloud=LAYER, cloud_of_all=1.5 * LAYER, cloud_first_s=0.0)
 ALL = frozenset(range(len(KINDS)))
