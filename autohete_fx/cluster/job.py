@@ -116,6 +116,9 @@ class Job:
         held: the pieces of the whole parameters that these are.
         optimizer: of the stage's parameters; None where it is idle or all are frozen.
         saver: of a job with a store.
+
+    Args:
+        overlaps: sums of gradients may start before the last backward pass ends.
     """
 
     def __init__(
@@ -135,6 +138,7 @@ class Job:
         store: Store | None,
         generation: str,
         job_log: JobLog,
+        overlaps: bool = True,
     ) -> None:
         self.step, self.deployment, self.members, self.layer_map, self.stage = 0, deployment, members, layer_map, stage
         self._recipe, self._run, self._group, self._log = recipe, run, group, job_log
@@ -147,6 +151,8 @@ class Job:
         self._owners = deployment.owners(layer_map, layout)
         shares = unit.shares(self.held) if unit else {}
         self._sums = GradientSums(self._owners, layer_map, self.params, self.held, shares, timeout)
+        if overlaps and seat and not unit:  # a unit's gradients are moved to the parts of parameters after the passes
+            self._sums.overlap(deployment.plan.pipelines[seat.pipeline].micro_batches)
         self._store, self.saver = store, None
         self._notice, self._unchecked, self._watch = Notice(), True, watch
         if store is not None:
