@@ -2,8 +2,8 @@
 
 Enter the file of JSON lines that ``cluster.join(log=...)`` writes; leave a `History`, its text, and its page by `history_page`.
 
-A GPU costs from the moment when its start of the job began until the next start began, so the seconds in which a job finds a loss
-and begins again are counted with the GPUs that it had before.
+A GPU costs from the moment when its start of the job began until the next start began. The seconds in which a job finds a loss and
+begins again thus count with the GPUs that it had before.
 """
 
 import itertools
@@ -114,7 +114,7 @@ class History:
 
     @property
     def tokens(self) -> int:
-        """Of all steps, each counted once."""
+        """Tokens of all steps, each step counted once."""
         seen = {step.step: start for start in self.starts for step in start.steps}
         return sum(start.plan.global_batch * start.sample_tokens for start in seen.values())
 
@@ -145,7 +145,7 @@ class History:
         return found
 
     def dollars(self, prices: Mapping[str, float]) -> float | None:
-        """Of all GPUs. None where one has no price.
+        """The price of all GPUs together. None where one has none.
 
         Args:
             prices: dollars of an hour, by type.

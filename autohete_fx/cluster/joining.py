@@ -33,6 +33,7 @@ from autohete_fx.cluster.stage_run import StageRun, pipeline_groups
 from autohete_fx.cluster.store import Store, restore_states
 from autohete_fx.cluster.tensor_parallel import TensorLayout, TpPlan, Unit, layout_of
 from autohete_fx.errors import ClusterError
+from autohete_fx.internals.cut_off import remove_cut_off_libraries
 from autohete_fx.optim.base import PlannedOptimizer
 
 TIMEOUT_S = 300.0
@@ -107,6 +108,9 @@ def join(
     dist.all_gather_object(said, (member or this_member(device), uuid.uuid4().hex[:8], _agent()), group=group)
     members: list[Member] = [row[0] for row in said]
     job_log = JobLog(log, rank == 0)
+    if backend is not None:
+        for library in remove_cut_off_libraries():
+            job_log.say(f"{library} was cut off when a rank ended, and is compiled again")
 
     def compiled(stage: StageModule, more: dict[str, Any] | None = None) -> Any:
         if backend is None:
@@ -196,6 +200,8 @@ def join(
         job.step = restored.step
         restore_states(job.params, job.optimizer, restored.tensors)
     _report(job, job_log, restored, group, time.perf_counter() - start, [row[2] for row in said])
+    if backend is not None:
+        job_log.say("the first step compiles the stages, where no cache has them")
     return job
 
 
