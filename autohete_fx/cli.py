@@ -44,9 +44,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show.set_defaults(run=_show)
     report = commands.add_parser(
         "report",
-        help="draw the page of a run again, from the directory that the option report_dir wrote, and sum it up",
+        help="draw the page of a run, from the directory that the option report_dir wrote or from the log of a cluster's job,"
+        " and sum it up",
     )
-    report.add_argument("directory", metavar="DIR", help="such as runs/x, of options={'report_dir': 'runs/x'}")
+    report.add_argument(
+        "directory",
+        metavar="DIR|LOG.jsonl",
+        help="such as runs/x, of options={'report_dir': 'runs/x'}, or a file of cluster.join(log=...), whose page stands beside it",
+    )
+    report.add_argument(
+        "--price",
+        metavar="TYPE=USD",
+        action="append",
+        default=[],
+        help="of a job: dollars of an hour of one GPU of a type, as the log calls it (may be given again)",
+    )
     report.add_argument("--open", action="store_true", help="also open the page in a browser")
     report.set_defaults(run=_report)
     compare = commands.add_parser("compare", help="say what two plans or runs decide otherwise, and what that costs")
@@ -95,15 +107,20 @@ def _show(parsed: argparse.Namespace) -> str:
 
 
 def _report(parsed: argparse.Namespace) -> str:
-    from autohete_fx.report.saved import Report
+    if parsed.directory.endswith(".jsonl"):
+        from autohete_fx.commands.history import job_report
 
-    report = Report.load(parsed.directory)
-    page = report.rewrite_page(parsed.directory).resolve()
+        summary, page = job_report(parsed)
+    else:
+        from autohete_fx.report.saved import Report
+
+        report = Report.load(parsed.directory)
+        summary, page = report.summary, report.rewrite_page(parsed.directory).resolve()
     if parsed.open and not webbrowser.open(page.as_uri()):
         raise ReportError(
             f"--open was given, but no browser could be started. Expected was one. Open {str(page)!r} yourself"
         )
-    return f"{report.summary}\n\n{page}"
+    return f"{summary}\n\n{page}"
 
 
 def _compare(parsed: argparse.Namespace) -> str:

@@ -21,7 +21,7 @@ from autohete_fx.cluster.measured_costs import measured_costs
 from autohete_fx.cluster.measured_links import measured_cluster
 from autohete_fx.cluster.moving import Moving
 from autohete_fx.cluster.pieces import Piece, covered
-from autohete_fx.cluster.plan import ClusterPlan
+from autohete_fx.cluster.plan import ClusterPlan, plan_line
 from autohete_fx.cluster.solve import plan_cluster
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.cluster.stage import Loss, StageModule
@@ -29,7 +29,6 @@ from autohete_fx.cluster.store import Place, Store
 from autohete_fx.cluster.tensor_parallel import TensorLayout, TpPlan, layout_of
 from autohete_fx.cluster.timed_layer import Measuring
 from autohete_fx.errors import ClusterError
-from autohete_fx.ir.sizes import format_seconds
 from autohete_fx.options import Size, parse_size
 
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -177,16 +176,3 @@ def _planned(
             f"the planner failed with {type(error).__name__}: {error}. Expected was a plan. Report it, and give plan="
         )
     return solution.plan, solution.moves
-
-
-def plan_line(plan: ClusterPlan) -> str:
-    """A plan in a line: for each pipeline its micro-batches, and its stages by GPU and layers."""
-    pipelines = "; ".join(
-        f"{pipeline.micro_batches} x {pipeline.micro_batch} samples through "
-        + " > ".join(
-            f"{f'{stage.tp} ' if stage.tp > 1 else ''}{stage.gpu} {stage.first}-{stage.last}"
-            for stage in pipeline.stages
-        )
-        for pipeline in plan.pipelines
-    )
-    return f"plan of {plan.model}: {pipelines}; predicted {format_seconds(plan.iteration_s)} a step"

@@ -116,6 +116,9 @@ class Job:
         held: the pieces of the whole parameters that these are.
         optimizer: of the stage's parameters; None where it is idle or all are frozen.
         saver: of a job with a store.
+
+    Args:
+        overlaps: sums of gradients may start before the last backward pass ends.
     """
 
     def __init__(
@@ -135,6 +138,7 @@ class Job:
         store: Store | None,
         generation: str,
         job_log: JobLog,
+        overlaps: bool = True,
     ) -> None:
         self.step, self.deployment, self.members, self.layer_map, self.stage = 0, deployment, members, layer_map, stage
         self._recipe, self._run, self._group, self._log = recipe, run, group, job_log
@@ -147,6 +151,8 @@ class Job:
         self._owners = deployment.owners(layer_map, layout)
         shares = unit.shares(self.held) if unit else {}
         self._sums = GradientSums(self._owners, layer_map, self.params, self.held, shares, timeout)
+        if overlaps and seat and not unit:  # a unit's gradients are moved to the parts of parameters after the passes
+            self._sums.overlap(deployment.plan.pipelines[seat.pipeline].micro_batches)
         self._store, self.saver = store, None
         self._notice, self._unchecked, self._watch = Notice(), True, watch
         if store is not None:
@@ -229,19 +235,21 @@ class Job:
             return error
         mine = self.members[self._rank]
         cause = next(iter(str(error).strip().splitlines()), "")
-        cause = f"{self._absent()}{cause}"
+        if _is_timeout(error):  # else a peer is gone: to ask the others would keep those that wait for this rank
+            cause = f"{self._absent()}{cause}"
         return ClusterError(
             f"rank {self._rank} on {mine.node} lost another rank in step {self.step}: {cause}. Expected were all"
             f" {len(self.members)}. Start the job again; torchrun with --max-restarts does so itself"
         )
 
     def _absent(self) -> str:
-        """The ranks that do not answer, as far as this rank is told: the first one hears of all."""
+        """The ranks that do not answer, as far as this rank is told. The first one hears of all; the others hear of the first."""
         try:
             dist.monitored_barrier(self._watch, timeout=timedelta(seconds=_ANSWER_S), wait_all_ranks=True)
         except RuntimeError as error:
             found = _RANKS.search(str(error))
             ranks = [int(number) for number in found[1].split(", ")] if found else []
+            ranks = ranks or [0] * _is_timeout(error)  # a first rank that had raised would be gone
             named = ", ".join(f"rank {rank} on {self.members[rank].node}" for rank in ranks if rank != self._rank)
             return f"{named} does not answer. " if named else ""
         return ""
@@ -305,3 +313,7 @@ class Job:
             f" the job"
             " again; torchrun with --max-restarts does so itself"
         )
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    return any(words in str(error).lower() for words in ("timed out", "timeout"))

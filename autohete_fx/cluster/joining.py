@@ -4,6 +4,7 @@ The ranks of the process group say what they have, and the plan is deployed on t
 own stage alone. Training goes on with the newest complete save.
 """
 
+import math
 import os
 import socket
 import time
@@ -32,6 +33,7 @@ from autohete_fx.cluster.stage_run import StageRun, pipeline_groups
 from autohete_fx.cluster.store import Store, restore_states
 from autohete_fx.cluster.tensor_parallel import TensorLayout, TpPlan, Unit, layout_of
 from autohete_fx.errors import ClusterError
+from autohete_fx.internals.cut_off import remove_cut_off_libraries
 from autohete_fx.optim.base import PlannedOptimizer
 
 TIMEOUT_S = 300.0
@@ -103,9 +105,12 @@ def join(
     group = _connect(device, timeout_s)
     rank = dist.get_rank()
     said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (member or this_member(device), uuid.uuid4().hex[:8]), group=group)
+    dist.all_gather_object(said, (member or this_member(device), uuid.uuid4().hex[:8], _agent()), group=group)
     members: list[Member] = [row[0] for row in said]
     job_log = JobLog(log, rank == 0)
+    if backend is not None:
+        for library in remove_cut_off_libraries():
+            job_log.say(f"{library} was cut off when a rank ended, and is compiled again")
 
     def compiled(stage: StageModule, more: dict[str, Any] | None = None) -> Any:
         if backend is None:
@@ -187,13 +192,16 @@ def join(
         store=store,
         generation=said[0][1],
         job_log=job_log,
+        overlaps=not _is_autohete(backend),  # whose runtime may still hold gradients when a pass ends
     )
     if not (_is_autohete(backend) and isinstance(job.optimizer, PlannedOptimizer | None)):
         warn_of_offloads(plan, job.optimizer)
     if restored is not None:
         job.step = restored.step
         restore_states(job.params, job.optimizer, restored.tensors)
-    _report(job, job_log, restored, group, time.perf_counter() - start)
+    _report(job, job_log, restored, group, time.perf_counter() - start, [row[2] for row in said])
+    if backend is not None:
+        job_log.say("the first step compiles the stages, where no cache has them")
     return job
 
 
@@ -251,7 +259,12 @@ def _stage_of(
 
 
 def _report(
-    job: Job, job_log: JobLog, restored: Restored | None, group: dist.ProcessGroup | None, seconds: float
+    job: Job,
+    job_log: JobLog,
+    restored: Restored | None,
+    group: dist.ProcessGroup | None,
+    seconds: float,
+    agents: list[str],
 ) -> None:
     """Tell how the job begins: the plan, what was read from where, and how long it took."""
     rows: list[Any] = [None] * len(job.members)
@@ -275,6 +288,8 @@ def _report(
         "join",
         step=job.step,
         members=[[member.node, member.gpu] for member in job.members],
+        agents=agents,
+        sample_tokens=math.prod(job.layer_map.hidden.sizes[1:-1]),
         plan=job.deployment.plan.to_json(),
         idle=len(job.deployment.idle),
         seconds=seconds,
@@ -308,6 +323,11 @@ def _own_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
     return torch.device("cpu")
+
+
+def _agent() -> str:
+    """The parent of this process on its host: torchrun's agent, which stays the same when ranks begin again."""
+    return f"{socket.gethostname()}/{os.getppid()}"
 
 
 def this_member(device: torch.device) -> Member:

@@ -11,6 +11,7 @@ layer is an error.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -164,7 +165,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def _find_chain(model: nn.Module, batch: Batch) -> tuple[str, ...]:
-    """Names of the children, called once each and in order, of the container with the most parameters."""
+    """Names of the children, called once each and in order, of the container with the most parameters.
+
+    Layers that are attributes of their own are found where no container is, or only within one of them.
+    """
     order: list[str] = []
     handles = [
         module.register_forward_pre_hook(partial(_append, order, name)) for name, module in model.named_modules()
@@ -173,20 +177,32 @@ def _find_chain(model: nn.Module, batch: Batch) -> tuple[str, ...]:
     for handle in handles:
         handle.remove()
     best: tuple[int, tuple[str, ...]] = (0, ())
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict) or len(module) < 2:
-            continue
-        children = tuple(f"{name}.{child}" if name else child for child, _ in module.named_children())
-        known = set(children)
-        if tuple(called for called in order if called in known) == children:
-            best = max(best, (sum(param.numel() for param in module.parameters()), children))
-    if not best[1]:
+    alike: tuple[int, tuple[str, ...]] = (0, ())
+    for name, parent in model.named_modules():
+        children = {f"{name}.{child}" if name else child: module for child, module in parent.named_children()}
+        called = [child for child in order if child in children]
+        listed = isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict) and len(parent) > 1
+        if listed and called == list(children):
+            best = max(best, (_size(parent), tuple(children)))
+        once = (child for child in called if called.count(child) == 1)
+        for _, same in itertools.groupby(once, key=lambda child: type(children[child])):
+            run = tuple(same)
+            if len(run) > 1 and not listed:
+                alike = max(alike, (sum(_size(children[child]) for child in run), run))
+    chain, siblings = best[1], alike[1]
+    within = any(chain[0].startswith(f"{name}.") for name in siblings) if chain else True
+    if siblings and within and len(siblings) >= len(chain):
+        chain = siblings
+    if not chain:
         raise ClusterError(
             f"{type(model).__name__} has no list of layers that its forward pass calls one after another. Expected was a"
-            f" ModuleList,"
-            " ModuleDict or Sequential of at least two. Put the layers into one"
+            " ModuleList, ModuleDict or Sequential of at least two, or such attributes of one class. Put the layers into one"
         )
-    return best[1]
+    return chain
+
+
+def _size(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
 
 
 # -- what every operator reads ---------------------------------------------------------------------------------------

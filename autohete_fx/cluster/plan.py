@@ -11,6 +11,7 @@ from pathlib import Path
 
 from autohete_fx.errors import ClusterError
 from autohete_fx.ir.files import SavedAs, spelled
+from autohete_fx.ir.sizes import format_seconds
 
 SCHEMA_VERSION = 1
 
@@ -151,3 +152,17 @@ _FILES = SavedAs(
     schema_version=SCHEMA_VERSION,
     error=ClusterError,
 )
+
+
+def plan_line(plan: ClusterPlan) -> str:
+    """A plan in a line: for each pipeline its micro-batches, and its stages by GPU and layers."""
+    pipelines = "; ".join(
+        f"{pipeline.micro_batches} x {pipeline.micro_batch} samples through "
+        + " > ".join(
+            f"{f'{stage.tp} ' if stage.tp > 1 else ''}{stage.gpu} {stage.first}-{stage.last}"
+            for stage in pipeline.stages
+        )
+        for pipeline in plan.pipelines
+    )
+    predicted = f"; predicted {format_seconds(plan.iteration_s)} a step" if plan.iteration_s else ""
+    return f"plan of {plan.model}: {pipelines}{predicted}"

@@ -2,17 +2,19 @@
 
 Every parameter's gradient is summed over all ranks that hold it. Parameters with equal owners share a process group and flat
 buckets. Ranks start the sums of their groups in one global order, by the last layer that reads a parameter of the group,
-descending. Later stages end their backward passes first and start while earlier ones still compute. Parameters that no layer
-reads are not summed.
+descending. Later stages end their backward passes first and start while earlier ones still compute. Within a rank's last backward
+pass, a bucket's sum starts as soon as its gradients and all buckets before it are there. Parameters that no layer reads are not
+summed.
 
 Pipelines that cut a parameter at different places sum it piece by piece. A piece of a row-wise weight lies apart in memory; it is
 copied into its bucket and back. A parameter that all GPUs of a unit have whole has the same gradient on each, which counts once:
 each adds its share.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +32,15 @@ BUCKET_BYTES = 64 * 2**20
 class _Bucket:
     pieces: tuple[Piece, ...]
     owners: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """One that has begun."""
+
+    work: dist.Work
+    flat: Tensor
+    bucket: _Bucket
 
 
 class GradientSums:
@@ -73,12 +84,27 @@ class GradientSums:
                 -last[owners[piece]],
                 owners[piece],
                 str(self._params[piece.name].dtype),
+                -max(layer_map.readers[piece.name]),
                 piece.name,
                 piece.cut.first if piece.cut else 0,
             )
         )
         self._buckets = self._bucketed([(piece, owners[piece]) for piece in summed])
         self._first = [piece for piece in mine if owners[piece][0] == rank]
+        self._running: list[_Sum] = []
+        self._passes: dict[str, int] = {}
+        self._missing: list[set[str]] = []
+        self._micro_batches = 0
+
+    def overlap(self, micro_batches: int) -> None:
+        """Start sums within the last of so many backward passes of a step, from now on.
+
+        A parameter that some micro-batch did not reach holds its bucket, and those after it, back until `reduce`.
+        """
+        self._micro_batches = micro_batches
+        self._begin_counting()
+        for name in {piece.name for bucket in self._buckets for piece in bucket.pieces}:
+            self._params[name].register_post_accumulate_grad_hook(partial(self._passed, name))
 
     def reduce(self) -> None:
         """Sum the gradients in place.
@@ -87,23 +113,19 @@ class GradientSums:
         has none, which optimizers tell from zeros.
         """
         absent = {name for name, param in self._params.items() if param.grad is None}
-        running = []
-        for bucket in self._buckets:
-            grads = [self._gradient(piece) for piece in bucket.pieces]
-            reached = grads[0].new_tensor([piece.name not in absent for piece in bucket.pieces])
-            shared = [self._shared(piece.name, grad) for piece, grad in zip(bucket.pieces, grads, strict=True)]
-            flat = torch.cat([reached, *shared])
-            work = dist.all_reduce(flat, group=self._groups[bucket.owners], async_op=True)
-            running.append((work, flat, bucket, grads))
-        for work, flat, bucket, grads in running:
-            assert work is not None, "this rank is one of the owners"
-            work.wait()
-            reached, *totals = flat.split([len(grads), *(grad.numel() for grad in grads)])
+        for bucket in self._buckets[len(self._running) :]:
+            self._start(bucket, absent)
+        for begun in self._running:
+            begun.work.wait()
+            grads = [self._gradient(piece) for piece in begun.bucket.pieces]
+            reached, *totals = begun.flat.split([len(grads), *(grad.numel() for grad in grads)])
             for grad, total in zip(grads, totals, strict=True):
                 grad.copy_(total.view_as(grad))
             if absent:
-                found = zip(bucket.pieces, reached.tolist(), strict=True)
+                found = zip(begun.bucket.pieces, reached.tolist(), strict=True)
                 absent -= {piece.name for piece, count in found if count}
+        self._running.clear()
+        self._begin_counting()
         for name in absent:
             self._params[name].grad = None
 
@@ -122,6 +144,28 @@ class GradientSums:
         for param in self._params.values():
             if param.grad is not None:
                 param.grad.mul_(factor)
+
+    def _begin_counting(self) -> None:
+        self._passes.clear()
+        self._missing = [{piece.name for piece in bucket.pieces} for bucket in self._buckets]
+
+    def _passed(self, name: str, _: Tensor) -> None:
+        """A backward pass has added to a parameter's gradient: start all sums that are next and lack none."""
+        self._passes[name] = self._passes.get(name, 0) + 1
+        if self._passes[name] == self._micro_batches:
+            for missing in self._missing:
+                missing.discard(name)
+            while len(self._running) < len(self._buckets) and not self._missing[len(self._running)]:
+                self._start(self._buckets[len(self._running)], ())
+
+    def _start(self, bucket: _Bucket, absent: Collection[str]) -> None:
+        grads = [self._gradient(piece) for piece in bucket.pieces]
+        reached = grads[0].new_tensor([piece.name not in absent for piece in bucket.pieces])
+        shared = [self._shared(piece.name, grad) for piece, grad in zip(bucket.pieces, grads, strict=True)]
+        flat = torch.cat([reached, *shared])
+        work = dist.all_reduce(flat, group=self._groups[bucket.owners], async_op=True)
+        assert work is not None, "this rank is one of the owners"
+        self._running.append(_Sum(work, flat, bucket))
 
     def _gradient(self, piece: Piece) -> Tensor:
         """A view of the piece of its parameter's gradient."""

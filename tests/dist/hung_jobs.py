@@ -1,5 +1,7 @@
 """A job in which a rank neither answers nor vanishes."""
 
+import json
+import os
 import time
 from datetime import timedelta
 
@@ -10,15 +12,45 @@ from autohete_fx import cluster
 from autohete_fx.errors import ClusterError
 from tests.dist.cluster_jobs import Model, load, loss_of, made_optimizer, plan_of
 
-TIMEOUT_S, HANGS_S = 5.0, 25.0
+TIMEOUT_S, HANGS_S, NEVER_S = 5.0, 25.0, 3600.0
 
 
 class Awake(Exception):
     """The hung rank has slept."""
 
 
-def errors(root: str) -> str:
-    """The error of a rank whose peer, rank 1, hangs in its second step."""
+def vanished() -> str:
+    """The error of a rank where rank 3, the last of its pipeline, is gone in the second step. Others wait for ranks that wait for it,
+    with a timeout that no test waits for."""
+    plan, rank = plan_of([(1, 2, [2, 4]), (1, 2, [2, 4])]), dist.get_rank()
+
+    def vanishes(samples: range) -> torch.Tensor:
+        if rank == 3 and samples.start >= plan.global_batch:
+            os._exit(9)
+        return load(samples)
+
+    job = cluster.join(
+        lambda: Model(3, False),
+        loss_of,
+        example=load(range(1)),
+        global_batch=plan.global_batch,
+        plan=plan,
+        optimizer=made_optimizer("torch"),
+        backend=None,
+        member=cluster.Member(node=f"node-{rank}", gpu="cpu"),
+        timeout_s=NEVER_S,
+    )
+    job.train_step(vanishes)
+    try:
+        job.train_step(vanishes)
+    except ClusterError as error:
+        print(json.dumps(str(error)), flush=True)
+        os._exit(0)  # as an error ends a rank: its peers see their connections closed
+    return ""
+
+
+def errors(root: str, hung: int = 1) -> str:
+    """The error of a rank whose peer hangs in its second step."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     meeting = f"file://{root}/again"
@@ -28,7 +60,7 @@ def errors(root: str) -> str:
     plan = plan_of([(2, 2, [2, 4]), (2, 1, [4])])
 
     def hangs(samples: range) -> torch.Tensor:
-        if rank == 1 and samples.start >= plan.global_batch:
+        if rank == hung and samples.start >= plan.global_batch:
             time.sleep(HANGS_S)
             raise Awake
         return load(samples)

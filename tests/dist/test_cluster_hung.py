@@ -1,4 +1,4 @@
-"""A rank that hangs is named within a timeout."""
+"""A rank that hangs is named within a timeout; one that vanishes is noticed at once by all, whomever they wait for."""
 
 from pathlib import Path
 
@@ -12,3 +12,15 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path):
     first, hung, other = run("tests.dist.hung_jobs.errors", tmp_path, str(tmp_path), num_ranks=3)
     assert "rank 1 on node-1 does not answer" in first and "lost another rank in step 1" in first, first
     assert not hung and "lost another rank in step 1" in other
+
+
+@pytest.mark.slow
+def test_a_first_rank_that_hangs_is_named_by_the_others(tmp_path: Path):
+    _, *others = run("tests.dist.hung_jobs.errors", tmp_path, str(tmp_path), 0, num_ranks=3)
+    assert any("rank 0 on node-0 does not answer" in error for error in others), others
+
+
+@pytest.mark.slow
+def test_a_rank_that_vanishes_is_noticed_by_all_though_the_timeout_is_long(tmp_path: Path):
+    found = run("tests.dist.hung_jobs.vanished", tmp_path, num_ranks=4, survivors=(0, 1, 2))
+    assert all("lost another rank in step 1" in error and "does not answer" not in error for error in found), found

@@ -1,6 +1,5 @@
 """Plans of unlike pipelines train as one process does: losses, norms of gradients, weights and optimizer states, in fp64."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +31,6 @@ def plans() -> list[Any]:
     ]
 
 
-def drawn(count: int, ranks: int) -> list[Any]:
-    """Plans of up to so many ranks, at random."""
-    chance, found = random.Random(7), []
-    for _ in range(count):
-        free, rows = ranks, []
-        while free and (not rows or chance.random() < 0.7):
-            depth = chance.randint(1, min(free, 4))
-            lasts = sorted(chance.sample(range(DEPTH + 1), depth - 1))
-            rows.append((chance.randint(1, 3), depth + chance.randint(0, 2), [*lasts, DEPTH + 1]))
-            free -= depth
-        found.append(rows)
-    return found
-
-
 def check(found: list[list[dict[str, float]]], cases: list[Any]) -> None:
     for index, case in enumerate(cases):
         rows = [rank[index] for rank in found]
@@ -57,10 +42,30 @@ def check(found: list[list[dict[str, float]]], cases: list[Any]) -> None:
 @pytest.mark.slow
 def test_a_job_of_any_plan_equals_one_process(tmp_path: Path):
     cases = [
-        (DEPTH, index % 2 == 0, rows, None, "gpipe" if index % 5 == 4 else "1f1b", "torch")
-        for index, rows in enumerate([*plans(), *drawn(6, 6)])
+        (DEPTH, index % 2 == 0, rows, None, "gpipe" if index % 5 == 4 else "1f1b", "torch", 10)
+        for index, rows in enumerate(plans())
     ]
     check(run("tests.dist.cluster_jobs.differences", tmp_path, cases, num_ranks=6), cases)
+
+
+@pytest.mark.slow
+def test_plans_that_hypothesis_draws_equal_one_process(tmp_path: Path):
+    first, *others = run("tests.dist.drawn_jobs.exact", tmp_path, 6, 10, EXACT, num_ranks=6)
+    assert len(first) >= 6 and all(trained == first for trained in others)
+
+
+@pytest.mark.slow
+def test_dropout_draws_alike_and_a_rank_that_is_told_to_leave_hands_its_state_over(tmp_path: Path):
+    (tmp_path / "root").mkdir()
+    found = run("tests.dist.drawn_jobs.told", tmp_path, str(tmp_path / "root"), num_ranks=3)
+    for row in found:
+        once, again, other = row["losses"]
+        assert once == again != other
+    assert found[2]["ended"] == "left with 0"
+    assert all("node-2 left the job after step 1" in row["ended"] for row in found[:2])
+    assert all(row["step"] == 2 and row["equal"] for row in found[:2]), "no step is lost"
+    assert found[0]["told"] == ["node-2"] and found[0]["handed_over"] > 0
+    assert found[0]["read"][1]["local"] > 0 and found[0]["read"][1]["cloud"] == 0
 
 
 @pytest.mark.slow

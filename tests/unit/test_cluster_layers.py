@@ -2,10 +2,13 @@
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 import transformers as hf
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from autohete_fx.cluster.batches import batch_of, call
@@ -29,7 +32,21 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "bloom": lambda: hf.BloomForCausalLM(hf.BloomConfig(hidden_size=32, n_layer=3, n_head=4, vocab_size=64)),
     "opt": lambda: hf.OPTForCausalLM(hf.OPTConfig(ffn_dim=48, word_embed_proj_dim=32, dropout=0.0, **SIZES)),
     "by hand, tied": lambda: without_dropout(GPT(3, tied=True)),
+    "by hand, no list": lambda: without_dropout(NoList()),
 }
+
+
+class NoList(nn.Module):
+    """Layers that are attributes of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = GPT(3, tied=True)
+        self.embed, self.norm, self.head = inner.embed, inner.norm, inner.head
+        self.first, self.second, self.third = inner.layers
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.third(self.second(self.first(self.embed(ids))))))
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
@@ -54,7 +71,7 @@ def test_stages_of_a_model_have_its_loss_and_its_gradients(
     ids = torch.randint(VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[0, -2:] = 0
-    names = {"ids": ids} if family == "by hand, tied" else {"ids": ids, "input_ids": ids, "attention_mask": mask}
+    names = {"ids": ids} if family.startswith("by hand") else {"ids": ids, "input_ids": ids, "attention_mask": mask}
     batch = batch_of(names)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -174,6 +191,54 @@ class SharesBias(nn.Module):
 def test_a_model_that_cannot_be_cut_is_told_why(model: Callable[[], nn.Module], words: str):
     with pytest.raises(ClusterError, match=words):
         map_layers(model, batch_of(torch.zeros(2, 4)))
+
+
+@pytest.mark.parametrize("in_files", [1, 2])
+def test_a_stage_reads_its_own_weights_of_safetensors_alone(
+    in_files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Bytes that are read, and tensors that are there while a stage is built, are counted."""
+    build, batch = FAMILIES["llama"], batch_of({"input_ids": IDS})
+    saved = {name: param.detach().clone() for name, param in build().named_parameters()}
+    for at in range(in_files):
+        save_file(dict(list(saved.items())[at::in_files]), tmp_path / f"model-{at}.safetensors")
+    layer_map, read = map_layers(build, batch), []
+    opened = safetensors.safe_open
+
+    class Counted:
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            self._file = opened(*args, **kwargs)
+
+        def __enter__(self) -> "Counted":
+            self._file.__enter__()
+            return self
+
+        def __exit__(self, *args: object) -> None:
+            self._file.__exit__(*args)
+
+        def keys(self) -> list[str]:
+            return list(self._file.keys())
+
+        def get_tensor(self, name: str) -> Tensor:
+            read.append(name)
+            return self._file.get_tensor(name)
+
+    monkeypatch.setattr(safetensors, "safe_open", Counted)
+    weights = tmp_path if in_files > 1 else tmp_path / "model-0.safetensors"
+    for layers in (range(2), range(2, 4), range(4, 5)):
+        stage = build_stage(build, layer_map, layers, loss=loss_of, share=1.0, device=CPU, weights=weights)
+        held = layer_map.held(layers)
+        assert sorted(read) == sorted(held) and 0 < len(held) < len(saved)
+        assert all(torch.equal(param, saved[name]) for name, param in stage.named().items())
+        storages = {
+            param.untyped_storage().data_ptr(): param.untyped_storage().nbytes() for param in stage.parameters()
+        }
+        own = sum(saved[name].nbytes for name in held)
+        assert own <= sum(storages.values()) < own + 256, "others' parameters are without memory"
+        read.clear()
+    (tmp_path / "model-0.safetensors").unlink()
+    with pytest.raises(ClusterError, match=r"has no (tensor|weights)"):
+        build_stage(build, layer_map, range(2), loss=loss_of, share=1.0, device=CPU, weights=weights)
 
 
 def test_a_parameter_that_several_layers_read_is_held_by_all_their_stages():

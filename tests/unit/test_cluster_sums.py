@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from autohete_fx.cluster import sums
 from autohete_fx.cluster.batches import batch_of
 from autohete_fx.cluster.layers import map_layers
 from autohete_fx.cluster.pieces import Cut, Piece
@@ -34,3 +35,33 @@ def test_factors_are_those_of_pytorch(gradient: float):
     found = torch.full_like(p, gradient) * clip_factor(float(norm), 0.5)
     torch.testing.assert_close(found, p.grad, rtol=0, atol=0, equal_nan=True)
     assert clip_factor(float(norm), None) == 1.0
+
+
+def test_sums_start_within_the_last_backward_pass_in_one_order(monkeypatch: pytest.MonkeyPatch):
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
+
+    monkeypatch.setattr(sums, "BUCKET_BYTES", 1)  # each parameter alone
+    layer_map, model = map_layers(build, batch_of(torch.zeros(1, 4))), build()
+    params = dict(model.named_parameters())
+    owners = {Piece(name): (0, 1) for name in params}
+    seen: list[str] = []
+    with fake_default_group(2):
+        found = GradientSums(owners, layer_map, params, {name: Piece(name) for name in params})
+        found.overlap(2)
+        summed = sums.dist.all_reduce
+        monkeypatch.setattr(sums.dist, "all_reduce", lambda *a, **k: (seen.append("sum"), summed(*a, **k))[1])
+        for _ in range(2):
+            for micro_batch in range(2):
+                x = torch.randn(3, 4, requires_grad=True)
+                x.register_hook(lambda _, at=micro_batch: seen.append(f"end of {at}"))
+                model(x).sum().backward()
+            expected = {name: param.grad.clone() for name, param in params.items() if param.grad is not None}
+            found.reduce()
+            for name, param in params.items():
+                torch.testing.assert_close(param.grad, expected[name], rtol=0, atol=0)
+            # the first layer's gradients end with the pass; those of the other eleven were there before
+            assert seen[0] == "end of 0" and seen.count("sum") == 24
+            assert seen[1:].index("end of 1") >= 22, seen
+            seen.clear()
+            model.zero_grad()

@@ -1,0 +1,32 @@
+"""``autohete report LOG.jsonl``: a cluster's job in words, and its page."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from autohete_fx.cluster.history import history_text, read_history
+from autohete_fx.cluster.history_page import write_history_page
+from autohete_fx.errors import ClusterError
+
+
+def job_report(parsed: argparse.Namespace) -> tuple[str, Path]:
+    """The text of a job and the path of its page, which stands beside the log."""
+    log, prices = Path(parsed.directory), _prices(parsed.price)
+    history = read_history(log)
+    return history_text(history, prices), write_history_page(history, prices, log.with_suffix(".html")).resolve()
+
+
+def _prices(given: Sequence[str]) -> dict[str, float]:
+    found = {}
+    for words in given:
+        gpu, _, usd = words.rpartition("=")
+        try:
+            found[gpu] = float(usd)
+        except ValueError:
+            gpu = ""
+        if not gpu or found[gpu] < 0:
+            raise ClusterError(
+                f"--price {words} was given. Expected was a type of GPU and dollars of an hour, as in --price a100-40g=1.17."
+                " Correct it"
+            )
+    return found

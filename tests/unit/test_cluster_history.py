@@ -1,0 +1,94 @@
+"""A job's log as text and as a page: what was trained, by whom, what was read from where, and what it cost."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autohete_fx import cli
+from autohete_fx.cluster.history import Change, read_history
+from autohete_fx.cluster.plan import ClusterPlan, Pipeline, Stage
+
+
+def joined(at: float, step: int, agents: str, plan_of: int, **num_bytes: int) -> dict[str, Any]:
+    stages = tuple(
+        Stage(node=f"n{i}", gpu="x", tp=1, first=i, last=i if i + 1 < plan_of else 3) for i in range(plan_of)
+    )
+    plan = ClusterPlan(model="net", pipelines=(Pipeline(stages=stages, micro_batch=2, micro_batches=4),))
+    members = [[f"n{i}", "x"] for i in range(len(agents))]
+    read = {"local": 0, "peer": 0, "cloud": 0, **num_bytes}
+    return {
+        **{"event": "join", "time_s": at, "seconds": 2.0, "step": step, "members": members, "agents": list(agents)},
+        **{"sample_tokens": 16, "plan": plan.to_json(), "bytes": read},
+    }
+
+
+def trained(at: float, step: int) -> dict[str, Any]:
+    return {"event": "step", "time_s": at, "step": step, "loss": 4.0 - step / 10, "seconds": 1.0}
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Two GPUs for 98 s; one is told to leave, the other goes on for 50 s; it is replaced by two others."""
+    rows = [
+        joined(102.0, 0, "ab", 2),
+        *(trained(103.0 + step, step) for step in range(3)),
+        {"event": "save", "time_s": 105.5, "local": 2, "cloud": -1},
+        {"event": "leave", "time_s": 106.0, "step": 3, "nodes": ["n1"], "peer_bytes": 2048},
+        joined(200.0, 3, "a", 1, local=1024, peer=2048),
+        *(trained(201.0 + step, 3 + step) for step in range(4)),
+        joined(250.0, 5, "cd", 2, cloud=4096),
+        trained(252.0, 5),
+        {"event": "finish", "time_s": 298.0, "local": 6, "cloud": 6},
+    ]
+    path = tmp_path / "events.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + '\n{"event": "step", "ti')
+    return path
+
+
+def test_a_history_counts_what_happened(log: Path):
+    found = read_history(log)
+    assert found.changes == [Change(told=1, vanished=0, joined=0), Change(told=0, vanished=1, joined=2)]
+    assert [start.step for start in found.starts] == [0, 3, 5] and found.starts[0].handed_over == 2048
+    assert len(found.steps) == 8 and found.repeated == 1
+    assert found.tokens == 7 * 8 * 16, "a step that was trained again counts once"
+    assert found.read == {"local": 1024, "peer": 2048, "cloud": 4096} and found.saved == {"local": 6, "cloud": 6}
+    assert [found.recovery_s(index) for index in range(3)] == [None, 96.0, 48.0]
+    assert found.gpu_hours() == {"x": pytest.approx((2 * 98 + 50 + 2 * 50) / 3600)}
+    assert found.dollars({"x": 36.0}) == pytest.approx(3.46) and found.dollars({"y": 1.0}) is None
+
+
+def test_report_draws_a_page_of_a_jobs_log(log: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["report", str(log), "--price", "x=36"]) == 0
+    shown, page = capsys.readouterr().out, log.with_suffix(".html").read_text()
+    assert str(log.with_suffix(".html")) in shown
+    for words in (
+        "2 nodes (1 told, 1 vanished); 2 joined",
+        "$3.46",
+        "7 in 3 min 18 s",
+        "1 trained again",
+        "cloud 4.00 KiB",
+    ):
+        assert words in shown and words in page, (words, shown)
+    assert page.count('class="began"') == 2 * 2 and "1 told to leave" in page
+    assert cli.main(["report", str(log)]) == 0
+    assert "unknown, since x has no price" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        (None, [], "No such file"),
+        ("{}", [], "no line of a job that began"),
+        ("{}", ["--price", "x=much"], "Expected was a type of GPU and dollars"),
+    ],
+)
+def test_logs_and_prices_that_are_none_are_told(
+    text: str | None, options: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "events.jsonl"
+    if text is not None:
+        path.write_text(text)
+    assert cli.main(["report", str(path), *options]) == 2
+    assert words in capsys.readouterr().err
