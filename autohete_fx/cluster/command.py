@@ -11,7 +11,8 @@ from autohete_fx.cluster.baselines import BASELINES, two_stages_solution
 from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.described import described
 from autohete_fx.cluster.frontier import Priced, changes, frontier
-from autohete_fx.cluster.measurements import cluster_of, costs_of, read
+from autohete_fx.cluster.measured_cluster import measured_cluster
+from autohete_fx.cluster.measurements import costs_of, read
 from autohete_fx.cluster.memory import OVERHEAD_BYTES
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.priced import priced_costs
@@ -150,17 +151,8 @@ def _measured(request: Request, folder: str) -> Inputs:
     """From measured layers and links: ``layers.json``, ``memory.json`` and ``network.json`` of a folder."""
     files = {name: read(Path(folder) / f"{name}.json") for name in ("layers", "memory", "network")}
     costs = costs_of(files["layers"], files["memory"], request.model)
-    counts: dict[str, int] = {}
-    for part in request.cluster.split(","):
-        count, _, gpu = part.strip().partition("x")
-        if not count.isdecimal() or not int(count):
-            raise ClusterError(
-                f"the cluster {request.cluster!r} has the part {part.strip()!r}. Expected was a count and a measured GPU, such as"
-                " 8xA100-40. Write parts so, with commas between them"
-            )
-        counts[gpu] = counts.get(gpu, 0) + int(count)
     return Inputs(
-        cluster=cluster_of(files["network"], counts),
+        cluster=measured_cluster(request.cluster, files["network"]),
         costs=dataclasses.replace(costs, overhead_bytes=OVERHEAD_BYTES),
         peaks={},
         itemsize=4,

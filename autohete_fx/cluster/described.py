@@ -46,7 +46,7 @@ _SHORT = re.compile(r"\s*(\d+)\s*[xX*]\s*([A-Za-z][\w.\- ]*?)\s*")
 _RATES = ("node_gb_per_s", "within_gb_per_s", "zones_gb_per_s", "usd_per_hour", "memory_gib")
 _KEYS = ("nodes", *_RATES, "devices", "links", "schema_version")
 _NODE_KEYS = ("gpu", "gpus", "count", "zone", "name")
-_MOST_GPUS = 16384
+MOST_GPUS = 16384
 """More are taken for a slip of the keyboard."""
 _FILES = SavedAs(
     kind="cluster",
@@ -84,9 +84,9 @@ def described(text: str, *, spot: bool = False) -> Described:
     nodes, many = [], False
     for part in text.split(","):
         match = _SHORT.fullmatch(part)
-        if match is None or not 0 < int(match[1]) <= _MOST_GPUS:
+        if match is None or not 0 < int(match[1]) <= MOST_GPUS:
             raise ClusterError(
-                f"the cluster {text!r} has the part {part.strip()!r}. Expected was a count up to {_MOST_GPUS} and a device, such as"
+                f"the cluster {text!r} has the part {part.strip()!r}. Expected was a count up to {MOST_GPUS} and a device, such as"
                 " 8xA100-40G. Write parts so, with commas between them, or give a JSON file"
             )
         spec, count = _device(match[2]), int(match[1])
@@ -159,7 +159,7 @@ def _from_file(raw: dict[str, Any], spot: bool) -> Described:
 
 def _nodes(rows: list[Any], own: Mapping[str, DeviceSpec]) -> Iterator[Node]:
     counts: dict[str, int] = {}
-    left = _MOST_GPUS
+    left = MOST_GPUS
     for row in rows:
         spec = _device(checked(row, "gpu", str), own)
         unknown = sorted(set(row) - set(_NODE_KEYS))
@@ -169,7 +169,7 @@ def _nodes(rows: list[Any], own: Mapping[str, DeviceSpec]) -> Iterator[Node]:
         left -= count * gpus
         if count < 1 or left < 0:
             raise ValueError(
-                f"count of {spec.name} is {count}; expected at least 1, and at most {_MOST_GPUS} GPUs in the cluster"
+                f"count of {spec.name} is {count}; expected at least 1, and at most {MOST_GPUS} GPUs in the cluster"
             )
         zone, name = (checked(row, key, str) if key in row else "" for key in ("zone", "name"))
         for _ in range(count):
@@ -183,7 +183,7 @@ def _zones(rows: Sequence[Any]) -> Iterator[Joined]:
         if not (isinstance(row, list) and len(row) == 3 and all(isinstance(zone, str) for zone in row[:2])):
             raise ValueError(f"zones_gb_per_s has {row!r}; expected [zone, zone, rate]")
         source, target = row[:2]
-        rate = _rate(f"zones_gb_per_s from {source!r} to {target!r}", row[2])
+        rate = rate_of(f"zones_gb_per_s from {source!r} to {target!r}", row[2])
         link = steady_link(f"{source or 'no zone'} to {target or 'no zone'}", rate * 1e9, latency_s=1e-3)
         yield Joined(source=source, target=target, link=link)
         yield Joined(source=target, target=source, link=link)
@@ -191,10 +191,11 @@ def _zones(rows: Sequence[Any]) -> Iterator[Joined]:
 
 def _rates(raw: dict[str, Any], key: str, own: Mapping[str, DeviceSpec]) -> dict[str, float]:
     given = checked(raw, key, dict) if key in raw else {}
-    return {_device(gpu, own).name: _rate(f"{key} of {gpu}", value) for gpu, value in given.items()}
+    return {_device(gpu, own).name: rate_of(f"{key} of {gpu}", value) for gpu, value in given.items()}
 
 
-def _rate(what: str, value: object) -> float:
+def rate_of(what: str, value: object) -> float:
+    """A number of more than 0. Raises ValueError about ``what`` for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ValueError(f"{what} is {value!r}; expected a number of more than 0")
     return float(value)

@@ -29,7 +29,7 @@ from autohete_fx.cluster.simulate import Timeline, simulate
 from autohete_fx.cluster.spec import Cluster
 
 MOST_UNITS = 5
-"""Of a cluster whose plans are all tried, in units of the least degree of tensor parallelism."""
+"""A cluster with so many units of the least degree of tensor parallelism has all its plans tried."""
 _MOST_CUTS = 130
 """Divisions of the layers of a pipeline that are all tried; eight layers have 35 at most, ten have 126."""
 _MOST_WORK = 400_000

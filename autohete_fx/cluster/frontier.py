@@ -88,7 +88,8 @@ def with_nodes(cluster: Cluster, nodes: Sequence[Node]) -> Cluster:
 def changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     """Clusters that differ by one thing, named: a GPU or a node more or less of each type, twice the network between nodes.
 
-    A GPU more goes to a node that has fewer than the largest of its type, or than `NODE_GPUS`; else it is a node of its own.
+    A GPU more goes to the smallest node of its type, if that has fewer than `NODE_GPUS`, or than the largest. Else it is a node of
+    its own. A GPU less leaves the smallest node.
     """
     for gpu in cluster.gpus:
         alike = [node for node in cluster.nodes if node.gpu == gpu.name]

@@ -72,6 +72,12 @@ def _more_than_0(name: str, value: Any) -> float:
     return float(value)
 
 
+def _not_below_0(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value!r}")
+    return float(value)
+
+
 def memory_of_gpu(gpu: str) -> int:
     """Bytes of a type of GPU: of the table, else of the GiB that end its name. Raises ClusterError for any other name."""
     found = _GIB_IN_NAME.search(gpu)
@@ -96,15 +102,19 @@ def costs_of(layers: Any, memory: Any, model: str) -> CostTable:
 
 
 def _costs_of(entry: Any, sizes: Any, model: str) -> CostTable:
-    some = next(iter(next(iter(next(iter(entry["gpus"].values()))["runs"].values())).values()))
-    norm = ["norm"] if "norm" in some else []
+    records = [
+        row for found in entry["gpus"].values() for by_size in found["runs"].values() for row in by_size.values()
+    ]
+    norm = ["norm"] if any("norm" in row for row in records) else []
     kinds = ("first", *["layer"] * entry["config"]["layers"], *norm, "last")
     times, updates = [], []
     for gpu, found in entry["gpus"].items():
         for tp, by_size in found["runs"].items():
             for micro_batch, row in by_size.items():
-                seconds = {kind: row[kind] for kind in ("first", "last", *norm)}
                 alike = [row[name] for name in ("layer", "layer1") if name in row]
+                if not alike or not {"first", "last", *norm} <= set(row):
+                    continue  # a run that needs this record is told that it is missing
+                seconds = {kind: row[kind] for kind in ("first", "last", *norm)}
                 seconds["layer"] = [sum(column) / len(alike) for column in zip(*alike, strict=True)]
                 for kind, (forward_s, backward_s) in seconds.items():
                     times.append(
@@ -113,13 +123,20 @@ def _costs_of(entry: Any, sizes: Any, model: str) -> CostTable:
                             gpu=gpu,
                             tp=int(tp),
                             micro_batch=int(micro_batch),
-                            forward_s=forward_s,
-                            backward_s=backward_s,
+                            forward_s=_not_below_0(f"forward of {kind} on {gpu}", forward_s),
+                            backward_s=_not_below_0(f"backward of {kind} on {gpu}", backward_s),
                         )
                     )
         updates.append(_update_of(gpu, found))
     rows = [
-        LayerBytes(kind=kind, tp=int(tp), params_bytes=row[0], kept_bytes=row[1], output_bytes=row[2])
+        LayerBytes(
+            kind=kind,
+            tp=int(tp),
+            **{
+                name: int(_not_below_0(f"{name} of {kind}", value))
+                for name, value in zip(("params_bytes", "kept_bytes", "output_bytes"), row, strict=True)
+            },
+        )
         for tp, by_kind in sizes.items()
         for kind, row in by_kind.items()
     ]
@@ -137,8 +154,10 @@ def _update_of(gpu: str, found: Any) -> UpdateTime:
     """A line through the measured updates of several degrees, by least squares; ``update_params`` are of fp32."""
     points = []
     for tp, by_size in found["runs"].items():
-        num_bytes = 4 * found["update_params"][tp]
-        points.extend((num_bytes, row["update_s"]) for row in by_size.values() if "update_s" in row)
+        taken = [_not_below_0(f"update_s of {gpu}", row["update_s"]) for row in by_size.values() if "update_s" in row]
+        if taken and tp in found["update_params"]:
+            num_bytes = 4 * _more_than_0(f"update_params of {gpu}", found["update_params"][tp])
+            points.extend((num_bytes, seconds) for seconds in taken)
     if not points:
         raise KeyError(f"update_s of {gpu}")
     mean_x, mean_y = (sum(column) / len(points) for column in zip(*points, strict=True))
@@ -162,7 +181,11 @@ def _link(name: str, fits: Any, *, never_falls: bool) -> Link:
                 points.append((1e6 * 2.0**log2, rate))
         if never_falls and rates:
             points = [(size, max(rate, rates[-1].at(size))) for size, rate in points]
+        if not points:
+            raise ValueError(f"{name} carries nothing for {pairs} pairs")
         rates.append(Rates(pairs=int(pairs), points=tuple(points)))
+    if not rates:
+        raise ValueError(f"{name} has no fits")
     return Link(name=name, rates=tuple(rates))
 
 
@@ -223,7 +246,8 @@ class Run:
         plan: that it ran.
         cluster: on which.
         iteration_s: measured seconds of a step.
-        peak_bytes: measured, of the fullest GPU, as the driver shows it.
+        peak_bytes: measured, of the fullest GPU, as the driver shows it; None where nobody measured it.
+        peak_doubt: why the file of the run doubts its peak; "" where it does not.
         reduce_s: measured seconds of one rank's gradient all-reduce, waits included.
     """
 
@@ -232,6 +256,7 @@ class Run:
     cluster: Cluster
     iteration_s: float
     peak_bytes: int | None
+    peak_doubt: str
     reduce_s: float | None
 
 
@@ -251,6 +276,8 @@ def rows_of(runs: Any) -> list[Any]:
 def run_of(row: Any, network: Any) -> Run:
     """The measured run of an entry. Raises ClusterError for what it lacks."""
     with _reading(f"the run {row.get('name', 'without a name') if isinstance(row, dict) else row!r}"):
+        if not isinstance(row["name"], str):
+            raise TypeError(f"its name is {row['name']!r}")
         grid = {"count": 1, "stages": row["stages"]}
         plan, cluster = plan_of_grids(
             row["model"],
@@ -265,7 +292,8 @@ def run_of(row: Any, network: Any) -> Run:
             plan=plan,
             cluster=cluster,
             iteration_s=_more_than_0("iteration_s", row["iteration_s"]),
-            peak_bytes=row.get("peak_bytes"),
+            peak_bytes=None if row.get("peak_bytes") is None else int(_more_than_0("peak_bytes", row["peak_bytes"])),
+            peak_doubt=str(row.get("suspect_peak", "")),
             reduce_s=row.get("red_grads_s"),
         )
 

@@ -122,12 +122,14 @@ def report_text(report: ClusterReport) -> str:
     bound = ""
     if solution.model_bound_s is not None:
         bound = f"{format_seconds(min(solution.model_bound_s, timeline.iteration_s))} as the solver counts, "
+    unpriced = [", ".join(report.cluster.without_price())]
     shares = binding(plan, timeline)
     parts = [f"{name} {seconds / timeline.iteration_s:.0%}" for name, seconds in shares.items() if seconds]
     lines = [
         f"{plan.model} on {counted({gpu.name: report.cluster.count(gpu.name) for gpu in report.cluster.gpus})},"
-        f" {plan.global_batch} samples of {report.seq} tokens a step",
+        f" {plan.global_batch} sample{'s' * (plan.global_batch > 1)} of {report.seq} tokens a step",
         *(f"assumed: {sentence}" for sentence in report.assumed),
+        *(f"no price of {gpu}: a cluster file may give it, as usd_per_hour" for gpu in unpriced if gpu),
         f"costs: {report.costs.source}",
         "",
         f"step {format_seconds(timeline.iteration_s)}, {report.tokens_per_s:,.0f} tokens/s{_utilization(report)}{_price(report)}",
@@ -153,7 +155,11 @@ def _utilization(report: ClusterReport) -> str:
 
 def _price(report: ClusterReport) -> str:
     dollars = report.usd_per_million_tokens
-    return "" if dollars is None else f", ${dollars:.3f} per million tokens"
+    return "" if dollars is None else f", {_usd(dollars)} per million tokens"
+
+
+def _usd(dollars: float) -> str:
+    return f"${dollars:.3f}" if dollars >= 0.01 else f"${dollars:.2g}"
 
 
 def counted(counts: Mapping[str, int]) -> str:
@@ -252,7 +258,7 @@ def _variants_table(report: ClusterReport, variants: Sequence[Variant]) -> str:
                 variant.name,
                 format_seconds(plan.iteration_s),
                 f"{plan.iteration_s / ours:.2f}x",
-                "-" if cost is None else f"${cost:.3f}",
+                "-" if cost is None else _usd(cost),
                 counted(plan.used()),
             ]
         )
@@ -270,7 +276,7 @@ def _frontier_table(report: ClusterReport) -> str:
         [
             format_seconds(point.solution.plan.iteration_s),
             f"{tokens / point.solution.plan.iteration_s:,.0f}",
-            f"${point.usd_per_step / tokens * 1e6:.3f}",
+            _usd(point.usd_per_step / tokens * 1e6),
             counted(point.solution.plan.used()),
         ]
         for point in report.frontier
@@ -307,6 +313,7 @@ def report_json(report: ClusterReport) -> str:
             for point in report.frontier
         ],
         "assumed": list(report.assumed),
+        "without_price": report.cluster.without_price(),
         "costs": report.costs.source,
     }
     return json.dumps(body, indent=1)

@@ -19,6 +19,8 @@ _COLORS = {
     "reduce": "#54a24b",
     "update": "#b279a2",
 }
+_WORDS = {"send": "message", "receive": "message", "reduce": "gradient sums", "update": "update"}
+"""Where a part has room for them."""
 _MOST_ROWS = 48
 """Stages that a chart shows."""
 
@@ -53,7 +55,7 @@ def draw_gantt(report: ClusterReport, path: str | Path) -> None:
                 edgecolor="white",
                 linewidth=0.3 if len(unit.spans) < 200 else 0.0,
             )
-            word = str(span.micro_batch + 1) if span.what in ("forward", "backward") else span.what
+            word = str(span.micro_batch + 1) if span.what in ("forward", "backward") else _WORDS[span.what]
             if length > 0.012 * len(word) * width and span.what != "receive":
                 middle = span.begin_s + length / 2
                 axes.text(middle, row, word, ha="center", va="center", fontsize=7, color="white")

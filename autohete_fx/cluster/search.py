@@ -15,12 +15,14 @@ from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.counts import Counts
 from autohete_fx.cluster.events import Sends
 from autohete_fx.cluster.links import Links
+from autohete_fx.cluster.memory import memory_of
 from autohete_fx.cluster.place import placed
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.shapes import Shape, Shaper, UnitType, orders
 from autohete_fx.cluster.simulate import Timeline, simulate
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.errors import ClusterError
+from autohete_fx.ir.sizes import format_bytes
 
 _MOST_STAGES = 16
 _MOST_MIXED = 300
@@ -312,14 +314,18 @@ class Search:
                     yield found
 
     def why_nothing(self, units: Sequence[UnitType]) -> str:
-        """An error's text: the least memory with which some GPU could take part."""
+        """An error's text, with what the model's states take and the GPUs have."""
+        unit = units[0]
+        whole = self._costs.sums(unit.gpu, unit.tp, self.sizes[0]).stage(0, self.shaper.num_layers)
+        states_bytes = memory_of(whole, self._costs, 0).states_bytes * unit.tp
+        has_bytes = sum(count * self._cluster.gpu(gpu).memory_bytes for (gpu, _), count in self._counts.items())
         types = ", ".join(f"{count} x {gpu}" for (gpu, _), count in sorted(self._counts.items()))
         return (
             f"{self._costs.model} does not fit on {types}, with every layer recomputed. Expected was a pipeline of these GPUs"
             " that holds"
-            f" the model and {self._batch} samples a step. Add GPUs or nodes, take smaller micro-batches, or allow higher"
-            " degrees of tensor"
-            " parallelism"
+            f" the model and {self._batch} samples a step: its weights, gradients and optimizer states take"
+            f" {format_bytes(states_bytes)}, and these GPUs have {format_bytes(has_bytes)}. Add GPUs or nodes, or"
+            " give a larger batch (a pipeline takes a micro-batch for each stage), shorter samples, or more GPUs for a unit"
         )
 
 

@@ -197,11 +197,17 @@ class Cluster:
 
     def require_prices(self) -> None:
         """Raise ClusterError where a type of GPU has no price."""
-        unknown = [gpu.name for gpu in self.gpus if gpu.usd_per_hour is None]
+        unknown = self.without_price()
         if unknown:
+            entries = ", ".join(f'"{gpu}": DOLLARS' for gpu in unknown)
             raise ClusterError(
-                f"{', '.join(unknown)} has no price. Expected was one for every type of GPU. Give usd_per_hour in a cluster file"
+                f"there is no price of {', '.join(unknown)}. Expected was one for every type of GPU. Give"
+                f' "usd_per_hour": {{{entries}}} in a cluster file'
             )
+
+    def without_price(self) -> list[str]:
+        """The types of GPU that have no price."""
+        return [gpu.name for gpu in self.gpus if gpu.usd_per_hour is None]
 
     def gpu(self, name: str) -> Gpu:
         """The type of that name."""

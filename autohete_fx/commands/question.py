@@ -18,6 +18,8 @@ from autohete_fx.report.plots import require_matplotlib
 from autohete_fx.whatif.architectures import find_architecture, require_transformers
 from autohete_fx.whatif.job import Job
 
+_MOST_SAMPLES = 65536
+"""Of a step that is planned for a cluster."""
 HOST_SHARE = Share(0.9)
 """The share of the host's memory that homes may take unless told otherwise."""
 
@@ -119,6 +121,11 @@ def check(parsed: argparse.Namespace) -> None:
     if not (is_file(parsed.model) or parsed.costs):
         find_architecture(parsed.model)
         require_transformers()
+    if parsed.cluster and parsed.batch > _MOST_SAMPLES:
+        raise OptionError(
+            f"--batch {parsed.batch} was given with --cluster. Expected was at most {_MOST_SAMPLES}, because a step is simulated"
+            " micro-batch by micro-batch. Plan for so many: a larger step takes longer in proportion"
+        )
     if parsed.cluster and not parsed.costs:
         cluster = described(parsed.cluster, spot=parsed.spot).cluster
         if parsed.objective == "cost":

@@ -21,6 +21,7 @@ profile. Predictions of these runs are therefore uncertain by that part, and the
 import argparse
 import json
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,13 @@ def main() -> None:
     parser.add_argument("--save", type=Path, metavar="FILE", help="write a result file, with the environment")
     parsed = parser.parse_args()
     print_figures(environment())
-    layers, memory, network = read(parsed.layers), read(parsed.memory), read(parsed.network)
+    try:
+        layers, memory, network = read(parsed.layers), read(parsed.memory), read(parsed.network)
+        entries = rows_of(read(parsed.runs))
+    except ClusterError as error:
+        sys.exit(str(error))
     rows = []
-    for entry in rows_of(read(parsed.runs)):
+    for entry in entries:
         try:
             run = run_of(entry, network)
             rows.append(row_of(run, costs_of(layers, memory, run.plan.model)))
@@ -79,6 +84,7 @@ def row_of(run: Run, costs: CostTable) -> dict[str, Any]:
         "launch_bound": floor > _LAUNCH_BOUND_SHARE,
         "measured_peak_bytes": run.peak_bytes,
         "planned_peak_bytes": max(memory.peak_bytes for memory in memories),
+        "peak_doubt": run.peak_doubt,
     }
 
 
@@ -121,6 +127,7 @@ def table(rows: list[dict[str, Any]]) -> str:
                 f" {100 * row['error']:+6.1f}% {100 * row['launch_share']:5.0f}%   {peak / gib:8.2f} {planned / gib:8.2f}"
                 f" {(peak - planned) / gib:+7.2f}"
             )
+    lines.extend(f"peak of {row['name']}: its file doubts it: {row['peak_doubt']}" for row in rows if row["peak_doubt"])
     groups = {
         "all": rows,
         "not launch-bound": [row for row in rows if not row["launch_bound"]],

@@ -94,7 +94,7 @@ def test_measured_costs_are_planned_for(capsys):
     assert main([*asked, "--explain", "--time-limit", "5"]) == 0
     printed = capsys.readouterr().out
     assert "costs: measured layers" in printed
-    assert "4 more V100-16" in printed
+    assert "1 more V100-16" in printed and "4 more V100-16" in printed
     assert "twice the network" in printed
 
 
@@ -128,13 +128,47 @@ def test_the_cheapest_plan_is_on_the_frontier(config, tmp_path, capsys):
         (["--device", "a100", "--objective", "cost"], "--objective is about clusters"),
         (["--cluster", "2xL40S", "--clip"], "--clip is about GPUs that are alike"),
         (["--cluster", "2xL40S", "--solver", "scip", "--symmetric-tp"], "leave it out"),
+        (["--cluster", "2xL40S", "--batch", "1000000"], "Expected was at most 65536"),
         (["--cluster", "8A100"], "has the part '8A100'"),
-        (["--cluster", "2xL40S,2xH20", "--objective", "cost"], "h20-96g has no price"),
+        (["--cluster", "2xL40S,2xH20", "--objective", "cost"], "there is no price of h20-96g"),
     ],
 )
 def test_what_does_not_go_together_is_said(config, capsys, words, message):
     assert main(["plan", config, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_measured_gpus_have_prices_of_a_file(tmp_path, capsys):
+    cluster = tmp_path / "cluster.json"
+    asked = ["plan", "OPT-350", "--costs", MEASURED, "--batch", "8", "--seq", "2048", "--objective", "cost"]
+    assert main([*asked, "--cluster", "1xA100-40,1xV100-16"]) == 2
+    assert "no price of A100-40, V100-16" in capsys.readouterr().err
+    nodes = [{"gpu": "A100-40", "gpus": 1}, {"gpu": "V100-16", "gpus": 1}]
+    prices = {"A100-40": 1.0, "V100-16": 4.0}
+    cluster.write_text(json.dumps({"schema_version": 1, "nodes": nodes, "usd_per_hour": prices}))
+    assert main([*asked, "--cluster", str(cluster), "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert (body["gpus"]["A100-40"]["used"], body["gpus"]["V100-16"]["used"]) == (1, 0)
+    seconds = body["iteration_s"]
+    assert body["usd_per_million_tokens"] == pytest.approx(seconds / 3600 / (8 * 2048) * 1e6)
+    assert body["without_price"] == []
+    for change, message in (
+        ({"zones_gb_per_s": []}, "unknown entries ['zones_gb_per_s']"),
+        ({"nodes": [{"gpu": "A100-41", "gpus": 1}]}, "no GPU 'A100-41'"),
+        ({"nodes": [{"gpu": "A100-40", "gpus": 0}]}, "1 nodes of 0 A100-40"),
+        ({"usd_per_hour": {"T4": 1.0}}, "prices or memory of ['T4']"),
+        ({"usd_per_hour": {"A100-40": 0}}, "usd_per_hour of A100-40 is 0"),
+    ):
+        cluster.write_text(json.dumps({"schema_version": 1, "nodes": nodes, "usd_per_hour": prices} | change))
+        assert main([*asked, "--cluster", str(cluster)]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_types_without_a_price_are_named(capsys):
+    asked = ["plan", "OPT-350", "--costs", MEASURED, "--cluster", "1xA100-40", "--batch", "1", "--seq", "2048"]
+    assert main(asked) == 0
+    printed = capsys.readouterr().out
+    assert "no price of A100-40: a cluster file may give it" in printed and "1 sample of 2048" in printed
 
 
 def test_a_model_that_fits_nowhere_is_one_line(capsys):
@@ -143,3 +177,4 @@ def test_a_model_that_fits_nowhere_is_one_line(capsys):
     error = capsys.readouterr().err.strip()
     assert error.count("\n") == 0
     assert "does not fit on 1 x V100-16" in error
+    assert "states take 39.5 GiB, and these GPUs have 16.0 GiB" in error

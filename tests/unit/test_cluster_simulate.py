@@ -253,6 +253,8 @@ def test_runs_of_other_types_are_predicted_where_files_know_them(measured):
         ({"mbs": 0}, "micro-batches of 0"),
         ({"gbs": 0}, "a batch of 0"),
         ({"iteration_s": 0}, "iteration_s is 0"),
+        ({"name": 7}, "its name is 7"),
+        ({"peak_bytes": -1}, "peak_bytes is -1"),
         ({"stages": [{}]}, "lacks 'replicas'"),
         ({"stages": [{"layers": [0, 40], "replicas": [["GH-96", 4, 1]]}]}, "41 layers.*has 34"),
         ({"stages": [{"layers": [0, 33], "replicas": [["GH-96", 8, 1]]}]}, "8 GPUs GH-96. Expected was 1 to 4"),
@@ -266,6 +268,10 @@ def test_a_run_that_lacks_something_says_what(measured, change, message):
         predicted(row, measured)
 
 
+def record(files: dict, tp: str, micro_batch: str) -> dict:
+    return files["layers"]["models"]["GPT-Neo-2.7"]["gpus"]["GH-96"]["runs"][tp][micro_batch]
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -275,6 +281,17 @@ def test_a_run_that_lacks_something_says_what(measured, change, message):
         (
             lambda files: files["layers"]["models"]["GPT-Neo-2.7"]["gpus"]["GH-96"].pop("update_params"),
             "'update_params'",
+        ),
+        (
+            lambda files: [record(files, "4", size).pop("first") for size in ("1", "2", "4", "8", "16", "32", "64")],
+            "on GH-96 with 4 GPUs a layer",
+        ),
+        (lambda files: record(files, "4", "1").update(first=[None, 0.1]), "forward of first on GH-96 is None"),
+        (lambda files: record(files, "1", "1").update(update_s="soon"), "update_s of GH-96 is 'soon'"),
+        (lambda files: files["network"]["inter"].update({"GH-96": {}}), "GH-96 port has no fits"),
+        (
+            lambda files: files["network"]["inter"].update({"GH-96": {"1": [0, 0, -1, 1]}}),
+            "carries nothing for 1 pairs",
         ),
     ],
 )
