@@ -1,14 +1,14 @@
 """Every plan of a small cluster: units on nodes, pipelines of them, divisions of the layers, and shares of the batch.
 
-Enter the seconds that are to be beaten; leaves the fastest plan below them, or None. On few GPUs there are few plans, and
-heuristics on counts and places miss some: on nodes of unlike sizes, and where pipelines share a node. A plan is simulated only
-where a bound is below the best seconds. In a pipeline of ``k`` micro-batches one passes all stages. Each stage ``s`` also takes
+Enter the seconds that are to be beaten; leaves the fastest plan below them, or None. On few GPUs there are few plans. Heuristics on
+counts and places miss some, on nodes of unlike sizes and where pipelines share a node. A plan is simulated only where a bound
+is below the best seconds. In a pipeline of ``k`` micro-batches one passes all stages. Each stage ``s`` also takes
 ``k slot_s`` between the way of the first one to it and the way of the last one back:
 
     max(sum_s z_s + 2 sum_s h_s,  max_s (sum_{r < s} z_r + 2 sum_{r < s - 1} h_r + k slot_s)),   slot_s = z_s + 2 h_{s-1} + 2 h_s
 
-``z`` is the compute of a stage, ``h_s`` the message from stage ``s`` to the next, alone on its link; 0 where sends do not block.
-Sums of gradients and updates are added as they are.
+``z`` is the compute of a stage. ``h_s`` is the message from stage ``s`` to the next, alone on its link, and 0 where sends do not
+block. Sums of gradients and updates are added as they are.
 
 All divisions of the layers are tried where they are few; else the one that balances the stages. Work is counted, not timed, so that
 equal inputs give equal plans.

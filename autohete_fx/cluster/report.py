@@ -135,7 +135,7 @@ def report_text(report: ClusterReport) -> str:
         f"step {format_seconds(timeline.iteration_s)}, {report.tokens_per_s:,.0f} tokens/s{_utilization(report)}{_price(report)}",
         f"where it goes: {', '.join(parts)}",
         f"at best {bound}{format_seconds(solution.compute_bound_s)} with all GPUs always at work; searched"
-        f" {solution.solve_s:.1f} s",
+        f" {solution.solve_s:.1f} s{_first(solution)}",
         "",
         _pipelines_table(report),
     ]
@@ -147,6 +147,10 @@ def report_text(report: ClusterReport) -> str:
     if report.frontier:
         lines += ["", "faster or cheaper", _frontier_table(report)]
     return "\n".join(lines)
+
+
+def _first(solution: Solution) -> str:
+    return "" if solution.first_s is None else f", a first plan after {solution.first_s:.1f} s"
 
 
 def _utilization(report: ClusterReport) -> str:
@@ -298,6 +302,7 @@ def report_json(report: ClusterReport) -> str:
         "model_bound_s": report.solution.model_bound_s,
         "compute_bound_s": report.solution.compute_bound_s,
         "solve_s": report.solution.solve_s,
+        "first_s": report.solution.first_s,
         "gpus": {gpu.name: _of_type(report, gpu) for gpu in report.cluster.gpus},
         "idle": list(idle_lines(report)),
         "memory": [[asdict(held) | {"peak_bytes": held.peak_bytes} for held in row] for row in memories],

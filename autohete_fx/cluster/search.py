@@ -86,6 +86,7 @@ class Search:
         self._worth_taking: dict[UnitType, tuple[int, ...]] = {}
         self._seen: dict[Pipes, Found | None] = {}
         self.num_shapes = self.num_simulated = 0
+        self.first_at = math.inf
 
     def run(self, units: tuple[UnitType, ...]) -> float:
         """Simulate the candidates of these units; returns the bound of the model's step."""
@@ -209,6 +210,7 @@ class Search:
         if not alike:
             return 1.0
         low_s, chosen = self._counting(tuple(self._counts)).fastest(alike)
+        self._try_counts(chosen)  # a plan is there before mixed shapes are made
         return max(low_s, min((shape.seconds_of(1) for shape, _ in chosen), default=1.0))
 
     def _try_counts(self, chosen: Sequence[tuple[Shape, int]]) -> None:
@@ -241,6 +243,7 @@ class Search:
                 timeline = simulate(plan, self._cluster, self._costs, sends=self._sends, links=self._links)
                 found = Found(pipes, plan, timeline)
                 self.found.append(found)
+                self.first_at = min(self.first_at, time.monotonic())
                 self.num_simulated += 1
             self._seen[pipes] = found
         return self._seen[pipes]

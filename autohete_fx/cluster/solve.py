@@ -68,6 +68,7 @@ class Solution:
         num_shapes: that were made.
         num_simulated: plans that were simulated.
         solve_s: seconds that it took.
+        first_s: seconds until a first plan was simulated; None where plans are not made one by one.
         moves: why a slower plan was taken that moves less; "" where none was.
         idle: types of GPU that the plan does not use up.
     """
@@ -79,6 +80,7 @@ class Solution:
     num_shapes: int
     num_simulated: int
     solve_s: float
+    first_s: float | None = None
     moves: str = ""
     idle: tuple[Idle, ...] = ()
 
@@ -162,6 +164,7 @@ def plan_cluster(
         num_shapes=search.num_shapes,
         num_simulated=search.num_simulated,
         solve_s=time.monotonic() - began,
+        first_s=search.first_at - began if search.found else None,
         moves=moves,
         idle=idle_of(plan, cluster, [(found.plan, found.timeline.iteration_s) for found in search.found]),
     )

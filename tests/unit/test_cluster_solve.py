@@ -252,6 +252,7 @@ def test_equal_inputs_give_equal_plans():
     given, table, _ = measured("S1")
     first, second = (plan_cluster(given, table, global_batch=64, time_limit_s=600) for _ in range(2))
     assert first.plan == second.plan
+    assert first.first_s is not None and 0 < first.first_s < first.solve_s, "a plan is there long before the last"
 
 
 def test_gpus_behind_a_slow_port_do_not_join_others():
