@@ -5,6 +5,7 @@ All ranks say which parameters of which saves their node's disk has; the newest 
 parameters at different places, all of that is said of the pieces between all cuts. The unit of a read is the saved piece.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +21,8 @@ from autohete_fx.cluster.pieces import Piece, covered, finest
 from autohete_fx.cluster.sources import Fetch, Wanted, quickest
 from autohete_fx.cluster.store import Entry, Parts, Place, Save, Store, joined, read_pieces
 from autohete_fx.errors import ClusterError
+
+log = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 MadeOf = Mapping[Piece, tuple[Piece, ...]]
@@ -58,7 +61,10 @@ class Restored:
 def restore(
     store: Store, needs: Sequence[Piece], all_names: Sequence[str], node: str, group: dist.ProcessGroup | None
 ) -> Restored | None:
-    """Restore the newest save of which every parameter is somewhere; None where there is no save at all. All ranks call it.
+    """Restore the newest save of which every parameter is somewhere. All ranks call it.
+
+    None where there is no save at all, or the cloud answers, has no complete one, and disks do not make up for it: states are then
+    lost, and no step was reported as saved there.
 
     Args:
         store: of the job.
@@ -68,7 +74,7 @@ def restore(
         group: of all ranks, for tensors in host memory.
 
     Raises:
-        ClusterError: there are saves, and none is complete.
+        ClusterError: there are saves and none is complete, while no cloud is given or it cannot be read.
     """
     start = time.perf_counter()
     rank = dist.get_rank(group)
@@ -203,7 +209,14 @@ def _look(store: Store, disks: _Disks, wanted: set[str], needing: _Needing) -> t
         if wanted <= covered([*set().union(*nodes.values()), *map(Piece.of_key, parts)]):
             known = {key: row for key, row in parts.items() if Piece.of_key(key).name in wanted}
             return save, known, cloud.trouble
-    if not saves and not cloud.trouble:
+    if not cloud.trouble and (store.cloud is not None or not saves):
+        if saves:
+            log.warning(
+                "disks lack a part of every save (the newest is of step %d), and nothing was saved in the cloud %r yet. Training"
+                " begins again at step 0",
+                saves[0].step,
+                store.cloud,
+            )
         return None, {}, ""
     seen = ", ".join(f"step {save.step}" for save in saves[:5]) or "none"
     return (

@@ -155,7 +155,8 @@ class Saver:
         """
         self.settle()
         save = self.last = Save(step=step, generation=self._generation)
-        self._disk.begin(save, lambda: {**self._names, **_tensors(states.values())})
+        if self._disk.written != step:  # a whole part is not written over: cut off then, it would seem whole
+            self._disk.begin(save, lambda: {**self._names, **_tensors(states.values())})
         if not cloud or self._cloud is None:
             return
         if self._cloud_is_free:

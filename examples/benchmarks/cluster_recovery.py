@@ -4,8 +4,8 @@ Four processes on this machine are nodes of two pipelines of two stages. They tr
 layers another one has, or of both nodes that have some layers. New nodes take their places and restore. Reads of disks, of peers
 and of the
 cloud take as long as the bandwidths of a setting say, scaled to the size of the model. `autohete_fx.cluster.moving` predicts the
-same from the plan and from what disks have. Finding a loss, planning and starting again are not emulated here: their seconds are
-those that `cluster_chaos` measured on this machine.
+same from the plan and from what disks have. Finding a loss, planning and starting again are not emulated here. Their seconds are
+those of the last `cluster_chaos`, whose first half predicts its second.
 
     python examples/benchmarks/cluster_recovery.py --json results/cluster_recovery.json --plot results/cluster_recovery.svg
 """
@@ -16,7 +16,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +35,7 @@ from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTi
 from autohete_fx.cluster.layers import LayerMap
 from autohete_fx.cluster.moving import all_from_cloud, moved
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, Stage
-from autohete_fx.cluster.sources import Bandwidths, Wanted, move_parts_s
+from autohete_fx.cluster.sources import Bandwidths, Moved, Wanted, move_parts_s
 from autohete_fx.cluster.tensor_parallel import TensorLayout
 
 NODES, LAYERS, WIDTH, BATCH = 4, 6, 128, 8
@@ -43,7 +43,7 @@ STATE_BYTES = 90e9
 """Of a 7B model, whose restore the scaled one stands for."""
 WHOLE_S = 90.0
 """Of that model from a cloud of 1 GB/s; here it takes `SCALED_S`."""
-SCALED_S = 10.0
+SCALED_S = 20.0
 SETTINGS = {
     "fast peers": Bandwidths(local=3e9, peer=12.5e9, cloud=1e9, cloud_of_all=2.5e9, cloud_first_s=0.0),
     "slow peers": Bandwidths(local=3e9, peer=1.25e9, cloud=1e9, cloud_of_all=2.5e9, cloud_first_s=0.0),
@@ -51,6 +51,7 @@ SETTINGS = {
 }
 LOSSES = {"a replica survives": (1,), "some layers are lost": (1, 3)}
 """Indexes of the nodes whose disks are gone."""
+_SMALLEST_S, _LARGE_ERROR = 0.05, 0.2
 
 
 class Net(nn.Module):
@@ -192,6 +193,7 @@ def recovered(
             "bytes": restored.num_bytes,
             "measured_s": {part: restored.seconds[part] for part in ("look", "local", "peer", "cloud")},
             "predicted_s": {"local": local_s, "peer": peer_s, "cloud": cloud_s},
+            "longest_s": longest_s(predicted, rates),
             "predicted_bytes": {
                 source: sum(getattr(each, source) for each in predicted.values())
                 for source in ("local", "peer", "cloud")
@@ -202,7 +204,7 @@ def recovered(
 
 def rows_of(found: dict[Any, Any], settings: Sequence[str]) -> list[dict[str, Any]]:
     """Seconds by part, and all ranks' bytes, by setting and loss. Parts are those of the rank that reads longest; what comes after
-    that, until the last rank has everything, is the peers'."""
+    that, until the last rank has everything, is the peers'. ``longest`` has each part of the node that it takes longest."""
     rows = []
     for setting in settings:
         for loss in LOSSES:
@@ -212,9 +214,14 @@ def rows_of(found: dict[Any, Any], settings: Sequence[str]) -> list[dict[str, An
                 seconds = [rank[way]["measured_s"] for rank in ranks]
                 slowest = max(seconds, key=lambda each: each["local"] + each["cloud"])
                 rest_s = max(map(_moving_s, seconds)) - slowest["local"] - slowest["cloud"]
+                longest = {part: max(each[part] for each in seconds) for part in ("local", "cloud")}
                 row[way] = {
                     **ranks[0][way],
                     "measured_s": {**slowest, "peer": rest_s},
+                    "longest": {
+                        part: {"measured_s": {**longest, "peer": rest_s}[part], "predicted_s": predicted_s}
+                        for part, predicted_s in ranks[0][way]["longest_s"].items()
+                    },
                     "bytes": {
                         key: sum(rank[way]["bytes"][key] for rank in ranks) for key in ("local", "peer", "cloud")
                     },
@@ -223,15 +230,59 @@ def rows_of(found: dict[Any, Any], settings: Sequence[str]) -> list[dict[str, An
     return rows
 
 
-def _moving_s(seconds: dict[str, float]) -> float:
+def longest_s(rows: Mapping[str, Moved], rates: Bandwidths) -> dict[str, float]:
+    """By part, the predicted seconds of the node that it takes longest."""
+    readers = sum(row.cloud > 0 for row in rows.values())
+    rate = {
+        "local": rates.local,
+        "peer": rates.peer,
+        "cloud": min(rates.cloud, rates.cloud_of_all / max(1, readers)),
+    }
+    return {part: max(getattr(row, part) for row in rows.values()) / rate[part] for part in rate}
+
+
+def _moving_s(seconds: Mapping[str, float]) -> float:
     return seconds["local"] + seconds["peer"] + seconds["cloud"]
 
 
-def beginning_s() -> float:
-    """Seconds to find a loss, plan and start again: what `cluster_chaos` measured beside restoring; the median."""
+def beginnings() -> dict[str, dict[str, float]]:
+    """Seconds to find a loss and start again, and to join without reading, as `cluster_chaos` measured: by kind of change.
+
+    Those of its first half predict those of its second.
+    """
     path = Path(__file__).resolve().parent / "results" / "cluster_chaos.json"
     rows = [row for row in json.loads(path.read_text())["recovery_s"] if row["recovery_s"] is not None]
-    return statistics.median(row["recovery_s"] - sum(row["restore_s"].values()) for row in rows)
+    found = {}
+    for kind in ("kill", "tell", "join"):
+        mine = [row for row in rows if row["event"] == kind]
+        seconds = {
+            "detect": [row["detect_and_restart_s"] for row in mine],
+            "join": [row["join_s"] - sum(row["restore_s"].values()) for row in mine],
+        }
+        if len(mine) > 1:
+            for part, values in seconds.items():
+                half = len(values) // 2
+                predicted, measured = statistics.median(values[:half]), statistics.median(values[half:])
+                found[f"{kind}: {part}"] = {"predicted_s": predicted, "measured_s": measured}
+    return found
+
+
+def show(rows: Sequence[dict[str, Any]], begun: dict[str, dict[str, float]]) -> None:
+    """Each part beside its prediction, with what is off by more than a fifth marked."""
+    for row in rows:
+        for way, words in (("nearest", "ours"), ("cloud", "all from the cloud")):
+            found = row[way]
+            parts = [_off(part, **seconds) for part, seconds in found["longest"].items()]
+            total = _off("all", _moving_s(found["measured_s"]), _moving_s(found["predicted_s"]))
+            print(f"{row['setting']:<11}{row['loss']:<23}{words:<19}{total}; {', '.join(parts)}")
+    for name, seconds in begun.items():
+        print(_off(name, **seconds))
+
+
+def _off(name: str, measured_s: float, predicted_s: float) -> str:
+    error = measured_s / predicted_s - 1 if predicted_s > _SMALLEST_S else 0.0
+    mark = " (!)" if abs(error) > _LARGE_ERROR else ""
+    return f"{name} {measured_s:.2f} s of {predicted_s:.2f} s predicted{mark}"
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -273,15 +324,10 @@ def main() -> None:
         start(rank_main, (root, parsed.settings, shared), nprocs=NODES)
         rows = rows_of(dict(shared), parsed.settings)
         shutil.rmtree(root, ignore_errors=True)
-    begin_s = beginning_s()
+    begun = beginnings()
     for row in rows:
-        row["begin_s"] = begin_s
-        near, cloud = (row[way] for way in ("nearest", "cloud"))
-        measured, predicted = _moving_s(near["measured_s"]), _moving_s(near["predicted_s"])
-        print(
-            f"{row['setting']:<12}{row['loss']:<24}measured {measured:6.2f} s  predicted {predicted:6.2f} s"
-            f"  all from the cloud {_moving_s(cloud['measured_s']):6.2f} s, predicted {_moving_s(cloud['predicted_s']):6.2f} s"
-        )
+        row["begun"] = begun
+    show(rows, begun)
     save(parsed.json, rows)
     if parsed.plot:
         draw(rows, parsed.plot)

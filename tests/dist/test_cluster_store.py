@@ -81,6 +81,10 @@ def test_a_store_that_lacks_parameters_is_an_error_and_a_cloud_that_is_down_is_n
         assert "no save of which all parameters are somewhere" in row["error"] and "could not be read" in row["error"]
     check(leg(tmp_path, "older", [(2, 4, [2, 4])], ["a", "c"], 6, cloud=cloud), 4)
 
+    # states are lost before the cloud has any: training begins again, and nobody removes what is left of them
+    shutil.rmtree(tmp_path / "root" / "c")
+    check(leg(tmp_path, "anew", [(2, 4, [2, 4])], ["a", "d"], 2, cloud=str(tmp_path / "empty")), 0)
+
 
 @pytest.mark.slow
 def test_a_disk_that_is_full_stops_saving_and_not_training(tmp_path: Path):
