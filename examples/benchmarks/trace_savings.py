@@ -3,7 +3,10 @@
 The trace of a rewritten graph decides whether its plan is compiled at all (`autohete_fx.profiler.memory.liveness`). Each of the
 twelve pairs of model and budget of `prediction_truth.py` is compiled twice: with that trace, and with a plain one, in which kernels
 run in the graph's order and every result has memory of its own. Compiled code is judged in the same way by both. A row has how
-often the graph was compiled, the seconds of all that, and the last plan's predicted step and peak.
+often the graph was compiled, the seconds of a core of all that, and the last plan's predicted step and peak. Each runs in a process
+whose seconds have a limit; one that comes to it counts as not ended. Kernels that a run before has compiled are in a cache, so
+seconds of the first run of a model compare with no others. Each process measures the machine, so on a busy one predicted steps
+compare with nothing either.
 
     python examples/benchmarks/trace_savings.py --json examples/benchmarks/results/trace_savings.json
 """
