@@ -80,6 +80,8 @@ LUMP_BRANCHES = 60
 They are taken where a lump has a choice with more than a share of ``LEAST_MIXED`` and less than all.
 """
 LEAST_MIXED = 0.05
+MOST_BRANCHES = 1_000_000
+"""Where `proven` branches until its time is over."""
 MANY_BLOCKS = 16
 """With fewer, annealing has no more to find after less work, in proportion."""
 ENOUGH = 0.001
@@ -108,6 +110,16 @@ def solve(problem: Problem, *, time_limit_s: float = 10.0, explains: bool = True
     reasons = reasons_of(problem, decisions) if explains else None
     solve_s = time.monotonic() - began
     return replace(plan, lower_bound_s=bound_s, gap=gap, status=status, reasons=reasons, solve_s=solve_s)
+
+
+def proven(problem: Problem, plan: Plan, *, time_limit_s: float) -> Plan:
+    """The same plan with the bound that ``time_limit_s`` more seconds of branching prove, if that is a better one."""
+    program = Program(problem)
+    program.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
+    branched = branch(program, branches=MOST_BRANCHES, deadline=time.monotonic() + time_limit_s)
+    bound_s = min(plan.step_s, max(plan.lower_bound_s, branched.bound_s))
+    gap = (plan.step_s - bound_s) / plan.step_s
+    return replace(plan, lower_bound_s=bound_s, gap=gap, status="optimal" if gap <= OPTIMAL_GAP else plan.status)
 
 
 def work_bound_s(problem: Problem) -> float:

@@ -25,7 +25,7 @@ from autohete_fx.ir import Overlap, Problem, Schedule
 from autohete_fx.machine.devices import RESERVE_SHARE, find_device, machine_of_spec
 from autohete_fx.options import Options
 from autohete_fx.planner.baselines import BASELINES, SHARDED_BASELINES, fits
-from autohete_fx.planner.solve import solve
+from autohete_fx.planner.solve import proven, solve
 from autohete_fx.whatif.blueprint import read_model
 from autohete_fx.whatif.job import Job
 from autohete_fx.whatif.trace import trace_model
@@ -74,6 +74,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--time-limit", type=float, default=10.0, help="seconds of solving, for each of our plans")
+    parser.add_argument(
+        "--prove", type=float, default=0.0, help="seconds of branching after each solve, for the bound alone"
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print_figures(environment())
@@ -95,18 +98,19 @@ def main() -> None:
                         schedule=Schedule(overlap=Overlap.BACKWARD),
                     )
                     where = {"part": name, "model": model, "device": device, "ranks": part.ranks}
-                    rows += compare(where, within, arguments.time_limit)
+                    rows += compare(where, within, arguments.time_limit, arguments.prove)
                     save(arguments.json, rows)
     _summarise(rows)
 
 
-def compare(where: dict[str, Any], problem: Problem, time_limit_s: float) -> list[dict[str, Any]]:
+def compare(where: dict[str, Any], problem: Problem, time_limit_s: float, prove_s: float) -> list[dict[str, Any]]:
     """Print and return the step time of every strategy over that of our plan."""
     assert problem.device_budget_bytes is not None
     where = {**where, "budget_bytes": problem.device_budget_bytes}
     title = f"{where['model']}, {where['ranks']} {where['device']}, {problem.device_budget_bytes / 1e9:.0f} GB"
     try:
         ours = solve(problem, time_limit_s=time_limit_s)
+        ours = proven(problem, ours, time_limit_s=prove_s) if prove_s else ours
     except InfeasiblePlanError as error:
         print(f"{title}: {error}\n", flush=True)
         return [{**where, "strategy": "ours", "fits": False}]

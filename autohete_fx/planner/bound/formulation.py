@@ -69,6 +69,8 @@ are the copies up of what was updated on the host, and s[i] those of the states.
     Q[i] >= Q[i-1],   Q[i] >= g[i] + v[0] + .. + v[i],   Q[i] >= g[i] + h[i] + v[i]
     Q[i] >= end of backward + u[0] + s[0] + .. + u[i] + s[i]
 
+Where updates start in backward by priority, `last_update` has more rows: after R[n-1] the last update has to go up.
+
 Objective (`Program.minimize_step`): micro_batches times a forward and a backward. The first forward is the pass that waits for
 updates or has that pass before it. For a = 1 the program decides, and adds COPY_WEIGHT times the seconds of all copies; for the
 farthest distance it bounds, and does not.
@@ -114,7 +116,7 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from autohete_fx.ir import BlockDecision, Overlap, Problem
-from autohete_fx.planner.bound.gathering import GatheringRows
+from autohete_fx.planner.bound.last_update import LastUpdateRows
 from autohete_fx.planner.bound.variables import Linear
 from autohete_fx.planner.model.choices import joined
 from autohete_fx.planner.model.device_use import device_bytes
@@ -151,7 +153,7 @@ class Answer:
     exhausted: bool
 
 
-class Program(GatheringRows):
+class Program(LastUpdateRows):
     """One integer program over a problem with at least one block; build, set one objective, solve."""
 
     def __init__(self, problem: Problem) -> None:
@@ -264,6 +266,8 @@ class Program(GatheringRows):
             if self.problem.schedule.priority:
                 add(copied >= updated[block])
             found.append(copied)
+        if self.problem.schedule.priority and not self.updates_begin_together:
+            add(copied >= updated[-1] + self._add_last_update(landed))
         return found
 
     def _add_updates(

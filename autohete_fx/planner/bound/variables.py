@@ -88,6 +88,14 @@ class Variables:
             found += np.floor(seconds / self.tick_s).astype(np.int64)
         return found
 
+    def _least(self, block: int, works: Iterable[Work]) -> int:
+        """The least ticks that some work of a block takes, whatever it chooses."""
+        return sum(int(part.min()) for part in np.split(self._ticks(block, works), [len(self.treated[block])]))
+
+    def _most(self, block: int, works: Iterable[Work]) -> int:
+        """Likewise the most."""
+        return sum(int(part.max()) for part in np.split(self._ticks(block, works), [len(self.treated[block])]))
+
     def _weighted(self, by_block: Sequence[NDArray[np.int64]], blocks: Iterable[int] | None = None) -> Linear:
         """The sum over blocks of what the chosen option is worth; ``by_block`` in the order of ``blocks``, or all."""
         variables: list[cp_model.IntVar] = []
