@@ -63,8 +63,8 @@ def restore(
 ) -> Restored | None:
     """Restore the newest save of which every parameter is somewhere. All ranks call it.
 
-    None where there is no save at all, or the cloud answers, has no complete one, and disks do not make up for it: states are then
-    lost, and no step was reported as saved there.
+    None where there is no save at all. None also where the cloud answers, has no complete one, and disks do not make up for it.
+    States are then lost, and no step was reported as saved there.
 
     Args:
         store: of the job.

@@ -5,8 +5,8 @@ was updated last has to go up, and the blocks from it on work before j. A block'
 
     t[b,l] = the copy up of b's place l + w[b] + .. + w[j-1],
 
-with the least w of each block. Let L[b,l] be 1 if b is the last, and updated on the host as l says, for the LAST_BLOCKS before
-and with j; N if another is, or none. Its tail t is the least of the others' tails and of all w. No tail is taken for longer than
+with the least w of each block. Let L[b,l] be 1 if b is the last, and updated on the host as l says. There is one for each of the
+LAST_BLOCKS before and with j. N is 1 if another is the last, or none. Its tail t is the least of the others' tails and of all w. No tail is taken for longer than
 that sum: blocks all work after backward, whatever was updated.
 
     N + sum over b and l of L[b,l] = 1,  L[b,l] <= y[b,l],   Q[j] >= R[j] + t N + sum of t[b,l] L[b,l]
@@ -18,7 +18,7 @@ c's update, and H[c] the most that it may be,
     g[b] >= g[c] + h[c] - H[c] (1 - sum of L[e,l] over e = b..c-1 and l).
 
 A large last block, such as a head, thus is the last itself, or the gradients before it are late. Those of j-1 cannot be. Its copies
-up, u, are issued where backward begins, right after j's own; nothing else is under way then, and nothing is waited for at j's
+up, u, are issued where backward begins, right after j's own. Nothing else is under way then, and nothing is waited for at j's
 end. With w and d for backward's work and copies of gradients, the gradients of j-1 land after those of j by at most
 
     max(0, w[j-1] - d[j] + max(0, u[j-1] - w[j])) + d[j-1].
