@@ -6,8 +6,8 @@ was updated last has to go up, and the blocks from it on work before j. A block'
     t[b,l] = the copy up of b's place l + w[b] + .. + w[j-1],
 
 with the least w of each block. Let L[b,l] be 1 if b is the last, and updated on the host as l says. There is one for each of the
-LAST_BLOCKS before and with j. N is 1 if another is the last, or none. Its tail t is the least of the others' tails and of all w. No tail is taken for longer than
-that sum: blocks all work after backward, whatever was updated.
+LAST_BLOCKS before and with j. N is 1 if another is the last, or none. Its tail t is the least of the others' tails and of all w.
+No tail is taken for longer than that sum: blocks all work after backward, whatever was updated.
 
     N + sum over b and l of L[b,l] = 1,  L[b,l] <= y[b,l],   Q[j] >= R[j] + t N + sum of t[b,l] L[b,l]
 
