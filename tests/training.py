@@ -72,7 +72,7 @@ IDLE = ("keep", "recompute", "selective")
 """Plans that give lanes nothing to do."""
 WITHOUT_UPDATES = (*IDLE, "offload", "host-params", "kept")
 """Plans that give lanes no update."""
-STEPS = int(os.environ.get("AUTOHETE_TEST_STEPS", "5"))
+STEPS = int(os.environ.get("AUTOHETE_TEST_STEPS", "4"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

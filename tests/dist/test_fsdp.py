@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -116,6 +117,7 @@ def test_a_model_that_fsdp_shards_whole_trains_exactly_and_is_not_moved(tmp_path
     check(found)
 
 
+@pytest.mark.slow
 def test_layers_that_fsdp_shards_one_by_one_on_two_ranks_likewise(tmp_path: Path):
     for found in ranks.run("tests.dist.test_fsdp.answers", tmp_path, True, num_ranks=2):
         check(found)

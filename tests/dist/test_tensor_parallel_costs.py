@@ -39,6 +39,7 @@ def costs(rate: float, latency_s: float, **options: Any) -> tuple[BlockCost, ...
     return compilation.problem.costs
 
 
+@pytest.mark.slow
 def test_blocks_wait_for_their_collectives_as_for_a_ring():
     slow, instant = costs(RATE, LATENCY_S), costs(1e30, 0.0)
 

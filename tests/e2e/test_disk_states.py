@@ -105,11 +105,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 @pytest.mark.parametrize(
     ("overlap", "is_host"),
     [
-        (None, True),
         ("backward", False),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((None, False), ("step", True), ("step", False), ("backward", True))
+            for each in ((None, True), (None, False), ("step", True), ("step", False), ("backward", True))
         ),
     ],
 )

@@ -160,6 +160,7 @@ class LossApart(Broken):
         return apart(x)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_compiled_apart_is_planned_together_with_the_model_once():
     torch.manual_seed(0)
     expected, peak = plainly(LossApart(()), "eager")

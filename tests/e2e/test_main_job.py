@@ -47,9 +47,15 @@ class TestOnCpu(MainJob):
         super().test_solved_plans_are_exact_and_keep_the_budget_in_every_step(share)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("share", [0.3, 1.0])
+    @pytest.mark.parametrize("name", ["mixed in part"])
+    def test_a_hand_made_plan_with_inductor(self, name: str):
+        """test_overlap.py has the other one."""
+        super().test_a_hand_made_plan_with_inductor(name)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("share", [0.3])
     def test_solved_plans_with_inductor(self, share: float):
-        """Between the two, node by node."""
+        """test_shared_layers.py has a larger share under Inductor, and the test above larger ones node by node."""
         super().test_solved_plans_with_inductor(share)
 
 

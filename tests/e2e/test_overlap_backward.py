@@ -320,8 +320,9 @@ def test_gradients_that_are_there_are_added_to(
     assert started[-8:] == [is_host or how != "given"] * 4 + [True] * 4
 
 
-@pytest.mark.parametrize("is_host", [slow(True), False], ids=["one memory", "two memories"])
-@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("is_host", [True, False], ids=["one memory", "two memories"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_training_with_micro_batches_is_bitwise_exact_under_random_delays(
     dtype: torch.dtype, is_host: bool, monkeypatch: pytest.MonkeyPatch, started: list[bool]
 ):

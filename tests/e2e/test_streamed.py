@@ -33,15 +33,16 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
 EVALUATING: dict[str, Any] = {"micro_batches": 2, "between": training.evaluate}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overlap", "num_workers", "how"),
     [  # edits and a second backward come too late for updates that start in backward
         pytest.param("step", 4, {"clip": True}, id="step-4-clipping"),
-        pytest.param("step", 1, EVALUATING, id="step-1-evaluating", marks=pytest.mark.slow),
-        pytest.param("backward", 4, {}, id="backward-4", marks=pytest.mark.slow),
-        pytest.param("backward", 1, {}, id="backward-1", marks=pytest.mark.slow),
-        pytest.param(None, 1, {"clip": True}, id="none-1-clipping", marks=pytest.mark.slow),
-        pytest.param(None, 4, EVALUATING, id="none-4-evaluating", marks=pytest.mark.slow),
+        pytest.param("step", 1, EVALUATING, id="step-1-evaluating"),
+        pytest.param("backward", 4, {}, id="backward-4"),
+        pytest.param("backward", 1, {}, id="backward-1"),
+        pytest.param(None, 1, {"clip": True}, id="none-1-clipping"),
+        pytest.param(None, 4, EVALUATING, id="none-4-evaluating"),
     ],
 )
 def test_training_is_bitwise_exact_under_random_delays(

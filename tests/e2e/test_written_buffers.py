@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Plan
+from tests.main_job import slow
 from tests.training import assert_equal, copied
 
 WIDTH = 32
@@ -57,8 +58,14 @@ def trained(model: nn.Module) -> list[Tensor]:
     return [*seen, *map(copied, model.state_dict().values())]
 
 
-@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("activations", list(Activations))
+@pytest.mark.parametrize(
+    ("activations", "inner"),
+    [
+        *((activations, "eager") for activations in Activations),
+        slow(Activations.KEEP, "inductor"),  # for Inductor, offloading is this with copies
+        slow(Activations.RECOMPUTE, "inductor"),  # and selective recomputation is a part of this
+    ],
+)
 def test_backward_uses_what_forward_read(activations: Activations, inner: str):
     options = {"inner_backend": inner, "profile": "analytic"}
     torch.manual_seed(0)
