@@ -84,8 +84,8 @@ MOST_BRANCHES = 1_000_000
 """Where `proven` branches until its time is over."""
 MANY_BLOCKS = 16
 """With fewer, annealing has no more to find after less work, in proportion."""
-ENOUGH = 0.001
-"""Annealing looks no further where a plan's gap is this."""
+ENOUGH = 0.0025
+"""Annealing looks no further where a plan's gap is this: predictions err by more."""
 MOST_CHOICES = 200_000
 """Where blocks times all their choices are more, the search is among those that the relaxation uses, and mixtures of these."""
 _STARTS, _IMPROVED_STARTS, _ROUNDINGS, _POLISHED = 12, 2, 2, 3
