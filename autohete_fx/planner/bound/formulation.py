@@ -266,7 +266,10 @@ class Program(LastUpdateRows):
             if self.problem.schedule.priority:
                 add(copied >= updated[block])
             found.append(copied)
-        if self.problem.schedule.priority and not self.updates_begin_together:
+        alone = (
+            self.problem.num_ranks == 1 and self.problem.in_flight == 1
+        )  # waits for gathers, or of other passes, are in no row
+        if self.problem.schedule.priority and not self.updates_begin_together and alone:
             add(copied >= updated[-1] + self._add_last_update(landed))
         return found
 
