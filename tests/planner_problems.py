@@ -18,6 +18,8 @@ from autohete_fx.ir import (
     Problem,
     Schedule,
 )
+from autohete_fx.planner.bound.formulation import Program
+from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE, joined
 from autohete_fx.planner.model.simulate import simulate
 
 MACHINE = Machine(
@@ -211,3 +213,16 @@ def sharded(draw: st.DrawFn, of: st.SearchStrategy[Problem], *, budgets: bool = 
         allow_keeping_fetched=draw(st.booleans()),
     )
     return limited(given, draw(st.floats(0.1, 1.1)), draw(st.none() | st.floats(0.0, 1.0))) if budgets else given
+
+
+def program_of(free: Problem, decisions: Sequence[BlockDecision]) -> Program:
+    """The program that bounds the step, with all choices made but the distances."""
+    program = Program(free)
+    for block, decision in enumerate(decisions):
+        plain = dataclasses.replace(decision, prefetch_distance=1)
+        is_made = [joined(option, plain) == plain for option in program.treated[block]]
+        is_made += [joined(plain, option) == plain for option in program.placed[block]]
+        for variable, value in zip(program.chosen[block], is_made, strict=True):
+            program.model.add(variable == value)
+    program.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
+    return program

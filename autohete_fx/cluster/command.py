@@ -10,8 +10,8 @@ import torch
 from autohete_fx.cluster.baselines import BASELINES, two_stages_solution
 from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.described import described
+from autohete_fx.cluster.described_measured import described_measured
 from autohete_fx.cluster.frontier import Priced, changes, frontier
-from autohete_fx.cluster.measured_cluster import measured_cluster
 from autohete_fx.cluster.measurements import costs_of, read
 from autohete_fx.cluster.memory import OVERHEAD_BYTES
 from autohete_fx.cluster.plan import ClusterPlan
@@ -152,7 +152,7 @@ def _measured(request: Request, folder: str) -> Inputs:
     files = {name: read(Path(folder) / f"{name}.json") for name in ("layers", "memory", "network")}
     costs = costs_of(files["layers"], files["memory"], request.model)
     return Inputs(
-        cluster=measured_cluster(request.cluster, files["network"]),
+        cluster=described_measured(request.cluster, files["network"]),
         costs=dataclasses.replace(costs, overhead_bytes=OVERHEAD_BYTES),
         peaks={},
         itemsize=4,

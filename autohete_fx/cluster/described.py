@@ -72,6 +72,18 @@ class Described:
     assumed: tuple[str, ...]
 
 
+def counted_devices(text: str, *, example: str) -> Iterator[tuple[int, str]]:
+    """The parts of a short form. Raises ClusterError, with an example, for a part that is none."""
+    for part in text.split(","):
+        match = _SHORT.fullmatch(part)
+        if match is None or not 0 < int(match[1]) <= MOST_GPUS:
+            raise ClusterError(
+                f"the cluster {text!r} has the part {part.strip()!r}. Expected was a count up to {MOST_GPUS} and a device, such as"
+                f" {example}. Write parts so, with commas between them, or give a JSON file"
+            )
+        yield int(match[1]), match[2]
+
+
 def described(text: str, *, spot: bool = False) -> Described:
     """The cluster of a short form, or of the file of that name.
 
@@ -82,14 +94,8 @@ def described(text: str, *, spot: bool = False) -> Described:
     if text.strip().endswith(".json") or Path(text).is_file():
         return _FILES.load(text, lambda found: _FILES.parse(found, lambda raw: _from_file(raw, spot)))
     nodes, many = [], False
-    for part in text.split(","):
-        match = _SHORT.fullmatch(part)
-        if match is None or not 0 < int(match[1]) <= MOST_GPUS:
-            raise ClusterError(
-                f"the cluster {text!r} has the part {part.strip()!r}. Expected was a count up to {MOST_GPUS} and a device, such as"
-                " 8xA100-40G. Write parts so, with commas between them, or give a JSON file"
-            )
-        spec, count = _device(match[2]), int(match[1])
+    for count, name in counted_devices(text, example="8xA100-40G"):
+        spec = _device(name)
         many = many or count > NODE_GPUS
         sizes = [NODE_GPUS] * (count // NODE_GPUS) + [count % NODE_GPUS] * bool(count % NODE_GPUS)
         nodes.extend({"gpu": spec.name, "gpus": size} for size in sizes)

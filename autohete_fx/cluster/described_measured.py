@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autohete_fx.cluster.described import MOST_GPUS, rate_of
+from autohete_fx.cluster.described import MOST_GPUS, counted_devices, rate_of
 from autohete_fx.cluster.measurements import cluster_of
 from autohete_fx.cluster.spec import Cluster, Node
 from autohete_fx.errors import ClusterError
@@ -23,19 +23,13 @@ _NODE_KEYS = ("gpu", "gpus", "count")
 _FILES = SavedAs(kind="cluster", writer="the user", again="correct the file", schema_version=1, error=ClusterError)
 
 
-def measured_cluster(text: str, network: Any) -> Cluster:
+def described_measured(text: str, network: Any) -> Cluster:
     """The cluster of a short form, or of the file of that name. Raises ClusterError for anything else."""
     if text.strip().endswith(".json") or Path(text).is_file():
         return _FILES.load(text, lambda found: _FILES.parse(found, lambda raw: _from_file(raw, network)))
     counts: dict[str, int] = {}
-    for part in text.split(","):
-        count, _, gpu = part.strip().partition("x")
-        if not count.isdecimal() or not 0 < int(count) <= MOST_GPUS or not gpu:
-            raise ClusterError(
-                f"the cluster {text!r} has the part {part.strip()!r}. Expected was a count up to {MOST_GPUS} and a measured GPU,"
-                " such as 8xA100-40. Write parts so, with commas between them, or give a JSON file"
-            )
-        counts[gpu] = counts.get(gpu, 0) + int(count)
+    for count, gpu in counted_devices(text, example="8xA100-40"):
+        counts[gpu] = counts.get(gpu, 0) + count
     return cluster_of(network, counts)
 
 

@@ -11,7 +11,6 @@ layer is an error.
 """
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from autohete_fx.cluster.batches import Batch, call
 from autohete_fx.cluster.building import BuildModel, build_noting_order
+from autohete_fx.cluster.chain import find_chain, note_call
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.modes import FakeTensorMode, TorchDispatchMode
 from autohete_fx.internals.operators import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
@@ -115,7 +115,7 @@ def map_layers(build_model: BuildModel, batch: Batch) -> LayerMap:
         _fake_weights(model)
         fake = batch.mapped(mode.from_tensor)
         try:
-            chain = _find_chain(model, fake)
+            chain = find_chain(model, fake)
             watch = _Watch(model, chain)
             with watch.hooks(), watch:
                 call(model, fake)
@@ -159,50 +159,6 @@ def _fake_weights(model: nn.Module) -> None:
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-# -- which modules are the layers ------------------------------------------------------------------------------------
-
-
-def _find_chain(model: nn.Module, batch: Batch) -> tuple[str, ...]:
-    """Names of the children, called once each and in order, of the container with the most parameters.
-
-    Layers that are attributes of their own are found where no container is, or only within one of them.
-    """
-    order: list[str] = []
-    handles = [
-        module.register_forward_pre_hook(partial(_append, order, name)) for name, module in model.named_modules()
-    ]
-    call(model, batch)
-    for handle in handles:
-        handle.remove()
-    best: tuple[int, tuple[str, ...]] = (0, ())
-    alike: tuple[int, tuple[str, ...]] = (0, ())
-    for name, parent in model.named_modules():
-        children = {f"{name}.{child}" if name else child: module for child, module in parent.named_children()}
-        called = [child for child in order if child in children]
-        listed = isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict) and len(parent) > 1
-        if listed and called == list(children):
-            best = max(best, (_size(parent), tuple(children)))
-        once = (child for child in called if called.count(child) == 1)
-        for _, same in itertools.groupby(once, key=lambda child: type(children[child])):
-            run = tuple(same)
-            if len(run) > 1 and not listed:
-                alike = max(alike, (sum(_size(children[child]) for child in run), run))
-    chain, siblings = best[1], alike[1]
-    within = any(chain[0].startswith(f"{name}.") for name in siblings) if chain else True
-    if siblings and within and len(siblings) >= len(chain):
-        chain = siblings
-    if not chain:
-        raise ClusterError(
-            f"{type(model).__name__} has no list of layers that its forward pass calls one after another. Expected was a"
-            " ModuleList, ModuleDict or Sequential of at least two, or such attributes of one class. Put the layers into one"
-        )
-    return chain
-
-
-def _size(module: nn.Module) -> int:
-    return sum(param.numel() for param in module.parameters())
 
 
 # -- what every operator reads ---------------------------------------------------------------------------------------
@@ -311,7 +267,7 @@ class _Watch(TorchDispatchMode):
             )
         for name in self._outside():
             module = self._model.get_submodule(name)
-            handles.append(module.register_forward_pre_hook(partial(_append, self._inside, name)))
+            handles.append(module.register_forward_pre_hook(partial(note_call, self._inside, name)))
             handles.append(module.register_forward_hook(lambda _, __, out, name=name: self._record(name, out)))
         try:
             yield
@@ -390,10 +346,6 @@ class _Watch(TorchDispatchMode):
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _append(names: list[str], name: str, *_: object) -> None:
-    names.append(name)
 
 
 def _is_hidden(value: object) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTime
+from autohete_fx.cluster.described import rate_of
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, Stage
 from autohete_fx.cluster.spec import Cluster, Gpu, Joined, Link, Node, Rates, slower_link
 from autohete_fx.errors import ClusterError
@@ -64,12 +65,6 @@ def _reading(what: str) -> Iterator[None]:
         raise ClusterError(
             f"{what} cannot be read: {error}. Expected were the entries of examples/benchmarks/measured. Correct it"
         ) from error
-
-
-def _more_than_0(name: str, value: Any) -> float:
-    if not 0 < float(value) < math.inf:
-        raise ValueError(f"{name} is {value!r}")
-    return float(value)
 
 
 def _not_below_0(name: str, value: Any) -> float:
@@ -156,7 +151,7 @@ def _update_of(gpu: str, found: Any) -> UpdateTime:
     for tp, by_size in found["runs"].items():
         taken = [_not_below_0(f"update_s of {gpu}", row["update_s"]) for row in by_size.values() if "update_s" in row]
         if taken and tp in found["update_params"]:
-            num_bytes = 4 * _more_than_0(f"update_params of {gpu}", found["update_params"][tp])
+            num_bytes = 4 * rate_of(f"update_params of {gpu}", found["update_params"][tp])
             points.extend((num_bytes, seconds) for seconds in taken)
     if not points:
         raise KeyError(f"update_s of {gpu}")
@@ -291,8 +286,8 @@ def run_of(row: Any, network: Any) -> Run:
             name=row["name"],
             plan=plan,
             cluster=cluster,
-            iteration_s=_more_than_0("iteration_s", row["iteration_s"]),
-            peak_bytes=None if row.get("peak_bytes") is None else int(_more_than_0("peak_bytes", row["peak_bytes"])),
+            iteration_s=rate_of("iteration_s", row["iteration_s"]),
+            peak_bytes=None if row.get("peak_bytes") is None else int(rate_of("peak_bytes", row["peak_bytes"])),
             peak_doubt=str(row.get("suspect_peak", "")),
             reduce_s=row.get("red_grads_s"),
         )

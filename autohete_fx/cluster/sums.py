@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from autohete_fx.cluster.layers import LayerMap
 from autohete_fx.cluster.pieces import Held, Owners, Piece
+from autohete_fx.errors import ClusterError
 
 BUCKET_BYTES = 64 * 2**20
 """Gradients of one sum; a larger parameter has a sum of its own."""
@@ -152,6 +153,11 @@ class GradientSums:
     def _passed(self, name: str, _: Tensor) -> None:
         """A backward pass has added to a parameter's gradient: start all sums that are next and lack none."""
         self._passes[name] = self._passes.get(name, 0) + 1
+        if self._passes[name] > self._micro_batches:
+            raise ClusterError(
+                f"the gradient of {name!r} grew {self._passes[name]} times in a step of {self._micro_batches} micro-batches, and"
+                " may be summed already. Expected was once in each backward pass. Checkpoint layers with use_reentrant=False"
+            )
         if self._passes[name] == self._micro_batches:
             for missing in self._missing:
                 missing.discard(name)

@@ -199,4 +199,9 @@ def _slowest(costs: tuple[BlockCost, ...]) -> BlockCost:
         return max(getattr(cost, name) for cost in costs)
 
     names = ("forward_s", "backward_s", "recompute_s", "forward_workspace_bytes", "backward_workspace_bytes")
-    return dataclasses.replace(costs[0], **{name: most(name) for name in names})
+    again_s = [{kind: part.recompute_s for kind, part in cost.partial} for cost in costs]
+    partial = tuple(
+        (kind, dataclasses.replace(part, recompute_s=max(each.get(kind, 0.0) for each in again_s)))
+        for kind, part in costs[0].partial
+    )
+    return dataclasses.replace(costs[0], partial=partial, **{name: most(name) for name in names})

@@ -19,6 +19,20 @@ class Awake(Exception):
     """The hung rank has slept."""
 
 
+def _joined(plan: cluster.ClusterPlan, timeout_s: float) -> cluster.Job:
+    return cluster.join(
+        lambda: Model(3, False),
+        loss_of,
+        example=load(range(1)),
+        global_batch=plan.global_batch,
+        plan=plan,
+        optimizer=made_optimizer("torch"),
+        backend=None,
+        member=cluster.Member(node=f"node-{dist.get_rank()}", gpu="cpu"),
+        timeout_s=timeout_s,
+    )
+
+
 def vanished() -> str:
     """The error of a rank where rank 3, the last of its pipeline, is gone in the second step. Others wait for ranks that wait for it,
     with a timeout that no test waits for."""
@@ -29,17 +43,7 @@ def vanished() -> str:
             os._exit(9)
         return load(samples)
 
-    job = cluster.join(
-        lambda: Model(3, False),
-        loss_of,
-        example=load(range(1)),
-        global_batch=plan.global_batch,
-        plan=plan,
-        optimizer=made_optimizer("torch"),
-        backend=None,
-        member=cluster.Member(node=f"node-{rank}", gpu="cpu"),
-        timeout_s=NEVER_S,
-    )
+    job = _joined(plan, NEVER_S)
     job.train_step(vanishes)
     try:
         job.train_step(vanishes)
@@ -65,17 +69,7 @@ def errors(root: str, hung: int = 1) -> str:
             raise Awake
         return load(samples)
 
-    job = cluster.join(
-        lambda: Model(3, False),
-        loss_of,
-        example=load(range(1)),
-        global_batch=plan.global_batch,
-        plan=plan,
-        optimizer=made_optimizer("torch"),
-        backend=None,
-        member=cluster.Member(node=f"node-{rank}", gpu="cpu"),
-        timeout_s=TIMEOUT_S,
-    )
+    job = _joined(plan, TIMEOUT_S)
     try:
         for _ in range(2):
             job.train_step(hangs)

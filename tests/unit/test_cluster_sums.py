@@ -11,6 +11,7 @@ from autohete_fx.cluster.batches import batch_of
 from autohete_fx.cluster.layers import map_layers
 from autohete_fx.cluster.pieces import Cut, Piece
 from autohete_fx.cluster.sums import GradientSums, clip_factor
+from autohete_fx.errors import ClusterError
 from autohete_fx.internals.fake_group import fake_default_group
 from tests.tiny_models import GPT
 
@@ -65,3 +66,17 @@ def test_sums_start_within_the_last_backward_pass_in_one_order(monkeypatch: pyte
             assert seen[1:].index("end of 1") >= 22, seen
             seen.clear()
             model.zero_grad()
+
+
+def test_a_gradient_that_grows_after_its_sum_may_have_begun_is_an_error():
+    """As where layers share a weight, and each has a backward pass of its own within that of a micro-batch."""
+    layer_map = map_layers(GPT, batch_of(torch.zeros(1, 4, dtype=torch.long)))
+    params = {"norm.weight": nn.Parameter(torch.ones(4, 2))}
+    with fake_default_group(2):
+        found = GradientSums({Piece("norm.weight"): (0, 1)}, layer_map, params, {name: Piece(name) for name in params})
+        found.overlap(1)
+        params["norm.weight"].sum().backward()
+        with pytest.raises(
+            ClusterError, match=r"'norm.weight' grew 2 times in a step of 1 micro-batches.*use_reentrant=False"
+        ):
+            params["norm.weight"].sum().backward()

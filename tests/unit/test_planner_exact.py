@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from autohete_fx.errors import InfeasiblePlanError
-from autohete_fx.ir import BlockDecision, Optimizer, Overlap, Plan, Problem, Schedule
+from autohete_fx.ir import BlockDecision, Overlap, Plan, Problem, Schedule
 from autohete_fx.planner.baselines import fits
 from autohete_fx.planner.bound.formulation import RELATIVE_GAP, Program
 from autohete_fx.planner.bound.relaxation import branch, relax
@@ -49,7 +49,7 @@ from autohete_fx.planner.search.replays import Replays
 from autohete_fx.planner.search.rounding import wasted_seconds
 from autohete_fx.planner.search.walks import Prices, Walks
 from autohete_fx.planner.solve import OPTIMAL_GAP, solve
-from tests.planner_problems import QUIET, cost, problem, problems
+from tests.planner_problems import QUIET, cost, problem, problems, program_of
 
 
 def at_all_distances(given_problem: Problem, block: int) -> list[BlockDecision]:
@@ -253,41 +253,9 @@ def test_with_all_choices_made_the_program_bounds_the_simulator(free: Problem):
             options[random.integers(len(options))]
             for options in (at_all_distances(free, b) for b in range(len(free.costs)))
         ]
-        program = Program(free)
-        for block, decision in enumerate(made):
-            plain = replace(decision, prefetch_distance=1)
-            is_made = [joined(option, plain) == plain for option in program.treated[block]]
-            is_made += [joined(plain, option) == plain for option in program.placed[block]]
-            for variable, value in zip(program.chosen[block], is_made, strict=True):
-                program.model.add(variable == value)
-        program.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
-        answer = program.solve(limit_s=10, deadline=float("inf"), in_seconds=True)
+        answer = program_of(free, made).solve(limit_s=10, deadline=float("inf"), in_seconds=True)
         step_s = simulate(free, made, events=False).step_s
         assert answer.decisions is not None and 0 < answer.bound <= step_s * (1 + 1e-9)
-
-
-@pytest.mark.parametrize(
-    "sizes, least",
-    [
-        ((10, 10, 10, 20), 1 - 1e-4),  # the head is updated last: backward is not slow enough for another
-        ((10, 10, 10, 1), 0.9),  # it is updated before the gradients of others land
-        ((1, 1, 1, 1), 0.9),  # none waits for another
-    ],
-)
-def test_what_is_updated_last_still_has_to_go_up(sizes: tuple[int, ...], least: float):
-    """With the states of all blocks on the host: the bound has the copy up of the last update, where that is known."""
-    blocks = [cost(num_params=5 * size, param_bytes=20 * size, grad_bytes=5, forward_s=1.5) for size in sizes]
-    free = problem(blocks, schedule=Schedule(overlap=Overlap.BACKWARD), allow_recompute=False)
-    made = [BlockDecision(optimizer=Optimizer.HOST)] * len(blocks)
-    program = Program(free)
-    for block in range(len(blocks)):
-        wanted = [option == BlockDecision() for option in program.treated[block]]
-        wanted += [option == made[block] for option in program.placed[block]]
-        for variable, is_wanted in zip(program.chosen[block], wanted, strict=True):
-            program.model.add(variable == is_wanted)
-    program.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
-    relaxed, step_s = relax(program, deadline=float("inf")), simulate(free, made, events=False).step_s
-    assert relaxed is not None and least * step_s <= relaxed.bound_s <= step_s
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from autohete_fx.planner.search.replays import Replays
 from autohete_fx.planner.search.rounding import wasted_seconds
 from autohete_fx.planner.search.walks import Prices, Walks
 from autohete_fx.planner.solve import solve
-from tests.planner_problems import MACHINE, QUIET, cost, problem, problems, sharded
+from tests.planner_problems import MACHINE, QUIET, cost, problem, problems, program_of, sharded
 
 MOVING = Lane.H2D, Lane.D2H, Lane.NET
 
@@ -158,14 +158,7 @@ def bounds_its_simulations(free: Problem, *, rows: int) -> None:
     for row in any_rows(replays, rows):
         far = replays.decisions(row)
         made = [replace(decision, prefetch_distance=1) for decision in far]
-        program = Program(free)
-        for block, decision in enumerate(made):
-            is_made = [joined(option, decision) == decision for option in program.treated[block]]
-            is_made += [joined(decision, option) == decision for option in program.placed[block]]
-            for variable, value in zip(program.chosen[block], is_made, strict=True):
-                program.model.add(variable == value)
-        program.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
-        answer = program.solve(limit_s=10, deadline=float("inf"), in_seconds=True)
+        answer = program_of(free, made).solve(limit_s=10, deadline=float("inf"), in_seconds=True)
         assert answer.decisions == tuple(made) and answer.bound > 0
         for decisions in (far, made):
             assert answer.bound <= simulate(free, decisions, events=False).step_s * (1 + 1e-9)

@@ -69,7 +69,8 @@ are the copies up of what was updated on the host, and s[i] those of the states.
     Q[i] >= Q[i-1],   Q[i] >= g[i] + v[0] + .. + v[i],   Q[i] >= g[i] + h[i] + v[i]
     Q[i] >= end of backward + u[0] + s[0] + .. + u[i] + s[i]
 
-Where updates start in backward by priority, `last_update` has more rows: after R[n-1] the last update has to go up.
+Where updates start in backward by priority and no block gathers, `last_update` has more rows: after R[n-1] the last update has to
+go up.
 
 Objective (`Program.minimize_step`): micro_batches times a forward and a backward. The first forward is the pass that waits for
 updates or has that pass before it. For a = 1 the program decides, and adds COPY_WEIGHT times the seconds of all copies; for the
@@ -266,10 +267,7 @@ class Program(LastUpdateRows):
             if self.problem.schedule.priority:
                 add(copied >= updated[block])
             found.append(copied)
-        alone = (
-            self.problem.num_ranks == 1 and self.problem.in_flight == 1
-        )  # waits for gathers, or of other passes, are in no row
-        if self.problem.schedule.priority and not self.updates_begin_together and alone:
+        if self._knows_last_update:
             add(copied >= updated[-1] + self._add_last_update(landed))
         return found
 

@@ -1,5 +1,7 @@
 """The rows of the block that is updated last on the host, where updates start in backward and the most urgent goes first.
 
+No block gathers or reduces there. A gather waits for its block's update while the block before works, which makes tails shorter.
+
 Let j be the last block. The rows of `formulation` have R[j], when all of 0..j are updated, and j starts no sooner. After that what
 was updated last has to go up, and the blocks from it on work before j. A block's tail says how long that takes at least,
 
@@ -51,6 +53,12 @@ _ROUNDED = 8
 
 class LastUpdateRows(GatheringRows):
     """Rows about the tail of a step, beside the choices of a problem."""
+
+    @property
+    def _knows_last_update(self) -> bool:
+        """Whether the rows hold."""
+        gathers = any(map(self._gathers, (updating_pass(self.problem), BACKWARD_PASS)))
+        return self.problem.schedule.priority and not self.updates_begin_together and not gathers
 
     def _add_last_update(self, landed: Sequence[Linear]) -> Linear:
         """Rows of the last update; returns the ticks from R[j] until j starts, at least."""
