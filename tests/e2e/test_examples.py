@@ -3,21 +3,19 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from autohete_fx.options import parse_size, resolve_bytes
+from tests.processes import run_python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.slow
 
 
 def output_of(script: str, *arguments: str, environment: dict[str, str] | None = None) -> str:
-    command = [sys.executable, str(EXAMPLES / script), *arguments]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    finished = run_python([str(EXAMPLES / script), *arguments], environment)
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
 
@@ -47,10 +45,8 @@ def test_the_demo_trains_within_its_budget(tmp_path: Path):
 
 def test_two_processes_train_the_demo_within_their_budgets():
     sizes = "--layers 2 --width 96 --steps 6 --plain-steps 4 --sample-bytes 20 --device cpu --budget 75%".split()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    finished = subprocess.run(
-        [*command, str(EXAMPLES / "train_gpt_sharded.py"), *sizes], capture_output=True, text=True, check=False
-    )
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    finished = run_python([*command, str(EXAMPLES / "train_gpt_sharded.py"), *sizes])
     assert finished.returncode == 0, finished.stderr
     shown = re.search(r"budget (\S+ \w+), measured peaks (\S+ \w+), (\S+ \w+)\n", finished.stdout)
     assert shown is not None, finished.stdout

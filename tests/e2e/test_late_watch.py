@@ -3,14 +3,12 @@
 Each case is a process of its own: in this one the hooks may be there already."""
 
 import functools
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
 from tests.main_job import slow
+from tests.processes import Ended, run_python
 
 BEFORE = """
 import torch
@@ -111,9 +109,8 @@ with pytest.raises(OptimizerStateError):
 """
 
 
-def run(script: str) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).parents[2]
-    return subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=600)
+def run(script: str) -> Ended:
+    return run_python(["-W", "ignore", "-c", script])
 
 
 def passes(*scripts: str, **values: str) -> None:

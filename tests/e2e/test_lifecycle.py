@@ -4,8 +4,6 @@ import dataclasses
 import gc
 import json
 import os
-import subprocess
-import sys
 import threading
 import weakref
 from pathlib import Path
@@ -23,6 +21,7 @@ from autohete_fx.runtime.placement import placement_of
 from tests import training as job
 from tests.held_updates import use_lanes
 from tests.layers import EAGER, assert_bitwise, make, plain, plan_of, train
+from tests.processes import run_python
 
 SCRIPT = """
 import json, sys, torch
@@ -61,13 +60,7 @@ def run_script(folder: Path, *options: dict[str, Any]) -> list[Any]:
         "AUTOHETE_CACHE_DIR": str(folder / "autohete"),
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
     }
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(options)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
+    done = run_python(["-W", "ignore", "-c", SCRIPT, json.dumps(options)], environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

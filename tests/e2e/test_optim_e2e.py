@@ -2,8 +2,6 @@
 
 import copy
 import io
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from autohete_fx.ir import Optimizer, Params
 from autohete_fx.optim import AdamW
 from autohete_fx.runtime.placement import Placement, place_param
 from autohete_fx.runtime.tiers.host import HostTier, open_tier
+from tests.processes import run_python
 
 PLACES = [(params, optimizer) for params in Params for optimizer in (Optimizer.DEVICE, Optimizer.HOST)]
 PLACE_IDS = [f"params_{p.value}-states_{o.value}" for p, o in PLACES]
@@ -235,7 +234,6 @@ def test_states_outlive_their_tier(tier: HostTier) -> None:
 @pytest.mark.slow
 def test_the_benchmark_runs() -> None:
     script = Path(__file__).parents[2] / "examples" / "benchmarks" / "host_update.py"
-    command = [sys.executable, str(script), "--params", "1000000", "--repeats", "3", "--threads", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    done = run_python([str(script), "--params", "1000000", "--repeats", "3", "--threads", "1"])
     assert done.returncode == 0, done.stderr
     assert "share of a stream" in done.stdout and "torch" in done.stdout

@@ -3,8 +3,6 @@
 import gc
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -24,6 +22,7 @@ from autohete_fx.runtime.pending.fence import Fence, standing_fences
 from autohete_fx.runtime.pending.updates import Updates
 from tests.held_updates import OPTIMIZER_ON_HOST, STEP, Gate, Stack, Training, labels, weight_of
 from tests.main_job import slow
+from tests.processes import run_python
 
 X = torch.ones(8, 128)
 
@@ -338,9 +337,7 @@ def test_a_process_ends_cleanly_with_updates_under_way(version: str):
         if {version == "raises"}:
             raise SystemExit(3)
     """
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
-    )
+    ended = run_python(["-W", "ignore", "-c", textwrap.dedent(code)])
     assert ended.returncode == (3 if version == "raises" else 0) and "Traceback" not in ended.stderr, ended.stderr
 
 

@@ -1,16 +1,15 @@
 """A run that is killed in the middle of its updates goes on from its last checkpoint as if nothing had happened."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import Ended, run_python
+
 SCRIPT = """
-import functools, json, os, sys
+import functools, json, os, signal, sys
 import torch
 import autohete_fx
 from autohete_fx import BlockDecision, Optimizer, Params, Plan
@@ -19,7 +18,7 @@ from autohete_fx.runtime import session
 from autohete_fx.runtime.lanes.lanes import Lanes
 from tests import training
 
-folder, steps, states = sys.argv[1], int(sys.argv[2]), Optimizer(sys.argv[3])
+folder, steps, states, killed_at = sys.argv[1], int(sys.argv[2]), Optimizer(sys.argv[3]), int(sys.argv[4])
 # Updates take their time, in the background: whenever the signal comes, some are under way.
 session.Lanes = functools.partial(Lanes, in_background=True, pace=lambda ticket: 0.01)
 checkpoint = os.path.join(folder, "checkpoint.pt")
@@ -45,6 +44,8 @@ for step in range(first, steps):
     optimizer.step()
     optimizer.zero_grad()
     print(json.dumps([step, loss.item()]), flush=True)
+    if step == killed_at:
+        os.kill(os.getpid(), signal.SIGKILL)
     if step % 3 == 2:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
         torch.save(state, checkpoint + ".new")
@@ -53,43 +54,31 @@ print(json.dumps(["sum", sum(p.double().sum().item() for p in model.parameters()
 """
 
 
-def started(folder: Path, steps: int, states: str) -> "subprocess.Popen[str]":
+def run(folder: Path, states: str, killed_at: int = -1) -> Ended:
     folder.mkdir(exist_ok=True)
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(folder), str(steps), states],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
+    return run_python(["-W", "ignore", "-c", SCRIPT, str(folder), "10", states, str(killed_at)])
 
 
-def finished(folder: Path, steps: int, states: str) -> dict[str, float]:
+def finished(folder: Path, states: str) -> dict[str, float]:
     """What every step printed."""
-    process = started(folder, steps, states)
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors[-3000:]
-    assert not errors.strip(), errors[-3000:]
-    return {str(key): value for key, value in map(json.loads, output.splitlines())}
+    ended = run(folder, states)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert not ended.stderr.strip(), ended.stderr[-3000:]
+    return {str(key): value for key, value in map(json.loads, ended.stdout.splitlines())}
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """Of a run that nobody kills. Where states are makes no difference to what is trained."""
-    return finished(tmp_path_factory.mktemp("whole"), 10, "host")
+    return finished(tmp_path_factory.mktemp("whole"), "host")
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("resume")  # together, for the run that nobody kills
 @pytest.mark.parametrize("states", ["host", "disk"])
 def test_a_run_killed_in_mid_update_goes_on_bit_by_bit(states: str, expected: dict[str, float], tmp_path: Path):
-    with started(tmp_path / "killed", 10, states) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if json.loads(line)[0] == 6:  # behind the checkpoint of step 5; its updates take another tenth of a second
-                os.kill(process.pid, signal.SIGKILL)
-                break
-    assert process.returncode == -signal.SIGKILL
-    resumed = finished(tmp_path / "killed", 10, states)
+    killed = run(tmp_path / "killed", states, killed_at=6)  # behind the checkpoint of step 5
+    assert killed.returncode == -signal.SIGKILL
+    resumed = finished(tmp_path / "killed", states)
     assert min(int(step) for step in resumed if step != "sum") == 6
     assert resumed == {step: expected[step] for step in resumed}

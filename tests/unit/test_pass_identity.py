@@ -2,15 +2,13 @@
 
 import functools
 import gc
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autohete_fx.compiler.pass_identity import pass_identity
+from tests.processes import run_python
 
 
 class WithWord:
@@ -43,9 +41,7 @@ def test_it_is_the_same_in_every_process(caplog: pytest.LogCaptureFixture):
     program = (
         "from tests.unit.test_pass_identity import *; print(pass_identity(WithWord('a')), pass_identity(function))"
     )
-    root = Path(__file__).parents[2]
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=root)
-    said, not_said = finished.stdout.split()
+    said, not_said = run_python(["-W", "ignore", "-c", program]).stdout.split()
     assert said == pass_identity(WithWord("a"))
     assert not_said != pass_identity(function)
 
