@@ -330,16 +330,17 @@ def ours(
     return result
 
 
-def plain(model: Model, inner: str, **how: Any) -> list[Tensor]:
-    """What training without the backend gives, each parameter stepped where the last compilation of ours has it. Many tests ask
-    for the same: equal models are trained once, and the one given may come back untrained."""
+def plain(model: Model, inner: str, reference: Callable[[nn.Module], Any] | None = None, **how: Any) -> list[Tensor]:
+    """What training without the backend gives, by AdamW or another reference, each parameter stepped where the last compilation of
+    ours has it. Many tests ask for the same: equal models are trained once, and the one given may come back untrained."""
     on_host = (
         frozenset() if device_of(model) == "cpu" else stepped_on_host()
     )  # on a CPU device both are the same processor
-    key = (inner, STEPS, on_host, tuple(sorted(how.items(), key=lambda item: item[0])), _identity(model))
+    key = (inner, STEPS, on_host, reference, tuple(sorted(how.items(), key=lambda item: item[0])), _identity(model))
     if key not in _trained_plainly:
         model.compile(backend="aot_eager" if inner == "eager" else "inductor")
-        _trained_plainly[key] = train(model, ReferenceAdamW(model, on_host), **how)
+        optimizer = ReferenceAdamW(model, on_host) if reference is None else reference(model)
+        _trained_plainly[key] = train(model, optimizer, **how)
         torch._dynamo.reset()
     return _trained_plainly[key]
 

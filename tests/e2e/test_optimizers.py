@@ -20,12 +20,9 @@ from tests.main_job import slow
 from tests.training import REFERENCES, Sizes, adam, assert_equal, lion, make, momentum, muon, ours, sgd, train
 
 
-def plain(made: Any, model: training.Model, **how: Any) -> list[torch.Tensor]:
+def plain(made: Any, **how: Any) -> list[torch.Tensor]:
     """What the reference gives without our backend."""
-    model.compile(backend="aot_eager")
-    result = train(model, REFERENCES[made](model), **how)
-    torch._dynamo.reset()
-    return result
+    return training.plain(make("cpu"), "eager", REFERENCES[made], **how)
 
 
 def planned(name: str, overlap: str | None) -> autohete_fx.Plan:
@@ -62,7 +59,7 @@ def test_training_is_bitwise_exact_under_random_delays(
     monkeypatch.setattr(disk, "WINDOW_BYTES", 2**15)
     use_lanes(monkeypatch, is_host=False, pace=random_delays(0.002))
     given = ours(make("cpu"), "eager", {"plan": planned(name, overlap)}, overlap, made)
-    assert_equal(given, plain(made, make("cpu")), bitwise=True)
+    assert_equal(given, plain(made), bitwise=True)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +78,7 @@ def test_clipping_and_micro_batches(made: Any, name: str, monkeypatch: pytest.Mo
     how = {"clip": True, "micro_batches": 2}
     options = {"plan": planned(name, "step"), "micro_batches": 2}
     given = ours(make("cpu"), "eager", options, "step", made, **how)
-    assert_equal(given, plain(made, make("cpu"), **how), bitwise=True)
+    assert_equal(given, plain(made, **how), bitwise=True)
 
 
 @pytest.mark.slow
@@ -125,7 +122,10 @@ def test_solved_plans_keep_their_budgets(made: Any, update_params_per_s: float, 
     there is nothing to stream: gradients go to the host, and parameters come from there."""
     training.warm_up("cpu")
     foreign, peaks = device_live_bytes("cpu"), []
-    values = plain(made, make("cpu", SIZES), sizes=SIZES, peaks=peaks)
+    reference = make("cpu", SIZES)
+    reference.compile(backend="aot_eager")
+    values = train(reference, REFERENCES[made](reference), sizes=SIZES, peaks=peaks)
+    torch._dynamo.reset()
     gc.collect()
     budget = int(0.6 * (max(peaks) - foreign))
     speeds = Speeds(forward_s=2e-3, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, update_params_per_s=update_params_per_s)
