@@ -4,8 +4,9 @@
     patterns that fit (`starts`), the best improved (`improve`)                              -> a first plan
     the program that bounds (`formulation`), without whole numbers (`relaxation`)            -> the lower bound
     with whole numbers for blocks with large parameters in one piece                         -> a better one
-    for a dozen blocks or two, cutting planes and branches beside the search                 -> a better one
     its shares in whole blocks (`rounding`), repaired, the best improved
+    within ENOUGH of the bound, the best improved                                            -> that is the plan
+    for more than a few blocks, cutting planes and branches beside the search                -> a better bound
     for a few blocks, the programs that bound and decide, and their decisions improved
     random changes to all of these, and exchanges among them (`anneal`), the best improved   -> the plan
     nothing fits                                                                -> InfeasiblePlanError (`infeasible`)
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from autohete_fx.ir import BlockDecision, Overlap, Plan, Problem
 from autohete_fx.planner.baselines import evaluate, fits
 from autohete_fx.planner.bound.formulation import RELATIVE_GAP, Program
-from autohete_fx.planner.bound.relaxation import Relaxed, branch, lumps_of, relax
+from autohete_fx.planner.bound.relaxation import Branched, Relaxed, branch, ends_of, lumps_of, relax
 from autohete_fx.planner.infeasible import infeasible, least_peak
 from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE, choices, copies
 from autohete_fx.planner.model.figures import PRODUCTS_OF_UPDATES, Whole, overlap_of, sends_at_once, whole_of
@@ -68,24 +69,38 @@ GATHERING = 2
 PROGRAM_BLOCKS = 8
 """For more blocks CP-SAT does not try the integer programs: in the time there is it gets little further than their relaxation."""
 BRANCHED_BLOCKS = 32
-"""For more blocks than `PROGRAM_BLOCKS` and up to these the bounding program is branched on, which for more gains little."""
-BRANCHES_PER_SECOND = 1000
+"""For more blocks than `PROGRAM_BLOCKS` and up to these all choices of the bounding program are branched on, for more those of
+`relaxation.ends_of`."""
+BRANCHES_PER_SECOND = 2000
 """Branches in a second of the time limit, over the square of the number of blocks, by which a branch's work grows.
 
 As with the search, work is counted, so that every run proves the same.
 """
 LUMP_BRANCHES = 60
-"""Branches on blocks with large parameters in one piece (`relaxation.lumps_of`).
+"""Branches on blocks with large parameters in one piece (`relaxation.lumps_of`), and on those with what stands at both ends.
 
-They are taken where a lump has a choice with more than a share of ``LEAST_MIXED`` and less than all.
+The first are taken where a lump has a choice with more than a share of ``LEAST_MIXED`` and less than all.
 """
 LEAST_MIXED = 0.05
 MOST_BRANCHES = 1_000_000
 """Where `proven` branches until its time is over."""
 MANY_BLOCKS = 16
 """With fewer, annealing has no more to find after less work, in proportion."""
+FEW_RUNS = (1, 0.25), (0, 1.0), (2, 0.5)
+"""The runs of annealing up to so many blocks: the seed of each and its share of that work.
+
+The first tells soon whether there is something to find. A dozen blocks, of which one run in four ends 0.2% above the others
+whatever its work, get another.
+"""
+STAGNANT = 5e-4
+"""Annealing ends after a run that made the step faster by less than this share."""
+RUN_INSTEAD = 1.75
+"""The share by which annealing does more where it begins at rounded shares that local search has not improved.
+
+That is for many blocks where `figures.sends_at_once`. Local search takes as long there, and finds less.
+"""
 ENOUGH = 0.0025
-"""Annealing looks no further where a plan's gap is this: predictions err by more."""
+"""The search looks no further where a plan's gap is this: predictions err by more."""
 MOST_CHOICES = 200_000
 """Where blocks times all their choices are more, the search is among those that the relaxation uses, and mixtures of these."""
 _STARTS, _IMPROVED_STARTS, _ROUNDINGS, _POLISHED = 12, 2, 2, 3
@@ -189,37 +204,55 @@ class _Found:
         relaxed = self._relax(bounding)
         if self._is_done:
             return
-        if not PROGRAM_BLOCKS < self.num_blocks <= BRANCHED_BLOCKS:
-            self._search_on(relaxed)
-            return
-        with ThreadPoolExecutor(1) as beside:
-            branches = 1 + int(self.time_limit_s * BRANCHES_PER_SECOND / self.num_blocks**2 / self._slower)
-            branched = beside.submit(branch, bounding, branches=branches, deadline=self.deadline)
-            self._search_on(relaxed)
-            self.bound_s = max(self.bound_s, branched.result().bound_s)
-
-    def _search_on(self, relaxed: Relaxed | None) -> None:
-        """From the patterns, and from the relaxation where there is one."""
         every = sum(len(choices(self.problem, block)) for block in range(self.num_blocks)) * self.num_blocks
         few = relaxed is not None and every > MOST_CHOICES
         used = [np.maximum.reduce(of_block) for of_block in zip(*self.shares, strict=True)]
         search = self._search(supported_choices(self.problem, used) if few else None)
         if relaxed is not None:
             self._look_near(search)
-        if not self._is_done and self.num_blocks <= PROGRAM_BLOCKS:
+        if self._is_enough or self.num_blocks <= PROGRAM_BLOCKS:
             for ahead, share in ((MAX_PREFETCH_DISTANCE, BOUND_SHARE), (1, DECIDE_SHARE)):
                 self._solve_program(search, ahead, share)
-        if not self._is_done:
-            wasted_s = (
-                wasted_seconds(self.problem, relaxed.wasted_s, search.replays.settings) if relaxed is not None else None
-            )
-            for row in self._anneal(search, wasted_s):
-                self._allow(search, POLISHING_SHARE / _POLISHED)
-                self._keep(search, search.improve(row))
+            self._search_far(search, relaxed)
+            return
+        with ThreadPoolExecutor(1) as beside:
+            branched = beside.submit(self._branch, bounding)
+            self._search_far(search, relaxed)
+            self.bound_s = max(self.bound_s, branched.result().bound_s)
+
+    def _branch(self, bounding: Program) -> Branched:
+        """A better bound. Where there was no time for a relaxation, there is none for branches on many blocks."""
+        if self.num_blocks > BRANCHED_BLOCKS and not self.shares:
+            return Branched(bound_s=0.0, shares=None)
+        if self.num_blocks > BRANCHED_BLOCKS:
+            ends = ends_of(self.problem)
+            return branch(bounding, branches=LUMP_BRANCHES, deadline=self.deadline, blocks=ends)
+        branches = 1 + int(self.time_limit_s * BRANCHES_PER_SECOND / self.num_blocks**2 / self._slower)
+        return branch(bounding, branches=branches, deadline=self.deadline)
+
+    def _search_far(self, search: Search, relaxed: Relaxed | None) -> None:
+        """Anneal, unless a plan is near enough the bound, and polish what that finds."""
+        if self._is_done:
+            return
+        wasted_s = None
+        if relaxed is not None:
+            wasted_s = wasted_seconds(self.problem, relaxed.wasted_s, search.replays.settings)
+        for row in self._anneal(search, wasted_s):
+            self._allow(search, POLISHING_SHARE / _POLISHED)
+            self._keep(search, search.improve(row))
 
     @property
     def _is_done(self) -> bool:
         return self.best_s - self.bound_s <= RELATIVE_GAP * self.best_s or time.monotonic() > self.deadline
+
+    @property
+    def _is_enough(self) -> bool:
+        return self.best_s <= self.bound_s * (1 + ENOUGH) or time.monotonic() > self.deadline
+
+    @property
+    def _walks_first(self) -> bool:
+        """Whether walks begin at the rounded relaxation as it is."""
+        return sends_at_once(self.problem) and self.num_blocks > MANY_BLOCKS
 
     @property
     def _slower(self) -> int:
@@ -274,6 +307,9 @@ class _Found:
             return
         self.near += map(search.replays.decisions, fitting)
         scores = search.score(np.array(fitting))
+        if self._walks_first:
+            self._keep(search, fitting[int(np.argmin(scores))])
+            return
         order = [i for n, i in enumerate(np.argsort(scores, kind="stable")) if not n or scores[i] > min(scores)]
         for i in order[:_ROUNDINGS]:
             if not self._is_done:
@@ -285,11 +321,19 @@ class _Found:
         share *= min(1.0, self.num_blocks / MANY_BLOCKS)
         if sends_at_once(self.problem):
             share /= max(SHARED_LANE, self.num_blocks / SHARED_LANE_BLOCKS)
-        share /= self._slower
-        work, enough_s = int(share * self.time_limit_s * WALKED_BLOCKS_PER_SECOND), self.bound_s * (1 + ENOUGH)
+        share *= (RUN_INSTEAD if self._walks_first else 1) / self._slower
+        work, enough_s = share * self.time_limit_s * WALKED_BLOCKS_PER_SECOND, self.bound_s * (1 + ENOUGH)
         begin = np.array([search.replays.row(each) for each in (self.best, *self.patterns, *self.near)])
         terms = terms_of(search.replays, wasted_s, self.relaxed_s if wasted_s is not None else 0.0)
-        return anneal(search, terms, begin, work=work, enough_s=enough_s)[:_POLISHED]
+        found, best_score = begin[:0], self.best_score
+        for seed, part in FEW_RUNS if PROGRAM_BLOCKS < self.num_blocks <= MANY_BLOCKS else ((0, 1.0),):
+            run = anneal(search, terms, begin, work=int(part * work), enough_s=enough_s, seed=seed)
+            found = np.unique(np.concatenate([found, run]), axis=0)
+            scores = search.score(found)
+            found, last_score, best_score = found[np.argsort(scores, kind="stable")], best_score, float(scores.min())
+            if best_score <= enough_s or best_score > last_score * (1 - STAGNANT):
+                break
+        return found[:_POLISHED]
 
     def _anything(self) -> tuple[BlockDecision, ...]:
         decisions = least_peak(self.problem, deadline=self.deadline)
@@ -302,7 +346,7 @@ class _Found:
 
     def _solve_program(self, search: Search, ahead: int, share: float) -> None:
         """Improve what a program decides, and learn from what it proves."""
-        if self._is_done:
+        if self._is_enough:
             return
         program = Program(self.problem)
         program.minimize_step(ahead=ahead)

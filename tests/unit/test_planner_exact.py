@@ -159,11 +159,11 @@ def test_annealing_keeps_the_budgets_and_scores_no_worse(limited: Problem):
     if not len(starts):
         return
     terms = terms_of(search.replays)
-    found = anneal(search, terms, starts, work=200_000)
+    found = anneal(search, terms, starts, work=50_000)
     assert search.fitting(found).all() and search.score(found)[0] <= search.score(starts).min()
-    assert np.array_equal(anneal(search, terms, starts, work=200_000), found)
+    assert np.array_equal(anneal(search, terms, starts, work=50_000), found)
     search.deadline = 0.0
-    stopped = anneal(search, terms, starts, work=200_000)
+    stopped = anneal(search, terms, starts, work=50_000)
     assert search.score(stopped)[0] <= search.score(starts).min()
 
 

@@ -16,8 +16,9 @@ the last one. That pass is the forward wherever updates overlap with it, and wai
 more can be copied in what is left of the step. Among many plans in which one thing alone decides when a step ends, lateness
 tells which is near a better one.
 
-The random numbers are the same on every run. All is counted by NumPy, for many walks at once (`walks`, `arrays`). Walks cool as
-their work is done. Where the clock will end it first, on a slow or busy machine, they cool with the clock: hot walks are of no use.
+The random numbers are those of a seed, the same on every run. All is counted by NumPy, for many walks at once (`walks`,
+`arrays`). Walks cool as their work is done. Where the clock will end it first, on a slow or busy machine, they cool with the
+clock: hot walks are of no use.
 """
 
 import time
@@ -62,13 +63,22 @@ _ROUNDS = 100
 """After so many some walks follow the best."""
 
 
-def anneal(search: Search, terms: Terms, starts: Rows, *, work: int, enough_s: float = 0.0, heat: Heat = HEAT) -> Rows:
+def anneal(
+    search: Search,
+    terms: Terms,
+    starts: Rows,
+    *,
+    work: int,
+    enough_s: float = 0.0,
+    heat: Heat = HEAT,
+    seed: int = 0,
+) -> Rows:
     """Walk from all ``starts``, which keep the budgets.
 
     It ends when ``work`` blocks are replayed, a step takes ``enough_s`` or less, or the search's deadline is there. Returns the
     best found, and after it where the best of other walks are that keep the budgets. ``terms`` are of the search's replays.
     """
-    random, blocks = np.random.default_rng(0), search.replays.num_blocks
+    random, blocks = np.random.default_rng(seed), search.replays.num_blocks
     numbers = at_distances(search.replays, terms, starts)
     scores = search.score(starts)
     walks = Walks(terms, numbers, int(np.argmin(scores)), float(scores.min()), WALKS)
