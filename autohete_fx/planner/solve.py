@@ -69,10 +69,12 @@ GATHERING = 2
 PROGRAM_BLOCKS = 8
 """For more blocks CP-SAT does not try the integer programs: in the time there is it gets little further than their relaxation."""
 BRANCHED_BLOCKS = 32
-"""For more blocks than `PROGRAM_BLOCKS` and up to these all choices of the bounding program are branched on, for more those of
-`relaxation.ends_of`."""
-BRANCHES_PER_SECOND = 2000
-"""Branches in a second of the time limit, over the square of the number of blocks, by which a branch's work grows.
+"""For more blocks than `PROGRAM_BLOCKS` and up to these all choices of the bounding program are branched on.
+
+For more it is those of `relaxation.ends_of`, and where `figures.sends_at_once` for more than `MANY_BLOCKS`: that proves as much.
+"""
+BRANCHES_PER_SECOND, MOST_BRANCHES_PER_SECOND = 30_000, 12
+"""Branches in a second of the time limit, the first over the cube of the number of blocks: work and use of a branch decide.
 
 As with the search, work is counted, so that every run proves the same.
 """
@@ -224,10 +226,11 @@ class _Found:
         """A better bound. Where there was no time for a relaxation, there is none for branches on many blocks."""
         if self.num_blocks > BRANCHED_BLOCKS and not self.shares:
             return Branched(bound_s=0.0, shares=None)
-        if self.num_blocks > BRANCHED_BLOCKS:
+        if self.num_blocks > BRANCHED_BLOCKS or self._walks_first:
             ends = ends_of(self.problem)
             return branch(bounding, branches=LUMP_BRANCHES, deadline=self.deadline, blocks=ends)
-        branches = 1 + int(self.time_limit_s * BRANCHES_PER_SECOND / self.num_blocks**2 / self._slower)
+        in_a_second = min(MOST_BRANCHES_PER_SECOND, BRANCHES_PER_SECOND / self.num_blocks**3)
+        branches = 1 + int(self.time_limit_s * in_a_second / self._slower)
         return branch(bounding, branches=branches, deadline=self.deadline)
 
     def _search_far(self, search: Search, relaxed: Relaxed | None) -> None:
