@@ -153,8 +153,8 @@ class Job:
         self._owners = deployment.owners(layer_map, layout)
         shares = unit.shares(self.held) if unit else {}
         self._sums = GradientSums(self._owners, layer_map, self.params, self.held, shares, timeout)
-        if overlaps and seat and not unit:  # a unit's gradients are moved to the parts of parameters after the passes
-            self._sums.overlap(deployment.plan.pipelines[seat.pipeline].micro_batches)
+        if overlaps and seat and stage:
+            self._sums.overlap(deployment.plan.pipelines[seat.pipeline].micro_batches, stage.named())
         self._store, self.saver = store, None
         self._notice, self._unchecked, self._watch = Notice(), True, watch
         if store is not None:

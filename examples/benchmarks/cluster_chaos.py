@@ -2,7 +2,8 @@
 
 Every node is a torchrun agent with one rank of ``train_cluster.py`` and a disk of its own, on this machine. After each change of
 the trace, scaled down in count, a node is killed (SIGKILL, its disk is lost), told to leave (SIGTERM), or started, once training
-has gone on for a few steps since the change before. The store of the rendezvous is this process's, as on a machine that stays.
+has gone on for a few steps since the change before. With ``--together``, nodes by which the trace falls at once are killed at one
+moment. The store of the rendezvous is this process's, as on a machine that stays.
 
 At the end the weights are compared with those of a run that nobody disturbed, and the JSON file has:
 
@@ -118,16 +119,15 @@ class Market:
         self.agents.append(Agent(name, process, disk))
         return name
 
-    def kill(self, agent: Agent) -> None:
-        """The machine is gone at once, and its disk."""
-        ranks = agent.ranks()
-        os.kill(agent.process.pid, signal.SIGKILL)
-        for rank in ranks:
-            os.kill(rank, signal.SIGKILL)
-        agent.process.wait()
-        self.agents.remove(agent)
-        for folder in (agent.disk, self.folder / f"{agent.name}-tmp"):
-            shutil.rmtree(folder, ignore_errors=True)
+    def kill(self, *agents: Agent) -> None:
+        """The machines are gone at once, and their disks."""
+        for pid in [pid for agent in agents for pid in (agent.process.pid, *agent.ranks())]:
+            os.kill(pid, signal.SIGKILL)
+        for agent in agents:
+            agent.process.wait()
+            self.agents.remove(agent)
+            for folder in (agent.disk, self.folder / f"{agent.name}-tmp"):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def tell(self, agent: Agent) -> None:
         """The machine is told to leave, has its time, and is gone with its disk."""
@@ -271,7 +271,7 @@ def main() -> None:
         place += 1
         while len(market.agents) != target and done < arguments.events and not market.finished():
             done += 1
-            recoveries.append(one_change(market, target, chance))
+            recoveries.append(one_change(market, target, chance, together=arguments.together))
             print(json.dumps(recoveries[-1]), flush=True)
     for agent in list(market.agents):
         agent.process.wait(timeout=arguments.patience)
@@ -290,11 +290,15 @@ def main() -> None:
     shutil.rmtree(folder)
 
 
-def one_change(market: Market, target: int, chance: random.Random) -> dict[str, Any]:
+def one_change(market: Market, target: int, chance: random.Random, *, together: bool) -> dict[str, Any]:
     """Make one change towards so many nodes, and wait until training goes on."""
     since, start = len(market.events()), time.time()
     if len(market.agents) < target:
         kind, who = "join", market.start()
+    elif together and len(market.agents) > target + 1:
+        agents = chance.sample(market.agents, len(market.agents) - target)
+        kind, who = "kill", " ".join(agent.name for agent in agents)
+        market.kill(*agents)
     else:
         agent = chance.choice(market.agents)
         kind, who = chance.choice(["kill", "kill", "tell"]), agent.name
@@ -367,6 +371,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--events", type=int, default=30, help="changes to make")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no change is made any more")
     parser.add_argument("--nodes", type=int, default=4, help="at most")
+    parser.add_argument("--together", action="store_true", help="kill all nodes of a fall at one moment")
     parser.add_argument("--pause", type=float, default=0.3, help="seconds after each step")
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--cloud-every", type=int, default=10)
