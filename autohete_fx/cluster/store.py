@@ -34,7 +34,7 @@ from autohete_fx.internals.checkpoints import FsspecReader, FsspecWriter
 
 _SAVE = re.compile(r"step-(\d{9})-(\w+)")
 _PART = re.compile(r"part-(\d+)")
-_COMMITTED = "committed"
+_COMMITTED, _METADATA = "committed", ".metadata"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ class Place:
         found: dict[str, tuple[str, tuple[Entry, ...]]] = {}
         for name in self._names(f"{self._root}/{save.folder}"):
             path = f"{self._path}/{save.folder}/{name}"
-            if not _PART.fullmatch(name) or not self._fs.exists(f"{self._root}/{save.folder}/{name}/.metadata"):
+            if not _PART.fullmatch(name) or not self._fs.exists(f"{self._root}/{save.folder}/{name}/{_METADATA}"):
                 continue
             for param, entries in _entries(FsspecReader(path).read_metadata()).items():
                 found[param] = path, entries
@@ -166,13 +166,21 @@ class Place:
 
     def remove(self, save: Save) -> None:
         """Remove a save. One that another rank removes at the same time is no error."""
-        with contextlib.suppress(FileNotFoundError):
-            self._fs.rm(f"{self._root}/{save.folder}", recursive=True)
+        self._remove(f"{self._root}/{save.folder}")
 
     def remove_part(self, save: Save, part: int) -> None:
         """Remove a part, whatever there is of it."""
-        with contextlib.suppress(OSError):
-            self._fs.rm(f"{self._root}/{save.folder}/part-{part:06d}", recursive=True)
+        self._remove(f"{self._root}/{save.folder}/part-{part:06d}")
+
+    def _remove(self, folder: str) -> None:
+        """Remove a folder. What says that something is whole goes first, as this may be cut off."""
+        self._fs.invalidate_cache()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            names = [str(path) for path in self._fs.find(folder)]
+            first = [path for path in names if path.rpartition("/")[2] in (_COMMITTED, _METADATA)]
+            if first:
+                self._fs.rm(first)
+            self._fs.rm(folder, recursive=True)
 
     def _names(self, path: str) -> list[str]:
         self._fs.invalidate_cache()

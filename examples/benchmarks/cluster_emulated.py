@@ -126,7 +126,7 @@ def emulated_sums() -> Iterator[None]:
 
     def summed(tensor: Tensor, *args: Any, group: Any = None, async_op: bool = False, **rest: Any) -> Any:
         work = all_reduce(tensor, *args, group=group, async_op=async_op, **rest)
-        if not async_op:
+        if not async_op or work is None:
             return work
         ranks = dist.get_world_size(group)
         return Sum(work, 2 * (ranks - 1) / ranks * tensor.nbytes)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
 from autohete_fx.cluster.pieces import Piece
 from autohete_fx.cluster.saving import Saved, Saver
@@ -37,7 +38,8 @@ def start(folder: Path, generation: str, began: Save | None, *steps: int, cut_of
     for step in steps:
         saver._cloud.wait()
         saver.save(step, {W: {"w/weight": torch.full((2,), float(step))}}, cloud=True)
-    saver._disk.wait(), saver._cloud.wait()
+    saver._disk.wait()
+    saver._cloud.wait()
     for metadata in folder.glob(f"*/{Save(step=cut_off, generation=generation).folder}/*/.metadata"):
         metadata.unlink()
     return saver.last
@@ -79,3 +81,25 @@ def test_saves_that_lack_a_part_stay_while_they_are_few_and_newer(tmp_path: Path
         assert found(tmp_path)[0] == [(1, "g0"), (2, "g3"), (2, "g4"), (2, "g5")]
         start(tmp_path, "g6", began, 2, 3, cut_off=3)
         assert found(tmp_path) == [[(1, "g0"), (2, "g6"), (3, "g6")], [(2, "g6"), (3, "g6")]]
+
+
+def test_a_save_whose_removal_is_cut_off_does_not_seem_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    place, save = Place(f"{tmp_path}/disk"), Save(step=1, generation="g")
+    for part in (0, 1):
+        place.write(save, part, {"w/weight": torch.ones(2)})
+    place.mark(save)
+    assert place.parts(save) and place.is_marked(save)
+    remove, cut_off = LocalFileSystem.rm, iter([False, True])
+
+    def rm(files: LocalFileSystem, path: object, **options: bool) -> None:
+        if next(cut_off):
+            raise OSError("ended")
+        remove(files, path, **options)
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="ended"):
+        patched.setattr(LocalFileSystem, "rm", rm)
+        place.remove(save)
+    assert place.saves() == [save] and not place.parts(save) and not place.is_marked(save)
+    place.remove(save)
+    place.remove(save)
+    assert not place.saves()

@@ -1,6 +1,7 @@
 """Gradients of one rank, summed over ranks that are not there: a sum of the fake group is this rank's own part."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -107,7 +108,8 @@ def test_gradients_of_a_unit_are_summed_within_its_last_backward_pass_too():
                 total["norm.weight"] += x.sum(0)
                 assert not found._running
                 sharded = DTensor.from_local(x, mesh, [Shard(0)])
-                sum((param * sharded).sum() for param in params.values()).full_tensor().backward()
+                loss: Any = sum((param * sharded).sum() for param in params.values())
+                loss.full_tensor().backward()
             assert found._running and all(param.grad is None for param in params.values())
             found.reduce()
             for name, part in parts.items():
