@@ -42,7 +42,7 @@ class Restored:
         save: that they are of.
         tensors: by parameter and key.
         num_bytes: by source: ``local``, ``peer``, ``cloud``.
-        seconds: by part: ``look``, ``local``, ``cloud``, ``peer``.
+        seconds: by part: ``look``, ``local``, ``cloud``, and ``peer``, which begins when the last rank has read.
         missing_bytes: of the save, those that no disk has, all ranks together.
         trouble: a sentence on the cloud, where it could not be read; "".
     """
@@ -294,13 +294,13 @@ def _exchange(found: Restored, fetch: Fetch, group: dist.ProcessGroup | None) ->
 
     The first pair that is not done can always go on, as its sender and its receiver have no earlier one to do.
     """
-    start = time.perf_counter()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     outgoing = [(target, keys) for (source, target), keys in fetch.peer.items() if source == rank]
     sent = {key: dict(found.tensors[key]) for _, keys in outgoing for key in keys}
     heads: list[Any] = [None] * size
     mine = {key: [_entry(*item) for item in tensors.items()] for key, tensors in sent.items()}
     dist.all_gather_object(heads, mine, group=group)
+    start = time.perf_counter()  # when the last rank has read
 
     def send() -> None:
         for target, keys in outgoing:
