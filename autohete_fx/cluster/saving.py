@@ -6,11 +6,13 @@ Training goes on, and the next save is tried again. A cloud that is slow is neve
 all leave out the next save to it, and say so.
 
 Each place keeps its last ``keep`` committed saves, whichever start of the job made them: a file in each marks it. The save that a
-start began from counts on disks as well, since it was whole then. Other saves up to the newest committed one are removed. Newer
-ones of earlier starts lacked a part when this start began. The last ``keep`` of them stay until they are passed, because a node
-that vanished may bring that part back.
+start began from counts on disks as well, since it was whole then. Disks also keep the newest save that is whole in the cloud: where
+a node is lost, others then read it from their disks but for that node's part. Other saves up to the newest committed one are
+removed. Newer ones of earlier starts lacked a part when this start began. The last ``keep`` of them stay until they are passed,
+because a node that vanished may bring that part back.
 """
 
+import itertools
 import logging
 import threading
 import time
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from autohete_fx.cluster.exported import names_entry
 from autohete_fx.cluster.pieces import Held, Piece
-from autohete_fx.cluster.store import Place, Save, States, Store, taken
+from autohete_fx.cluster.store import COMMITTED, IN_CLOUD, Place, Save, States, Store, taken
 
 log = logging.getLogger(__name__)
 
@@ -223,24 +225,33 @@ class Saver:
         """Mark a save of which all parts are written, and remove those that it makes old."""
         keep, generation = self._store.keep, self._generation
         committed = self._committed[in_cloud] = (*self._committed[in_cloud], newest)[-keep:]
-        writer = self._cloud if in_cloud else self._disk
-        if writer is not None and (self._rank == 0 if in_cloud else self._cleans):
-            writer.then(lambda: _mark(writer.path, newest))
-            writer.then(lambda: _remove_old(writer.path, committed, keep, generation))
+        disk, cloud = self._disk, self._cloud
+        if not in_cloud and self._cleans:
+            spared = (cloud.save,) if cloud else ()  # what is being written there, if anything
+            disk.then(lambda: _mark(disk.path, newest, COMMITTED))
+            disk.then(lambda: _remove_old(disk.path, committed, keep, generation, spared))
+        elif in_cloud and cloud is not None:
+            if self._cleans:
+                disk.then(lambda: _mark(disk.path, newest, IN_CLOUD))
+            if not self._rank:
+                cloud.then(lambda: _mark(cloud.path, newest, COMMITTED))
+                cloud.then(lambda: _remove_old(cloud.path, committed, keep, generation))
 
 
 def _tensors(rows: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {key: tensor for mine in rows for key, tensor in mine.items()}
 
 
-def _mark(path: str, save: Save) -> None:
+def _mark(path: str, save: Save, mark: str) -> None:
     try:
-        Place(path).mark(save)
+        Place(path).mark(save, mark)
     except Exception as error:
         log.warning("step %d in %s could not be marked as whole: %s", save.step, path, error)
 
 
-def _remove_old(path: str, committed: Sequence[Save], keep: int, generation: str) -> None:
+def _remove_old(
+    path: str, committed: Sequence[Save], keep: int, generation: str, spared: Collection[Save] = ()
+) -> None:
     """Remove the saves in a place that no start of the job needs any more.
 
     Args:
@@ -248,16 +259,18 @@ def _remove_old(path: str, committed: Sequence[Save], keep: int, generation: str
         committed: the last committed saves that this start knows, the newest last.
         keep: how many stay; marked ones that are older make up the number.
         generation: of this start, whose newer saves are still being written.
+        spared: saves that stay, too.
     """
     try:
         place = Place(path)
         saves, kept = place.saves(), list(committed)
-        for save in reversed(saves):
-            if len(kept) < keep and save.step < committed[0].step and place.is_marked(save):
+        passed = [save for save in reversed(saves) if save.step <= committed[-1].step]
+        for save in passed:
+            if len(kept) < keep and save.step < committed[0].step and place.is_marked(save, COMMITTED):
                 kept.append(save)
+        kept += [*spared, *itertools.islice((save for save in passed if place.is_marked(save, IN_CLOUD)), 1)]
         ahead = [save for save in saves if save.step > committed[-1].step and save.generation != generation]
-        old = [save for save in saves if save.step <= committed[-1].step and save not in kept]
-        for save in (*old, *ahead[:-keep]):
+        for save in (*(save for save in passed if save not in kept), *ahead[:-keep]):
             place.remove(save)
     except Exception as error:
         log.warning("old saves in %s could not be removed: %s", path, error)

@@ -7,7 +7,8 @@ from any part. A part is complete when its metadata is there, which is written l
 
     LOCAL/step-000000020-GENERATION/part-000003/      each rank, all that it holds
     CLOUD/step-000000200-GENERATION/part-000003/      each rank, what it is the first owner of
-    .../step-000000200-GENERATION/committed           empty: all parts were written
+    .../step-000000200-GENERATION/committed           empty: all parts were written there
+    LOCAL/step-000000200-GENERATION/in-cloud          empty: and those in the cloud
 
 A generation is one start of the job. Parts of two generations are never mixed: after a restart the same step may have been trained
 again by another plan, with other rounding.
@@ -34,7 +35,9 @@ from autohete_fx.internals.checkpoints import FsspecReader, FsspecWriter
 
 _SAVE = re.compile(r"step-(\d{9})-(\w+)")
 _PART = re.compile(r"part-(\d+)")
-_COMMITTED, _METADATA = "committed", ".metadata"
+COMMITTED, IN_CLOUD = "committed", "in-cloud"
+"""Marks of saves."""
+_METADATA = ".metadata"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,8 @@ class Store:
         cloud: a URL of any file system that fsspec knows, such as ``s3://bucket/run``; None: only disks of nodes.
         every: steps from one save on the disks to the next.
         cloud_every: steps from one save in the cloud to the next, a multiple of ``every``.
-        keep: committed saves that are kept in each place.
+        keep: committed saves that are kept in each place. Disks keep the cloud's newest besides, so that only what a lost node
+            had is read there.
         cloud_timeout_s: seconds after which a cloud that does not answer counts as down, when a job begins.
         bandwidths: at which nodes read, by which a job that goes on chooses where from.
 
@@ -156,13 +160,13 @@ class Place:
                 found[param] = path, entries
         return found
 
-    def mark(self, save: Save) -> None:
+    def mark(self, save: Save, mark: str) -> None:
         """Note that all ranks have written their parts of a save. Any error of the file system is raised."""
-        self._fs.pipe_file(f"{self._root}/{save.folder}/{_COMMITTED}", b"")
+        self._fs.pipe_file(f"{self._root}/{save.folder}/{mark}", b"")
 
-    def is_marked(self, save: Save) -> bool:
+    def is_marked(self, save: Save, mark: str) -> bool:
         """Whether `mark` was called for a save."""
-        return bool(self._fs.exists(f"{self._root}/{save.folder}/{_COMMITTED}"))
+        return bool(self._fs.exists(f"{self._root}/{save.folder}/{mark}"))
 
     def remove(self, save: Save) -> None:
         """Remove a save. One that another rank removes at the same time is no error."""
@@ -177,7 +181,7 @@ class Place:
         self._fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             names = [str(path) for path in self._fs.find(folder)]
-            first = [path for path in names if path.rpartition("/")[2] in (_COMMITTED, _METADATA)]
+            first = [path for path in names if path.rpartition("/")[2] in (COMMITTED, IN_CLOUD, _METADATA)]
             if first:
                 self._fs.rm(first)
             self._fs.rm(folder, recursive=True)

@@ -1,5 +1,6 @@
 """Saves of one rank, of a group whose others are not there."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from autohete_fx.cluster.pieces import Piece
 from autohete_fx.cluster.saving import Saved, Saver
-from autohete_fx.cluster.store import Place, Save, Store
+from autohete_fx.cluster.store import COMMITTED, Place, Save, Store
 from autohete_fx.internals.fake_group import fake_default_group
 
 
@@ -30,14 +31,22 @@ def test_a_part_that_is_whole_is_not_written_again_when_the_cloud_gets_its_step(
 W = Piece("w")
 
 
-def start(folder: Path, generation: str, began: Save | None, *steps: int, cut_off: int = -1, keep: int = 2) -> Save:
-    """A start of the job that saves these steps in both places, and is killed while it writes one of them. Returns the last one."""
+def start(
+    folder: Path,
+    generation: str,
+    began: Save | None,
+    *steps: int,
+    cut_off: int = -1,
+    keep: int = 2,
+    in_cloud: Collection[int] = range(100),
+) -> Save:
+    """A start of the job that saves these steps, some in the cloud too, and is killed while it writes one. Returns the last one."""
     store = Store(local=f"{folder}/disk", cloud=f"{folder}/cloud", every=1, cloud_every=1, keep=keep)
     saver = Saver(store, generation, None, owned=[W], held={"w": W}, all_names=["w"], cleans=True, began=began)
     assert saver._cloud is not None
     for step in steps:
         saver._cloud.wait()
-        saver.save(step, {W: {"w/weight": torch.full((2,), float(step))}}, cloud=True)
+        saver.save(step, {W: {"w/weight": torch.full((2,), float(step))}}, cloud=step in in_cloud)
     saver._disk.wait()
     saver._cloud.wait()
     for metadata in folder.glob(f"*/{Save(step=cut_off, generation=generation).folder}/*/.metadata"):
@@ -83,12 +92,23 @@ def test_saves_that_lack_a_part_stay_while_they_are_few_and_newer(tmp_path: Path
         assert found(tmp_path) == [[(1, "g0"), (2, "g6"), (3, "g6")], [(2, "g6"), (3, "g6")]]
 
 
+def test_disks_keep_the_newest_save_that_the_cloud_has(tmp_path: Path):
+    """Where a node is lost, the others read that one from their disks."""
+    with fake_default_group(1):
+        began = start(tmp_path, "g1", None, *range(1, 9), in_cloud=[2, 5])
+        assert found(tmp_path) == [[(step, "g1") for step in (5, 6, 7, 8)], [(2, "g1"), (5, "g1")]]
+        began = start(tmp_path, "g2", began, 9, 10, 11, in_cloud=[11])
+        assert found(tmp_path)[0] == [(5, "g1"), (9, "g2"), (10, "g2"), (11, "g2")]
+        start(tmp_path, "g3", began, 12, 13, in_cloud=[])
+        assert found(tmp_path)[0] == [(5, "g1"), (11, "g2"), (12, "g3"), (13, "g3")]
+
+
 def test_a_save_whose_removal_is_cut_off_does_not_seem_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     place, save = Place(f"{tmp_path}/disk"), Save(step=1, generation="g")
     for part in (0, 1):
         place.write(save, part, {"w/weight": torch.ones(2)})
-    place.mark(save)
-    assert place.parts(save) and place.is_marked(save)
+    place.mark(save, COMMITTED)
+    assert place.parts(save) and place.is_marked(save, COMMITTED)
     remove, cut_off = LocalFileSystem.rm, iter([False, True])
 
     def rm(files: LocalFileSystem, path: object, **options: bool) -> None:
@@ -99,7 +119,7 @@ def test_a_save_whose_removal_is_cut_off_does_not_seem_whole(tmp_path: Path, mon
     with monkeypatch.context() as patched, pytest.raises(OSError, match="ended"):
         patched.setattr(LocalFileSystem, "rm", rm)
         place.remove(save)
-    assert place.saves() == [save] and not place.parts(save) and not place.is_marked(save)
+    assert place.saves() == [save] and not place.parts(save) and not place.is_marked(save, COMMITTED)
     place.remove(save)
     place.remove(save)
     assert not place.saves()
