@@ -6,10 +6,10 @@ Training goes on, and the next save is tried again. A cloud that is slow is neve
 all leave out the next save to it, and say so.
 
 Each place keeps its last ``keep`` committed saves, whichever start of the job made them: a file in each marks it. The save that a
-start began from counts on disks as well, since it was whole then. Disks also keep the newest save that is whole in the cloud: where
-a node is lost, others then read it from their disks but for that node's part. Other saves up to the newest committed one are
-removed. Newer ones of earlier starts lacked a part when this start began. The last ``keep`` of them stay until they are passed,
-because a node that vanished may bring that part back.
+start began from counts on disks as well, since it was whole then. Disks also keep the newest save that is whole in the cloud. If a
+node is lost, the others then read from the cloud that node's part alone. Other saves up to the newest committed one are removed.
+Newer ones of earlier starts lacked a part when this start began. The last ``keep`` of them stay until they are passed, because a
+node that vanished may bring that part back.
 """
 
 import itertools
