@@ -20,6 +20,7 @@ At the end the weights are compared with those of a run that nobody disturbed, a
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
@@ -122,7 +123,8 @@ class Market:
     def kill(self, *agents: Agent) -> None:
         """The machines are gone at once, and their disks."""
         for pid in [pid for agent in agents for pid in (agent.process.pid, *agent.ranks())]:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         for agent in agents:
             agent.process.wait()
             self.agents.remove(agent)
@@ -151,7 +153,7 @@ class Market:
             "rank_rss_bytes": max(map(rss_bytes, ranks), default=0),
             "own_rss_bytes": rss_bytes(os.getpid()),
             "open_files": max((open_files(pid) for pid in (*agents, *ranks)), default=0),
-            "saved_files": sum(1 for place in places for _ in place.rglob("*")),
+            "saved_files": sum(len(dirs) + len(files) for place in places for _, dirs, files in os.walk(place)),
         }
 
     def events(self) -> list[dict[str, Any]]:
@@ -261,20 +263,10 @@ def main() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     market = Market(folder, arguments, store.port)
     print(json.dumps(environment()), flush=True)
-    for _ in range(counts[0]):
-        market.start()
-    market.wait_for_join(0)
-    recoveries, done = [], 0
-    place = 1
-    while done < arguments.events and not market.finished() and time.monotonic() - began < arguments.seconds:
-        target = counts[place % len(counts)]
-        place += 1
-        while len(market.agents) != target and done < arguments.events and not market.finished():
-            done += 1
-            recoveries.append(one_change(market, target, chance, together=arguments.together))
-            print(json.dumps(recoveries[-1]), flush=True)
-    for agent in list(market.agents):
-        agent.process.wait(timeout=arguments.patience)
+    try:
+        recoveries = disturbed(market, counts, chance)
+    finally:
+        market.kill(*(agent for agent in market.agents if agent.process.poll() is None))
     left = {
         "processes": len(processes_of(folder)),
         "files": [str(path.relative_to(folder)) for path in folder.glob("*-tmp/**/*") if path.is_file()],
@@ -288,6 +280,24 @@ def main() -> None:
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
     shutil.rmtree(folder)
+
+
+def disturbed(market: Market, counts: list[int], chance: random.Random) -> list[dict[str, Any]]:
+    """Train on nodes that come and go as these numbers say, until the job has finished; what each change took."""
+    arguments, began = market.arguments, time.monotonic()
+    for _ in range(counts[0]):
+        market.start()
+    market.wait_for_join(0)
+    recoveries, place = list[dict[str, Any]](), 1
+    while len(recoveries) < arguments.events and not market.finished() and time.monotonic() - began < arguments.seconds:
+        target = counts[place % len(counts)]
+        place += 1
+        while len(market.agents) != target and len(recoveries) < arguments.events and not market.finished():
+            recoveries.append(one_change(market, target, chance, together=arguments.together))
+            print(json.dumps(recoveries[-1]), flush=True)
+    for agent in list(market.agents):
+        agent.process.wait(timeout=arguments.patience)
+    return recoveries
 
 
 def one_change(market: Market, target: int, chance: random.Random, *, together: bool) -> dict[str, Any]:
