@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autohete_fx.cluster.deploy import Member as Member
+    from autohete_fx.cluster.exported import export as export
     from autohete_fx.cluster.job import Job as Job
     from autohete_fx.cluster.job import TrainStep as TrainStep
     from autohete_fx.cluster.joining import join as join
     from autohete_fx.cluster.plan import ClusterPlan as ClusterPlan
     from autohete_fx.cluster.sources import Bandwidths as Bandwidths
     from autohete_fx.cluster.store import Store as Store
-    from autohete_fx.cluster.store import export as export
 
 _PLACES = {
     "Bandwidths": "sources",
@@ -24,7 +24,7 @@ _PLACES = {
     "Member": "deploy",
     "Store": "store",
     "TrainStep": "job",
-    "export": "store",
+    "export": "exported",
     "join": "joining",
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from autohete_fx.cluster.costs import CostTable, StageCost
-from autohete_fx.cluster.gradient_sums import reduce_seconds
+from autohete_fx.cluster.gradient_sums import last_sums_s, sums_of
 from autohete_fx.cluster.links import Links
 from autohete_fx.cluster.memory import memory_of
 from autohete_fx.cluster.place import placed
@@ -87,7 +87,7 @@ class Drafts:
                 break  # sums of gradients only add
             plan = placed(self._cluster, draft, model=self.costs.model, planner=planner)
             if plan is not None:
-                estimate_s = seconds + reduce_seconds(plan, self.costs, self._links)
+                estimate_s = seconds + last_sums_s(plan, sums_of(plan, self.costs, self._links))
                 bisect.insort(kept, (estimate_s, plan), key=lambda row: row[0])
                 del kept[MOST_SIMULATED:]
         timed = [

@@ -8,7 +8,7 @@ is below the best seconds. In a pipeline of ``k`` micro-batches one passes all s
     max(sum_s z_s + 2 sum_s h_s,  max_s (sum_{r < s} z_r + 2 sum_{r < s - 1} h_r + k slot_s)),   slot_s = z_s + 2 h_{s-1} + 2 h_s
 
 ``z`` is the compute of a stage. ``h_s`` is the message from stage ``s`` to the next, alone on its link, and 0 where sends do not
-block. Sums of gradients and updates are added as they are.
+block. Updates are added as they are, and the sums of those gradients that the first stages have.
 
 All divisions of the layers are tried where they are few; else the one that balances the stages. Work is counted, not timed, so that
 equal inputs give equal plans.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.events import Sends
-from autohete_fx.cluster.gradient_sums import reduce_seconds
+from autohete_fx.cluster.gradient_sums import last_sums_s, sums_of
 from autohete_fx.cluster.links import Links
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, Stage
 from autohete_fx.cluster.shapes import Shape, Shaper, UnitType
@@ -65,7 +65,7 @@ class _Bounded:
         left_s = seconds - self.cut.update_s
         if self.fill_s >= left_s:
             return 0
-        count = min(max(0, int((left_s - around_s) / slot_s)) for around_s, slot_s in self.stages)
+        count = min(max(0, int((left_s - around_s) / slot_s)) for around_s, slot_s in self.stages if slot_s)
         return count if count >= len(self.cut.seconds) else 0
 
 
@@ -87,7 +87,9 @@ class Every:
         self._batch, self._sizes, self._sends = global_batch, sizes, sends
         self._cuts: dict[tuple[tuple[UnitType, ...], int], list[_Cut]] = {}
         self._bounded: dict[_Order, list[_Bounded]] = {}
-        self._boundary_bytes = min(costs.boundary_bytes(layer, 1) for layer in range(shaper.num_layers))
+        self._boundary_bytes = min(
+            (costs.boundary_bytes(layer, 1) for layer in range(shaper.num_layers - 1)), default=0
+        )
         self._left, self._limit_s = _MOST_WORK, math.inf
         self.num_simulated = 0
 
@@ -100,7 +102,7 @@ class Every:
                 continue
             seen.add(key)
             for plan, bound_s in self._plans(key):
-                if bound_s + reduce_seconds(plan, self._costs, self._links) >= self._limit_s:
+                if bound_s + last_sums_s(plan, sums_of(plan, self._costs, self._links)) >= self._limit_s:
                     continue
                 timeline = simulate(plan, self._cluster, self._costs, sends=self._sends, links=self._links)
                 self.num_simulated += 1

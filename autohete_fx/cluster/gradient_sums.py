@@ -1,10 +1,12 @@
 """Seconds that GPUs take to make parts whole: those of a message within a unit, and the sums of gradients over replicas.
 
-Enter a `ClusterPlan` with costs and links; leave seconds. Both are rings.
+Enter a `ClusterPlan` with costs and links; leave seconds. Both are rings. A sum begins when all its owners have done their passes,
+while earlier stages still compute: the job does so, whatever compiles its stages.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.links import Links
@@ -23,42 +25,101 @@ def gather_time(num_bytes: float, tp: int, within: Link | None) -> float:
     return (tp - 1) * within.seconds(num_bytes / tp, tp)
 
 
-def reduce_seconds(plan: ClusterPlan, costs: CostTable, links: Links) -> float:
-    """Seconds in which replicas sum the gradients of all layers, nothing beside it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summed:
+    """Gradients with equal owners.
+
+    Attributes:
+        owners: stages that have them: pipeline and place.
+        port_s: by what it takes, the node's port or the links within a node, the seconds that it takes it.
+    """
+
+    owners: tuple[tuple[int, int], ...]
+    port_s: Mapping[tuple[str, bool], float]
+
+
+def sums_of(plan: ClusterPlan, costs: CostTable, links: Links) -> tuple[Summed, ...]:
+    """The sums over replicas of the gradients of all layers.
 
     The owners of a layer form rings, one for each slice of its largest degree. A ring crosses each of its nodes' ports once,
-    whatever number of owners is on the node. Rings of one node leave it by different GPUs.
+    whatever number of owners is on the node. Rings of one node leave it by different GPUs. Messages are as large as if all sums
+    of a node were one.
     """
-    leaving: dict[str, float] = {}
-    inside: dict[str, float] = {}
+    rows: list[tuple[tuple[tuple[int, int], ...], dict[tuple[str, bool], float]]] = []
     senders: dict[str, dict[tuple[int, int], int]] = {}
     peers: dict[str, set[str]] = {}
-    for whole, owners in _sums(plan, costs):
+    for whole, owners in _owned_weights(plan, costs):
         nodes: dict[str, list[tuple[int, int]]] = {}
         for index, place in owners:
             nodes.setdefault(plan.pipelines[index].stages[place].node, []).append((index, place))
         moved = 2 * (len(owners) - 1) / len(owners) * whole * costs.gradient_bytes_per_byte
+        num_bytes: dict[tuple[str, bool], float] = {}
         for node, here in nodes.items():
             degrees = {(index, place): plan.pipelines[index].stages[place].tp for index, place in here}
             if len(nodes) > 1:
-                leaving[node] = leaving.get(node, 0.0) + moved
+                num_bytes[node, True] = moved
                 senders.setdefault(node, {}).update(degrees)
                 peers.setdefault(node, set()).update(nodes.keys() - {node})
             if len(here) > 1:
-                inside[node] = inside.get(node, 0.0) + moved / min(degrees.values())
-    seconds = [0.0]
-    for node, num_bytes in leaving.items():
-        pairs = sum(senders[node].values())
-        rate = min(links.between(node, peer).bytes_per_s(num_bytes / pairs, pairs) for peer in peers[node])
-        if rate / pairs > _FAST_BYTES_PER_S:
-            rate *= _BOTH_WAYS_SHARE
-        seconds.append(num_bytes / rate)
-    for node, num_bytes in inside.items():
-        seconds.append(num_bytes / links.within(node).bytes_per_s(num_bytes))
-    return max(seconds)
+                num_bytes[node, False] = moved / min(degrees.values())
+        rows.append((tuple(owners), num_bytes))
+    totals: dict[tuple[str, bool], float] = {}
+    for _, num_bytes in rows:
+        for port, count in num_bytes.items():
+            totals[port] = totals.get(port, 0.0) + count
+    rates = {
+        (node, leaves): _rate(links, node, total, sum(senders[node].values()), peers[node])
+        if leaves
+        else links.within(node).bytes_per_s(total)
+        for (node, leaves), total in totals.items()
+        if total
+    }
+    return tuple(
+        Summed(owners=owners, port_s={port: count / rates[port] for port, count in num_bytes.items() if count})
+        for owners, num_bytes in rows
+    )
 
 
-def _sums(plan: ClusterPlan, costs: CostTable) -> Iterator[tuple[float, list[tuple[int, int]]]]:
+def sum_spans(sums: Sequence[Summed], ends_s: Mapping[tuple[int, int], float]) -> list[tuple[float, float]]:
+    """When each sum begins and ends: after the last pass of its last owner, one at a time on each port.
+
+    Args:
+        sums: of a plan.
+        ends_s: by pipeline and place, when the stage has done all passes.
+    """
+    ready_s = [max(ends_s[owner] for owner in each.owners) for each in sums]
+    spans = [(ready, ready) for ready in ready_s]
+    free_s: dict[tuple[str, bool], float] = {}
+    for place in sorted(range(len(sums)), key=ready_s.__getitem__):
+        begins = {port: max(ready_s[place], free_s.get(port, 0.0)) for port in sums[place].port_s}
+        for port, seconds in sums[place].port_s.items():
+            free_s[port] = begins[port] + seconds
+        if begins:
+            spans[place] = min(begins.values()), max(free_s[port] for port in begins)
+    return spans
+
+
+def last_sums_s(plan: ClusterPlan, sums: Sequence[Summed]) -> float:
+    """Seconds at least from the end of all passes to the end of all sums.
+
+    Gradients that the first stages of all pipelines own cannot be summed before: a pipeline ends with its first stage.
+    """
+    firsts = {(index, 0) for index in range(len(plan.pipelines))}
+    port_s: dict[tuple[str, bool], float] = {}
+    for each in sums:
+        if firsts.issubset(each.owners):
+            for port, seconds in each.port_s.items():
+                port_s[port] = port_s.get(port, 0.0) + seconds
+    return max(port_s.values(), default=0.0)
+
+
+def _rate(links: Links, node: str, num_bytes: float, pairs: int, peers: Iterable[str]) -> float:
+    """Bytes a second that leave a node for its peers."""
+    rate = min(links.between(node, peer).bytes_per_s(num_bytes / pairs, pairs) for peer in peers)
+    return rate * _BOTH_WAYS_SHARE if rate / pairs > _FAST_BYTES_PER_S else rate
+
+
+def _owned_weights(plan: ClusterPlan, costs: CostTable) -> Iterator[tuple[float, list[tuple[int, int]]]]:
     """Bytes of weights whose gradients are summed, and their owners: pipeline and place. Tied weights have the last stages as
     owners, too."""
     tied = [(index, place) for index, pipeline in enumerate(plan.pipelines) for place in {0, len(pipeline.stages) - 1}]

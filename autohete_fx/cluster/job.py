@@ -27,7 +27,7 @@ from autohete_fx.cluster.pieces import Piece
 from autohete_fx.cluster.saving import Saved, Saver
 from autohete_fx.cluster.stage import Loss, StageModule
 from autohete_fx.cluster.stage_run import Load, StageRun
-from autohete_fx.cluster.store import Store, states_of
+from autohete_fx.cluster.store import Save, Store, states_of
 from autohete_fx.cluster.sums import GradientSums, clip_factor
 from autohete_fx.cluster.tensor_parallel import TensorLayout, Unit, check_whole
 from autohete_fx.errors import AutoHeteError, ClusterError
@@ -119,6 +119,7 @@ class Job:
 
     Args:
         overlaps: sums of gradients may start before the last backward pass ends.
+        began: the save that the job goes on from; None: from none.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class Job:
         generation: str,
         job_log: JobLog,
         overlaps: bool = True,
+        began: Save | None = None,
     ) -> None:
         self.step, self.deployment, self.members, self.layer_map, self.stage = 0, deployment, members, layer_map, stage
         self._recipe, self._run, self._group, self._log = recipe, run, group, job_log
@@ -151,8 +153,8 @@ class Job:
         self._owners = deployment.owners(layer_map, layout)
         shares = unit.shares(self.held) if unit else {}
         self._sums = GradientSums(self._owners, layer_map, self.params, self.held, shares, timeout)
-        if overlaps and seat and not unit:  # a unit's gradients are moved to the parts of parameters after the passes
-            self._sums.overlap(deployment.plan.pipelines[seat.pipeline].micro_batches)
+        if overlaps and seat and stage:
+            self._sums.overlap(deployment.plan.pipelines[seat.pipeline].micro_batches, stage.named())
         self._store, self.saver = store, None
         self._notice, self._unchecked, self._watch = Notice(), True, watch
         if store is not None:
@@ -165,6 +167,7 @@ class Job:
                 held=self.held,
                 all_names=list(layer_map.readers),
                 cleans=[member.node for member in members].index(mine) == self._rank,
+                began=began,
             )
 
     # -- training -------------------------------------------------------------------------------------------------

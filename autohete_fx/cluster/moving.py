@@ -66,7 +66,7 @@ def layer_bytes(costs: CostTable, layer: int) -> float:
 def moved(
     plan: ClusterPlan, costs: CostTable, held: Mapping[str, frozenset[int]], bandwidths: Bandwidths
 ) -> dict[str, Moved]:
-    """By node of a plan, the bytes that it reads before the plan can train, from the sources that `restore` takes."""
+    """By node, the bytes that move before the plan can train, from the sources that `restore` takes."""
     rows = _layers_of(plan)
     nodes = [*rows, *(node for node in held if node not in rows)]
     every = sorted(frozenset[int]().union(*rows.values()))
@@ -77,8 +77,7 @@ def moved(
         cloud={str(layer): str(layer) for layer in every},
         sizes={str(layer): layer_bytes(costs, layer) for layer in every},
     )
-    found = moved_by(quickest(wanted, bandwidths), wanted)
-    return {node: found[node] for node in rows}
+    return moved_by(quickest(wanted, bandwidths), wanted)
 
 
 def all_from_cloud(plan: ClusterPlan, costs: CostTable) -> dict[str, Moved]:

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -38,20 +39,25 @@ class Restored:
     """The states that a rank restored.
 
     Attributes:
-        step: that is trained next.
+        save: that they are of.
         tensors: by parameter and key.
         num_bytes: by source: ``local``, ``peer``, ``cloud``.
-        seconds: by part: ``look``, ``local``, ``cloud``, ``peer``.
+        seconds: by part: ``look``, ``local``, ``cloud``, and ``peer``, which begins when the last rank has read.
         missing_bytes: of the save, those that no disk has, all ranks together.
         trouble: a sentence on the cloud, where it could not be read; "".
     """
 
-    step: int
+    save: Save
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     num_bytes: dict[str, int] = field(default_factory=lambda: {"local": 0, "peer": 0, "cloud": 0})
     seconds: dict[str, float] = field(default_factory=lambda: {"local": 0.0, "peer": 0.0, "cloud": 0.0})
     missing_bytes: int = 0
     trouble: str = ""
+
+    @property
+    def step(self) -> int:
+        """That is trained next."""
+        return self.save.step
 
     def weight(self, name: str) -> Tensor:
         """The weight of a parameter, or this rank's part of it."""
@@ -92,7 +98,7 @@ def restore(
     chosen, clouds, trouble = _chosen(store, disks, set(all_names), needing, group)
     if chosen is None:
         return None
-    found = Restored(step=chosen.step, trouble=trouble)
+    found = Restored(save=chosen, trouble=trouble)
     here = {name: disks.get(chosen, {}).get(name, {}) for name, _, _ in said}
     saved = {key: size for sizes in here.values() for key, size in sizes.items()} | _sizes(clouds)
     made_of = finest([*(piece for row in wanted for piece in row), *map(Piece.of_key, saved)])
@@ -114,7 +120,9 @@ def restore(
         fetch = quickest(replace(all_of, cloud={}), store.bandwidths)
         more = set(fetch.local.get(rank, ())) - set(found.tensors)
         _read(found, "local", local, sorted(more), made_of)
-    _exchange(found, fetch, local, made_of, group)
+    sent = {key for (sender, _), keys in fetch.peer.items() if sender == rank for key in keys}
+    _read(found, "local", local, sorted(sent - set(found.tensors)), made_of, for_others=True)
+    _exchange(found, fetch, group)
     found.tensors = {piece.name: joined(piece.name, made_of[piece], found.tensors) for piece in needs}
     return found
 
@@ -268,37 +276,50 @@ class _Cloud:
         return answer
 
 
-def _read(found: Restored, source: str, parts: Parts, keys: Sequence[str], made_of: MadeOf) -> None:
+def _read(
+    found: Restored, source: str, parts: Parts, keys: Sequence[str], made_of: MadeOf, *, for_others: bool = False
+) -> int:
+    """Read pieces; returns their bytes, which count by source unless they are for others alone."""
     start = time.perf_counter()
     tensors, num_bytes = read_pieces(parts, [Piece.of_key(key) for key in keys], made_of)
     found.tensors.update(tensors)
-    found.num_bytes[source] += num_bytes
-    found.seconds[source] = found.seconds.get(source, 0.0) + time.perf_counter() - start
+    if not for_others:
+        found.num_bytes[source] += num_bytes
+    found.seconds[source] += time.perf_counter() - start
+    return num_bytes
 
 
-def _exchange(found: Restored, fetch: Fetch, parts: Parts, made_of: MadeOf, group: dist.ProcessGroup | None) -> None:
-    """Send and receive whatever is sent, pair by pair in one order, so that no rank holds more than its own and one message."""
-    start = time.perf_counter()
+def _exchange(found: Restored, fetch: Fetch, group: dist.ProcessGroup | None) -> None:
+    """Send and receive what peers have read, both at once and each in the order of pairs.
+
+    The first pair that is not done can always go on, as its sender and its receiver have no earlier one to do.
+    """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    outgoing = {pair: keys for pair, keys in fetch.peer.items() if pair[0] == rank}
-    missing = {key for keys in outgoing.values() for key in keys} - set(found.tensors)
-    sent = {**found.tensors, **read_pieces(parts, [Piece.of_key(key) for key in sorted(missing)], made_of)[0]}
+    outgoing = [(target, keys) for (source, target), keys in fetch.peer.items() if source == rank]
+    sent = {key: dict(found.tensors[key]) for _, keys in outgoing for key in keys}
     heads: list[Any] = [None] * size
-    mine = {key: [_entry(*item) for item in sent[key].items()] for keys in outgoing.values() for key in keys}
+    mine = {key: [_entry(*item) for item in tensors.items()] for key, tensors in sent.items()}
     dist.all_gather_object(heads, mine, group=group)
-    for (source, target), keys in fetch.peer.items():
-        if rank == source:
+    start = time.perf_counter()  # when the last rank has read
+
+    def send() -> None:
+        for target, keys in outgoing:
             for key in keys:
                 for tensor in sent[key].values():
                     dist.send(tensor.contiguous(), target, group=group)
-        elif rank == target:
-            for key in keys:
-                entries: list[Entry] = heads[source][key]
-                tensors = {entry.key: entry.empty() for entry in entries}
-                for entry in entries:
-                    dist.recv(tensors[entry.key], source, group=group)
-                    found.num_bytes["peer"] += entry.num_bytes
-                found.tensors[key] = tensors
+
+    with ThreadPoolExecutor(1, thread_name_prefix="autohete-send") as pool:
+        sending = pool.submit(send)
+        for (source, target), keys in fetch.peer.items():
+            if rank == target:
+                for key in keys:
+                    entries: list[Entry] = heads[source][key]
+                    tensors = {entry.key: entry.empty() for entry in entries}
+                    for entry in entries:
+                        dist.recv(tensors[entry.key], source, group=group)
+                        found.num_bytes["peer"] += entry.num_bytes
+                    found.tensors[key] = tensors
+        sending.result()
     found.seconds["peer"] = time.perf_counter() - start
 
 

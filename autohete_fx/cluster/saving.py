@@ -4,8 +4,15 @@ A save is *committed* once all ranks have written their parts of it, which they 
 saves are removed after that, never before. A disk that is full or a cloud that is down ends that save with an error in the log.
 Training goes on, and the next save is tried again. A cloud that is slow is never waited for. While any rank still writes there,
 all leave out the next save to it, and say so.
+
+Each place keeps its last ``keep`` committed saves, whichever start of the job made them: a file in each marks it. The save that a
+start began from counts on disks as well, since it was whole then. Disks also keep the newest save that is whole in the cloud. If a
+node is lost, the others then read from the cloud that node's part alone. Other saves up to the newest committed one are removed.
+Newer ones of earlier starts lacked a part when this start began. The last ``keep`` of them stay until they are passed, because a
+node that vanished may bring that part back.
 """
 
+import itertools
 import logging
 import threading
 import time
@@ -16,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autohete_fx.cluster.exported import names_entry
 from autohete_fx.cluster.pieces import Held, Piece
-from autohete_fx.cluster.store import Place, Save, States, Store, names_entry, taken
+from autohete_fx.cluster.store import COMMITTED, IN_CLOUD, Place, Save, States, Store, taken
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +124,7 @@ class Saver:
         held: pieces that this rank has.
         all_names: parameters of the model.
         cleans: this rank is the first of its node, and removes old saves from the disk.
+        began: the save that this start of the job goes on from; None: from none.
     """
 
     def __init__(
@@ -128,6 +137,7 @@ class Saver:
         held: Held,
         all_names: Collection[str],
         cleans: bool,
+        began: Save | None = None,
     ) -> None:
         self._store, self._generation, self._group = store, generation, group
         self._owned, self._held = tuple(owned), held
@@ -136,9 +146,11 @@ class Saver:
         self._disk = _Writer(store.local, self._rank, daemon=False)
         self._cloud = None if store.cloud is None else _Writer(store.cloud, self._rank, daemon=True)
         self._cloud_is_free = True
-        self._committed: dict[bool, list[Save]] = {False: [], True: []}
+        self._committed: dict[bool, tuple[Save, ...]] = {False: (began,) if began else (), True: ()}
         self.saved = Saved()
         self.last = Save(step=0, generation=generation)
+        if began is not None and cleans:
+            self._disk.then(lambda: _remove_old(store.local, (began,), store.keep, generation))
 
     @property
     def error(self) -> str | None:
@@ -185,10 +197,9 @@ class Saver:
             cloud=max(self.saved.cloud, cloud) if self._cloud_is_free else self.saved.cloud,
         )
         for in_cloud, step in ((False, self.saved.local), (True, self.saved.cloud)):
-            kept = self._committed[in_cloud]
-            if step >= 0 and (not kept or kept[-1].step < step):
-                kept.append(Save(step=step, generation=self._generation))
-                self._remove_older(in_cloud, kept)
+            newest = Save(step=step, generation=self._generation)
+            if step >= 0 and self._committed[in_cloud][-1:] != (newest,):
+                self._commit(in_cloud, newest)
         return self.saved
 
     def drain(self) -> Saved:
@@ -210,25 +221,56 @@ class Saver:
             own |= states[held] if piece == held else taken(states[held], held, piece)
         return own
 
-    def _remove_older(self, in_cloud: bool, kept: list[Save]) -> None:
-        """Of the saves up to the newest committed one, keep the last committed ones."""
-        writer = self._cloud if in_cloud else self._disk
-        newest = kept[-self._store.keep :]
-        if writer is None or not (self._rank == 0 if in_cloud else self._cleans) or len(newest) < self._store.keep:
-            return
-        writer.then(lambda: _remove(writer.path, newest))
+    def _commit(self, in_cloud: bool, newest: Save) -> None:
+        """Mark a save of which all parts are written, and remove those that it makes old."""
+        keep, generation = self._store.keep, self._generation
+        committed = self._committed[in_cloud] = (*self._committed[in_cloud], newest)[-keep:]
+        disk, cloud = self._disk, self._cloud
+        if not in_cloud and self._cleans:
+            spared = (cloud.save,) if cloud else ()  # what is being written there, if anything
+            disk.then(lambda: _mark(disk.path, newest, COMMITTED))
+            disk.then(lambda: _remove_old(disk.path, committed, keep, generation, spared))
+        elif in_cloud and cloud is not None:
+            if self._cleans:
+                disk.then(lambda: _mark(disk.path, newest, IN_CLOUD))
+            if not self._rank:
+                cloud.then(lambda: _mark(cloud.path, newest, COMMITTED))
+                cloud.then(lambda: _remove_old(cloud.path, committed, keep, generation))
 
 
 def _tensors(rows: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {key: tensor for mine in rows for key, tensor in mine.items()}
 
 
-def _remove(path: str, newest: Sequence[Save]) -> None:
-    """Remove saves that are older than the last of these and none of them."""
+def _mark(path: str, save: Save, mark: str) -> None:
+    try:
+        Place(path).mark(save, mark)
+    except Exception as error:
+        log.warning("step %d in %s could not be marked as whole: %s", save.step, path, error)
+
+
+def _remove_old(
+    path: str, committed: Sequence[Save], keep: int, generation: str, spared: Collection[Save] = ()
+) -> None:
+    """Remove the saves in a place that no start of the job needs any more.
+
+    Args:
+        path: of the place.
+        committed: the last committed saves that this start knows, the newest last.
+        keep: how many stay; marked ones that are older make up the number.
+        generation: of this start, whose newer saves are still being written.
+        spared: saves that stay, too.
+    """
     try:
         place = Place(path)
-        for save in place.saves():
-            if save.step <= newest[-1].step and save not in newest:
-                place.remove(save)
+        saves, kept = place.saves(), list(committed)
+        passed = [save for save in reversed(saves) if save.step <= committed[-1].step]
+        for save in passed:
+            if len(kept) < keep and save.step < committed[0].step and place.is_marked(save, COMMITTED):
+                kept.append(save)
+        kept += [*spared, *itertools.islice((save for save in passed if place.is_marked(save, IN_CLOUD)), 1)]
+        ahead = [save for save in saves if save.step > committed[-1].step and save.generation != generation]
+        for save in (*(save for save in passed if save not in kept), *ahead[:-keep]):
+            place.remove(save)
     except Exception as error:
         log.warning("old saves in %s could not be removed: %s", path, error)

@@ -7,6 +7,7 @@ slot_s`` under 1F1B.
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -97,6 +98,7 @@ class _Fitted:
     """A stage as it fits its GPU's memory."""
 
     seconds: float
+    backward_s: float
     recomputed: int
     offloaded: int
     params_bytes: int
@@ -157,8 +159,15 @@ class Shaper:
 
         def at(recomputed: int, offloaded: int) -> tuple[int, _Fitted]:
             cost = sums.stage(first, stop, recomputed=recomputed, offloaded=offloaded)
-            seconds = cost.forward_s + cost.backward_s + cost.accumulate_s
-            fitted = _Fitted(seconds, recomputed, offloaded, cost.params_bytes * unit.tp, cost.update_s)
+            backward_s = cost.backward_s + cost.accumulate_s
+            fitted = _Fitted(
+                seconds=cost.forward_s + backward_s,
+                backward_s=backward_s,
+                recomputed=recomputed,
+                offloaded=offloaded,
+                params_bytes=cost.params_bytes * unit.tp,
+                update_s=cost.update_s,
+            )
             return memory_of(cost, self._costs, in_flight).peak_bytes, fitted
 
         peak, fitted = at(0, 0)
@@ -244,7 +253,7 @@ class Shaper:
         """The shape with given layers: stage ``s`` has those from ``cuts[s]`` to before ``cuts[s + 1]``."""
         depth = len(units)
         hops = [self.hop_s(*pair, micro_batch, spread=spread) for pair in itertools.pairwise(units)]
-        stages, slots, params, update_s, fill_s = [], [], [], 0.0, 2 * sum(hops)
+        stages, slots, fitted_stages, fill_s = [], [], [], 2 * sum(hops)
         around = [2 * (before + after) for before, after in zip([0.0, *hops], [*hops, 0.0], strict=True)]
         for place, unit in enumerate(units):
             fitted = self.fit(unit, cuts[place], cuts[place + 1], micro_batch, depth - place)
@@ -261,29 +270,44 @@ class Shaper:
             )
             slots.append(fitted.seconds + around[place])
             fill_s += fitted.seconds
-            params.append(fitted.params_bytes)
-            update_s = max(update_s, fitted.update_s)
+            fitted_stages.append(fitted)
         return Shape(
             stages=tuple(stages),
             micro_batch=micro_batch,
             spread=spread,
             fill_s=fill_s,
             slot_s=max(slots),
-            after_s=update_s + self._reduce_s(units, params, spread=spread),
+            after_s=max(fitted.update_s for fitted in fitted_stages)
+            + self._reduce_s(units, fitted_stages, hops, spread=spread),
         )
 
-    def _reduce_s(self, units: Sequence[UnitType], params_bytes: Sequence[int], *, spread: bool) -> float:
-        """Estimated seconds of gradient sums where other pipelines own the same layers on other nodes."""
+    def _reduce_s(
+        self, units: Sequence[UnitType], fitted: Sequence[_Fitted], hops: Sequence[float], *, spread: bool
+    ) -> float:
+        """Estimated seconds of gradient sums after the last backward, where other pipelines own the same layers on other nodes.
+
+        A stage's sums begin when it has done its passes. Those of the stages on one node share its port.
+        """
         if len(self._cluster.nodes) == 1:
             return 0.0
-        seconds = 0.0
+        early_s = [0.0]
+        """By stage, how long before the first one it ends its passes."""
+        for stage, hop in zip(fitted, hops, strict=False):
+            early_s.append(early_s[-1] + stage.backward_s + hop)
+        longest_s = 0.0
         for place, unit in enumerate(units):
             link = self._between.get((unit.gpu, unit.gpu))
             if link is not None:
-                here = 1 if spread else max(1, unit.node_gpus // unit.tp)
-                num_bytes = 2 * sum(params_bytes[place : place + here]) * self._costs.gradient_bytes_per_byte
-                seconds = max(seconds, num_bytes / link.bytes_per_s(num_bytes / unit.node_gpus, unit.node_gpus))
-        return seconds
+                here = range(place, min(len(units), place + (1 if spread else max(1, unit.node_gpus // unit.tp))))
+                num_bytes = [
+                    2 * fitted[other].params_bytes * self._costs.gradient_bytes_per_byte for other in reversed(here)
+                ]
+                rate = link.bytes_per_s(sum(num_bytes) / unit.node_gpus, unit.node_gpus)
+                end_s = -math.inf
+                for other, count in zip(reversed(here), num_bytes, strict=True):
+                    end_s = max(end_s, -early_s[other]) + count / rate
+                longest_s = max(longest_s, end_s)
+        return longest_s
 
 
 def orders(units: Sequence[UnitType], *, every_one: bool) -> Iterator[tuple[UnitType, ...]]:

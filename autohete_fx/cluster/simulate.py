@@ -2,19 +2,22 @@
 
 Enter a `ClusterPlan`, a `Cluster` and a `CostTable`; leaves a `Timeline`. Every unit is a process that works through its pipeline
 schedule's instructions in order. Messages share the ports of the nodes: while several are under way, each gets its part of what the
-port carries for all of them. The GPUs of a unit each receive a part of a message and gather the whole. After the last backward,
-replicas sum their gradients over rings, and each GPU runs its optimizer's step.
+port carries for all of them. The GPUs of a unit each receive a part of a message and gather the whole. Replicas sum gradients over
+rings. A sum begins when all stages that own its layers have done their passes. Those of later stages overlap with passes of
+earlier ones. Sums and messages do not slow each other down here. After all sums, whose norm every GPU needs, each runs its
+optimizer's step.
 
 ``blocking`` sends are those of NCCL on the stream that computes. Sender and receiver both stand still from the moment that both
 are there until the message has arrived. ``buffered`` ones leave the sender at once; one message at a time goes over each
 direction of a pair of stages. The published runs had blocking ones.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autohete_fx.cluster.costs import CostTable, StageCost
 from autohete_fx.cluster.events import Engine, Sends, Span
-from autohete_fx.cluster.gradient_sums import reduce_seconds
+from autohete_fx.cluster.gradient_sums import sum_spans, sums_of
 from autohete_fx.cluster.links import Links
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline
 from autohete_fx.cluster.spec import Cluster
@@ -47,7 +50,7 @@ class Timeline:
     Attributes:
         iteration_s: of the step.
         pipelines_s: until the last backward of all.
-        reduce_s: gradient sums after it.
+        reduce_s: gradient sums after it; others overlap with passes.
         update_s: optimizer's step after them.
         units: every stage's part.
     """
@@ -73,8 +76,14 @@ def simulate(
     engine = Engine(plan, costs, table, links, sends)
     engine.run()
     pipelines_s = max(process.time_s for process in engine.processes)
-    reduce_s = reduce_seconds(plan, costs, links)
+    sums = sums_of(plan, costs, links)
+    spans = sum_spans(sums, {(process.pipeline, process.place): process.time_s for process in engine.processes})
+    summed_s = max([pipelines_s, *(end_s for _, end_s in spans)])
     update_s = max(cost.update_s for row in table for cost in row)
+    summing: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for each, span in zip(sums, spans, strict=True):
+        for owner in each.owners:
+            summing.setdefault(owner, []).append(span)
     units = tuple(
         UnitTime(
             pipeline=process.pipeline,
@@ -83,24 +92,26 @@ def simulate(
             backward_end_s=max((span.end_s for span in process.spans if span.what == "backward"), default=0.0),
             spans=(
                 *process.spans,
-                Span(what="reduce", micro_batch=-1, begin_s=pipelines_s, end_s=pipelines_s + reduce_s),
-                Span(
-                    what="update",
-                    micro_batch=-1,
-                    begin_s=pipelines_s + reduce_s,
-                    end_s=pipelines_s + reduce_s + table[process.pipeline][process.place].update_s,
-                ),
+                *_span("reduce", summing.get((process.pipeline, process.place), ())),
+                *_span("update", [(summed_s, summed_s + table[process.pipeline][process.place].update_s)]),
             ),
         )
         for process in engine.processes
     )
     return Timeline(
-        iteration_s=pipelines_s + reduce_s + update_s,
+        iteration_s=summed_s + update_s,
         pipelines_s=pipelines_s,
-        reduce_s=reduce_s,
+        reduce_s=summed_s - pipelines_s,
         update_s=update_s,
         units=units,
     )
+
+
+def _span(what: str, parts: Sequence[tuple[float, float]]) -> Iterator[Span]:
+    """From the first of these to the last one; nothing where they take no time."""
+    begin_s, end_s = min((begin for begin, _ in parts), default=0.0), max((end for _, end in parts), default=0.0)
+    if end_s > begin_s:
+        yield Span(what=what, micro_batch=-1, begin_s=begin_s, end_s=end_s)
 
 
 def _cost(costs: CostTable, pipeline: Pipeline, place: int) -> StageCost:

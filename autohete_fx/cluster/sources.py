@@ -2,16 +2,17 @@
 
 Nodes first read their own disks and the cloud, then peers send. The seconds until the slowest node has its states are
 
-    max over nodes of (local / b_local + cloud_first_s + cloud / b_cloud)  +  max over nodes of peer / b_peer
+    max over nodes of ((local + served) / b_local + cloud_first_s + cloud / b_cloud)  +  max over nodes of max(peer, sent) / b_peer
 
-where nodes that read from the cloud share its bandwidth, and others do not wait for its first byte. Nearest first is one way:
-own disk, else a peer, else one reader in the cloud for all. Others let each node receive at most so many bytes from peers. It
-reads the rest from the cloud itself, though a disk may have it. The quickest way is taken, and nearest first among equals. All
-ranks choose alike, from the same values.
+where nodes that read from the cloud share its bandwidth, and others do not wait for its first byte. ``served`` is read for others
+alone, and a node sends and receives at once. Nearest first is one way: own disk, else a peer, else one reader in the cloud for
+all. Others let each node receive at most so many bytes from peers, small pieces first. It reads the rest from the cloud itself,
+though a disk may have it. The quickest way is taken, and nearest first among equals. All ranks choose alike, from the same values.
+A choice by whole layers, before a plan is taken, is the choice by their parameters but for the smallest ones.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _WORTH = 0.05
 """Share of the seconds that a way must save before what is nearer is left aside."""
@@ -43,11 +44,21 @@ ASSUMED = Bandwidths()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """Bytes that a node reads, by source."""
+    """Bytes that move to and from a node.
+
+    Attributes:
+        local: read from its disk.
+        peer: received from other nodes.
+        cloud: read from the cloud.
+        sent: to other nodes.
+        served: read from its disk for other nodes alone.
+    """
 
     local: float = 0.0
     peer: float = 0.0
     cloud: float = 0.0
+    sent: float = 0.0
+    served: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +66,7 @@ class Fetch:
     """How the states that a job's ranks need reach them.
 
     Attributes:
-        local: by rank, those on its node's disk.
+        local: by rank, those on its node's disk that it needs.
         cloud: by rank, those that it reads from the cloud, for itself and others.
         peer: by sender and receiver, those that are sent.
     """
@@ -85,18 +96,21 @@ class Wanted:
 
 
 def move_parts_s(rows: Mapping[str, Moved], bandwidths: Bandwidths) -> tuple[float, float, float]:
-    """Seconds of the node that reads longest from its disk and the cloud, and of the one that then receives most from peers.
+    """Seconds of the node that reads longest from its disk and the cloud, and of the one that then receives or sends most.
 
     They are in the order disk, peers, cloud.
     """
     readers = sum(row.cloud > 0 for row in rows.values())
     cloud = min(bandwidths.cloud, bandwidths.cloud_of_all / max(1, readers))
     read = [
-        (row.local / bandwidths.local, bandwidths.cloud_first_s + row.cloud / cloud if row.cloud else 0.0)
+        (
+            (row.local + row.served) / bandwidths.local,
+            bandwidths.cloud_first_s + row.cloud / cloud if row.cloud else 0.0,
+        )
         for row in rows.values()
     ]
     local_s, cloud_s = max(read, key=sum, default=(0.0, 0.0))
-    return local_s, max((row.peer / bandwidths.peer for row in rows.values()), default=0.0), cloud_s
+    return local_s, max((max(row.peer, row.sent) / bandwidths.peer for row in rows.values()), default=0.0), cloud_s
 
 
 def move_s(rows: Mapping[str, Moved], bandwidths: Bandwidths) -> float:
@@ -105,25 +119,36 @@ def move_s(rows: Mapping[str, Moved], bandwidths: Bandwidths) -> float:
 
 
 def moved_by(fetch: Fetch, wanted: Wanted) -> dict[str, Moved]:
-    """By node, the bytes that it reads, by source. Ranks of one node read the same piece of its disk once, and move nothing when
-    they give each other some."""
-    own: dict[str, dict[str, None]] = {node: {} for node in wanted.nodes}
-    found = {node: [0.0, 0.0] for node in wanted.nodes}
+    """By node, the bytes that it moves. Ranks of one node read the same piece of its disk once, and move nothing among
+    themselves."""
+    nodes, sizes = wanted.nodes, wanted.sizes
+    own, served = ({node: set[str]() for node in nodes} for _ in range(2))
+    peer, sent, cloud = (dict.fromkeys(nodes, 0.0) for _ in range(3))
     for rank, keys in fetch.local.items():
-        own[wanted.nodes[rank]].update(dict.fromkeys(keys))
+        own[nodes[rank]].update(keys)
     for (sender, rank), keys in fetch.peer.items():
-        if wanted.nodes[sender] != wanted.nodes[rank]:
-            found[wanted.nodes[rank]][0] += sum(wanted.sizes[key] for key in keys)
+        served[nodes[sender]].update(set(keys).difference(fetch.cloud.get(sender, ())))
+        if nodes[sender] != nodes[rank]:
+            num_bytes = sum(sizes[key] for key in keys)
+            peer[nodes[rank]] += num_bytes
+            sent[nodes[sender]] += num_bytes
     for rank, keys in fetch.cloud.items():
-        found[wanted.nodes[rank]][1] += sum(wanted.sizes[saved] for saved in {wanted.cloud[key] for key in keys})
+        cloud[nodes[rank]] += sum(sizes[saved] for saved in {wanted.cloud[key] for key in keys})
     return {
-        node: Moved(local=sum(wanted.sizes[key] for key in own[node]), peer=peer, cloud=cloud)
-        for node, (peer, cloud) in found.items()
+        node: Moved(
+            local=sum(sizes[key] for key in own[node]),
+            peer=peer[node],
+            cloud=cloud[node],
+            sent=sent[node],
+            served=sum(sizes[key] for key in served[node] - own[node]),
+        )
+        for node in dict.fromkeys(nodes)
     }
 
 
 def quickest(wanted: Wanted, bandwidths: Bandwidths) -> Fetch:
     """The way in which the slowest node has its states first; what is nearest among equals."""
+    wanted = replace(wanted, needs=[sorted(keys, key=lambda key: (wanted.sizes[key], key)) for keys in wanted.needs])
     best = _fetch(wanted, float("inf"))
     best_s, limits = move_s(moved_by(best, wanted), bandwidths), _limits(best, wanted)
     for own_disk in (True, False) if bandwidths.cloud > bandwidths.local else (True,):

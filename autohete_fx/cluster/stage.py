@@ -21,7 +21,7 @@ from autohete_fx.cluster.batches import Batch, call
 from autohete_fx.cluster.building import BuildModel, build_part
 from autohete_fx.cluster.layers import LayerMap, Returned, without_cache
 from autohete_fx.cluster.pieces import Cut
-from autohete_fx.cluster.tensor_parallel import Unit, divide, take_gradients
+from autohete_fx.cluster.tensor_parallel import Unit, divide, take_gradient
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.operators import tree_leaves
 
@@ -102,8 +102,9 @@ class StageModule(nn.Module):
         return {name: params[name] for name in self.held}
 
     def take_gradients(self) -> None:
-        """Move the gradients of parameters to this rank's parts of them."""
-        take_gradients(self.named(), self.parts)
+        """Move the gradients of parameters to this rank's parts of them, those that are not there yet."""
+        for name, param in self.named().items():
+            take_gradient(param, self.parts[name])
 
     def reads(self, batch: Batch) -> None:
         """Batches will have the form of this one."""

@@ -7,6 +7,8 @@ from any part. A part is complete when its metadata is there, which is written l
 
     LOCAL/step-000000020-GENERATION/part-000003/      each rank, all that it holds
     CLOUD/step-000000200-GENERATION/part-000003/      each rank, what it is the first owner of
+    .../step-000000200-GENERATION/committed           empty: all parts were written there
+    LOCAL/step-000000200-GENERATION/in-cloud          empty: and those in the cloud
 
 A generation is one start of the job. Parts of two generations are never mixed: after a restart the same step may have been trained
 again by another plan, with other rounding.
@@ -17,7 +19,6 @@ import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -27,13 +28,16 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
-from autohete_fx.cluster.pieces import Held, Piece, covered, finest
+from autohete_fx.cluster.pieces import Held, Piece
 from autohete_fx.cluster.sources import ASSUMED, Bandwidths
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.checkpoints import FsspecReader, FsspecWriter
 
 _SAVE = re.compile(r"step-(\d{9})-(\w+)")
 _PART = re.compile(r"part-(\d+)")
+COMMITTED, IN_CLOUD = "committed", "in-cloud"
+"""Marks of saves."""
+_METADATA = ".metadata"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +49,8 @@ class Store:
         cloud: a URL of any file system that fsspec knows, such as ``s3://bucket/run``; None: only disks of nodes.
         every: steps from one save on the disks to the next.
         cloud_every: steps from one save in the cloud to the next, a multiple of ``every``.
-        keep: saves that are kept in each place.
+        keep: committed saves that are kept in each place. Disks keep the cloud's newest besides, so that only what a lost node
+            had is read there.
         cloud_timeout_s: seconds after which a cloud that does not answer counts as down, when a job begins.
         bandwidths: at which nodes read, by which a job that goes on chooses where from.
 
@@ -149,21 +154,37 @@ class Place:
         found: dict[str, tuple[str, tuple[Entry, ...]]] = {}
         for name in self._names(f"{self._root}/{save.folder}"):
             path = f"{self._path}/{save.folder}/{name}"
-            if not _PART.fullmatch(name) or not self._fs.exists(f"{self._root}/{save.folder}/{name}/.metadata"):
+            if not _PART.fullmatch(name) or not self._fs.exists(f"{self._root}/{save.folder}/{name}/{_METADATA}"):
                 continue
             for param, entries in _entries(FsspecReader(path).read_metadata()).items():
                 found[param] = path, entries
         return found
 
+    def mark(self, save: Save, mark: str) -> None:
+        """Note that all ranks have written their parts of a save. Any error of the file system is raised."""
+        self._fs.pipe_file(f"{self._root}/{save.folder}/{mark}", b"")
+
+    def is_marked(self, save: Save, mark: str) -> bool:
+        """Whether `mark` was called for a save."""
+        return bool(self._fs.exists(f"{self._root}/{save.folder}/{mark}"))
+
     def remove(self, save: Save) -> None:
         """Remove a save. One that another rank removes at the same time is no error."""
-        with contextlib.suppress(FileNotFoundError):
-            self._fs.rm(f"{self._root}/{save.folder}", recursive=True)
+        self._remove(f"{self._root}/{save.folder}")
 
     def remove_part(self, save: Save, part: int) -> None:
         """Remove a part, whatever there is of it."""
-        with contextlib.suppress(OSError):
-            self._fs.rm(f"{self._root}/{save.folder}/part-{part:06d}", recursive=True)
+        self._remove(f"{self._root}/{save.folder}/part-{part:06d}")
+
+    def _remove(self, folder: str) -> None:
+        """Remove a folder. What says that something is whole goes first, as this may be cut off."""
+        self._fs.invalidate_cache()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            names = [str(path) for path in self._fs.find(folder)]
+            first = [path for path in names if path.rpartition("/")[2] in (COMMITTED, IN_CLOUD, _METADATA)]
+            if first:
+                self._fs.rm(first)
+            self._fs.rm(folder, recursive=True)
 
     def _names(self, path: str) -> list[str]:
         self._fs.invalidate_cache()
@@ -331,72 +352,3 @@ def _numbers(
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
-
-
-# -- a plain model of a store ----------------------------------------------------------------------------------------
-
-
-def export(store: Store | str | Sequence[str], path: str | Path) -> int:
-    """Write the newest complete weights of a store as one safetensors file; returns their step.
-
-    Args:
-        store: a store, or paths of folders or URLs with saves, such as those of several nodes.
-        path: of the file.
-
-    Raises:
-        ClusterError: no save has all weights, or safetensors is not installed.
-    """
-    try:
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise ClusterError(
-            f"a store was to be exported to {str(path)!r}, and safetensors is not installed. Expected was that package. pip install"
-            " safetensors"
-        ) from error
-    places = [Place(place) for place in _paths(store)]
-    for save in sorted({save for place in places for save in place.saves()}, reverse=True):
-        parts: dict[str, tuple[str, tuple[Entry, ...]]] = {}
-        for place in places:
-            parts.update(place.parts(save))
-        pieces = {key: Piece.of_key(key) for key in parts}
-        if parts and covered(pieces.values()) == _names_of_model(parts):
-            weights = {
-                key: (where, tuple(entry for entry in entries if entry.key == f"{key}/weight"))
-                for key, (where, entries) in parts.items()
-                if key != ALL_NAMES
-            }
-            whole = {name: Piece(name) for name in sorted({pieces[key].name for key in weights})}
-            made_of = finest([*whole.values(), *(pieces[key] for key in weights)])
-            tensors, _ = read_pieces(
-                weights, [piece for all_of in whole.values() for piece in made_of[all_of]], made_of
-            )
-            named = {name: joined(name, made_of[all_of], tensors)[f"{name}/weight"] for name, all_of in whole.items()}
-            save_file({name: tensor.contiguous() for name, tensor in named.items()}, str(path))
-            return save.step
-    raise ClusterError(
-        f"no save in {', '.join(_paths(store)) or 'the store'} has all weights of a model. Expected was a complete one. Give the"
-        " folders of more nodes, or the cloud's URL"
-    )
-
-
-ALL_NAMES = "all-names"
-"""A part's entry with the names of all parameters of the model, in UTF-8, a line each."""
-
-
-def names_entry(names: Collection[str]) -> dict[str, Tensor]:
-    """The entry of a part that tells which parameters the model has."""
-    text = "\n".join(sorted(names)).encode()
-    return {f"{ALL_NAMES}/weight": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
-
-
-def _names_of_model(parts: Parts) -> set[str]:
-    if ALL_NAMES not in parts:
-        return set()
-    text = read_parts(parts, [ALL_NAMES])[ALL_NAMES][f"{ALL_NAMES}/weight"]
-    return {ALL_NAMES, *bytes(text.tolist()).decode().split("\n")}
-
-
-def _paths(store: Store | str | Sequence[str]) -> Iterator[str] | list[str]:
-    if isinstance(store, Store):
-        return [place for place in (store.local, store.cloud) if place]
-    return [store] if isinstance(store, str) else list(store)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from autohete_fx.cluster.layers import LayerMap
 from autohete_fx.cluster.pieces import Held, Owners, Piece
+from autohete_fx.cluster.tensor_parallel import take_gradient
 from autohete_fx.errors import ClusterError
 
 BUCKET_BYTES = 64 * 2**20
@@ -97,15 +98,19 @@ class GradientSums:
         self._missing: list[set[str]] = []
         self._micro_batches = 0
 
-    def overlap(self, micro_batches: int) -> None:
+    def overlap(self, micro_batches: int, accumulated: Mapping[str, nn.Parameter]) -> None:
         """Start sums within the last of so many backward passes of a step, from now on.
 
-        A parameter that some micro-batch did not reach holds its bucket, and those after it, back until `reduce`.
+        A parameter that some micro-batch did not reach holds its bucket, and those after it, back until `reduce`. The ranks of a
+        unit run the same operators, so that exchanges of their gradients have one order, too.
+
+        Args:
+            accumulated: by name, the parameters of modules, to which backward passes add.
         """
         self._micro_batches = micro_batches
         self._begin_counting()
         for name in {piece.name for bucket in self._buckets for piece in bucket.pieces}:
-            self._params[name].register_post_accumulate_grad_hook(partial(self._passed, name))
+            accumulated[name].register_post_accumulate_grad_hook(partial(self._passed, name))
 
     def reduce(self) -> None:
         """Sum the gradients in place.
@@ -150,7 +155,7 @@ class GradientSums:
         self._passes.clear()
         self._missing = [{piece.name for piece in bucket.pieces} for bucket in self._buckets]
 
-    def _passed(self, name: str, _: Tensor) -> None:
+    def _passed(self, name: str, param: nn.Parameter) -> None:
         """A backward pass has added to a parameter's gradient: start all sums that are next and lack none."""
         self._passes[name] = self._passes.get(name, 0) + 1
         if self._passes[name] > self._micro_batches:
@@ -159,6 +164,7 @@ class GradientSums:
                 " may be summed already. Expected was once in each backward pass. Checkpoint layers with use_reentrant=False"
             )
         if self._passes[name] == self._micro_batches:
+            take_gradient(param, self._params[name])
             for missing in self._missing:
                 missing.discard(name)
             while len(self._running) < len(self._buckets) and not self._missing[len(self._running)]:

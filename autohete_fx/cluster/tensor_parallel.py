@@ -298,15 +298,19 @@ def _distributed(part: nn.Parameter, planned: DTensor, mesh: DeviceMesh) -> nn.P
     return nn.Parameter(made, part.requires_grad)
 
 
-def take_gradients(params: Mapping[str, nn.Parameter], parts: Mapping[str, nn.Parameter]) -> None:
-    """Move the gradients of DTensors to a rank's parts of them."""
-    for name, param in params.items():
-        if isinstance(param, DTensor) and param.grad is not None:
-            grad: Any = param.grad
-            if tuple(grad.placements) != tuple(param.placements):
-                grad = grad.redistribute(placements=param.placements)
-            parts[name].grad = grad.to_local()
-            param.grad = None
+def take_gradient(param: nn.Parameter, part: nn.Parameter) -> None:
+    """Move the gradient of a DTensor to a rank's part of it. All ranks of the unit call it where they have to give each other some.
+
+    Args:
+        param: of a module.
+        part: that this rank holds of it; ``param`` itself where that is no DTensor.
+    """
+    if isinstance(param, DTensor) and param.grad is not None:
+        grad: Any = param.grad
+        if tuple(grad.placements) != tuple(param.placements):
+            grad = grad.redistribute(placements=param.placements)
+        part.grad = grad.to_local()
+        param.grad = None
 
 
 def check_whole(parts: Mapping[str, nn.Parameter], unit: Unit) -> None:

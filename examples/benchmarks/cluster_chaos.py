@@ -2,7 +2,8 @@
 
 Every node is a torchrun agent with one rank of ``train_cluster.py`` and a disk of its own, on this machine. After each change of
 the trace, scaled down in count, a node is killed (SIGKILL, its disk is lost), told to leave (SIGTERM), or started, once training
-has gone on for a few steps since the change before. The store of the rendezvous is this process's, as on a machine that stays.
+has gone on for a few steps since the change before. With ``--together``, nodes by which the trace falls at once are killed at one
+moment. The store of the rendezvous is this process's, as on a machine that stays.
 
 At the end the weights are compared with those of a run that nobody disturbed, and the JSON file has:
 
@@ -19,6 +20,7 @@ At the end the weights are compared with those of a run that nobody disturbed, a
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
@@ -118,16 +120,16 @@ class Market:
         self.agents.append(Agent(name, process, disk))
         return name
 
-    def kill(self, agent: Agent) -> None:
-        """The machine is gone at once, and its disk."""
-        ranks = agent.ranks()
-        os.kill(agent.process.pid, signal.SIGKILL)
-        for rank in ranks:
-            os.kill(rank, signal.SIGKILL)
-        agent.process.wait()
-        self.agents.remove(agent)
-        for folder in (agent.disk, self.folder / f"{agent.name}-tmp"):
-            shutil.rmtree(folder, ignore_errors=True)
+    def kill(self, *agents: Agent) -> None:
+        """The machines are gone at once, and their disks."""
+        for pid in [pid for agent in agents for pid in (agent.process.pid, *agent.ranks())]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for agent in agents:
+            agent.process.wait()
+            self.agents.remove(agent)
+            for folder in (agent.disk, self.folder / f"{agent.name}-tmp"):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def tell(self, agent: Agent) -> None:
         """The machine is told to leave, has its time, and is gone with its disk."""
@@ -151,7 +153,7 @@ class Market:
             "rank_rss_bytes": max(map(rss_bytes, ranks), default=0),
             "own_rss_bytes": rss_bytes(os.getpid()),
             "open_files": max((open_files(pid) for pid in (*agents, *ranks)), default=0),
-            "saved_files": sum(1 for place in places for _ in place.rglob("*")),
+            "saved_files": sum(len(dirs) + len(files) for place in places for _, dirs, files in os.walk(place)),
         }
 
     def events(self) -> list[dict[str, Any]]:
@@ -261,20 +263,10 @@ def main() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     market = Market(folder, arguments, store.port)
     print(json.dumps(environment()), flush=True)
-    for _ in range(counts[0]):
-        market.start()
-    market.wait_for_join(0)
-    recoveries, done = [], 0
-    place = 1
-    while done < arguments.events and not market.finished() and time.monotonic() - began < arguments.seconds:
-        target = counts[place % len(counts)]
-        place += 1
-        while len(market.agents) != target and done < arguments.events and not market.finished():
-            done += 1
-            recoveries.append(one_change(market, target, chance))
-            print(json.dumps(recoveries[-1]), flush=True)
-    for agent in list(market.agents):
-        agent.process.wait(timeout=arguments.patience)
+    try:
+        recoveries = disturbed(market, counts, chance)
+    finally:
+        market.kill(*(agent for agent in market.agents if agent.process.poll() is None))
     left = {
         "processes": len(processes_of(folder)),
         "files": [str(path.relative_to(folder)) for path in folder.glob("*-tmp/**/*") if path.is_file()],
@@ -290,11 +282,33 @@ def main() -> None:
     shutil.rmtree(folder)
 
 
-def one_change(market: Market, target: int, chance: random.Random) -> dict[str, Any]:
+def disturbed(market: Market, counts: list[int], chance: random.Random) -> list[dict[str, Any]]:
+    """Train on nodes that come and go as these numbers say, until the job has finished; what each change took."""
+    arguments, began = market.arguments, time.monotonic()
+    for _ in range(counts[0]):
+        market.start()
+    market.wait_for_join(0)
+    recoveries, place = list[dict[str, Any]](), 1
+    while len(recoveries) < arguments.events and not market.finished() and time.monotonic() - began < arguments.seconds:
+        target = counts[place % len(counts)]
+        place += 1
+        while len(market.agents) != target and len(recoveries) < arguments.events and not market.finished():
+            recoveries.append(one_change(market, target, chance, together=arguments.together))
+            print(json.dumps(recoveries[-1]), flush=True)
+    for agent in list(market.agents):
+        agent.process.wait(timeout=arguments.patience)
+    return recoveries
+
+
+def one_change(market: Market, target: int, chance: random.Random, *, together: bool) -> dict[str, Any]:
     """Make one change towards so many nodes, and wait until training goes on."""
     since, start = len(market.events()), time.time()
     if len(market.agents) < target:
         kind, who = "join", market.start()
+    elif together and len(market.agents) > target + 1:
+        agents = chance.sample(market.agents, len(market.agents) - target)
+        kind, who = "kill", " ".join(agent.name for agent in agents)
+        market.kill(*agents)
     else:
         agent = chance.choice(market.agents)
         kind, who = chance.choice(["kill", "kill", "tell"]), agent.name
@@ -367,6 +381,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--events", type=int, default=30, help="changes to make")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no change is made any more")
     parser.add_argument("--nodes", type=int, default=4, help="at most")
+    parser.add_argument("--together", action="store_true", help="kill all nodes of a fall at one moment")
     parser.add_argument("--pause", type=float, default=0.3, help="seconds after each step")
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--cloud-every", type=int, default=10)

@@ -5,7 +5,9 @@ forward and backward, and hardly compute. As on a GPU, a layer only queues its w
 the process sleeps until all of it is done where a pass ends. Python between two layers then costs nothing, as long as it is faster
 than the GPU. Seconds by which a process woke too late are counted, and stand beside the errors as ``late_s``.
 
-Links are those of this machine, measured by the processes. For each plan a job trains a few steps; its median step is compared with
+Links are those of this machine, measured by the processes. Gradients are so large that sums over two replicas of the model take
+about `SUMS_S` on these links. A sum ends that much after its last owner began it, one at a time on each process's port. As with a
+compiled stage, a pass gives its gradients at its end. For each plan a job trains a few steps; its median step is compared with
 the simulated one. Plans: ours, the equal grid, the proportional grid, the two stages of AutoHet's paper, the best of one type, and
 three drawn at random.
 
@@ -17,9 +19,13 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,16 +36,24 @@ from torch.multiprocessing.spawn import spawn
 from autohete_fx import cluster
 from autohete_fx.cluster.baselines import BASELINES
 from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTime
+from autohete_fx.cluster.gradient_sums import sums_of
+from autohete_fx.cluster.links import Links
 from autohete_fx.cluster.measured_links import measured_cluster
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, Stage
 from autohete_fx.cluster.simulate import simulate
 from autohete_fx.cluster.solve import plan_cluster
 from autohete_fx.cluster.spec import Cluster
+from autohete_fx.cluster.sums import GradientSums
 
 GPUS = ("fast", "fast", "middle", "middle", "slow", "slow")
 FORWARD_S = {"fast": 0.008, "middle": 0.014, "slow": 0.026}
 """Of a layer and a sample; backward takes twice as long."""
 LAYERS, GLOBAL_BATCH, WIDTH = 8, 24, 64
+PARAMS_BYTES = 4 * WIDTH * WIDTH
+"""Of a layer."""
+SUMS_S = 0.25
+"""About what sums of the gradients of all layers take, where two have them."""
+_MANY = 1000.0
 WARM_UP, STEPS = 1, 4
 
 
@@ -68,6 +82,62 @@ class Clock:
 CLOCK = Clock()
 
 
+class Port:
+    """What this process sums gradients over, one sum at a time.
+
+    Attributes:
+        s_per_byte: of what it sends.
+    """
+
+    def __init__(self) -> None:
+        self.s_per_byte, self.free_s = 0.0, 0.0
+
+
+PORT = Port()
+
+
+class Sum:
+    """A sum of gradients that is under way: it begins when the last owner has begun it.
+
+    Args:
+        work: the sum over this machine's own links.
+        sent_bytes: by this process.
+    """
+
+    def __init__(self, work: dist.Work, sent_bytes: float) -> None:
+        self._work, self._seconds, self._begun_s = work, sent_bytes * PORT.s_per_byte, 0.0
+        self._began = work.get_future().then(self._begin)
+
+    def _begin(self, _: Any) -> None:
+        self._begun_s = time.perf_counter()
+
+    def wait(self) -> None:
+        """Until it ends."""
+        self._work.wait()
+        self._began.wait()
+        PORT.free_s = max(PORT.free_s, self._begun_s) + self._seconds
+        time.sleep(max(0.0, PORT.free_s - time.perf_counter()))
+
+
+@contextmanager
+def emulated_sums() -> Iterator[None]:
+    """Sums of gradients, which alone are asynchronous, take their time. They begin when a pass has ended."""
+    all_reduce = dist.all_reduce
+
+    def summed(tensor: Tensor, *args: Any, group: Any = None, async_op: bool = False, **rest: Any) -> Any:
+        work = all_reduce(tensor, *args, group=group, async_op=async_op, **rest)
+        if not async_op or work is None:
+            return work
+        ranks = dist.get_world_size(group)
+        return Sum(work, 2 * (ranks - 1) / ranks * tensor.nbytes)
+
+    with (
+        mock.patch.object(dist, "all_reduce", summed),
+        mock.patch.object(GradientSums, "overlap", lambda *_: None),
+    ):
+        yield
+
+
 class Work(torch.autograd.Function):
     """The identity, which takes given times."""
 
@@ -89,7 +159,7 @@ class Layer(nn.Module):
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.linear, self.seconds = nn.Linear(WIDTH, WIDTH), seconds
+        self.linear, self.seconds = nn.Linear(WIDTH, WIDTH, bias=False), seconds
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(Work.apply(x, self.seconds))
@@ -100,7 +170,7 @@ class Model(nn.Module):
 
     def __init__(self, gpu: str) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.first, self.last = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
         self.layers = nn.ModuleList(Layer(FORWARD_S[gpu]) for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -110,8 +180,8 @@ class Model(nn.Module):
         return self.last(x)
 
 
-def emulated_costs() -> CostTable:
-    """The costs that the layers have."""
+def emulated_costs(found: Cluster) -> CostTable:
+    """The costs that the layers have on these links."""
     kinds = ("first", *("layer" for _ in range(LAYERS)), "last")
     times = [
         LayerTime(kind=kind, gpu=gpu, tp=1, micro_batch=size, forward_s=forward_s, backward_s=2 * forward_s)
@@ -119,21 +189,44 @@ def emulated_costs() -> CostTable:
         for size in (1, 2)
         for kind, forward_s in (("first", 0.0), ("layer", size * layer_s), ("last", 0.0))
     ]
-    num_bytes = 4 * WIDTH * WIDTH
     sizes = [
         LayerBytes(
             kind=kind,
             tp=1,
-            params_bytes=num_bytes,
+            params_bytes=PARAMS_BYTES,
             kept_bytes=4 * WIDTH,
             output_bytes=0 if kind == "last" else 4 * WIDTH,
         )
         for kind in ("first", "layer", "last")
     ]
     updates = [UpdateTime(gpu=gpu, fixed_s=0.0, s_per_byte=0.0) for gpu in FORWARD_S]
-    return CostTable(
+    made = CostTable(
         model="emulated", kinds=kinds, times=tuple(times), sizes=tuple(sizes), updates=tuple(updates), source="emulated"
     )
+    alone = [
+        Pipeline(
+            stages=(Stage(node=node.name, gpu=node.gpu, tp=1, first=0, last=LAYERS + 1),),
+            micro_batch=1,
+            micro_batches=1,
+        )
+        for node in found.nodes[:2]
+    ]
+    made = replace(made, gradient_bytes_per_byte=_MANY)
+    sums = sums_of(ClusterPlan(model="emulated", pipelines=tuple(alone)), made, Links(found))
+    longest_s = max(seconds for each in sums for seconds in each.port_s.values())
+    return replace(made, gradient_bytes_per_byte=_MANY * SUMS_S / longest_s)
+
+
+def port_s_per_byte(plan: ClusterPlan, found: Cluster, costs: CostTable, node: str) -> float:
+    """Seconds of a byte of gradients that a process sends, on the links that the simulator has; 0 where it sends none."""
+    seconds = num_bytes = 0.0
+    for each in sums_of(plan, costs, Links(found)):
+        owners = [plan.pipelines[index].stages[place] for index, place in each.owners]
+        if node in {stage.node for stage in owners}:
+            layers = set.intersection(*(set(stage.layers) for stage in owners))
+            num_bytes += 2 * (len(owners) - 1) / len(owners) * PARAMS_BYTES * len(layers)
+            seconds += each.port_s[node, True]
+    return seconds / num_bytes if num_bytes else 0.0
 
 
 def plans(found: Cluster, costs: CostTable) -> dict[str, ClusterPlan]:
@@ -175,13 +268,15 @@ def rank_main(rank: int, meeting: str, json_path: str | None) -> None:
     members: list[Any] = [None] * len(GPUS)
     dist.all_gather_object(members, member)
     found = measured_cluster(members, torch.device("cpu"), fresh=True)
-    costs = emulated_costs()
+    costs = emulated_costs(found)
     chosen: list[Any] = [plans(found, costs) if rank == 0 else None]
     dist.broadcast_object_list(chosen)
     rows = []
     for name, plan in chosen[0].items():
         predicted_s = simulate(plan, found, costs).iteration_s
-        measured_s, late_s = trained(plan, member)
+        PORT.s_per_byte = port_s_per_byte(plan, found, costs, member.node)
+        with emulated_sums():
+            measured_s, late_s = trained(plan, member)
         rows.append(
             {
                 "planner": name,

@@ -1,10 +1,10 @@
 """Recovery by part, predicted and measured, beside a recovery that reads everything from the cloud, over three bandwidths.
 
 Four processes on this machine are nodes of two pipelines of two stages. They train, save, and lose disks: of one node whose
-layers another one has, or of both nodes that have some layers. New nodes take their places and restore. Reads of disks, of peers
-and of the
-cloud take as long as the bandwidths of a setting say, scaled to the size of the model. `autohete_fx.cluster.moving` predicts the
-same from the plan and from what disks have. Finding a loss, planning and starting again are not emulated here. Their seconds are
+layers another one has, or of both nodes that have some layers. New nodes take their places and restore. Reads of disks and of the
+cloud, and what peers send and receive, take as long as the bandwidths of a setting say, scaled to the size of the model. What
+this machine needs for them itself is part of that time. `autohete_fx.cluster.moving` predicts the same from the plan and from
+what disks have. Finding a loss, planning and starting again are not emulated here. Their seconds are
 those of the last `cluster_chaos`, whose first half predicts its second.
 
     python examples/benchmarks/cluster_recovery.py --json results/cluster_recovery.json --plot results/cluster_recovery.svg
@@ -98,26 +98,34 @@ def costs_of(layer_map: LayerMap) -> CostTable:
 
 
 @contextmanager
-def throttled(rates: Bandwidths, everything_from_cloud: bool) -> Iterator[None]:
-    """Reads take as long as at these rates; each rank reads all that it needs from the cloud, or from what is nearest."""
-    read, exchange, quickest = restoring._read, restoring._exchange, restoring.quickest
+def throttled(rates: Bandwidths, everything_from_cloud: bool) -> Iterator[dict[str, float]]:
+    """Reads take as long as at these rates; each rank reads all that it needs from the cloud, or from what is nearest.
 
+    Yields this machine's clock when this rank has ``read``, and when its ``end`` is there.
+    """
+    read, exchange, quickest = restoring._read, restoring._exchange, restoring.quickest
     readers: list[int] = []
     """Nodes that read from the cloud."""
+    clock: dict[str, float] = {}
 
-    def slow_read(found: Any, source: str, parts: Any, keys: Sequence[str], made_of: Any) -> None:
-        shared = min(rates.cloud, rates.cloud_of_all / max(1, readers[-1]))
-        began, before = time.perf_counter(), found.num_bytes[source]
-        read(found, source, parts, keys, made_of)
-        rate = rates.local if source == "local" else shared
-        time.sleep(max(0.0, began + (found.num_bytes[source] - before) / rate - time.perf_counter()))
-        found.seconds[source] = time.perf_counter() - began
+    def slow_read(found: Any, source: str, *rest: Any, **more: Any) -> int:
+        began, before_s = time.perf_counter(), found.seconds[source]
+        num_bytes = read(found, source, *rest, **more)
+        rate = rates.local if source == "local" else min(rates.cloud, rates.cloud_of_all / max(1, readers[-1]))
+        sleep_until(began + num_bytes / rate)
+        found.seconds[source] = before_s + time.perf_counter() - began
+        return num_bytes
 
-    def slow_exchange(found: Any, *rest: Any) -> None:
+    def slow_exchange(found: Any, fetch: Any, group: Any) -> None:
+        clock["read"] = time.perf_counter()
+        dist.barrier(group=group)
         began, before = time.perf_counter(), found.num_bytes["peer"]
-        exchange(found, *rest)
-        time.sleep((found.num_bytes["peer"] - before) / rates.peer)  # it began when the last node had read
-        found.seconds["peer"] = time.perf_counter() - began
+        outgoing = [key for (sender, _), keys in fetch.peer.items() if sender == dist.get_rank(group) for key in keys]
+        sent = sum(tensor.nbytes for key in outgoing for tensor in found.tensors[key].values())
+        exchange(found, fetch, group)
+        sleep_until(began + max(sent, found.num_bytes["peer"] - before) / rates.peer)
+        clock["end"] = time.perf_counter()
+        found.seconds["peer"] = clock["end"] - clock["read"]
 
     def planned(wanted: Wanted, bandwidths: Bandwidths) -> Any:
         fetch = quickest(wanted, bandwidths)
@@ -133,7 +141,12 @@ def throttled(rates: Bandwidths, everything_from_cloud: bool) -> Iterator[None]:
         mock.patch.object(restoring, "_exchange", slow_exchange),
         mock.patch.object(restoring, "quickest", planned),
     ):
-        yield
+        yield clock
+
+
+def sleep_until(time_s: float) -> None:
+    """Until the clock of `time.perf_counter` shows that, which all processes of a machine share."""
+    time.sleep(max(0.0, time_s - time.perf_counter()))
 
 
 def rank_main(rank: int, root: str, settings: Sequence[str], found: Any) -> None:
@@ -185,12 +198,13 @@ def recovered(
     ):
         dist.barrier()
         store = cluster.Store(local=local, cloud=f"{root}/cloud", every=1, cloud_every=1, bandwidths=rates)
-        with throttled(rates, way == "cloud"):
+        with throttled(rates, way == "cloud") as clock:
             restored = restoring.restore(store, needs, list(job.layer_map.readers), nodes[rank], None)
         assert restored is not None and {*restored.tensors} == {piece.name for piece in needs}
         local_s, peer_s, cloud_s = move_parts_s(predicted, rates)
         row[way] = {
             "bytes": restored.num_bytes,
+            "clock": clock,
             "measured_s": {part: restored.seconds[part] for part in ("look", "local", "peer", "cloud")},
             "predicted_s": {"local": local_s, "peer": peer_s, "cloud": cloud_s},
             "longest_s": longest_s(predicted, rates),
@@ -203,8 +217,11 @@ def recovered(
 
 
 def rows_of(found: dict[Any, Any], settings: Sequence[str]) -> list[dict[str, Any]]:
-    """Seconds by part, and all ranks' bytes, by setting and loss. Parts are those of the rank that reads longest; what comes after
-    that, until the last rank has everything, is the peers'. ``longest`` has each part of the node that it takes longest."""
+    """Seconds by part, and all ranks' bytes, by setting and loss.
+
+    Parts are those of the rank that reads longest. The peers' part begins when the last rank has read, and ends when the last one
+    has everything. ``longest`` has each part of the node that it takes longest.
+    """
     rows = []
     for setting in settings:
         for loss in LOSSES:
@@ -213,10 +230,11 @@ def rows_of(found: dict[Any, Any], settings: Sequence[str]) -> list[dict[str, An
             for way in ("nearest", "cloud"):
                 seconds = [rank[way]["measured_s"] for rank in ranks]
                 slowest = max(seconds, key=lambda each: each["local"] + each["cloud"])
-                rest_s = max(map(_moving_s, seconds)) - slowest["local"] - slowest["cloud"]
+                clocks = [rank[way]["clock"] for rank in ranks]
+                rest_s = max(clock["end"] for clock in clocks) - max(clock["read"] for clock in clocks)
                 longest = {part: max(each[part] for each in seconds) for part in ("local", "cloud")}
                 row[way] = {
-                    **ranks[0][way],
+                    **{key: value for key, value in ranks[0][way].items() if key != "clock"},
                     "measured_s": {**slowest, "peer": rest_s},
                     "longest": {
                         part: {"measured_s": {**longest, "peer": rest_s}[part], "predicted_s": predicted_s}
@@ -233,12 +251,11 @@ def rows_of(found: dict[Any, Any], settings: Sequence[str]) -> list[dict[str, An
 def longest_s(rows: Mapping[str, Moved], rates: Bandwidths) -> dict[str, float]:
     """By part, the predicted seconds of the node that it takes longest."""
     readers = sum(row.cloud > 0 for row in rows.values())
-    rate = {
-        "local": rates.local,
-        "peer": rates.peer,
-        "cloud": min(rates.cloud, rates.cloud_of_all / max(1, readers)),
+    return {
+        "local": max(row.local + row.served for row in rows.values()) / rates.local,
+        "peer": max(max(row.peer, row.sent) for row in rows.values()) / rates.peer,
+        "cloud": max(row.cloud for row in rows.values()) / min(rates.cloud, rates.cloud_of_all / max(1, readers)),
     }
-    return {part: max(getattr(row, part) for row in rows.values()) / rate[part] for part in rate}
 
 
 def _moving_s(seconds: Mapping[str, float]) -> float:

@@ -4,6 +4,7 @@ import logging
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -115,10 +116,10 @@ def committed(root: str) -> list[int]:
     return found
 
 
-def broken(read: Any, found: Any, source: str, *rest: Any) -> None:
+def broken(read: Any, found: Any, source: str, *rest: Any, **more: Any) -> int:
     if source == "cloud" and dist.get_rank() == 1:
         raise OSError("reset by peer")
-    read(found, source, *rest)
+    return read(found, source, *rest, **more)
 
 
 def every_way(root: str, cloud: str, url: str) -> dict[str, Any]:
@@ -146,7 +147,7 @@ def every_way(root: str, cloud: str, url: str) -> dict[str, Any]:
     swapped: Any = {"bandwidths": cluster.Bandwidths(peer=1.0, cloud=1e9, cloud_first_s=0.0)}
     found["quick cloud"] = leg(root, cloud, ["c", "a"], 6, **swapped)
     read = restoring._read
-    with mock.patch.object(restoring, "_read", lambda found, source, *rest: broken(read, found, source, *rest)):
+    with mock.patch.object(restoring, "_read", partial(broken, read)):
         found["broken cloud"] = leg(root, cloud, ["a", "c"], 6, **swapped)
 
     # writes wait for ever: training goes on, saves on disks too, and the next save to the cloud is left out

@@ -1,4 +1,4 @@
-"""A job of torchrun agents that vanish, leave and join ends with the weights of an undisturbed run."""
+"""A job of torchrun agents, of which two vanish at one moment and one joins, ends with the weights of an undisturbed run."""
 
 import json
 import subprocess
@@ -13,13 +13,17 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_nodes_that_vanish_and_join_change_nothing(tmp_path: Path):
     trace = tmp_path / "trace.json"
-    trace.write_text(json.dumps({"points": [[0, 3], [60, 2], [120, 3]]}))
+    trace.write_text(json.dumps({"points": [[0, 4], [60, 2], [120, 3]]}))
     script, found = ROOT / "examples" / "benchmarks" / "cluster_chaos.py", tmp_path / "found.json"
-    options = ["--trace", trace, "--events", "2", "--nodes", "3", "--seed", "3", "--pause", "0.2", "--json", found]
+    options = ["--trace", trace, "--events", "2", "--together", "--every", "1", "--cloud-every", "1"]
+    options += ["--seed", "3", "--pause", "0.2", "--json", found]
     done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     report = json.loads(found.read_text())
-    assert report["events"] == 2 and report["kinds"]["join"] == 1
+    killed, joined = report["recovery_s"]
+    assert (killed["event"], len(killed["node"].split()), killed["nodes"]) == ("kill", 2, 2)
+    assert (joined["event"], joined["nodes"]) == ("join", 3)
+    assert min(killed["step"], joined["step"]) > 0, "they go on with what was saved"
     assert report["names_equal"] and report["max_weight_difference"] < 1e-11
     assert report["lost_saved_steps"] == 0
     assert report["cloud_bytes_read"] == report["cloud_bytes_needed"]

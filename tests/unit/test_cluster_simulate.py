@@ -161,7 +161,24 @@ def test_replicas_of_different_depth_and_degree_sum_what_they_share():
     step = simulate(
         given, cluster(("x", "a", 1), ("y", "a", 1), ("z", "b", 2), rate=1000.0), costs(("a", 1.0), ("b", 2.0))
     )
-    assert step.reduce_s == pytest.approx(8 * PARAMS_BYTES / 1000.0)  # all of it leaves the node of the second pipeline
+    # All of it leaves the node of the second pipeline. Sums of the five layers begin when the stage that has them has sent its last
+    # gradient, one backward pass of the other three before the pipeline ends.
+    assert step.reduce_s == pytest.approx(8 * PARAMS_BYTES / 1000.0 - 3 * BACKWARD_S)
+    ends_s = [(unit.backward_end_s, unit.spans[-2].begin_s, unit.spans[-2].end_s) for unit in step.units]
+    assert [unit.spans[-2].what for unit in step.units] == ["reduce"] * 3
+    first, second, other = ends_s
+    assert second[1] == pytest.approx(second[0] + OUTPUT_BYTES / 1000.0)
+    assert first[1] == first[0] > other[0], "its own port is free, though not that of the other owner"
+    assert other[1:] == pytest.approx((second[1], first[2])) and step.iteration_s == pytest.approx(first[2] + 0.5)
+
+
+def test_a_sum_that_is_done_before_the_passes_end_costs_nothing():
+    """Two pipelines that share the layers of their last stages on fast ports: only the first stages' sums are waited for."""
+    cut = [("w", "a", 2), ("x", "a", 6)], [("y", "a", 2), ("z", "a", 6)]
+    given = plan(*(pipeline(*stages, micro_batches=2) for stages in cut))
+    nodes = cluster(*((node, "a", 1) for node in "wxyz"), rate=PARAMS_BYTES * 6 / (2 * BACKWARD_S))
+    step = simulate(given, nodes, costs(("a", 1.0)), sends=Sends.BUFFERED)
+    assert step.reduce_s == pytest.approx(2 * PARAMS_BYTES / nodes.between[0].link.bytes_per_s(1.0))
 
 
 def test_memory_counts_states_and_what_is_in_flight():

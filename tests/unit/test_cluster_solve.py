@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTime
+from autohete_fx.cluster.events import Sends
 from autohete_fx.cluster.links import Links
 from autohete_fx.cluster.measurements import cluster_of, costs_of, plan_of_grids, read
 from autohete_fx.cluster.memory import memory_of_plan
@@ -191,6 +192,15 @@ SMALL = [
     pytest.param("a aa", {"a": 30_000}, 1e3, (1, 2), id="degrees"),
     pytest.param("a b b b b", {"a": 40_000, "b": 25_000}, 1e5, (1,), id="five"),
 ]
+
+
+def test_a_stage_of_layers_that_take_no_time_is_planned():
+    given, table = cluster("aaa", {"a": 10**6}, rate=1e6), costs({"a": 1.0}, degrees=(1,))
+    times = tuple(
+        dataclasses.replace(row, forward_s=0.0, backward_s=0.0) if row.kind == KINDS[-1] else row for row in table.times
+    )
+    found = plan_cluster(given, dataclasses.replace(table, times=times), global_batch=4, sends=Sends.BUFFERED)
+    assert found.timeline.iteration_s >= found.compute_bound_s > 0
 
 
 @pytest.mark.parametrize(("nodes", "memory", "rate", "degrees"), SMALL)

@@ -33,7 +33,7 @@ def test_a_piece_comes_from_the_nearest_place_and_from_the_cloud_once():
 
 def test_nodes_that_need_the_same_share_the_reading_where_peers_are_fast():
     rows = moved_by(quickest(wanted(["abcd", "abcd"], {}), replace(RATES, peer=100.0)), wanted(["abcd", "abcd"], {}))
-    assert rows == {"m": Moved(cloud=2, peer=2), "n": Moved(cloud=2, peer=2)}
+    assert rows == {node: Moved(cloud=2, peer=2, sent=2) for node in "mn"}
 
 
 def test_slow_peers_are_not_waited_for_where_the_cloud_is_quicker():
@@ -47,6 +47,37 @@ def test_slow_peers_are_not_waited_for_where_the_cloud_is_quicker():
     assert moved_by(quickest(given, replace(RATES, peer=0.5, cloud_first_s=9.0)), given)["n"] == Moved(peer=4)
     # disks that are slower than the cloud
     assert moved_by(quickest(given, replace(RATES, local=0.1)), given)["m"] == Moved(cloud=4)
+
+
+def test_a_node_that_sends_to_many_is_waited_for_and_so_is_its_disk():
+    given = wanted(["ab", "cd", "cd", "cd"], {"m": "abcd"})
+    rows = moved_by(quickest(given, replace(RATES, cloud=0.01, cloud_of_all=0.02)), given)
+    assert rows["m"] == Moved(local=2, sent=6, served=2) and rows["n"] == Moved(peer=2)
+    assert move_s(rows, RATES) == 4 / RATES.local + 6 / RATES.peer
+    # where its port is the longest, others read some of it from the cloud
+    rows = moved_by(quickest(given, replace(RATES, cloud_of_all=9.0)), given)
+    assert rows["m"].sent < 6 and move_s(rows, RATES) < 4 / RATES.local + 6 / RATES.peer
+
+
+def test_layers_and_their_parameters_come_from_the_same_places():
+    """A plan is priced by layers before parameters are restored. Small pieces are received, the largest read in the cloud."""
+    layers = {"first": ["u0"], "second": ["v0", "v1"], "last": ["w0"]}
+    sizes = {"u0": 8.0, "v0": 7.5, "v1": 0.5, "w0": 0.25}
+    whole = {layer: sum(sizes[key] for key in keys) for layer, keys in layers.items()}
+    rates, rows = replace(RATES, local=10.0, peer=10.0, cloud=5.0, cloud_of_all=5.0), []
+    for order in ([*layers], [*layers][::-1]):
+        for keys, of in ((order, whole), ([key for layer in order for key in layers[layer]], sizes)):
+            known = set(keys)
+            given = Wanted(
+                needs=[keys, keys],
+                nodes=["m", "n"],
+                disks={"m": known, "n": set()},
+                cloud={key: key for key in keys},
+                sizes=of,
+            )
+            rows.append(moved_by(quickest(given, rates), given)["n"])
+    assert rows[0].cloud == 8.0 and rows[0].peer == 8.25
+    assert all(abs(row.cloud - 8.0) <= 0.5 and abs(row.peer - 8.25) <= 0.5 for row in rows), rows
 
 
 KEYS = st.text(NAMES, min_size=1, max_size=6).map(lambda text: "".join(sorted(set(text))))

@@ -1,10 +1,13 @@
 """Gradients of one rank, summed over ranks that are not there: a sum of the fake group is this rank's own part."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autohete_fx.cluster import sums
 from autohete_fx.cluster.batches import batch_of
@@ -13,6 +16,7 @@ from autohete_fx.cluster.pieces import Cut, Piece
 from autohete_fx.cluster.sums import GradientSums, clip_factor
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.fake_group import fake_default_group
+from autohete_fx.runtime.held import held
 from tests.tiny_models import GPT
 
 
@@ -49,7 +53,7 @@ def test_sums_start_within_the_last_backward_pass_in_one_order(monkeypatch: pyte
     seen: list[str] = []
     with fake_default_group(2):
         found = GradientSums(owners, layer_map, params, {name: Piece(name) for name in params})
-        found.overlap(2)
+        found.overlap(2, params)
         summed = sums.dist.all_reduce
         monkeypatch.setattr(sums.dist, "all_reduce", lambda *a, **k: (seen.append("sum"), summed(*a, **k))[1])
         for _ in range(2):
@@ -74,9 +78,41 @@ def test_a_gradient_that_grows_after_its_sum_may_have_begun_is_an_error():
     params = {"norm.weight": nn.Parameter(torch.ones(4, 2))}
     with fake_default_group(2):
         found = GradientSums({Piece("norm.weight"): (0, 1)}, layer_map, params, {name: Piece(name) for name in params})
-        found.overlap(1)
+        found.overlap(1, params)
         params["norm.weight"].sum().backward()
         with pytest.raises(
             ClusterError, match=r"'norm.weight' grew 2 times in a step of 1 micro-batches.*use_reentrant=False"
         ):
             params["norm.weight"].sum().backward()
+
+
+def test_gradients_of_a_unit_are_summed_within_its_last_backward_pass_too():
+    """They are moved to this rank's parts first; one that each rank has a share of is exchanged within the unit before."""
+    layer_map = map_layers(GPT, batch_of(torch.zeros(1, 4, dtype=torch.long)))
+    with fake_default_group(2):
+        mesh = DeviceMesh("cpu", [0, 1])
+        params = {
+            "head.weight": nn.Parameter(DTensor.from_local(torch.ones(3, 4), mesh, [Shard(0)])),
+            "norm.weight": nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Replicate()])),
+        }
+        placed = []
+        params["norm.weight"].register_post_accumulate_grad_hook(lambda param: placed.append(param.grad.placements))
+        parts, pieces = {name: held(param) for name, param in params.items()}, {name: Piece(name) for name in params}
+        found = GradientSums(dict.fromkeys(pieces.values(), (0, 1)), layer_map, parts, pieces)
+        found.overlap(2, params)
+        for _ in range(2):
+            total = {name: torch.zeros_like(part) for name, part in parts.items()}
+            for _ in range(2):
+                x = torch.randn(3, 4)
+                total["head.weight"] += x
+                total["norm.weight"] += x.sum(0)
+                assert not found._running
+                sharded = DTensor.from_local(x, mesh, [Shard(0)])
+                loss: Any = sum((param * sharded).sum() for param in params.values())
+                loss.full_tensor().backward()
+            assert found._running and all(param.grad is None for param in params.values())
+            found.reduce()
+            for name, part in parts.items():
+                torch.testing.assert_close(part.grad, total[name])
+                part.grad = None
+        assert all(placement.is_partial() for (placement,) in placed) and len(placed) == 4
