@@ -24,7 +24,7 @@ from autohete_fx.ir import (
     Reasons,
 )
 from autohete_fx.ir.reasons import NO_TIME
-from autohete_fx.planner.model.choices import choices, states_of, treatment_of
+from autohete_fx.planner.model.choices import choices, params_of, states_of, treatment_of
 from autohete_fx.planner.model.figures import limits_of
 from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.model.simulation import BACKWARD, FORWARD, OPTIMIZER_STEP, Simulation
@@ -202,7 +202,7 @@ def _options(problem: Problem, decisions: Sequence[BlockDecision]) -> list[list[
 
 def _choice(decision: BlockDecision) -> tuple[tuple[object, ...], ...]:
     """What is decided of activations, parameters and optimizer, whatever the prefetch distance."""
-    return treatment_of(decision), (decision.params, decision.keeps_fetched), states_of(decision)
+    return treatment_of(decision), params_of(decision), states_of(decision)
 
 
 def _fit(problem: Problem, use: NDArray[np.int64], elsewhere: NDArray[np.int64]) -> bool:

@@ -137,6 +137,11 @@ def whole_of(problem: Problem, block: int) -> Whole:
 _NOTHING = Whole()
 
 
+def replicated_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
+    """Bytes of whole parameters that are always on the device."""
+    return whole_of(problem, block).gathered if decision.replicates and problem.training else 0
+
+
 def kept_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
     """Bytes of parameters that stay on the device from a block's forward to its backward, beside those at home there."""
     fetched = problem.costs[block].param_bytes if decision.params is Params.HOST else 0

@@ -18,13 +18,14 @@ that was issued before; it takes ``tensors * latency_s + bytes / bandwidth``. Co
 
 Collectives. Where ranks hold shards of b's parameters, a *gather* of them is issued to lane net one block ahead, after the
 copies up due there. In forward that is at the start of ``max(0, b - 1)``, and in backward, where they are not kept, of
-``min(last, b + 1)``. Before that the program waits for what it reads: b's fetch and, in the forward that waits for updates, b's
-update. Before b computes it waits for the gather. A forward waits in the order of blocks: what nobody gathers comes before the
-next one's gather. Copies up that a gather reads are due one block earlier than others. A *reduce* of b's gradients follows its
-backward and is waited for at the end of the backward of ``max(0, b - 1)``. Then b's gradients are issued to their home, before
-those of the block there, and waited for one block later than others. Net works in the order of the program, on every rank in
-the same. A collective of so many whole bytes among n ranks takes ``(n - 1) * net_latency_s + bytes * (n - 1) / n /
-net_bytes_per_s``. It makes nothing that happens meanwhile longer, and nothing makes it longer: contention is not counted.
+``min(last, b + 1)``. Replicated parameters are gathered in the first forward of a step alone. Before a gather the program waits for
+what it reads: b's fetch and, in the forward that waits for updates, b's update. Before b computes it waits for the gather. A
+forward waits in the order of blocks: what nobody gathers comes before the next one's gather. Copies up that a gather reads are
+due one block earlier than others. A *reduce* of b's gradients follows its backward and is waited for at the end of the backward
+of ``max(0, b - 1)``. Then b's gradients are issued to their home, before those of the block there, and waited for one block later
+than others. Net works in the order of the program, on every rank in the same. A collective of so many whole bytes among n ranks
+takes ``(n - 1) * net_latency_s + bytes * (n - 1) / n / net_bytes_per_s``. It makes nothing that happens meanwhile longer, and
+nothing makes it longer: contention is not counted.
 
 A copy up for b is due at the start of the forward of ``max(0, b - prefetch_distance)``. For backward, with reloads, it is due
 at the start of the backward of ``min(last, b + prefetch_distance)``. A copy down of b is waited for as many blocks after it.
@@ -73,6 +74,7 @@ from autohete_fx.planner.model.figures import (
     host_bytes,
     host_update_s,
     overlap_of,
+    replicated_bytes,
     sends_at_once,
 )
 from autohete_fx.planner.model.shared_lane import SharedLane
@@ -93,6 +95,7 @@ def simulate(problem: Problem, decisions: Sequence[BlockDecision], *, events: bo
     """
     assert len(decisions) == len(problem.costs), "one decision a block"
     assert all(decision.prefetch_distance >= 1 for decision in decisions), "a copy is issued at least one block ahead"
+
     return _Replay(problem, decisions, events).run()
 
 
@@ -108,6 +111,7 @@ class _Replay(BlockProgram):
             began = self.lanes.clock  # the forward so far was the end of the step before
             self.lanes.forget()
             self.memory.levels.clear()
+        self.is_first_forward = False
         for micro_batch in range(self.problem.micro_batches if self.problem.training else 0):
             self._hold_others_in_flight(self.problem.in_flight - 1)
             if micro_batch > 0:
@@ -154,6 +158,7 @@ class _Replay(BlockProgram):
             if decision.params is Params.DEVICE:
                 self.memory.hold("parameters", block, cost.param_bytes)
             self.memory.hold("optimizer states", block, cost.states_at(decision, Optimizer.DEVICE))
+            self.memory.hold("replicated parameters", block, replicated_bytes(self.problem, block, decision))
         self.memory.observe(0, FORWARD, self.lanes.clock)
 
     def _hold_others_in_flight(self, count: int) -> None:
@@ -203,6 +208,7 @@ class _Replay(BlockProgram):
                 shared_up.add("upload", block, upload_s, updated_at.get(block, stepped_at))
                 shared_up.add("states", block, states_s, stepped_at)
             self.lanes.share_up(shared_up)
+        self.is_first_forward = True
         self._pass(range(self.num_blocks), lambda block: self._forward(block, updated_at))
 
     def _average(self) -> None:

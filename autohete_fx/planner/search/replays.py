@@ -34,6 +34,7 @@ from autohete_fx.planner.model.work import (
     Work,
     added_up,
     durations,
+    forward_passes,
     slots_of,
     updating_pass,
 )
@@ -83,14 +84,14 @@ class Replays:
         return _added(self._took, works)
 
     def _pass_tables(self, on_host: NDArray[np.bool_]) -> Tables:
-        """Of the passes of a step: what waits for updates; the last backward; a forward, where the first is not that."""
+        """Of the passes of a step: what waits for updates; the last backward; forwards, where the first is not that."""
         problem, overlap = self.problem, overlap_of(self.problem)
         synchronous, at_once = overlap is Overlap.NONE, sends_at_once(problem)
-        kinds = [FORWARD_PASS]
+        kinds, passes = [FORWARD_PASS], ()
         if problem.training:
-            kinds = [updating_pass(problem), BACKWARD_PASS]
-            if synchronous or self.micro_batches > 1:
-                kinds.append(FORWARD_PASS)
+            forwards = forward_passes(problem)
+            kinds = [updating_pass(problem), BACKWARD_PASS, *(kind for kind, _ in forwards)]
+            passes = (self.micro_batches, *(count for _, count in forwards))
         sides = [side for lane in COPY_LANES for side in lane.sides]
         lanes = np.stack(
             [[self.takes(kind.computes), *(self.takes(kind.of(side)) for side in sides)] for kind in kinds]
@@ -107,7 +108,7 @@ class Replays:
                 sends_at_once=at_once,
                 priority=problem.schedule.priority,
                 one_memory=problem.machine.device_type == "cpu",
-                micro_batches=self.micro_batches,
+                passes=passes,
             ),
             lanes=lanes,
             distance=self.distance * _is_copied(lanes, gathering),
