@@ -5,6 +5,7 @@
 from collections.abc import Mapping, Sequence
 
 from autohete_fx.ir import ActivationCost, BlockDecision, Lane, Optimizer, Params, Problem
+from autohete_fx.planner.model.contention import Factors
 from autohete_fx.planner.model.device_memory import DeviceMemory
 from autohete_fx.planner.model.due import Due
 from autohete_fx.planner.model.figures import (
@@ -25,12 +26,14 @@ from autohete_fx.planner.model.simulation import BACKWARD, FORWARD
 class BlockProgram:
     """The program of every block, the compute lane's clock, the other lanes' queues, and device memory."""
 
-    def __init__(self, problem: Problem, decisions: Sequence[BlockDecision], keep_events: bool) -> None:
+    def __init__(
+        self, problem: Problem, decisions: Sequence[BlockDecision], keep_events: bool, factors: Factors
+    ) -> None:
         self.problem, self.decisions, self.costs = problem, decisions, problem.costs
         self.whole = [whole_of(problem, block) for block in range(len(decisions))]
         self.machine = problem.machine
         self.num_blocks = len(problem.costs)
-        self.lanes = LaneClocks(problem.machine, keep_events=keep_events)
+        self.lanes = LaneClocks(problem.machine, keep_events=keep_events, factors=factors)
         self.landed_at: dict[int, float] = {}  # gradients of the last micro-batch, on the host
         self.memory = DeviceMemory(keep_levels=keep_events)
         self.due = Due(problem, decisions)

@@ -24,8 +24,10 @@ forward waits in the order of blocks: what nobody gathers comes before the next 
 due one block earlier than others. A *reduce* of b's gradients follows its backward and is waited for at the end of the backward
 of ``max(0, b - 1)``. Then b's gradients are issued to their home, before those of the block there, and waited for one block later
 than others. Net works in the order of the program, on every rank in the same. A collective of so many whole bytes among n ranks
-takes ``(n - 1) * net_latency_s + bytes * (n - 1) / n / net_bytes_per_s``. It makes nothing that happens meanwhile longer, and
-nothing makes it longer: contention is not counted.
+takes ``(n - 1) * net_latency_s + bytes * (n - 1) / n / net_bytes_per_s``.
+
+Contention. Where the machine has any (`Machine.contention`), pieces of work take longer beside those of other lanes, as
+`contention` says. Updates on the host are not among them.
 
 A copy up for b is due at the start of the forward of ``max(0, b - prefetch_distance)``. For backward, with reloads, it is due
 at the start of the backward of ``min(last, b + prefetch_distance)``. A copy down of b is waited for as many blocks after it.
@@ -66,6 +68,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from autohete_fx.ir import BlockDecision, Lane, LaneTime, Optimizer, Overlap, Params, Problem, staging_bytes
 from autohete_fx.planner.model.block_program import BlockProgram
+from autohete_fx.planner.model.contention import Factors, Times, settled
 from autohete_fx.planner.model.figures import (
     average_s,
     copy_s,
@@ -96,7 +99,12 @@ def simulate(problem: Problem, decisions: Sequence[BlockDecision], *, events: bo
     assert len(decisions) == len(problem.costs), "one decision a block"
     assert all(decision.prefetch_distance >= 1 for decision in decisions), "a copy is issued at least one block ahead"
 
-    return _Replay(problem, decisions, events).run()
+    def times(factors: Factors) -> Sequence[Times]:
+        replay = _Replay(problem, decisions, False, factors)
+        replay.run()
+        return replay.lanes.times
+
+    return _Replay(problem, decisions, events, settled(problem.machine, times)).run()
 
 
 class _Replay(BlockProgram):
@@ -202,12 +210,11 @@ class _Replay(BlockProgram):
         for block in range(self.num_blocks):
             self.memory.hold("gradients", block, 0)
         if sends_at_once(self.problem):
-            shared_up = SharedLane(self.lanes.copied_up)
+            self.lanes.share_up(SharedLane(self.lanes.copied_up))
             for block in range(self.num_blocks):
                 upload_s, states_s = (copy_s(self.machine, Lane.H2D, n) for n in self._update_copies(block))
-                shared_up.add("upload", block, upload_s, updated_at.get(block, stepped_at))
-                shared_up.add("states", block, states_s, stepped_at)
-            self.lanes.share_up(shared_up)
+                self.lanes.share("upload", block, upload_s, updated_at.get(block, stepped_at))
+                self.lanes.share("states", block, states_s, stepped_at)
         self.is_first_forward = True
         self._pass(range(self.num_blocks), lambda block: self._forward(block, updated_at))
 

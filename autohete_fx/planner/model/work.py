@@ -285,9 +285,32 @@ MOVED_ONCE = tuple(work for work in _MOVED if work not in MOVED_IN_PASSES)
 
 
 def durations(problem: Problem, block: int, decision: BlockDecision) -> Durations:
-    """The seconds of a block's work."""
+    """The seconds of a block's work, as if nothing else worked meanwhile."""
     found = _of_training(problem, block, decision) if problem.training else _of_inference(problem, block, decision)
     return Durations(tuple(found.get(work, 0.0) for work in Work))
+
+
+def durations_beside(problem: Problem, block: int, decision: BlockDecision) -> Durations:
+    """Likewise, about as long as they take beside other work: the search's measure, where the machine has contention.
+
+    Copies and collectives are taken to run beside computation, and computation beside all those of its block and pass. The
+    simulator knows better (`contention`), and judges.
+    """
+    alone, machine = durations(problem, block, decision), problem.machine
+    if not machine.contention:
+        return alone
+    found = {work: alone[work] for work in Work}
+    for work in Work:
+        if work.moves:
+            found[work] /= machine.kept(work.lane, Lane.COMPUTE)
+            computed = _BESIDE.get(work.in_pass)
+            if computed is not None:
+                found[computed] += (1 - machine.kept(Lane.COMPUTE, work.lane)) * found[work]
+    return Durations(tuple(found[work] for work in Work))
+
+
+_BESIDE = {Pass.FORWARD: Work.FORWARD, Pass.BACKWARD: Work.BACKWARD}
+"""The computation of a pass."""
 
 
 def _of_inference(problem: Problem, block: int, decision: BlockDecision) -> dict[Work, float]:

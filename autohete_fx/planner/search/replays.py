@@ -3,7 +3,7 @@
 A *setting* is a decision of one block with its prefetch distance. `Replays.settings` lists those of every block, and an
 assignment is a row of indices into these lists, one a block. Seconds follow the program of `simulate` exactly, lane by lane,
 but without events (`arrays`); memory is a sum of `device_use.device_bytes`. Tests hold both to `simulate`, which stays the
-judge of what is returned.
+judge of what is returned. Contention is an estimate here (`work.durations_beside`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,7 +33,7 @@ from autohete_fx.planner.model.work import (
     PassKind,
     Work,
     added_up,
-    durations,
+    durations_beside,
     forward_passes,
     slots_of,
     updating_pass,
@@ -153,7 +153,7 @@ class Replays:
         disk, and whether it updates on the host."""
         rows = []
         for option in options:
-            took = durations(self.problem, block, option)
+            took = durations_beside(self.problem, block, option)
             elsewhere = host_bytes(self.problem, block, option), disk_bytes(self.problem, block, option)
             rows.append((*took.seconds, took.moving_s(self.micro_batches), *elsewhere, option.updates_on_host))
         figures = np.repeat(rows, [len(self._distances(option)) for option in options], axis=0)
