@@ -19,8 +19,8 @@ Out::
 A shard that several blocks read is gathered for each, as tied embeddings are for the prologue and for the head. The whole does
 not wait on the device for the second. Shards of one dtype make one collective. Runs before `prefetch_parameters`, so that
 shards in host memory arrive ahead of their gather. A whole that a graph returns, or saves for a backward that keeps it, is the
-copy of the owner's region. A block that replicates has the same nodes with ``_once`` in their names, in forward and in backward;
-inference gathers by itself.
+copy of the owner's region. A block that replicates has the same nodes with ``_once`` in their names, in forward and in backward.
+Inference gathers by itself, and so do all graphs what they return: its memory is the caller's.
 """
 
 import torch
@@ -74,7 +74,8 @@ def _gather_together(
         lane=Lane.NET,
         priority=0,
     )
-    is_once = context.decision(block).replicates and context.stage is not Stage.INFERENCE
+    is_returned = any(user.op == "output" for same in reads.values() for _, uses in same for _, user in uses)
+    is_once = context.decision(block).replicates and context.stage is not Stage.INFERENCE and not is_returned
     issuing, waiting = (
         (collectives.issue_gather_once, collectives.wait_gather_once)
         if is_once
