@@ -19,7 +19,8 @@ Out::
 A shard that several blocks read is gathered for each, as tied embeddings are for the prologue and for the head. The whole does
 not wait on the device for the second. Shards of one dtype make one collective. Runs before `prefetch_parameters`, so that
 shards in host memory arrive ahead of their gather. A whole that a graph returns, or saves for a backward that keeps it, is the
-copy of the owner's region.
+copy of the owner's region. A block that replicates has the same nodes with ``_once`` in their names, in forward and in backward.
+Inference gathers by itself, and so do all graphs what they return: its memory is the caller's.
 """
 
 import torch
@@ -30,7 +31,7 @@ from autohete_fx.graph import annotations, collectives
 from autohete_fx.graph.readers import Use
 from autohete_fx.ir import Lane
 from autohete_fx.ir.decision import GATHER_DISTANCE
-from autohete_fx.passes.base import PassContext, num_bytes, values_like
+from autohete_fx.passes.base import PassContext, Stage, num_bytes, values_like
 from autohete_fx.passes.readers import erase_unread_views, read_copy, uses_by_region
 
 _Reads = dict[fx.Node, list[tuple[fx.Node, list[Use]]]]
@@ -73,8 +74,15 @@ def _gather_together(
         lane=Lane.NET,
         priority=0,
     )
+    is_returned = any(user.op == "output" for same in reads.values() for _, uses in same for _, user in uses)
+    is_once = context.decision(block).replicates and context.stage is not Stage.INFERENCE and not is_returned
+    issuing, waiting = (
+        (collectives.issue_gather_once, collectives.wait_gather_once)
+        if is_once
+        else (collectives.issue_gather, collectives.wait_gather)
+    )
     issue = gm.graph.create_node(
-        "call_function", collectives.issue_gather, (shards, *ranks), name=f"gather_{context.plan.labels[block]}"
+        "call_function", issuing, (shards, *ranks), name=f"gather_{context.plan.labels[block]}"
     )
     last = next(node for node in reversed(gm.graph.nodes) if node.op == "placeholder" or node in shards)
     last.append(issue)
@@ -84,7 +92,7 @@ def _gather_together(
     previous = issue
     for at, (shard, same) in enumerate(reads.items()):
         arguments = (issue, shard, at, ranks[0], ranks[2])
-        whole = gm.graph.create_node("call_function", collectives.wait_gather, arguments, name=f"whole_{shard.name}")
+        whole = gm.graph.create_node("call_function", waiting, arguments, name=f"whole_{shard.name}")
         previous.append(whole)
         previous = whole
         whole.meta["val"] = same[0][0].meta["val"]

@@ -22,14 +22,14 @@ from typing import Any
 from torch import fx
 
 from autohete_fx.graph import annotations, ops
-from autohete_fx.graph.collectives import COLLECTIVES, issue_gather
+from autohete_fx.graph.collectives import COLLECTIVES, ISSUING_GATHERS
 from autohete_fx.graph.draws import draws
 from autohete_fx.graph.saved import is_view
 from autohete_fx.passes.base import PassContext
 
 COMPUTED = 3
 """The rank within a region of what no pass has inserted."""
-_RANKS = {ops.prefetch: 0, ops.reload: 0, issue_gather: 1}
+_RANKS = {ops.prefetch: 0, ops.reload: 0, **dict.fromkeys(ISSUING_GATHERS, 1)}
 """Ranks of what is issued before a region begins; all else lets go of memory, and comes first."""
 
 

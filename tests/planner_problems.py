@@ -211,6 +211,7 @@ def sharded(draw: st.DrawFn, of: st.SearchStrategy[Problem], *, budgets: bool = 
         num_ranks=ranks,
         num_replicas=draw(st.sampled_from([1, 1, 3])),
         allow_keeping_fetched=draw(st.booleans()),
+        allow_replicating=draw(st.booleans()),
     )
     return limited(given, draw(st.floats(0.1, 1.1)), draw(st.none() | st.floats(0.0, 1.0))) if budgets else given
 

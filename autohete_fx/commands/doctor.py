@@ -12,7 +12,7 @@ from autohete_fx.ir import Machine
 from autohete_fx.machine.described import link_text, machine_text
 from autohete_fx.machine.link import Link, measure_link
 from autohete_fx.machine.measure import measure_machine
-from autohete_fx.machine.net import Exchange, leave_job, measure_net, ranks_of_job
+from autohete_fx.machine.net import Exchange, leave_job, measure_net, measure_net_contention, ranks_of_job
 from autohete_fx.options import Options
 from autohete_fx.report.stages import Stages
 from autohete_fx.runtime.shard.ranks import Ranks
@@ -46,6 +46,7 @@ def doctor(parsed: argparse.Namespace) -> str:
     if ranks is not None and ranks.number:
         ranks.exchange(None)  # or this rank's work would slow down what the first one measures
         measure_net(ranks, device, _exchange(ranks))
+        measure_net_contention(ranks, device, _exchange(ranks))
         leave_job()
         return ""
     if ranks is not None:
@@ -56,7 +57,12 @@ def doctor(parsed: argparse.Namespace) -> str:
     if ranks is not None:
         ranks.exchange(None)
         rate, latency_s = measure_net(ranks, device, _exchange(ranks))
-        machine = dataclasses.replace(machine, net_bytes_per_s=rate, net_latency_s=latency_s)
+        machine = dataclasses.replace(
+            machine,
+            net_bytes_per_s=rate,
+            net_latency_s=latency_s,
+            contention=measure_net_contention(ranks, device, _exchange(ranks)),
+        )
         leave_job()
     if parsed.save:
         _save(machine, parsed.save)

@@ -33,6 +33,8 @@ def place_parameters(
     """
     plan, session = compilation.plan, model.session
     session.updates.early.starter = start_update
+    if compilation.training:
+        session.wholes.forget()
     for name, block in compilation.owners.items():
         if name in but:
             continue

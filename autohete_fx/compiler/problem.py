@@ -330,7 +330,9 @@ def make_problem(
     keep_placement: bool,
 ) -> Problem:
     """The planner's input. ``keep_placement``: parameters that are placed already stay where they are."""
-    streams = options.plan is not None and any(decision.streams for decision in options.plan.decisions)
+    given = () if options.plan is None else options.plan.decisions
+    streams = any(decision.streams for decision in given)
+    is_again = options.micro_batches > 1 and host_optimizer_allowed(list(params.values()))
     allow_disk = training and {"host_optimizer", "disk_optimizer"} <= options.allow
     fixed = tuple(_placed_decision(block, params) for block in graph.blocks) if keep_placement else ()
     problem = Problem(
@@ -345,6 +347,8 @@ def make_problem(
         allow_offload_activations="offload_activations" in options.allow and training,
         allow_host_params="host_params" in options.allow,
         allow_host_optimizer="host_optimizer" in options.allow and host_optimizer_allowed(list(params.values())),
+        # One micro-batch gains nothing. A loop that updates parameters by itself is not told from one that leaves them.
+        allow_replicating=training and (is_again or any(decision.replicates for decision in given)),
         allow_moving_some_states=True,
         # Where host and device share a memory, states have no way to go.
         allow_streamed_optimizer=machine.device_type != "cpu" and is_elementwise(params.values()),

@@ -19,6 +19,14 @@ Passes make of those of a block one collective that runs beside computation, two
 and likewise with ``reduce``. Each wait gives the result ``at`` a position. It is given the source because the collective reads that
 until then.
 
+Whole parameters that stay on the ranks from step to step are gathered by nodes of their own, in the same places::
+
+    handle = autohete.gather.issue_once([shard_1, shard_2], num_ranks, group, session)
+    whole_1 = autohete.gather.wait_once(handle, shard_1, 0, num_ranks, session)
+
+The first is a collective in the first pass of a step alone. The result of the second belongs to the session. Its schema calls it an
+alias of the shard, so that a compiler neither frees its memory nor writes there.
+
 The kernels are in `autohete_fx.runtime.shard.kernels`.
 
 Tensor parallelism puts collectives of PyTorch's own into a graph, two nodes each, which stay where the program has them::
@@ -48,11 +56,20 @@ for _name in ("gather", "reduce"):
         f"{_name}.wait(Tensor handle, Tensor src, int at, int num_ranks, str session, Tensor? after=None) -> Tensor",
         tags=_TAGS,
     )
+library.define(
+    "gather.issue_once(Tensor[] src, int num_ranks, str group, str session, Tensor? after=None) -> Tensor", tags=_TAGS
+)
+library.define(
+    "gather.wait_once(Tensor handle, Tensor(a) src, int at, int num_ranks, str session, Tensor? after=None) -> Tensor(a)",
+    tags=_TAGS,
+)
 
 gather = torch.ops.autohete.gather.default
 reduce = torch.ops.autohete.reduce.default
 issue_gather = torch.ops.autohete.gather.issue
 wait_gather = torch.ops.autohete.gather.wait
+issue_gather_once = torch.ops.autohete.gather.issue_once
+wait_gather_once = torch.ops.autohete.gather.wait_once
 issue_reduce = torch.ops.autohete.reduce.issue
 wait_reduce = torch.ops.autohete.reduce.wait
 
@@ -60,9 +77,10 @@ wait_functional = torch.ops._c10d_functional.wait_tensor.default
 
 COLLECTIVES = (gather, reduce)
 """The ops that wait for other ranks while they run, as they were traced."""
-ISSUING_COLLECTIVES = (issue_gather, issue_reduce)
-"""The ops that start a collective."""
-WAITS = (wait_gather, wait_reduce)
+ISSUING_GATHERS = (issue_gather, issue_gather_once)
+ISSUING_COLLECTIVES = (*ISSUING_GATHERS, issue_reduce)
+"""The ops that start a collective, or find that it need not run."""
+WAITS = (wait_gather, wait_gather_once, wait_reduce)
 """The ops that give one result of a collective, when that is there."""
 
 
@@ -121,15 +139,16 @@ def _fake_wait_reduce(
     return _fake_reduce(src, num_ranks, "")
 
 
-torch.library.register_fake("autohete::gather.issue", _fake_issue, lib=library)
 torch.library.register_fake("autohete::reduce.issue", _fake_issue, lib=library)
-torch.library.register_fake("autohete::gather.wait", _fake_wait_gather, lib=library)
+for _once in ("", "_once"):
+    torch.library.register_fake(f"autohete::gather.issue{_once}", _fake_issue, lib=library)
+    torch.library.register_fake(f"autohete::gather.wait{_once}", _fake_wait_gather, lib=library)
 torch.library.register_fake("autohete::reduce.wait", _fake_wait_reduce, lib=library)
 
 
 def result_of(target: object, src: Tensor, num_ranks: int) -> Tensor:
     """An empty tensor like the one that a collective, by one of its ops, makes of a source."""
-    make = _fake_gather if target in (gather, issue_gather, wait_gather) else _fake_reduce
+    make = _fake_reduce if target in (reduce, issue_reduce, wait_reduce) else _fake_gather
     return make(src, num_ranks, "")
 
 

@@ -10,7 +10,7 @@ import operator
 import torch
 from torch import fx
 
-from autohete_fx.graph.collectives import gather, wait_functional
+from autohete_fx.graph.collectives import WAITS, gather, wait_functional
 from autohete_fx.graph.ops import SMALLEST_COPY_BYTES, is_dense
 from autohete_fx.internals.operators import OpOverload
 
@@ -29,7 +29,7 @@ def is_view(node: fx.Node) -> bool:
         return is_view(node.all_input_nodes[0])
     if node.target in (torch.ops.aten._unsafe_view.default, wait_functional):  # their schemas do not say so
         return True
-    if not isinstance(node.target, OpOverload):
+    if not isinstance(node.target, OpOverload) or node.target in WAITS:
         return False
     returns = node.target._schema.returns
     return len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write

@@ -100,6 +100,9 @@ class BlockDecision:
         keeps_fetched: parameters that were fetched from the host, or gathered from all ranks, stay on the device from the
             block's forward to its backward. That saves the second fetch and the second gather. Without meaning where the block
             neither fetches nor gathers; plans that say so there are refused.
+        replicates: whole parameters that were gathered from all ranks stay on the device until a step changes them. They are
+            gathered once a step, whatever micro-batches it has, and not again for backward. Shards, which are what a step
+            updates, are on the device, too. Likewise refused where the block gathers nothing.
         num_moved_states: of the block's trainable parameters, how many have their optimizer states where ``optimizer`` says,
             smallest first. None: all of them.
         other_states: where the optimizer states of the other trainable parameters are.
@@ -111,6 +114,7 @@ class BlockDecision:
     optimizer: Optimizer = Optimizer.DEVICE
     prefetch_distance: int = 1
     keeps_fetched: bool = False
+    replicates: bool = False
     num_moved_states: int | None = None
     other_states: Optimizer = Optimizer.DEVICE
     num_offloaded: int | None = None
@@ -133,6 +137,11 @@ class BlockDecision:
     def __post_init__(self) -> None:
         if self.prefetch_distance < 1:
             raise PlanError(f"prefetch_distance is {self.prefetch_distance}; expected at least 1")
+        if self.replicates and (self.keeps_fetched or self.params is not Params.DEVICE):
+            raise PlanError(
+                f"replicates is given with params {self.params.value!r} and keeps_fetched {self.keeps_fetched}; expected it with"
+                " params 'device' and without keeps_fetched, which it includes"
+            )
         if self.num_moved_states is not None and (self.num_moved_states < 1 or self.optimizer is Optimizer.DEVICE):
             raise PlanError(
                 f"num_moved_states is {self.num_moved_states} with optimizer {self.optimizer.value!r}; expected at least 1,"

@@ -15,6 +15,8 @@ MACHINE_SCHEMA_VERSION = 1
 ASSUMED_HOST_FLOPS_PER_S = 1e12
 """The rate of bf16 products on the host beside a GPU, where nobody has timed them: a socket of a server without matrix units."""
 
+CONTENDING = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.NET)
+"""The lanes that share a device, its memory and its links."""
 
 BANDWIDTHS = {
     "h2d_bytes_per_s": "copy to device",
@@ -48,6 +50,8 @@ class Machine:
         replica_net_bytes_per_s: of a rank's link to those that hold the same shards; 0 where there are none.
         host_flops_per_s: products of bf16 matrices on the host; 0 where nobody knows (`host_products_per_s`).
         launch_s: the least that a kernel takes; 0 where nobody knows.
+        contention: two lanes of `CONTENDING` each, and the share of its rate that the first keeps while the second works, too. A
+            pair that is not there leaves each other alone. On a device whose processors copy, ``copy_share`` says it.
     """
 
     device_name: str
@@ -70,6 +74,12 @@ class Machine:
     backward_flops_per_s: tuple[tuple[str, float], ...] = ()
     launch_s: float = 0.0
     host_flops_per_s: float = 0.0
+    contention: tuple[tuple[str, str, float], ...] = ()
+
+    def kept(self, lane: Lane, beside: Lane) -> float:
+        """The share of its rate that a lane keeps while another works."""
+        pair = lane.value, beside.value
+        return next((rate for *lanes, rate in self.contention if tuple(lanes) == pair), 1.0)
 
     @property
     def host_products_per_s(self) -> float:
@@ -145,6 +155,7 @@ def _machine_of(raw: dict[str, Any]) -> Machine:
         device_type=device_type,
         device_flops_per_s=rates,
         backward_flops_per_s=_rates(raw, "backward_flops_per_s") if "backward_flops_per_s" in raw else (),
+        contention=_contention(raw) if "contention" in raw else (),
         **{name: _at_least_0(raw, name, int) for name in _SIZES},
         **{name: _rate(raw, name) for name in _RATES},
         **{name: _at_least_0(raw, name, int, float) for name in _MAY_BE_ZERO},
@@ -157,6 +168,18 @@ def _rates(raw: dict[str, Any], name: str) -> tuple[tuple[str, float], ...]:
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise ValueError(f"{name} is {pairs!r}; expected pairs of a dtype and its rate")
     return tuple((str(dtype), _rate({str(dtype): rate}, str(dtype))) for dtype, rate in pairs)
+
+
+def _contention(raw: dict[str, Any]) -> tuple[tuple[str, str, float], ...]:
+    found, names = [], [lane.value for lane in CONTENDING]
+    for entry in checked(raw, "contention", list):
+        if not isinstance(entry, list) or len(entry) != 3 or not {*entry[:2]} <= {*names} or entry[0] == entry[1]:
+            raise ValueError(f"contention has {entry!r}; expected two of {names} and a rate")
+        lane, beside, rate = entry[0], entry[1], _rate({"contention": entry[2]}, "contention")
+        if rate > 1:
+            raise ValueError(f"contention has {entry!r}; expected a rate of at most 1")
+        found.append((lane, beside, rate))
+    return tuple(found)
 
 
 def _rate(raw: dict[str, Any], name: str) -> float:

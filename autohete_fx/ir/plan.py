@@ -11,7 +11,7 @@ from autohete_fx.ir.files import SavedAs, spelled
 from autohete_fx.ir.lane import LaneTime
 from autohete_fx.ir.reasons import Reasons
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

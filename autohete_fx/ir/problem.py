@@ -25,6 +25,7 @@ class Problem:
             other graphs hold, and on a GPU room to time kernels in.
         allow_recompute, allow_offload_activations, allow_host_params, allow_host_optimizer: what may be decided.
         allow_keeping_fetched: likewise, beside ``allow_host_params``, or where ranks gather parameters.
+        allow_replicating: likewise, where ranks gather parameters: whether `BlockDecision.replicates` may be decided.
         allow_moving_some_states: likewise, beside ``allow_host_optimizer``: whether ``num_moved_states`` may be decided.
         allow_streamed_optimizer, allow_disk_optimizer: likewise, beside ``allow_host_optimizer``.
         schedule: when updates on the host run. On a CPU device they always run inside ``optimizer.step()``.
@@ -53,6 +54,7 @@ class Problem:
     allow_host_params: bool = True
     allow_host_optimizer: bool = True
     allow_keeping_fetched: bool = True
+    allow_replicating: bool = False
     allow_moving_some_states: bool = False
     allow_streamed_optimizer: bool = False
     allow_disk_optimizer: bool = False

@@ -30,6 +30,7 @@ def machine_text(machine: Machine) -> str:
                 if machine.net_bytes_per_s
                 else []
             ),
+            *(f"  {f'{lane} beside {beside}':<28}{kept:.0%} of its rate" for lane, beside, kept in machine.contention),
         ]
     )
 

@@ -1,8 +1,9 @@
 """The machine's capacities and rates, timed once and cached.
 
 Enters a device and a way to make host tensors; leaves a `Machine`. Timing takes about two seconds. It times products, copies
-within the device and both ways to host memory, AdamW steps on the device and on the host, and a file. Each rate is the best of
-a few repeats after a warm-up: others on the machine only ever slow one down.
+within the device and both ways to host memory, AdamW steps on the device and on the host, and a file. An accelerator's lanes are
+timed beside each other as well (`contention`). Each rate is the best of a few repeats after a warm-up: others on the machine only
+ever slow one down.
 
 A measurement may fall into a step that has a budget to keep. On CUDA it takes some 250 MiB, of what activations take later. For
 a CPU device, where a budget may be smaller than that, every tensor timed here lies in mapped host memory. There a 16-bit
@@ -25,6 +26,7 @@ import torch
 from autohete_fx.cache import device_name, load_machine, machine_key, store_machine
 from autohete_fx.internals.modes import unset_fake_temporarily
 from autohete_fx.ir import Lane, Machine
+from autohete_fx.machine.contention import measure_contention, work_of
 from autohete_fx.runtime.tiers import ram
 
 _REPEATS, _SMALL_REPEATS = 4, 40
@@ -335,6 +337,7 @@ def measure_machine(
             else _update_rate(device, make, _UPDATE_PARAMS["cuda"]),
             host_update_params_per_s=host_rate,
             host_flops_per_s=0.0 if device.type == "cpu" else _host_product_rate(),
+            contention=() if device.type == "cpu" else measure_contention(device, work_of(device, make_on_host)),
             **copies,
         )
 

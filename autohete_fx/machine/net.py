@@ -27,7 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autohete_fx.cache import load_text, machine_key, store_text
 from autohete_fx.internals.modes import no_python_dispatcher, unset_fake_temporarily
-from autohete_fx.ir import Machine
+from autohete_fx.ir import Lane, Machine
+from autohete_fx.machine.contention import measure_contention, work_of
 from autohete_fx.machine.measure import best_seconds
 from autohete_fx.runtime.shard.ranks import Ranks, forget_ranks, ranks_of
 
@@ -37,6 +38,7 @@ __all__ = [
     "leave_job",
     "load_or_measure_net",
     "measure_net",
+    "measure_net_contention",
     "measure_replica_net",
     "ranks_of_job",
 ]
@@ -99,6 +101,19 @@ def measure_net(ranks: Ranks, device: torch.device, exchange: Exchange) -> tuple
     seconds = [max(times) for times in zip(*exchange("seconds of collectives", mine), strict=True)]
     rate, latency_s = figures_of([4 * count * ranks.count for count in rows], seconds, ranks.count)
     return float(f"{rate:.2g}"), float(f"{latency_s:.2g}")
+
+
+def measure_net_contention(
+    ranks: Ranks, device: torch.device, exchange: Exchange
+) -> tuple[tuple[str, str, float], ...]:
+    """The contention of an accelerator's lanes with gathers of all ranks beside them. All ranks call it; none is timed on a CPU."""
+    if device.type == "cpu":
+        return ()
+    shard = torch.ones(_SIZES["cuda"][1] // (4 * ranks.count), device=device)
+    work = work_of(device, lambda count, dtype: torch.empty(count, dtype=dtype, pin_memory=True))
+    work[Lane.NET] = lambda: torch.ops.autohete.gather(shard, ranks.count, ranks.digest)
+    with torch.no_grad():
+        return measure_contention(device, work, lambda seconds: max(exchange("seconds beside others", seconds)))
 
 
 def measure_replica_net(ranks: Ranks, device: torch.device, exchange: Exchange) -> float:

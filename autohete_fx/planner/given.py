@@ -90,11 +90,13 @@ def _refuse_unsupported(label: str, decision: BlockDecision, machine: Machine) -
 
 def _refuse_keeping_nothing(label: str, decision: BlockDecision, problem: Problem, block: int) -> None:
     """A plan for several ranks, and one that was damaged."""
-    if decision.keeps_fetched and decision.params is Params.DEVICE and not whole_of(problem, block).gathered:
+    keeps = decision.replicates or (decision.keeps_fetched and decision.params is Params.DEVICE)
+    if keeps and not whole_of(problem, block).gathered:
+        word = "replicates" if decision.replicates else "keeps_fetched"
         raise PlanError(
-            f"the plan decides keeps_fetched for block {label!r}, whose parameters are on the device and which gathers none from"
+            f"the plan decides {word} for block {label!r}, whose parameters are on the device and which gathers none from"
             " other ranks; expected it only where parameters are fetched or gathered; make a plan for this many ranks"
-            f" ({problem.num_ranks}), or leave keeps_fetched out"
+            f" ({problem.num_ranks}), or leave {word} out"
         )
 
 

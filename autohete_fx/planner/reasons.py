@@ -24,7 +24,7 @@ from autohete_fx.ir import (
     Reasons,
 )
 from autohete_fx.ir.reasons import NO_TIME
-from autohete_fx.planner.model.choices import choices, states_of, treatment_of
+from autohete_fx.planner.model.choices import choices, params_of, states_of, treatment_of
 from autohete_fx.planner.model.figures import limits_of
 from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.model.simulation import BACKWARD, FORWARD, OPTIMIZER_STEP, Simulation
@@ -47,7 +47,7 @@ def reasons_of(problem: Problem, decisions: Sequence[BlockDecision]) -> Reasons:
     waits_s, meanwhile = _waits(replayed)
     blocks, more_bytes, more_step_s = (), 0, replayed.step_s
     if decisions:
-        changes = _Changes(problem, decisions)
+        changes = _Changes(problem, decisions, replayed.step_s)
         blocks = tuple(changes.reasons(block) for block in range(len(decisions)))
         if problem.device_budget_bytes is not None:
             more_bytes = min(_MORE_BYTES, problem.device_budget_bytes // _MORE_SHARE)
@@ -75,7 +75,8 @@ def reasons_of(problem: Problem, decisions: Sequence[BlockDecision]) -> Reasons:
 class _Changes:
     """All changes of one block's choice in one assignment: by change, its block, its setting and what the step then takes."""
 
-    def __init__(self, problem: Problem, decisions: Sequence[BlockDecision]) -> None:
+    def __init__(self, problem: Problem, decisions: Sequence[BlockDecision], step_s: float) -> None:
+        """``step_s``: of the decisions, by the simulator."""
         self.problem = problem
         self.replays = replays = Replays(problem, _options(problem, decisions))
         self.row = replays.row(decisions)
@@ -89,11 +90,12 @@ class _Changes:
         self.blocks, self.to = np.array(others, dtype=np.int64).reshape(-1, 2).T
         rows = np.repeat(self.row[None], len(others), axis=0)
         rows[np.arange(len(others)), self.blocks] = self.to
-        self.step_s = replays.seconds(rows)
+        self.beside_s = self._beside_s(step_s)
+        self.step_s = replays.seconds(rows) + self.beside_s
         self.copied_s = replays.copied_seconds(rows)
         self.scores = self.step_s + COPY_WEIGHT * self.copied_s
         self.own_copied_s = float(replays.copied_seconds(self.row[None])[0])
-        self.own_score = float(self._score(self.row[None])[0])
+        self.own_score = float(self._score(self.row[None])[0]) + self.beside_s
         self.use = replays.device_use(self.row)
         self.elsewhere = replays.use_elsewhere(self.row)
         peaks = np.array([(self.use + of - of[i]).max(axis=1) for of, i in zip(replays.use, self.row, strict=True)])
@@ -103,6 +105,10 @@ class _Changes:
         # Of what differs by rounding only, the first choice comes first.
         self.best_first = np.argsort(np.round(self.scores / (LEAST_GAIN * self.own_score)), kind="stable")
         self.fastest_first = np.lexsort((self._lacking(), np.round(self.step_s / (NO_TIME * self.own_score))))
+
+    def _beside_s(self, step_s: float) -> float:
+        """By how much replays of arrays estimate contention too low or too high: taken for the same after all changes."""
+        return step_s - float(self.replays.seconds(self.row[None])[0]) if self.problem.machine.contention else 0.0
 
     def reasons(self, block: int) -> BlockReasons:
         """The reasons of one block."""
@@ -146,7 +152,7 @@ class _Changes:
                 changed.add(block)
                 found.append(row)
         rows = np.array(found)
-        return float(self.replays.seconds(rows)[np.argmin(self._score(rows))])
+        return float(self.replays.seconds(rows)[np.argmin(self._score(rows))]) + self.beside_s
 
     def _alternative(self, change: int) -> Alternative:
         block, to = self.blocks[change], self.to[change]
@@ -202,7 +208,7 @@ def _options(problem: Problem, decisions: Sequence[BlockDecision]) -> list[list[
 
 def _choice(decision: BlockDecision) -> tuple[tuple[object, ...], ...]:
     """What is decided of activations, parameters and optimizer, whatever the prefetch distance."""
-    return treatment_of(decision), (decision.params, decision.keeps_fetched), states_of(decision)
+    return treatment_of(decision), params_of(decision), states_of(decision)
 
 
 def _fit(problem: Problem, use: NDArray[np.int64], elsewhere: NDArray[np.int64]) -> bool:

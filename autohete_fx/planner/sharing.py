@@ -12,7 +12,7 @@ from autohete_fx.ir import Activations, BlockDecision, Edge, Optimizer, Params, 
 from autohete_fx.planner.baselines import fits
 from autohete_fx.planner.infeasible import least_peak
 from autohete_fx.planner.model.choices import choices
-from autohete_fx.planner.model.figures import kept_bytes
+from autohete_fx.planner.model.figures import kept_bytes, replicated_bytes
 from autohete_fx.planner.model.simulate import simulate
 
 
@@ -92,4 +92,5 @@ def _left_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
     states = cost.states_at(decision, Optimizer.DEVICE)
     gradients = cost.part_at(cost.grad_bytes, decision, Optimizer.DEVICE, Optimizer.STREAMED)
     between = kept_bytes(problem, block, decision) + cost.activations(decision).staying_bytes
+    at_home += replicated_bytes(problem, block, decision)
     return at_home + states + gradients + problem.in_flight * between

@@ -174,9 +174,10 @@ def _solved(problem: Problem, time_limit_s: float) -> tuple[tuple[BlockDecision,
         raise infeasible(problem, deadline=deadline)
     found = _Found(problem, time_limit_s, deadline)
     found.look(bound_s)
-    if stays and replayed.step_s <= found.best_s * (1 + OPTIMAL_GAP):
+    best, best_s = found.judged()
+    if stays and replayed.step_s <= best_s * (1 + OPTIMAL_GAP):
         return stay, found.bound_s
-    return found.best, found.bound_s
+    return best, found.bound_s
 
 
 def _is_mixture(shares: NDArray[np.float64]) -> bool:
@@ -221,6 +222,14 @@ class _Found:
             branched = beside.submit(self._branch, bounding)
             self._search_far(search, relaxed)
             self.bound_s = max(self.bound_s, branched.result().bound_s)
+
+    def judged(self) -> tuple[tuple[BlockDecision, ...], float]:
+        """The best and its step. Contention the search estimates only: then the simulator chooses among it and patterns."""
+        if not self.problem.machine.contention:
+            return self.best, self.best_s
+        found = {each: simulate(self.problem, each, events=False).step_s for each in (self.best, *self.patterns)}
+        best = min(found, key=lambda each: found[each])
+        return best, found[best]
 
     def _branch(self, bounding: Program) -> Branched:
         """A better bound. Where there was no time for a relaxation, there is none for branches on many blocks."""

@@ -158,8 +158,10 @@ def _activations(decision: BlockDecision, cost: BlockCost | None) -> str:
 
 
 def _params(decision: BlockDecision, is_gathered_again: bool) -> str:
-    """``host, kept`` where one fetch does for both passes; where ranks share the block ``device, kept till backward`` or ``device,
-    gathered again``."""
+    """``host, kept`` where one fetch does for both passes; where ranks share the block ``device, replicated``, ``device, kept till
+    backward`` or ``device, gathered again``."""
+    if decision.replicates:
+        return f"{decision.params.value}, replicated"
     if decision.keeps_fetched:
         till = " till backward" if is_gathered_again or decision.params is Params.DEVICE else ""
         return f"{decision.params.value}, kept{till}"

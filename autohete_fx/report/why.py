@@ -165,6 +165,7 @@ def _words(decision: BlockDecision) -> tuple[str, str, str]:
     """What is decided of activations, of parameters and of the optimizer; not of prefetch distances."""
     largest = "" if decision.num_offloaded is None else f" {decision.num_offloaded} largest"
     kept = " and kept for backward" if decision.keeps_fetched else ""
+    kept = " and replicated" if decision.replicates else kept
     smallest = "" if decision.num_moved_states is None else f" for the {decision.num_moved_states} smallest"
     others = "" if decision.other_states is Optimizer.DEVICE else f", {decision.other_states.value} for the others"
     return (

@@ -21,6 +21,7 @@ from autohete_fx.runtime.lanes.net import Start
 from autohete_fx.runtime.lanes.ticket import Ticket
 from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.tiers.host import HostTier, open_tier
+from autohete_fx.runtime.wholes import Wholes
 
 _COPY = "_autohete_copy"
 """The attribute of a handle's storage; see `tiers` for how long PyTorch keeps it."""
@@ -51,6 +52,9 @@ class Session:
         device: where the model computes.
         offload_dir: directory for states on disk, and for homes on a CPU device; None for the default.
         host_budget_bytes: limit for homes; None for no limit.
+
+    Attributes:
+        wholes: parameters that a plan replicates.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Session:
         self._in_flight: dict[int, weakref.ref[_InFlight]] = {}
         self._handles = itertools.count()
         self._lock = threading.Lock()
+        self.wholes = Wholes()
         _sessions[digest] = self
 
     @property
@@ -116,7 +121,7 @@ class Session:
         updates = self.updates.tickets_of(src) if lane is Lane.H2D else []
         after = (*updates, self.lanes.now()) if updates else None
         ticket = self.lanes.submit(lane, priority, dst, src, after, label=label)
-        return self._note_issued([src], [dst], ticket)
+        return self.note_issued([src], [dst], ticket)
 
     def issue_collective(
         self,
@@ -129,11 +134,12 @@ class Session:
     ) -> torch.Tensor:
         """Start a collective of several ranks, which makes one result of each source. Returns its handle."""
         ticket = self.lanes.collective(label, start, num_bytes=num_bytes)
-        return self._note_issued(sources, results, ticket)
+        return self.note_issued(sources, results, ticket)
 
-    def _note_issued(
+    def note_issued(
         self, sources: Sequence[torch.Tensor], results: Sequence[torch.Tensor], ticket: Ticket
     ) -> torch.Tensor:
+        """A handle by which nodes wait for a ticket and get one result of each source."""
         number = next(self._handles)
         copy = _InFlight(
             tuple(src.data_ptr() for src in sources),

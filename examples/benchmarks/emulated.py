@@ -224,12 +224,15 @@ class Emulation:
         return cost.backward_s + cost.activations(context.decision(block)).recompute_s
 
 
-def steps_s(model: torch.nn.Module, optimizer: AdamW, tokens: torch.Tensor, *, warm_up: int, steps: int) -> list[float]:
+def steps_s(
+    model: torch.nn.Module, optimizer: AdamW, tokens: torch.Tensor, *, warm_up: int, steps: int, micro_batches: int = 1
+) -> list[float]:
     """Train on the same tokens; seconds of each step behind those that warm up."""
     began_s = []
     for _ in range(warm_up + steps + 1):
         began_s.append(time.perf_counter())
-        model(tokens, tokens).backward()
+        for _ in range(micro_batches):
+            model(tokens, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
     optimizer.synchronize()

@@ -3,7 +3,8 @@
 Every rank is a process. Collectives really run, on gloo, and all lanes take the seconds which the plan counts on (`emulated.py`).
 Beside each step stand the seconds of real collectives, of which those count that end late, and of the mean of small gradients.
 The machines are bound by the net, by copies, by updates, and by compute. On each, plans that gather everything again for backward,
-and that keep everything, stand beside the solver's, within the memory that the first of the two takes.
+and that keep everything, stand beside the solver's, within the memory that the first of the two takes. With several micro-batches
+there is also one that replicates everything, and the solver has its memory.
 
     torchrun --nproc-per-node 2 examples/benchmarks/emulated_ranks.py --json examples/benchmarks/results/emulated_ranks_cpu.json
 """
@@ -59,10 +60,12 @@ MACHINES = {
     "compute-bound": {"forward_s": 0.08, "gather_s": 0.03, "update_s": 0.03, "copy_s": 0.02},
 }
 STATES = BlockDecision(optimizer=Optimizer.HOST)
+REPLICATED = "replicated"
 PLANS = {
     "gathered again": STATES,
     "kept": dataclasses.replace(STATES, keeps_fetched=True),
     "gathered again, shards on the host": dataclasses.replace(STATES, params=Params.HOST),
+    REPLICATED: dataclasses.replace(STATES, replicates=True),
 }
 
 
@@ -70,6 +73,7 @@ def main() -> None:
     """Run every plan on every machine, print the table, and write JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6, help="measured steps of each plan")
+    parser.add_argument("--micro-batches", type=int, default=1, help="forward and backward passes of a step")
     parser.add_argument("--only", nargs="+", choices=MACHINES, default=list(MACHINES))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -83,10 +87,12 @@ def main() -> None:
         )
     for name in arguments.only:
         budget: int | None = None
-        for plan in (*PLANS, "solved"):
+        many = arguments.micro_batches > 1
+        for plan in (*(each for each in PLANS if many or each != REPLICATED), "solved"):
             row = {"machine": name, "plan": plan}
-            row |= measure(speeds(**MACHINES[name]), plan, budget if plan == "solved" else None, arguments.steps)
-            budget = row["peak bytes"] if plan == "gathered again" else budget
+            given = budget if plan == "solved" else None
+            row |= measure(speeds(**MACHINES[name]), plan, given, arguments.steps, arguments.micro_batches)
+            budget = row["peak bytes"] if plan == (REPLICATED if many else "gathered again") else budget
             rows.append(row)
             if is_first:
                 print(
@@ -100,7 +106,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def measure(machine: Speeds, plan: str, budget_bytes: int | None, steps: int) -> dict[str, Any]:
+def measure(machine: Speeds, plan: str, budget_bytes: int | None, steps: int, micro_batches: int) -> dict[str, Any]:
     """Train under one plan, or under the solver's within a budget; seconds of its steps, measured and simulated."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -112,10 +118,11 @@ def measure(machine: Speeds, plan: str, budget_bytes: int | None, steps: int) ->
         model = GPT(GPTConfig(layers=LAYERS, width=WIDTH, heads=4, context=CONTEXT, dropout=0.0))
         model = autohete_fx.shard(model, init_device_mesh("cpu", (dist.get_world_size(),)))
         optimizer = autohete_fx.AdamW(model.parameters(), overlap="step")
-        model.compile(backend="autohete", options={**emulation.options, **given})
+        options = {**emulation.options, **given, "micro_batches": micro_batches}
+        model.compile(backend="autohete", options=options)
         tokens = torch.randint(256, (BATCH, CONTEXT))
         with counting_means() as means:
-            taken = steps_s(model, optimizer, tokens, warm_up=_WARM_UP, steps=steps)
+            taken = steps_s(model, optimizer, tokens, warm_up=_WARM_UP, steps=steps, micro_batches=micro_batches)
         all_steps = _WARM_UP + steps + 1
         found = next(c for c in reversed(autohete_fx.compilations()) if c.training)
     return {

@@ -20,12 +20,13 @@ from autohete_fx.ir import (
 from autohete_fx.ir.block import Block
 from autohete_fx.planner.given import fitted_plan
 from autohete_fx.planner.model.figures import average_s, collective_s, kept_bytes
-from autohete_fx.planner.model.footprint import held_bytes
+from autohete_fx.planner.model.footprint import held_bytes, resident_bytes
 from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.model.simulation import Simulation
+from autohete_fx.planner.solve import solve
 from tests.planner_problems import MACHINE, cost, problem
 
-AGAIN, KEPT = BlockDecision(), BlockDecision(keeps_fetched=True)
+AGAIN, KEPT, REPLICATED = BlockDecision(), BlockDecision(keeps_fetched=True), BlockDecision(replicates=True)
 RING = replace(MACHINE, net_bytes_per_s=40.0)
 
 
@@ -104,6 +105,42 @@ def test_what_is_kept_is_not_gathered_again():
     assert held_bytes(shared(3), plan) == 3 * 100 + 2 * 40
 
 
+@pytest.mark.parametrize("overlap", [Overlap.NONE, Overlap.STEP])
+def test_what_is_replicated_is_gathered_once_a_step(overlap: Overlap):
+    many = shared(3, micro_batches=4, schedule=Schedule(overlap=overlap), allow_replicating=True)
+    again, kept, replicated = (simulate(many, [decision] * 3) for decision in (AGAIN, KEPT, REPLICATED))
+    assert [sum(e.label == "gather" for e in each.events) for each in (again, kept, replicated)] == [24, 12, 3]
+    # Of each later forward the first gather is not hidden, nor one of each backward.
+    assert kept.step_s - replicated.step_s == pytest.approx(3 * 0.5)
+    assert again.step_s - kept.step_s == pytest.approx(4 * 0.5)
+    assert {c.name: c.num_bytes for c in replicated.contributors}["replicated parameters"] == 3 * 40
+    plan = Plan(labels=("a", "b", "c"), decisions=(REPLICATED, AGAIN, KEPT))
+    assert resident_bytes(many, plan) == 3 * 60 + 40 and held_bytes(many, plan) == 3 * 100 + 40
+    # With several forwards in flight each keeps a copy of its own, and all share what is replicated.
+    flying = replace(many, in_flight=2)
+    assert simulate(flying, [KEPT] * 3).peak_bytes - kept.peak_bytes > simulate(flying, [REPLICATED] * 3).peak_bytes - (
+        replicated.peak_bytes
+    )
+
+
+def test_a_block_is_replicated_where_the_net_binds_and_there_is_memory():
+    slow = shared(4, micro_batches=4, machine=replace(RING, net_bytes_per_s=15.0), allow_replicating=True)
+    roomy, tight = (solve(replace(slow, device_budget_bytes=budget)) for budget in (10_000, 550))
+    assert all(d.replicates for d in roomy.decisions)
+    # With less memory some are kept till backward instead.
+    assert {d.replicates for d in tight.decisions} == {d.keeps_fetched for d in tight.decisions} == {False, True}
+    assert roomy.step_s < solve(replace(slow, allow_replicating=False)).step_s
+
+
+def test_only_shards_on_the_device_are_replicated():
+    with pytest.raises(
+        PlanError, match=r"replicates is given with params 'host' and keeps_fetched False; expected it with"
+    ):
+        BlockDecision(params=Params.HOST, replicates=True)
+    with pytest.raises(PlanError, match=r"params 'device' and keeps_fetched True; expected it with params 'device'"):
+        BlockDecision(keeps_fetched=True, replicates=True)
+
+
 def test_one_rank_gathers_nothing():
     alone = shared(3, num_ranks=1)
     plain = problem([cost()] * 3, machine=RING)
@@ -168,5 +205,7 @@ def test_a_plan_that_keeps_what_nobody_fetches_or_gathers_is_refused():
     for alone in (shared(2, num_ranks=1), problem([cost()] * 2)):
         with pytest.raises(PlanError, match=r"keeps_fetched for block 'layers.1', whose parameters are on the device"):
             fitted_plan(plan, graph, alone)
+        with pytest.raises(PlanError, match=r"replicates for block 'layers.1', whose parameters are on the device"):
+            fitted_plan(replace(plan, decisions=(AGAIN, REPLICATED)), graph, alone)
     fetched = replace(plan, decisions=(AGAIN, BlockDecision(params=Params.HOST, keeps_fetched=True)))
     assert fitted_plan(fetched, graph, problem([cost()] * 2)).decisions == fetched.decisions

@@ -10,7 +10,7 @@ from autohete_fx.report import plan_table, render_timeline
 from autohete_fx.report.why import why
 from tests.planner_problems import MACHINE, cost, problem
 
-AGAIN, KEPT = BlockDecision(), BlockDecision(keeps_fetched=True)
+AGAIN, KEPT, REPLICATED = BlockDecision(), BlockDecision(keeps_fetched=True), BlockDecision(replicates=True)
 WHOLE = cost(gathered_bytes=40, gathered_again_bytes=40, reduced_bytes=40)
 
 
@@ -30,18 +30,20 @@ def test_the_table_says_whether_parameters_are_gathered_again():
         KEPT,
         BlockDecision(params=Params.HOST),
         BlockDecision(params=Params.HOST, keeps_fetched=True),
+        REPLICATED,
         AGAIN,
     )
-    plan = Plan(labels=("embed", "a.0", "b.1", "c.2", "head"), decisions=decisions)
-    assert column(plan_table(plan, [*[WHOLE] * 4, cost()]), "parameters") == [
+    plan = Plan(labels=("embed", "a.0", "b.1", "c.2", "d.3", "head"), decisions=decisions)
+    assert column(plan_table(plan, [*[WHOLE] * 5, cost()]), "parameters") == [
         "device, gathered again",
         "device, kept till backward",
         "host, gathered again",
         "host, kept till backward",
+        "device, replicated",
         "device",
     ]
     # Without costs nobody knows who gathers, but for what is kept on the device.
-    known = ["device", "device, kept till backward", "host", "host, kept", "device"]
+    known = ["device", "device, kept till backward", "host", "host, kept", "device, replicated", "device"]
     assert column(plan_table(plan), "parameters") == known
 
 
@@ -73,6 +75,8 @@ def test_the_net_lane_is_named_where_it_binds():
     told = why(plan).splitlines()
     assert told[0].startswith("the net lane binds: compute waits")
     assert any("kept for backward" in line for line in told)
+    told = why(solve(replace(slow, micro_batches=4, allow_replicating=True))).splitlines()
+    assert any("parameters device and replicated" in line for line in told)
 
 
 def test_an_alternative_with_more_traffic_counts_collectives():

@@ -11,6 +11,7 @@ from autohete_fx.planner.model.choices import choices
 from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.model.work import (
     BACKWARD_PASS,
+    FIRST_FORWARD_PASS,
     FORWARD_PASS,
     UPDATES_PASS,
     Pass,
@@ -49,11 +50,11 @@ def test_lanes_of_the_simulator_are_busy_for_what_the_table_says(free: Problem):
     assert {(event.lane, event.label) for event in replayed.events if event.lane is not Lane.DISK} <= labels
 
 
-@pytest.mark.parametrize("kind", [FORWARD_PASS, BACKWARD_PASS, UPDATES_PASS])
+@pytest.mark.parametrize("kind", [FORWARD_PASS, FIRST_FORWARD_PASS, BACKWARD_PASS, UPDATES_PASS])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_slots_have_all_work_of_a_pass_once(kind, num_ranks: int):
     whole = {"gathered_bytes": 40, "gathered_again_bytes": 40, "reduced_bytes": 40}
     slots = slots_of(problem([cost(**whole)], num_ranks=num_ranks), 0, kind)
     listed = [work for name in slots.__slots__ for work in getattr(slots, name)]
-    collectives = {Work.GATHER, Work.GATHER_AGAIN, Work.REDUCE} if num_ranks == 1 else set()
+    collectives = {Work.GATHER, Work.GATHER_ONCE, Work.GATHER_AGAIN, Work.REDUCE} if num_ranks == 1 else set()
     assert len(listed) == len(set(listed)) and set(listed) == set(kind.works) - collectives

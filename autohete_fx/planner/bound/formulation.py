@@ -73,8 +73,8 @@ Where updates start in backward by priority and no block gathers, `last_update` 
 go up.
 
 Objective (`Program.minimize_step`): micro_batches times a forward and a backward. The first forward is the pass that waits for
-updates or has that pass before it. For a = 1 the program decides, and adds COPY_WEIGHT times the seconds of all copies; for the
-farthest distance it bounds, and does not.
+updates or has that pass before it, and it alone gathers what is replicated (`work.forward_passes`). For a = 1 the program decides,
+and adds COPY_WEIGHT times the seconds of all copies; for the farthest distance it bounds, and does not.
 
 For a = 1 the program is the simulator, unless updates send at once. At prefetch distance 1 copies are queued in the order in
 which blocks need them. For fixed x and y the simulated times are therefore the least solution of the inequalities above. Each
@@ -116,7 +116,7 @@ from functools import partial
 import numpy as np
 from ortools.sat.python import cp_model
 
-from autohete_fx.ir import BlockDecision, Overlap, Problem
+from autohete_fx.ir import BlockDecision, Problem
 from autohete_fx.planner.bound.last_update import LastUpdateRows
 from autohete_fx.planner.bound.variables import Linear
 from autohete_fx.planner.model.choices import joined
@@ -130,6 +130,7 @@ from autohete_fx.planner.model.work import (
     UPDATES_LANE,
     PassKind,
     Work,
+    forward_passes,
     updating_pass,
 )
 
@@ -299,11 +300,9 @@ class Program(LastUpdateRows):
     def _add_step(self, ahead: int) -> Linear:
         """Rows of a whole step; returns its ticks."""
         problem = self.problem
-        overlaps = problem.training and self.overlap is not Overlap.NONE
-        later = problem.micro_batches - (1 if overlaps else 0)
-        forward = self._add_pass(FORWARD_PASS, ahead)[0] if later or not problem.training else 0
+        forwards = sum(count * self._add_pass(kind, ahead)[0] for kind, count in forward_passes(problem))
         if not problem.training:
-            return forward
+            return forwards
         backward, landed = self._add_pass(BACKWARD_PASS, ahead)
         device_end, updated = self._add_updates(backward, landed)
         ready, copied = updated if problem.schedule.priority else None, None
@@ -315,7 +314,7 @@ class Program(LastUpdateRows):
         # The last that the lane does: in its order without priority, block 0.
         self.model.add(end >= updated[-1 if problem.schedule.priority else 0])
         averaged = self._sum(range(self.num_blocks), (Work.AVERAGE,))
-        return later * forward + (problem.micro_batches - 1) * backward + end + averaged
+        return forwards + (problem.micro_batches - 1) * backward + end + averaged
 
     def minimize_step(self, *, ahead: int) -> None:
         """Ask for the least seconds of an optimizer step within the budgets; ``Answer.bound`` is in seconds.

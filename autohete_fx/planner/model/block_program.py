@@ -5,6 +5,7 @@
 from collections.abc import Mapping, Sequence
 
 from autohete_fx.ir import ActivationCost, BlockDecision, Lane, Optimizer, Params, Problem
+from autohete_fx.planner.model.contention import Factors
 from autohete_fx.planner.model.device_memory import DeviceMemory
 from autohete_fx.planner.model.due import Due
 from autohete_fx.planner.model.figures import (
@@ -13,6 +14,7 @@ from autohete_fx.planner.model.figures import (
     copy_s,
     device_update_s,
     last_readers,
+    replicated_bytes,
     streamed_bytes,
     uploaded_bytes,
     whole_of,
@@ -24,15 +26,18 @@ from autohete_fx.planner.model.simulation import BACKWARD, FORWARD
 class BlockProgram:
     """The program of every block, the compute lane's clock, the other lanes' queues, and device memory."""
 
-    def __init__(self, problem: Problem, decisions: Sequence[BlockDecision], keep_events: bool) -> None:
+    def __init__(
+        self, problem: Problem, decisions: Sequence[BlockDecision], keep_events: bool, factors: Factors
+    ) -> None:
         self.problem, self.decisions, self.costs = problem, decisions, problem.costs
         self.whole = [whole_of(problem, block) for block in range(len(decisions))]
         self.machine = problem.machine
         self.num_blocks = len(problem.costs)
-        self.lanes = LaneClocks(problem.machine, keep_events=keep_events)
+        self.lanes = LaneClocks(problem.machine, keep_events=keep_events, factors=factors)
         self.landed_at: dict[int, float] = {}  # gradients of the last micro-batch, on the host
         self.memory = DeviceMemory(keep_levels=keep_events)
         self.due = Due(problem, decisions)
+        self.is_first_forward = True  # of a step
         self.activations = [
             cost.activations(decision) if problem.training else ActivationCost(held_bytes=cost.saved_bytes)
             for cost, decision in zip(self.costs, decisions, strict=True)
@@ -67,7 +72,8 @@ class BlockProgram:
             if updated_at is not None:
                 self._issue_update_copies(due, updated_at)
         for due in self.due.gathers_in_forward(block):
-            self.memory.hold("gathered parameters", due, self.whole[due].gathered)
+            gathered = 0 if replicated_bytes(self.problem, due, self.decisions[due]) else self.whole[due].gathered
+            self.memory.hold("gathered parameters", due, gathered)
         self.memory.hold("activations", block, cost.saved_bytes)
         self.memory.hold("workspace", block, cost.forward_workspace_bytes)
         self.memory.observe(block, FORWARD, self.lanes.clock)
@@ -76,7 +82,8 @@ class BlockProgram:
         for due in self.due.gathers_in_forward(block):
             if gathered := self.whole[due].gathered:
                 self._begin_forward(due, updates=updated_at is not None)
-                self.lanes.start(Lane.NET, "gather", due, collective_s(self.problem, gathered))
+                if self.is_first_forward or not self.decisions[due].replicates:
+                    self.lanes.start(Lane.NET, "gather", due, collective_s(self.problem, gathered))
         if self.whole[block].gathered:
             self._end_gather(block)
         fetched, offloaded = self._moved(block)
@@ -155,7 +162,8 @@ class BlockProgram:
                 self.memory.hold("activations", due, self.activations[due].held_bytes)
                 self.lanes.issue(Lane.H2D, "reload", due, *self._moved(due)[1])
         for due in self.due.gathers_in_backward(block):
-            if (gathered := self.whole[due].gathered_again) and not self.decisions[due].keeps_fetched:
+            is_there = self.decisions[due].keeps_fetched or self.decisions[due].replicates
+            if (gathered := self.whole[due].gathered_again) and not is_there:
                 self.memory.hold("gathered parameters", due, gathered)
                 self.lanes.wait("fetch", due)
                 self.lanes.start(Lane.NET, "gather", due, collective_s(self.problem, gathered))

@@ -29,9 +29,14 @@ def states_of(decision: BlockDecision) -> tuple[object, ...]:
     return decision.optimizer, decision.num_moved_states, decision.other_states
 
 
+def params_of(decision: BlockDecision) -> tuple[Params, bool, bool]:
+    """The part of a decision that is about parameters: where they are, whether they are kept till backward, or replicated."""
+    return decision.params, decision.keeps_fetched, decision.replicates
+
+
 def place_of(decision: BlockDecision) -> tuple[object, ...]:
     """The part of a decision that is about parameters and optimizer states, without the prefetch distance."""
-    return decision.params, decision.keeps_fetched, *states_of(decision)
+    return *params_of(decision), *states_of(decision)
 
 
 def activation_choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
@@ -51,14 +56,16 @@ def place_choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
     """Where a block's parameters and optimizer states may be, as decisions that keep all activations."""
     cost = problem.costs[block]
     keeps = problem.training and problem.allow_keeping_fetched
-    params = [(Params.DEVICE, False)]
+    params = [(Params.DEVICE, False, False)]
     if keeps and whole_of(problem, block).gathered_again:
-        params.append((Params.DEVICE, True))
+        params.append((Params.DEVICE, True, False))
+    if problem.training and problem.allow_replicating and whole_of(problem, block).gathered:
+        params.append((Params.DEVICE, False, True))
     optimizer: list[tuple[Optimizer, int | None, Optimizer]] = [(Optimizer.DEVICE, None, Optimizer.DEVICE)]
     if problem.allow_host_params and cost.param_bytes:
-        params.append((Params.HOST, False))
+        params.append((Params.HOST, False, False))
         if keeps:
-            params.append((Params.HOST, True))
+            params.append((Params.HOST, True, False))
     if problem.training and problem.allow_host_optimizer and cost.optimizer_bytes + cost.grad_bytes:
         places = [Optimizer.HOST]
         if problem.allow_streamed_optimizer and cost.optimizer_bytes:
@@ -71,11 +78,18 @@ def place_choices(problem: Problem, block: int) -> tuple[BlockDecision, ...]:
         optimizer.extend((place, count, Optimizer.HOST) for place in places[1:] for count in parts[:1])
     pinned = problem.fixed_decisions[block] if problem.fixed_decisions else None
     if pinned is not None:
-        params = [(place, kept) for place, kept in params if place is pinned.params] or [(pinned.params, False)]
+        params = [each for each in params if each[0] is pinned.params] or [(pinned.params, False, False)]
         optimizer = [(pinned.optimizer, pinned.num_moved_states, pinned.other_states)]
     return tuple(
-        BlockDecision(params=place, keeps_fetched=kept, optimizer=home, num_moved_states=count, other_states=other)
-        for place, kept in params
+        BlockDecision(
+            params=place,
+            keeps_fetched=kept,
+            replicates=replicates,
+            optimizer=home,
+            num_moved_states=count,
+            other_states=other,
+        )
+        for place, kept, replicates in params
         for home, count, other in optimizer
     )
 

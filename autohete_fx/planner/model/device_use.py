@@ -20,7 +20,7 @@ from autohete_fx.ir import (
     staging_bytes,
 )
 from autohete_fx.ir.decision import GATHER_DISTANCE
-from autohete_fx.planner.model.figures import last_readers, overlap_of, waiting_bytes, whole_of
+from autohete_fx.planner.model.figures import last_readers, overlap_of, replicated_bytes, waiting_bytes, whole_of
 
 Bytes = NDArray[np.int64]
 
@@ -67,9 +67,10 @@ class _Held:
     """What blocks hold, whatever their prefetch distances: bytes of one, or of several as arrays.
 
     Attributes:
-        always: parameters and optimizer states that are always there.
+        always: parameters, replicated ones included, and optimizer states that are always there.
         fetched: parameters, from when they are fetched on; of a block that gathers, its shard.
-        gathered, gathered_again: whole parameters in forward, and in backward, where they may have been kept.
+        gathered, gathered_again: whole parameters in forward, and in backward, where they may have been kept; 0 where they are
+            replicated.
         reduced: whole gradients.
         in_forward, in_backward: activations and workspace while the block runs.
         around, held: activations while they leave and once they are due back; in between.
@@ -103,11 +104,13 @@ def _held(problem: Problem, block: int, decision: BlockDecision) -> tuple[int, .
     fetched = cost.param_bytes if decision.params is Params.HOST else 0
     activations = cost.activations(decision)
     staying = cost.part_at(cost.grad_bytes, decision, Optimizer.DEVICE, Optimizer.STREAMED)
+    replicated = replicated_bytes(problem, block, decision)
+    again = whole.gathered if decision.keeps_fetched else whole.gathered_again
     return (
-        cost.param_bytes - fetched + cost.states_at(decision, Optimizer.DEVICE),
+        cost.param_bytes - fetched + cost.states_at(decision, Optimizer.DEVICE) + replicated,
         fetched,
-        whole.gathered,
-        whole.gathered if decision.keeps_fetched else whole.gathered_again,
+        0 if replicated else whole.gathered,
+        0 if replicated else again,
         whole.reduced,
         cost.saved_bytes + cost.forward_workspace_bytes,
         cost.saved_bytes + cost.backward_workspace_bytes,

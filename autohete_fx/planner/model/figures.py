@@ -89,8 +89,7 @@ def copy_s(machine: Machine, lane: Lane, num_bytes: int, num_tensors: int = 1) -
 
 
 def collective_s(problem: Problem, num_bytes: int) -> float:
-    """Seconds of a gather to so many whole bytes, or of a reduce of them, by a ring of all ranks; 0 for none. Nothing else that
-    moves meanwhile, and no computation, makes it longer."""
+    """Seconds of a gather to so many whole bytes, or of a reduce of them, by a ring of all ranks; 0 for none."""
     if not num_bytes or problem.num_ranks == 1:
         return 0.0
     machine, others = problem.machine, problem.num_ranks - 1
@@ -135,6 +134,11 @@ def whole_of(problem: Problem, block: int) -> Whole:
 
 
 _NOTHING = Whole()
+
+
+def replicated_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
+    """Bytes of whole parameters that are always on the device."""
+    return whole_of(problem, block).gathered if decision.replicates and problem.training else 0
 
 
 def kept_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:

@@ -11,7 +11,7 @@ from autohete_fx.ir import (
     Problem,
 )
 from autohete_fx.planner.model.device_use import streaming_peak_bytes
-from autohete_fx.planner.model.figures import kept_bytes, waiting_bytes
+from autohete_fx.planner.model.figures import kept_bytes, replicated_bytes, waiting_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class Footprint:
     """Device bytes of a graph that other graphs of the same model must leave alone.
 
     Attributes:
-        resident_bytes: parameters and optimizer states on the device, always there.
+        resident_bytes: parameters, replicated ones included, and optimizer states on the device, always there.
         held_bytes: activations between the graph's forward and backward.
         gradient_bytes: gradients on the device after its backward.
     """
@@ -45,11 +45,12 @@ def footprint_of(problem: Problem, decisions: Sequence[BlockDecision]) -> Footpr
 
 
 def resident_bytes(problem: Problem, plan: Plan) -> int:
-    """Parameters and optimizer states on the device."""
+    """Parameters, replicated ones included, and optimizer states on the device."""
     pairs = list(zip(problem.costs, plan.decisions, strict=True))
     params = sum(cost.param_bytes for cost, decision in pairs if decision.params is Params.DEVICE)
     if not problem.training:
         return params
+    params += sum(replicated_bytes(problem, block, decision) for block, decision in enumerate(plan.decisions))
     return params + sum(cost.states_at(d, Optimizer.DEVICE) for cost, d in pairs)
 
 

@@ -4,7 +4,10 @@ Every lane works in the order in which it is given work. The compute lane's cloc
 lane at that time, and the program waits for it by name and block.
 """
 
+from collections import Counter
+
 from autohete_fx.ir import Lane, Machine
+from autohete_fx.planner.model.contention import Factors, Piece, Times
 from autohete_fx.planner.model.figures import copy_s
 from autohete_fx.planner.model.shared_lane import SharedLane
 from autohete_fx.planner.model.simulation import Event
@@ -18,9 +21,10 @@ class LaneClocks:
         free_at: when each lane is done with what it was given; of the compute lane, the program's clock.
         events: pieces of work, where they are kept.
         copied_up: begin and end of all copies up.
+        times: of all work that takes longer beside other work, where the machine has contention.
     """
 
-    def __init__(self, machine: Machine, *, keep_events: bool) -> None:
+    def __init__(self, machine: Machine, *, keep_events: bool, factors: Factors) -> None:
         self.machine, self.keep_events = machine, keep_events
         self.events: list[Event] = []
         self.busy = dict.fromkeys(Lane, 0.0)
@@ -29,6 +33,9 @@ class LaneClocks:
         self._done_at: dict[tuple[str, int], float] = {}  # under way: label and block to end
         self._shared_up: SharedLane | None = None  # h2d, where updates send at once
         self._served = 0  # blocks whose shared copies up are known
+        self.times: list[Times] = []
+        self._factors, self._numbers = factors, Counter[tuple[Lane, str, int]]()
+        self._shared_pieces: dict[tuple[str, int], Piece] = {}
 
     @property
     def clock(self) -> float:
@@ -47,12 +54,24 @@ class LaneClocks:
     def work(self, lane: Lane, label: str, block: int, seconds: float, ready_at: float = 0.0) -> float:
         """Occupy a lane; returns when it ends."""
         start = max(self.free_at[lane], ready_at)
+        piece, seconds = self._lengthened(lane, label, block, seconds)
         end = start + seconds
         self.free_at[lane] = end
+        self._note_times(piece, start, end)
         self.note(lane, label, block, start, end)
         if lane is Lane.H2D:
             self.copied_up.append((start, end))
         return end
+
+    def _lengthened(self, lane: Lane, label: str, block: int, seconds: float) -> tuple[Piece, float]:
+        """The next piece of a kind, and the seconds that it takes beside others."""
+        piece = Piece(lane, label, block, self._numbers[lane, label, block])
+        self._numbers[lane, label, block] += 1
+        return piece, seconds * self._factors.get(piece, 1.0)
+
+    def _note_times(self, piece: Piece, start_s: float, end_s: float) -> None:
+        if self.machine.contention:
+            self.times.append((piece, start_s, end_s))
 
     def note(self, lane: Lane, label: str, block: int, start_s: float, end_s: float) -> None:
         """Record work that somebody else timed."""
@@ -72,7 +91,7 @@ class LaneClocks:
         if num_bytes:
             ready, seconds = max(self.clock, ready_at), copy_s(self.machine, lane, num_bytes, num_tensors)
             if lane is Lane.H2D and self._shared_up is not None:
-                self._shared_up.add(label, block, seconds, ready)
+                self.share(label, block, seconds, ready)
             else:
                 self._done_at[label, block] = self.work(lane, label, block, seconds, ready)
 
@@ -88,6 +107,12 @@ class LaneClocks:
         """From now on copies up take what is left of their lane."""
         self._shared_up = lane
 
+    def share(self, label: str, block: int, seconds: float, ready_at: float) -> None:
+        """Give the shared lane a copy, which can begin from ``ready_at`` on."""
+        assert self._shared_up is not None
+        self._shared_pieces[label, block], seconds = self._lengthened(Lane.H2D, label, block, seconds)
+        self._shared_up.add(label, block, seconds, ready_at)
+
     def serve_up(self, block: int) -> None:
         """Settle when shared copies up end for all blocks up to this one. All that they need has been issued."""
         if self._shared_up is None:
@@ -95,5 +120,6 @@ class LaneClocks:
         while self._served <= block:
             for label, begin, end in self._shared_up.serve(self._served):
                 self.note(Lane.H2D, label, self._served, begin, end)
+                self._note_times(self._shared_pieces[label, self._served], begin, end)
                 self._done_at[label, self._served] = end
             self._served += 1

@@ -18,13 +18,16 @@ that was issued before; it takes ``tensors * latency_s + bytes / bandwidth``. Co
 
 Collectives. Where ranks hold shards of b's parameters, a *gather* of them is issued to lane net one block ahead, after the
 copies up due there. In forward that is at the start of ``max(0, b - 1)``, and in backward, where they are not kept, of
-``min(last, b + 1)``. Before that the program waits for what it reads: b's fetch and, in the forward that waits for updates, b's
-update. Before b computes it waits for the gather. A forward waits in the order of blocks: what nobody gathers comes before the
-next one's gather. Copies up that a gather reads are due one block earlier than others. A *reduce* of b's gradients follows its
-backward and is waited for at the end of the backward of ``max(0, b - 1)``. Then b's gradients are issued to their home, before
-those of the block there, and waited for one block later than others. Net works in the order of the program, on every rank in
-the same. A collective of so many whole bytes among n ranks takes ``(n - 1) * net_latency_s + bytes * (n - 1) / n /
-net_bytes_per_s``. It makes nothing that happens meanwhile longer, and nothing makes it longer: contention is not counted.
+``min(last, b + 1)``. Replicated parameters are gathered in the first forward of a step alone. Before a gather the program waits for
+what it reads: b's fetch and, in the forward that waits for updates, b's update. Before b computes it waits for the gather. A
+forward waits in the order of blocks: what nobody gathers comes before the next one's gather. Copies up that a gather reads are
+due one block earlier than others. A *reduce* of b's gradients follows its backward and is waited for at the end of the backward
+of ``max(0, b - 1)``. Then b's gradients are issued to their home, before those of the block there, and waited for one block later
+than others. Net works in the order of the program, on every rank in the same. A collective of so many whole bytes among n ranks
+takes ``(n - 1) * net_latency_s + bytes * (n - 1) / n / net_bytes_per_s``.
+
+Contention. Where the machine has any (`Machine.contention`), pieces of work take longer beside those of other lanes, as
+`contention` says. Updates on the host are not among them.
 
 A copy up for b is due at the start of the forward of ``max(0, b - prefetch_distance)``. For backward, with reloads, it is due
 at the start of the backward of ``min(last, b + prefetch_distance)``. A copy down of b is waited for as many blocks after it.
@@ -65,6 +68,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from autohete_fx.ir import BlockDecision, Lane, LaneTime, Optimizer, Overlap, Params, Problem, staging_bytes
 from autohete_fx.planner.model.block_program import BlockProgram
+from autohete_fx.planner.model.contention import Factors, Times, settled
 from autohete_fx.planner.model.figures import (
     average_s,
     copy_s,
@@ -73,6 +77,7 @@ from autohete_fx.planner.model.figures import (
     host_bytes,
     host_update_s,
     overlap_of,
+    replicated_bytes,
     sends_at_once,
 )
 from autohete_fx.planner.model.shared_lane import SharedLane
@@ -93,7 +98,13 @@ def simulate(problem: Problem, decisions: Sequence[BlockDecision], *, events: bo
     """
     assert len(decisions) == len(problem.costs), "one decision a block"
     assert all(decision.prefetch_distance >= 1 for decision in decisions), "a copy is issued at least one block ahead"
-    return _Replay(problem, decisions, events).run()
+
+    def times(factors: Factors) -> Sequence[Times]:
+        replay = _Replay(problem, decisions, False, factors)
+        replay.run()
+        return replay.lanes.times
+
+    return _Replay(problem, decisions, events, settled(problem.machine, times)).run()
 
 
 class _Replay(BlockProgram):
@@ -108,6 +119,7 @@ class _Replay(BlockProgram):
             began = self.lanes.clock  # the forward so far was the end of the step before
             self.lanes.forget()
             self.memory.levels.clear()
+        self.is_first_forward = False
         for micro_batch in range(self.problem.micro_batches if self.problem.training else 0):
             self._hold_others_in_flight(self.problem.in_flight - 1)
             if micro_batch > 0:
@@ -154,6 +166,7 @@ class _Replay(BlockProgram):
             if decision.params is Params.DEVICE:
                 self.memory.hold("parameters", block, cost.param_bytes)
             self.memory.hold("optimizer states", block, cost.states_at(decision, Optimizer.DEVICE))
+            self.memory.hold("replicated parameters", block, replicated_bytes(self.problem, block, decision))
         self.memory.observe(0, FORWARD, self.lanes.clock)
 
     def _hold_others_in_flight(self, count: int) -> None:
@@ -197,12 +210,12 @@ class _Replay(BlockProgram):
         for block in range(self.num_blocks):
             self.memory.hold("gradients", block, 0)
         if sends_at_once(self.problem):
-            shared_up = SharedLane(self.lanes.copied_up)
+            self.lanes.share_up(SharedLane(self.lanes.copied_up))
             for block in range(self.num_blocks):
                 upload_s, states_s = (copy_s(self.machine, Lane.H2D, n) for n in self._update_copies(block))
-                shared_up.add("upload", block, upload_s, updated_at.get(block, stepped_at))
-                shared_up.add("states", block, states_s, stepped_at)
-            self.lanes.share_up(shared_up)
+                self.lanes.share("upload", block, upload_s, updated_at.get(block, stepped_at))
+                self.lanes.share("states", block, states_s, stepped_at)
+        self.is_first_forward = True
         self._pass(range(self.num_blocks), lambda block: self._forward(block, updated_at))
 
     def _average(self) -> None:

@@ -35,10 +35,12 @@ work for three seconds in a second at most: for this a plan is at most 3/512 slo
 
 
 class Pass(enum.Enum):
-    """A pass over all blocks. ``UPDATES`` waits for updates, on top of a forward where they overlap with it. ``BETWEEN`` is none:
-    it comes after the last backward and before that pass, in no order of blocks."""
+    """A pass over all blocks. ``FIRST_FORWARD`` is the first forward of a step, on top of what all forwards do. ``UPDATES`` waits
+    for updates, on top of that forward where they overlap with it. ``BETWEEN`` is none: it comes after the last backward and
+    before that pass, in no order of blocks."""
 
     FORWARD = enum.auto()
+    FIRST_FORWARD = enum.auto()
     BACKWARD = enum.auto()
     UPDATES = enum.auto()
     BETWEEN = enum.auto()
@@ -63,7 +65,7 @@ class Work(enum.Enum):
     """A kind of work: what it does, its pass, lane and turn. Kinds of one pass, lane and side of the block's work stand together.
 
     ``FORWARD`` and ``BACKWARD`` include what copies take from computation, the latter recomputation as well. ``UPLOAD`` is what
-    was updated on the host, ``STATES`` what is streamed, parameters at home with it.
+    was updated on the host, ``STATES`` what is streamed, parameters at home with it. ``GATHER_ONCE`` is of what is replicated.
     """
 
     FORWARD = "forward", Pass.FORWARD, Lane.COMPUTE, Turn.WORK
@@ -74,6 +76,7 @@ class Work(enum.Enum):
     FETCH_AGAIN = "fetch", Pass.BACKWARD, Lane.H2D, Turn.AHEAD
     GRADIENTS = "gradients", Pass.BACKWARD, Lane.D2H, Turn.AFTER
     GATHER = "gather", Pass.FORWARD, Lane.NET, Turn.GATHER
+    GATHER_ONCE = "gather", Pass.FIRST_FORWARD, Lane.NET, Turn.GATHER
     GATHER_AGAIN = "gather", Pass.BACKWARD, Lane.NET, Turn.GATHER
     REDUCE = "reduce", Pass.BACKWARD, Lane.NET, Turn.REDUCE
     STREAMED_UPDATE = "update", Pass.UPDATES, Lane.COMPUTE, Turn.AHEAD
@@ -162,15 +165,30 @@ def _pass(*passes: Pass, without: tuple[Work, ...] = ()) -> PassKind:
 
 
 FORWARD_PASS, BACKWARD_PASS, UPDATES_PASS = _pass(Pass.FORWARD), _pass(Pass.BACKWARD), _pass(Pass.UPDATES)
-_FORWARD_AND_UPDATES = _pass(Pass.FORWARD, Pass.UPDATES)
-_FORWARD_AND_SENT_UPDATES = _pass(Pass.FORWARD, Pass.UPDATES, without=SENT)
+FIRST_FORWARD_PASS = _pass(Pass.FORWARD, Pass.FIRST_FORWARD)
+_FORWARD_AND_UPDATES = _pass(Pass.FORWARD, Pass.FIRST_FORWARD, Pass.UPDATES)
+_FORWARD_AND_SENT_UPDATES = _pass(Pass.FORWARD, Pass.FIRST_FORWARD, Pass.UPDATES, without=SENT)
 
 
 def updating_pass(problem: Problem) -> PassKind:
-    """The pass that waits for updates: of them alone, or a forward as well; without what they send by themselves."""
+    """The pass that waits for updates: of them alone, or the first forward as well; without what they send by themselves."""
     if overlap_of(problem) is Overlap.NONE:
         return UPDATES_PASS
     return _FORWARD_AND_SENT_UPDATES if sends_at_once(problem) else _FORWARD_AND_UPDATES
+
+
+def forward_passes(problem: Problem) -> tuple[tuple[PassKind, int], ...]:
+    """The kinds of a step's forwards but for one that waits for updates, and how many there are of each.
+
+    Where nothing can be replicated they are all of one kind.
+    """
+    if not problem.training:
+        return ((FORWARD_PASS, 1),)
+    waits = overlap_of(problem) is not Overlap.NONE
+    if waits or not problem.allow_replicating:
+        return ((FORWARD_PASS, problem.micro_batches - waits),) if problem.micro_batches > waits else ()
+    first, later = (FIRST_FORWARD_PASS, 1), (FORWARD_PASS, problem.micro_batches - 1)
+    return (first, later) if problem.micro_batches > 1 else (first,)
 
 
 def added_up(works: Iterable[Work]) -> Iterator[tuple[Work, ...]]:
@@ -267,9 +285,32 @@ MOVED_ONCE = tuple(work for work in _MOVED if work not in MOVED_IN_PASSES)
 
 
 def durations(problem: Problem, block: int, decision: BlockDecision) -> Durations:
-    """The seconds of a block's work."""
+    """The seconds of a block's work, as if nothing else worked meanwhile."""
     found = _of_training(problem, block, decision) if problem.training else _of_inference(problem, block, decision)
     return Durations(tuple(found.get(work, 0.0) for work in Work))
+
+
+def durations_beside(problem: Problem, block: int, decision: BlockDecision) -> Durations:
+    """Likewise, about as long as they take beside other work: the search's measure, where the machine has contention.
+
+    Copies and collectives are taken to run beside computation, and computation beside all those of its block and pass. The
+    simulator knows better (`contention`), and judges.
+    """
+    alone, machine = durations(problem, block, decision), problem.machine
+    if not machine.contention:
+        return alone
+    found = {work: alone[work] for work in Work}
+    for work in Work:
+        if work.moves:
+            found[work] /= machine.kept(work.lane, Lane.COMPUTE)
+            computed = _BESIDE.get(work.in_pass)
+            if computed is not None:
+                found[computed] += (1 - machine.kept(Lane.COMPUTE, work.lane)) * found[work]
+    return Durations(tuple(found[work] for work in Work))
+
+
+_BESIDE = {Pass.FORWARD: Work.FORWARD, Pass.BACKWARD: Work.BACKWARD}
+"""The computation of a pass."""
 
 
 def _of_inference(problem: Problem, block: int, decision: BlockDecision) -> dict[Work, float]:
@@ -293,6 +334,7 @@ def _of_training(problem: Problem, block: int, decision: BlockDecision) -> dict[
     gradient_bytes = cost.part_at(cost.grad_bytes, decision, *UPDATED_ON_HOST)
     gradients_s = down_s(gradient_bytes, cost.tensors_at(decision, *UPDATED_ON_HOST))
     share = machine.copy_share
+    gather_s, keeps = collective_s(problem, whole.gathered), decision.keeps_fetched or decision.replicates
     return {
         Work.FORWARD: cost.forward_s + share * (fetch_s + offload_s),
         Work.FETCH: fetch_s,
@@ -301,8 +343,9 @@ def _of_training(problem: Problem, block: int, decision: BlockDecision) -> dict[
         Work.RELOAD: reload_s,
         Work.FETCH_AGAIN: again_s,
         Work.GRADIENTS: gradients_s,
-        Work.GATHER: collective_s(problem, whole.gathered),
-        Work.GATHER_AGAIN: 0.0 if decision.keeps_fetched else collective_s(problem, whole.gathered_again),
+        Work.GATHER: 0.0 if decision.replicates else gather_s,
+        Work.GATHER_ONCE: gather_s if decision.replicates else 0.0,
+        Work.GATHER_AGAIN: 0.0 if keeps else collective_s(problem, whole.gathered_again),
         Work.REDUCE: collective_s(problem, whole.reduced),
         Work.STREAMED_UPDATE: device_update_s(problem, block, decision, Optimizer.STREAMED),
         Work.UPLOAD: up_s(uploaded_bytes(cost, decision)),

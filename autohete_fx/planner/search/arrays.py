@@ -16,7 +16,7 @@ from autohete_fx.planner.search.updates import all_updated, each_updated, idle_t
 Rows = NDArray[np.int64]
 """Assignments as indices into each block's settings; or any other indices."""
 
-_FIRST, _BACKWARD, _FORWARD = range(3)
+_FIRST, _BACKWARD = range(2)
 _WORK = 0
 _UP, _DOWN = map(COPY_LANES.index, (UPDATES_LANE, GRADIENTS_LANE))
 _DEVICE, _HOST, _UPLOADS, _STATES, _WAITS, _AVERAGE = range(6)
@@ -32,7 +32,7 @@ class Rules(NamedTuple):
         sends_at_once: see `figures.sends_at_once`.
         priority: of updates, by the order of the next forward.
         one_memory: updates on the host begin after those on the device.
-        micro_batches: passes forward and backward in a step.
+        passes: how many there are in a step of each pass but the first.
     """
 
     training: bool
@@ -41,7 +41,7 @@ class Rules(NamedTuple):
     sends_at_once: bool
     priority: bool
     one_memory: bool
-    micro_batches: int
+    passes: tuple[int, ...]
 
 
 class Tables(NamedTuple):
@@ -50,7 +50,7 @@ class Tables(NamedTuple):
     Attributes:
         rules: of the problem.
         lanes: seconds by pass, kind, block and setting. Kinds: work, then the sides of `work.COPY_LANES`. The first pass waits
-            for updates. The second is a backward, the last block first; a third is a forward, where the first is not that.
+            for updates. The second is a backward, the last block first; others are forwards that wait for none.
         distance: prefetch distances by block and setting, 0 where nothing is copied.
         updates: by kind, block and setting, seconds of updates on the device and on the host, and of uploads and streamed
             states outside of passes. It has 0 where the first pass's copies up wait for an update on the host, else NEVER. It
@@ -169,8 +169,7 @@ class Assignments:
         self.lateness = first.mean(axis=0)
         step = np.maximum(first[-1], all_updated_at)
         for i in range(1, self.num_passes):
-            later = i == _FORWARD and not rules.synchronous
-            step += (rules.micro_batches - later) * others[(i - 1) * self.count : i * self.count]
+            step += rules.passes[i - 1] * others[(i - 1) * self.count : i * self.count]
         return step + updates[_AVERAGE].sum(axis=0)
 
     def _run_with_first(self, start: Seconds) -> None:

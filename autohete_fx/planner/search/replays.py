@@ -3,7 +3,7 @@
 A *setting* is a decision of one block with its prefetch distance. `Replays.settings` lists those of every block, and an
 assignment is a row of indices into these lists, one a block. Seconds follow the program of `simulate` exactly, lane by lane,
 but without events (`arrays`); memory is a sum of `device_use.device_bytes`. Tests hold both to `simulate`, which stays the
-judge of what is returned.
+judge of what is returned. Contention is an estimate here (`work.durations_beside`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,7 +33,8 @@ from autohete_fx.planner.model.work import (
     PassKind,
     Work,
     added_up,
-    durations,
+    durations_beside,
+    forward_passes,
     slots_of,
     updating_pass,
 )
@@ -83,14 +84,14 @@ class Replays:
         return _added(self._took, works)
 
     def _pass_tables(self, on_host: NDArray[np.bool_]) -> Tables:
-        """Of the passes of a step: what waits for updates; the last backward; a forward, where the first is not that."""
+        """Of the passes of a step: what waits for updates; the last backward; forwards, where the first is not that."""
         problem, overlap = self.problem, overlap_of(self.problem)
         synchronous, at_once = overlap is Overlap.NONE, sends_at_once(problem)
-        kinds = [FORWARD_PASS]
+        kinds, passes = [FORWARD_PASS], ()
         if problem.training:
-            kinds = [updating_pass(problem), BACKWARD_PASS]
-            if synchronous or self.micro_batches > 1:
-                kinds.append(FORWARD_PASS)
+            forwards = forward_passes(problem)
+            kinds = [updating_pass(problem), BACKWARD_PASS, *(kind for kind, _ in forwards)]
+            passes = (self.micro_batches, *(count for _, count in forwards))
         sides = [side for lane in COPY_LANES for side in lane.sides]
         lanes = np.stack(
             [[self.takes(kind.computes), *(self.takes(kind.of(side)) for side in sides)] for kind in kinds]
@@ -107,7 +108,7 @@ class Replays:
                 sends_at_once=at_once,
                 priority=problem.schedule.priority,
                 one_memory=problem.machine.device_type == "cpu",
-                micro_batches=self.micro_batches,
+                passes=passes,
             ),
             lanes=lanes,
             distance=self.distance * _is_copied(lanes, gathering),
@@ -152,7 +153,7 @@ class Replays:
         disk, and whether it updates on the host."""
         rows = []
         for option in options:
-            took = durations(self.problem, block, option)
+            took = durations_beside(self.problem, block, option)
             elsewhere = host_bytes(self.problem, block, option), disk_bytes(self.problem, block, option)
             rows.append((*took.seconds, took.moving_s(self.micro_batches), *elsewhere, option.updates_on_host))
         figures = np.repeat(rows, [len(self._distances(option)) for option in options], axis=0)

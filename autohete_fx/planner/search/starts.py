@@ -82,10 +82,10 @@ def _index_of(setting: BlockDecision, replays: Replays, block: int) -> int:
     return own.get(setting, 0)
 
 
-def _order(setting: BlockDecision) -> tuple[str, int, str, bool, str, int, str, int]:
+def _order(setting: BlockDecision) -> tuple[str, int, str, bool, bool, str, int, str, int]:
     """All that a setting decides, its distance last: an order that is the same in every process."""
     offloaded, moved = (-1 if n is None else n for n in (setting.num_offloaded, setting.num_moved_states))
-    places = setting.params.value, setting.keeps_fetched, setting.optimizer.value
+    places = setting.params.value, setting.keeps_fetched, setting.replicates, setting.optimizer.value
     return setting.activations.value, offloaded, *places, moved, setting.other_states.value, setting.prefetch_distance
 
 
@@ -104,9 +104,11 @@ def _busiest_s(replays: Replays, rows: Rows) -> Seconds:
     def all_blocks(works: Iterable[Work]) -> Seconds:
         return replays.takes(works)[blocks, rows].sum(axis=1)
 
-    def busiest(of_pass: Pass) -> Seconds:
-        works = [work for work in Work if work.in_pass is of_pass]
+    def busiest(*passes: Pass) -> Seconds:
+        works = [work for work in Work if work.in_pass in passes]
         return np.maximum.reduce([all_blocks(w for w in works if w.lane is lane) for lane in {w.lane for w in works}])
 
     updates_s = np.maximum(all_blocks((Work.DEVICE_UPDATE,)) + busiest(Pass.UPDATES), all_blocks((Work.HOST_UPDATE,)))
-    return replays.micro_batches * (busiest(Pass.FORWARD) + busiest(Pass.BACKWARD)) + updates_s
+    forward_s = busiest(Pass.FORWARD)
+    once_s = busiest(Pass.FORWARD, Pass.FIRST_FORWARD) - forward_s
+    return replays.micro_batches * (forward_s + busiest(Pass.BACKWARD)) + once_s + updates_s

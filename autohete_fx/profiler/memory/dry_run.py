@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from autohete_fx.graph import ops
-from autohete_fx.graph.collectives import ISSUING_COLLECTIVES, WAITS, result_of
+from autohete_fx.graph.collectives import ISSUING_COLLECTIVES, WAITS, issue_gather_once, result_of
 from autohete_fx.internals import versions
 from autohete_fx.internals.modes import FakeTensor, FakeTensorMode, TorchDispatchMode, disable_current_modes
 from autohete_fx.internals.operators import tree_iter
@@ -191,13 +191,16 @@ class _Allocations(TorchDispatchMode):
 
     def _issue_collective(self, func: Any, sources: Sequence[torch.Tensor], num_ranks: int) -> torch.Tensor:
         handle = torch.empty((1,), dtype=torch.int64, device="cpu")
-        results: list[torch.Tensor | None] = [result_of(func, source, num_ranks) for source in sources]
+        results = [result_of(func, source, num_ranks) for source in sources]
         num_bytes = sum(collective_scratch_bytes(func, (source, num_ranks)) for source in sources)
         taken = torch.empty((num_bytes,), dtype=torch.uint8, device=sources[0].device)
-        for each in (handle, *results, taken):
-            if each is not None:
-                self._see(each)
-        self.gathering[handle.untyped_storage()._cdata] = (results, taken)
+        for each in results:  # of a gather once a step they are the session's, whatever graphs do
+            self.counting = func is not issue_gather_once
+            self._see(each)
+        self.counting = True
+        self._see(handle)
+        self._see(taken)
+        self.gathering[handle.untyped_storage()._cdata] = ([*results], taken)
         return handle
 
     def _take(self, handle: torch.Tensor, src: torch.Tensor, at: int) -> torch.Tensor:

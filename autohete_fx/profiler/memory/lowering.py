@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autohete_fx.graph.collectives import ISSUING_COLLECTIVES, WAITS, gather, reduce, result_of
+from autohete_fx.graph.collectives import ISSUING_COLLECTIVES, WAITS, gather, issue_gather_once, reduce, result_of
 from autohete_fx.profiler.memory import node_kinds as kinds
 from autohete_fx.profiler.memory.fusion import fuse_kernels
 from autohete_fx.profiler.memory.kernels import Kernel, KernelGraph, Part, Storage
@@ -269,7 +269,8 @@ class _Lowering:
         self._add(kernel)
 
     def _together(self, issue: fx.Node) -> tuple[int, ...]:
-        """What a collective fills: a buffer for each of its sources, and one for what it takes until it is over."""
+        """What a collective fills: a buffer for each of its sources, and one for what it takes until it is over. Of a gather once a
+        step the former belong to the session."""
         arguments: Any = issue.args
         sources, num_ranks, *_ = arguments
         values = [source.meta["val"] for source in sources]
@@ -279,6 +280,7 @@ class _Lowering:
         indexes = tuple(self._new_storage(f"{issue.name}[{at}]", size) for at, size in enumerate(sizes))
         for index in indexes:
             self.result.storages[index].poolable = False
+            self.result.storages[index].is_input = issue.target is issue_gather_once and index != indexes[-1]
         return indexes
 
     def _wait(self, node: fx.Node) -> None:

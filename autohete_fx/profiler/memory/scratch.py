@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autohete_fx.graph.collectives import COLLECTIVES, gather, is_functional, issue_gather
+from autohete_fx.graph.collectives import COLLECTIVES, ISSUING_GATHERS, gather, is_functional
 from autohete_fx.graph.saved import hint
 from autohete_fx.profiler.memory.node_kinds import innermost_operator
 from autohete_fx.profiler.memory.probe import current
@@ -79,7 +79,7 @@ def collective_scratch_bytes(target: object, args: Sequence[Any]) -> int:
     return (
         math.prod(map(hint, tensor.shape))
         * tensor.element_size()
-        * (num_ranks if target in (gather, issue_gather) else 1)
+        * (num_ranks if target in (gather, *ISSUING_GATHERS) else 1)
     )
 
 

@@ -66,6 +66,7 @@ def _parts(decision: BlockDecision) -> list[list[tuple[str, float]]]:
 def _words(label: str, block: int, decision: BlockDecision) -> str:
     largest = "" if decision.num_offloaded is None else f", the {decision.num_offloaded} largest tensors"
     kept = ", kept from forward to backward" if decision.keeps_fetched else ""
+    kept = ", replicated" if decision.replicates else kept
     smallest = "" if decision.num_moved_states is None else f" for the {decision.num_moved_states} smallest parameters"
     others = "" if decision.num_moved_states is None else f", {decision.other_states.value} for the others"
     moves = decision.activations is Activations.OFFLOAD or decision.params is Params.HOST or decision.streams

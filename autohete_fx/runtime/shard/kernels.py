@@ -41,6 +41,19 @@ def _issue_gather(
     return session_by_digest(session).issue_collective("gather", start, src, wholes, num_bytes=_num_bytes(wholes))
 
 
+def _issue_gather_once(
+    src: Sequence[Tensor], num_ranks: int, group: str, session: str, after: Tensor | None = None
+) -> Tensor:
+    owner, ranks = session_by_digest(session), ranks_by_digest(group)
+    found = owner.wholes.current(src, ranks.rank)
+    if found is None:
+        wholes = [owner.wholes.memory_of(shard, num_ranks) for shard in src]
+        start = functools.partial(_start, _all_gather, wholes, [shard.contiguous() for shard in src], ranks.group)
+        found = wholes, owner.lanes.collective("gather", start, num_bytes=_num_bytes(wholes))
+        owner.wholes.keep(src, *found)
+    return owner.note_issued(src, *found)
+
+
 def _issue_reduce(
     src: Sequence[Tensor], num_ranks: int, group: str, session: str, after: Tensor | None = None
 ) -> Tensor:
@@ -76,6 +89,8 @@ _DISPATCH_KEY = "CompositeExplicitAutograd"
 library.impl("gather", _gather, _DISPATCH_KEY)
 library.impl("reduce", _reduce, _DISPATCH_KEY)
 library.impl("gather.issue", _issue_gather, _DISPATCH_KEY)
+library.impl("gather.issue_once", _issue_gather_once, _DISPATCH_KEY)
 library.impl("reduce.issue", _issue_reduce, _DISPATCH_KEY)
 library.impl("gather.wait", _wait, _DISPATCH_KEY)
+library.impl("gather.wait_once", _wait, _DISPATCH_KEY)
 library.impl("reduce.wait", _wait, _DISPATCH_KEY)

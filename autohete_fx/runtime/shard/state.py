@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 from autohete_fx.errors import ShardError
 from autohete_fx.graph.ops import contiguous_stride
 from autohete_fx.runtime.shard.parts import Part, dtensor_part_of
+from autohete_fx.runtime.wholes import note_change
 
 _attended: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
@@ -66,6 +67,7 @@ def _take_shards(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
+    note_change()
     if module._autohete_whole:
         return
     for name, param in module._parameters.items():

@@ -21,6 +21,7 @@ from autohete_fx.graph.ops import SMALLEST_COPY_BYTES
 from autohete_fx.runtime.shard import parts, state
 from autohete_fx.runtime.shard.parts import part_of
 from autohete_fx.runtime.tiers.host import is_home
+from autohete_fx.runtime.wholes import check_unwritten, note_change
 
 PIECE_BYTES = 16 * 2**20
 """The most that is averaged at once."""
@@ -84,10 +85,12 @@ def prepare(params: Iterable[Tensor]) -> None:
     """Make the gradients of a step those of all ranks.
 
     Raises:
-        ShardError: a shard's gradient was written to since backward.
+        ShardError: a shard's gradient was written to since backward, or a shard whose block is replicated.
     """
     params = list(params)
+    check_unwritten()
     _refuse(parts.written_since_backward(params), "step()")
+    note_change()
     by_kind: dict[tuple[str, bool, torch.dtype, torch.device], list[Tensor]] = {}
     for param in params:
         part = part_of(param)

@@ -19,6 +19,7 @@ from autohete_fx.internals.tensors import local_of
 from autohete_fx.runtime.shard.parts import Part, gathered_from, part_of
 from autohete_fx.runtime.shard.ranks import Ranks
 from autohete_fx.runtime.shard.surface import WHOLE
+from autohete_fx.runtime.wholes import note_change
 
 
 class _Whole:
@@ -89,6 +90,7 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
         problem = None if failure is None else f"raised {type(failure).__name__}"
         problem = problem or _taken_over(places)
         _exchange(places, is_whole=False)
+        note_change()
         _bring_back(wholes, ranks, problem, is_raising=failure is not None)
 
 

@@ -10,8 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autohete_fx import BlockDecision, Params, PassError, Plan, passes
 from autohete_fx.graph import annotations
-from autohete_fx.graph.collectives import gather, issue_gather
-from autohete_fx.graph.saved import gathered
+from autohete_fx.graph.collectives import ISSUING_GATHERS, gather, issue_gather, issue_gather_once
+from autohete_fx.graph.saved import gathered, is_view
 from autohete_fx.passes import PassContext, Stage
 from autohete_fx.profiler.measured import extract_block
 from autohete_fx.profiler.memory.scratch import scratch_bytes
@@ -172,6 +172,35 @@ def test_a_shard_that_two_blocks_read_is_gathered_for_each():
         ["arg3_1", "arg4_1"],
         ["arg1_1", "arg6_1"],
     ]
+
+
+@pytest.mark.parametrize("stage, target", [(Stage.FORWARD, issue_gather_once), (Stage.INFERENCE, issue_gather)])
+def test_a_replicated_block_gathers_by_nodes_of_its_own_but_in_inference(stage: Stage, target: object):
+    once = BlockDecision(replicates=True)
+    chosen = passes.only(passes.gather_parameters, passes.sort_regions)
+    gm = passes.run(chosen, three_blocks(), on(stage, BlockDecision(), once, BlockDecision()), given=("blocks",))
+    issues = [node for node in gm.graph.nodes if node.target in ISSUING_GATHERS]
+    assert [node.target for node in issues] == [issue_gather, target, issue_gather]
+    assert not any(map(is_view, issues[1].users))  # its schema says so to compilers alone
+
+
+def test_a_whole_that_a_replicated_block_returns_is_gathered_for_the_caller():
+    def forward(shard: Tensor, x: Tensor) -> Tensor:
+        return x @ torch.ops.autohete.gather(shard, 2, "group")[:7].t()
+
+    def returning(shard: Tensor, x: Tensor) -> list[Tensor]:
+        whole = torch.ops.autohete.gather(shard, 2, "group")[:7]
+        return [x @ whole.t(), whole]
+
+    for function in (forward, returning):
+        gm = make_fx(function, tracing_mode="fake")(torch.randn(4, 3), torch.randn(5, 3))
+        for node in gm.graph.nodes:
+            annotations.set_block(node, 0)
+        plan = Plan(labels=("a",), decisions=(BlockDecision(replicates=True),))
+        context = PassContext(stage=Stage.FORWARD, plan=plan, session="s")
+        passes.run(passes.only(passes.gather_parameters), gm, context, given=("blocks",))
+        (issue,) = [node.target for node in gm.graph.nodes if node.target in ISSUING_GATHERS]
+        assert issue is (issue_gather if function is returning else issue_gather_once)
 
 
 def test_a_shard_in_host_memory_arrives_ahead_of_its_gather():
