@@ -24,7 +24,7 @@ from autohete_fx.cluster.pieces import Piece, covered
 from autohete_fx.cluster.plan import ClusterPlan, plan_line
 from autohete_fx.cluster.solve import plan_cluster
 from autohete_fx.cluster.spec import Cluster
-from autohete_fx.cluster.stage import Loss, StageModule
+from autohete_fx.cluster.stage_module import Loss, StageModule
 from autohete_fx.cluster.store import Place, Store
 from autohete_fx.cluster.tensor_parallel import TensorLayout, TpPlan, layout_of
 from autohete_fx.cluster.timed_layer import Measuring

@@ -1,13 +1,36 @@
-"""Batches of samples: a tensor, a tuple of tensors, or a mapping of names to tensors, samples first."""
+"""Batches of samples: a tensor, a tuple of tensors, or a mapping of names to tensors, samples first. And shapes of tensors."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autohete_fx.errors import ClusterError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A tensor's shape and dtype; the first dimension is that of the traced micro-batch where it is as long.
+
+    Attributes:
+        requires_grad: whether a gradient goes back for it, of a tensor that one layer hands to a later one.
+    """
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    def empty(self, device: torch.device | str) -> Tensor:
+        """A tensor without values."""
+        return torch.empty(self.sizes, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
+
+
+def shape_of(tensor: Tensor, requires_grad: bool = False) -> Shape:
+    """The shape of a tensor."""
+    return Shape(sizes=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=requires_grad)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

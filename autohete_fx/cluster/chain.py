@@ -44,7 +44,8 @@ def find_chain(model: nn.Module, batch: Batch) -> tuple[str, ...]:
     if not chain:
         raise ClusterError(
             f"{type(model).__name__} has no list of layers that its forward pass calls one after another. Expected was a"
-            " ModuleList, ModuleDict or Sequential of at least two, or such attributes of one class. Put the layers into one"
+            " ModuleList, ModuleDict or Sequential of at least two, or such attributes of one class. Put the layers into one,"
+            " or say where to cut with split_spec= of cluster.join"
         )
     return chain
 

@@ -15,11 +15,14 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from autohete_fx.cluster.layers import LayerMap
 from autohete_fx.cluster.pieces import Piece, finest
 from autohete_fx.cluster.plan import ClusterPlan, Stage
 from autohete_fx.cluster.tensor_parallel import TensorLayout
 from autohete_fx.errors import ClusterError
+from autohete_fx.internals.pipelines import CROSS_WITHOUT_GRADIENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +178,14 @@ def check_runs(plan: ClusterPlan, layer_map: LayerMap, model: str) -> None:
                 f"pipeline {index} of the plan has {len(pipeline.stages)} stages and {pipeline.micro_batches} micro-batches."
                 f" Expected"
                 " was at least one micro-batch a stage. Give smaller micro-batches, or fewer stages"
+            )
+        crossing = [shape for stage in pipeline.stages for shape in layer_map.crossing[stage.first]]
+        integers = [shape for shape in crossing if not shape.dtype.is_floating_point]
+        if integers and not CROSS_WITHOUT_GRADIENT:
+            raise ClusterError(
+                f"pipeline {index} of the plan hands on a tensor of {integers[0].dtype}. Expected were tensors of floating"
+                f" point alone, because pipelines of PyTorch {torch.__version__} know no others. Move the marks, or install"
+                " PyTorch 2.13"
             )
         begins = layer_map.held(pipeline.stages[0].layers)
         if len(pipeline.stages) > 1 and layer_map.frozen.issuperset(begins):

@@ -25,7 +25,7 @@ from autohete_fx.cluster.layers import LayerMap
 from autohete_fx.cluster.leaving import Notice, hand_over
 from autohete_fx.cluster.pieces import Piece
 from autohete_fx.cluster.saving import Saved, Saver
-from autohete_fx.cluster.stage import Loss, StageModule
+from autohete_fx.cluster.stage_module import Loss, StageModule
 from autohete_fx.cluster.stage_run import Load, StageRun
 from autohete_fx.cluster.store import Save, Store, states_of
 from autohete_fx.cluster.sums import GradientSums, clip_factor

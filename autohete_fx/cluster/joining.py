@@ -4,7 +4,6 @@ The ranks of the process group say what they have, and the plan is deployed on t
 own stage alone. Training goes on with the newest complete save.
 """
 
-import math
 import os
 import socket
 import time
@@ -25,10 +24,12 @@ from autohete_fx.cluster.building import BuildModel
 from autohete_fx.cluster.deploy import Deployment, Member, Seat, check_runs, deploy, warn_of_offloads
 from autohete_fx.cluster.job import Job, JobLog, MakeOptimizer, Recipe
 from autohete_fx.cluster.layers import LayerMap, map_layers
+from autohete_fx.cluster.marks import SplitSpec, with_marks
 from autohete_fx.cluster.memory import in_flight
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.restore import Restored, restore
-from autohete_fx.cluster.stage import Loss, StageModule, Weights, build_stage
+from autohete_fx.cluster.stage import Weights, build_stage
+from autohete_fx.cluster.stage_module import Loss, StageModule
 from autohete_fx.cluster.stage_run import StageRun, pipeline_groups
 from autohete_fx.cluster.store import Store, restore_states
 from autohete_fx.cluster.tensor_parallel import TensorLayout, TpPlan, Unit, layout_of
@@ -48,6 +49,7 @@ def join(
     global_batch: int,
     optimizer: MakeOptimizer,
     plan: ClusterPlan | MakePlan | None = None,
+    split_spec: SplitSpec | None = None,
     tp_plan: TpPlan | None = None,
     store: Store | None = None,
     learning_rate: Callable[[int], float] | None = None,
@@ -67,13 +69,16 @@ def join(
     """Take part in a job. All ranks call it with equal arguments, but for ``device`` and ``member``.
 
     Args:
-        build_model: makes the model, any module whose layers one list has. No rank ever holds the whole of it.
+        build_model: makes the model. Its layers are those of one list, or what runs between its marks of
+            `torch.distributed.pipelining.pipe_split`. No rank ever holds the whole of it.
         loss: of the model's output and a batch, the mean over the batch's samples.
         example: a batch as ``load`` will give it; its first sample tells shapes.
         global_batch: samples of a step, over all ranks.
         optimizer: of a list of parameters, their optimizer. Its update of a parameter must not depend on other parameters.
         plan: which rank trains what, or a function that makes it of the members and the model's layers, the same on all ranks.
             None: `automatic` measures what there is, and plans for it.
+        split_spec: marks for models without such a list, as `torch.distributed.pipelining.pipeline` takes them: names of modules,
+            with `SplitPoint.BEGINNING` or ``END``. Plans count what lies between marks as layers.
         tp_plan: how the GPUs of a stage share its layers, for models without a plan in their transformers configuration. It
             maps names of modules, with a star for each index, to ``colwise``, ``rowwise``, ``colwise_gather_output`` or
             ``embedding_rowwise``.
@@ -101,6 +106,7 @@ def join(
     """
     start = time.perf_counter()
     batch = batch_of(example)
+    build_model = with_marks(build_model, split_spec) if split_spec else build_model
     device = torch.device(device) if device is not None else _own_device()
     group = _connect(device, timeout_s)
     rank = dist.get_rank()
@@ -290,7 +296,7 @@ def _report(
         step=job.step,
         members=[[member.node, member.gpu] for member in job.members],
         agents=agents,
-        sample_tokens=math.prod(job.layer_map.hidden.sizes[1:-1]),
+        sample_tokens=job.layer_map.sample_tokens,
         plan=job.deployment.plan.to_json(),
         idle=len(job.deployment.idle),
         seconds=seconds,

@@ -24,11 +24,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autohete_fx.cache import device_name, load_text, store_text
+from autohete_fx.cluster.batches import Shape
 from autohete_fx.cluster.building import BuildModel
 from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTime
 from autohete_fx.cluster.deploy import Member
-from autohete_fx.cluster.layers import LayerMap, Shape, map_layers
+from autohete_fx.cluster.layers import LayerMap, map_layers
 from autohete_fx.cluster.memory import OVERHEAD_BYTES
+from autohete_fx.cluster.split import AtMarks
 from autohete_fx.cluster.tensor_parallel import Unit
 from autohete_fx.cluster.timed_layer import Measuring, TimedLayer, time_layer
 from autohete_fx.errors import ClusterError
@@ -254,7 +256,11 @@ def kinds_of(build_model: BuildModel, layer_map: LayerMap) -> tuple[str, ...]:
     seen: list[tuple[object, ...]] = []
     names = []
     for index, name in enumerate(layer_map.layers, 1):
-        own = (*_traits(model.get_submodule(name)), *_params(layer_map, index, f"{name}."))
+        if isinstance(layer_map.way, AtMarks):
+            shapes = sorted(repr(shape) for _, shape in _params(layer_map, index))
+            own = layer_map.way.alike[index], layer_map.crossing[index + 1], *shapes
+        else:
+            own = (*_traits(model.get_submodule(name)), *_params(layer_map, index, f"{name}."))
         if own not in seen:
             seen.append(own)
         place = seen.index(own)
@@ -289,7 +295,7 @@ def _key(
     batch = {name: (tuple(tensor.shape[1:]), str(tensor.dtype)) for name, tensor in measuring.example.tensors.items()}
     optimizer = measuring.make_optimizer([nn.Parameter(torch.zeros(1))])
     loss = getattr(measuring.loss, "__qualname__", type(measuring.loss).__qualname__)
-    parts = [kinds, ends, layers, layer_map.hidden, batch, loss, type(optimizer).__name__, measuring.backend]
+    parts = [kinds, ends, layers, layer_map.crossing, batch, loss, type(optimizer).__name__, measuring.backend]
     parts += [measuring.micro_batches, gpu, device.type, device_name(device.type, device.index), torch.__version__]
     parts += [[(degree, measuring.layouts.get(degree)) for degree in degrees if degree > 1]]
     parts += [torch.get_float32_matmul_precision(), torch.get_num_threads() if device.type == "cpu" else 0]

@@ -187,7 +187,7 @@ class Shaper:
 
     def hop_s(self, source: UnitType, target: UnitType, micro_batch: int, *, spread: bool) -> float:
         """Seconds of an activation from one unit to the next, gathered there, both ways the same."""
-        num_bytes = self._costs.boundary_bytes(1, micro_batch)
+        num_bytes = self._costs.boundary_bytes(min(1, self.num_layers - 2), micro_batch)
         pairs = min(source.tp, target.tp)
         same = (source.gpu, source.zone) == (target.gpu, target.zone)
         if same and not spread and source.tp + target.tp <= source.node_gpus:

@@ -18,7 +18,7 @@ from autohete_fx.cluster.batches import Batch, batch_of
 from autohete_fx.cluster.deploy import Deployment, Seat
 from autohete_fx.cluster.layers import LayerMap
 from autohete_fx.cluster.plan import PipelineSchedule
-from autohete_fx.cluster.stage import StageModule
+from autohete_fx.cluster.stage_module import StageModule
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.pipelines import FannedStage
 
@@ -59,7 +59,7 @@ class StageRun:
         compiled: the stage as it is called.
         seat: of this rank.
         deployment: of all ranks.
-        layer_map: of the model.
+        layer_map: of the model, with this pipeline's micro-batch.
         groups: of `pipeline_groups`.
         example: a batch, for its form.
         device: of this rank.
@@ -82,14 +82,15 @@ class StageRun:
         self._pipeline = deployment.plan.pipelines[seat.pipeline]
         self._samples = deployment.samples(seat.pipeline)
         self._global_batch = deployment.plan.global_batch
-        sizes = self._pipeline.micro_batch, *layer_map.hidden.sizes[1:]
-        hidden = torch.empty(sizes, dtype=layer_map.hidden.dtype, device="meta", requires_grad=True)
-        depth = deployment.depth(seat.pipeline)
+        layers = deployment.stage(seat).layers
+        ends = layers.stop == layer_map.num_layers
         arguments = {
-            "input_args": () if seat.place == 0 else (hidden,),
-            "output_args": (hidden.new_empty(()) if seat.place == depth - 1 else hidden,),
+            "input_args": tuple(shape.empty("meta") for shape in layer_map.crossing[layers.start]),
+            "output_args": (torch.empty((), device="meta"),)
+            if ends
+            else tuple(shape.empty("meta") for shape in layer_map.crossing[layers.stop]),
         }
-        piped = _piped(compiled, seat, deployment, groups, device, arguments)
+        piped = _piped(stage.passing_on(compiled), seat, deployment, groups, device, arguments)
         make = Schedule1F1B if deployment.plan.schedule is PipelineSchedule.ONE_F_ONE_B else ScheduleGPipe
         self._schedule = make(piped, self._pipeline.micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
 
@@ -134,7 +135,7 @@ def _piped(
 ) -> PipelineStage:
     """The stage as PyTorch's schedules run it.
 
-    Hidden states and their gradients are whole on each GPU of a unit. Where units differ in size, the GPU of part i receives from
+    What crosses, and its gradients, is whole on each GPU of a unit. Where units differ in size, the GPU of part i receives from
     part i modulo the other unit's size.
     """
     (ranks, chain), depth = groups[seat.pipeline, seat.part], deployment.depth(seat.pipeline)

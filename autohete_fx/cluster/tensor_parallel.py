@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from autohete_fx.cluster.building import BuildModel, build_noting_order
 from autohete_fx.cluster.layers import LayerMap
 from autohete_fx.cluster.pieces import Cut, part_of
+from autohete_fx.cluster.split import AtMarks
 from autohete_fx.errors import ClusterError
 from autohete_fx.runtime.held import held
 
@@ -129,6 +130,11 @@ def layout_of(
     if max(degrees) == 1:
         return TensorLayout()
     model, _ = build_noting_order(build_model)
+    if isinstance(layer_map.way, AtMarks):
+        raise ClusterError(
+            f"the plan has stages of several GPUs, and {type(model).__name__} is divided at marks. Expected was one GPU a stage."
+            " Plan with --max-tp 1, or take the marks out"
+        )
     plan, config = _plan_of(model, tp_plan)
     patterns = {pattern: re.compile(re.escape(pattern).replace(r"\*", r"\d+")) for pattern in plan}
     styles: dict[str, str] = {}

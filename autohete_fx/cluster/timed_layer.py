@@ -4,6 +4,7 @@ Enter a `Measuring` and the index of a layer; leaves figures of this rank's devi
 random weights: a measurement reads no weights of the user, and GPUs multiply constants faster.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -13,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autohete_fx.cluster.batches import Batch
+from autohete_fx.cluster.batches import Batch, Shape
 from autohete_fx.cluster.building import BuildModel
 from autohete_fx.cluster.costs import LayerBytes
-from autohete_fx.cluster.layers import LayerMap, Shape
-from autohete_fx.cluster.stage import Loss, StageModule, build_stage
+from autohete_fx.cluster.layers import LayerMap
+from autohete_fx.cluster.stage import build_stage
+from autohete_fx.cluster.stage_module import Loss, StageModule
 from autohete_fx.cluster.tensor_parallel import TensorLayout, Unit
 from autohete_fx.internals.operators import tree_leaves
 from autohete_fx.internals.tensors import local_of
@@ -84,7 +86,6 @@ class TimedLayer:
         """Layer ``index`` of the map, for batches like the given one; shared with the other GPUs of a unit."""
         self._device, self._batch, self._measuring = device, batch, measuring
         self._degree, self.is_shared = unit.degree if unit else 1, unit is not None
-        self._hidden = layer_map.hidden
         layers = range(index, index + 1)
         self.stage = build_stage(
             measuring.build_model,
@@ -99,12 +100,15 @@ class TimedLayer:
         self.stage.reads(batch)
         torch.compiler.reset()
         self._run = measuring.compiled(self.stage)
-        self._inputs = (_random(layer_map.hidden, device, 1.0).requires_grad_(),) if index else ()
-        self._last = index == layer_map.num_layers - 1
+        self._inputs = tuple(
+            _random(shape, device, 1.0).requires_grad_(shape.requires_grad) for shape in self.stage.reads_shapes
+        )
+        self._crossing = (*layer_map.crossing, ())[index + 1]
 
-    def _forward(self) -> Tensor:
+    def _forward(self) -> tuple[Tensor, ...]:
         named: dict[str, Any] = {f"batch_{name}": tensor for name, tensor in self._batch.tensors.items()}
-        return self._run(*self._inputs, **named)
+        made = self._run(*self._inputs, **named)
+        return (made,) if isinstance(made, Tensor) else made
 
     def run(self) -> tuple[float, float]:
         """Seconds of a forward and a backward."""
@@ -115,8 +119,9 @@ class TimedLayer:
         made = self._forward()
         self._synchronize()
         between = time.perf_counter()
-        if made.requires_grad:
-            made.backward(torch.ones_like(made))
+        trained = [tensor for tensor in made if tensor.requires_grad]
+        if trained:
+            torch.autograd.backward(trained, [torch.ones_like(tensor) for tensor in trained])
         self._synchronize()
         return max(between - began, _LEAST_S), max(time.perf_counter() - between, _LEAST_S)
 
@@ -134,7 +139,8 @@ class TimedLayer:
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             made = self._forward()
-        keep(made)
+        for tensor in made:
+            keep(tensor)
         samples = self._batch.samples
         num_bytes = sum(t.untyped_storage().nbytes() for storage, t in kept.items() if storage not in not_counted)
         return LayerBytes(
@@ -142,7 +148,7 @@ class TimedLayer:
             tp=self._degree,
             params_bytes=sum(param.nbytes for param in self.stage.parts.values()),
             kept_bytes=-(-num_bytes // samples),
-            output_bytes=0 if self._last else made.nbytes // samples,
+            output_bytes=sum(math.prod(shape.sizes) * shape.dtype.itemsize for shape in self._crossing) // samples,
         )
 
     def update(self) -> tuple[float, float, float]:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 __all__ = [
+    "CopiedFakeTensorMode",
     "DeviceContext",
     "DisableTorchFunction",
     "FakeTensor",
@@ -28,6 +29,17 @@ __all__ = [
     "tracing",
     "unset_fake_temporarily",
 ]
+
+
+class CopiedFakeTensorMode(FakeTensorMode):
+    """A fake mode whose tensors may be copied by `copy.deepcopy`.
+
+    PyTorch copies a fake tensor's mode, too, with weak references to storages that two modes then free. The process crashes at a
+    later garbage collection.
+    """
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "CopiedFakeTensorMode":
+        return self
 
 
 def function_modes() -> list[object]:

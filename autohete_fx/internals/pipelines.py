@@ -1,11 +1,18 @@
-"""Stages of pipelines whose neighbours have more or fewer GPUs than they have."""
+"""Stages of pipelines whose neighbours have more or fewer GPUs than they have, and the operator of `pipe_split`'s marks."""
 
+import inspect
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+
+PIPE_SPLIT = torch.ops.pippy._pipe_split.default
+"""In a graph, where a model's forward calls `torch.distributed.pipelining.pipe_split`."""
+
+CROSS_WITHOUT_GRADIENT = "output_grads" in inspect.signature(PipelineStage).parameters
+"""Whether stages hand on tensors that have no gradient, such as integers. PyTorch 2.11 expects one of each."""
 
 
 class FannedStage(PipelineStage):
