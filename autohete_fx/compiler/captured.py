@@ -36,6 +36,7 @@ from autohete_fx.compiler.problem import (
     trained_bytes,
 )
 from autohete_fx.compiler.shares import Origin, Unsettled
+from autohete_fx.compiler.unread import unread_bytes
 from autohete_fx.internals import dynamo, versions
 from autohete_fx.ir import BlockGraph, Problem, Profile
 from autohete_fx.machine.budgets import device_budget_bytes, host_budget_bytes, machine_of, tuning_bytes
@@ -56,6 +57,7 @@ class CapturedGraph:
         origin: what tells it from the model's other graphs.
         budget_bytes: peak device memory allowed; None for no limit.
         others_bytes: device bytes that other training graphs of the model hold while this one runs.
+        unread_bytes: device bytes of the model that no graph reads; 0 while graphs may follow that read them.
         trained_bytes: of optimizer states and gradients on the device, where the model is being trained.
         digest: of the graph, its sizes included.
         graph_break: why the graph ends before its function, and where; empty where it does not.
@@ -84,6 +86,10 @@ class CapturedGraph:
         if torch.is_grad_enabled():
             model.shares.note_graph(self.origin, self.digest, self.graph_break, calls.outermost())
         self.others_bytes = model.shares.taken_by_others(self.origin, options.micro_batches)
+        self.unread_bytes = 0
+        if not self._may_be_followed:
+            called, known = calls.modules_called(), model.shares.parameters()
+            self.unread_bytes = unread_bytes(called, inputs, known, self.device.type)
         self.trained_bytes = trained_bytes(self.params.values()) if model.is_placed else 0
         self.machine = machine_of(self.device, model.session, options)
         self.bucket_bytes = versions.ddp_bucket_bytes()
@@ -131,6 +137,7 @@ class CapturedGraph:
             ),
             tuple(self._placement_text(name) for name in sorted(self.params)),
             self.others_bytes,
+            self.unread_bytes,
             0 if torch.is_grad_enabled() else self.trained_bytes,
             (self.is_unsettled, self.decided, *(u.problem.digest for u in self.unsettled.values())),
             self.bucket_bytes,
@@ -143,9 +150,12 @@ class CapturedGraph:
     @property
     def is_unsettled(self) -> bool:
         """Whether graphs of the same call may follow of which nothing is known, so that the plan is to take least."""
+        return self.budget_bytes is not None and self.options.plan is None and self._may_be_followed
+
+    @property
+    def _may_be_followed(self) -> bool:
         may_follow = bool(self.graph_break) or not calls.is_compiling_root()
-        is_free = self.budget_bytes is not None and self.options.plan is None
-        return is_free and may_follow and not self.model.shares.is_call_over
+        return may_follow and not self.model.shares.is_call_over
 
     @property
     def decided(self) -> Share | None:
@@ -188,6 +198,7 @@ class CapturedGraph:
             + self.small_bytes(training)
             + (0 if training else self.trained_bytes)
             + self.others_bytes
+            + self.unread_bytes
             + tuning_bytes(self.device, self.options)
             + (self.bucket_bytes or 0)
             + (averaging_bytes(self.params.values()) if training else 0),
@@ -225,7 +236,7 @@ class CapturedGraph:
         if self.budget_bytes is None:
             return None
         taken = sum(param.nbytes for param in self.params.values() if not is_home(param))
-        taken += input_bytes(self.inputs) + self.others_bytes + (self.bucket_bytes or 0)
+        taken += input_bytes(self.inputs) + self.others_bytes + self.unread_bytes + (self.bucket_bytes or 0)
         return max(0, self.budget_bytes - taken - tuning_bytes(self.device, self.options))
 
 

@@ -84,6 +84,11 @@ class Shares:
     _order: list[tuple[str, str]] = field(default_factory=list)
     _expected: dict[Origin, str] = field(default_factory=dict)
 
+    def parameters(self) -> frozenset[str]:
+        """Names of those that graphs read which are known so far."""
+        known = (*self.footprints, *self.unsettled, *self.decided)
+        return frozenset[str]().union(*(graph.parameters for graph in known))
+
     def taken_by_others(
         self, graph: Origin, micro_batches: int, instead: Mapping[Origin, Footprint] | None = None
     ) -> int:
