@@ -267,7 +267,7 @@ def measured() -> str:
         *map(prediction_truth, named("prediction_truth_cpu")),
         *map(planner_gap, named("planner_gap")),
         emulated_machine(read("emulated_machine_cpu")),
-        emulated_ranks(read("emulated_ranks_cpu")),
+        *map(emulated_ranks, named("emulated_ranks")),
         disk_states(read("disk_states_cpu")),
         recording_cost(read("recording_cost_cpu")),
     ]
