@@ -99,11 +99,11 @@ def test_costs_are_those_of_ranks_that_train(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_few_layers_tell_the_cost_of_all(tmp_path: Path):
-    model = read_model(config(tmp_path, num_hidden_layers=8), batch=2, seq=64, dtype=None)
+    model = read_model(config(tmp_path, num_hidden_layers=12), batch=2, seq=64, dtype=None)
     few = trace_model(model, OF_FOUR, Options(), 4)
     whole = trace_model(dataclasses.replace(model, num_layers=None), OF_FOUR, Options(), 4)
     alone = trace_model(model, OF_FOUR, Options())
-    assert (few.traced_layers, whole.traced_layers) == (6, 8)
+    assert (few.traced_layers, whole.traced_layers) == (6, 12)
     assert comparable(few.problem) == comparable(whole.problem)
     assert few.num_params == whole.num_params == alone.num_params and few.flops == whole.flops == alone.flops
     for cost, of_one in zip(few.problem.costs, alone.problem.costs, strict=True):
