@@ -88,8 +88,8 @@ class CapturedGraph:
         self.others_bytes = model.shares.taken_by_others(self.origin, options.micro_batches)
         self.unread_bytes = 0
         if not self._may_be_followed:
-            called, known = calls.modules_called(), model.shares.parameters()
-            self.unread_bytes = unread_bytes(called, inputs, known, self.device.type)
+            elsewhere = model.shares.read_by_others(self.origin)
+            self.unread_bytes = unread_bytes(calls.modules_called(), inputs, elsewhere, self.device.type)
         self.trained_bytes = trained_bytes(self.params.values()) if model.is_placed else 0
         self.machine = machine_of(self.device, model.session, options)
         self.bucket_bytes = versions.ddp_bucket_bytes()

@@ -84,10 +84,10 @@ class Shares:
     _order: list[tuple[str, str]] = field(default_factory=list)
     _expected: dict[Origin, str] = field(default_factory=dict)
 
-    def parameters(self) -> frozenset[str]:
-        """Names of those that graphs read which are known so far."""
-        known = (*self.footprints, *self.unsettled, *self.decided)
-        return frozenset[str]().union(*(graph.parameters for graph in known))
+    def read_by_others(self, graph: Origin) -> frozenset[str]:
+        """Names of the parameters that other graphs of a step read, as far as these are known."""
+        others = (*self.footprints, *self.unsettled, *self.decided)
+        return frozenset[str]().union(*(other.parameters for other in others if graph.runs_beside(other)))
 
     def taken_by_others(
         self, graph: Origin, micro_batches: int, instead: Mapping[Origin, Footprint] | None = None

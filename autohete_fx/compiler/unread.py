@@ -13,21 +13,21 @@ from autohete_fx.runtime.tiers.host import is_home
 
 
 def unread_bytes(
-    modules: Iterable[torch.nn.Module], inputs: Sequence[GraphInput], others: Collection[str], device_type: str
+    modules: Iterable[torch.nn.Module], inputs: Sequence[GraphInput], elsewhere: Collection[str], device_type: str
 ) -> int:
-    """Device bytes of parameters and buffers that neither this graph nor a known one reads.
+    """Device bytes of parameters and buffers that neither this graph nor a known one beside it reads.
 
     Args:
         modules: whose call is compiled.
         inputs: of the graph.
-        others: names of parameters that other graphs of the model read, which count there.
+        elsewhere: names of parameters that other graphs of a step read, which count there.
         device_type: of the model's device.
     """
     modules = list(modules)
     if versions.has_fsdp(modules):  # whose parameters are other tensors in a call
         return 0
     read = {_storage(item.tensor) for item in inputs if item.tensor is not None and _is_plain(item.tensor)}
-    read_names = {item.name for item in inputs}.union(others)
+    read_names = {item.name for item in inputs}.union(elsewhere)
     found: dict[int, int] = {}
     for module in modules:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
