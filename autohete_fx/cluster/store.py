@@ -16,6 +16,7 @@ again by another plan, with other rounding.
 
 import contextlib
 import re
+import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -140,7 +141,7 @@ class Place:
     def write(self, save: Save, part: int, tensors: Mapping[str, Tensor]) -> str:
         """Write a part; returns its path. It is complete when this returns. Any error of the file system is raised."""
         path = f"{self._path}/{save.folder}/part-{part:06d}"
-        with _alone():
+        with alone():
             save_checkpoint(dict(tensors), storage_writer=FsspecWriter(path), no_dist=True)
         return path
 
@@ -202,7 +203,7 @@ def read_parts(parts: Parts, names: Collection[str]) -> dict[str, dict[str, Tens
     found: dict[str, dict[str, Tensor]] = {}
     for path, mine in by_path.items():
         tensors = {entry.key: entry.empty() for name in mine for entry in parts[name][1]}
-        with _alone():
+        with alone():
             load(tensors, storage_reader=FsspecReader(path), no_dist=True)
         for name in mine:
             found[name] = {entry.key: tensors[entry.key] for entry in parts[name][1]}
@@ -258,12 +259,29 @@ def joined(name: str, pieces: Sequence[Piece], found: Mapping[str, Mapping[str, 
     return made
 
 
+_quiet = contextlib.ExitStack()
+_quiet_lock, _num_alone = threading.Lock(), 0
+
+
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Without PyTorch's warning that a part is saved and loaded by one process: it is."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+def alone() -> Iterator[None]:
+    """Without PyTorch's warning that a part is saved and loaded by one process: it is.
+
+    Filters of warnings belong to the process. A thread that is done leaves them to others that still write.
+    """
+    global _num_alone
+    with _quiet_lock:
+        if not _num_alone:
+            _quiet.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        _num_alone += 1
+    try:
         yield
+    finally:
+        with _quiet_lock:
+            _num_alone -= 1
+            if not _num_alone:
+                _quiet.close()
 
 
 def _entries(metadata: Metadata) -> dict[str, tuple[Entry, ...]]:

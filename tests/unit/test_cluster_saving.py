@@ -1,5 +1,6 @@
 """Saves of one rank, of a group whose others are not there."""
 
+import warnings
 from collections.abc import Collection
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from autohete_fx.cluster.pieces import Piece
 from autohete_fx.cluster.saving import Saved, Saver
-from autohete_fx.cluster.store import COMMITTED, Place, Save, Store
+from autohete_fx.cluster.store import COMMITTED, Place, Save, Store, alone
 from autohete_fx.internals.fake_group import fake_default_group
 
 
@@ -26,6 +27,18 @@ def test_a_part_that_is_whole_is_not_written_again_when_the_cloud_gets_its_step(
         assert saver.drain() == Saved(local=1, cloud=1)
         assert before and before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("disk/*/*/*")}
         assert len(list(tmp_path.glob("cloud/*/*/*"))) == len(before)
+
+
+def test_a_writer_that_is_done_does_not_give_another_one_the_warning():
+    """Warnings are errors here, and a save that ends in one is none."""
+    before = warnings.filters[:]
+    first, second = alone(), alone()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    warnings.warn("torch.distributed is disabled, unavailable or uninitialized, and so on", stacklevel=1)
+    second.__exit__(None, None, None)
+    assert warnings.filters[:] == before
 
 
 W = Piece("w")
