@@ -1,5 +1,6 @@
 """A rank's part of a model: what all kinds of stages have in common."""
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ Loss = Callable[[Any, Any], Tensor]
 """A function of the output of the model and the batch: the mean over its samples."""
 
 
-class StageModule(nn.Module):
+class StageModule(nn.Module, abc.ABC):
     """Consecutive layers of a model.
 
     Attributes:
@@ -31,9 +32,9 @@ class StageModule(nn.Module):
         self._loss, self._share = loss, share
         self._batch_form: tuple[str, tuple[str, ...]] = ("tensor", ("0",))
 
+    @abc.abstractmethod
     def named(self) -> dict[str, nn.Parameter]:
         """This stage's parameters."""
-        raise NotImplementedError
 
     def passing_on(self, compiled: nn.Module) -> nn.Module:
         """The module that a pipeline calls: the compiled stage, with tensors that only pass through it."""

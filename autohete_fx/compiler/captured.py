@@ -15,13 +15,12 @@ from autohete_fx.cache import sources_digest
 from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compiler.agreement import Agreement
 from autohete_fx.compiler.compilation import Share
+from autohete_fx.compiler.fixed_bytes import averaging_bytes, input_bytes, small_bytes, trained_bytes, unread_bytes
 from autohete_fx.compiler.keys import described_code, described_options, graph_digest, surroundings
 from autohete_fx.compiler.model import Model, origin_of
 from autohete_fx.compiler.problem import (
     NOTE_ON_SHARDS,
     Limits,
-    averaging_bytes,
-    input_bytes,
     leaving_parameters,
     make_problem,
     note_on_reduction,
@@ -31,12 +30,9 @@ from autohete_fx.compiler.problem import (
     product_flops,
     reducing_after_backward,
     refuse_moving,
-    small_bytes,
     state_bytes,
-    trained_bytes,
 )
 from autohete_fx.compiler.shares import Origin, Unsettled
-from autohete_fx.compiler.unread import unread_bytes
 from autohete_fx.internals import dynamo, versions
 from autohete_fx.ir import BlockGraph, Problem, Profile
 from autohete_fx.machine.budgets import device_budget_bytes, host_budget_bytes, machine_of, tuning_bytes

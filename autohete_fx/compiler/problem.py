@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autohete_fx.capture.inputs import GraphInput, is_symbolic, parameter_fqns
+from autohete_fx.capture.inputs import GraphInput, parameter_fqns
 from autohete_fx.errors import PlanError
 from autohete_fx.ir import (
     Activations,
@@ -36,10 +36,7 @@ from autohete_fx.planner.model.figures import host_bytes
 from autohete_fx.profiler import ParamInfo
 from autohete_fx.runtime.placement import is_movable, placement_of
 from autohete_fx.runtime.shard.parts import part_of, shard_of
-from autohete_fx.runtime.shard.step import PIECE_BYTES
-from autohete_fx.runtime.tiers.host import is_home
 
-_COUNTER_BYTES = 4
 _LIBRARY_BYTES = 2**18
 """Bytes that a CPU's library of products takes, however small they are."""
 
@@ -138,12 +135,6 @@ def num_replicas(params: Iterable[torch.nn.Parameter]) -> int:
     return max((part.ranks.num_replicas for part in parts), default=1)
 
 
-def averaging_bytes(params: Iterable[torch.nn.Parameter]) -> int:
-    """Memory in which gradients at home on the host are averaged over replicas."""
-    params = [param for param in params if param.requires_grad]
-    return min(PIECE_BYTES, sum(param.nbytes for param in params)) if num_replicas(params) > 1 else 0
-
-
 def is_elementwise(params: Iterable[torch.nn.Parameter]) -> bool:
     """Whether all updates may be cut into pieces and windows, as plans count them: whole states would take more memory."""
     owned = ((p, optimizer_of(p)) for p in params if p.requires_grad)
@@ -169,43 +160,6 @@ def param_infos(
             product_flops=product_flops(param),
         )
     return infos
-
-
-def input_bytes(inputs: Sequence[GraphInput]) -> int:
-    """Inputs and buffers: on the device, whatever is decided."""
-    return sum(
-        item.tensor.numel() * item.tensor.element_size()
-        for item in inputs
-        if item.tensor is not None and not item.is_parameter and not is_symbolic(item.tensor)
-    )
-
-
-def small_bytes(params: Iterable[torch.nn.Parameter], *, training: bool, micro_batches: int) -> int:
-    """Parameters that stay on the device whatever is decided, with their optimizer states and accumulated gradients. Counters of
-    optimizer steps, one a parameter, are on the CPU."""
-    params = list(params)
-    small = [param for param in params if not is_movable(param)]
-    total = sum(param.nbytes for param in small)
-    if training:
-        total += sum(_COUNTER_BYTES for param in params if param.requires_grad and param.device.type == "cpu")
-        total += sum(state_bytes(param) for param in small)
-        if micro_batches > 1:
-            total += sum(param.nbytes for param in small if param.requires_grad)
-    return total
-
-
-def trained_bytes(params: Iterable[torch.nn.Parameter]) -> int:
-    """Bytes that training has on the device beside parameters.
-
-    Gradients that are there now count, and optimizer states where a plan has them there or none moves them.
-    """
-    total = 0
-    for param in params:
-        placement = placement_of(param)
-        stays = placement is None or placement.optimizer is Optimizer.DEVICE or optimizer_of(param) is None
-        total += state_bytes(param) if stays else 0
-        total += param.grad.nbytes if param.grad is not None and not is_home(param.grad) else 0
-    return total
 
 
 def host_optimizer_allowed(params: Sequence[torch.nn.Parameter]) -> bool:

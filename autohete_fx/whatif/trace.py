@@ -16,7 +16,8 @@ from autohete_fx import passes
 from autohete_fx.capture.grouping import block_index, group_blocks
 from autohete_fx.capture.inputs import GraphInput, graph_inputs, parameter_fqns
 from autohete_fx.compiler import rewriting
-from autohete_fx.compiler.problem import Limits, input_bytes, make_problem, num_ranks, param_infos, small_bytes
+from autohete_fx.compiler.fixed_bytes import input_bytes, small_bytes
+from autohete_fx.compiler.problem import Limits, make_problem, num_ranks, param_infos
 from autohete_fx.errors import AutoHeteError, CaptureError
 from autohete_fx.internals import dynamo
 from autohete_fx.internals.dynamo import Unsupported

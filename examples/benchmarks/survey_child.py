@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -220,7 +221,12 @@ def breaks() -> dict[str, Any]:
 def first_line(error: BaseException) -> str:
     """Its kind, and what it says first."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {(lines or [''])[0][:400]}"
+    return f"{type(error).__name__}: {without_paths((lines or [''])[0])[:400]}"
+
+
+def without_paths(text: str) -> str:
+    """Files of packages, without where this machine has them."""
+    return re.sub(r"[^\s(]*/site-packages/", "", text)
 
 
 @contextlib.contextmanager
@@ -230,7 +236,7 @@ def told() -> Iterator[Any]:
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
+            said.append(without_paths(record.getMessage()))
 
     log, listener = logging.getLogger("autohete_fx"), Listener(logging.WARNING)
     log.addHandler(listener)

@@ -1,0 +1,96 @@
+"""Device bytes that no decision changes, of which `Problem.fixed_bytes` is made up.
+
+In: a graph's inputs and parameters, and the modules whose call is compiled. Out: bytes.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+
+from autohete_fx.capture.inputs import GraphInput, is_symbolic
+from autohete_fx.compiler.problem import num_replicas, state_bytes
+from autohete_fx.internals import versions
+from autohete_fx.ir import Optimizer
+from autohete_fx.optim.owners import optimizer_of
+from autohete_fx.runtime.placement import is_movable, placement_of
+from autohete_fx.runtime.shard.step import PIECE_BYTES
+from autohete_fx.runtime.tiers.host import is_home
+
+_COUNTER_BYTES = 4
+
+
+def input_bytes(inputs: Sequence[GraphInput]) -> int:
+    """Inputs and buffers: on the device, whatever is decided."""
+    return sum(
+        item.tensor.numel() * item.tensor.element_size()
+        for item in inputs
+        if item.tensor is not None and not item.is_parameter and not is_symbolic(item.tensor)
+    )
+
+
+def small_bytes(params: Iterable[torch.nn.Parameter], *, training: bool, micro_batches: int) -> int:
+    """Parameters that stay on the device whatever is decided, with their optimizer states and accumulated gradients. Counters of
+    optimizer steps, one a parameter, are on the CPU."""
+    params = list(params)
+    small = [param for param in params if not is_movable(param)]
+    total = sum(param.nbytes for param in small)
+    if training:
+        total += sum(_COUNTER_BYTES for param in params if param.requires_grad and param.device.type == "cpu")
+        total += sum(state_bytes(param) for param in small)
+        if micro_batches > 1:
+            total += sum(param.nbytes for param in small if param.requires_grad)
+    return total
+
+
+def trained_bytes(params: Iterable[torch.nn.Parameter]) -> int:
+    """Bytes that training has on the device beside parameters.
+
+    Gradients that are there now count, and optimizer states where a plan has them there or none moves them.
+    """
+    total = 0
+    for param in params:
+        placement = placement_of(param)
+        stays = placement is None or placement.optimizer is Optimizer.DEVICE or optimizer_of(param) is None
+        total += state_bytes(param) if stays else 0
+        total += param.grad.nbytes if param.grad is not None and not is_home(param.grad) else 0
+    return total
+
+
+def averaging_bytes(params: Iterable[torch.nn.Parameter]) -> int:
+    """Memory in which gradients at home on the host are averaged over replicas."""
+    params = [param for param in params if param.requires_grad]
+    return min(PIECE_BYTES, sum(param.nbytes for param in params)) if num_replicas(params) > 1 else 0
+
+
+def unread_bytes(
+    modules: Iterable[torch.nn.Module], inputs: Sequence[GraphInput], elsewhere: Collection[str], device_type: str
+) -> int:
+    """Parameters and buffers that neither this graph nor a known one beside it reads, such as a vision tower's of text alone.
+
+    Args:
+        modules: whose call is compiled.
+        inputs: of the graph.
+        elsewhere: names of parameters that other graphs of a step read, which count there.
+        device_type: of the model's device.
+    """
+    modules = list(modules)
+    if versions.has_fsdp(modules):  # whose parameters are other tensors in a call
+        return 0
+    read = {_storage(item.tensor) for item in inputs if item.tensor is not None and _is_plain(item.tensor)}
+    read_names = {item.name for item in inputs}.union(elsewhere)
+    found: dict[int, int] = {}
+    for module in modules:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in read_names or not _is_plain(tensor) or tensor.device.type != device_type or is_home(tensor):
+                continue
+            found[_storage(tensor)] = tensor.untyped_storage().nbytes()
+    return sum(num_bytes for storage, num_bytes in found.items() if storage not in read)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it has a storage of its own: no DTensor, nor another tensor of tensors."""
+    return type(tensor.data) is torch.Tensor and not tensor.is_meta and tensor.layout is torch.strided
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
