@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from quotations import RESULTS, read
+from quoting import RESULTS, read
 
 
 def cluster_truth() -> str:

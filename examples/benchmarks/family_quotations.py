@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from quotations import Result, named
+from quoting import Result, named
 
 Row = dict[str, Any]
 

@@ -10,6 +10,7 @@ import autohete_fx
 from autohete_fx.planner.model.figures import waiting_bytes
 from autohete_fx.runtime.meter import device_live_bytes
 from tests import training
+from tests.references import ReferenceAdamW, adamw
 from tests.training import Model, Sizes, assert_equal, batch, copied, make
 
 SIZES, IN_FLIGHT, STEPS = Sizes(batch=16), 3, 3
@@ -40,7 +41,7 @@ def run(options: dict[str, Any] | None) -> tuple[list[Tensor], int]:
     torch._dynamo.reset()
     foreign_bytes, peaks = device_live_bytes("cpu"), list[int]()
     model = make("cpu", SIZES)
-    optimizer = training.adamw(model) if options is not None else training.ReferenceAdamW(model, frozenset())
+    optimizer = adamw(model) if options is not None else ReferenceAdamW(model, frozenset())
     if options is None:
         model.compile(backend="aot_eager")
     else:

@@ -17,7 +17,8 @@ from examples.benchmarks.emulated import Emulation, Speeds
 from tests import training
 from tests.held_updates import random_delays, use_lanes
 from tests.main_job import slow
-from tests.training import REFERENCES, Sizes, adam, assert_equal, lion, make, momentum, muon, ours, sgd, train
+from tests.references import REFERENCES, adam, adamw, lion, momentum, muon, sgd
+from tests.training import Sizes, assert_equal, make, ours, train
 
 
 def plain(made: Any, **how: Any) -> list[torch.Tensor]:
@@ -150,7 +151,7 @@ def test_plans_count_states_and_what_updates_move(monkeypatch: pytest.MonkeyPatc
         captured, "make_problem", lambda *args, **how: problems.append(make_problem(*args, **how)) or problems[-1]
     )
     costs = []
-    for made in (training.adamw, lion, momentum, sgd):
+    for made in (adamw, lion, momentum, sgd):
         model = make("cpu", SIZES)
         optimizer = made(model)
         autohete_fx.preview(
@@ -159,12 +160,12 @@ def test_plans_count_states_and_what_updates_move(monkeypatch: pytest.MonkeyPatc
         costs.append(problems[-1].costs)
         torch._dynamo.reset()
         del optimizer
-    for adamw, lion_, momentum_, sgd_ in zip(*costs, strict=True):
-        assert adamw.num_params == lion_.num_params == sgd_.num_params
-        assert adamw.optimizer_bytes == 2 * lion_.optimizer_bytes == 2 * momentum_.optimizer_bytes
-        assert sgd_.optimizer_bytes == 0 and sgd_.grad_bytes == adamw.grad_bytes
-        trains = bool(adamw.num_params)
-        assert adamw.update_share == 1.0 and lion_.update_share == momentum_.update_share == (
+    for adamw_, lion_, momentum_, sgd_ in zip(*costs, strict=True):
+        assert adamw_.num_params == lion_.num_params == sgd_.num_params
+        assert adamw_.optimizer_bytes == 2 * lion_.optimizer_bytes == 2 * momentum_.optimizer_bytes
+        assert sgd_.optimizer_bytes == 0 and sgd_.grad_bytes == adamw_.grad_bytes
+        trains = bool(adamw_.num_params)
+        assert adamw_.update_share == 1.0 and lion_.update_share == momentum_.update_share == (
             20 / 28 if trains else 1.0
         )
         assert sgd_.update_share == (12 / 28 if trains else 1.0)

@@ -9,7 +9,8 @@ from torch import nn
 import autohete_fx
 from autohete_fx.runtime.meter import device_live_bytes
 from tests import training
-from tests.training import ReferenceAdamW, Sizes, assert_equal, ours, train
+from tests.references import ReferenceAdamW
+from tests.training import Sizes, assert_equal, ours, train
 
 SIZES = Sizes(width=128, layers=4)
 

@@ -18,7 +18,7 @@ from autohete_fx.runtime import disk
 from autohete_fx.runtime.disk import DiskTier
 from autohete_fx.runtime.placement import Placement, place_param
 from autohete_fx.runtime.tiers.host import HostTier, is_home, open_tier
-from tests.training import ReferenceLion
+from tests.references import ReferenceLion
 
 SHAPES = ((33, 7), (5,), (), (1,), (0, 4), (200, 300))
 PLACES = [Optimizer.DEVICE, Optimizer.HOST, Optimizer.DISK]
