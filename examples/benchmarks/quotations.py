@@ -264,7 +264,8 @@ def _strategies(result: Result) -> str:
             list(dict.fromkeys(r[k] for r in mine)) for k in ("device", "model", "budget_bytes")
         )
         memory = f"{listed(f'{budget / 1e9:.0f}' for budget in budgets)} GB"
-        header.append(f"{listed(devices)}, {memory}: {listed(models)}")
+        ranks = max(row.get("ranks") or 1 for row in mine)
+        header.append(f"{f'{ranks} x ' if ranks > 1 else ''}{listed(devices)}, {memory}: {listed(models)}")
         header += ["the paper, measured"] if part == "paper" else []
     return table(header, rows)
 
@@ -272,10 +273,14 @@ def _strategies(result: Result) -> str:
 def _ever_faster(result: Result) -> str:
     others = [row for row in result.rows if row["strategy"] != "ours" and row["fits"]]
     faster = sum(row["time / ours"] < 1 for row in others)
-    gap = max(row["gap"] for row in result.rows if row.get("gap") is not None)
+    gaps: dict[int, float] = {}
+    for row in result.rows:
+        if row.get("gap") is not None:
+            gaps[row["ranks"]] = max(gaps.get(row["ranks"], 0.0), row["gap"])
+    most = listed(f"{percent(gap)} on {ranks} {'rank' if ranks == 1 else 'ranks'}" for ranks, gap in gaps.items())
     count = "None" if not faster else str(faster)
     verb = "is" if faster <= 1 else "are"
-    return f"{count} of {len(others)} that fit {verb} faster than ours, whose proven gaps are at most {percent(gap)}."
+    return f"{count} of {len(others)} that fit {verb} faster than ours, whose proven gaps are at most {most}."
 
 
 def step_caption() -> str:
