@@ -6,7 +6,7 @@ modelled.
 
 import enum
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,7 +57,7 @@ class Process:
 class _Channel:
     """One direction between two neighbouring stages: messages in order, one under way at a time."""
 
-    __slots__ = ("arrived", "bytes", "flow", "gather_s", "pairs", "receiver", "route", "sender", "waiting")
+    __slots__ = ("arrived", "bytes", "flow", "gather_s", "pairs", "rates", "receiver", "route", "sender", "waiting")
 
     def __init__(
         self, sender: int, receiver: int, route: tuple[str, str], num_bytes: float, pairs: int, gather_s: float
@@ -65,6 +65,7 @@ class _Channel:
         self.sender, self.receiver, self.route = sender, receiver, route
         self.bytes, self.pairs, self.gather_s = num_bytes, pairs, gather_s
         self.arrived = 0
+        self.rates: dict[int, float] = {}  # by how many pairs share its ports
         self.waiting: deque[float] = deque()
         self.flow: _Flow | None = None
 
@@ -90,11 +91,13 @@ class Engine:
         self._channels: dict[tuple[int, bool], _Channel] = {}
         self._events: list[tuple[float, int, Process | _Flow, int]] = []
         self._count = 0
-        self._flows: dict[str, set[_Flow]] = {}
+        self._flows: dict[str, dict[_Flow, None]] = {}  # by the nodes whose ports they take
+        self._leaving: Counter[str] = Counter()  # pairs that send to other nodes
+        self._coming: Counter[str] = Counter()
         for index, pipeline in enumerate(plan.pipelines):
             depth = len(pipeline.stages)
             for place, stage in enumerate(pipeline.stages):
-                program = tuple(instructions(place, depth, pipeline.micro_batches, plan.schedule))
+                program = instructions(place, depth, pipeline.micro_batches, plan.schedule)
                 number = len(self.processes)
                 self.processes.append(Process(index, place, program, table[index][place]))
                 if place + 1 == depth:
@@ -176,36 +179,34 @@ class Engine:
         channel.waiting.popleft()
         channel.flow = _Flow(channel, now)
         for node in set(channel.route):
-            self._flows.setdefault(node, set()).add(channel.flow)
+            self._flows.setdefault(node, {})[channel.flow] = None
+        self._count_pairs(channel, channel.pairs)
         self._share(channel.route, now)
+
+    def _count_pairs(self, channel: _Channel, pairs: int) -> None:
+        source, target = channel.route
+        if source != target:
+            self._leaving[source] += pairs
+            self._coming[target] += pairs
 
     def _share(self, route: tuple[str, str], now: float) -> None:
         """Give every message at the ports of a route its part of what they carry."""
-        for flow in {flow for node in set(route) for flow in self._flows.get(node, ())}:
-            rate = self._rate(flow)
-            flow.left -= flow.rate * (now - flow.since_s)
-            flow.rate, flow.since_s = rate, now
-            flow.version += 1
-            self._push(now + max(0.0, flow.left) / rate, flow, flow.version)
+        for node in dict.fromkeys(route):
+            for flow in self._flows.get(node, ()):
+                rate = self._rate(flow.channel)
+                if rate != flow.rate:
+                    flow.left -= flow.rate * (now - flow.since_s)
+                    flow.rate, flow.since_s = rate, now
+                    flow.version += 1
+                    self._push(now + max(0.0, flow.left) / rate, flow, flow.version)
 
-    def _rate(self, flow: _Flow) -> float:
-        source, target = flow.channel.route
-        pairs, num_bytes = flow.channel.pairs, flow.channel.bytes
-        if source == target:
-            return self._links.within(source).bytes_per_s(num_bytes, pairs)
-        link = self._links.between(source, target)
-        leaving = sum(
-            other.channel.pairs
-            for other in self._flows[source]
-            if other.channel.route[0] == source != other.channel.route[1]
-        )
-        coming = sum(
-            other.channel.pairs
-            for other in self._flows[target]
-            if other.channel.route[1] == target != other.channel.route[0]
-        )
-        shared = max(leaving, coming)
-        return pairs / shared * link.bytes_per_s(num_bytes, shared)
+    def _rate(self, channel: _Channel) -> float:
+        source, target = channel.route
+        shared = channel.pairs if source == target else max(self._leaving[source], self._coming[target])
+        if shared not in channel.rates:
+            link = self._links.within(source) if source == target else self._links.between(source, target)
+            channel.rates[shared] = channel.pairs / shared * link.bytes_per_s(channel.bytes, shared)
+        return channel.rates[shared]
 
     def _computed(self, number: int, now: float) -> None:
         process = self.processes[number]
@@ -225,7 +226,8 @@ class Engine:
         channel = flow.channel
         channel.flow = None
         for node in set(channel.route):
-            self._flows[node].discard(flow)
+            del self._flows[node][flow]
+        self._count_pairs(channel, -channel.pairs)
         self._share(channel.route, now)
         channel.arrived += 1
         receiving = self._receiver_is_there(channel)

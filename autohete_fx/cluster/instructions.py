@@ -4,6 +4,7 @@ Enter a place, a depth, a number of micro-batches and a schedule; leave `Instruc
 """
 
 import enum
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -27,13 +28,18 @@ class Instruction:
     ahead: bool = True
 
 
-def instructions(place: int, depth: int, micro_batches: int, schedule: PipelineSchedule) -> Iterator[Instruction]:
+@functools.lru_cache(maxsize=1024)
+def instructions(place: int, depth: int, micro_batches: int, schedule: PipelineSchedule) -> tuple[Instruction, ...]:
     """All that the stage at ``place`` of ``depth`` does in a step, in order.
 
     Sends and receives of neighbours stand in the same order in both, so that blocking ones always meet. Towards the previous
     stage, the activation is received before the last gradient is sent. Towards the next one, the activation is sent before the
     gradient is received.
     """
+    return tuple(_in_order(place, depth, micro_batches, schedule))
+
+
+def _in_order(place: int, depth: int, micro_batches: int, schedule: PipelineSchedule) -> Iterator[Instruction]:
     warm = in_flight(place, depth, micro_batches, schedule)
     first, last = place == 0, place == depth - 1
     order: list[tuple[bool, int]] = [(True, index) for index in range(warm)]
