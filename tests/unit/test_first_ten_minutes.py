@@ -69,15 +69,31 @@ def test_the_doctor_saves_where_there_is_a_directory(
     assert cli.main(words) == 2 and "here it would measure" in capsys.readouterr().err
 
 
+_NEXT = "the selection "
+_COLLECT = f"""
+import contextlib, io, shlex, sys, pytest
+for words in sys.argv[1:]:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        status = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *shlex.split(words)])
+    print(f"{_NEXT}{{words}}", f"status {{int(status)}}", printed.getvalue(), sep="\\n")
+"""
+"""One process for all: its imports take most of the time."""
+
+
 @pytest.mark.slow
 def test_every_selection_of_tests_has_some():
     selections = {tuple(c[c.index("pytest") + 1 :]) for c in COMMANDS if "pytest" in c}
     assert len(selections) == 5
-    for words in selections:
-        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *words]
-        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert found.returncode == 0, found.stdout
-        names = [line for line in found.stdout.splitlines() if line.startswith("tests/cuda/")]
+    collected = subprocess.run(
+        [sys.executable, "-c", _COLLECT, *map(shlex.join, selections)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for words, status, *lines in (each.splitlines() for each in collected.stdout.split(_NEXT)[1:]):
+        assert status == "status 0", (words, lines)
+        names = [line for line in lines if line.startswith("tests/cuda/")]
         if "-k" in words:
             assert names == [
                 "tests/cuda/test_main_job_cuda.py::TestOnCuda::test_hand_made_plans_are_bitwise_exact[mixed]"

@@ -175,7 +175,7 @@ def test_a_transposed_matrix_is_updated_as_torch_updates_it() -> None:
 def test_a_step_takes_the_workspace_that_plans_count() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         params = make_params(dtype, [(512, 1024), (1024, 512)])
-        optimizer = Muon([{"params": params, "use_muon": True}])
+        optimizer = Muon([{"params": params, "use_muon": True}], ns_steps=1)  # takes the memory of five
         for step in range(2):
             for p in params:
                 p.grad = torch.randn_like(p)
@@ -191,7 +191,7 @@ def test_a_step_takes_the_workspace_that_plans_count() -> None:
 def test_streamed_matrices_take_the_memory_that_a_given_plan_counts(tier: HostTier) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         params = make_params(dtype, [(512, 1024), (1024, 512), (256, 256), (512, 512)])
-        optimizer = Muon([{"params": params, "use_muon": True}])
+        optimizer = Muon([{"params": params, "use_muon": True}], ns_steps=1)
         with placed(params, Optimizer.STREAMED, tier, is_host=False, params_at=Params.HOST):
             for step in range(2):
                 for p in params:
