@@ -19,7 +19,7 @@ PIP_ARGS ?=
 DEMO_ARGS ?=
 RANKS ?= 1
 TEST_ARGS ?=
-PARALLEL ?= -n auto --maxprocesses 4 --dist loadgroup
+PARALLEL ?= -n auto --maxprocesses 4
 
 TORCH_VERSION := 2.13.0
 CPU_INDEX := https://download.pytorch.org/whl/cpu

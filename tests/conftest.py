@@ -7,7 +7,8 @@
   and sees caching as a user does (both caches on).
 * ``AUTOHETE_CACHE_DIR`` (machine figures, profiles) is shared by all tests too, but for those with the fixture ``fresh_cache``.
 * Tests under ``tests/cuda`` have the marker ``cuda`` and are skipped where there is no CUDA device.
-* pytest-xdist's workers (``-n``) share the cores: each computes on its part of them. One of them runs all CUDA tests.
+* pytest-xdist's workers (``-n``) share the cores: each computes on its part of them. A file's tests run in one worker, which
+  makes what they share once; all CUDA tests run in one, too.
 """
 
 import gc
@@ -17,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -70,7 +71,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(here / "cuda"):
             item.add_marker(pytest.mark.cuda)
-            item.add_marker(pytest.mark.xdist_group("cuda"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files in the order above, whatever ``--dist`` says."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/cuda" if nodeid.startswith("tests/cuda/") else nodeid.partition("::")[0]
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 def pytest_collection_finish() -> None:

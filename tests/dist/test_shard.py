@@ -18,7 +18,6 @@ from tests.dist import ranks
 from tests.dist.sharded import Net, alone, differences, make, mesh, refusal, together, tokens, whole
 
 
-pytestmark = pytest.mark.xdist_group("test_shard")
 
 
 @pytest.fixture(scope="module")

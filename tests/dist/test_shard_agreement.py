@@ -22,7 +22,6 @@ from tests.dist.sharded import mesh, refusal
 from tests.layers import EAGER, Layers
 
 
-pytestmark = pytest.mark.xdist_group("test_shard_agreement")
 
 
 @pytest.fixture(scope="module")

@@ -164,7 +164,7 @@ def peak() -> dict[str, int]:
     return {"measured": meter.peak_bytes - others, "predicted": plan.peak_bytes, "layer": layer, "replicated": replicated}
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("test_shard_replicated")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ HOST = [
 ]
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("test_shard_uses")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -194,20 +194,17 @@ OURS = "torch.ops.autohete"  # the name of our own operators
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("importing")
 def test_importing_changes_nothing_of_pytorch():
     assert changes(IMPORTS) == [OURS]
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("importing")
 def test_that_could_fail():
     planted = "; torch.nn.Linear.forward = lambda self, x: x; torch.planted = 1"
     assert {*changes(IMPORTS + planted)} == {"torch.nn.modules.linear.Linear.forward", "torch.planted", OURS}
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("importing")
 def test_what_is_hooked_once_our_backend_is_asked_for():
     assert {*changes(f"{IMPORTS}; {ASKS}")} == {
         "torch._dynamo.convert_frame.CatchErrorsWrapper.__call__",

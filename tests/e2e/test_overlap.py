@@ -143,7 +143,6 @@ def held(request: pytest.FixtureRequest) -> Iterator[Training]:
 
 
 @pytest.mark.keeps_compiled
-@pytest.mark.xdist_group("reads")
 @pytest.mark.parametrize("held", [OPTIMIZER_ON_HOST, slow(ALL_ON_HOST)], ids=["device", "host"], indirect=True)
 @pytest.mark.parametrize("name", READS)
 def test_a_read_waits_for_the_update(name: str, held: Training):

@@ -74,7 +74,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("resume")  # together, for the run that nobody kills
 @pytest.mark.parametrize("states", ["host", "disk"])
 def test_a_run_killed_in_mid_update_goes_on_bit_by_bit(states: str, expected: dict[str, float], tmp_path: Path):
     killed = run(tmp_path / "killed", states, killed_at=6)  # behind the checkpoint of step 5

@@ -77,7 +77,6 @@ def held(request: pytest.FixtureRequest) -> Iterator[Training]:
 
 
 @pytest.mark.keeps_compiled
-@pytest.mark.xdist_group("reads of streamed")
 @pytest.mark.parametrize("held", [STREAMED, slow(AT_HOME)], ids=["device", "host"], indirect=True)
 @pytest.mark.parametrize("name", ["operator", "view", "state_dict", "optimizer state", "eager forward", "save"])
 def test_a_read_waits_for_the_update(name: str, held: Training):
