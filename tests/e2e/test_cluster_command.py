@@ -85,9 +85,9 @@ def test_measured_costs_are_planned_for(capsys):
         "--costs",
         MEASURED,
         "--cluster",
-        "2xA100-40,4xV100-16",
+        "1xA100-40,4xV100-16",
         "--batch",
-        "32",
+        "16",
         "--seq",
         "2048",
     ]
