@@ -65,6 +65,14 @@ class Batch:
         return tuple(self.tensors.values()) if self.given == "tuple" else dict(self.tensors)
 
 
+def joined(batches: Sequence[Batch]) -> Batch:
+    """The samples of all batches, one after the other."""
+    if len(batches) == 1:
+        return batches[0]
+    rows = {name: [batch.tensors[name] for batch in batches] for name in batches[0].tensors}
+    return Batch(tensors={name: torch.cat(tensors) for name, tensors in rows.items()}, given=batches[0].given)
+
+
 def batch_of(given: object) -> Batch:
     """Read a user's batch. Raises ClusterError for anything but tensors of one number of samples."""
     if isinstance(given, Tensor):

@@ -7,10 +7,11 @@ Gradients of a parameter are summed over its owners: all ranks whose stages hold
 several stages of one pipeline read is one parameter with more owners, and that is all that ties need. Parameters with equal
 owners are summed together. There are at most as many sets of owners as the pipelines have cuts, one more, and one for each tie.
 
-Where units share layers by tensor parallelism, a parameter has owners for each piece of it. Pipelines of different degrees cut
-it at different places, and every piece between two cuts has its own set of owners.
+Where units share layers by tensor parallelism or hold shards, a parameter has owners for each piece of it. Pipelines of different
+units cut it at different places, and every piece between all cuts has its own set of owners.
 """
 
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ import torch
 from autohete_fx.cluster.layers import LayerMap
 from autohete_fx.cluster.pieces import Piece, finest
 from autohete_fx.cluster.plan import ClusterPlan, Stage
+from autohete_fx.cluster.split import AtMarks
 from autohete_fx.cluster.tensor_parallel import TensorLayout
+from autohete_fx.cluster.unit import UnitPlace
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.pipelines import CROSS_WITHOUT_GRADIENT
 
@@ -46,11 +49,13 @@ class Seat:
         pipeline: index.
         place: of its stage in the pipeline.
         part: of the stage's GPUs, by tensor parallelism.
+        shard: of the stage's parameters and samples.
     """
 
     pipeline: int
     place: int
     part: int
+    shard: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,29 +80,43 @@ class Deployment:
         """The stage of a seat."""
         return self.plan.pipelines[seat.pipeline].stages[seat.place]
 
-    def pipeline(self, index: int, part: int) -> tuple[int, ...]:
-        """Ranks of a pipeline in order of stages, one of each stage: that of a part, modulo the stage's number of GPUs."""
+    def place(self, seat: Seat) -> UnitPlace:
+        """Where in its unit a seat is."""
+        stage = self.stage(seat)
+        return UnitPlace(degree=stage.tp, part=seat.part, shards=stage.shards, shard=seat.shard)
+
+    def pipeline(self, index: int, part: int, shard: int) -> tuple[int, ...]:
+        """Ranks of a pipeline in order of stages, one of each stage: that of a part and a shard, modulo the stage's numbers."""
         stages = self.plan.pipelines[index].stages
         return tuple(
-            self.ranks[Seat(pipeline=index, place=place, part=part % stage.tp)] for place, stage in enumerate(stages)
+            self.ranks[Seat(pipeline=index, place=place, part=part % stage.tp, shard=shard % stage.shards)]
+            for place, stage in enumerate(stages)
         )
 
     def depth(self, index: int) -> int:
         """Stages of a pipeline."""
         return len(self.plan.pipelines[index].stages)
 
-    def samples(self, index: int) -> range:
-        """Those of the global batch that a pipeline takes."""
-        sizes = [pipeline.micro_batch * pipeline.micro_batches for pipeline in self.plan.pipelines]
-        first = sum(sizes[:index])
-        return range(first, first + sizes[index])
+    def rows(self, seat: Seat) -> range:
+        """The samples of a micro-batch that a seat takes."""
+        stage, size = self.stage(seat), self.plan.pipelines[seat.pipeline].micro_batch
+        return range(size * seat.shard // stage.shards, size * (seat.shard + 1) // stage.shards)
+
+    def samples(self, seat: Seat) -> tuple[range, ...]:
+        """Those of the global batch that a seat takes, in the order of micro-batches. Without shards it is one range."""
+        pipelines, rows = self.plan.pipelines, self.rows(seat)
+        first = sum(before.micro_batch * before.micro_batches for before in pipelines[: seat.pipeline])
+        size, count = pipelines[seat.pipeline].micro_batch, pipelines[seat.pipeline].micro_batches
+        if len(rows) == size:
+            return (range(first, first + size * count),)
+        begins = range(first, first + size * count, size)
+        return tuple(range(begin + rows.start, begin + rows.stop) for begin in begins)
 
     def held(self, seat: Seat, layer_map: LayerMap, layout: TensorLayout) -> dict[str, Piece]:
         """By name of a parameter, the piece that a seat has."""
-        stage = self.stage(seat)
+        place = self.place(seat)
         return {
-            name: Piece(name, cut=layout.cut(name, layer_map.shapes[name].sizes, stage.tp, seat.part))
-            for name in layer_map.held(stage.layers)
+            name: place.piece(layout, name, layer_map.shapes[name]) for name in layer_map.held(self.stage(seat).layers)
         }
 
     def owners(self, layer_map: LayerMap, layout: TensorLayout) -> dict[Piece, tuple[int, ...]]:
@@ -111,13 +130,17 @@ class Deployment:
                     found.setdefault(part, []).append(rank)
         return {piece: tuple(sorted(ranks)) for piece, ranks in found.items()}
 
-    def units(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """By pipeline and place, the ranks of each unit of several GPUs, in order of their parts."""
-        return {
-            (index, place): tuple(self.ranks[Seat(pipeline=index, place=place, part=part)] for part in range(stage.tp))
-            for index, place, stage in self.plan.stages()
-            if stage.tp > 1
-        }
+    def peers(self) -> list[tuple[Seat, ...]]:
+        """The seats of each unit that share layers by tensor parallelism, in order of their parts, and those that hold shards."""
+        found: list[tuple[Seat, ...]] = []
+        for index, place, stage in self.plan.stages():
+            seats = [
+                [Seat(pipeline=index, place=place, part=part, shard=shard) for part in range(stage.tp)]
+                for shard in range(stage.shards)
+            ]
+            rows = [*(seats if stage.tp > 1 else ()), *(zip(*seats, strict=True) if stage.shards > 1 else ())]
+            found += map(tuple, rows)
+        return found
 
 
 def deploy(plan: ClusterPlan, members: Sequence[Member]) -> Deployment:
@@ -132,7 +155,7 @@ def deploy(plan: ClusterPlan, members: Sequence[Member]) -> Deployment:
     needed: dict[str, tuple[str, int]] = {}
     for _, _, stage in plan.stages():
         gpu, count = needed.get(stage.node, (stage.gpu, 0))
-        needed[stage.node] = gpu, count + stage.tp
+        needed[stage.node] = gpu, count + stage.num_gpus
     taken: dict[str, list[int]] = {}
     for node, (gpu, count) in sorted(needed.items(), key=lambda item: (-item[1][1], item[0])):
         able = [name for name, ranks in free.items() if gpus[name] == gpu and len(ranks) >= count]
@@ -146,8 +169,8 @@ def deploy(plan: ClusterPlan, members: Sequence[Member]) -> Deployment:
         taken[node] = free.pop(chosen)
     ranks: dict[Seat, int] = {}
     for index, place, stage in plan.stages():
-        for part in range(stage.tp):
-            ranks[Seat(pipeline=index, place=place, part=part)] = taken[stage.node].pop(0)
+        for shard, part in itertools.product(range(stage.shards), range(stage.tp)):
+            ranks[Seat(pipeline=index, place=place, part=part, shard=shard)] = taken[stage.node].pop(0)
     seated = set(ranks.values())
     return Deployment(plan=plan, ranks=ranks, idle=tuple(rank for rank in range(len(members)) if rank not in seated))
 
@@ -165,8 +188,28 @@ def warn_of_offloads(plan: ClusterPlan, optimizer: object) -> None:
         )
 
 
-def check_runs(plan: ClusterPlan, layer_map: LayerMap, model: str) -> None:
-    """Raise ClusterError where a plan does not fit a model, or asks for what cannot be run."""
+def warn_of_wholes(plan: ClusterPlan, backend: str) -> None:
+    """Warn where a backend keeps whole parameters of sharded stages. The result is the same, in more memory."""
+    if any(stage.shards > 1 for _, _, stage in plan.stages()):
+        warnings.warn(
+            f"the plan has stages whose GPUs hold shards, and the backend {backend!r} keeps parameters whole from each forward to"
+            ' its backward. Expected was backend="autohete", which gathers them again within memory_budget. Give it, or see that'
+            " there is enough memory",
+            stacklevel=3,
+        )
+
+
+def check_runs(plan: ClusterPlan, layer_map: LayerMap, model: str, *, samples: int, is_compiled: bool) -> None:
+    """Raise ClusterError where a plan does not fit a model, or asks for what cannot be run.
+
+    Args:
+        plan: for the job.
+        layer_map: of the model.
+        model: its name.
+        samples: of which the map is.
+        is_compiled: the job has a backend.
+    """
+    _check_shards(plan, layer_map, model, samples, is_compiled=is_compiled)
     if plan.num_layers != layer_map.num_layers:
         raise ClusterError(
             f"the plan has {plan.num_layers} layers, and {model} has {layer_map.num_layers}, all before and after its"
@@ -194,3 +237,27 @@ def check_runs(plan: ClusterPlan, layer_map: LayerMap, model: str) -> None:
                 f" trains, because"
                 " hidden states need gradients. Give the first stage more layers"
             )
+
+
+def _check_shards(plan: ClusterPlan, layer_map: LayerMap, model: str, samples: int, *, is_compiled: bool) -> None:
+    sharded = next((stage for _, _, stage in plan.stages() if stage.shards > 1), None)
+    if sharded is None:
+        return
+    if isinstance(layer_map.way, AtMarks):
+        raise ClusterError(
+            f"the plan has a stage of {sharded.shards} shards, and {model} is divided at marks. Expected was one shard a stage."
+            " Make the plan again without shards, or take the marks out"
+        )
+    if not is_compiled:
+        raise ClusterError(
+            f"the plan has a stage of {sharded.shards} shards, and the job has no backend. Expected was one that compiles stages,"
+            ' because eager code cannot gather parameters. Give cluster.join backend="autohete"'
+        )
+    crossing = layer_map.crossing[1][0].sizes
+    unequal = any(len({stage.shards for stage in pipeline.stages}) > 1 for pipeline in plan.pipelines)
+    if unequal and crossing[0] != samples:
+        raise ClusterError(
+            f"the plan has a pipeline whose stages have unequal shards, and hidden states of {model} have shape {crossing} for"
+            f" {samples} samples. Expected were samples as their first dimension, by which they are divided. Give its stages"
+            " equal shards"
+        )

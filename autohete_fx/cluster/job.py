@@ -29,8 +29,10 @@ from autohete_fx.cluster.stage_module import Loss, StageModule
 from autohete_fx.cluster.stage_run import Load, StageRun
 from autohete_fx.cluster.store import Save, Store, states_of
 from autohete_fx.cluster.sums import GradientSums, clip_factor
-from autohete_fx.cluster.tensor_parallel import TensorLayout, Unit, check_whole
+from autohete_fx.cluster.tensor_parallel import TensorLayout, check_whole
+from autohete_fx.cluster.unit import Unit
 from autohete_fx.errors import AutoHeteError, ClusterError
+from autohete_fx.runtime.shard.parts import note_gradient, part_of
 
 _ANSWER_S = 10.0
 """In which a rank that lives tells the first one so, after an error."""
@@ -151,7 +153,7 @@ class Job:
         seat = deployment.seat(self._rank)
         self.held: dict[str, Piece] = deployment.held(seat, layer_map, layout) if seat else {}
         self._owners = deployment.owners(layer_map, layout)
-        shares = unit.shares(self.held) if unit else {}
+        shares = unit.shares(layer_map.shapes, self.held) if unit else {}
         self._sums = GradientSums(self._owners, layer_map, self.params, self.held, shares, timeout)
         if overlaps and seat and stage:
             self._sums.overlap(deployment.plan.pipelines[seat.pipeline].micro_batches, stage.named())
@@ -207,10 +209,10 @@ class Job:
         """Passes, sums, clipping, update. Returns the loss, the squared norm, and how many ranks were told to leave."""
         zero = torch.zeros((), dtype=torch.float64)
         loss = self._run.passes(load, self.step, self._recipe.seed) if self._run else zero
-        if self.stage is not None and self._unit is not None:
+        if self.stage is not None and self._unit is not None and self._unit.tensor_parallel is not None:
             self.stage.take_gradients()
             if self._unchecked:
-                check_whole(self.params, self._unit)
+                check_whole(self.params, self._unit.layout, self._unit.tensor_parallel)
                 self._unchecked = False
         self._sums.reduce()
         totals = torch.stack([loss, self._sums.squares(), zero + self._notice.given])
@@ -218,6 +220,9 @@ class Job:
         factor = clip_factor(float(totals[1].sqrt()), self._recipe.max_grad_norm)
         if factor != 1.0:
             self._sums.scale(factor)
+        for param in self.params.values():
+            if part_of(param) is not None:  # the step refuses gradients of shards that others wrote
+                note_gradient(param)
         if self.optimizer is not None:
             if self._recipe.learning_rate is not None:
                 for group in self.optimizer.param_groups:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autohete_fx.cluster.automatic import automatic_plan
 from autohete_fx.cluster.batches import batch_of
 from autohete_fx.cluster.building import BuildModel
-from autohete_fx.cluster.deploy import Deployment, Member, Seat, check_runs, deploy, warn_of_offloads
+from autohete_fx.cluster.deploy import Deployment, Member, Seat, check_runs, deploy, warn_of_offloads, warn_of_wholes
 from autohete_fx.cluster.job import Job, JobLog, MakeOptimizer, Recipe
 from autohete_fx.cluster.layers import LayerMap, map_layers
 from autohete_fx.cluster.marks import SplitSpec, with_marks
@@ -32,7 +32,8 @@ from autohete_fx.cluster.stage import Weights, build_stage
 from autohete_fx.cluster.stage_module import Loss, StageModule
 from autohete_fx.cluster.stage_run import StageRun, pipeline_groups
 from autohete_fx.cluster.store import Store, restore_states
-from autohete_fx.cluster.tensor_parallel import TensorLayout, TpPlan, Unit, layout_of
+from autohete_fx.cluster.tensor_parallel import TensorLayout, TpPlan, layout_of
+from autohete_fx.cluster.unit import Unit
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.cut_off import remove_cut_off_libraries
 from autohete_fx.optim.base import PlannedOptimizer
@@ -150,8 +151,10 @@ def join(
         )
     deployment = deploy(plan, members)
     seat = deployment.seat(rank)
-    layer_map = map_layers(build_model, batch.of_samples(plan.pipelines[seat.pipeline if seat else 0].micro_batch))
-    check_runs(plan, layer_map, getattr(build_model, "__name__", "the model"))
+    samples = len(deployment.rows(seat)) if seat else plan.pipelines[0].micro_batch
+    layer_map = map_layers(build_model, batch.of_samples(samples))
+    name = getattr(build_model, "__name__", "the model")
+    check_runs(plan, layer_map, name, samples=samples, is_compiled=backend is not None)
     timeout = timedelta(seconds=timeout_s)
     watch: Any = dist.new_group(backend="gloo", timeout=timeout)
     layout = layout_of(build_model, layer_map, {stage.tp for _, _, stage in plan.stages()}, tp_plan)
@@ -203,9 +206,11 @@ def join(
     )
     if not (_is_autohete(backend) and isinstance(job.optimizer, PlannedOptimizer | None)):
         warn_of_offloads(plan, job.optimizer)
+    if not _is_autohete(backend):
+        warn_of_wholes(plan, str(getattr(backend, "__name__", backend)))
     if restored is not None:
         job.step = restored.step
-        restore_states(job.params, job.optimizer, restored.tensors)
+        restore_states(job.params, job.optimizer, restored.tensors, job.held)
     _report(job, job_log, restored, group, time.perf_counter() - start, [row[2] for row in said])
     if backend is not None:
         job_log.say("the first step compiles the stages, where no cache has them")
@@ -231,13 +236,13 @@ def _unit_of(
     timeout: timedelta,
 ) -> Unit | None:
     """The unit of this rank; None where it has its layers alone. All ranks call it, because they make process groups together."""
-    found = None
-    for (pipeline, place), ranks in deployment.units().items():
-        group: Any = dist.new_group(list(ranks), timeout=timeout)
-        if seat is not None and (seat.pipeline, seat.place) == (pipeline, place):
-            mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("tp",))
-            found = Unit(layout=layout, mesh=mesh, degree=len(ranks), part=seat.part)
-    return found
+    meshes: dict[str, DeviceMesh] = {}
+    for seats in deployment.peers():
+        group: Any = dist.new_group([deployment.ranks[peer] for peer in seats], timeout=timeout)
+        if seat in seats:
+            along = "sharded" if seats[0].shard != seats[1].shard else "tensor_parallel"
+            meshes[along] = DeviceMesh.from_group(group, device.type, mesh_dim_names=(along,))
+    return Unit(layout=layout, place=deployment.place(seat), **meshes) if seat and meshes else None
 
 
 def _stage_of(

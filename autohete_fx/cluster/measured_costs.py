@@ -31,8 +31,8 @@ from autohete_fx.cluster.deploy import Member
 from autohete_fx.cluster.layers import LayerMap, map_layers
 from autohete_fx.cluster.memory import OVERHEAD_BYTES
 from autohete_fx.cluster.split import AtMarks
-from autohete_fx.cluster.tensor_parallel import Unit
 from autohete_fx.cluster.timed_layer import Measuring, TimedLayer, time_layer
+from autohete_fx.cluster.unit import Unit, UnitPlace
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.modes import FakeTensorMode
 from autohete_fx.internals.versions import timeout_of
@@ -168,8 +168,8 @@ def _unit(units: Mapping[str, tuple[int, ...]], measuring: Measuring, device: to
             group: Any = dist.new_group(list(ranks), timeout=timeout_of(dist.group.WORLD, device.type))
             if dist.get_rank() in ranks:
                 mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("tp",))
-                part = ranks.index(dist.get_rank())
-                mine = Unit(layout=measuring.layouts[len(ranks)], mesh=mesh, degree=len(ranks), part=part)
+                place = UnitPlace(degree=len(ranks), part=ranks.index(dist.get_rank()))
+                mine = Unit(layout=measuring.layouts[len(ranks)], place=place, tensor_parallel=mesh)
     return mine
 
 
@@ -348,7 +348,7 @@ def measure(
                             micro_batch=micro_batch,
                             forward_s=forward_s,
                             backward_s=backward_s,
-                            tp=unit.degree if unit else 1,
+                            tp=unit.place.degree if unit else 1,
                         )
                     )
                     sizes[kind] = layer.bytes(kind)

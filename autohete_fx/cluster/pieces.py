@@ -1,20 +1,22 @@
 """Parts of parameters: what a rank holds, sums, saves and sends where a unit's GPUs share layers.
 
-A parameter that tensor parallelism cuts is cut along one dimension, by every unit at its own degree. A `Piece` is a range of
-that dimension, or the whole parameter. `finest` cuts several pieces of a parameter at all of their ends. Each piece is made of
-the results, and two units that cut it differently hold, sum and exchange the same ones.
+Tensor parallelism cuts a parameter along one dimension, by every unit at its own degree. Shards cut it along the first one. A
+`Piece` is a range of each dimension that is cut, or the whole parameter. `finest` cuts several pieces of a parameter at all of
+their ends. Each piece is made of the results, and two units that cut it differently hold, sum and exchange the same ones.
 """
 
 import itertools
+import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from autohete_fx.errors import ClusterError
 
-_CUT = re.compile(r"(.+)@(\d+):(\d+)-(\d+):(\d+)")
+_CUT = re.compile(r"@(\d+):(\d+)-(\d+):(\d+)")
+_CUTS = re.compile(rf"(.+?)((?:{_CUT.pattern})+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -33,42 +35,59 @@ class Cut:
     stop: int
     length: int
 
-    def of(self, tensor: Tensor, within: "Cut | None" = None) -> Tensor:
-        """A view of this range of a tensor, which is whole or has the range ``within``."""
-        start = within.first if within else 0
-        return tensor.narrow(self.dim, self.first - start, self.stop - self.first)
+    @property
+    def rows(self) -> int:
+        """How many it has."""
+        return self.stop - self.first
+
+    def narrowed(self, first: int, stop: int) -> "Cut":
+        """The part of the range from its own row ``first`` to before ``stop``."""
+        return Cut(dim=self.dim, first=self.first + first, stop=self.first + stop, length=self.length)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A parameter, or a range of it.
+    """A parameter, or a box of it.
 
     Attributes:
         name: of the parameter.
-        cut: the range; None: all of it.
+        cuts: the ranges, of dimensions in ascending order; none: all of it.
     """
 
     name: str
-    cut: Cut | None = field(default=None, kw_only=True)
+    cuts: tuple[Cut, ...] = ()
 
     @property
     def key(self) -> str:
-        """The piece as saves spell it: the parameter's name, and after it the range where there is one."""
-        cut = self.cut
-        return self.name if cut is None else f"{self.name}@{cut.dim}:{cut.first}-{cut.stop}:{cut.length}"
+        """The piece as saves spell it: the parameter's name, and after it each range."""
+        return self.name + "".join(f"@{cut.dim}:{cut.first}-{cut.stop}:{cut.length}" for cut in self.cuts)
 
     @classmethod
     def of_key(cls, key: str) -> "Piece":
         """Read ``key``'s text."""
-        found = _CUT.fullmatch(key)
+        found = _CUTS.fullmatch(key)
         if found is None:
             return cls(key)
-        dim, first, stop, length = map(int, found.groups()[1:])
-        return cls(found[1], cut=Cut(dim=dim, first=first, stop=stop, length=length))
+        ranges = (map(int, numbers) for numbers in _CUT.findall(found[2]))
+        return cls(
+            found[1], tuple(Cut(dim=dim, first=first, stop=stop, length=length) for dim, first, stop, length in ranges)
+        )
+
+    @property
+    def share(self) -> float:
+        """The share of the parameter's elements that it has."""
+        return math.prod(cut.rows / cut.length for cut in self.cuts)
+
+    def along(self, dim: int) -> Cut | None:
+        """The range of a dimension; None: all of it."""
+        return next((cut for cut in self.cuts if cut.dim == dim), None)
 
     def of(self, tensor: Tensor, within: "Piece") -> Tensor:
-        """A view of this piece of a tensor that has the piece ``within``."""
-        return tensor if self == within or self.cut is None else self.cut.of(tensor, within.cut)
+        """A view of this piece of a tensor that has the piece ``within``, and perhaps padding after its last rows."""
+        for cut in self.cuts:
+            outer = within.along(cut.dim)
+            tensor = tensor.narrow(cut.dim, cut.first - (outer.first if outer else 0), cut.rows)
+        return tensor
 
 
 def part_of(dim: int, length: int, degree: int, part: int) -> Cut:
@@ -80,58 +99,62 @@ def part_of(dim: int, length: int, degree: int, part: int) -> Cut:
 def finest(pieces: Iterable[Piece]) -> dict[Piece, tuple[Piece, ...]]:
     """Each piece as those that it is made of, once all pieces of a parameter are cut at all of their ends.
 
-    Raises ClusterError where pieces of a parameter are cut along different dimensions, or remember different lengths.
+    Raises ClusterError where pieces of a parameter remember different lengths of a dimension.
     """
     given = set(pieces)
-    cuts: dict[str, set[Cut]] = {}
+    ends: dict[str, dict[int, set[int]]] = {}
     for piece in given:
-        if piece.cut is not None:
-            cuts.setdefault(piece.name, set()).add(piece.cut)
-    atoms = {name: _atoms(name, found) for name, found in cuts.items()}
-    found: dict[Piece, tuple[Piece, ...]] = {}
-    for piece in given:
-        cut, every = piece.cut, atoms.get(piece.name, (Piece(piece.name),))
-        if cut is None:
-            found[piece] = every
-        else:
-            found[piece] = tuple(
-                atom
-                for atom in every
-                if atom.cut is None or (cut.first <= atom.cut.first and atom.cut.stop <= cut.stop)
-            )
-    return found
+        found = ends.setdefault(piece.name, {})
+        for cut in piece.cuts:
+            found.setdefault(cut.dim, {0, cut.length}).update((cut.first, cut.stop))
+            if max(found[cut.dim]) != cut.length:
+                raise ClusterError(
+                    f"{piece.name!r} is cut at rows {sorted(found[cut.dim])} of {cut.length} along dimension {cut.dim}. Expected"
+                    " was one length for all units and saves. Give the job the store of this model, or an empty one"
+                )
+    return {piece: _atoms(piece, ends[piece.name]) for piece in given}
 
 
-def _atoms(name: str, cuts: Iterable[Cut]) -> tuple[Piece, ...]:
-    kinds = {(cut.dim, cut.length) for cut in cuts}
-    if len(kinds) > 1:
-        raise ClusterError(
-            f"{name!r} is cut along {sorted(kinds)} (dimension, length). Expected was one dimension for all units and saves."
-            " Use the tp_plan of the saved job, or begin again with an empty store"
-        )
-    ((dim, length),) = kinds
-    ends = sorted({0, length, *(end for cut in cuts for end in (cut.first, cut.stop))})
-    if ends == [0, length]:
-        return (Piece(name),)
-    return tuple(
-        Piece(name, cut=Cut(dim=dim, first=first, stop=stop, length=length)) for first, stop in itertools.pairwise(ends)
-    )
+def _atoms(piece: Piece, ends: Mapping[int, set[int]]) -> tuple[Piece, ...]:
+    """The boxes between all ends that lie in a piece, the last dimension's next to each other."""
+    sides: list[list[Cut | None]] = []
+    for dim, found in sorted(ends.items()):
+        length, own = max(found), piece.along(dim)
+        cuts = [
+            Cut(dim=dim, first=first, stop=stop, length=length) for first, stop in itertools.pairwise(sorted(found))
+        ]
+        cuts = [cut for cut in cuts if own is None or (own.first <= cut.first and cut.stop <= own.stop)]
+        sides.append([None] * len(cuts) if len(found) == 2 else [*cuts])
+    return tuple(Piece(piece.name, tuple(cut for cut in box if cut is not None)) for box in itertools.product(*sides))
+
+
+def joined_tensor(pieces: Sequence[Piece], tensors: Sequence[Tensor]) -> Tensor:
+    """The tensor of a box, of those of the pieces that `finest` makes of it."""
+    if len(pieces) == 1:
+        return tensors[0]
+    sizes, corner = list(tensors[0].shape), {}
+    for cuts in zip(*(piece.cuts for piece in pieces), strict=True):
+        dim = cuts[0].dim
+        corner[dim] = min(cut.first for cut in cuts)
+        sizes[dim] = max(cut.stop for cut in cuts) - corner[dim]
+    whole = tensors[0].new_empty(sizes)
+    for piece, tensor in zip(pieces, tensors, strict=True):
+        place = whole
+        for cut in piece.cuts:
+            place = place.narrow(cut.dim, cut.first - corner[cut.dim], cut.rows)
+        place.copy_(tensor)
+    return whole
 
 
 def covered(pieces: Iterable[Piece]) -> set[str]:
     """Parameters of which these are everything."""
-    known = set(pieces)
-    whole = {piece.name for piece in known if piece.cut is None}
-    rows: dict[str, set[Cut]] = {}
-    for piece in known:
-        if piece.cut is not None:
-            rows.setdefault(piece.name, set()).add(piece.cut)
-    for name, cuts in rows.items():
-        reached = 0
-        for cut in sorted(cuts, key=lambda cut: cut.first):
-            if cut.first <= reached:
-                reached = max(reached, cut.stop)
-        if all(reached >= cut.length for cut in cuts):
+    known: dict[str, set[Piece]] = {}
+    for piece in pieces:
+        known.setdefault(piece.name, set()).add(piece)
+    whole = set()
+    for name, mine in known.items():
+        made_of = finest([Piece(name), *mine])
+        if {part for piece in mine for part in made_of[piece]}.issuperset(made_of[Piece(name)]):
             whole.add(name)
     return whole
 

@@ -13,7 +13,7 @@ from autohete_fx.errors import ClusterError
 from autohete_fx.ir.files import SavedAs, spelled
 from autohete_fx.ir.sizes import format_seconds
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class PipelineSchedule(enum.Enum):
@@ -31,6 +31,8 @@ class Stage:
         node: name of the node that the unit's GPUs are on.
         gpu: their type.
         tp: how many GPUs share each layer by tensor parallelism.
+        shards: how many such groups of GPUs the unit has. Each holds its rows of all parameters, and takes its part of every
+            micro-batch's samples.
         first: index of the first layer; 0 is the embedding.
         last: index of the last layer, inclusive.
         recomputed: how many of the layers recompute their activations in backward; the others keep them.
@@ -44,6 +46,12 @@ class Stage:
     last: int
     recomputed: int = 0
     offloaded: int = 0
+    shards: int = 1
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the unit."""
+        return self.tp * self.shards
 
     @property
     def layers(self) -> range:
@@ -98,6 +106,11 @@ class ClusterPlan:
                         f" layer {expected}. Make the plan again"
                     )
                 expected = stage.last + 1
+                if stage.shards < 1 or pipeline.micro_batch % stage.shards:
+                    raise ClusterError(
+                        f"pipeline {index} has micro-batches of {pipeline.micro_batch} samples, and a stage of {stage.shards}"
+                        " shards. Expected were samples that shards divide evenly. Give micro-batches of a multiple of the shards"
+                    )
         if len(ends) > 1:
             raise ClusterError(
                 f"pipelines end with different layers: {sorted(ends)}. Expected was the whole model in each. Make the plan again"
@@ -123,7 +136,7 @@ class ClusterPlan:
         """GPUs by type."""
         counts: dict[str, int] = {}
         for _, _, stage in self.stages():
-            counts[stage.gpu] = counts.get(stage.gpu, 0) + stage.tp
+            counts[stage.gpu] = counts.get(stage.gpu, 0) + stage.num_gpus
         return counts
 
     def to_json(self) -> str:
@@ -154,14 +167,17 @@ _FILES = SavedAs(
 )
 
 
+def unit_words(stage: Stage) -> str:
+    """The GPUs of a stage: their type, after how many share layers and in how many shards where it is not one."""
+    shards = f"{stage.shards} shards x " if stage.shards > 1 else ""
+    return f"{shards}{f'{stage.tp} ' if stage.tp > 1 else ''}{stage.gpu}"
+
+
 def plan_line(plan: ClusterPlan) -> str:
     """A plan in a line: for each pipeline its micro-batches, and its stages by GPU and layers."""
     pipelines = "; ".join(
         f"{pipeline.micro_batches} x {pipeline.micro_batch} samples through "
-        + " > ".join(
-            f"{f'{stage.tp} ' if stage.tp > 1 else ''}{stage.gpu} {stage.first}-{stage.last}"
-            for stage in pipeline.stages
-        )
+        + " > ".join(f"{unit_words(stage)} {stage.first}-{stage.last}" for stage in pipeline.stages)
         for pipeline in plan.pipelines
     )
     predicted = f"; predicted {format_seconds(plan.iteration_s)} a step" if plan.iteration_s else ""

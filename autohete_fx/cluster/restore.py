@@ -173,12 +173,12 @@ def _sizes(parts: Parts) -> dict[str, int]:
 
 
 def _parts_sizes(saved: Mapping[str, int], made_of: MadeOf) -> dict[str, float]:
-    """Bytes of saved pieces, and of the finest ones by their share of the rows."""
+    """Bytes of saved pieces, and of the finest ones by their share of the elements."""
     found: dict[str, float] = {}
     for key, size in saved.items():
         parts = made_of[Piece.of_key(key)]
-        rows = [part.cut.stop - part.cut.first if part.cut else 1 for part in parts]
-        found |= {part.key: size * count / max(1, sum(rows)) for part, count in zip(parts, rows, strict=True)}
+        all_of = sum(part.share for part in parts)
+        found |= {part.key: size * part.share / all_of for part in parts}
     return {**found, **saved}
 
 

@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from autohete_fx.cluster.building import BuildModel, build_part
 from autohete_fx.cluster.chain_stage import ChainStage
 from autohete_fx.cluster.layers import LayerMap, without_cache
-from autohete_fx.cluster.pieces import Cut
+from autohete_fx.cluster.pieces import Piece
 from autohete_fx.cluster.split import AtMarks
 from autohete_fx.cluster.split_stage import SplitStage, divided
 from autohete_fx.cluster.stage_module import Loss, StageModule
-from autohete_fx.cluster.tensor_parallel import Unit, divide
+from autohete_fx.cluster.tensor_parallel import divide
+from autohete_fx.cluster.unit import Unit
 from autohete_fx.errors import ClusterError
+from autohete_fx.runtime.shard.layout import Layout
+from autohete_fx.runtime.shard.surface import check_references
 
 Weights = str | Path | Callable[[str], Tensor] | None
 """A safetensors file or folder, a function of a parameter's name, or None: as ``build_model`` initialises them. A function gives
@@ -66,47 +69,52 @@ def build_stage(
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
     held = {id(param): name for name, param in stage.named().items()}
+    unit = unit or Unit()
+    if unit.sharded is not None:
+        check_references(stage)
     for module in stage.modules():
         for key, param in module._parameters.items():
             if param is not None and id(param) in held:
                 name = held[id(param)]
                 if name not in stage.parts:
-                    cut = _cut_of(name, layer_map, unit)
-                    stage.parts[name] = nn.Parameter(_part(param.detach(), cut, device), param.requires_grad)
+                    part = unit.part(param.detach(), name, layer_map.shapes[name], device)
+                    stage.parts[name] = nn.Parameter(part, param.requires_grad)
                 module._parameters[key] = stage.parts[name]
     stage.parts = {name: stage.parts[name] for name in stage.held}
     if weights is not None:
         _load(stage, weights, layer_map, unit)
-    if unit is not None:
+    layouts: dict[str, Layout] = {}
+    if unit.tensor_parallel is not None:
         assert isinstance(stage, ChainStage), "plans of other models have one GPU a stage"
-        divide(stage.model, {id(param): name for name, param in stage.parts.items()}, stage.parts, unit)
+        names = {id(param): name for name, param in stage.parts.items()}
+        layouts = divide(
+            stage.model,
+            names,
+            stage.parts,
+            layer_map.shapes,
+            unit.layout,
+            unit.tensor_parallel,
+            has_shards=unit.sharded is not None,
+        )
+    if unit.sharded is not None:
+        unit.hold(stage, stage.parts, layer_map.shapes, layouts)
     return stage
 
 
-def _cut_of(name: str, layer_map: LayerMap, unit: Unit | None) -> Cut | None:
-    return unit.layout.cut(name, layer_map.shapes[name].sizes, unit.degree, unit.part) if unit else None
-
-
-def _part(whole: Tensor, cut: Cut | None, device: torch.device) -> Tensor:
-    """A copy of the range on a device; without values where there are none."""
-    part = whole if cut is None else cut.of(whole)
-    return torch.empty(part.shape, dtype=part.dtype, device=device) if part.is_meta else part.to(device).contiguous()
-
-
-def _load(stage: StageModule, weights: Weights, layer_map: LayerMap, unit: Unit | None) -> None:
+def _load(stage: StageModule, weights: Weights, layer_map: LayerMap, unit: Unit) -> None:
     read = weights if callable(weights) else _of_safetensors(Path(str(weights)))
     for name, param in stage.parts.items():
         found, whole = read(name), layer_map.shapes[name].sizes
+        piece = unit.piece(name, layer_map.shapes[name])
+        own = piece.of(param.detach(), piece)
         if tuple(found.shape) == whole:
-            cut = _cut_of(name, layer_map, unit)
-            found = found if cut is None else cut.of(found)
-        elif tuple(found.shape) != tuple(param.shape):
+            found = piece.of(found, Piece(name))
+        elif found.shape != own.shape:
             raise ClusterError(
                 f"the weights have {name!r} with shape {tuple(found.shape)}, and the model has {whole}. Expected were"
                 " equal shapes. Give the weights of this model"
             )
-        with torch.no_grad():
-            param.copy_(found)
+        own.copy_(found)
 
 
 def _of_safetensors(path: Path) -> Callable[[str], Tensor]:

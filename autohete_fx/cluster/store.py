@@ -1,9 +1,10 @@
 """The store of a job: states of parameters on every node's disk, and one copy in the cloud.
 
 A save of a step has a part for each rank, a checkpoint of `torch.distributed.checkpoint` with tensors by name: ``NAME/weight`` and
-``NAME/state/KEY``. Where a unit's GPUs share a layer, a part has the range that its rank holds, as
-``NAME@DIM:FIRST-STOP:LENGTH/weight``. No part depends on the plan but by the names in it, so any later plan reads what it needs
-from any part. A part is complete when its metadata is there, which is written last; parts that were cut off are never read.
+``NAME/state/KEY``. Where a unit's GPUs share a layer, a part has the box that its rank holds, as
+``NAME@DIM:FIRST-STOP:LENGTH/weight``. There is a range for each dimension that is cut. No part depends on the plan but by the names
+in it, so any later plan reads what it needs from any part. A part is complete when its metadata is there, which is written last;
+parts that were cut off are never read.
 
     LOCAL/step-000000020-GENERATION/part-000003/      each rank, all that it holds
     CLOUD/step-000000200-GENERATION/part-000003/      each rank, what it is the first owner of
@@ -28,11 +29,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
+from torch.distributed.tensor import DTensor
 
-from autohete_fx.cluster.pieces import Held, Piece
+from autohete_fx.cluster.pieces import Held, Piece, joined_tensor
 from autohete_fx.cluster.sources import ASSUMED, Bandwidths
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.checkpoints import FsspecReader, FsspecWriter
+from autohete_fx.internals.tensors import local_of
 
 _SAVE = re.compile(r"step-(\d{9})-(\w+)")
 _PART = re.compile(r"part-(\d+)")
@@ -253,9 +256,10 @@ def joined(name: str, pieces: Sequence[Piece], found: Mapping[str, Mapping[str, 
     for key, tensor in found[first.key].items():
         rest = key.partition("/")[2]
         made[f"{name}/{rest}"] = tensor
-        if first.cut is not None and len(pieces) > 1 and tensor.shape == shape:
-            rows = [found[piece.key][f"{piece.key}/{rest}"] for piece in pieces]
-            made[f"{name}/{rest}"] = torch.cat(rows, dim=first.cut.dim)
+        if tensor.shape == shape:
+            made[f"{name}/{rest}"] = joined_tensor(
+                pieces, [found[piece.key][f"{piece.key}/{rest}"] for piece in pieces]
+            )
     return made
 
 
@@ -311,20 +315,25 @@ def states_of(params: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.O
     Raises:
         ClusterError: the optimizer keeps for a piece a tensor that is neither one number nor shaped as the piece.
     """
-    found = {held[name]: {f"{held[name].key}/weight": _copied(param)} for name, param in params.items()}
+    found = {
+        piece: {f"{piece.key}/weight": _copied(piece.of(param, piece))}
+        for piece, param in ((held[name], param) for name, param in params.items())
+    }
     if optimizer is not None:
         whole = optimizer.state_dict()
         for name, number in _numbers(params, optimizer, whole).items():
-            piece = held[name]
+            piece, weight = held[name], found[held[name]][f"{held[name].key}/weight"]
             for key, value in whole["state"].get(number, {}).items():
                 if value is None:
                     continue
-                tensor = torch.as_tensor(value)
-                if piece.cut is not None and tensor.shape != params[name].shape and tensor.numel() > 1:
+                tensor = torch.as_tensor(local_of(value) if isinstance(value, DTensor) else value)
+                if tensor.shape == params[name].shape:
+                    tensor = piece.of(tensor, piece)
+                if piece.cuts and tensor.shape != weight.shape and tensor.numel() > 1:
                     raise ClusterError(
                         f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(tensor.shape)} for a part of {name!r} of shape"
-                        f" {tuple(params[name].shape)}. Expected were states shaped as the part. Plan with --max-tp 1, or use an"
-                        " optimizer that works element by element"
+                        f" {tuple(weight.shape)}. Expected were states shaped as the part. Plan with --max-tp 1 and no shards, or"
+                        " use an optimizer that works element by element"
                     )
                 found[piece][f"{piece.key}/state/{key}"] = _copied(tensor)
     return found
@@ -334,17 +343,17 @@ def restore_states(
     params: Mapping[str, torch.nn.Parameter],
     optimizer: torch.optim.Optimizer | None,
     found: Mapping[str, Mapping[str, Tensor]],
+    held: Held,
 ) -> None:
-    """Put what `states_of` gave back. Raises ClusterError where a weight has another shape."""
+    """Put what `states_of` gave back; padding of shards gets zeros. Raises ClusterError where a weight has another shape."""
     for name, param in params.items():
-        weight = found[name][f"{name}/weight"]
-        if weight.shape != param.shape:
+        weight, own = found[name][f"{name}/weight"], held[name].of(param.detach(), held[name])
+        if weight.shape != own.shape:
             raise ClusterError(
-                f"the store has {name!r} with shape {tuple(weight.shape)}, and the model has {tuple(param.shape)}. Expected was a"
+                f"the store has {name!r} with shape {tuple(weight.shape)}, and the model has {tuple(own.shape)}. Expected was a"
                 " save of this model. Give the job another store"
             )
-        with torch.no_grad():
-            param.copy_(weight)
+        own.copy_(weight)
     if optimizer is None:
         return
     whole: dict[str, Any] = optimizer.state_dict()
@@ -353,7 +362,11 @@ def restore_states(
         prefix = f"{name}/state/"
         mine = {key.removeprefix(prefix): value for key, value in found[name].items() if key.startswith(prefix)}
         if mine:
-            state[number] = mine
+            weight = found[name][f"{name}/weight"]
+            state[number] = {
+                key: _padded(value, params[name].shape) if value.shape == weight.shape else value
+                for key, value in mine.items()
+            }
     if state:
         optimizer.load_state_dict({**whole, "state": state})
 
@@ -366,6 +379,15 @@ def _numbers(
     counted = (param for group in optimizer.param_groups for param in group["params"])
     found = dict(zip(map(id, counted), numbers, strict=True))
     return {name: found[id(param)] for name, param in params.items() if id(param) in found}
+
+
+def _padded(own: Tensor, shape: torch.Size) -> Tensor:
+    """The tensor with rows of zeros after its own."""
+    if own.shape == shape:
+        return own
+    padded = own.new_zeros(shape)
+    padded[: own.shape[0]].copy_(own)
+    return padded
 
 
 def _copied(tensor: Tensor) -> Tensor:

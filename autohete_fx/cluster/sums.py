@@ -88,7 +88,7 @@ class GradientSums:
                 str(self._params[piece.name].dtype),
                 -max(layer_map.readers[piece.name]),
                 piece.name,
-                piece.cut.first if piece.cut else 0,
+                piece.cuts,
             )
         )
         self._buckets = self._bucketed([(piece, owners[piece]) for piece in summed])

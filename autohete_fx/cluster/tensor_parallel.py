@@ -10,7 +10,7 @@ own part of them (`autohete_fx.runtime.held`). It has the DTensor's memory, wher
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from autohete_fx.cluster.batches import Shape
 from autohete_fx.cluster.building import BuildModel, build_noting_order
 from autohete_fx.cluster.layers import LayerMap
 from autohete_fx.cluster.pieces import Cut, part_of
 from autohete_fx.cluster.split import AtMarks
 from autohete_fx.errors import ClusterError
 from autohete_fx.runtime.held import held
+from autohete_fx.runtime.shard.layout import Layout
 
 TpPlan = Mapping[str, str]
 """By name of a module, with a star for each index, its style."""
@@ -85,28 +87,6 @@ class TensorLayout:
         """The range of a parameter that one of so many GPUs has; None: all of it."""
         dim = self.dims.get(name)
         return None if dim is None or degree == 1 else part_of(dim, tuple(sizes)[dim], degree, part)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """The GPUs that share a stage's layers, and this rank among them.
-
-    Attributes:
-        layout: of the model.
-        mesh: of the ranks.
-        degree: how many they are.
-        part: index of this rank.
-    """
-
-    layout: TensorLayout
-    mesh: DeviceMesh
-    degree: int
-    part: int
-
-    def shares(self, names: Iterable[str]) -> dict[str, float]:
-        """This rank's share of the gradients of parameters that each GPU has whole, where each has the whole gradient."""
-        whole = (name for name in names if name not in self.layout.dims and name not in self.layout.summed)
-        return dict.fromkeys(whole, 1 / self.degree)
 
 
 # -- which layers are shared -----------------------------------------------------------------------------------------
@@ -240,18 +220,33 @@ def _check_degrees(
 # -- a stage's modules -----------------------------------------------------------------------------------------------
 
 
-def divide(model: nn.Module, names: Mapping[int, str], parts: dict[str, nn.Parameter], unit: Unit) -> None:
+def divide(
+    model: nn.Module,
+    names: Mapping[int, str],
+    parts: dict[str, nn.Parameter],
+    shapes: Mapping[str, Shape],
+    layout: TensorLayout,
+    mesh: DeviceMesh,
+    *,
+    has_shards: bool = False,
+) -> dict[str, Layout]:
     """Give the modules of a stage DTensors as parameters, and the collectives around them.
 
     Args:
         model: whose modules have this rank's parts as parameters.
         names: by address of such a part, its parameter's name.
         parts: by name of a parameter; those of DTensors become what these hold.
-        unit: of this rank.
+        shapes: of whole parameters.
+        layout: of the model.
+        mesh: of the ranks that share layers.
+        has_shards: parts may be shards of local tensors. They stay the modules' parameters, which are to read DTensors.
+
+    Returns:
+        By name, how the DTensors lie.
     """
     styles: dict[str, ParallelStyle] = {}
     before: dict[tuple[str, str], str] = {}
-    for name, style in unit.layout.styles.items():
+    for name, style in layout.styles.items():
         module = _module(model, name)
         own = dict(module.named_parameters(recurse=False)) if isinstance(module, _STYLES[style].kind) else {}
         if module is None or not own or not all(id(param) in names for param in own.values()):
@@ -259,24 +254,22 @@ def divide(model: nn.Module, names: Mapping[int, str], parts: dict[str, nn.Param
         styles[name] = _STYLES[style].make()
         for key, param in own.items():
             before[name, key] = names[id(param)]
-            whole = list(param.shape)
-            dim = unit.layout.dims.get(names[id(param)])
-            if dim is not None:
-                whole[dim] = _length(module, key, dim)
-            module._parameters[key] = nn.Parameter(
-                torch.empty(whole, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad
-            )
+            whole = shapes[names[id(param)]].empty("meta")
+            module._parameters[key] = nn.Parameter(whole, requires_grad=param.requires_grad)
     if styles:
-        parallelize_module(model, unit.mesh, styles, src_data_rank=None)
+        parallelize_module(model, mesh, styles, src_data_rank=None)
     shared: dict[str, nn.Parameter] = {}
+    layouts: dict[str, Layout] = {}
     for (module_name, key), name in before.items():
         module = model.get_submodule(module_name)
         planned = module._parameters[key]
         assert isinstance(planned, DTensor), "parallelize_module distributes all parameters of the modules it is given"
+        layouts[name] = Layout.of(planned)
         if name not in shared:
-            shared[name] = _distributed(parts[name], planned, unit.mesh)
+            shared[name] = parts[name] if has_shards else _distributed(parts[name], planned, mesh)
             parts[name] = held(shared[name])
         module._parameters[key] = shared[name]
+    return layouts
 
 
 def _module(model: nn.Module, name: str) -> nn.Module | None:
@@ -285,13 +278,6 @@ def _module(model: nn.Module, name: str) -> nn.Module | None:
         return model.get_submodule(name)
     except AttributeError:
         return None
-
-
-def _length(module: nn.Module, key: str, dim: int) -> int:
-    layer: Any = module
-    if isinstance(module, nn.Embedding):
-        return layer.num_embeddings if dim == 0 else layer.embedding_dim
-    return layer.out_features if key == "bias" or dim == 0 else layer.in_features
 
 
 def _distributed(part: nn.Parameter, planned: DTensor, mesh: DeviceMesh) -> nn.Parameter:
@@ -319,20 +305,20 @@ def take_gradient(param: nn.Parameter, part: nn.Parameter) -> None:
         param.grad = None
 
 
-def check_whole(parts: Mapping[str, nn.Parameter], unit: Unit) -> None:
-    """Compare the gradients of parameters that each GPU of a unit has whole, and applies to whole activations.
+def check_whole(parts: Mapping[str, nn.Parameter], layout: TensorLayout, mesh: DeviceMesh) -> None:
+    """Compare the gradients of parameters that each GPU of a mesh has whole, and applies to whole activations.
 
-    All ranks of the unit call it. Raises ClusterError, on all of them, where gradients differ. One of the parameters is then
+    All ranks of the mesh call it. Raises ClusterError, on all of them, where gradients differ. One of the parameters is then
     applied to a part of the activations, and the plan does not say so.
     """
-    names = [name for name in parts if name not in unit.layout.dims and name not in unit.layout.summed]
-    norms = torch.zeros(len(names), dtype=torch.float64, device=unit.mesh.device_type)
+    names = [name for name in parts if name not in layout.dims and name not in layout.summed]
+    norms = torch.zeros(len(names), dtype=torch.float64, device=mesh.device_type)
     for index, name in enumerate(names):
         grad = parts[name].grad
         if grad is not None:
             norms[index] = torch.linalg.vector_norm(grad)
     ends = torch.stack([norms, -norms])
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group=unit.mesh.get_group())
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=mesh.get_group())
     largest, least = ends[0].cpu(), -ends[1].cpu()
     apart = largest - least
     wrong = (apart > _UNLIKE * largest) & (apart > _NOISE * largest.max()) if names else apart.bool()

@@ -20,7 +20,8 @@ from autohete_fx.cluster.costs import LayerBytes
 from autohete_fx.cluster.layers import LayerMap
 from autohete_fx.cluster.stage import build_stage
 from autohete_fx.cluster.stage_module import Loss, StageModule
-from autohete_fx.cluster.tensor_parallel import TensorLayout, Unit
+from autohete_fx.cluster.tensor_parallel import TensorLayout
+from autohete_fx.cluster.unit import Unit
 from autohete_fx.internals.operators import tree_leaves
 from autohete_fx.internals.tensors import local_of
 from autohete_fx.internals.versions import is_dtensor
@@ -85,7 +86,7 @@ class TimedLayer:
     ) -> None:
         """Layer ``index`` of the map, for batches like the given one; shared with the other GPUs of a unit."""
         self._device, self._batch, self._measuring = device, batch, measuring
-        self._degree, self.is_shared = unit.degree if unit else 1, unit is not None
+        self._degree, self.is_shared = unit.place.degree if unit else 1, unit is not None
         layers = range(index, index + 1)
         self.stage = build_stage(
             measuring.build_model,

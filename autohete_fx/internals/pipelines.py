@@ -1,6 +1,7 @@
 """Stages of pipelines whose neighbours have more or fewer GPUs than they have, and the operator of `pipe_split`'s marks."""
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +16,26 @@ CROSS_WITHOUT_GRADIENT = "output_grads" in inspect.signature(PipelineStage).para
 """Whether stages hand on tensors that have no gradient, such as integers. PyTorch 2.11 expects one of each."""
 
 
-class FannedStage(PipelineStage):
-    """A rank's stage that sends hidden states to any number of ranks of the next stage, and gradients to any of the one before.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """A rank of a neighbouring stage, and the samples that both compute with.
 
-    It receives from one rank of each, as ``stage_index_to_group_rank`` says. Shapes are given, so stages need not tell each other;
-    PyTorch's way of telling expects that each rank has one neighbour on each side.
+    Attributes:
+        rank: in the group of all ranks of all stages.
+        rows: indexes of these samples among this rank's own; None: all of them.
+        scale: of gradients that are sent.
+    """
+
+    rank: int
+    rows: range | None = None
+    scale: float = 1.0
+
+
+class FannedStage(PipelineStage):
+    """A rank's stage that exchanges hidden states and gradients with any number of ranks of the stages before and after.
+
+    Where a peer has other samples, tensors have samples as their first dimension. Shapes are given, so stages need not tell each
+    other; PyTorch's way of telling expects that each rank has one neighbour on each side.
 
     Args:
         module: the stage.
@@ -28,9 +44,10 @@ class FannedStage(PipelineStage):
         device: of this rank.
         chain: a group with one rank of each stage, which PyTorch wants.
         everyone: of all ranks of all stages.
-        sources: by index of a neighbour, the rank in ``everyone`` from which this one receives.
-        forward_to: ranks in ``everyone`` that need this one's hidden states.
-        backward_to: likewise, of gradients.
+        forward_from: peers that have this one's hidden states.
+        forward_to: peers that need those that this one makes.
+        backward_from: likewise, of gradients.
+        backward_to: likewise.
         arguments: of `PipelineStage`.
     """
 
@@ -43,15 +60,25 @@ class FannedStage(PipelineStage):
         *,
         chain: dist.ProcessGroup,
         everyone: dist.ProcessGroup,
-        sources: dict[int, int],
-        forward_to: tuple[int, ...],
-        backward_to: tuple[int, ...],
+        forward_from: tuple[Peer, ...],
+        forward_to: tuple[Peer, ...],
+        backward_from: tuple[Peer, ...],
+        backward_to: tuple[Peer, ...],
         **arguments: Any,
     ) -> None:
         super().__init__(module, index, count, device, group=chain, **arguments)
         self.group, self.group_rank = everyone, dist.get_rank(everyone)
-        self.stage_index_to_group_rank = {**dict.fromkeys(range(count), 0), **sources}
-        self._forward_to, self._backward_to = forward_to, backward_to
+        self.stage_index_to_group_rank = dict.fromkeys(range(count), 0)  # peers are told by `_fanned`
+        self._forward_from, self._forward_to = forward_from, forward_to
+        self._backward_from, self._backward_to = backward_from, backward_to
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receipts of a micro-batch's hidden state."""
+        return self._fanned(super().get_fwd_recv_ops(fwd_chunk_id), self._forward_from)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receipts of its gradient."""
+        return self._fanned(super().get_bwd_recv_ops(bwd_chunk_id), self._backward_from)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends of a micro-batch's hidden state."""
@@ -59,10 +86,18 @@ class FannedStage(PipelineStage):
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends of its gradient."""
-        return self._fanned(super().get_bwd_send_ops(bwd_chunk_id), self._backward_to)
+        return self._fanned(super().get_bwd_send_ops(bwd_chunk_id), self._backward_to, is_gradient=True)
 
-    def _fanned(self, sends: list[dist.P2POp], peers: tuple[int, ...]) -> list[dist.P2POp]:
-        return [dist.P2POp(send.op, send.tensor, group=self.group, group_peer=peer) for send in sends for peer in peers]
+    def _fanned(
+        self, given: list[dist.P2POp], peers: tuple[Peer, ...], *, is_gradient: bool = False
+    ) -> list[dist.P2POp]:
+        found: list[dist.P2POp] = []
+        for op in given:
+            for peer in peers:
+                tensor = op.tensor if peer.rows is None else op.tensor[peer.rows.start : peer.rows.stop]
+                tensor = tensor * peer.scale if is_gradient and peer.scale != 1.0 else tensor
+                found.append(dist.P2POp(op.op, tensor, group=self.group, group_peer=peer.rank))
+        return found
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return []

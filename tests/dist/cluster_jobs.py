@@ -85,7 +85,7 @@ def nodes_of(plan: ClusterPlan | None, ranks: int) -> list[str]:
     """By rank, its node in a plan of `plan_of`; ranks that have no part are nodes of their own."""
     if plan is None:
         return [f"node-{rank}" for rank in range(ranks)]
-    named = [stage.node for _, _, stage in plan.stages() for _ in range(stage.tp)]
+    named = [stage.node for _, _, stage in plan.stages() for _ in range(stage.num_gpus)]
     return [*named, *(f"node-{rank}" for rank in range(len(named), ranks))]
 
 
@@ -103,20 +103,34 @@ def rate(step: int) -> float:
 
 
 def plan_of(rows: Sequence[Any], schedule: str = "1f1b") -> ClusterPlan:
-    """Of (micro-batch, micro-batches, last layers of stages, and GPUs of each stage, or by stage) for each pipeline.
+    """Of (micro-batch, micro-batches, last layers of stages, and degree and shards of all stages, or by stage) for each pipeline.
 
     Every stage is a node, called after its first rank. Every second one recomputes.
     """
     pipelines, node = [], 0
-    for micro_batch, micro_batches, lasts, *degree in rows:
-        stages, given = [], degree[0] if degree else 1
-        degrees = given if isinstance(given, list) else [given] * len(lasts)
+    for micro_batch, micro_batches, lasts, *units in rows:
+        stages, (degree, shards) = [], (*units, 1, 1)[:2]
+        degrees, counts = (given if isinstance(given, list) else [given] * len(lasts) for given in (degree, shards))
         for index, (first, last) in enumerate(zip([0, *(last + 1 for last in lasts)], lasts, strict=False)):
-            tp, recomputed = degrees[index], (node + len(pipelines) + index) % 2 * (last + 1 - first)
-            stages.append(Stage(node=f"node-{node}", gpu="cpu", tp=tp, first=first, last=last, recomputed=recomputed))
-            node += tp
+            stages.append(
+                Stage(
+                    node=f"node-{node}",
+                    gpu="cpu",
+                    tp=degrees[index],
+                    first=first,
+                    last=last,
+                    recomputed=(node + len(pipelines) + index) % 2 * (last + 1 - first),
+                    shards=counts[index],
+                )
+            )
+            node += stages[-1].num_gpus
         pipelines.append(Pipeline(stages=tuple(stages), micro_batch=micro_batch, micro_batches=micro_batches))
     return ClusterPlan(model="tiny", pipelines=tuple(pipelines), schedule=PipelineSchedule(schedule))
+
+
+def backend_of(plan: ClusterPlan) -> str | None:
+    """Stages run as they are, but where shards need a compiler."""
+    return "eager" if any(stage.shards > 1 for _, _, stage in plan.stages()) else None
 
 
 def trained_alone(
@@ -195,13 +209,15 @@ def compare_states(job: cluster.Job, params: Any, states: Any, found: dict[str, 
     for name, param in job.params.items():
         piece, whole = job.held[name], params[name]
         found["held"] += param.numel()
-        found["weights"] = max(found["weights"], float((param.detach() - piece.of(whole, Piece(name))).abs().max()))
+        apart = piece.of(param.detach(), piece) - piece.of(whole, Piece(name))
+        found["weights"] = max(found["weights"], float(apart.abs().max()))
         mine = job.optimizer.state[param]
         assert set(mine) == set(states[name]), (name, set(mine), set(states[name]))
         for key, value in states[name].items():
-            expected = torch.as_tensor(value)
-            expected = piece.of(expected, Piece(name)) if expected.shape == whole.shape else expected
-            apart = torch.as_tensor(mine[key]).double() - expected.double()
+            expected, own = torch.as_tensor(value), torch.as_tensor(mine[key])
+            if expected.shape == whole.shape:
+                expected, own = piece.of(expected, Piece(name)), piece.of(own, piece)
+            apart = own.double() - expected.double()
             found["states"] = max(found["states"], float(apart.abs().max()))
 
 
@@ -251,7 +267,7 @@ def leg(
             learning_rate=rate,
             max_grad_norm=CLIP,
             weights=lambda name: start[name],
-            backend="autohete" if options else None,
+            backend="autohete" if options else backend_of(plan),
             options=options,
             member=cluster.Member(node=nodes[rank], gpu="cpu"),
             tp_plan=TP_PLAN,

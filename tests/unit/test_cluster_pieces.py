@@ -1,31 +1,55 @@
 """Parts of parameters: cut at all ends, put together again, and planned before anything runs."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from autohete_fx.cluster.batches import batch_of
+from autohete_fx.cluster import unit as unit_module
+from autohete_fx.cluster.batches import Shape, batch_of
 from autohete_fx.cluster.layers import map_layers
-from autohete_fx.cluster.pieces import Cut, Piece, covered, finest, part_of
+from autohete_fx.cluster.pieces import Cut, Piece, covered, finest
 from autohete_fx.cluster.store import joined, taken
-from autohete_fx.cluster.tensor_parallel import layout_of
+from autohete_fx.cluster.tensor_parallel import TensorLayout, layout_of
+from autohete_fx.cluster.unit import UnitPlace
 from autohete_fx.errors import ClusterError
 from tests.tiny_models import GPT
 
 PLAN = {"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise", "embed": "embedding_rowwise"}
 
 
-@given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 1), st.lists(st.integers(1, 5), min_size=1, max_size=3))
-def test_pieces_of_several_degrees_make_every_part(rows: int, columns: int, dim: int, degrees: list[int]):
-    whole, length = torch.arange(rows * columns).view(rows, columns), (rows, columns)[dim]
-    held = [
-        Piece("a", cut=cut)
-        for degree in degrees
+UNITS = st.tuples(st.integers(1, 4), st.integers(1, 4))
+"""Degree of tensor parallelism, and shards."""
+
+
+def all_of(unit: tuple[int, int], dims: dict[str, int], whole: torch.Tensor) -> list[Piece]:
+    """The pieces of each GPU of a unit."""
+    degree, shards = unit
+    shape = Shape(sizes=tuple(whole.shape), dtype=torch.float64)
+    places = [
+        UnitPlace(degree=degree, part=part, shards=shards, shard=shard)
         for part in range(degree)
-        if (cut := part_of(dim, length, degree, part)).first < cut.stop
+        for shard in range(shards)
     ]
+    return [place.piece(TensorLayout(dims=dims), "a", shape) for place in places]
+
+
+@given(
+    st.integers(1, 12),
+    st.integers(1, 12),
+    st.sampled_from([{}, {"a": 0}, {"a": 1}]),
+    st.lists(UNITS, min_size=1, max_size=3),
+)
+def test_pieces_of_several_units_make_every_part(
+    rows: int, columns: int, dims: dict[str, int], units: list[tuple[int, int]]
+):
+    whole = torch.arange(rows * columns).view(rows, columns)
+    with patch.object(unit_module, "SMALLEST_COPY_BYTES", 1):
+        held = [piece for unit in units for piece in all_of(unit, dims, whole)]
+    held = [piece for piece in held if piece.share]  # degrees that have no rows for all GPUs are refused
     made_of = finest([Piece("a"), *held])
     saved = {f"{Piece('a').key}/weight": whole, f"{Piece('a').key}/state/step": torch.ones(())}
     parts = {piece.key: taken(saved, Piece("a"), piece) for piece in made_of[Piece("a")]}
@@ -36,10 +60,10 @@ def test_pieces_of_several_degrees_make_every_part(rows: int, columns: int, dim:
     assert covered(held) == {"a"} and covered([*made_of[Piece("a")][1:]]) == set()
 
 
-def test_a_parameter_that_is_cut_two_ways_is_an_error():
-    cuts = [Cut(dim=dim, first=0, stop=2, length=4) for dim in (0, 1)]
-    with pytest.raises(ClusterError, match="cut along"):
-        finest(Piece("a", cut=cut) for cut in cuts)
+def test_a_parameter_of_two_lengths_is_an_error():
+    cuts = [Cut(dim=0, first=0, stop=2, length=length) for length in (4, 5)]
+    with pytest.raises(ClusterError, match="one length"):
+        finest(Piece("a", (cut,)) for cut in cuts)
 
 
 def test_a_layout_cuts_what_the_plan_names():

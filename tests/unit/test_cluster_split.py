@@ -205,7 +205,7 @@ def test_stages_between_marks_have_one_gpu_and_points_are_of_pytorch(monkeypatch
         layout_of(UNet, layer_map, {1, 2}, {"middle": "colwise"})
     monkeypatch.setattr(deploy, "CROSS_WITHOUT_GRADIENT", False)
     with pytest.raises(ClusterError, match=r"hands on a tensor of torch.int64"):
-        deploy.check_runs(plan_of([(1, 2, [2, 4])]), layer_map, "UNet")
+        deploy.check_runs(plan_of([(1, 2, [2, 4])]), layer_map, "UNet", samples=2, is_compiled=True)
 
 
 def test_fake_tensors_that_pytorch_copies_keep_their_mode():

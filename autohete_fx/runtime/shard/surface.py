@@ -17,7 +17,7 @@ parameter takes the place of the DTensor, and what is read is a DTensor again::
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -73,6 +73,7 @@ def shard(model: ModuleT, mesh: DeviceMesh) -> ModuleT:
         with torch.no_grad():
             ranks.broadcast((local_of(tensor) if isinstance(tensor, DTensor) else tensor).data, is_of_all=is_of_all)
     _hold_locals(model)
+    parts: list[tuple[nn.Parameter, Part]] = []
     for name, param in model.named_parameters():
         layout = Layout.of(given) if isinstance(given := named[name], DTensor) else None
         is_shard = ranks.count > 1 and param.dim() > 0 and _bytes_of_rank(given) >= SMALLEST_COPY_BYTES
@@ -80,13 +81,25 @@ def shard(model: ModuleT, mesh: DeviceMesh) -> ModuleT:
         if part.is_shard:
             with torch.no_grad():
                 param.data = part.padded(part.own(param.data))
+        parts.append((param, part))
+    read_wholes(model, parts)
+    return model
+
+
+def read_wholes(model: nn.Module, parts: Iterable[tuple[nn.Parameter, Part]]) -> None:
+    """Let modules read wholes of parameters that are this rank's parts already.
+
+    Args:
+        model: whose modules have them; its other parameters stay as they are.
+        parts: with what each is.
+    """
+    for param, part in parts:
         note_part(param, part)
     for module in model.modules():
         if module._parameters:
             module.__class__ = _held_class(type(module), _fields(module))
             state.hook(module)
     step.watch()
-    return model
 
 
 def _ranks_of(mesh: DeviceMesh, named: Mapping[str, nn.Parameter]) -> Ranks:
@@ -138,8 +151,7 @@ def _check(model: nn.Module, named: Mapping[str, nn.Parameter], ranks: Ranks) ->
             " parameters and buffers in the same order. Build the model alike on all ranks"
         )
     if ranks.count > 1 or ranks.tensor_parallel is not None:
-        for path, module in model.named_modules():
-            _check_references(path, module)
+        check_references(model)
 
 
 def _pairs(mine: list[Any], theirs: list[Any]) -> Iterator[tuple[Any, Any]]:
@@ -169,17 +181,18 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
         )
 
 
-def _check_references(path: str, module: nn.Module) -> None:
-    """A module that keeps its parameters elsewhere too, as ``nn.LSTM`` does, would read local shards there."""
-    own = {id(p) for p in module._parameters.values() if p is not None and p.nbytes >= SMALLEST_COPY_BYTES}
-    for name, value in vars(module).items():
-        kept = value if isinstance(value, list | tuple) else [value]
-        if name not in ("_parameters", "_buffers", "_modules") and any(id(each) in own for each in kept):
-            raise ShardError(
-                f"the module {path or 'itself'} ({type(module).__name__}) keeps parameters in its attribute {name}, where reads"
-                " cannot gather them. Expected were parameters that are read by their names. Write the layer with plain"
-                " parameters, or leave it out of the model that is sharded"
-            )
+def check_references(model: nn.Module) -> None:
+    """Raise ShardError for a module that keeps its parameters elsewhere too, as ``nn.LSTM`` does: it would read shards there."""
+    for path, module in model.named_modules():
+        own = {id(p) for p in module._parameters.values() if p is not None and p.nbytes >= SMALLEST_COPY_BYTES}
+        for name, value in vars(module).items():
+            kept = value if isinstance(value, list | tuple) else [value]
+            if name not in ("_parameters", "_buffers", "_modules") and any(id(each) in own for each in kept):
+                raise ShardError(
+                    f"the module {path or 'itself'} ({type(module).__name__}) keeps parameters in its attribute {name}, where reads"
+                    " cannot gather them. Expected were parameters that are read by their names. Write the layer with plain"
+                    " parameters, or leave it out of the model that is sharded"
+                )
 
 
 _Field = tuple[str, Part, int, tuple[int, ...]]

@@ -1,0 +1,85 @@
+"""Jobs whose units hold shards: plans, what is refused, budgets, and saves that plans of other units go on with."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import autohete_fx
+from autohete_fx import cluster
+from autohete_fx.cluster import unit
+from autohete_fx.errors import AutoHeteError
+from autohete_fx.runtime import placement
+from tests.dist import cluster_jobs
+from tests.dist.cluster_jobs import Model, leg, load, loss_of, made_optimizer, nodes_of, plan_of
+
+SMALLEST_BYTES = 512
+"""Matrices of the tiny model are sharded, and its vectors are not."""
+SAVED, STEPS = [[2, 2, [4], 1, 2], [1, 2, [1, 4]]], 4
+LEGS: Sequence[Any] = (
+    ("same", SAVED, "aabc"),
+    ("none", [[1, 6, [1, 4]]], "adbc"),
+    ("parts", [[3, 2, [4], 2]], "aabc"),
+    ("three", [[3, 2, [2, 4], 1, [3, 1]]], "aaab"),
+)
+"""Name, plan, and the node of each rank."""
+
+
+def trained(cases: Sequence[Any], root: str) -> dict[str, Any]:
+    """`cluster_jobs.differences` of plans, `refusal`, and stages that our backend keeps within a budget."""
+    unit.SMALLEST_COPY_BYTES = SMALLEST_BYTES
+    return {"differences": cluster_jobs.differences(cases), "refusal": refusal(), "within": within_budget(root)}
+
+
+def refusal() -> str:
+    """What a job without a backend is refused with."""
+    plan = plan_of([(2, 1, [4], 1, 2)])
+    try:
+        cluster.join(
+            lambda: Model(3, True),
+            loss_of,
+            example=load(range(1)),
+            global_batch=plan.global_batch,
+            plan=plan,
+            optimizer=made_optimizer("torch"),
+            backend=None,
+            member=cluster.Member(node=nodes_of(plan, dist.get_world_size())[dist.get_rank()], gpu="cpu"),
+        )
+    except AutoHeteError as error:
+        return str(error)
+    return ""
+
+
+def within_budget(root: str) -> list[dict[str, Any]]:
+    """A job whose shards do not all fit, and one of another plan that goes on with its save."""
+    placement.SMALLEST_COPY_BYTES = SMALLEST_BYTES
+    found = []
+    for steps, rows, nodes, budget in (
+        (4, [[2, 3, [2, 4], 1, 2]], "aabb", 106_000),
+        (6, [[2, 2, [4], 1, 2], [1, 2, [1, 4]]], "aabc", 125_000),
+    ):
+        torch._dynamo.reset()
+        ours = {"memory_budget": budget, "inner_backend": "eager", "profile": "analytic"}
+        row = leg(root, rows, list(nodes), steps, {}, "autohete", ours)
+        found.append({**row, "given": budget, "peaks": [c.plan.peak_bytes for c in autohete_fx.compilations()]})
+        dist.barrier()
+    return found
+
+
+def legs(root: str) -> list[dict[str, Any]]:
+    """A job that is saved, and then goes on with plans of other units."""
+    unit.SMALLEST_COPY_BYTES = SMALLEST_BYTES
+    found = [leg(root, SAVED, list("aabc"), STEPS, {"cloud": f"{root}/cloud"})]
+    for index, (_, rows, nodes) in enumerate(LEGS, 1):
+        dist.barrier()
+        torch._dynamo.reset()
+        found.append(leg(root, rows, list(nodes), STEPS + 2 * index, {"cloud": f"{root}/cloud"}))
+    if dist.get_rank() == 0:
+        exported = f"{root}/model.safetensors"
+        found[-1]["exported"] = cluster.export(cluster.Store(local=f"{root}/a", cloud=f"{root}/cloud"), exported)
+        from safetensors.torch import load_file
+
+        found[-1]["shapes"] = sorted(list(tensor.shape) for tensor in load_file(exported).values())
+    dist.barrier()
+    return found

@@ -1,0 +1,60 @@
+"""Stages whose GPUs hold shards train as one process does, beside stages of other units too; other plans go on with their saves."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.ranks import run
+from tests.dist.shard_jobs import LEGS, STEPS
+from tests.dist.test_cluster_job import DEPTH, EXACT, check
+
+
+def plans() -> list[Any]:
+    """(micro-batch, micro-batches, last layers of stages, degree and shards of all stages or by stage) of each pipeline."""
+    return [
+        [(2, 3, [2, 4], 1, 2)],
+        [(2, 2, [4], 1, 2), (1, 3, [1, 4])],  # a whole beside shards
+        [(3, 2, [4], 1, 3), (1, 2, [4])],  # padded
+        [(2, 1, [4], 1, 2), (2, 2, [4], 1, 2)],
+        [(6, 2, [1, 4], 1, [1, 3])],  # unequal shards in a pipeline
+        [(2, 2, [2, 4], [1, 2], [2, 1])],  # to parts
+        [(2, 2, [4], 2, 2)],  # shards of parts
+        [(2, 2, [4], 1, 2), (1, 2, [4], 2)],  # shards beside parts
+    ]
+
+
+@pytest.mark.slow
+def test_stages_of_shards_train_as_one_process_does(tmp_path: Path):
+    cases: list[Any] = [
+        (DEPTH, index % 2 == 0, rows, "eager", "1f1b" if index else "gpipe", "torch", 3)
+        for index, rows in enumerate(plans())
+    ]
+    root = tmp_path / "root"
+    root.mkdir()
+    found = run("tests.dist.shard_jobs.trained", tmp_path, cases, str(root), num_ranks=4)
+    check([rank["differences"] for rank in found], cases)
+    for rank in found:
+        assert "a stage of 2 shards, and the job has no backend" in rank["refusal"]
+        for row, first in zip(rank["within"], (0, 4), strict=True):
+            assert row.get("first") == first, row
+            assert max(row[key] for key in ("loss", "weights", "states")) < EXACT
+            assert row["peaks"] and row["peaks"][-1] <= row["given"]
+    assert any("host" in rank["within"][0]["states at"] for rank in found)
+
+
+@pytest.mark.slow
+def test_plans_of_other_units_go_on_with_what_shards_saved(tmp_path: Path):
+    root = tmp_path / "root"
+    root.mkdir()
+    found = run("tests.dist.shard_jobs.legs", tmp_path, str(root), num_ranks=4)
+    for rank in found:
+        for index, row in enumerate(rank):
+            assert "error" not in row, row
+            assert row["first"] == (STEPS + 2 * (index - 1) if index else 0)
+            assert max(row[key] for key in ("loss", "weights", "states")) < EXACT
+    read = {name: row["bytes"] for (name, *_), row in zip(LEGS, found[0][1:], strict=True)}
+    assert read["same"]["local"] and not read["same"]["peer"] and not read["same"]["cloud"]
+    assert read["none"]["local"] and read["none"]["peer"] and not read["none"]["cloud"]
+    assert found[0][-1]["exported"] == STEPS + 2 * len(LEGS)
+    assert [32, 16] in found[0][-1]["shapes"], "the whole embedding"
