@@ -104,11 +104,12 @@ class Engine:
                     continue
                 after = pipeline.stages[place + 1]
                 num_bytes = costs.boundary_bytes(stage.last, pipeline.micro_batch)
-                pairs = min(stage.tp, after.tp)
+                pairs = min(stage.num_gpus, after.num_gpus)
                 for ahead, (source, target) in ((True, (stage, after)), (False, (after, stage))):
                     ends = (number, number + 1) if ahead else (number + 1, number)
                     part, route = num_bytes / pairs, (source.node, target.node)
-                    gather_s = gather_time(num_bytes, target.tp, links.within(target.node) if target.tp > 1 else None)
+                    within = links.within(target.node) if target.tp > 1 else None
+                    gather_s = gather_time(num_bytes / target.shards, target.tp, within, target.shards)
                     self._channels[number, ahead] = _Channel(*ends, route, part, pairs, gather_s)
 
     def run(self) -> None:

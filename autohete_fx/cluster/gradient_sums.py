@@ -18,11 +18,11 @@ _FAST_BYTES_PER_S, _BOTH_WAYS_SHARE = 10e9, 0.5
 state; slow ports give all of it."""
 
 
-def gather_time(num_bytes: float, tp: int, within: Link | None) -> float:
-    """Seconds in which the GPUs of a unit give each other the parts of a message of so many bytes that each received: a ring."""
-    if tp == 1 or within is None:
+def gather_time(num_bytes: float, count: int, within: Link | None, rings: int = 1) -> float:
+    """Seconds in which so many GPUs of a unit give each other their parts of so many bytes: a ring, beside others of the unit."""
+    if count == 1 or within is None:
         return 0.0
-    return (tp - 1) * within.seconds(num_bytes / tp, tp)
+    return (count - 1) * within.seconds(num_bytes / count, count * rings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Summed:
 def sums_of(plan: ClusterPlan, costs: CostTable, links: Links) -> tuple[Summed, ...]:
     """The sums over replicas of the gradients of all layers.
 
-    The owners of a layer form rings, one for each slice of its largest degree. A ring crosses each of its nodes' ports once,
+    The owners of a layer form rings, one for each slice of its largest unit. A ring crosses each of its nodes' ports once,
     whatever number of owners is on the node. Rings of one node leave it by different GPUs. Messages are as large as if all sums
     of a node were one.
     """
@@ -55,7 +55,7 @@ def sums_of(plan: ClusterPlan, costs: CostTable, links: Links) -> tuple[Summed, 
         moved = 2 * (len(owners) - 1) / len(owners) * whole * costs.gradient_bytes_per_byte
         num_bytes: dict[tuple[str, bool], float] = {}
         for node, here in nodes.items():
-            degrees = {(index, place): plan.pipelines[index].stages[place].tp for index, place in here}
+            degrees = {(index, place): plan.pipelines[index].stages[place].num_gpus for index, place in here}
             if len(nodes) > 1:
                 num_bytes[node, True] = moved
                 senders.setdefault(node, {}).update(degrees)

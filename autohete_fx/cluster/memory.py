@@ -1,9 +1,9 @@
 """The memory of each GPU at the worst moment of a step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autohete_fx.cluster.costs import CostTable, StageCost
-from autohete_fx.cluster.plan import ClusterPlan, PipelineSchedule
+from autohete_fx.cluster.plan import ClusterPlan, PipelineSchedule, Stage
 
 OVERHEAD_BYTES = 2 * 2**30
 """Bytes of each GPU's memory beside the reserve: CUDA's context, collectives' buffers, and gaps of the allocator."""
@@ -16,7 +16,7 @@ class StageMemory:
     Attributes:
         states_bytes: weights, gradients, and what of the optimizer's states is on the device.
         activations_bytes: of all micro-batches in flight.
-        working_bytes: of the backward of one layer.
+        working_bytes: of the backward of one layer, and of weights that shards have gathered for it.
         overhead_bytes: of what nobody plans.
     """
 
@@ -29,6 +29,37 @@ class StageMemory:
     def peak_bytes(self) -> int:
         """All of it."""
         return self.states_bytes + self.activations_bytes + self.working_bytes + self.overhead_bytes
+
+
+def layer_weights(costs: CostTable, stage: Stage) -> list[int]:
+    """By layer of a stage, bytes of its weights on a GPU that gathers them; tied ones count where the first layer is not there."""
+    found = [costs.layer_bytes(costs.kinds[layer], stage.tp).params_bytes for layer in stage.layers]
+    if costs.tied_bytes and stage.first and stage.last + 1 == len(costs.kinds):
+        found[-1] += costs.tied_bytes_at(stage.tp)
+    return found
+
+
+def planned_cost(costs: CostTable, stage: Stage, micro_batch: int) -> StageCost:
+    """Costs of a stage for one of its pipeline's micro-batches, on each GPU; without the seconds of gathers.
+
+    Shards divide samples, weights and what belongs to them. Two layers are whole at a time, with their gradients: one that
+    computes, and one that is gathered or whose gradients are reduced meanwhile.
+    """
+    shards = stage.shards
+    treated = {"recomputed": stage.recomputed, "offloaded": stage.offloaded}
+    whole = costs.stage(stage.layers, stage.gpu, stage.tp, micro_batch // shards, **treated)
+    if shards == 1:
+        return whole
+    largest = max(layer_weights(costs, stage))
+    params_bytes, offloaded_bytes = -(-whole.params_bytes // shards), -(-whole.offloaded_bytes // shards)
+    return replace(
+        whole,
+        update_s=costs.update_s(stage.gpu, params_bytes - offloaded_bytes, offloaded_bytes),
+        accumulate_s=costs.accumulate_s(stage.gpu, params_bytes),
+        params_bytes=params_bytes,
+        offloaded_bytes=offloaded_bytes,
+        working_bytes=whole.working_bytes + int(2 * (1 + costs.gradient_bytes_per_byte) * largest),
+    )
 
 
 def memory_of(cost: StageCost, costs: CostTable, in_flight: int) -> StageMemory:
@@ -53,14 +84,7 @@ def memory_of_plan(plan: ClusterPlan, costs: CostTable) -> list[list[StageMemory
     for pipeline in plan.pipelines:
         row = []
         for place, stage in enumerate(pipeline.stages):
-            cost = costs.stage(
-                stage.layers,
-                stage.gpu,
-                stage.tp,
-                pipeline.micro_batch,
-                recomputed=stage.recomputed,
-                offloaded=stage.offloaded,
-            )
+            cost = planned_cost(costs, stage, pipeline.micro_batch)
             held = in_flight(place, len(pipeline.stages), pipeline.micro_batches, plan.schedule)
             row.append(memory_of(cost, costs, held))
         found.append(row)

@@ -7,7 +7,7 @@ from typing import Any
 
 from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.frontier import Priced
-from autohete_fx.cluster.memory import memory_of_plan
+from autohete_fx.cluster.memory import memory_of_plan, planned_cost
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline
 from autohete_fx.cluster.simulate import Timeline
 from autohete_fx.cluster.solve import Solution
@@ -110,7 +110,7 @@ def alike(plan: ClusterPlan) -> list[tuple[Pipeline, int]]:
     """Pipelines that differ in their nodes alone, each once with its number."""
     groups: dict[tuple[Any, ...], list[Pipeline]] = {}
     for pipeline in plan.pipelines:
-        stages = tuple((s.gpu, s.tp, s.first, s.last, s.recomputed, s.offloaded) for s in pipeline.stages)
+        stages = tuple((s.gpu, s.tp, s.shards, s.first, s.last, s.recomputed, s.offloaded) for s in pipeline.stages)
         groups.setdefault((stages, pipeline.micro_batch, pipeline.micro_batches), []).append(pipeline)
     return [(members[0], len(members)) for members in groups.values()]
 
@@ -177,14 +177,7 @@ def _pipelines_table(report: ClusterReport) -> str:
     rows = []
     for pipeline, count in alike(plan):
         for place, stage in enumerate(pipeline.stages):
-            cost = costs.stage(
-                stage.layers,
-                stage.gpu,
-                stage.tp,
-                pipeline.micro_batch,
-                recomputed=stage.recomputed,
-                offloaded=stage.offloaded,
-            )
+            cost = planned_cost(costs, stage, pipeline.micro_batch)
             treated = [
                 f"{number} {word}"
                 for number, word in ((stage.recomputed, "recomputed"), (stage.offloaded, "offloaded"))
@@ -195,7 +188,7 @@ def _pipelines_table(report: ClusterReport) -> str:
                     f"{count} x" if not place else "",
                     f"{pipeline.micro_batches} of {pipeline.micro_batch}" if not place else "",
                     stage.gpu,
-                    str(stage.tp),
+                    f"{stage.tp} x {stage.shards}" if stage.shards > 1 else str(stage.tp),
                     f"{stage.first}-{stage.last}",
                     ", ".join(treated) or "kept",
                     format_seconds(cost.forward_s + cost.backward_s),

@@ -63,7 +63,8 @@ def draw_gantt(report: ClusterReport, path: str | Path) -> None:
     for unit in units:
         stage = plan.pipelines[unit.pipeline].stages[unit.place]
         count = f"{numbers[unit.pipeline]} x  " if not unit.place else ""
-        labels.append(f"{count}{stage.gpu} tp {stage.tp}, layers {stage.first}-{stage.last}")
+        shards = f" x {stage.shards} shards" if stage.shards > 1 else ""
+        labels.append(f"{count}{stage.gpu} tp {stage.tp}{shards}, layers {stage.first}-{stage.last}")
     axes.set_yticks(range(len(units)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, width)

@@ -2,10 +2,11 @@
 
 Enter a `ClusterPlan`, a `Cluster` and a `CostTable`; leaves a `Timeline`. Every unit is a process that works through its pipeline
 schedule's instructions in order. Messages share the ports of the nodes: while several are under way, each gets its part of what the
-port carries for all of them. The GPUs of a unit each receive a part of a message and gather the whole. Replicas sum gradients over
-rings. A sum begins when all stages that own its layers have done their passes. Those of later stages overlap with passes of
-earlier ones. Sums and messages do not slow each other down here. After all sums, whose norm every GPU needs, each runs its
-optimizer's step.
+port carries for all of them. The GPUs of a unit each receive a part of a message and gather the whole. Those that hold shards of
+a stage gather each layer's weights in forward and again in backward, where they reduce its gradients, too. All but the first gather
+of a pass run beside what other layers compute. Replicas sum gradients over rings. A sum begins when all stages that own its layers
+have done their passes. Those of later stages overlap with passes of earlier ones. Sums and messages do not slow each other down
+here. After all sums, whose norm every GPU needs, each runs its optimizer's step.
 
 ``blocking`` sends are those of NCCL on the stream that computes. Sender and receiver both stand still from the moment that both
 are there until the message has arrived. ``buffered`` ones leave the sender at once; one message at a time goes over each
@@ -13,13 +14,14 @@ direction of a pair of stages. The published runs had blocking ones.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autohete_fx.cluster.costs import CostTable, StageCost
 from autohete_fx.cluster.events import Engine, Sends, Span
-from autohete_fx.cluster.gradient_sums import sum_spans, sums_of
+from autohete_fx.cluster.gradient_sums import gather_time, sum_spans, sums_of
 from autohete_fx.cluster.links import Links
-from autohete_fx.cluster.plan import ClusterPlan, Pipeline
+from autohete_fx.cluster.memory import layer_weights, planned_cost
+from autohete_fx.cluster.plan import ClusterPlan, Stage
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.errors import ClusterError
 
@@ -72,7 +74,9 @@ def simulate(
             " Expected was the same number. Give the plan's own costs"
         )
     links = links or Links(cluster)
-    table = [[_cost(costs, pipeline, place) for place in range(len(pipeline.stages))] for pipeline in plan.pipelines]
+    table = [
+        [_cost(costs, stage, pipeline.micro_batch, links) for stage in pipeline.stages] for pipeline in plan.pipelines
+    ]
     engine = Engine(plan, costs, table, links, sends)
     engine.run()
     pipelines_s = max(process.time_s for process in engine.processes)
@@ -114,13 +118,16 @@ def _span(what: str, parts: Sequence[tuple[float, float]]) -> Iterator[Span]:
         yield Span(what=what, micro_batch=-1, begin_s=begin_s, end_s=end_s)
 
 
-def _cost(costs: CostTable, pipeline: Pipeline, place: int) -> StageCost:
-    stage = pipeline.stages[place]
-    return costs.stage(
-        stage.layers,
-        stage.gpu,
-        stage.tp,
-        pipeline.micro_batch,
-        recomputed=stage.recomputed,
-        offloaded=stage.offloaded,
+def _cost(costs: CostTable, stage: Stage, micro_batch: int, links: Links) -> StageCost:
+    cost = planned_cost(costs, stage, micro_batch)
+    if stage.shards == 1:
+        return cost
+    within = links.within(stage.node)
+    gathers_s = [gather_time(each, stage.shards, within, stage.tp) for each in layer_weights(costs, stage)]
+    all_s = sum(gathers_s)
+    reduces_s = costs.gradient_bytes_per_byte * all_s
+    return replace(
+        cost,
+        forward_s=gathers_s[0] + max(cost.forward_s, all_s - gathers_s[0]),
+        backward_s=gathers_s[-1] + max(cost.backward_s, all_s - gathers_s[-1] + reduces_s),
     )

@@ -181,6 +181,29 @@ def test_a_sum_that_is_done_before_the_passes_end_costs_nothing():
     assert step.reduce_s == pytest.approx(2 * PARAMS_BYTES / nodes.between[0].link.bytes_per_s(1.0))
 
 
+def sharded(micro_batch: int, shards: int) -> Pipeline:
+    stage = Stage(node="x", gpu="a", tp=1, first=0, last=7, shards=shards)
+    return Pipeline(stages=(stage,), micro_batch=micro_batch, micro_batches=3)
+
+
+def test_shards_gather_beside_other_layers_and_take_a_part_of_the_samples():
+    given = plan(sharded(2, 2))
+    assert given.used() == {"a": 2}
+    fast, slow = (
+        simulate(given, cluster(("x", "a", 2), within=rate), costs(("a", 1.0))).iteration_s for rate in (1e15, 1000.0)
+    )
+    assert fast == pytest.approx(3 * 8 * (FORWARD_S + BACKWARD_S) + 0.5), "one sample each"
+    gather_s = PARAMS_BYTES / 1000.0  # two halves over one fabric
+    assert slow == pytest.approx(3 * 8 * 3 * gather_s + 0.5), "the fabric takes longer than what it hides"
+
+
+def test_memory_of_shards_counts_their_states_and_whole_layers_in_use():
+    ((found,),) = memory_of_plan(plan(sharded(2, 2)), costs(("a", 1.0)))
+    assert found.states_bytes == 4 * 8 * PARAMS_BYTES // 2
+    assert found.activations_bytes == 8 * KEPT_BYTES
+    assert found.working_bytes == KEPT_BYTES + 2 * 2 * PARAMS_BYTES
+
+
 def test_memory_counts_states_and_what_is_in_flight():
     given = plan(pipeline(("x", "a", 4), ("y", "a", 4), micro_batches=9))
     first, second = memory_of_plan(given, costs(("a", 1.0)))[0]
@@ -214,6 +237,7 @@ def test_a_plan_survives_its_file(tmp_path):
     [
         (lambda: plan(), "no pipelines"),
         (lambda: plan(pipeline(("x", "a", 8), micro_batches=1), pipeline(("x", "a", 7), micro_batches=1)), "end with"),
+        (lambda: plan(sharded(3, 2)), "micro-batches of 3 samples, and a stage of 2 shards"),
         (lambda: cluster(), "no nodes"),
         (lambda: cluster(("x", "a", 0)), "has 0 GPUs"),
         (lambda: cluster(("x", "a", 1), ("x", "a", 1)), "two nodes are called 'x'"),
