@@ -6,6 +6,7 @@ most the steps since the last save.
 
     python examples/train_cluster.py
     torchrun --standalone --nproc-per-node 3 examples/train_cluster.py --disk /tmp/run --cloud /tmp/cloud
+    torchrun --standalone --nproc-per-node 2 examples/train_cluster.py --shards
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:8 --nproc-per-node 1 --max-restarts 100 --rdzv-backend c10d \\
         --rdzv-endpoint HOST:29400 examples/train_cluster.py --disk /nvme/run --cloud s3://bucket/run
 """
@@ -13,6 +14,7 @@ most the steps since the last save.
 import argparse
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -62,7 +64,7 @@ def main() -> None:
         max_grad_norm=1.0,
         plan=chosen_plan(arguments),
         store=store,
-        backend=None if arguments.eager else "inductor",
+        backend=None if arguments.eager else "autohete" if arguments.shards else "inductor",
         log=arguments.events,
         timeout_s=arguments.timeout,
     )
@@ -80,9 +82,11 @@ def main() -> None:
 
 
 def chosen_plan(arguments: argparse.Namespace) -> ClusterPlan | MakePlan | None:
-    """A file's; or shared evenly; or None: the job measures its layers and links, and plans."""
+    """A file's; or shared evenly; or shards; or None: the job measures its layers and links, and plans."""
     if arguments.plan:
         return ClusterPlan.load(arguments.plan)
+    if arguments.shards:
+        return sharded_plan(arguments.batch)
     return even_plan(arguments.batch) if arguments.evenly else None
 
 
@@ -108,6 +112,23 @@ def even_plan(global_batch: int) -> MakePlan:
     return make
 
 
+def sharded_plan(global_batch: int) -> MakePlan:
+    """Plans that hold the model once on each machine, in shards over its GPUs. Machines are alike, and share samples evenly."""
+
+    def make(members: Sequence[Member], layer_map: LayerMap) -> ClusterPlan:
+        gpus = Counter(member.node for member in members)
+        pipelines = []
+        for member in {member.node: member for member in members}.values():
+            count = gpus[member.node]
+            last = layer_map.num_layers - 1
+            stage = Stage(node=member.node, gpu=member.gpu, tp=1, first=0, last=last, shards=count)
+            samples = global_batch // len(gpus) // count
+            pipelines.append(Pipeline(stages=(stage,), micro_batch=count, micro_batches=samples))
+        return ClusterPlan(model="gpt", pipelines=tuple(pipelines), planner="shards")
+
+    return make
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
@@ -118,6 +139,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--plan", help="file of `autohete plan --cluster`; without it the job measures and plans")
     parser.add_argument("--evenly", action="store_true", help="share layers evenly instead")
+    parser.add_argument(
+        "--shards", action="store_true", help="hold the model in shards over each machine's GPUs instead"
+    )
     parser.add_argument("--disk", help="folder for saves on each machine's disk")
     parser.add_argument("--cloud", help="URL or folder for saves that all machines reach")
     parser.add_argument("--every", type=int, default=10, help="steps between saves on disks")
