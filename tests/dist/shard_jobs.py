@@ -1,5 +1,7 @@
 """Jobs whose units hold shards: plans, what is refused, budgets, and saves that plans of other units go on with."""
 
+import os
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,6 +67,39 @@ def within_budget(root: str) -> list[dict[str, Any]]:
         found.append({**row, "given": budget, "peaks": [c.plan.peak_bytes for c in autohete_fx.compilations()]})
         dist.barrier()
     return found
+
+
+def left(root: str) -> dict[str, Any]:
+    """Ranks 0 and 1, which alone have their layers, in shards, are told to leave. Rank 2 goes on alone with what they hand over."""
+    torch.set_default_dtype(torch.float64)
+    unit.SMALLEST_COPY_BYTES = SMALLEST_BYTES
+    rank, plan, nodes = dist.get_rank(), plan_of([(2, 3, [2, 4], 1, [2, 1])]), ["node-0", "node-0", "node-2"]
+    _, start, _, _ = cluster_jobs.trained_alone(3, True, plan.global_batch, "torch", 0)
+    job = cluster.join(
+        lambda: Model(3, True),
+        loss_of,
+        example=load(range(1)),
+        global_batch=plan.global_batch,
+        plan=plan,
+        optimizer=made_optimizer("torch"),
+        store=cluster.Store(local=f"{root}/{nodes[rank]}", every=100, cloud_every=100),
+        learning_rate=cluster_jobs.rate,
+        max_grad_norm=cluster_jobs.CLIP,
+        weights=lambda name: start[name],
+        backend="eager",
+        member=cluster.Member(node=nodes[rank], gpu="cpu"),
+    )
+    job.train_step(load)
+    if rank < 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        job.train_step(load)
+    except (SystemExit, AutoHeteError) as error:
+        if isinstance(error, SystemExit):
+            return {"left": error.code}
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{root}/smaller", rank=0, world_size=1)
+    return leg(root, [[1, 6, [4]]], ["node-2"], 4, {})
 
 
 def legs(root: str) -> list[dict[str, Any]]:

@@ -44,6 +44,16 @@ def test_stages_of_shards_train_as_one_process_does(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_shards_that_leave_hand_over_what_only_they_have(tmp_path: Path):
+    (tmp_path / "root").mkdir()
+    *gone, alone = run("tests.dist.shard_jobs.left", tmp_path, str(tmp_path / "root"), num_ranks=3)
+    assert gone == [{"left": 0}] * 2
+    assert alone["first"] == 2, "no step is lost"
+    assert alone["bytes"]["local"] and not alone["bytes"]["peer"]
+    assert max(alone[key] for key in ("loss", "weights", "states")) < EXACT
+
+
+@pytest.mark.slow
 def test_plans_of_other_units_go_on_with_what_shards_saved(tmp_path: Path):
     root = tmp_path / "root"
     root.mkdir()
