@@ -20,6 +20,9 @@ DIGEST_LENGTH = 16
 _LOOKUP_SEED = "prims::inductor_lookup_seed"
 """Its arguments number the random operators of the whole graph, which would tell equal layers apart."""
 
+_GROUP_ARGUMENT = "group_name"
+"""Process groups of collectives are named by how many were made before, which other groups of a process change."""
+
 
 def combine(parts: Iterable[str]) -> str:
     """One digest of several strings."""
@@ -54,9 +57,18 @@ def group_digest(nodes: Sequence[fx.Node], parameters: Collection[fx.Node], retu
 
 def _line(node: fx.Node, returned: bool, refer: Callable[[fx.Node], str]) -> str:
     name = _operator(node)
-    args = () if name == _LOOKUP_SEED else node.args
-    call = f"{name} {_argument(args, refer)} {_argument(node.kwargs, refer)}"
+    args = () if name == _LOOKUP_SEED else _without_groups(node)
+    named = {key: value for key, value in node.kwargs.items() if key != _GROUP_ARGUMENT}
+    call = f"{name} {_argument(args, refer)} {_argument(named, refer)}"
     return f"{call} -> {_describe(node.meta.get('val'))}{' returned' if returned else ''}"
+
+
+def _without_groups(node: fx.Node) -> list[object]:
+    """The arguments of a node, but for the names of process groups."""
+    if not isinstance(node.target, OpOverload):
+        return list(node.args)
+    declared = [argument.name for argument in node.target._schema.arguments]
+    return [value for name, value in zip(declared, node.args, strict=False) if name != _GROUP_ARGUMENT]
 
 
 def _operator(node: fx.Node) -> str:

@@ -53,7 +53,7 @@ def test_stages_of_several_gpus_train_as_one_process_does(tmp_path: Path):
     ]
     cases.append((0, True, [(1, 2, [3], 2), (2, 1, [3])], None, "1f1b", "torch", TRAINED))  # a transformers model
     cases.append((0, True, [(1, 2, [1, 3], [2, 1])], None, "1f1b", "torch", TRAINED))
-    cases.append((DEPTH, True, [(2, 2, [4], 2), (1, 2, [4])], "inductor", "1f1b", "torch", TRAINED))
+    cases.append((DEPTH, True, [(2, 2, [4], 2), (1, 2, [4])], "aot_eager", "1f1b", "torch", TRAINED))
     root = tmp_path / "root"
     root.mkdir()
     found = run("tests.dist.tensor_parallel_jobs.trained", tmp_path, cases, str(root), num_ranks=4)
