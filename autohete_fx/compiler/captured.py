@@ -15,7 +15,14 @@ from autohete_fx.cache import sources_digest
 from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compiler.agreement import Agreement
 from autohete_fx.compiler.compilation import Share
-from autohete_fx.compiler.fixed_bytes import averaging_bytes, input_bytes, small_bytes, trained_bytes, unread_bytes
+from autohete_fx.compiler.fixed_bytes import (
+    averaging_bytes,
+    input_bytes,
+    small_bytes,
+    trained_bytes,
+    unread,
+    unread_bytes,
+)
 from autohete_fx.compiler.keys import described_code, described_options, graph_digest, surroundings
 from autohete_fx.compiler.model import Model, origin_of
 from autohete_fx.compiler.problem import (
@@ -85,7 +92,8 @@ class CapturedGraph:
         self.unread_bytes = 0
         if not self._may_be_followed:
             elsewhere = model.shares.read_by_others(self.origin)
-            self.unread_bytes = unread_bytes(calls.modules_called(), inputs, elsewhere, self.device.type)
+            tensors = (tensor for _, tensor in unread(calls.modules_called(), inputs, elsewhere))
+            self.unread_bytes = unread_bytes(tensors, self.device.type)
         self.trained_bytes = trained_bytes(self.params.values()) if model.is_placed else 0
         self.machine = machine_of(self.device, model.session, options)
         self.bucket_bytes = versions.ddp_bucket_bytes()

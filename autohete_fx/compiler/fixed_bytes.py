@@ -10,6 +10,7 @@ import torch
 from autohete_fx.capture.inputs import GraphInput, is_symbolic
 from autohete_fx.compiler.problem import num_replicas, state_bytes
 from autohete_fx.internals import versions
+from autohete_fx.internals.modes import FakeTensor
 from autohete_fx.ir import Optimizer
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.runtime.placement import is_movable, placement_of
@@ -62,34 +63,43 @@ def averaging_bytes(params: Iterable[torch.nn.Parameter]) -> int:
     return min(PIECE_BYTES, sum(param.nbytes for param in params)) if num_replicas(params) > 1 else 0
 
 
-def unread_bytes(
-    modules: Iterable[torch.nn.Module], inputs: Sequence[GraphInput], elsewhere: Collection[str], device_type: str
-) -> int:
+def unread(
+    modules: Iterable[torch.nn.Module], inputs: Sequence[GraphInput], elsewhere: Collection[str] = ()
+) -> tuple[tuple[str, torch.Tensor], ...]:
     """Parameters and buffers that neither this graph nor a known one beside it reads, such as a vision tower's of text alone.
 
     Args:
         modules: whose call is compiled.
         inputs: of the graph.
         elsewhere: names of parameters that other graphs of a step read, which count there.
-        device_type: of the model's device.
+
+    Returns:
+        Names and tensors. Tensors that share memory with one that is read are left out, and so are all but the first that share
+        it with each other.
     """
     modules = list(modules)
     if versions.has_fsdp(modules):  # whose parameters are other tensors in a call
-        return 0
+        return ()
     read = {_storage(item.tensor) for item in inputs if item.tensor is not None and _is_plain(item.tensor)}
     read_names = {item.name for item in inputs}.union(elsewhere)
-    found: dict[int, int] = {}
+    found: dict[int, tuple[str, torch.Tensor]] = {}
     for module in modules:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if name in read_names or not _is_plain(tensor) or tensor.device.type != device_type or is_home(tensor):
-                continue
-            found[_storage(tensor)] = tensor.untyped_storage().nbytes()
-    return sum(num_bytes for storage, num_bytes in found.items() if storage not in read)
+            if name not in read_names and _is_plain(tensor) and _storage(tensor) not in read:
+                found.setdefault(_storage(tensor), (name, tensor))
+    return tuple(found.values())
+
+
+def unread_bytes(tensors: Iterable[torch.Tensor], device_type: str) -> int:
+    """Bytes of memory of those that no graph reads and that are on the device. ``device_type``: of the model's device."""
+    on_device = (tensor for tensor in tensors if tensor.device.type == device_type and not is_home(tensor))
+    return sum(tensor.untyped_storage().nbytes() for tensor in on_device)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it has a storage of its own: no DTensor, nor another tensor of tensors."""
-    return type(tensor.data) is torch.Tensor and not tensor.is_meta and tensor.layout is torch.strided
+    """Whether it has a storage of its own: no DTensor, nor another tensor of tensors. One without memory for its values has."""
+    kinds = (torch.Tensor, FakeTensor)
+    return type(tensor.data) in kinds and not tensor.is_meta and tensor.layout is torch.strided
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -6,7 +6,7 @@ the analytic profiler prices them with its rates.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from autohete_fx import passes
 from autohete_fx.capture.grouping import block_index, group_blocks
 from autohete_fx.capture.inputs import GraphInput, graph_inputs, parameter_fqns
 from autohete_fx.compiler import rewriting
-from autohete_fx.compiler.fixed_bytes import input_bytes, small_bytes
+from autohete_fx.compiler.fixed_bytes import input_bytes, small_bytes, unread, unread_bytes
 from autohete_fx.compiler.problem import Limits, make_problem, num_ranks, param_infos
 from autohete_fx.errors import AutoHeteError, CaptureError
 from autohete_fx.internals import dynamo
@@ -38,6 +38,9 @@ from autohete_fx.runtime.shard.parts import part_of
 from autohete_fx.whatif.blueprint import Blueprint, Sketch
 from autohete_fx.whatif.depth import Small, TracedStep, deepened, deepened_evenly, even_layers, shallow_layers
 
+_TRACED_ON = "cpu"
+"""The type of device that the traced module's tensors are on, whatever device the step is planned for."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
@@ -48,6 +51,7 @@ class Captured:
         params: of the traced module, by name.
         optimizer: that the parameters belong to; it says how large their states are.
         inputs: of Dynamo's graph, parameters and buffers among them.
+        unread: parameters and buffers of the module, by name, that the graph does not read.
         batch: sequences of a micro-batch, and tokens of each.
     """
 
@@ -55,6 +59,7 @@ class Captured:
     params: Mapping[str, torch.nn.Parameter]
     optimizer: AdamW
     inputs: tuple[GraphInput, ...]
+    unread: Mapping[str, torch.Tensor]
     batch: tuple[int, int]
 
 
@@ -128,6 +133,7 @@ def _captured_step(name: str, sketch: Sketch, device_type: str) -> Captured:
 
     def look(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., object]:
         inputs = graph_inputs(gm, example_inputs)
+        others = dict(unread([sketch.module], inputs))  # here: tensors of one fake mode are nothing to another
 
         def partition(
             joint: fx.GraphModule, joint_inputs: Sequence[object], **keywords: object
@@ -141,6 +147,7 @@ def _captured_step(name: str, sketch: Sketch, device_type: str) -> Captured:
                         params=params,
                         optimizer=optimizer,
                         inputs=inputs,
+                        unread=others,
                         batch=sketch.batch,
                     )
                 )
@@ -211,7 +218,8 @@ def _priced(captured: Captured, machine: Machine, options: Options) -> TracedSte
         device_budget_bytes=None,
         host_budget_bytes=None,
         fixed_bytes=input_bytes(captured.inputs)
-        + small_bytes(params.values(), training=True, micro_batches=options.micro_batches),
+        + small_bytes(params.values(), training=True, micro_batches=options.micro_batches)
+        + unread_bytes(captured.unread.values(), _TRACED_ON),
     )
     problem = make_problem(
         partition.blocks,
@@ -232,7 +240,7 @@ def _priced(captured: Captured, machine: Machine, options: Options) -> TracedSte
         problem=problem,
         kinds=kinds,
         flops=block_flops(partition),
-        num_params=sum(map(_num_elements, params.values())),
+        num_params=sum(map(_num_elements, (*params.values(), *_parameters(captured.unread.values())))),
         traced_layers=layers,
         batch=captured.batch,
         small=small,
@@ -242,12 +250,13 @@ def _priced(captured: Captured, machine: Machine, options: Options) -> TracedSte
 def _small_of(captured: Captured, layer: str, *, micro_batches: int) -> Small:
     """The part of the inputs below a layer's path in what no decision changes."""
     below = [item for item in captured.inputs if item.name.startswith(f"{layer}.")]
+    unread_below = [tensor for name, tensor in captured.unread.items() if name.startswith(f"{layer}.")]
     params = [captured.params[item.name] for item in below if item.is_parameter]
     fixed_bytes = input_bytes(below) + small_bytes(params, training=True, micro_batches=micro_batches)
     return Small(
-        fixed_bytes=fixed_bytes,
+        fixed_bytes=fixed_bytes + unread_bytes(unread_below, _TRACED_ON),
         grad_bytes=sum(param.nbytes for param in params if param.requires_grad and not is_movable(param)),
-        num_params=sum(map(_num_elements, params)),
+        num_params=sum(map(_num_elements, (*params, *_parameters(unread_below)))),
     )
 
 
@@ -258,6 +267,10 @@ def _order_of_regions(
     if num_ranks(params.values()) == 1:
         return {}
     return passes.regions_apart(split.backward, PassContext(stage=Stage.BACKWARD, plan=neutral))
+
+
+def _parameters(tensors: Iterable[torch.Tensor]) -> list[torch.nn.Parameter]:
+    return [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
 
 
 def _num_elements(param: torch.nn.Parameter) -> int:

@@ -54,6 +54,8 @@ class Step(nn.Module):
         super().__init__()
         self.model = GPT(depth=2)
         self.register_buffer("seen", torch.ones(32))
+        self.tower = nn.Linear(300, 300)  # of images, say: no graph reads it
+        self.tower.register_buffer("patches", torch.zeros(1000))
     def forward(self, ids):
         logits = self.model(ids) * self.seen.sigmoid()  # backward needs it as it was
         with torch.no_grad():
@@ -88,6 +90,7 @@ def test_costs_are_those_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyP
     step = trace_model(blueprint, trained.machine, Options())
     assert step.batch == tuple(ids.shape), "the factory's own, not what was asked"
     asked = step.problem
+    assert step.num_params == sum(param.numel() for param in model.parameters())
     assert asked == dataclasses.replace(trained, device_budget_bytes=None, host_budget_bytes=None)
 
 
