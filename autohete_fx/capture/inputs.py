@@ -98,8 +98,10 @@ def _full_names(modules: Sequence[torch.nn.Module]) -> dict[int, list[str]]:
 
 
 def _restored(name: str, full_names: Sequence[str]) -> str:
-    """The first of the full names that ends with a name; the name itself where none does."""
-    return next((full for full in full_names if f".{full}".endswith(f".{name}")), name)
+    """The first of a parameter's full names that ends with a name, or else the first; the name itself where it has none. A method
+    that is handed over, for example, has its module elsewhere than the module that is called."""
+    matching = (full for full in full_names if f".{full}".endswith(f".{name}"))
+    return next(matching, next(iter(full_names), name))
 
 
 def _source_of(node: fx.Node) -> str:

@@ -144,6 +144,7 @@ class CapturedGraph:
             self.unread_bytes,
             0 if torch.is_grad_enabled() else self.trained_bytes,
             (self.is_unsettled, self.decided, *(u.problem.digest for u in self.unsettled.values())),
+            self.model.shares.is_call_over and bool(self.unsettled),
             self.bucket_bytes,
             sorted(self.sharded),
             self.agreement.rank_of_code,

@@ -164,8 +164,7 @@ def param_infos(
 
 def host_optimizer_allowed(params: Sequence[torch.nn.Parameter]) -> bool:
     """Whether every trainable parameter belongs to an autohete_fx optimizer, which can step on the host."""
-    trainable = [p for p in params if p.requires_grad]
-    return bool(trainable) and all(optimizer_of(p) is not None for p in trainable)
+    return all(optimizer_of(p) is not None for p in params if p.requires_grad)
 
 
 def _owners(params: Iterable[torch.nn.Parameter]) -> list[Owner]:
@@ -191,8 +190,7 @@ def schedule_of(params: Sequence[torch.nn.Parameter], machine: Machine) -> Sched
 
 def notes_on_optimizer(params: Sequence[torch.nn.Parameter]) -> tuple[str, ...]:
     """Remarks for the user about how optimizer states were counted."""
-    trainable = [p for p in params if p.requires_grad]
-    if not trainable or host_optimizer_allowed(params):
+    if host_optimizer_allowed(params):
         return ()
     return (
         "no optimizer of autohete_fx holds these parameters: two states per parameter were counted on the device and the"

@@ -32,10 +32,13 @@ class Origin:
 
     def runs_beside(self, other: "Origin") -> bool:
         """Whether one step runs both: other parts of a function, and graphs without a parameter in common, such as a loss that is
-        compiled apart. Any other graph is the same, compiled again for another shape or another path through the model. It
-        shares parameters, or has none and comes from the same place."""
-        if self.function == other.function and (self.part != other.part or not other.parameters):
-            return self.part != other.part
+        compiled apart. They may come from the same place, such as a decorator of several methods. Any other graph is the same,
+        compiled again for another shape or another path through the model. It shares parameters, or both have none and come from
+        the same place."""
+        if self.function == other.function and self.part != other.part:
+            return True
+        if not (self.parameters or other.parameters):
+            return self.function != other.function
         return self.parameters.isdisjoint(other.parameters)
 
 
@@ -81,7 +84,7 @@ class Shares:
     graph_breaks: list[str] = field(default_factory=list)
     num_calls: int = 1
     _call: weakref.ref[object] | None = None
-    _order: list[tuple[str, str]] = field(default_factory=list)
+    _order: list[Origin] = field(default_factory=list)
     _expected: dict[Origin, str] = field(default_factory=dict)
 
     def read_by_others(self, graph: Origin) -> frozenset[str]:
@@ -108,10 +111,10 @@ class Shares:
         )
 
     def _beside(self, graph: Origin, other: Origin, footprint: Footprint, micro_batches: int) -> int:
-        places = [_part_of(graph), _part_of(other)]
-        if not all(place in self._order for place in places):
+        place, place_of_other = self._place_of(graph), self._place_of(other)
+        if place is None or place_of_other is None:
             return footprint.total_bytes
-        is_before = self._order.index(places[1]) < self._order.index(places[0])
+        is_before = place_of_other < place
         held = footprint.held_bytes if is_before else 0
         gradients = 0 if is_before and micro_batches == 1 else footprint.gradient_bytes
         return footprint.resident_bytes + held + gradients
@@ -128,7 +131,8 @@ class Shares:
         share = self.decided.get(graph)
         is_expected = digest == (self._expected.get(graph) if share is None else share.digest)
         is_several = len(self._order) > 1
-        if self.is_call_over and is_new_call and is_several and _part_of(graph) in self._order and not is_expected:
+        is_known = self._place_of(graph) is not None
+        if self.is_call_over and is_new_call and is_several and is_known and not is_expected:
             self.is_call_over = False
             self.decided.clear()
             self.unsettled.clear()
@@ -136,8 +140,8 @@ class Shares:
             self.num_calls += 1
         if self.is_call_over:
             return
-        if _part_of(graph) not in self._order:
-            self._order.append(_part_of(graph))
+        if not is_known:
+            self._order.append(graph)
         if graph_break and graph_break not in self.graph_breaks:
             self.graph_breaks.append(graph_break)
 
@@ -148,18 +152,22 @@ class Shares:
             return []
         # Where none of them knew that it was the last, none is decided. The first that comes again, which its digest tells, is
         # planned with all others.
-        are_all = {_part_of(graph) for graph in self.unsettled}.issuperset(self._order)
+        are_all = {self._place_of(graph) for graph in self.unsettled}.issuperset(range(len(self._order)))
         self._expected = {graph: found.digest for graph, found in self.unsettled.items() if are_all}
         return [*self.decided, *self._expected]
 
     def in_order(self, graphs: Iterable[Origin]) -> list[Origin]:
         """Graphs of the first call, and others after them, in the order of their forwards."""
-        return sorted(
-            graphs,
-            key=lambda graph: (
-                self._order.index(_part_of(graph)) if _part_of(graph) in self._order else len(self._order)
-            ),
-        )
+
+        def place(graph: Origin) -> int:
+            found = self._place_of(graph)
+            return len(self._order) if found is None else found
+
+        return sorted(graphs, key=place)
+
+    def _place_of(self, graph: Origin) -> int | None:
+        """The place of a graph, or of an earlier version of it, in the order of forwards; None where the first call had none."""
+        return next((place for place, known in enumerate(self._order) if not graph.runs_beside(known)), None)
 
     def store(self, graph: Origin, footprint: Footprint, unsettled: Unsettled | None) -> None:
         """Replace the notes of earlier versions of this graph."""
@@ -171,7 +179,3 @@ class Shares:
         self.footprints[graph] = footprint
         if unsettled is not None:
             self.unsettled[graph] = unsettled
-
-
-def _part_of(graph: Origin) -> tuple[str, str]:
-    return graph.function, graph.part

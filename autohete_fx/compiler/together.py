@@ -2,7 +2,7 @@
 
 In: a graph's own problem, and the *unsettled* graphs of its call (`autohete_fx.compiler.shares`). Out: what these are to get under
 the best plan of all, as if they were one graph; they are compiled again for it. The graph is planned within what that leaves. Where
-this comes to nothing, they stay as they are, which is what takes least.
+this comes to nothing, they get what takes least, as they have it now.
 """
 
 import dataclasses
@@ -58,26 +58,32 @@ class Together:
         footprint = dataclasses.replace(moved, resident_bytes=moved.resident_bytes + other.small_bytes)
         return Share(digest=other.digest, decisions=decisions, least=other.decisions, footprint=footprint)
 
+    @property
+    def least(self) -> tuple[Share, ...]:
+        """The others' shares that take least, as they are planned now."""
+        return tuple(
+            Share(digest=each.digest, decisions=each.decisions, least=each.decisions, footprint=each.footprint)
+            for each in self.others.values()
+        )
+
     def beside(self, shares: Sequence[Share]) -> int:
         """Device bytes that others hold while the graph runs, where the unsettled ones get these."""
-        footprints = (share.footprint for share in shares)
-        return self._taken(self._captured.origin, dict(zip(self.others, footprints, strict=True)))
+        return self._taken(self._captured.origin, self._footprints(shares))
 
-    def beside_least(self) -> int:
-        """Likewise, where they stay as they are."""
-        return self._taken(self._captured.origin, {other: found.footprint for other, found in self.others.items()})
+    def peak_beside(self, decisions: Sequence[BlockDecision], shares: Sequence[Share]) -> int:
+        """The highest peak of the others, in bytes, where each takes least beside these shares of the rest and these decisions.
 
-    def peak_beside(self, decisions: Sequence[BlockDecision]) -> int:
-        """The highest peak of the others, in bytes, if they stay as they are and the graph gets these decisions."""
+        A graph whose share turns out to need more than was thought falls back on that. Bytes that no graph reads are known only now.
+        """
         moved = footprint_of(self._own, decisions)
         resident = moved.resident_bytes + self._captured.small_bytes(training=True)
         own = dataclasses.replace(moved, resident_bytes=resident)
-        return max(other.peak_bytes + self._beside(origin, own) for origin, other in self.others.items())
+        beside = {**self._footprints(shares), self._captured.origin: own}
+        highest = max(other.peak_bytes + self._taken(origin, beside) for origin, other in self.others.items())
+        return highest + self._captured.unread_bytes
 
-    def _beside(self, origin: Origin, own: Footprint) -> int:
-        """What an unsettled graph has beside it, where all others of them take least."""
-        least = {other: found.footprint for other, found in self.others.items()}
-        return self._taken(origin, {**least, self._captured.origin: own})
+    def _footprints(self, shares: Sequence[Share]) -> dict[Origin, Footprint]:
+        return dict(zip(self.others, (share.footprint for share in shares), strict=True))
 
     def _taken(self, origin: Origin, instead: Mapping[Origin, Footprint]) -> int:
         return self._shares.taken_by_others(origin, self._passes, instead)

@@ -180,7 +180,7 @@ class TrainingPlanner:
             decided = captured.decided
             return self._planned(problem, () if decided is None else (decided.decisions, decided.least))
         if self.given is not None:  # found in the cache, with what was decided for the others
-            captured.others_bytes = together.beside(self.shares) if self.shares else together.beside_least()
+            captured.others_bytes = together.beside(self.shares or together.least)
             return self._planned(self._problem(profile))
         with self._timed("solving"):
             best = captured.agreement.first("plan of all graphs", lambda: together.best(budget.usable_bytes))
@@ -188,12 +188,15 @@ class TrainingPlanner:
             self.shares, own = best
             captured.others_bytes = together.beside(self.shares)
             made = self._tried(self._problem(profile), (own,))
-            if made is not None and together.peak_beside(made.plan.decisions) <= budget.device_bytes:
+            if made is not None and together.peak_beside(made.plan.decisions, self.shares) <= budget.device_bytes:
                 return made
-        self.shares = ()
-        captured.others_bytes = together.beside_least()
+        least = together.least
+        self.shares = (
+            least if captured.model.shares.is_call_over else ()
+        )  # in the call itself they are compiled already
+        captured.others_bytes = together.beside(least)
         made = self._leanest(self._problem(profile))
-        needed = max(made.plan.peak_bytes, together.peak_beside(made.plan.decisions))
+        needed = max(made.plan.peak_bytes, together.peak_beside(made.plan.decisions, least))
         if needed > budget.device_bytes - budget.withheld_bytes:
             what = f"The plans that take least need {format_bytes(needed)}"
             advice = advice_of(made.problem)

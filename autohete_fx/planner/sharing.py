@@ -17,8 +17,10 @@ from autohete_fx.planner.model.simulate import simulate
 
 
 def joined(problems: Sequence[Problem]) -> Problem:
-    """One problem of all blocks. Limits and schedule are those of the last; what each holds itself adds up."""
-    last, edges, before = problems[-1], [], 0
+    """One problem of all blocks. Limits and schedule are those of the last that trains parameters, as a loss does not; what each
+    holds itself adds up."""
+    training = [problem for problem in problems if any(cost.grad_bytes for cost in problem.costs)]
+    last, edges, before = (training or problems)[-1], [], 0
     for problem in problems:
         edges += [
             Edge(producer=e.producer + before, consumer=e.consumer + before, num_bytes=e.num_bytes)

@@ -1,7 +1,9 @@
 """Which graphs of a call are compiled again for their shares, and which begin a call that is planned anew."""
 
 from autohete_fx.compiler.shares import Origin, Shares, Unsettled
+from autohete_fx.ir import Overlap, Schedule
 from autohete_fx.planner.model.footprint import Footprint
+from autohete_fx.planner.sharing import joined
 from tests.planner_problems import cost, problem
 
 MODEL = Origin("model.py:forward", "forward", frozenset({"weight"}))
@@ -46,9 +48,32 @@ def test_a_loss_that_is_compiled_apart_runs_beside_its_model_and_not_beside_itse
     assert not LOSS.runs_beside(LOSS) and not MODEL.runs_beside(MODEL)
 
 
+def test_graphs_of_one_place_run_in_the_order_in_which_they_came():
+    """As where a decorator, or a function that calls what it is given, is compiled for each of them."""
+    first, second, loss = (Origin("apart.py:apart", "apart", frozenset(names)) for names in (("a",), ("b",), ()))
+    shares, call = Shares(), Call()
+    for graph in (first, second, loss):
+        shares.note_graph(graph, str(graph), "", call)
+        shares.store(graph, Footprint(resident_bytes=1, held_bytes=10, gradient_bytes=100), unsettled(str(graph)))
+    assert all(
+        one.runs_beside(other) == (one is not other) for one in (first, second, loss) for other in shares.unsettled
+    )
+    assert shares.in_order([loss, second, first]) == [first, second, loss]
+    assert [shares.taken_by_others(graph, 1) for graph in (first, second, loss)] == [202, 112, 22]
+    assert shares.end_call() == [first, second, loss]
+
+
 def test_a_graph_that_comes_for_other_sizes_begins_a_call_that_is_planned_anew():
     first, second = Call(), Call()
     shares = after_a_call(first)
     shares.end_call()
     shares.note_graph(MODEL, "32 tokens", "", second)
     assert not shares.is_call_over and shares.num_calls == 2 and not shares.unsettled
+
+
+def test_a_loss_without_parameters_decides_nothing_about_how_the_others_are_updated():
+    updates = {"clips_gradients": True, "schedule": Schedule(overlap=Overlap.BACKWARD), "num_replicas": 2}
+    model, loss = problem([cost()], **updates), problem([cost(param_bytes=0, grad_bytes=0, optimizer_bytes=0)])
+    whole = joined([model, loss])
+    assert {name: getattr(whole, name) for name in updates} == updates
+    assert whole.allow_host_optimizer and len(whole.costs) == 2
