@@ -61,6 +61,7 @@ class CapturedGraph:
         budget_bytes: peak device memory allowed; None for no limit.
         others_bytes: device bytes that other training graphs of the model hold while this one runs.
         unread_bytes: device bytes of the model that no graph reads; 0 while graphs may follow that read them.
+        unread_so_far_bytes: those that no graph reads which is known yet.
         trained_bytes: of optimizer states and gradients on the device, where the model is being trained.
         digest: of the graph, its sizes included.
         graph_break: why the graph ends before its function, and where; empty where it does not.
@@ -89,11 +90,10 @@ class CapturedGraph:
         if torch.is_grad_enabled():
             model.shares.note_graph(self.origin, self.digest, self.graph_break, calls.outermost())
         self.others_bytes = model.shares.taken_by_others(self.origin, options.micro_batches)
-        self.unread_bytes = 0
-        if not self._may_be_followed:
-            elsewhere = model.shares.read_by_others(self.origin)
-            tensors = (tensor for _, tensor in unread(calls.modules_called(), inputs, elsewhere))
-            self.unread_bytes = unread_bytes(tensors, self.device.type)
+        elsewhere = model.shares.read_by_others(self.origin)
+        tensors = (tensor for _, tensor in unread(calls.modules_called(), inputs, elsewhere))
+        self.unread_so_far_bytes = unread_bytes(tensors, self.device.type)
+        self.unread_bytes = 0 if self._may_be_followed else self.unread_so_far_bytes
         self.trained_bytes = trained_bytes(self.params.values()) if model.is_placed else 0
         self.machine = machine_of(self.device, model.session, options)
         self.bucket_bytes = versions.ddp_bucket_bytes()
@@ -141,7 +141,7 @@ class CapturedGraph:
             ),
             tuple(self._placement_text(name) for name in sorted(self.params)),
             self.others_bytes,
-            self.unread_bytes,
+            self.unread_so_far_bytes,
             0 if torch.is_grad_enabled() else self.trained_bytes,
             (self.is_unsettled, self.decided, *(u.problem.digest for u in self.unsettled.values())),
             self.model.shares.is_call_over and bool(self.unsettled),

@@ -230,7 +230,7 @@ class GraphCompiler:
             shares.footprints[other], shares.decided[other] = share.footprint, share
         if captured.unsettled:
             shares.unsettled.clear()
-        unsettled = None
+        shares.unread_bytes, unsettled = captured.unread_so_far_bytes, None
         if result.unsettled is not None:
             resident = resident_bytes(result.unsettled, result.plan)
             unsettled = Unsettled(

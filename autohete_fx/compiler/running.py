@@ -18,13 +18,13 @@ import torch
 from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compiler.assumptions import Assumptions
 from autohete_fx.compiler.compilation import Compilation
+from autohete_fx.compiler.fitting import Budget
 from autohete_fx.compiler.model import Model
 from autohete_fx.compiler.parameters import GraphParameters
-from autohete_fx.errors import AutoHeteError
 from autohete_fx.internals import dynamo, versions
 from autohete_fx.ir import LaneRecord, Overlap, Schedule
 from autohete_fx.ir.sizes import format_bytes
-from autohete_fx.planner.infeasible import too_small
+from autohete_fx.planner.infeasible import advice_of, broken_up, too_small
 from autohete_fx.runtime import shortage
 from autohete_fx.runtime.held import held
 from autohete_fx.runtime.pending import calls
@@ -83,7 +83,8 @@ def running(
         assumed = Assumptions(parameters, inputs, micro_batches)
     explain = functools.partial(_shortage, model.session.device, compilation)
     guarded = _cleaning_up(weakref.ref(model.session), explain)
-    backward = _adding(weakref.ref(model.session), guarded, _refusal(compilation), compilation.clock)
+    refuse = functools.partial(_refuse_call, weakref.ref(model), compilation, micro_batches)
+    backward = _adding(weakref.ref(model.session), guarded, refuse, compilation.clock)
 
     @functools.wraps(compiled, updated=())
     def run(*args: object) -> object:
@@ -141,26 +142,30 @@ def _cleaning_up(session: "weakref.ref[Session]", explain: Callable[[BaseExcepti
     return call
 
 
-def _refusal(compilation: Compilation) -> AutoHeteError | None:
-    """Of a graph that does not fit even with a plan that takes least, where graphs after it were to tell what all need: raised by
-    its backward, if there are none."""
-    peak, budget = compilation.plan.peak_bytes, compilation.device_budget_bytes
-    if compilation.unsettled is None or budget is None or peak <= budget:
-        return None
-    return dynamo.surfacing(too_small(budget, peak, f"The plan that takes least needs {format_bytes(peak)}"))
+def _refuse_call(reference: "weakref.ref[Model]", compilation: Compilation, micro_batches: int) -> None:
+    """A backward begins. Raises InfeasiblePlanError where graphs that take least, because none knew itself the last of the call, do
+    not fit beside each other: all of them are known now."""
+    budget, model = compilation.device_budget_bytes, reference()
+    if compilation.unsettled is None or budget is None or model is None:
+        return
+    needed = model.shares.least_bytes(micro_batches)
+    if needed > budget:
+        what = f"The plans that take least need {format_bytes(needed)}"
+        enough = Budget(device_bytes=budget).enough_for(needed)
+        refusal = too_small(budget, enough, what, advice=advice_of(compilation.unsettled))
+        raise dynamo.surfacing(broken_up(refusal, model.shares.graph_breaks))
 
 
 def _adding(
     session: "weakref.ref[Session]",
     guarded: Callable[..., object],
-    refusal: AutoHeteError | None,
+    refuse: Callable[[], None],
     clock: StepClock | None,
 ) -> Callable[..., object]:
     """What calls a compiled backward, and times it: autograd does not get the gradients that updates under way add to ``.grad``."""
 
     def call(compiled: Callable[..., object], *args: object) -> object:
-        if refusal is not None:
-            raise refusal
+        refuse()
         begin_s = time.perf_counter()
         gradients, owner = guarded(compiled, *args), session()
         if clock is not None:

@@ -75,6 +75,7 @@ class Shares:
         is_call_over: whether all graphs of the first call are known.
         graph_breaks: why graphs of the first call end before their functions, and where.
         num_calls: how many calls were planned like the first one.
+        unread_bytes: device bytes of the model that no graph of the first call reads, once all of them are known.
     """
 
     footprints: dict[Origin, Footprint] = field(default_factory=dict)
@@ -83,6 +84,7 @@ class Shares:
     is_call_over: bool = False
     graph_breaks: list[str] = field(default_factory=list)
     num_calls: int = 1
+    unread_bytes: int = 0
     _call: weakref.ref[object] | None = None
     _order: list[Origin] = field(default_factory=list)
     _expected: dict[Origin, str] = field(default_factory=dict)
@@ -109,6 +111,13 @@ class Shares:
             for other, footprint in found.items()
             if graph.runs_beside(other)
         )
+
+    def least_bytes(self, micro_batches: int) -> int:
+        """The highest peak of the graphs of the first call that take least, beside each other; 0 where there are none."""
+        peaks = (
+            found.peak_bytes + self.taken_by_others(graph, micro_batches) for graph, found in self.unsettled.items()
+        )
+        return max((peak + self.unread_bytes for peak in peaks), default=0)
 
     def _beside(self, graph: Origin, other: Origin, footprint: Footprint, micro_batches: int) -> int:
         place, place_of_other = self._place_of(graph), self._place_of(other)

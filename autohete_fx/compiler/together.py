@@ -73,7 +73,7 @@ class Together:
     def peak_beside(self, decisions: Sequence[BlockDecision], shares: Sequence[Share]) -> int:
         """The highest peak of the others, in bytes, where each takes least beside these shares of the rest and these decisions.
 
-        A graph whose share turns out to need more than was thought falls back on that. Bytes that no graph reads are known only now.
+        A graph whose share turns out to need more than was thought falls back on that. Unread bytes are known only now.
         """
         moved = footprint_of(self._own, decisions)
         resident = moved.resident_bytes + self._captured.small_bytes(training=True)

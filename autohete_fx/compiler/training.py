@@ -204,9 +204,15 @@ class TrainingPlanner:
         return made
 
     def _unsettled(self, problem: Problem) -> Rewritten:
-        """The plan that takes least, even if it does not fit: what would do is known when the last graph of the call is."""
-        made = self._tried(problem, takes_least=True)
-        return self._leanest(problem) if made is None else dataclasses.replace(made, problem=problem)
+        """The plan that takes least, even if it does not fit: what would do is known when the last graph of the call is.
+
+        It leaves room for what no graph has read so far, as long as any plan does.
+        """
+        rest_bytes = self.captured.unread_so_far_bytes
+        crowded = dataclasses.replace(problem, fixed_bytes=problem.fixed_bytes + rest_bytes)
+        made = self._tried(crowded, takes_least=True) or self._leanest(crowded)
+        plan = dataclasses.replace(made.plan, peak_bytes=made.plan.peak_bytes - rest_bytes)
+        return dataclasses.replace(made, plan=plan, problem=problem)
 
     def _leanest(self, problem: Problem) -> Rewritten:
         """The plan that takes least, whatever the budget."""

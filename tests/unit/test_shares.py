@@ -60,6 +60,8 @@ def test_graphs_of_one_place_run_in_the_order_in_which_they_came():
     )
     assert shares.in_order([loss, second, first]) == [first, second, loss]
     assert [shares.taken_by_others(graph, 1) for graph in (first, second, loss)] == [202, 112, 22]
+    shares.unread_bytes = 1000
+    assert shares.least_bytes(1) == 1202 and Shares().least_bytes(1) == 0
     assert shares.end_call() == [first, second, loss]
 
 
