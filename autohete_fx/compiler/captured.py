@@ -61,7 +61,8 @@ class CapturedGraph:
         budget_bytes: peak device memory allowed; None for no limit.
         others_bytes: device bytes that other training graphs of the model hold while this one runs.
         unread_bytes: device bytes of the model that no graph reads; 0 while graphs may follow that read them.
-        unread_so_far_bytes: those that no graph reads which is known yet.
+        unread: parameters and buffers that no graph reads which is known yet.
+        unread_so_far_bytes: of these, on the device.
         trained_bytes: of optimizer states and gradients on the device, where the model is being trained.
         digest: of the graph, its sizes included.
         graph_break: why the graph ends before its function, and where; empty where it does not.
@@ -91,8 +92,8 @@ class CapturedGraph:
             model.shares.note_graph(self.origin, self.digest, self.graph_break, calls.outermost())
         self.others_bytes = model.shares.taken_by_others(self.origin, options.micro_batches)
         elsewhere = model.shares.read_by_others(self.origin)
-        tensors = (tensor for _, tensor in unread(calls.modules_called(), inputs, elsewhere))
-        self.unread_so_far_bytes = unread_bytes(tensors, self.device.type)
+        self.unread = tuple(tensor for _, tensor in unread(calls.modules_called(), inputs, elsewhere))
+        self.unread_so_far_bytes = unread_bytes(self.unread, self.device.type)
         self.unread_bytes = 0 if self._may_be_followed else self.unread_so_far_bytes
         self.trained_bytes = trained_bytes(self.params.values()) if model.is_placed else 0
         self.machine = machine_of(self.device, model.session, options)
@@ -144,7 +145,7 @@ class CapturedGraph:
             self.unread_so_far_bytes,
             0 if torch.is_grad_enabled() else self.trained_bytes,
             (self.is_unsettled, self.decided, *(u.problem.digest for u in self.unsettled.values())),
-            self.model.shares.is_call_over and bool(self.unsettled),
+            (self.model.shares.is_call_over and bool(self.unsettled), self.model.shares.repeats),
             self.bucket_bytes,
             sorted(self.sharded),
             self.agreement.rank_of_code,

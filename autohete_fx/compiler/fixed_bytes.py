@@ -91,9 +91,12 @@ def unread(
 
 
 def unread_bytes(tensors: Iterable[torch.Tensor], device_type: str) -> int:
-    """Bytes of memory of those that no graph reads and that are on the device. ``device_type``: of the model's device."""
+    """Bytes of memory of those that no graph reads and that are on the device. ``device_type``: of the model's device.
+
+    Those that a plan has placed since count with its graph.
+    """
     on_device = (tensor for tensor in tensors if tensor.device.type == device_type and not is_home(tensor))
-    return sum(tensor.untyped_storage().nbytes() for tensor in on_device)
+    return sum(tensor.untyped_storage().nbytes() for tensor in on_device if placement_of(tensor) is None)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ import logging
 import re
 import secrets
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -230,7 +231,7 @@ class GraphCompiler:
             shares.footprints[other], shares.decided[other] = share.footprint, share
         if captured.unsettled:
             shares.unsettled.clear()
-        shares.unread_bytes, unsettled = captured.unread_so_far_bytes, None
+        shares.unread, unsettled = tuple(map(weakref.ref, captured.unread)), None
         if result.unsettled is not None:
             resident = resident_bytes(result.unsettled, result.plan)
             unsettled = Unsettled(

@@ -42,7 +42,7 @@ class Model:
         micro_batches: the most forward passes that a step of it was seen to take.
         passes: those of the step that is under way.
         codes: of the functions that its graphs were compiled of.
-        has_warned: whether the user was told that the budget counts one of several modules that share code.
+        has_warned: whether the user was told of several modules that share code.
     """
 
     session: Session

@@ -127,9 +127,9 @@ class GraphParameters:
         if is_same_call:
             log.warning(
                 "a call runs code that was compiled for one module for others of its class, too. Dynamo compiled them one by one,"
-                " because it could not compile the function that calls them (%s). memory_budget counts one of them. Each leaves %s"
-                " on the device between forward and backward and after it. Take the graph break out of the loop over them, which"
-                " TORCH_LOGS=graph_breaks names",
+                " because it could not compile the function that calls them (%s). memory_budget counts each of them. They get the"
+                " plan that takes least, which leaves %s of each on the device between forward and backward and after it. That is"
+                " slower: take the graph break out of the loop over them, which TORCH_LOGS=graph_breaks names",
                 calls.eager_function() or "it was given up in an earlier call",
                 format_bytes(self.compilation.footprint.total_bytes),
             )

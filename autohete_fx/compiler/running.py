@@ -19,7 +19,8 @@ from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compiler.assumptions import Assumptions
 from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.compiler.fitting import Budget
-from autohete_fx.compiler.model import Model
+from autohete_fx.compiler.fixed_bytes import unread_bytes
+from autohete_fx.compiler.model import Model, origin_of
 from autohete_fx.compiler.parameters import GraphParameters
 from autohete_fx.internals import dynamo, versions
 from autohete_fx.ir import LaneRecord, Overlap, Schedule
@@ -78,6 +79,7 @@ def running(
         micro_batches: passes that a step has, as planned.
     """
     parameters = GraphParameters(inputs, compilation, model)
+    origin = origin_of(inputs)
     assumed = None
     if compilation.training and compilation.device_budget_bytes is not None:
         assumed = Assumptions(parameters, inputs, micro_batches)
@@ -97,6 +99,8 @@ def running(
         awaited = parameters.arrive(args)
         if assumed is not None:
             assumed.note_run()
+            if (call := calls.outermost()) is not None:
+                model.shares.note_run(origin, call)
         updates.wait_all(but=awaited)
         if updates.is_pending:
             for t in tensors_in(args):
@@ -148,8 +152,9 @@ def _refuse_call(reference: "weakref.ref[Model]", compilation: Compilation, micr
     budget, model = compilation.device_budget_bytes, reference()
     if compilation.unsettled is None or budget is None or model is None:
         return
-    needed = model.shares.least_bytes(micro_batches)
-    if needed > budget:
+    unread = [tensor for reference in model.shares.unread if (tensor := reference()) is not None]
+    needed = model.shares.least_bytes(micro_batches) + unread_bytes(unread, model.session.device.type)
+    if model.shares.unsettled and needed > budget:
         what = f"The plans that take least need {format_bytes(needed)}"
         enough = Budget(device_bytes=budget).enough_for(needed)
         refusal = too_small(budget, enough, what, advice=advice_of(compilation.unsettled))

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from autohete_fx.compiler.compilation import Footprint, Share
 from autohete_fx.ir import BlockDecision, Problem
 
@@ -75,7 +77,8 @@ class Shares:
         is_call_over: whether all graphs of the first call are known.
         graph_breaks: why graphs of the first call end before their functions, and where.
         num_calls: how many calls were planned like the first one.
-        unread_bytes: device bytes of the model that no graph of the first call reads, once all of them are known.
+        unread: parameters and buffers that no graph read when the last one was compiled.
+        times: how often a call runs each graph, where a frame cannot be compiled and the modules that it calls share code.
     """
 
     footprints: dict[Origin, Footprint] = field(default_factory=dict)
@@ -84,10 +87,13 @@ class Shares:
     is_call_over: bool = False
     graph_breaks: list[str] = field(default_factory=list)
     num_calls: int = 1
-    unread_bytes: int = 0
+    unread: tuple[weakref.ref[Tensor], ...] = ()
+    times: dict[Origin, int] = field(default_factory=dict)
     _call: weakref.ref[object] | None = None
     _order: list[Origin] = field(default_factory=list)
     _expected: dict[Origin, str] = field(default_factory=dict)
+    _call_of_runs: weakref.ref[object] | None = None
+    _runs: dict[Origin, int] = field(default_factory=dict)
 
     def read_by_others(self, graph: Origin) -> frozenset[str]:
         """Names of the parameters that other graphs of a step read, as far as these are known."""
@@ -100,28 +106,31 @@ class Shares:
         """Device bytes that other graphs hold while this one runs; of parameters that they share with it, too.
 
         In a call, those before it hold their activations, and those after it have their gradients when its backward runs. All that
-        is known of graphs of other calls is that a step may run them, too.
+        is known of graphs of other calls is that a step may run them, too. Where a call runs a graph several times, each of the
+        other times takes as much as the first.
 
         Args:
             instead: of footprints that are noted.
         """
         found = {**self.footprints, **(instead or {})}
-        return sum(
-            self._beside(graph, other, footprint, micro_batches)
+        own = found.get(graph, Footprint()).total_bytes * (self.times.get(graph, 1) - 1)
+        return own + sum(
+            self._beside(graph, other, footprint, micro_batches) * self.times.get(other, 1)
             for other, footprint in found.items()
             if graph.runs_beside(other)
         )
 
     def least_bytes(self, micro_batches: int) -> int:
         """The highest peak of the graphs of the first call that take least, beside each other; 0 where there are none."""
-        peaks = (
-            found.peak_bytes + self.taken_by_others(graph, micro_batches) for graph, found in self.unsettled.items()
+        return max(
+            (found.peak_bytes + self.taken_by_others(graph, micro_batches) for graph, found in self.unsettled.items()),
+            default=0,
         )
-        return max((peak + self.unread_bytes for peak in peaks), default=0)
 
     def _beside(self, graph: Origin, other: Origin, footprint: Footprint, micro_batches: int) -> int:
         place, place_of_other = self._place_of(graph), self._place_of(other)
-        if place is None or place_of_other is None:
+        repeats = max(self.times.get(graph, 1), self.times.get(other, 1)) > 1  # both before and after
+        if place is None or place_of_other is None or repeats:
             return footprint.total_bytes
         is_before = place_of_other < place
         held = footprint.held_bytes if is_before else 0
@@ -153,6 +162,18 @@ class Shares:
             self._order.append(graph)
         if graph_break and graph_break not in self.graph_breaks:
             self.graph_breaks.append(graph_break)
+
+    def note_run(self, graph: Origin, call: object) -> None:
+        """A graph runs within a call."""
+        if self._call_of_runs is None or self._call_of_runs() is not call:
+            self._call_of_runs, self._runs = weakref.ref(call), {}
+        self._runs[graph] = self._runs.get(graph, 0) + 1
+        self.times[graph] = max(self.times.get(graph, 1), self._runs[graph])
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a call runs any graph more than once."""
+        return any(times > 1 for times in self.times.values())
 
     def end_call(self) -> list[Origin]:
         """The first call is over. Returns the graphs that are to be compiled again for their shares."""

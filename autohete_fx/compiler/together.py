@@ -37,8 +37,12 @@ class Together:
         self._own = dataclasses.replace(own, fixed_bytes=own.fixed_bytes - captured.others_bytes + alone_bytes)
 
     def best(self, budget_bytes: int) -> tuple[tuple[Share, ...], tuple[BlockDecision, ...]] | None:
-        """The others' shares under the best plan of all, and the decisions for the graph itself; None where no plan keeps the
-        budget."""
+        """The others' shares under the best plan of all, and the decisions for the graph itself.
+
+        None where no plan keeps the budget, and where a call runs a graph more than once, which no problem of all blocks says.
+        """
+        if self._shares.repeats:
+            return None
         problems = {origin: other.problem for origin, other in self.others.items()} | {self._captured.origin: self._own}
         order = self._shares.in_order(problems)
         excess = max(0, *(other.peak_bytes - other.modelled_bytes for other in self.others.values()))

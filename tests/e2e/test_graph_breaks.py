@@ -227,7 +227,7 @@ def test_other_sizes_are_planned_together_too():
 class BrokenInLoop(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -236,15 +236,20 @@ class BrokenInLoop(nn.Module):
         return x.square().mean()
 
 
-def test_a_break_in_the_loop_over_blocks_is_named_with_what_it_costs(caplog: pytest.LogCaptureFixture):
-    """Dynamo compiles the blocks one by one, of which the budget counts one. Values are right all the same."""
-    given, _ = budgeted(make_in_loop(), "eager", 2**25)
-    expected, _ = plainly(make_in_loop(), "eager")
+def test_a_break_in_the_loop_over_blocks_is_named_and_the_budget_counts_each_of_them(caplog: pytest.LogCaptureFixture):
+    """Dynamo compiles the blocks one by one. A budget for one of them is refused, with the one that all of them need."""
+    expected, peak = plainly(make_in_loop(), "eager")
+    with pytest.raises(InfeasiblePlanError) as caught:
+        budgeted(make_in_loop(), "eager", peak // 4)
+    named = caught.value.smallest_budget_bytes
+    assert named is not None and named < 0.9 * peak
+    given, peaks = budgeted(make_in_loop(), "eager", named)
     job.assert_equal(given, expected, bitwise=True)
-    (told,) = [r.getMessage() for r in caplog.records if "memory_budget counts one of them" in r.getMessage()]
+    assert max(peaks) <= named
+    told = [r.getMessage() for r in caplog.records if "memory_budget counts each of them" in r.getMessage()]
     begins = inspect.getsourcelines(BrokenInLoop.forward)[1]
-    assert f"BrokenInLoop.forward, {__file__}:{begins}, breaks at {__file__}:{begins + 2}: Call to" in told
-    assert "Each leaves " in told and "iB on the device" in told
+    assert f"BrokenInLoop.forward, {__file__}:{begins}, breaks at {__file__}:{begins + 2}: Call to" in told[0]
+    assert "which leaves " in told[-1] and "iB of each on the device" in told[-1]
 
 
 def make_in_loop() -> BrokenInLoop:

@@ -60,9 +60,19 @@ def test_graphs_of_one_place_run_in_the_order_in_which_they_came():
     )
     assert shares.in_order([loss, second, first]) == [first, second, loss]
     assert [shares.taken_by_others(graph, 1) for graph in (first, second, loss)] == [202, 112, 22]
-    shares.unread_bytes = 1000
-    assert shares.least_bytes(1) == 1202 and Shares().least_bytes(1) == 0
+    assert shares.least_bytes(1) == 202 and Shares().least_bytes(1) == 0
     assert shares.end_call() == [first, second, loss]
+
+
+def test_a_graph_that_a_call_runs_more_than_once_takes_that_many_times_as_much():
+    shares = after_a_call(Call())
+    shares.footprints[MODEL] = Footprint(resident_bytes=1, held_bytes=10, gradient_bytes=100)
+    for call in (Call(), Call()):
+        for _ in range(3):
+            shares.note_run(MODEL, call)
+        shares.note_run(LOSS, call)
+    assert shares.times == {MODEL: 3, LOSS: 1} and shares.repeats
+    assert (shares.taken_by_others(MODEL, 1), shares.taken_by_others(LOSS, 1)) == (222, 333)
 
 
 def test_a_graph_that_comes_for_other_sizes_begins_a_call_that_is_planned_anew():

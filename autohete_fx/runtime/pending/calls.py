@@ -120,7 +120,8 @@ class Call:
         eager_function: the first one that Dynamo could not compile because a graph breaks in a loop, where it begins and where
             it breaks. Where there is none, the first one that it could not compile; else empty.
         breaks_in_loop: whether that is of the first kind.
-        root: the first function of the user's for which Dynamo had no code, by file and name; None where there was none.
+        root: the first function of the user's for which Dynamo had no code, by file and name; None where there was none. Empty
+            where the one that was called has been given up.
         failure: of an update, where a frame met it. The interpreter drops what callbacks of weak references and finalizers
             raise. Dynamo then runs the rest of the call eagerly: nothing else in it may notice.
     """
@@ -235,6 +236,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_given_up: weakref.WeakSet[CodeType] = weakref.WeakSet()
 _looks: list[Callable[[object, bool], None]] = []
 
 
@@ -284,6 +286,17 @@ def is_compiling_root() -> bool:
     """
     calls = under_way()
     return not calls or calls[0].root == dynamo.function_being_compiled()[0]
+
+
+def note_given_up(code: CodeType) -> None:
+    """Dynamo runs code eagerly, now and in later calls."""
+    _given_up.add(code)
+
+
+def is_given_up() -> bool:
+    """Whether Dynamo runs the module that the outermost call of this thread is of eagerly, and compiles only what that calls."""
+    owner = getattr(function_called(), "__self__", None)
+    return isinstance(owner, nn.Module) and getattr(owner.forward, "__code__", None) in _given_up
 
 
 def outermost() -> object:

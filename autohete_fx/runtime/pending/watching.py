@@ -48,7 +48,7 @@ def _watched(graph: fx.GraphModule, compiled: Callable[..., object]) -> Callable
 def _begin_miss(code: CodeType | None) -> None:
     found = under_way()
     if found and found[0].root is None and code is not None:
-        found[0].root = dynamo.function_of(code)
+        found[0].root = "" if calls.is_given_up() else dynamo.function_of(code)
     try:
         for call in found:
             call.settle()
@@ -63,6 +63,7 @@ def _note_compilation() -> None:
 
 
 def _note_eager_frame(code: CodeType, loop_break: str) -> None:
+    calls.note_given_up(code)
     for call in under_way()[:1]:
         function = f"{code.co_qualname}, {code.co_filename}:{code.co_firstlineno}"
         if loop_break and not call.breaks_in_loop:
