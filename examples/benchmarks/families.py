@@ -6,7 +6,7 @@ default one with every size made small: `SIZES` says by name how small, and `EXC
 
 import fnmatch
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,18 +85,38 @@ class Except:
 
     Attributes:
         config: attributes of its configuration; a dict for a part's.
-        batch: further inputs, as functions of nothing; None to leave one out.
+        batch: inputs, as functions of those that every family of its kind gets.
         why_not: why it has no row of its own, in words; empty where it has one.
     """
 
     config: dict[str, Any] | None = None
-    batch: dict[str, Any] | None = None
+    batch: dict[str, Callable[[dict[str, Tensor]], Tensor]] | None = None
     why_not: str = ""
 
 
 _MAMBA = {"mamba_d_head": 64, "mamba_n_heads": 4}
 _SWIN = {"window_size": 4, "image_size": 64, "depths": [1, 1], "num_heads": [3, 6], "patch_size": 4}
 _CONVOLUTIONS = {"conv_dim": (64, 64), "conv_kernel": (10, 3), "conv_stride": (5, 4), "num_feat_extract_layers": 2}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_SLIDING_HEADS = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
+_DOTS3 = {
+    "index_n_heads": 4,
+    **{f"swa_{name}": size for name, size in {**_SLIDING_HEADS, "q_lora_rank": 32, "kv_lora_rank": 32}.items()},
+}
+_DOTS3_PARTS = {
+    "text_config": _DOTS3,
+    "vision_config": {"adapter_in_dim": WIDTH, "adapter_out_dim": WIDTH},
+    "audio_config": {"adapter_input_size": WIDTH, "adapter_out_dim": WIDTH},
+}
+_CODES = {"labels": lambda found: found["input_ids"].T[None].contiguous()}
+"""Rows of a batch are the codebooks of one sequence, which labels have last."""
+_DRAFTS = "it drafts for a larger model, whose keys and values it takes"
 _TIMM = "its blocks are those of the package timm"
 _AUDIO_CODEC = "its audio codec is no transformer and is not made small"
 _WHOLE = "text alone does not reach its other half, which has no batch of its own here"
@@ -106,6 +126,22 @@ EXCEPTIONS: dict[str, Except] = {
     "granitemoehybrid": Except(config=_MAMBA),
     "mamba2": Except(config={"num_heads": 4, "head_dim": 64, "n_groups": 1, "state_size": 16}),
     "codegen": Except(config={"rotary_dim": 16}),
+    "cohere_compass_text": Except(config={"rope_parameters": {"full_attention": _ROPE}}),
+    "dbrx": Except(config={"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}}),
+    "dory": Except(config={"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1}),
+    "dots1": Except(config={"n_routed_experts": 4, "n_shared_experts": 1}),
+    "dots3_note": Except(config=_DOTS3_PARTS),
+    "dots3_note_text": Except(config=_DOTS3),
+    "falcon_h1": Except(config={**_MAMBA, "mamba_d_ssm": 256}),
+    "gemma3n_text": Except(config={"num_kv_shared_layers": 1, "intermediate_size": FEED_FORWARD}),
+    "gemma4_assistant": Except(why_not=_DRAFTS),
+    "gemma4_unified_assistant": Except(why_not=_DRAFTS),
+    "lfm2_moe": Except(config={"layer_types": ["conv", "full_attention", "conv"]}),
+    "longcat_flash": Except(config={"zero_expert_num": 2, "qk_head_dim": 2 * WIDTH // HEADS}),
+    "musicgen": Except(batch=_CODES),
+    "musicgen_melody": Except(batch=_CODES),
+    "nemotron": Except(config={"num_key_value_heads": 2}),
+    "nemotron_h": Except(config={"n_groups": 2}),
     "gptj": Except(config={"rotary_dim": 16}),
     "reformer": Except(why_not="it keeps no activations: its layers are reversible, and run backward by themselves"),
     "xmod": Except(config={"default_language": "en_XX"}),
@@ -263,9 +299,7 @@ def batch_of(model: Any, family: str, step: int) -> dict[str, Tensor]:
     if "labels" in names:
         found["labels"] = labels
     for name, make in (EXCEPTIONS.get(family, Except()).batch or {}).items():
-        found.pop(name, None)
-        if make is not None:
-            found[name] = make()
+        found[name] = make(found)
     return found
 
 

@@ -31,20 +31,27 @@ def _compile_ratio(row: Row) -> float:
 
 
 def in_short() -> str:
-    """How many trained, were exact and kept their budget, by inner backend."""
+    """How many ran, trained, were exact and kept their budget, by inner backend."""
     parts = []
     for inner, name in (("inductor", "under Inductor"), ("eager", "with the graphs run node by node")):
-        rows = _trained(row for row in _rows() if row["inner"] == inner)
+        ran = [row for row in _rows() if row["inner"] == inner]
+        rows = _trained(ran)
         if not rows:
             continue
         bitwise, exact = sum(row["bitwise"] for row in rows), sum(row["exact"] for row in rows)
         within, refused = sum(map(_is_within, rows)), sum(row["result"] == "refused" for row in rows)
         ratio = statistics.median(map(_compile_ratio, rows))
         parts.append(
-            f"{name} {len(rows)} families trained: {bitwise} bitwise equal to plain, {exact} exact, {within} within budget,"
-            f" {refused} of them in the budget that a refusal named; compiling took {ratio:.2f} times plain's in the median"
+            f"{name} {len(ran)} of {_num_families()} families ran, and {len(rows)} of them trained: {bitwise} bitwise equal to"
+            f" plain, {exact} exact, {within} within budget, {refused} of them in the budget that a refusal named; compiling took"
+            f" {ratio:.2f} times plain's in the median"
         )
     return "; ".join(parts)
+
+
+def _num_families() -> int:
+    """Of the installed transformers, as the survey that ran last has them."""
+    return max(result.environment.get("families", 0) for result in _results())
 
 
 def table() -> str:
@@ -76,6 +83,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         *(f"break: {reason}" for reason in row["breaks"]),
         *(text.splitlines()[0][:120] for text in row["warnings"]),
     ]
+    peak = f"{row['peak bytes'] / row['budget bytes']:.1%}"
     return (
         row["family"],
         row["kind"],
@@ -84,7 +92,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         str(len(row["layers found"])),
         exact if row["exact"] else f"**no**: {exact}",
         budget,
-        f"{row['peak bytes'] / row['budget bytes']:.1%}",
+        peak if _is_within(row) else f"**{peak}**",
         f"{_compile_ratio(row):.2f} times",
         "; ".join(said).replace("|", "/"),
     )

@@ -44,12 +44,13 @@ def print_figures(figures: Mapping[str, object]) -> None:
     print(flush=True)
 
 
-def save(path: Path | None, rows: object) -> None:
-    """Write ``rows`` with their environment as JSON, if there is a path. An interrupt leaves the file as it was before, or new."""
+def save(path: Path | None, rows: object, **besides: object) -> None:
+    """Write ``rows`` with their environment, and what is known ``besides``, as JSON, if there is a path. An interrupt leaves the
+    file as it was before, or new."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+        unfinished.write_text(json.dumps({"environment": {**environment(), **besides}, "rows": rows}, indent=1) + "\n")
         unfinished.replace(path)
 
 

@@ -10,6 +10,7 @@ own difference from eager PyTorch is measured too, with random numbers that both
 """
 
 import argparse
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -56,7 +57,8 @@ def main() -> None:
         for row in pool.map(one, missing):
             rows[row["family"]] = row
             print_figures(row)
-            save(arguments.json, [rows[name] for name in kinds() if name in rows])
+            known = {"transformers": importlib.metadata.version("transformers"), "families": len(kinds())}
+            save(arguments.json, [rows[name] for name in kinds() if name in rows], **known)
 
 
 def chosen(families: Sequence[str] | None, of_kinds: Sequence[str] | None) -> list[str]:

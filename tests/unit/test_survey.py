@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-FAMILIES = ("llama", "t5", "vit", "mixtral")
+FAMILIES = ("llama", "t5", "vit", "mixtral", "musicgen")
 
 
 @pytest.fixture(scope="module")
