@@ -104,7 +104,10 @@ That is for many blocks where `figures.sends_at_once`. Local search takes as lon
 ENOUGH = 0.0025
 """The search looks no further where a plan's gap is this: predictions err by more."""
 MOST_CHOICES = 200_000
-"""Where blocks times all their choices are more, the search is among those that the relaxation uses, and mixtures of these."""
+"""Where blocks times all their choices are more, the search is among those that the relaxation uses, and mixtures of these.
+
+Without a relaxation it is among those of patterns.
+"""
 _STARTS, _IMPROVED_STARTS, _ROUNDINGS, _POLISHED = 12, 2, 2, 3
 
 
@@ -204,13 +207,18 @@ class _Found:
         self._look_at_patterns()
         bounding = Program(self.problem)
         bounding.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
-        relaxed = self._relax(bounding)
-        if self._is_done:
-            return
         every = sum(len(choices(self.problem, block)) for block in range(self.num_blocks)) * self.num_blocks
-        few = relaxed is not None and every > MOST_CHOICES
-        used = [np.maximum.reduce(of_block) for of_block in zip(*self.shares, strict=True)]
-        search = self._search(supported_choices(self.problem, used) if few else None)
+        relaxed = self._relax(bounding, mixtures=every <= MOST_CHOICES)
+        # A relaxation that has been solved is rounded, whatever the clock says: that takes less time, and finds more than patterns.
+        if self._is_best or (relaxed is None and self._is_done):
+            return
+        options = None
+        if every > MOST_CHOICES and relaxed is None:
+            options = simple_choices(self.problem)
+        elif every > MOST_CHOICES:
+            used = [np.maximum.reduce(of_block) for of_block in zip(*self.shares, strict=True)]
+            options = supported_choices(self.problem, used)
+        search = self._search(options)
         if relaxed is not None:
             self._look_near(search)
         if self._is_enough or self.num_blocks <= PROGRAM_BLOCKS:
@@ -254,8 +262,12 @@ class _Found:
             self._keep(search, search.improve(row))
 
     @property
+    def _is_best(self) -> bool:
+        return self.best_s - self.bound_s <= RELATIVE_GAP * self.best_s
+
+    @property
     def _is_done(self) -> bool:
-        return self.best_s - self.bound_s <= RELATIVE_GAP * self.best_s or time.monotonic() > self.deadline
+        return self._is_best or time.monotonic() > self.deadline
 
     @property
     def _is_enough(self) -> bool:
@@ -270,6 +282,12 @@ class _Found:
     def _slower(self) -> int:
         gathers = any(whole_of(self.problem, block) != Whole() for block in range(self.num_blocks))
         return GATHERING if gathers else 1
+
+    @property
+    def _replays_slower(self) -> float:
+        """How many times as long replays take as usual ones."""
+        shares = max(SHARED_LANE, self.num_blocks / SHARED_LANE_BLOCKS) if sends_at_once(self.problem) else 1.0
+        return shares * self._slower
 
     def _search(self, options: Sequence[Sequence[BlockDecision]] | None) -> Search:
         """A search among ``options``, or all choices, and always those of what was found so far."""
@@ -287,17 +305,17 @@ class _Found:
             self.best = tuple(replace(d, prefetch_distance=1) for d in decisions)
             search = self._search(simple_choices(self.problem))
             begin = [search.replays.row(decisions)]
-        self._allow(search, STARTS_SHARE)
+        self._allow(search, STARTS_SHARE / (self._replays_slower if self._walks_first else 1))
         for start in begin:
             self._keep(search, start)
             self.patterns.append(search.replays.decisions(start))
         for start in begin[:_IMPROVED_STARTS]:
             self._keep(search, search.improve(start))
 
-    def _relax(self, bounding: Program) -> Relaxed | None:
+    def _relax(self, bounding: Program, *, mixtures: bool) -> Relaxed | None:
         """Bound the step."""
         deadline = min(self.deadline, time.monotonic() + RELAXATION_SHARE * self.time_limit_s)
-        relaxed = relax(bounding, deadline=deadline)
+        relaxed = relax(bounding, deadline=deadline, mixtures=mixtures)
         if relaxed is None:
             return None
         self.relaxed_s, self.shares = relaxed.bound_s, [relaxed.shares]
@@ -331,9 +349,7 @@ class _Found:
         """Walk from what was found; returns the best of all."""
         share = ANNEALING_SHARE if self.num_blocks > PROGRAM_BLOCKS else POLISHING_SHARE
         share *= min(1.0, self.num_blocks / MANY_BLOCKS)
-        if sends_at_once(self.problem):
-            share /= max(SHARED_LANE, self.num_blocks / SHARED_LANE_BLOCKS)
-        share *= (RUN_INSTEAD if self._walks_first else 1) / self._slower
+        share *= (RUN_INSTEAD if self._walks_first else 1) / self._replays_slower
         work, enough_s = share * self.time_limit_s * WALKED_BLOCKS_PER_SECOND, self.bound_s * (1 + ENOUGH)
         begin = np.array([search.replays.row(each) for each in (self.best, *self.patterns, *self.near)])
         terms = terms_of(search.replays, wasted_s, self.relaxed_s if wasted_s is not None else 0.0)

@@ -1,6 +1,7 @@
 """How much is searched and proven: as much as a plan needs."""
 
 import dataclasses
+import types
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from autohete_fx.planner.bound.formulation import Program
 from autohete_fx.planner.bound.relaxation import branch, ends_of, lumps_of, relax
 from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE
 from autohete_fx.planner.model.simulate import simulate
+from autohete_fx.planner.search import anneal, improve
 from autohete_fx.planner.search.walks import Walks
 from tests.planner_problems import MACHINE, cost, problem
 
@@ -103,3 +105,78 @@ def test_lumps_are_among_the_ends():
         10,
         11,
     ]
+
+
+def many_on_four_ranks() -> Problem:
+    """Twenty blocks whose states do not fit, on ranks that share them."""
+    mib = 2**20
+    block = cost(
+        saved_bytes=60 * mib,
+        boundary_bytes=10 * mib,
+        offloadable=(30 * mib, 10 * mib),
+        forward_workspace_bytes=0,
+        backward_workspace_bytes=0,
+        param_bytes=20 * mib,
+        grad_bytes=20 * mib,
+        optimizer_bytes=120 * mib,
+        num_params=10 * mib,
+        trained=(mib, 3 * mib, 6 * mib),
+        num_grad_tensors=3,
+        num_param_tensors=3,
+        gathered_bytes=80 * mib,
+        gathered_again_bytes=80 * mib,
+        reduced_bytes=80 * mib,
+    )
+    machine = dataclasses.replace(
+        MACHINE,
+        h2d_bytes_per_s=30 * mib,
+        d2h_bytes_per_s=30 * mib,
+        net_bytes_per_s=200 * mib,
+        latency_s=0.01,
+        device_update_params_per_s=300 * mib,
+        host_update_params_per_s=mib,
+    )
+    free = problem(
+        [block] * 20,
+        machine=machine,
+        num_ranks=4,
+        schedule=Schedule(overlap=Overlap.BACKWARD),
+        allow_streamed_optimizer=True,
+    )
+    plain = simulate(free, [BlockDecision()] * 20, events=False).peak_bytes
+    return dataclasses.replace(free, device_budget_bytes=int(0.5 * plain))
+
+
+def test_a_relaxation_is_as_tight_without_choices_that_others_can_be_mixed_to():
+    program = Program(many_on_four_ranks())
+    program.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
+    with_all, without = (relax(program, deadline=float("inf"), mixtures=mixtures) for mixtures in (True, False))
+    assert with_all is not None and without is not None
+    assert without.bound_s == pytest.approx(with_all.bound_s, rel=1e-6)
+    partial = [
+        share[len(treated) :][[place.num_moved_states is not None for place in placed]].sum()
+        for share, treated, placed in zip(without.shares, program.treated, program.placed, strict=True)
+    ]
+    assert max(partial) < 1e-9
+
+
+def test_a_relaxation_is_rounded_even_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch):
+    """On a slow machine it may take all the time there is; patterns are worse."""
+    monkeypatch.setattr(planner, "MOST_CHOICES", 1)
+    monkeypatch.setattr(planner, "BRANCHES_PER_SECOND", 0)
+    monkeypatch.setattr(planner, "LUMP_BRANCHES", 0)
+    clock = [0.0]
+    for module in (planner, improve, anneal):
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    relaxed: list[float] = []
+
+    def late(program: Program, **how: Any) -> Any:
+        found = relax(program, **{**how, "deadline": float("inf")}) if relaxed else None
+        relaxed.append(clock[0])
+        clock[0] += 1e6
+        return found
+
+    monkeypatch.setattr(planner, "relax", late)
+    of_patterns, rounded = (planner.solve(many_on_four_ranks(), time_limit_s=1.0, explains=False) for _ in range(2))
+    assert len(relaxed) == 2 and rounded.gap < of_patterns.gap
+    assert rounded.step_s < 0.95 * of_patterns.step_s

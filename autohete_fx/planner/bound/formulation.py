@@ -268,7 +268,7 @@ class Program(LastUpdateRows):
             if self.problem.schedule.priority:
                 add(copied >= updated[block])
             found.append(copied)
-        if self._knows_last_update:
+        if self.knows_last_update:
             add(copied >= updated[-1] + self._add_last_update(landed))
         return found
 

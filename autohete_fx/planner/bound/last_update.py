@@ -55,7 +55,7 @@ class LastUpdateRows(GatheringRows):
     """Rows about the tail of a step, beside the choices of a problem."""
 
     @property
-    def _knows_last_update(self) -> bool:
+    def knows_last_update(self) -> bool:
         """Whether the rows hold."""
         gathers = any(map(self._gathers, (updating_pass(self.problem), BACKWARD_PASS)))
         return self.problem.schedule.priority and not self.updates_begin_together and not gathers

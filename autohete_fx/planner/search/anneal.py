@@ -37,8 +37,9 @@ from autohete_fx.planner.search.replays import Replays
 from autohete_fx.planner.search.walks import Heat, Prices, Terms, Walks
 
 WALKS = 256
-DISTANCES = 1, 3
-"""The prefetch distances that walks give: each takes time in every replay, and local search knows the others."""
+DISTANCES, SHARED_DISTANCES = (1, 3), (1, 4)
+"""The prefetch distances that walks give, the latter where `figures.sends_at_once`. Each takes time in every replay, and local
+search knows the others."""
 HEAT = Heat(
     hottest=0.2,
     coldest=1e-4,
@@ -137,7 +138,7 @@ def terms_of(replays: Replays, wasted_s: Seconds | None = None, bound_s: float =
     wasted = np.zeros(replays.copies_s.shape) if wasted_s is None else wasted_s
     return Terms(
         tables=tables,
-        distances=[far for far in DISTANCES if far <= replays.farthest],
+        distances=_distances(replays, replays.farthest),
         use=use.reshape(-1, use.shape[-1]),
         elsewhere=np.stack(elsewhere).reshape(len(elsewhere), -1),
         limits=np.floor(np.array(limits) / units),
@@ -148,6 +149,11 @@ def terms_of(replays: Replays, wasted_s: Seconds | None = None, bound_s: float =
         counts=counts,
         settings=settings + replays.first[:, None, None, None],
     )
+
+
+def _distances(replays: Replays, farthest: int) -> list[int]:
+    given = SHARED_DISTANCES if replays.tables.rules.sends_at_once else DISTANCES
+    return [far for far in given if far <= farthest]
 
 
 def _unit(table: NDArray[np.int64]) -> float:
@@ -163,7 +169,7 @@ def _parts(replays: Replays) -> tuple[Rows, Rows, Rows]:
     Returns which setting has which parts, by block and parts (the one that moves nothing where none has them), how many there
     are of each part, by kind and block, and the parts of every setting, by kind and setting.
     """
-    found = [_parts_of(settings) for settings in replays.settings]
+    found = [_parts_of(replays, settings) for settings in replays.settings]
     counts = np.array([table.shape for table, _ in found]).T
     settings = np.zeros((len(found), *counts.max(axis=1)), dtype=np.int64)
     parts = np.zeros((len(counts), len(found), replays.tables.settings), dtype=np.int64)
@@ -173,12 +179,11 @@ def _parts(replays: Replays) -> tuple[Rows, Rows, Rows]:
     return settings, counts, parts.reshape(len(counts), -1)
 
 
-def _parts_of(settings: list[BlockDecision]) -> tuple[Rows, Rows]:
+def _parts_of(replays: Replays, settings: list[BlockDecision]) -> tuple[Rows, Rows]:
     """Of one block: which setting has which parts, and the parts of every setting."""
     treatments: dict[object, int] = {}
     places: dict[object, int] = {}
-    farthest = max(setting.prefetch_distance for setting in settings)
-    distances = [far for far in DISTANCES if far <= farthest]
+    distances = _distances(replays, max(setting.prefetch_distance for setting in settings))
     parts = []
     for s in settings:
         treatment, place = treatment_of(s), place_of(s)

@@ -73,12 +73,12 @@ class Search:
         return best
 
     def repair(self, row: Rows) -> Rows | None:
-        """Change one block after the other until the budgets are kept.
+        """Change one block after the other until the budgets are kept, or the work is used up.
 
         Each time it is the one that costs least time for what it frees, to what holds least, which is at distance 1. None where
         no change frees anything.
         """
-        while not self.over:
+        while self.work_left > 0:
             blocks, to = self._changes_from(row)
             nearest = self.replays.distance[blocks, to] == 1
             blocks, to = blocks[nearest], to[nearest]
