@@ -279,15 +279,14 @@ class _Found:
         return sends_at_once(self.problem) and self.num_blocks > MANY_BLOCKS
 
     @property
+    def _relaxes_first(self) -> bool:
+        """Whether the relaxation may take all the time there is, and patterns are not improved before: replays are slowest here."""
+        return self._walks_first and self._slower > 1
+
+    @property
     def _slower(self) -> int:
         gathers = any(whole_of(self.problem, block) != Whole() for block in range(self.num_blocks))
         return GATHERING if gathers else 1
-
-    @property
-    def _replays_slower(self) -> float:
-        """How many times as long replays take as usual ones."""
-        shares = max(SHARED_LANE, self.num_blocks / SHARED_LANE_BLOCKS) if sends_at_once(self.problem) else 1.0
-        return shares * self._slower
 
     def _search(self, options: Sequence[Sequence[BlockDecision]] | None) -> Search:
         """A search among ``options``, or all choices, and always those of what was found so far."""
@@ -305,17 +304,17 @@ class _Found:
             self.best = tuple(replace(d, prefetch_distance=1) for d in decisions)
             search = self._search(simple_choices(self.problem))
             begin = [search.replays.row(decisions)]
-        self._allow(search, STARTS_SHARE / (self._replays_slower if self._walks_first else 1))
+        self._allow(search, STARTS_SHARE)
         for start in begin:
             self._keep(search, start)
             self.patterns.append(search.replays.decisions(start))
-        for start in begin[:_IMPROVED_STARTS]:
+        for start in begin[: 0 if self._relaxes_first else _IMPROVED_STARTS]:
             self._keep(search, search.improve(start))
 
     def _relax(self, bounding: Program, *, mixtures: bool) -> Relaxed | None:
         """Bound the step."""
         deadline = min(self.deadline, time.monotonic() + RELAXATION_SHARE * self.time_limit_s)
-        relaxed = relax(bounding, deadline=deadline, mixtures=mixtures)
+        relaxed = relax(bounding, deadline=self.deadline if self._relaxes_first else deadline, mixtures=mixtures)
         if relaxed is None:
             return None
         self.relaxed_s, self.shares = relaxed.bound_s, [relaxed.shares]
@@ -349,7 +348,9 @@ class _Found:
         """Walk from what was found; returns the best of all."""
         share = ANNEALING_SHARE if self.num_blocks > PROGRAM_BLOCKS else POLISHING_SHARE
         share *= min(1.0, self.num_blocks / MANY_BLOCKS)
-        share *= (RUN_INSTEAD if self._walks_first else 1) / self._replays_slower
+        if sends_at_once(self.problem):
+            share /= max(SHARED_LANE, self.num_blocks / SHARED_LANE_BLOCKS)
+        share *= (RUN_INSTEAD if self._walks_first else 1) / self._slower
         work, enough_s = share * self.time_limit_s * WALKED_BLOCKS_PER_SECOND, self.bound_s * (1 + ENOUGH)
         begin = np.array([search.replays.row(each) for each in (self.best, *self.patterns, *self.near)])
         terms = terms_of(search.replays, wasted_s, self.relaxed_s if wasted_s is not None else 0.0)
