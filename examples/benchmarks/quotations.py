@@ -280,7 +280,17 @@ def _ever_faster(result: Result) -> str:
     most = listed(f"{percent(gap)} on {ranks} {'rank' if ranks == 1 else 'ranks'}" for ranks, gap in gaps.items())
     count = "None" if not faster else str(faster)
     verb = "is" if faster <= 1 else "are"
-    return f"{count} of {len(others)} that fit {verb} faster than ours, whose proven gaps are at most {most}."
+    said = f"{count} of {len(others)} that fit {verb} faster than ours, whose proven gaps are at most {most}."
+    return f"{said} {_solving(result)}"
+
+
+def _solving(result: Result) -> str:
+    """How long our plans were solved for: most of them, and the others by name."""
+    ours = [row for row in result.rows if "time_limit_s" in row]
+    usual_s = statistics.mode(row["time_limit_s"] for row in ours)
+    others = [row for row in ours if row["time_limit_s"] != usual_s]
+    said = [f"{r['model']} on {r['ranks']} ranks for {r['time_limit_s']:.0f} s, at {r['commit']}" for r in others]
+    return f"Ours were solved for {usual_s:.0f} s{f', {listed(said)}' if said else ''}."
 
 
 def step_caption() -> str:

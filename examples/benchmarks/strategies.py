@@ -115,7 +115,8 @@ def compare(where: dict[str, Any], problem: Problem, time_limit_s: float, prove_
         print(f"{title}: {error}\n", flush=True)
         return [{**where, "strategy": "ours", "fits": False}]
     print(f"{title}: ours {ours.step_s:.3f} s, gap {ours.gap:.2%}")
-    rows = [{**where, "strategy": "ours", "fits": True, "step_s": ours.step_s, "gap": ours.gap}]
+    found = {"step_s": ours.step_s, "gap": ours.gap, "time_limit_s": time_limit_s}
+    rows = [{**where, "strategy": "ours", "fits": True, **found}]
     for name, strategy in (BASELINES if problem.num_ranks == 1 else {**BASELINES, **SHARDED_BASELINES}).items():
         theirs = strategy(problem)
         fit, ratio = fits(problem, theirs), theirs.step_s / ours.step_s

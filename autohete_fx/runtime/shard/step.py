@@ -127,11 +127,13 @@ def _refuse(written: Sequence[Tensor], until: str) -> None:
 def _buckets(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """The parameters in their order, so many together that the small ones among them fill one piece."""
     bucket: list[Tensor] = []
+    small_bytes = 0
     for param in params:
         bucket.append(param)
-        if sum(p.nbytes for p in bucket if _is_small(p)) > PIECE_BYTES - SMALLEST_COPY_BYTES:
+        small_bytes += param.nbytes if _is_small(param) else 0
+        if small_bytes > PIECE_BYTES - SMALLEST_COPY_BYTES:
             yield bucket
-            bucket = []
+            bucket, small_bytes = [], 0
     if bucket:
         yield bucket
 
