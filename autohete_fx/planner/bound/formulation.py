@@ -60,6 +60,14 @@ follows.
 
     U[i] >= R[i] + u[i]              what was updated on the host is copied afterwards (a = 1)
 
+Where a forward waits for updates, streamed states go home from the end of backward on, z[i] each, before anything else goes down.
+Z[i] is when those of 0..i are there, which i waits for:
+
+    Z[i] >= Z[i-1] + z[i],   E[i] >= Z[i] + w[i],   D[i] >= Z[i] + w[i] + d[i],   E[n-1] >= Z[n-1] + d[0] + .. + d[n-1]
+
+A block without states waits for those of blocks before it, which these waited for already. A copy down waits for all, which no row
+but the last says: a block that copies nothing down does not wait.
+
 Copies up of updates may go in what time the up lane has left (`figures.sends_at_once`), and no pass issues them. Blocks that
 were updated on the host go when their update ends, streamed states from the end of backward on. Then u is without them. v[i]
 are the copies up of what was updated on the host, and s[i] those of the states. S[i] is the end of all copies up of blocks
@@ -116,7 +124,7 @@ from functools import partial
 import numpy as np
 from ortools.sat.python import cp_model
 
-from autohete_fx.ir import BlockDecision, Problem
+from autohete_fx.ir import BlockDecision, Overlap, Problem
 from autohete_fx.planner.bound.last_update import LastUpdateRows
 from autohete_fx.planner.bound.variables import Linear
 from autohete_fx.planner.model.choices import joined
@@ -196,14 +204,15 @@ class Program(LastUpdateRows):
         begin: Linear = 0,
         updated: Sequence[Linear] | None = None,
         copied: Sequence[Linear] | None = None,
+        home: Sequence[Linear] | None = None,
     ) -> tuple[cp_model.IntVar, list[cp_model.IntVar]]:
         """Rows of one pass; returns when it ends, and when each block has landed: its work and copies down are done.
 
         ``updated``: when the update lane has done each block and those before it. ``copied``: when what they need and no pass
-        issues is there.
+        issues is there. ``home``: when its streamed states are, and those of the blocks before it.
         """
         if self._gathers(kind):
-            return self._add_gathering_pass(kind, ahead, begin=begin, updated=updated, copied=copied)
+            return self._add_gathering_pass(kind, ahead, begin=begin, updated=updated, copied=copied, home=home)
         add = self.model.add
         order = range(self.num_blocks)[::-1] if kind.reverse else range(self.num_blocks)
         ends = [self._time(f"E[{block}]") for block in order]
@@ -226,6 +235,10 @@ class Program(LastUpdateRows):
                     add(down[i] >= start + w + d[lane])
                 if i - ahead >= 0:
                     add(ends[i] >= down[i - ahead])
+                if home is not None:
+                    add(down[i] >= home[i] + w + d[lane])
+            if home is not None:
+                add(ends[i] >= home[i] + w)
             if copied is not None:
                 last_copied = copied[i]
             elif updated is not None and ahead > 1:
@@ -238,8 +251,10 @@ class Program(LastUpdateRows):
             add(ends[i] >= last_copied + w)
             for lane, down in downs.items():
                 add(down[i] >= last_copied + w + d[lane])
-        for down in downs.values():
+        for lane, down in downs.items():
             add(ends[-1] >= down[-1])
+            if home is not None:
+                add(ends[-1] >= home[-1] + self._sum(order, kind.of(lane.after)))
         landed = downs[GRADIENTS_LANE]
         return ends[-1], landed[::-1] if kind.reverse else landed
 
@@ -297,6 +312,19 @@ class Program(LastUpdateRows):
                     add(updated[block] >= updated[block + 1] + host)
         return device_end, updated
 
+    def _add_way_home(self, backward_end: Linear) -> list[cp_model.IntVar] | None:
+        """Rows of streamed states on their way home beside a forward; returns Z. None where there is no such forward, or nothing
+        may be streamed."""
+        if self.overlap is Overlap.NONE or not any(place.streams for placed in self.placed for place in placed):
+            return None
+        last: Linear = backward_end
+        found = []
+        for block in range(self.num_blocks):
+            found.append(self._time(f"Z[{block}]"))
+            self.model.add(found[-1] >= last + self._sum([block], (Work.STATES_BACK,)))
+            last = found[-1]
+        return found
+
     def _add_step(self, ahead: int) -> Linear:
         """Rows of a whole step; returns its ticks."""
         problem = self.problem
@@ -309,8 +337,8 @@ class Program(LastUpdateRows):
         if self.sends_at_once:
             begin = [backward] * self.num_blocks if self.updates_begin_together else landed
             ready, copied = None, self._add_copies_at_once(backward, begin, updated)
-        kind, end = updating_pass(problem), self._time("T")
-        self.model.add(end >= self._add_pass(kind, ahead, begin=device_end, updated=ready, copied=copied)[0])
+        kind, end, home = updating_pass(problem), self._time("T"), self._add_way_home(backward)
+        self.model.add(end >= self._add_pass(kind, ahead, begin=device_end, updated=ready, copied=copied, home=home)[0])
         # The last that the lane does: in its order without priority, block 0.
         self.model.add(end >= updated[-1 if problem.schedule.priority else 0])
         averaged = self._sum(range(self.num_blocks), (Work.AVERAGE,))

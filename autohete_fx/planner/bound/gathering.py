@@ -10,7 +10,7 @@ reduce of i does, V[i] when the up lane is done with c[i]. I[j] is when the prog
 cases.
 
     V[i] >= U[j-1] + c[i],  V[i] >= E[j-1-a] + c[i],  V[1] >= V[0] + c[1]
-    A[i] >= I[j] + x[i],    A[i] >= V[i] + x[i],  A[1] >= A[0] + x[1],  A[i] >= Q[i] + x[i]
+    A[i] >= I[j] + x[i],    A[i] >= V[i] + x[i],  A[1] >= A[0] + x[1],  A[i] >= Q[i] + x[i],  A[i] >= Z[i] + x[i]
     G[i] >= A[i] + g[i],    G[i] >= what net was given before + g[i]
     U[i] >= V[i+1] + u[i],  U[i] >= U[i-1] + u[i],  U[i] >= E[i-1-a] + u[i]
     F[i] >= I[i] + w[i],    F[i] >= A[i+1] + w[i],  F[i] >= U[i] + w[i],  F[i] >= G[i] + w[i],  F[i] >= Q[i] + w[i]
@@ -29,8 +29,9 @@ Copies down of what is reduced follow N[i] and F[i+1] and are waited for a block
     D[i] >= F[i] + d[i],  D[i] >= N[i-1] + d[i],  E[i+a] >= D[i]       where it does not
     D[i] >= D[i-1] + d[i],  E[n-1] >= D[n-1]
 
-Q is the chain of copies of what was updated on the host. `formulation` has it for distances above 1, and for what updates send
-at once. A forward waits for blocks in their order, so that all up to i have what they need at A[i].
+Z[i] is when streamed states are home, as in `formulation`, and is wherever Q is. Q is the chain of copies of what was updated on
+the host. `formulation` has it for distances above 1, and for what updates send at once. A forward waits for blocks in their order,
+so that all up to i have what they need at A[i].
 
 These rows bound all plans with prefetch distances up to a. Net works in the order of the program, so its rows are what happens.
 Copies up that are waited for up to A[i] are V[i]'s, and issued no sooner than a blocks before that. They take one lane, in
@@ -42,7 +43,7 @@ from collections.abc import Iterable, Sequence
 from ortools.sat.python import cp_model
 
 from autohete_fx.planner.bound.variables import Linear, Variables
-from autohete_fx.planner.model.work import UPDATES_LANE, PassKind, Work, slots_of
+from autohete_fx.planner.model.work import GRADIENTS_LANE, UPDATES_LANE, PassKind, Work, slots_of
 
 
 class GatheringRows(Variables):
@@ -61,6 +62,7 @@ class GatheringRows(Variables):
         begin: Linear = 0,
         updated: Sequence[Linear] | None = None,
         copied: Sequence[Linear] | None = None,
+        home: Sequence[Linear] | None = None,
     ) -> tuple[cp_model.IntVar, list[cp_model.IntVar]]:
         """Rows of one pass, as those of `Program._add_pass`."""
         order = range(self.num_blocks)[::-1] if kind.reverse else range(self.num_blocks)
@@ -69,10 +71,12 @@ class GatheringRows(Variables):
             for block in order:
                 last = self._add_copies_of_updated(block, kind, updated[block], last)
                 copied.append(last)
-        rows = _Pass(self, kind, ahead, order, begin, copied)
+        rows = _Pass(self, kind, ahead, order, begin, copied, home)
         for i in range(len(order)):
             rows.add_begin(i)
             rows.add_end(i)
+        if home is not None:
+            self.model.add(rows.ends[-1] >= home[-1] + self._sum(order, kind.of(GRADIENTS_LANE.after)))
         return rows.ends[-1], rows.downs[::-1] if kind.reverse else rows.downs
 
     def _add_copies_of_updated(self, block: int, kind: PassKind, updated: Linear, previous: Linear) -> cp_model.IntVar:
@@ -94,9 +98,11 @@ class _Pass:
         order: range,
         begin: Linear,
         copied: Sequence[Linear] | None,
+        home: Sequence[Linear] | None,
     ) -> None:
         self.program, self.ahead, self.order = program, ahead, order
-        self.begin, self.copied, self.add = begin, copied, program.model.add
+        self.begin, self.add = begin, program.model.add
+        self.needed = [each for each in (copied, home) if each is not None]
         self.begins_first = not kind.reverse
         self.slots = [slots_of(program.problem, block, kind) for block in order]
         names = "EUDF"
@@ -128,8 +134,7 @@ class _Pass:
         starts.append(self.ups[i])
         if slots.gathers:
             starts.append(self.gathered[i])
-        if self.copied is not None:
-            starts.append(self.copied[i])
+        starts += [each[i] for each in self.needed]
         for start in starts:
             self.add(self.works[i] >= start + work)
 
@@ -140,7 +145,7 @@ class _Pass:
         copies, work = self._sum(i, slots.up), self._sum(i, slots.work_first)
         for earliest in lane:
             self.add(read >= earliest + copies)
-        for earliest in (came, read, *([self.copied[i]] if self.copied is not None else [])):
+        for earliest in (came, read, *(each[i] for each in self.needed)):
             self.add(begun >= earliest + work)
         return begun, [read]
 
@@ -152,7 +157,7 @@ class _Pass:
         copies, work, gather = (self._sum(at, works) for works in (slots.ahead, slots.work_ahead, slots.gather))
         for earliest in lane:
             self.add(read >= earliest + copies)
-        for earliest in (before, read, *([self.copied[at]] if self.copied is not None else [])):
+        for earliest in (before, read, *(each[at] for each in self.needed)):
             self.add(self.issued[at] >= earliest + work)
         for earliest in (self.issued[at], self.net):
             self.add(self.gathered[at] >= earliest + gather)

@@ -35,6 +35,7 @@ class BlockProgram:
         self.num_blocks = len(problem.costs)
         self.lanes = LaneClocks(problem.machine, keep_events=keep_events, factors=factors)
         self.landed_at: dict[int, float] = {}  # gradients of the last micro-batch, on the host
+        self.home_at: dict[int, float] = {}  # streamed states, where updates overlap
         self.memory = DeviceMemory(keep_levels=keep_events)
         self.due = Due(problem, decisions)
         self.is_first_forward = True  # of a step
@@ -97,11 +98,10 @@ class BlockProgram:
             return
         self.memory.hold("activations", block, self.activations[block].held_bytes)
         self.lanes.issue(Lane.D2H, "offload", block, *offloaded)
-        if updated_at is not None:
-            self._return_states(block)
+        if updated_at is not None and decision.streams:
+            self.memory.hold("gradients of streamed states", block, 0)
         for sender in self.due.after[block]:
             self._end_offload(sender)
-            self._end_return(sender)
 
     def _begin_forward(self, block: int, *, updates: bool) -> None:
         """Wait until a block's own parameters are there, and updated where this is the step's first forward."""
@@ -214,6 +214,7 @@ class BlockProgram:
         """Wait for what a block's update copies up, and do the update if its states are streamed."""
         self.lanes.wait("upload", block)
         self.lanes.wait("states", block)
+        self.lanes.hold(self.home_at.get(block, 0.0))
         if self.decisions[block].streams:
             streamed_s = device_update_s(self.problem, block, self.decisions[block], Optimizer.STREAMED)
             self.lanes.work(Lane.COMPUTE, "update", block, streamed_s)

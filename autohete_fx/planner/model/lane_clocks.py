@@ -99,6 +99,10 @@ class LaneClocks:
         """Hold the program until work is complete, if it is under way."""
         self.free_at[Lane.COMPUTE] = max(self.clock, self._done_at.pop((label, block), 0.0))
 
+    def hold(self, until_s: float) -> None:
+        """Hold the program until then."""
+        self.free_at[Lane.COMPUTE] = max(self.clock, until_s)
+
     def done_at(self, label: str, block: int) -> float:
         """When work is complete; now, if none is under way."""
         return self._done_at.get((label, block), self.clock)

@@ -41,7 +41,8 @@ the same cores there).
                 like a forward that computes nothing else; the next step begins when all lanes are done
     STEP        after the last backward: device updates; then the next forward at once. There block b waits for its
                 update on the host and for its upload, or its fetch, of what was updated, and does its streamed update
-                before it computes; its states go back with its offload
+                before it computes. All streamed states go home from the step on, before anything else goes down: they pass
+                through a few slots, and what fills one waits for what empties it. b waits for its own to be home
     BACKWARD    as STEP, but an update on the host starts when its gradients are there, in the last backward already, an upload
                 when its update ends, and streamed states when the optimizer steps: what backward fetches goes first, and from
                 then on what block the next forward needs first, a little at a time, so that what is more urgent goes first at
@@ -209,6 +210,9 @@ class _Replay(BlockProgram):
             return
         for block in range(self.num_blocks):
             self.memory.hold("gradients", block, 0)
+            home_s = copy_s(self.machine, Lane.D2H, self._update_copies(block)[1])
+            if home_s:
+                self.home_at[block] = self.lanes.work(Lane.D2H, "states", block, home_s, stepped_at)
         if sends_at_once(self.problem):
             self.lanes.share_up(SharedLane(self.lanes.copied_up))
             for block in range(self.num_blocks):

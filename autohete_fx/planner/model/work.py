@@ -65,7 +65,8 @@ class Work(enum.Enum):
     """A kind of work: what it does, its pass, lane and turn. Kinds of one pass, lane and side of the block's work stand together.
 
     ``FORWARD`` and ``BACKWARD`` include what copies take from computation, the latter recomputation as well. ``UPLOAD`` is what
-    was updated on the host, ``STATES`` what is streamed, parameters at home with it. ``GATHER_ONCE`` is of what is replicated.
+    was updated on the host, ``STATES`` what is streamed, parameters at home with it. ``STATES_BACK`` is its way home, from the step
+    on where a forward waits for updates. ``GATHER_ONCE`` is of what is replicated.
     """
 
     FORWARD = "forward", Pass.FORWARD, Lane.COMPUTE, Turn.WORK
@@ -166,12 +167,13 @@ def _pass(*passes: Pass, without: tuple[Work, ...] = ()) -> PassKind:
 
 FORWARD_PASS, BACKWARD_PASS, UPDATES_PASS = _pass(Pass.FORWARD), _pass(Pass.BACKWARD), _pass(Pass.UPDATES)
 FIRST_FORWARD_PASS = _pass(Pass.FORWARD, Pass.FIRST_FORWARD)
-_FORWARD_AND_UPDATES = _pass(Pass.FORWARD, Pass.FIRST_FORWARD, Pass.UPDATES)
-_FORWARD_AND_SENT_UPDATES = _pass(Pass.FORWARD, Pass.FIRST_FORWARD, Pass.UPDATES, without=SENT)
+_FORWARD_AND_UPDATES = _pass(Pass.FORWARD, Pass.FIRST_FORWARD, Pass.UPDATES, without=(Work.STATES_BACK,))
+_FORWARD_AND_SENT_UPDATES = _pass(Pass.FORWARD, Pass.FIRST_FORWARD, Pass.UPDATES, without=(*SENT, Work.STATES_BACK))
 
 
 def updating_pass(problem: Problem) -> PassKind:
-    """The pass that waits for updates: of them alone, or the first forward as well; without what they send by themselves."""
+    """The pass that waits for updates: of them alone, or the first forward as well; without what they send by themselves, and
+    streamed states home."""
     if overlap_of(problem) is Overlap.NONE:
         return UPDATES_PASS
     return _FORWARD_AND_SENT_UPDATES if sends_at_once(problem) else _FORWARD_AND_UPDATES

@@ -19,7 +19,7 @@ Rows = NDArray[np.int64]
 _FIRST, _BACKWARD = range(2)
 _WORK = 0
 _UP, _DOWN = map(COPY_LANES.index, (UPDATES_LANE, GRADIENTS_LANE))
-_DEVICE, _HOST, _UPLOADS, _STATES, _WAITS, _AVERAGE = range(6)
+_DEVICE, _HOST, _UPLOADS, _STATES, _WAITS, _AVERAGE, _HOME = range(7)
 
 
 class Rules(NamedTuple):
@@ -54,7 +54,8 @@ class Tables(NamedTuple):
         distance: prefetch distances by block and setting, 0 where nothing is copied.
         updates: by kind, block and setting, seconds of updates on the device and on the host, and of uploads and streamed
             states outside of passes. It has 0 where the first pass's copies up wait for an update on the host, else NEVER. It
-            also has the seconds of the mean over replicas, before which no update begins.
+            also has the seconds of the mean over replicas, before which no update begins. Last come those of streamed states on
+            their way home beside the first pass.
         gathering: what passes with collectives have besides; None where there are none.
     """
 
@@ -105,7 +106,9 @@ class Assignments:
         if (forwards := self._gathering.forwards) is not None:
             waits = np.where(forwards, 0.0, NEVER).astype(work.dtype)
             first = np.repeat(waits, self.count)[together]
-        return GatheringPasses(work, lanes, self.distances, self._collectives_of(together), first)
+        return GatheringPasses(
+            work, lanes, self.distances, self._collectives_of(together), first, self._gathering.leads
+        )
 
     def _lanes_of(self, columns: slice) -> list[Copies]:
         """Views of what lanes copy in some columns; the order of figures is that of `_tables_of_kinds`."""
@@ -178,6 +181,7 @@ class Assignments:
             self._passes.run(self._begin)
             return
         until, passes = self._until(start), self._passes
+        passes.home = self._home()
         never = self._first[_UP].up_never if len(self.distances) > 1 else np.zeros_like(until[None])
         if not isinstance(passes, GatheringPasses) or self._gathering is None:
             passes.run(self._begin, until + never)
@@ -185,6 +189,11 @@ class Assignments:
         leads = self._gathering.leads[:, None] & (not self.rules.synchronous)
         ahead = until + self._collectives_of(slice(0, self.count)).ahead_never
         passes.run(self._begin, np.where(leads, NEVER, until + never), np.where(leads, ahead, NEVER))
+
+    def _home(self) -> Seconds | None:
+        """When streamed states of each block and those before it are at home; None where none are."""
+        took = self._updates[_HOME]
+        return np.add.accumulate(took, axis=0) if took.any() else None
 
     def _until(self, start: Seconds) -> Seconds:
         """When what the first pass copies up is updated, where all updates begin together; NEVER for what waits for no update."""
@@ -212,7 +221,7 @@ class Assignments:
         figures = self._figures[_WORK][:, own], down.down, down.down_never
         shared = SharedUp(issued_s, ready, (updates[_UPLOADS], updates[_STATES]), figures[0].dtype)
         if gathering is None:
-            return run_shared(figures, up.up, self.distances, start=start, shared=shared)
+            return run_shared(figures, up.up, self.distances, start=start, shared=shared, home=self._home())
         return run_shared_gathering(
             figures,
             up.up,
@@ -221,6 +230,7 @@ class Assignments:
             self.distances,
             start=start,
             shared=shared,
+            home=self._home(),
         )
 
 

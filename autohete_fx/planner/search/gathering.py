@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autohete_fx.planner.search.passes import NEVER, Copies, Passes, Seconds, SharedUp, rows_of
+from autohete_fx.planner.search.passes import NEVER, Copies, Passes, Seconds, SharedUp, rows_of, when_home
 
 GATHERING_KINDS = 6
 
@@ -78,9 +78,12 @@ class GatheringPasses(Passes):
         distances: Sequence[int],
         collectives: Collectives,
         first: Seconds | None,
+        leads: NDArray[np.bool_],
     ) -> None:
-        """``first``: 0 in columns that wait for what a block copies up before they issue the next one's gather, else NEVER."""
+        """``leads``: as that of `Gathering`. ``first``: 0 in columns that wait for what a block copies up before they issue the
+        next one's gather, else NEVER."""
         super().__init__(work, lanes, distances)
+        self.leads = leads
         self._collectives = Collectives(*map(rows_of, collectives))
         self._all_issues, self._first = issues_ahead(len(work), distances), first
         self.arrived_ahead, self.landed_late = np.empty_like(self.ends), np.empty_like(self.ends)
@@ -104,9 +107,12 @@ class GatheringPasses(Passes):
             if self._first is not None:
                 np.add(own[i], self._first, out=self._spare)
                 np.maximum(end, self._spare, out=end)
+                self._await_home(i, end)
                 np.add(end, parts.work_first[i], out=end)
             for at in range(i + (i > 0), min(last, i + 1) + 1):
                 np.maximum(end, self._ahead[at], out=end)
+                if self.leads[at]:
+                    self._await_home(at, end)
                 np.add(end, parts.work_ahead[at], out=end)
                 np.maximum(net, end, out=net)
                 np.add(net, parts.gather[at], out=net)
@@ -120,6 +126,7 @@ class GatheringPasses(Passes):
             if i:
                 self._end_reduce(i - 1, end, down)
             np.maximum(down, end, out=down)
+            self._await_all_home(self._lanes[1].down[i], down)
             np.add(down, self._lanes[1].down[i], out=down)
             np.copyto(self._landed[1][i], down)
             if i == last:
@@ -186,6 +193,7 @@ def run_shared_gathering(
     *,
     start: Seconds,
     shared: SharedUp,
+    home: Seconds | None = None,
 ) -> Seconds:
     """`passes.run_shared` of a forward with gathers; ``leads`` says of which blocks."""
     work, down, down_never = figures
@@ -203,6 +211,8 @@ def run_shared_gathering(
         np.copyto(end, clock)
         for at in needed[i]:
             np.maximum(end, shared.copied(at), out=end)
+            if home is not None:
+                np.maximum(end, home[at], out=end)
             end += collectives.work_ahead[at] + collectives.work_first[at]
             if leads[at]:
                 np.maximum(net, end, out=net)
@@ -212,6 +222,8 @@ def run_shared_gathering(
             np.maximum(end, gathered[i], out=end)
         end += work[i]
         np.maximum(end, landed[i - 1] if i else 0.0, out=landed[i])
+        if home is not None:
+            np.maximum(landed[i], when_home(home, down[i]), out=landed[i])
         landed[i] += down[i]
         for k, far in enumerate(distances if i < positions - 1 else (0,)):
             if i >= far:

@@ -51,6 +51,7 @@ class Passes:
         ends: by position and column, after `run`, when compute is done with a block and with what it waits for at its end.
         arrived: by lane, when its copy up is done; at most that of an earlier block where it has none. Empty on a lane without.
         landed: by lane, when its work and its copy down are done. Empty on a lane without.
+        home: by position and first columns, what blocks wait for besides; nothing is copied down before all of it. None for none.
     """
 
     def __init__(self, work: Seconds, lanes: Sequence[Copies], distances: Sequence[int]) -> None:
@@ -61,6 +62,7 @@ class Passes:
         self.landed = [np.empty_like(self.ends if len(lane.down) else self.ends[:0]) for lane in lanes]
         self._work, self._lanes = list(work), [Copies(*map(rows_of, lane)) for lane in lanes]
         self._ends, self._arrived, self._landed = list(self.ends), *map(rows_of, (self.arrived, self.landed))
+        self.home: Seconds | None = None
         self._busy, self._spare = list(np.empty((len(lanes), work.shape[1]), work.dtype)), np.empty_like(self.ends[0])
 
     def run(self, start: Seconds, until: Seconds | None = None) -> None:
@@ -82,14 +84,29 @@ class Passes:
                     continue
                 free[number] = self._issue(i, number, free[number], clock, waiting if not number else ())
                 before = np.maximum(before, here[i], out=end)
+            if self.home is not None:
+                np.copyto(end, before)
+                before = end
+                self._await_home(i, end)
             np.add(before, self._work[i], out=end)
             for number, (lane, there) in enumerate(zip(self._lanes, self._landed, strict=True)):
                 if not there:
                     continue
                 free[number] = np.maximum(free[number], end, out=there[i])
+                self._await_all_home(lane.down[i], there[i])
                 np.add(there[i], lane.down[i], out=there[i])
                 self._await(i, lane, there, end)
             clock = end
+
+    def _await_home(self, i: int, clock: Seconds) -> None:
+        if self.home is not None:
+            first = clock[: self.home.shape[1]]
+            np.maximum(first, self.home[i], out=first)
+
+    def _await_all_home(self, down: Seconds, begin: Seconds) -> None:
+        if self.home is not None:
+            first = slice(self.home.shape[1])
+            np.maximum(begin[first], when_home(self.home, down[first]), out=begin[first])
 
     def _issue(
         self, i: int, number: int, free: Seconds, clock: Seconds, waiting: tuple[list[list[Seconds]], ...]
@@ -125,6 +142,11 @@ class Passes:
             np.maximum(end, landed, out=end)
 
 
+def when_home(home: Seconds, down: Seconds) -> Seconds:
+    """Before when a copy down does not begin, where there is one: all streamed states are home."""
+    return np.where(down > 0, home[-1], NEVER)
+
+
 def rows_of(figures: Any) -> Any:
     """An array, or several, as lists of rows."""
     if figures is None or (isinstance(figures, np.ndarray) and figures.ndim == 1):
@@ -139,6 +161,7 @@ def run_shared(
     *,
     start: Seconds,
     shared: "SharedUp",
+    home: Seconds | None = None,
 ) -> Seconds:
     """Run a forward whose copies up share their lane with those of updates, the lower block always first; returns when blocks are
     done.
@@ -149,6 +172,8 @@ def run_shared(
         distances: the prefetch distances of blocks, ascending.
         start: when it begins.
         shared: the copies up.
+        home: by block and column when streamed states are at home, before which a block does not begin; nothing is copied down
+            before all are. None for none.
     """
     work, down, down_never = figures
     positions = len(work)
@@ -158,8 +183,12 @@ def run_shared(
         for k, at in issued:
             shared.issue(at, clock, is_issued[k, at])
         end = np.maximum(clock, shared.copied(i), out=ends[i])
+        if home is not None:
+            np.maximum(end, home[i], out=end)
         end += work[i]
         np.maximum(end, landed[i - 1] if i else 0.0, out=landed[i])
+        if home is not None:
+            np.maximum(landed[i], when_home(home, down[i]), out=landed[i])
         landed[i] += down[i]
         for k, far in enumerate(distances if i < positions - 1 else (0,)):
             if i >= far:

@@ -1,0 +1,129 @@
+"""Streamed states on their way home: the forward that waits for updates waits for it, and what leaves the device comes after."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autohete_fx.ir import Activations, BlockDecision, Lane, Optimizer, Overlap, Problem, Schedule
+from autohete_fx.planner.model.simulate import simulate
+from autohete_fx.planner.model.simulation import Event, Simulation
+from autohete_fx.planner.search.replays import Replays
+from tests.planner_problems import MACHINE, QUIET, cost, problem, problems, program_of, sharded
+
+STREAMED = BlockDecision(optimizer=Optimizer.STREAMED)
+OVERLAPS = [Overlap.STEP, Overlap.BACKWARD]
+
+
+def events(replayed: Simulation, lane: Lane, label: str) -> list[Event]:
+    return sorted(
+        (e for e in replayed.events if (e.lane, e.label) == (lane, label)), key=lambda e: (e.block, e.start_s)
+    )
+
+
+def streaming(d2h_bytes_per_s: float, overlap: Overlap, *, num_ranks: int = 1) -> Problem:
+    """Four blocks of 40 bytes of states."""
+    machine = dataclasses.replace(
+        MACHINE,
+        h2d_bytes_per_s=1e3,
+        d2h_bytes_per_s=d2h_bytes_per_s,
+        device_update_params_per_s=1e9,
+        net_bytes_per_s=1e9,
+    )
+    whole = {"gathered_bytes": 40, "gathered_again_bytes": 40, "reduced_bytes": 40} if num_ranks > 1 else {}
+    return problem(
+        [cost(**whole)] * 4,
+        machine=machine,
+        schedule=Schedule(overlap=overlap),
+        allow_streamed_optimizer=True,
+        num_ranks=num_ranks,
+    )
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS, ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_forward_waits_until_its_states_are_home(overlap: Overlap, num_ranks: int):
+    """At 10 bytes a second the states of a block take 4 s, and its forward 1 s. Slots are as slow as what empties them."""
+    replayed = simulate(streaming(10.0, overlap, num_ranks=num_ranks), [STREAMED] * 4)
+    home, forwards = events(replayed, Lane.D2H, "states"), events(replayed, Lane.COMPUTE, "forward")
+    began = home[0].start_s
+    assert [e.end_s - began for e in home] == pytest.approx([4.0, 8.0, 12.0, 16.0])
+    ahead = num_ranks > 1  # a gather is issued a block ahead, and reads what is updated
+    for block, forward in enumerate(forwards):
+        assert forward.start_s >= home[min(3, block + ahead)].end_s - 1e-9
+    assert replayed.step_s == pytest.approx(8.0 + 16.0 + 1.0 + ahead, rel=1e-3)
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS, ids=str)
+def test_activations_leave_when_all_states_are_home(overlap: Overlap):
+    """Those of the first block are waited for a block later, which then waits for the states of all."""
+    leaving = BlockDecision(activations=Activations.OFFLOAD)
+    given_problem = streaming(50.0, overlap)
+    replayed = simulate(given_problem, [leaving, *[dataclasses.replace(STREAMED, prefetch_distance=3)] * 3])
+    alone = simulate(given_problem, [leaving, *[BlockDecision()] * 3])
+    home, offload = events(replayed, Lane.D2H, "states"), events(replayed, Lane.D2H, "offload")
+    assert offload[0].start_s == pytest.approx(max(e.end_s for e in home))
+    assert offload[0].start_s > events(replayed, Lane.COMPUTE, "forward")[0].end_s
+    assert replayed.step_s >= alone.step_s + 0.3
+
+
+def test_updates_by_themselves_take_their_turns_as_before():
+    replayed = simulate(streaming(10.0, Overlap.NONE), [STREAMED] * 4)
+    updates, home = events(replayed, Lane.COMPUTE, "update"), events(replayed, Lane.D2H, "states")
+    assert all(down.start_s >= update.end_s for update, down in zip(updates, home, strict=True))
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS, ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("distance", [1, 4])
+def test_a_block_that_copies_nothing_down_waits_for_its_own_states_alone(
+    overlap: Overlap, num_ranks: int, distance: int
+):
+    """The first blocks of many run on while states of the last are on their way, whoever counts."""
+    given_problem = streaming(100.0, overlap, num_ranks=num_ranks)
+    given_problem = dataclasses.replace(
+        given_problem, costs=given_problem.costs * 4, labels=tuple(f"layers.{i}" for i in range(16))
+    )
+    streamed = dataclasses.replace(STREAMED, prefetch_distance=distance)
+    leaving = BlockDecision(activations=Activations.OFFLOAD, prefetch_distance=distance)
+    replays = Replays(given_problem)
+    for made in ([BlockDecision()] * 8 + [streamed] * 8, [leaving, *[BlockDecision()] * 7, *[streamed] * 8]):
+        step_s = simulate(given_problem, made, events=False).step_s
+        assert replays.seconds(replays.row(made)[None]) == pytest.approx(step_s, rel=1e-9)
+        answer = program_of(given_problem, made).solve(limit_s=10, deadline=float("inf"), in_seconds=True)
+        assert 0.9 * step_s < answer.bound <= step_s * (1 + 1e-9)
+    assert step_s > 3 * 16 + 0.5 * (distance == 1), "the first one's activations do not leave late"
+
+
+@settings(max_examples=40, **QUIET)
+@given(
+    problems(most_blocks=5, budgets=False) | sharded(problems(most_blocks=5, budgets=False), budgets=False),
+    st.sampled_from(OVERLAPS),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+def test_the_search_replays_them_and_the_bound_knows_no_more(
+    free: Problem, overlap: Overlap, priority: bool, seed: int
+):
+    """Whatever blocks do besides, whichever way the link is slower."""
+    given_problem = dataclasses.replace(
+        free,
+        training=True,
+        machine=dataclasses.replace(free.machine, device_type="cuda"),
+        schedule=Schedule(overlap=overlap, priority=priority),
+        allow_streamed_optimizer=True,
+        allow_offload_activations=True,
+    )
+    replays, random = Replays(given_problem), np.random.default_rng(seed)
+    rows = []
+    for of_block in replays.settings:
+        streams = [i for i, setting in enumerate(of_block) if setting.streams]
+        rows.append(random.choice(streams or len(of_block), size=6))
+    for row, seconds in zip(np.array(rows).T, replays.seconds(np.array(rows).T), strict=True):
+        made = replays.decisions(row)
+        step_s = simulate(given_problem, made, events=False).step_s
+        assert seconds == pytest.approx(step_s, rel=1e-9)
+    answer = program_of(given_problem, list(made)).solve(limit_s=10, deadline=float("inf"), in_seconds=True)
+    assert answer.decisions is not None and 0 < answer.bound <= step_s * (1 + 1e-9)
