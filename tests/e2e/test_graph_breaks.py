@@ -236,6 +236,7 @@ class BrokenInLoop(nn.Module):
         return x.square().mean()
 
 
+@SLOW
 def test_a_break_in_the_loop_over_blocks_is_named_and_the_budget_counts_each_of_them(caplog: pytest.LogCaptureFixture):
     """Dynamo compiles the blocks one by one. A budget for one of them is refused, with the one that all of them need."""
     expected, peak = plainly(make_in_loop(), "eager")
