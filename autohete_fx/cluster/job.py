@@ -178,7 +178,8 @@ class Job:
         """Train on the next global batch.
 
         Args:
-            load: of indices of samples, the batch of these; called with those of this rank's pipeline, or not at all.
+            load: of indices of samples, the batch of these. A rank calls it with those of its pipeline. One of several shards
+                calls it for each micro-batch, with its part of that. An idle rank does not call it.
 
         Returns:
             The same loss and norm on every rank.

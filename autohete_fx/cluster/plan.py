@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from autohete_fx.errors import ClusterError
 from autohete_fx.ir.files import SavedAs, spelled
@@ -158,12 +159,22 @@ class ClusterPlan:
         return _FILES.load(path, cls.from_json)
 
 
+def _with_shards(raw: dict[str, Any]) -> dict[str, Any]:
+    """A plan of version 1, which logs of jobs may hold."""
+    pipelines = [
+        {**pipeline, "stages": [{**stage, "shards": 1} for stage in pipeline["stages"]]}
+        for pipeline in raw["pipelines"]
+    ]
+    return {**raw, "schema_version": 2, "pipelines": pipelines}
+
+
 _FILES = SavedAs(
     kind="cluster plan",
     writer="ClusterPlan.save",
     again="make the plan again",
     schema_version=SCHEMA_VERSION,
     error=ClusterError,
+    upgrades={1: _with_shards},
 )
 
 

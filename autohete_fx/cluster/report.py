@@ -7,9 +7,10 @@ from typing import Any
 
 from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.frontier import Priced
-from autohete_fx.cluster.memory import memory_of_plan, planned_cost
+from autohete_fx.cluster.links import Links
+from autohete_fx.cluster.memory import memory_of_plan
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline
-from autohete_fx.cluster.simulate import Timeline
+from autohete_fx.cluster.simulate import Timeline, cost_with_gathers
 from autohete_fx.cluster.solve import Solution
 from autohete_fx.cluster.spec import Cluster, Gpu
 from autohete_fx.ir.sizes import format_bytes, format_seconds
@@ -172,12 +173,12 @@ def counted(counts: Mapping[str, int]) -> str:
 
 
 def _pipelines_table(report: ClusterReport) -> str:
-    plan, costs = report.plan, report.costs
+    plan, costs, links = report.plan, report.costs, Links(report.cluster)
     memories = dict(zip(plan.pipelines, memory_of_plan(plan, costs), strict=True))
     rows = []
     for pipeline, count in alike(plan):
         for place, stage in enumerate(pipeline.stages):
-            cost = planned_cost(costs, stage, pipeline.micro_batch)
+            cost = cost_with_gathers(costs, stage, pipeline.micro_batch, links)
             treated = [
                 f"{number} {word}"
                 for number, word in ((stage.recomputed, "recomputed"), (stage.offloaded, "offloaded"))

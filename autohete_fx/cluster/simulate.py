@@ -75,7 +75,8 @@ def simulate(
         )
     links = links or Links(cluster)
     table = [
-        [_cost(costs, stage, pipeline.micro_batch, links) for stage in pipeline.stages] for pipeline in plan.pipelines
+        [cost_with_gathers(costs, stage, pipeline.micro_batch, links) for stage in pipeline.stages]
+        for pipeline in plan.pipelines
     ]
     engine = Engine(plan, costs, table, links, sends)
     engine.run()
@@ -118,7 +119,8 @@ def _span(what: str, parts: Sequence[tuple[float, float]]) -> Iterator[Span]:
         yield Span(what=what, micro_batch=-1, begin_s=begin_s, end_s=end_s)
 
 
-def _cost(costs: CostTable, stage: Stage, micro_batch: int, links: Links) -> StageCost:
+def cost_with_gathers(costs: CostTable, stage: Stage, micro_batch: int, links: Links) -> StageCost:
+    """Seconds of a stage for a micro-batch, with gathers and reduces beside its layers' work."""
     cost = planned_cost(costs, stage, micro_batch)
     if stage.shards == 1:
         return cost

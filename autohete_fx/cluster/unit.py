@@ -2,7 +2,8 @@
 
 A unit of ``degree`` times ``shards`` GPUs shares layers by tensor parallelism along the first, and rows along the second. Each GPU
 along the first sees the same samples, and each along the second its own part of every micro-batch. A parameter of which tensor
-parallelism leaves 64 KiB or more is sharded along its first dimension, if every shard gets rows. All others stay whole on each.
+parallelism leaves 64 KiB or more is sharded along its first dimension, if every shard gets rows. All others stay whole on each,
+and so do those of which tensor parallelism leaves more rows on one GPU than on another.
 
 Enter a rank's `UnitPlace`; leave pieces, padded shards and shares of gradients. `autohete_fx.runtime.shard` gathers in forward and
 backward, and gives each rank the mean of its rows' gradients. The rows are ordinary parameters: sums, optimizers and saves know
@@ -56,14 +57,17 @@ class UnitPlace:
         return Piece(name, (rows.narrowed(mine.first, mine.stop), *(cut for cut in cuts if cut.dim)))
 
     def is_sharded(self, layout: TensorLayout, name: str, shape: Shape) -> bool:
-        """Whether each GPU has some of the rows alone: the same answer on all of them."""
+        """Whether each GPU has some of the rows alone: the same answer on all of them.
+
+        Where tensor parallelism has more rows on one GPU than on another, reads of padded shards would be other code there.
+        """
         if self.shards == 1 or not shape.sizes:
             return False
         cuts = [layout.cut(name, shape.sizes, self.degree, part) for part in range(self.degree)]
         lengths = {cut.rows if cut is not None and cut.dim == 0 else shape.sizes[0] for cut in cuts}
         num_bytes = math.prod(shape.sizes) * shape.dtype.itemsize // (1 if cuts[0] is None else self.degree)
-        has_rows = all(part_of(0, length, self.shards, self.shards - 1).rows for length in lengths)
-        return has_rows and num_bytes >= SMALLEST_COPY_BYTES
+        has_rows = part_of(0, min(lengths), self.shards, self.shards - 1).rows > 0
+        return len(lengths) == 1 and has_rows and num_bytes >= SMALLEST_COPY_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +107,8 @@ class Unit:
         where the whole has none."""
         own = self.piece(name, shape).of(whole, Piece(name))
         if not self.place.is_sharded(self.layout, name, shape):
-            return (
-                torch.empty(own.shape, dtype=own.dtype, device=device) if own.is_meta else own.to(device).contiguous()
-            )
+            made = torch.empty(own.shape, dtype=own.dtype, device=device)
+            return made if own.is_meta else made.copy_(own)
         rows = -(-self._local_size(name, shape)[0] // self.place.shards)
         padded = torch.zeros((rows, *own.shape[1:]), dtype=own.dtype, device=device)
         if not own.is_meta:

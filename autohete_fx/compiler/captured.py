@@ -93,6 +93,8 @@ class CapturedGraph:
         self.others_bytes = model.shares.taken_by_others(self.origin, options.micro_batches)
         elsewhere = model.shares.read_by_others(self.origin)
         self.unread = tuple(tensor for _, tensor in unread(calls.modules_called(), inputs, elsewhere))
+        if model.shares.repeats:  # layers that the graph runs for, too, count with it
+            self.unread = tuple(tensor for tensor in self.unread if placement_of(tensor) is None)
         self.unread_so_far_bytes = unread_bytes(self.unread, self.device.type)
         self.unread_bytes = 0 if self._may_be_followed else self.unread_so_far_bytes
         self.trained_bytes = trained_bytes(self.params.values()) if model.is_placed else 0

@@ -91,12 +91,9 @@ def unread(
 
 
 def unread_bytes(tensors: Iterable[torch.Tensor], device_type: str) -> int:
-    """Bytes of memory of those that no graph reads and that are on the device. ``device_type``: of the model's device.
-
-    Those that a plan has placed since count with its graph.
-    """
+    """Bytes of memory of those that no graph reads and that are on the device. ``device_type``: of the model's device."""
     on_device = (tensor for tensor in tensors if tensor.device.type == device_type and not is_home(tensor))
-    return sum(tensor.untyped_storage().nbytes() for tensor in on_device if placement_of(tensor) is None)
+    return sum(tensor.untyped_storage().nbytes() for tensor in on_device)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -30,6 +30,7 @@ from autohete_fx.runtime import shortage
 from autohete_fx.runtime.held import held
 from autohete_fx.runtime.pending import calls
 from autohete_fx.runtime.pending.fence import tensors_in
+from autohete_fx.runtime.placement import placement_of
 from autohete_fx.runtime.session import Session
 from autohete_fx.runtime.steps import StepClock
 
@@ -152,7 +153,10 @@ def _refuse_call(reference: "weakref.ref[Model]", compilation: Compilation, micr
     budget, model = compilation.device_budget_bytes, reference()
     if compilation.unsettled is None or budget is None or model is None:
         return
-    unread = [tensor for reference in model.shares.unread if (tensor := reference()) is not None]
+    noted = [tensor for reference in model.shares.unread if (tensor := reference()) is not None]
+    unread = [
+        tensor for tensor in noted if placement_of(tensor) is None
+    ]  # others count with the graph that placed them
     needed = model.shares.least_bytes(micro_batches) + unread_bytes(unread, model.session.device.type)
     if model.shares.unsettled and needed > budget:
         what = f"The plans that take least need {format_bytes(needed)}"

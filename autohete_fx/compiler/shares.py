@@ -32,6 +32,11 @@ class Origin:
     part: str
     parameters: frozenset[str]
 
+    def is_version_of(self, other: "Origin") -> bool:
+        """Whether it is the same part of the same code, compiled for another shape or path. Functions with a parameter in common,
+        such as a tied weight, are no versions of each other."""
+        return self.function == other.function and not self.runs_beside(other)
+
     def runs_beside(self, other: "Origin") -> bool:
         """Whether one step runs both: other parts of a function, and graphs without a parameter in common, such as a loss that is
         compiled apart. They may come from the same place, such as a decorator of several methods. Any other graph is the same,
@@ -178,7 +183,7 @@ class Shares:
     def end_call(self) -> list[Origin]:
         """The first call is over. Returns the graphs that are to be compiled again for their shares."""
         self.is_call_over, self._call = True, None
-        if self.num_calls > _MOST_CALLS:
+        if self.num_calls > _MOST_CALLS or self.repeats:  # each of the times would get what is left for one
             return []
         # Where none of them knew that it was the last, none is decided. The first that comes again, which its digest tells, is
         # planned with all others.
@@ -197,7 +202,7 @@ class Shares:
 
     def _place_of(self, graph: Origin) -> int | None:
         """The place of a graph, or of an earlier version of it, in the order of forwards; None where the first call had none."""
-        return next((place for place, known in enumerate(self._order) if not graph.runs_beside(known)), None)
+        return next((place for place, known in enumerate(self._order) if graph.is_version_of(known)), None)
 
     def store(self, graph: Origin, footprint: Footprint, unsettled: Unsettled | None) -> None:
         """Replace the notes of earlier versions of this graph."""

@@ -6,8 +6,8 @@ to do. The text of every file is one object with the entry ``schema_version``.
 
 import enum
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin
@@ -25,8 +25,9 @@ class SavedAs:
         kind: such as ``plan``.
         writer: what writes them, such as ``Plan.save``.
         again: what to do where one cannot be used, such as ``make the plan again``.
-        schema_version: the only one that is read.
+        schema_version: what is written.
         error: raised for everything that is wrong.
+        upgrades: by an earlier version that is read, too, the object of a later one.
     """
 
     kind: str
@@ -34,6 +35,7 @@ class SavedAs:
     again: str
     schema_version: int
     error: type[AutoHeteError]
+    upgrades: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
 
     def parse(self, text: str, build: Callable[[dict[str, Any]], Value]) -> Value:
         """``build`` of the object that the text spells; it raises KeyError, TypeError or ValueError for a wrong one."""
@@ -44,12 +46,14 @@ class SavedAs:
             raise self.error(f"this is not a {self.kind} file: {error}; {expected}") from error
         if not isinstance(raw, dict) or "schema_version" not in raw:
             raise self.error(f"this is not a {self.kind} file: it has no schema_version; {expected}")
-        if raw["schema_version"] != self.schema_version:
+        if raw["schema_version"] not in (self.schema_version, *self.upgrades):
             raise self.error(
                 f"the {self.kind} has schema version {raw['schema_version']}, this autohete_fx reads"
                 f" {self.schema_version}; {self.again}"
             )
         try:
+            while raw["schema_version"] != self.schema_version:
+                raw = self.upgrades[raw["schema_version"]](raw)
             return build(raw)
         except (KeyError, TypeError, ValueError) as error:
             what = f"it lacks {error}" if isinstance(error, KeyError) else error

@@ -336,8 +336,8 @@ class _Found:
             return
         self.near += map(search.replays.decisions, fitting)
         scores = search.score(np.array(fitting))
+        self._keep(search, fitting[int(np.argmin(scores))])
         if self._walks_first:
-            self._keep(search, fitting[int(np.argmin(scores))])
             return
         order = [i for n, i in enumerate(np.argsort(scores, kind="stable")) if not n or scores[i] > min(scores)]
         for i in order[:_ROUNDINGS]:

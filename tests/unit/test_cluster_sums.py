@@ -23,7 +23,7 @@ from tests.tiny_models import GPT
 def test_a_parameter_that_no_rank_reached_has_no_gradient_and_an_optimizer_leaves_it():
     layer_map = map_layers(GPT, batch_of(torch.zeros(1, 4, dtype=torch.long)))
     params = {name: nn.Parameter(torch.ones(4, 2)) for name in ("norm.weight", "norm.bias", "head.weight")}
-    halves = [Piece("head.weight", cut=Cut(dim=0, first=at, stop=at + 2, length=4)) for at in (0, 2)]
+    halves = [Piece("head.weight", (Cut(dim=0, first=at, stop=at + 2, length=4),)) for at in (0, 2)]
     owners = {Piece("norm.weight"): (0, 1), Piece("norm.bias"): (0, 1), halves[0]: (0, 1), halves[1]: (0, 2)}
     params["norm.weight"].grad = torch.full((4, 2), 3.0)
     with fake_default_group(3):

@@ -1,5 +1,6 @@
 """Units of several GPUs: which pieces of parameters each has, and plans with shards that cannot be run."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from autohete_fx.cluster.batches import Shape, batch_of
 from autohete_fx.cluster.deploy import check_runs
 from autohete_fx.cluster.layers import map_layers
 from autohete_fx.cluster.pieces import Cut, Piece
+from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.tensor_parallel import TensorLayout
 from autohete_fx.cluster.unit import UnitPlace
 from autohete_fx.errors import ClusterError
@@ -30,6 +32,9 @@ def test_shards_of_a_part_are_boxes_and_small_parameters_stay_whole():
     assert piece("whole", 400, 400) == Piece("whole", (Cut(dim=0, first=268, stop=400, length=400),))
     assert piece("whole", 4, 4000).cuts == (), "the last of three GPUs would have no rows"
     assert piece("whole", 400).cuts == ()
+    assert piece("rows", 401, 400) == Piece("rows", (Cut(dim=0, first=201, stop=401, length=401),)), (
+        "uneven for two parts"
+    )
 
 
 class Transposed(GPT):
@@ -74,3 +79,16 @@ def test_shards_that_cannot_be_run_are_errors(
 
 def test_unequal_shards_of_samples_that_come_first_are_run():
     check_runs(plan_of([(4, 2, [2, 4], 1, [2, 1])]), map_layers(GPT, batch_of(IDS)), "GPT", samples=2, is_compiled=True)
+
+
+def test_plans_from_before_there_were_shards_are_read():
+    plan = plan_of([(2, 3, [2, 4], 2)])
+    old = json.loads(plan.to_json())
+    for pipeline in old["pipelines"]:
+        for stage in pipeline["stages"]:
+            del stage["shards"]
+    assert ClusterPlan.from_json(json.dumps({**old, "schema_version": 1})) == plan
+    with pytest.raises(ClusterError, match="damaged: it lacks 'shards'"):
+        ClusterPlan.from_json(json.dumps(old))
+    with pytest.raises(ClusterError, match="schema version 3"):
+        ClusterPlan.from_json(json.dumps({**old, "schema_version": 3}))

@@ -89,3 +89,20 @@ def test_a_loss_without_parameters_decides_nothing_about_how_the_others_are_upda
     whole = joined([model, loss])
     assert {name: getattr(whole, name) for name in updates} == updates
     assert whole.allow_host_optimizer and len(whole.costs) == 2
+
+
+def test_functions_that_share_a_tied_weight_are_no_versions_of_each_other():
+    frames = [Origin(f"model.py:{name}", name, frozenset({"tied", name})) for name in ("embed", "head")]
+    shares, call = Shares(), Call()
+    for graph in frames:
+        shares.note_graph(graph, graph.function, "", call)
+        shares.store(graph, Footprint(), unsettled(graph.function))
+    assert shares.in_order(reversed(frames)) == frames
+    assert shares.end_call() == [], "the first is not known any more, so the second cannot be planned with it"
+
+
+def test_a_graph_that_a_call_runs_again_and_again_stays_as_it_takes_least():
+    shares, call = after_a_call(Call()), Call()
+    for _ in range(2):
+        shares.note_run(MODEL, call)
+    assert shares.repeats and shares.end_call() == []

@@ -84,14 +84,15 @@ Objective (`Program.minimize_step`): micro_batches times a forward and a backwar
 updates or has that pass before it, and it alone gathers what is replicated (`work.forward_passes`). For a = 1 the program decides,
 and adds COPY_WEIGHT times the seconds of all copies; for the farthest distance it bounds, and does not.
 
-For a = 1 the program is the simulator, unless updates send at once. At prefetch distance 1 copies are queued in the order in
-which blocks need them. For fixed x and y the simulated times are therefore the least solution of the inequalities above. Each
-time is the largest of the right sides. Where a block has no copy, its U and D add no wait. U[i] is then the larger of U[i-1],
-for which i-1 waited already, and E[i-2]. D[i] is the larger of D[i-1], for which the wait at the end of i comes first, and the
-end of work. Where it is not updated on the host, R[i] is that of the last block before it that is, or no later than V. For the
-copy of that block i-1 waited already. Lanes are idle where a pass begins that waits for no update. Each pass ends by waiting
-for all copies it made, and used all copies that it fetched; so their times add up. Without priority R is not in that order:
-then the program has the end of all updates only, and is a bound on the simulator.
+For a = 1 the program is the simulator, unless updates send at once, or activations leave beside streamed states. At prefetch
+distance 1 copies are queued in the order in which blocks need them. For fixed x and y the simulated times are therefore the
+least solution of the inequalities above. Each time is the largest of the right sides. Where a block has no copy, its U and D
+add no wait. U[i] is then the larger of U[i-1], for which i-1 waited already, and E[i-2]. D[i] is the larger of D[i-1], for
+which the wait at the end of i comes first, and the end of work. Where it is not updated on the host, R[i] is that of the last
+block before it that is, or no later than V. For the copy of that block i-1 waited already. Lanes are idle where a pass begins
+that waits for no update. Each pass ends by waiting for all copies it made, and used all copies that it fetched; so their times
+add up. Without priority R is not in that order: then the program has the end of all updates only, and is a bound on the
+simulator.
 
 For any a it is a lower bound on all plans with prefetch distances up to a. Take such a plan and a block i of a pass. For every
 j <= i the copies that the blocks j..i need are issued after the work of block j-1-a. They take one lane, and are complete

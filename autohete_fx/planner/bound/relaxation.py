@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from ortools.linear_solver.python import model_builder
 
-from autohete_fx.ir import Optimizer, Problem
+from autohete_fx.ir import BlockDecision, Optimizer, Problem
 from autohete_fx.planner.bound.formulation import Program
 from autohete_fx.planner.bound.variables import TICKS
 
@@ -141,8 +141,8 @@ def _mixtures(program: Program) -> set[int]:
     """The variables of places that are mixtures of others, and no better than these.
 
     Where all parameters of a block have states and updates alike, moving the states of some takes a share of what moving all does.
-    The share is theirs in its parameters. Of latencies it takes no less. Bytes are rounded down, which in a large block is far
-    less than the tolerance. Rows of the last update do not mix.
+    The share is theirs in its parameters. Bytes are rounded down, which in a large block is far less than the tolerance. Rows of
+    the last update do not mix.
     """
     found: set[int] = set()
     if program.knows_last_update:
@@ -153,11 +153,21 @@ def _mixtures(program: Program) -> set[int]:
         if cost.trained_states or cost.product_flops or cost.param_bytes < _LARGE_BYTES:
             continue
         for place, variable in zip(placed, chosen[len(treated) :], strict=True):
-            if place.num_moved_states is not None:
+            if place.num_moved_states is not None and _mixes(place):
                 plain = replace(place, num_moved_states=None, other_states=Optimizer.DEVICE)
                 if {plain, replace(plain, optimizer=place.other_states)} <= set(placed):
                     found.add(variable.index)
     return found
+
+
+def _mixes(place: BlockDecision) -> bool:
+    """Whether a place is no better than shares of those whose states are all moved alike, or not at all.
+
+    Smaller tensors are moved first, so the ones that are moved have more than their share of latencies. Updates on the host take
+    as long as computation or the disk, whichever is longer, which a mixture of host and disk is faster at.
+    """
+    kinds = place.optimizer, place.other_states
+    return kinds[1] is Optimizer.DEVICE or kinds == (Optimizer.HOST, Optimizer.STREAMED)
 
 
 def _model(
