@@ -13,6 +13,7 @@ from torch import fx
 
 from autohete_fx.capture.dataflow import size_hint
 from autohete_fx.internals.operators import HigherOrderOperator, OpOverload
+from autohete_fx.internals.versions import size_of_group
 
 DIGEST_LENGTH = 16
 """Hexadecimal digits: 64 bits, enough for the handful of blocks of one graph."""
@@ -21,7 +22,8 @@ _LOOKUP_SEED = "prims::inductor_lookup_seed"
 """Its arguments number the random operators of the whole graph, which would tell equal layers apart."""
 
 _GROUP_ARGUMENT = "group_name"
-"""Process groups of collectives are named by how many were made before, which other groups of a process change."""
+"""Process groups of collectives are named by how many were made before, which other groups of a process change. They count by
+their sizes."""
 
 
 def combine(parts: Iterable[str]) -> str:
@@ -57,18 +59,23 @@ def group_digest(nodes: Sequence[fx.Node], parameters: Collection[fx.Node], retu
 
 def _line(node: fx.Node, returned: bool, refer: Callable[[fx.Node], str]) -> str:
     name = _operator(node)
-    args = () if name == _LOOKUP_SEED else _without_groups(node)
-    named = {key: value for key, value in node.kwargs.items() if key != _GROUP_ARGUMENT}
-    call = f"{name} {_argument(args, refer)} {_argument(named, refer)}"
+    args, kwargs = _by_size_of_group(node)
+    args = () if name == _LOOKUP_SEED else args
+    call = f"{name} {_argument(args, refer)} {_argument(kwargs, refer)}"
     return f"{call} -> {_describe(node.meta.get('val'))}{' returned' if returned else ''}"
 
 
-def _without_groups(node: fx.Node) -> list[object]:
-    """The arguments of a node, but for the names of process groups."""
+def _by_size_of_group(node: fx.Node) -> tuple[Sequence[object], Mapping[str, object]]:
+    """The arguments of a node, with sizes for the names of process groups."""
     if not isinstance(node.target, OpOverload):
-        return list(node.args)
+        return node.args, node.kwargs
     declared = [argument.name for argument in node.target._schema.arguments]
-    return [value for name, value in zip(declared, node.args, strict=False) if name != _GROUP_ARGUMENT]
+    args = [_sized(name, value) for name, value in zip(declared, node.args, strict=False)]
+    return args, {name: _sized(name, value) for name, value in node.kwargs.items()}
+
+
+def _sized(name: str, value: object) -> object:
+    return size_of_group(value) if name == _GROUP_ARGUMENT and isinstance(value, str) else value
 
 
 def _operator(node: fx.Node) -> str:

@@ -154,9 +154,7 @@ def _refuse_call(reference: "weakref.ref[Model]", compilation: Compilation, micr
     if compilation.unsettled is None or budget is None or model is None:
         return
     noted = [tensor for reference in model.shares.unread if (tensor := reference()) is not None]
-    unread = [
-        tensor for tensor in noted if placement_of(tensor) is None
-    ]  # others count with the graph that placed them
+    unread = [tensor for tensor in noted if placement_of(tensor) is None]  # others count where they are placed
     needed = model.shares.least_bytes(micro_batches) + unread_bytes(unread, model.session.device.type)
     if model.shares.unsettled and needed > budget:
         what = f"The plans that take least need {format_bytes(needed)}"

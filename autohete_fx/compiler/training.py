@@ -191,9 +191,8 @@ class TrainingPlanner:
             if made is not None and together.peak_beside(made.plan.decisions, self.shares) <= budget.device_bytes:
                 return made
         least = together.least
-        self.shares = (
-            least if captured.model.shares.is_call_over else ()
-        )  # in the call itself they are compiled already
+        # In the call itself they are compiled already.
+        self.shares = least if captured.model.shares.is_call_over else ()
         captured.others_bytes = together.beside(least)
         made = self._leanest(self._problem(profile))
         needed = max(made.plan.peak_bytes, together.peak_beside(made.plan.decisions, least))

@@ -1,7 +1,7 @@
 """Jobs that train a plan's pipelines, compared with one process that has the whole model and the whole batch."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -160,6 +160,20 @@ def made_optimizer(name: str) -> Any:
     if name == "autohete":
         return lambda params: autohete_fx.AdamW(params, lr=1.0, weight_decay=0.1)
     return lambda params: torch.optim.AdamW(params, lr=1.0, weight_decay=0.1)
+
+
+def joined(plan: ClusterPlan, build: Callable[[], nn.Module] | None = None, **how: Any) -> cluster.Job:
+    """A job of a plan: of the tiny GPT, in eager code, on the plan's nodes, but for ``how``."""
+    nodes = nodes_of(plan, dist.get_world_size())
+    given = {
+        "example": load(range(1)),
+        "global_batch": plan.global_batch,
+        "plan": plan,
+        "optimizer": made_optimizer("torch"),
+        "backend": None,
+        "member": cluster.Member(node=nodes[dist.get_rank()], gpu="cpu"),
+    }
+    return cluster.join(build or (lambda: Model(3, True)), loss_of, **{**given, **how})
 
 
 def difference(

@@ -1,5 +1,6 @@
 """Jobs of plans that hypothesis draws, of dropout, and of a rank that is told to leave."""
 
+import functools
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from autohete_fx import cluster
 from autohete_fx.cluster.history import read_history
 from autohete_fx.errors import ClusterError
-from tests.dist.cluster_jobs import Model, difference, load, loss_of, made_optimizer, plan_of
+from tests.dist.cluster_jobs import joined, Model, difference, load, plan_of
 
 LAST = 4
 """Index of the model's last layer."""
@@ -74,20 +75,8 @@ def told(root: str) -> dict[str, Any]:
     store = cluster.Store(local=f"{root}/{rank}", every=100, cloud_every=100)
 
     def job_of(rows: Any, seed: int, log: str | None = None) -> cluster.Job:
-        plan = plan_of(rows)
-        return cluster.join(
-            lambda: Model(LAST - 1, True, dropout=0.3),
-            loss_of,
-            example=load(range(1)),
-            global_batch=plan.global_batch,
-            plan=plan,
-            optimizer=made_optimizer("torch"),
-            seed=seed,
-            store=store if log else None,
-            backend=None,
-            member=cluster.Member(node=f"node-{rank}", gpu="cpu"),
-            log=log,
-        )
+        model = functools.partial(Model, LAST - 1, True, dropout=0.3)
+        return joined(plan_of(rows), model, seed=seed, store=store if log else None, log=log)
 
     rows = [(1, 4, [1, 2, 4])]
     for seed in (3, 3, 4):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from autohete_fx import cluster
 from autohete_fx.errors import ClusterError
-from tests.dist.cluster_jobs import Model, load, loss_of, made_optimizer, plan_of
+from tests.dist.cluster_jobs import joined, Model, load, plan_of
 
 TIMEOUT_S, HANGS_S, NEVER_S = 5.0, 25.0, 3600.0
 
@@ -20,17 +20,7 @@ class Awake(Exception):
 
 
 def _joined(plan: cluster.ClusterPlan, timeout_s: float) -> cluster.Job:
-    return cluster.join(
-        lambda: Model(3, False),
-        loss_of,
-        example=load(range(1)),
-        global_batch=plan.global_batch,
-        plan=plan,
-        optimizer=made_optimizer("torch"),
-        backend=None,
-        member=cluster.Member(node=f"node-{dist.get_rank()}", gpu="cpu"),
-        timeout_s=timeout_s,
-    )
+    return joined(plan, lambda: Model(3, False), timeout_s=timeout_s)
 
 
 def vanished() -> str:

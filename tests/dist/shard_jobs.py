@@ -14,7 +14,7 @@ from autohete_fx.cluster import unit
 from autohete_fx.errors import AutoHeteError
 from autohete_fx.runtime import placement
 from tests.dist import cluster_jobs
-from tests.dist.cluster_jobs import Model, leg, load, loss_of, made_optimizer, nodes_of, plan_of
+from tests.dist.cluster_jobs import joined, leg, load, plan_of
 
 SMALLEST_BYTES = 512
 """Matrices of the tiny model are sharded, and its vectors are not."""
@@ -38,16 +38,7 @@ def refusal() -> str:
     """What a job without a backend is refused with."""
     plan = plan_of([(2, 1, [4], 1, 2)])
     try:
-        cluster.join(
-            lambda: Model(3, True),
-            loss_of,
-            example=load(range(1)),
-            global_batch=plan.global_batch,
-            plan=plan,
-            optimizer=made_optimizer("torch"),
-            backend=None,
-            member=cluster.Member(node=nodes_of(plan, dist.get_world_size())[dist.get_rank()], gpu="cpu"),
-        )
+        joined(plan)
     except AutoHeteError as error:
         return str(error)
     return ""
@@ -75,13 +66,8 @@ def left(root: str) -> dict[str, Any]:
     unit.SMALLEST_COPY_BYTES = SMALLEST_BYTES
     rank, plan, nodes = dist.get_rank(), plan_of([(2, 3, [2, 4], 1, [2, 1])]), ["node-0", "node-0", "node-2"]
     _, start, _, _ = cluster_jobs.trained_alone(3, True, plan.global_batch, "torch", 0)
-    job = cluster.join(
-        lambda: Model(3, True),
-        loss_of,
-        example=load(range(1)),
-        global_batch=plan.global_batch,
-        plan=plan,
-        optimizer=made_optimizer("torch"),
+    job = joined(
+        plan,
         store=cluster.Store(local=f"{root}/{nodes[rank]}", every=100, cloud_every=100),
         learning_rate=cluster_jobs.rate,
         max_grad_norm=cluster_jobs.CLIP,

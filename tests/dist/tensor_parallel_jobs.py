@@ -12,7 +12,7 @@ import autohete_fx
 from autohete_fx import cluster
 from autohete_fx.errors import AutoHeteError
 from autohete_fx.runtime import placement
-from tests.dist.cluster_jobs import Causal, differences, leg, load, loss_of, made_optimizer, nodes_of, plan_of
+from tests.dist.cluster_jobs import Causal, differences, joined, leg, load, plan_of
 
 WRONG_PLAN = {
     "inner.model.layers.*.self_attn.q_proj": "colwise",
@@ -58,17 +58,7 @@ def errors() -> list[str]:
     found = []
     for tp_plan in (WRONG_PLAN, {"layers.*.q_proj": "colwise"}):
         try:
-            job = cluster.join(
-                Causal,
-                loss_of,
-                example=load(range(1)),
-                global_batch=plan.global_batch,
-                plan=plan,
-                optimizer=made_optimizer("torch"),
-                backend=None,
-                member=cluster.Member(node=nodes_of(plan, dist.get_world_size())[dist.get_rank()], gpu="cpu"),
-                tp_plan=tp_plan,
-            )
+            job = joined(plan, Causal, tp_plan=tp_plan)
             job.train_step(load)
             found.append("")
         except AutoHeteError as error:

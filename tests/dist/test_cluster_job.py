@@ -39,6 +39,15 @@ def check(found: list[list[dict[str, float]]], cases: list[Any]) -> None:
             assert max(row[key] for row in rows) < EXACT, (key, case)
 
 
+def check_legs(found: list[list[dict[str, Any]]], steps: int) -> None:
+    """Jobs that go on with what others have saved: of so many steps the first, and of two more each."""
+    for rank in found:
+        for index, row in enumerate(rank):
+            assert "error" not in row, row
+            assert row["first"] == (steps + 2 * (index - 1) if index else 0)
+            assert max(row[key] for key in ("loss", "weights", "states")) < EXACT
+
+
 @pytest.mark.slow
 def test_a_job_of_any_plan_equals_one_process(tmp_path: Path):
     cases = [

@@ -7,7 +7,7 @@ import pytest
 
 from tests.dist.ranks import run
 from tests.dist.shard_jobs import LEGS, STEPS
-from tests.dist.test_cluster_job import DEPTH, EXACT, check
+from tests.dist.test_cluster_job import DEPTH, EXACT, check, check_legs
 
 
 def plans() -> list[Any]:
@@ -58,11 +58,7 @@ def test_plans_of_other_units_go_on_with_what_shards_saved(tmp_path: Path):
     root = tmp_path / "root"
     root.mkdir()
     found = run("tests.dist.shard_jobs.legs", tmp_path, str(root), num_ranks=4)
-    for rank in found:
-        for index, row in enumerate(rank):
-            assert "error" not in row, row
-            assert row["first"] == (STEPS + 2 * (index - 1) if index else 0)
-            assert max(row[key] for key in ("loss", "weights", "states")) < EXACT
+    check_legs(found, STEPS)
     read = {name: row["bytes"] for (name, *_), row in zip(LEGS, found[0][1:], strict=True)}
     assert read["same"]["local"] and not read["same"]["peer"] and not read["same"]["cloud"]
     assert read["none"]["local"] and read["none"]["peer"] and not read["none"]["cloud"]

@@ -8,9 +8,8 @@ import pytest
 
 from tests.dist.ranks import run
 from tests.dist.tensor_parallel_jobs import LEGS, STEPS
-from tests.dist.test_cluster_job import DEPTH, check
+from tests.dist.test_cluster_job import DEPTH, EXACT, check, check_legs
 
-EXACT = 1e-11
 TRAINED = 10
 
 
@@ -74,11 +73,7 @@ def test_plans_of_other_degrees_go_on_with_what_was_saved(tmp_path: Path):
     root = tmp_path / "root"
     root.mkdir()
     found = run("tests.dist.tensor_parallel_jobs.legs", tmp_path, str(root), num_ranks=4)
-    for rank in found:
-        for index, row in enumerate(rank):
-            assert "error" not in row, row
-            assert row["first"] == (STEPS + 2 * (index - 1) if index else 0)
-            assert max(row[key] for key in ("loss", "weights", "states")) < EXACT
+    check_legs(found, STEPS)
     assert found[0][0]["layers"] == {"a": [0, 1, 2, 3, 4], "b": [0, 1], "c": [2, 3, 4]}
     read = {name: row["bytes"] for (name, *_), row in zip(LEGS, found[0][1:], strict=True)}
     assert read["same"]["local"] and not read["same"]["peer"] and not read["same"]["cloud"]

@@ -91,8 +91,7 @@ add no wait. U[i] is then the larger of U[i-1], for which i-1 waited already, an
 which the wait at the end of i comes first, and the end of work. Where it is not updated on the host, R[i] is that of the last
 block before it that is, or no later than V. For the copy of that block i-1 waited already. Lanes are idle where a pass begins
 that waits for no update. Each pass ends by waiting for all copies it made, and used all copies that it fetched; so their times
-add up. Without priority R is not in that order: then the program has the end of all updates only, and is a bound on the
-simulator.
+add up. Without priority R is not in that order: then the program has the end of all updates only, and bounds the simulator.
 
 For any a it is a lower bound on all plans with prefetch distances up to a. Take such a plan and a block i of a pass. For every
 j <= i the copies that the blocks j..i need are issued after the work of block j-1-a. They take one lane, and are complete
