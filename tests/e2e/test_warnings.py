@@ -17,13 +17,14 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 class Looping(Layers):
-    """Dynamo compiles nothing of it; it raises where it is told to."""
+    """Dynamo compiles nothing of it where its loop breaks; it raises where it is told to."""
 
-    raises = True
+    breaks = raises = True
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            torch._dynamo.graph_break()
+            if self.breaks:
+                torch._dynamo.graph_break()
             x = layer(x)
         if self.raises:
             raise ValueError("no such batch")
@@ -50,6 +51,16 @@ def test_a_refusal_is_not_told_beside_its_error_that_nothing_was_compiled(
         except KeyError:
             refused(model)
     assert messages(caplog) == []
+
+
+def test_what_dynamo_gave_up_before_its_reset_is_refused_in_the_forward_again():
+    model = Looping()
+    model.raises = False
+    model.compile(backend="autohete", options={**EAGER, "memory_budget": 1000})
+    model(torch.randn(256, 128))  # of its layers, too, Dynamo compiles nothing
+    torch._dynamo.reset()
+    model.breaks = False
+    refused(model)
 
 
 @pytest.mark.parametrize("has_ours", [False, True])

@@ -289,8 +289,13 @@ def is_compiling_root() -> bool:
 
 
 def note_given_up(code: CodeType) -> None:
-    """Dynamo runs code eagerly, now and in later calls."""
+    """Dynamo runs code eagerly, now and in later calls until it is reset."""
     _given_up.add(code)
+
+
+def note_attempt(code: CodeType) -> None:
+    """Dynamo tries to compile code: if it had given it up, it has been reset since."""
+    _given_up.discard(code)
 
 
 def is_given_up() -> bool:

@@ -47,6 +47,8 @@ def _watched(graph: fx.GraphModule, compiled: Callable[..., object]) -> Callable
 
 def _begin_miss(code: CodeType | None) -> None:
     found = under_way()
+    if code is not None:
+        calls.note_attempt(code)
     if found and found[0].root is None and code is not None:
         found[0].root = "" if calls.is_given_up() else dynamo.function_of(code)
     try:
