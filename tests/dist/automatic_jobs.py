@@ -1,5 +1,6 @@
 """Jobs without a plan, on ranks that are made unlike: layers of a slow rank sleep."""
 
+import dataclasses
 import os
 import time
 from typing import Any
@@ -15,6 +16,7 @@ from autohete_fx.cluster.joining import join
 from autohete_fx.cluster.layers import map_layers
 from autohete_fx.cluster.measured_costs import kinds_of
 from autohete_fx.cluster.plan import ClusterPlan
+from autohete_fx.cluster.spec import Cluster, steady_link
 from autohete_fx.errors import ClusterError
 from tests.dist import cluster_jobs
 from tests.dist.cluster_jobs import Model, difference, load, loss_of, made_optimizer
@@ -46,7 +48,7 @@ def without_plan(gpus: list[str], folder: str) -> dict[str, Any]:
     """A job's plan and costs, how many layers this rank timed, and a step's loss."""
     gpu = gpus[dist.get_rank()]
     timed, found = [], []
-    time_layer, measured = measured_costs.time_layer, automatic.measured_costs
+    time_layer, measured, cluster = measured_costs.time_layer, automatic.measured_costs, automatic.measured_cluster
 
     def counted(layer: Any) -> tuple[float, float]:
         timed.append(1)
@@ -56,7 +58,17 @@ def without_plan(gpus: list[str], folder: str) -> dict[str, Any]:
         found.append(measured(*args, **kwargs))
         return found[-1]
 
-    measured_costs.time_layer, automatic.measured_costs = counted, noted
+    def steady(*args: Any, **kwargs: Any) -> Cluster:
+        """The same cluster by links of a data sheet: those of a busy machine may be too slow to share anything."""
+        found = cluster(*args, **kwargs)
+        link = steady_link("steady", 1e9, latency_s=1e-4)
+        links = {
+            kind: tuple(dataclasses.replace(joined, link=link) for joined in getattr(found, kind))
+            for kind in ("within", "between")
+        }
+        return dataclasses.replace(found, **links)
+
+    measured_costs.time_layer, automatic.measured_costs, automatic.measured_cluster = counted, noted, steady
     job = join(
         lambda: sleeping_model(gpu),
         loss_of,
