@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from autohete_fx.planner.model.work import COPY_LANES, GRADIENTS_LANE, UPDATES_LANE
 from autohete_fx.planner.search.gathering import Collectives, Gathering, GatheringPasses, run_shared_gathering
-from autohete_fx.planner.search.passes import NEVER, Copies, Passes, Seconds, SharedUp, run_shared
+from autohete_fx.planner.search.passes import NEVER, Copies, Home, Passes, Seconds, SharedUp, run_shared
 from autohete_fx.planner.search.updates import all_updated, each_updated, idle_time
 
 Rows = NDArray[np.int64]
@@ -95,7 +95,10 @@ class Assignments:
         first, others = slice(0, count), slice(count, None)
         self._first, self._others = self._lanes_of(first), self._lanes_of(others)
         self._gathering = tables.gathering
-        self._passes = self._passes_of(others if self.rules.sends_at_once else slice(None))
+        together = others if self.rules.sends_at_once else slice(None)
+        self._passes = self._passes_of(together)
+        columns = count if self.rules.sends_at_once else self.num_passes * count
+        self._home = Home(self.blocks, columns, count, self._begin.dtype)
 
     def _passes_of(self, together: slice) -> Passes:
         """The passes that run side by side."""
@@ -180,20 +183,18 @@ class Assignments:
         if not self.rules.training:
             self._passes.run(self._begin)
             return
-        until, passes = self._until(start), self._passes
-        passes.home = self._home()
+        until, passes, home = self._until(start), self._passes, self._home_now()
         never = self._first[_UP].up_never if len(self.distances) > 1 else np.zeros_like(until[None])
         if not isinstance(passes, GatheringPasses) or self._gathering is None:
-            passes.run(self._begin, until + never)
+            passes.run(self._begin, until + never, home)
             return
         leads = self._gathering.leads[:, None] & (not self.rules.synchronous)
         ahead = until + self._collectives_of(slice(0, self.count)).ahead_never
-        passes.run(self._begin, np.where(leads, NEVER, until + never), np.where(leads, ahead, NEVER))
+        passes.run(self._begin, np.where(leads, NEVER, until + never), home, np.where(leads, ahead, NEVER))
 
-    def _home(self) -> Seconds | None:
-        """When streamed states of each block and those before it are at home; None where none are."""
-        took = self._updates[_HOME]
-        return np.add.accumulate(took, axis=0) if took.any() else None
+    def _home_now(self) -> Home | None:
+        """Streamed states on their way home; None where there are none."""
+        return self._home.update(self._updates[_HOME], self._first[_DOWN].down)
 
     def _until(self, start: Seconds) -> Seconds:
         """When what the first pass copies up is updated, where all updates begin together; NEVER for what waits for no update."""
@@ -221,7 +222,7 @@ class Assignments:
         figures = self._figures[_WORK][:, own], down.down, down.down_never
         shared = SharedUp(issued_s, ready, (updates[_UPLOADS], updates[_STATES]), figures[0].dtype)
         if gathering is None:
-            return run_shared(figures, up.up, self.distances, start=start, shared=shared, home=self._home())
+            return run_shared(figures, up.up, self.distances, start=start, shared=shared, home=self._home_now())
         return run_shared_gathering(
             figures,
             up.up,
@@ -230,7 +231,7 @@ class Assignments:
             self.distances,
             start=start,
             shared=shared,
-            home=self._home(),
+            home=self._home_now(),
         )
 
 

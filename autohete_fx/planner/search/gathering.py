@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autohete_fx.planner.search.passes import NEVER, Copies, Passes, Seconds, SharedUp, rows_of, when_home
+from autohete_fx.planner.search.passes import NEVER, Copies, Home, Passes, Seconds, SharedUp, rows_of
 
 GATHERING_KINDS = 6
 
@@ -83,7 +83,7 @@ class GatheringPasses(Passes):
         """``leads``: as that of `Gathering`. ``first``: 0 in columns that wait for what a block copies up before they issue the
         next one's gather, else NEVER."""
         super().__init__(work, lanes, distances)
-        self.leads = leads
+        self._leads = leads.tolist()
         self._collectives = Collectives(*map(rows_of, collectives))
         self._all_issues, self._first = issues_ahead(len(work), distances), first
         self.arrived_ahead, self.landed_late = np.empty_like(self.ends), np.empty_like(self.ends)
@@ -91,7 +91,13 @@ class GatheringPasses(Passes):
         self._gathered, self._reduced = list(np.empty_like(self.ends)), list(np.empty_like(self.ends))
         self._queues = list(np.empty((3, work.shape[1]), work.dtype))
 
-    def run(self, start: Seconds, until: Seconds | None = None, until_ahead: Seconds | None = None) -> None:
+    def run(
+        self,
+        start: Seconds,
+        until: Seconds | None = None,
+        home: Home | None = None,
+        until_ahead: Seconds | None = None,
+    ) -> None:
         """Run them; ``until_ahead`` as ``until``, of copies up that are ahead."""
         waiting = (None, None) if until is None or until_ahead is None else (_each(until), _each(until_ahead))
         parts, own, last = self._collectives, self._arrived[0], len(self._ends) - 1
@@ -107,12 +113,13 @@ class GatheringPasses(Passes):
             if self._first is not None:
                 np.add(own[i], self._first, out=self._spare)
                 np.maximum(end, self._spare, out=end)
-                self._await_home(i, end)
+                if home is not None:
+                    np.maximum(end, home.blocks[i], out=end)
                 np.add(end, parts.work_first[i], out=end)
             for at in range(i + (i > 0), min(last, i + 1) + 1):
                 np.maximum(end, self._ahead[at], out=end)
-                if self.leads[at]:
-                    self._await_home(at, end)
+                if home is not None and self._leads[at]:
+                    np.maximum(end, home.blocks[at], out=end)
                 np.add(end, parts.work_ahead[at], out=end)
                 np.maximum(net, end, out=net)
                 np.add(net, parts.gather[at], out=net)
@@ -126,7 +133,8 @@ class GatheringPasses(Passes):
             if i:
                 self._end_reduce(i - 1, end, down)
             np.maximum(down, end, out=down)
-            self._await_all_home(self._lanes[1].down[i], down)
+            if home is not None:
+                np.maximum(down, home.down[i], out=down)
             np.add(down, self._lanes[1].down[i], out=down)
             np.copyto(self._landed[1][i], down)
             if i == last:
@@ -193,7 +201,7 @@ def run_shared_gathering(
     *,
     start: Seconds,
     shared: SharedUp,
-    home: Seconds | None = None,
+    home: Home | None = None,
 ) -> Seconds:
     """`passes.run_shared` of a forward with gathers; ``leads`` says of which blocks."""
     work, down, down_never = figures
@@ -212,7 +220,7 @@ def run_shared_gathering(
         for at in needed[i]:
             np.maximum(end, shared.copied(at), out=end)
             if home is not None:
-                np.maximum(end, home[at], out=end)
+                np.maximum(end, home.blocks[at], out=end)
             end += collectives.work_ahead[at] + collectives.work_first[at]
             if leads[at]:
                 np.maximum(net, end, out=net)
@@ -223,7 +231,7 @@ def run_shared_gathering(
         end += work[i]
         np.maximum(end, landed[i - 1] if i else 0.0, out=landed[i])
         if home is not None:
-            np.maximum(landed[i], when_home(home, down[i]), out=landed[i])
+            np.maximum(landed[i], home.down[i], out=landed[i])
         landed[i] += down[i]
         for k, far in enumerate(distances if i < positions - 1 else (0,)):
             if i >= far:

@@ -51,7 +51,6 @@ class Passes:
         ends: by position and column, after `run`, when compute is done with a block and with what it waits for at its end.
         arrived: by lane, when its copy up is done; at most that of an earlier block where it has none. Empty on a lane without.
         landed: by lane, when its work and its copy down are done. Empty on a lane without.
-        home: by position and first columns, what blocks wait for besides; nothing is copied down before all of it. None for none.
     """
 
     def __init__(self, work: Seconds, lanes: Sequence[Copies], distances: Sequence[int]) -> None:
@@ -62,15 +61,15 @@ class Passes:
         self.landed = [np.empty_like(self.ends if len(lane.down) else self.ends[:0]) for lane in lanes]
         self._work, self._lanes = list(work), [Copies(*map(rows_of, lane)) for lane in lanes]
         self._ends, self._arrived, self._landed = list(self.ends), *map(rows_of, (self.arrived, self.landed))
-        self.home: Seconds | None = None
         self._busy, self._spare = list(np.empty((len(lanes), work.shape[1]), work.dtype)), np.empty_like(self.ends[0])
 
-    def run(self, start: Seconds, until: Seconds | None = None) -> None:
+    def run(self, start: Seconds, until: Seconds | None = None, home: "Home | None" = None) -> None:
         """Run them.
 
         Args:
             start: when each column's pass begins.
             until: by distance, position and column, before when copies up of the first lane do not begin: of first columns only.
+            home: streamed states on their way, of all columns; None where there are none.
         """
         waiting = () if until is None else (list(map(list, until)),)
         apart = len(self.distances) > 1
@@ -84,29 +83,18 @@ class Passes:
                     continue
                 free[number] = self._issue(i, number, free[number], clock, waiting if not number else ())
                 before = np.maximum(before, here[i], out=end)
-            if self.home is not None:
-                np.copyto(end, before)
-                before = end
-                self._await_home(i, end)
+            if home is not None:
+                before = np.maximum(before, home.blocks[i], out=end)
             np.add(before, self._work[i], out=end)
             for number, (lane, there) in enumerate(zip(self._lanes, self._landed, strict=True)):
                 if not there:
                     continue
                 free[number] = np.maximum(free[number], end, out=there[i])
-                self._await_all_home(lane.down[i], there[i])
+                if home is not None:
+                    np.maximum(there[i], home.down[i], out=there[i])
                 np.add(there[i], lane.down[i], out=there[i])
                 self._await(i, lane, there, end)
             clock = end
-
-    def _await_home(self, i: int, clock: Seconds) -> None:
-        if self.home is not None:
-            first = clock[: self.home.shape[1]]
-            np.maximum(first, self.home[i], out=first)
-
-    def _await_all_home(self, down: Seconds, begin: Seconds) -> None:
-        if self.home is not None:
-            first = slice(self.home.shape[1])
-            np.maximum(begin[first], when_home(self.home, down[first]), out=begin[first])
 
     def _issue(
         self, i: int, number: int, free: Seconds, clock: Seconds, waiting: tuple[list[list[Seconds]], ...]
@@ -142,9 +130,28 @@ class Passes:
             np.maximum(end, landed, out=end)
 
 
-def when_home(home: Seconds, down: Seconds) -> Seconds:
-    """Before when a copy down does not begin, where there is one: all streamed states are home."""
-    return np.where(down > 0, home[-1], NEVER)
+class Home:
+    """Streamed states on their way home, which the first pass waits for: its columns come first, and the others wait for nothing.
+
+    Attributes:
+        blocks: by position and column, when states of blocks up to this one are home, before when it does not begin.
+        down: likewise, when all are, before when what it copies down does not begin. NEVER where it copies nothing.
+    """
+
+    def __init__(self, positions: int, columns: int, count: int, dtype: np.dtype[Any]) -> None:
+        """``count``: columns of the first pass."""
+        blocks, down = (np.full((positions, columns), NEVER, dtype) for _ in range(2))
+        self.blocks, self.down = list(blocks), list(down)
+        self._blocks, self._down = blocks[:, :count], down[:, :count]
+
+    def update(self, took: Seconds, down: Seconds) -> "Home | None":
+        """For the seconds that states take and those that other copies down take, by position and column of the first pass. Returns
+        itself, or None where no states are on their way."""
+        if not took.any():
+            return None
+        np.add.accumulate(took, axis=0, out=self._blocks)
+        self._down[:] = np.where(down > 0, self._blocks[-1], NEVER)
+        return self
 
 
 def rows_of(figures: Any) -> Any:
@@ -161,7 +168,7 @@ def run_shared(
     *,
     start: Seconds,
     shared: "SharedUp",
-    home: Seconds | None = None,
+    home: Home | None = None,
 ) -> Seconds:
     """Run a forward whose copies up share their lane with those of updates, the lower block always first; returns when blocks are
     done.
@@ -172,8 +179,7 @@ def run_shared(
         distances: the prefetch distances of blocks, ascending.
         start: when it begins.
         shared: the copies up.
-        home: by block and column when streamed states are at home, before which a block does not begin; nothing is copied down
-            before all are. None for none.
+        home: streamed states on their way; None where there are none.
     """
     work, down, down_never = figures
     positions = len(work)
@@ -184,11 +190,11 @@ def run_shared(
             shared.issue(at, clock, is_issued[k, at])
         end = np.maximum(clock, shared.copied(i), out=ends[i])
         if home is not None:
-            np.maximum(end, home[i], out=end)
+            np.maximum(end, home.blocks[i], out=end)
         end += work[i]
         np.maximum(end, landed[i - 1] if i else 0.0, out=landed[i])
         if home is not None:
-            np.maximum(landed[i], when_home(home, down[i]), out=landed[i])
+            np.maximum(landed[i], home.down[i], out=landed[i])
         landed[i] += down[i]
         for k, far in enumerate(distances if i < positions - 1 else (0,)):
             if i >= far:
