@@ -46,11 +46,8 @@ class TestOnCpu(MainJob):
     def test_solved_plans_are_exact_and_keep_the_budget_in_every_step(self, share: float):
         super().test_solved_plans_are_exact_and_keep_the_budget_in_every_step(share)
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("name", ["mixed in part"])
-    def test_a_hand_made_plan_with_inductor(self, name: str):
-        """test_overlap.py has the other one."""
-        super().test_a_hand_made_plan_with_inductor(name)
+    test_a_hand_made_plan_with_inductor: Any = None
+    """test_overlap.py and test_partial_decisions.py have it on a CPU."""
 
     @pytest.mark.slow
     @pytest.mark.parametrize("share", [0.3])

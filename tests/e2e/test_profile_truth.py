@@ -199,13 +199,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "recompute"),
-    [("gpt", False), ("gpt_attention_by_hand", True), ("llama", True)],
-    ids=["gpt-keep", "gpt by hand-recompute", "llama-recompute"],
-)
-def test_the_peak_of_compiled_code_is_known_before_it_runs(name: str, recompute: bool) -> None:
-    trace, dry, found = measure(MODELS[name](), recompute=recompute, inner_backend="inductor")
+@pytest.mark.parametrize("name", ["gpt_attention_by_hand", "llama"])
+def test_the_peak_of_compiled_code_is_known_before_it_runs(name: str) -> None:
+    """What keeps everything is in test_main_job.py, the planner's own plan at 30%, and in the test below."""
+    trace, dry, found = measure(MODELS[name](), recompute=True, inner_backend="inductor")
     assert trace.backward is not None and dry is not None
     # What is held between the passes and left by them is known exactly, up to scalars.
     assert trace.forward.end_bytes == pytest.approx(found.forward_end, abs=4096)
