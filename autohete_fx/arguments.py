@@ -114,6 +114,12 @@ def add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         help="of --cluster: the most GPUs that share a layer by tensor parallelism",
     )
     plan.add_argument(
+        "--max-shards",
+        type=_positive,
+        metavar="N",
+        help="of --cluster: the most shards that the GPUs of a stage hold its parameters in; 1: none",
+    )
+    plan.add_argument(
         "--costs",
         metavar="DIR",
         help="of --cluster: measured layers.json, memory.json and network.json, instead of data sheets",

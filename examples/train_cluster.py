@@ -49,7 +49,8 @@ def main() -> None:
         torch.set_default_dtype(torch.float64 if arguments.double else torch.float32)
         return GPT(config)
 
-    store = None
+    plan, store = chosen_plan(arguments), None
+    has_shards = isinstance(plan, ClusterPlan) and any(stage.shards > 1 for _, _, stage in plan.stages())
     if arguments.disk:
         store = cluster.Store(
             local=arguments.disk, cloud=arguments.cloud, every=arguments.every, cloud_every=arguments.cloud_every
@@ -62,9 +63,9 @@ def main() -> None:
         optimizer=lambda params: torch.optim.AdamW(params, lr=0.0, weight_decay=0.1),
         learning_rate=lambda step: 3e-3 * min(1.0, (step + 1) / 10) * math.exp(-step / arguments.steps),
         max_grad_norm=1.0,
-        plan=chosen_plan(arguments),
+        plan=plan,
         store=store,
-        backend=None if arguments.eager else "autohete" if arguments.shards else "inductor",
+        backend=None if arguments.eager else "autohete" if arguments.shards or has_shards else "inductor",
         log=arguments.events,
         timeout_s=arguments.timeout,
     )

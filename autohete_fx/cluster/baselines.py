@@ -10,14 +10,14 @@ own planner's treatment of memory.
 * ``proportional grid``, the way of Whale: the same grids. The work of a stage is in proportion to its unit's speed, and the
   micro-batches of a pipeline to its own.
 * ``two stages``, the way of AutoHet, reimplemented from its published description: see `autohete_fx.cluster.two_stages`.
-* ``one type``: the best plan of `plan_cluster` on the nodes of one type of GPU.
+* ``one type``: the best plan of `plan_cluster` on the nodes of one type of GPU, with shards where they are asked for.
 
 Grids and groups are many. Their steps are estimated by the slowest stage, the fill and the sums of gradients; the best estimates
 are simulated (`drafts`).
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from autohete_fx.cluster.costs import CostTable
@@ -58,7 +58,9 @@ def two_stages_solution(cluster: Cluster, costs: CostTable, *, global_batch: int
 Baseline = Callable[[Cluster, CostTable, int], ClusterPlan | None]
 
 
-def best_homogeneous(cluster: Cluster, costs: CostTable, global_batch: int) -> ClusterPlan | None:
+def best_homogeneous(
+    cluster: Cluster, costs: CostTable, global_batch: int, shards: Sequence[int] = ()
+) -> ClusterPlan | None:
     """The fastest plan of `plan_cluster` on one type of GPU, all others idle; None where no type can hold the model."""
     found = []
     for gpu in cluster.gpus:
@@ -66,7 +68,8 @@ def best_homogeneous(cluster: Cluster, costs: CostTable, global_batch: int) -> C
         if not nodes:
             continue
         try:
-            found.append(plan_cluster(replace(cluster, nodes=nodes), costs, global_batch=global_batch).plan)
+            alone = replace(cluster, nodes=nodes)
+            found.append(plan_cluster(alone, costs, global_batch=global_batch, shards=shards).plan)
         except ClusterError:
             continue  # this type alone cannot: it has no costs, or too little memory
     best = min(found, key=lambda plan: plan.iteration_s, default=None)

@@ -1,13 +1,14 @@
 """``autohete plan --cluster``: from what was asked to the text that is printed."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from autohete_fx.cluster.baselines import BASELINES, two_stages_solution
+from autohete_fx.cluster.baselines import BASELINES, best_homogeneous, two_stages_solution
 from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.described import described
 from autohete_fx.cluster.described_measured import described_measured
@@ -18,6 +19,7 @@ from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.priced import priced_costs
 from autohete_fx.cluster.report import ClusterReport, Variant, report_json, report_text
 from autohete_fx.cluster.report_plots import draw_frontier, draw_gantt
+from autohete_fx.cluster.shapes import shard_counts
 from autohete_fx.cluster.solve import Solution, plan_cluster
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.errors import ClusterError
@@ -42,7 +44,8 @@ class Request:
         solver: ``cp-sat``, or ``scip`` for the two stages of AutoHet's paper.
         spot: prices are those of GPUs that may be taken away.
         symmetric_tp: one degree for all pipelines.
-        max_tp: the most GPUs of a unit; None: as many as a node allows.
+        max_tp: the most GPUs that share a layer; None: as many as a node allows.
+        max_shards: the most shards of a unit; None: as many as a node allows.
         explain: also plan clusters that differ by one thing.
         as_json: one JSON object instead of tables.
         plot: path of a chart: of the step, or for ``cost`` of seconds and dollars; None: none.
@@ -61,6 +64,7 @@ class Request:
     spot: bool
     symmetric_tp: bool
     max_tp: int | None
+    max_shards: int | None
     explain: bool
     as_json: bool
     plot: str | None
@@ -104,6 +108,7 @@ def plan_for_cluster(request: Request) -> tuple[str, ClusterPlan]:
             inputs.costs,
             global_batch=request.global_batch,
             micro_batches=[size for size in inputs.sizes if size <= request.global_batch],
+            shards=shard_counts(cluster, request.max_shards),
             symmetric_tp=request.symmetric_tp,
             time_limit_s=request.time_limit_s,
         )
@@ -169,9 +174,10 @@ def _report(
     points: Sequence[Priced],
 ) -> ClusterReport:
     params = sum(inputs.costs.whole_bytes(layer) for layer in range(len(inputs.costs.kinds))) / inputs.itemsize
+    alone = functools.partial(best_homogeneous, shards=shard_counts(inputs.cluster, request.max_shards))
     baselines = [
         Variant(name=name, plan=make(inputs.cluster, inputs.costs, request.global_batch))
-        for name, make in BASELINES.items()
+        for name, make in {**BASELINES, "one type": alone}.items()
     ]
     others = []
     for name, cluster in changes(inputs.cluster) if request.explain else ():

@@ -84,7 +84,7 @@ class StageCost:
         params_bytes: of the weights.
         kept_bytes: of activations of one micro-batch in flight.
         working_bytes: that backward needs besides for gradients of the activations of one layer, or to make them again; as much as
-            the largest layer keeps.
+            the largest layer keeps. With shards, those of whole layers, too.
         offloaded_bytes: of ``params_bytes``, those whose optimizer states are on the host.
     """
 
@@ -133,7 +133,7 @@ class CostTable:
     )
     _sizes: Mapping[tuple[str, int], LayerBytes] = field(init=False, repr=False, compare=False)
     _updates: Mapping[str, UpdateTime] = field(init=False, repr=False, compare=False)
-    _sums: dict[tuple[str, int, int], "StageSums"] = field(init=False, repr=False, compare=False)
+    _sums: dict[tuple[str, int, int, int], "StageSums"] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         rows: dict[tuple[str, str, int], list[LayerTime]] = {}
@@ -193,17 +193,25 @@ class CostTable:
         return self._sizes[kind, tp]
 
     def stage(
-        self, layers: range, gpu: str, tp: int, micro_batch: int, *, recomputed: int = 0, offloaded: int = 0
+        self,
+        layers: range,
+        gpu: str,
+        tp: int,
+        micro_batch: int,
+        *,
+        shards: int = 1,
+        recomputed: int = 0,
+        offloaded: int = 0,
     ) -> StageCost:
         """Costs of consecutive layers on a unit; see `StageSums.stage`."""
-        sums = self.sums(gpu, tp, micro_batch)
+        sums = self.sums(gpu, tp, micro_batch, shards)
         return sums.stage(layers.start, layers.stop, recomputed=recomputed, offloaded=offloaded)
 
-    def sums(self, gpu: str, tp: int, micro_batch: int) -> "StageSums":
+    def sums(self, gpu: str, tp: int, micro_batch: int, shards: int = 1) -> "StageSums":
         """Costs of any consecutive layers on a unit. Raises ClusterError where there are none of that GPU and degree."""
-        key = gpu, tp, micro_batch
+        key = gpu, tp, micro_batch, shards
         if key not in self._sums:
-            self._sums[key] = StageSums(self, gpu, tp, micro_batch)
+            self._sums[key] = StageSums(self, *key)
         return self._sums[key]
 
     def update_s(self, gpu: str, params_bytes: float, offloaded_bytes: float = 0.0) -> float:
@@ -244,25 +252,39 @@ class CostTable:
 
 
 class StageSums:
-    """Running sums over the layers of a model on one unit: any stage's costs in a few subtractions."""
+    """Running sums over the layers of a model on one unit: any stage's costs in a few subtractions.
 
-    def __init__(self, costs: CostTable, gpu: str, tp: int, micro_batch: int) -> None:
-        self._costs, self._gpu = costs, gpu
-        seconds = {kind: costs.layer_s(kind, gpu, tp, micro_batch) for kind in dict.fromkeys(costs.kinds)}
+    Shards divide samples, weights and what belongs to them. Two layers are whole at a time, with their gradients: one that
+    computes, and one that is gathered or whose gradients are reduced meanwhile.
+    """
+
+    def __init__(self, costs: CostTable, gpu: str, tp: int, micro_batch: int, shards: int = 1) -> None:
+        """``micro_batch``: samples of the whole unit."""
+        self._costs, self._gpu, self._shards = costs, gpu, shards
+        samples = micro_batch // shards
+        seconds = {kind: costs.layer_s(kind, gpu, tp, samples) for kind in dict.fromkeys(costs.kinds)}
         sizes = {kind: costs.layer_bytes(kind, tp) for kind in seconds}
-        kept = {kind: size.kept_bytes * micro_batch for kind, size in sizes.items()}
-        least = {kind: min(kept[kind], size.output_bytes * micro_batch) for kind, size in sizes.items()}
+        kept = {kind: size.kept_bytes * samples for kind, size in sizes.items()}
+        least = {kind: min(kept[kind], size.output_bytes * samples) for kind, size in sizes.items()}
+        self._weights = [sizes[kind].params_bytes for kind in costs.kinds]
         self._kept_by_layer = [kept[kind] for kind in costs.kinds]
         self._forward_s = _running([seconds[kind][0] for kind in costs.kinds])
         self._backward_s = _running([seconds[kind][1] for kind in costs.kinds])
-        self._params = _running([sizes[kind].params_bytes for kind in costs.kinds])
+        self._params = _running(self._weights)
         self._tied_bytes = costs.tied_bytes_at(tp) if costs.tied_bytes else 0
         self._num_layers = len(costs.kinds)
         self._kept = _running(self._kept_by_layer)
         self._least = _running([least[kind] for kind in costs.kinds])
 
+    def weights(self, first: int, stop: int) -> list[int]:
+        """By layer, bytes of its weights on a GPU that has them whole; tied ones count where the first layer is not there."""
+        found = self._weights[first:stop]
+        if first and stop == self._num_layers:
+            found[-1] += self._tied_bytes
+        return found
+
     def stage(self, first: int, stop: int, *, recomputed: int = 0, offloaded: int = 0) -> StageCost:
-        """Costs of the layers from ``first`` to before ``stop``.
+        """Costs of the layers from ``first`` to before ``stop``, without the seconds of gathers.
 
         The first ``recomputed`` of them recompute their activations; the last ``offloaded`` have their optimizer's step on the
         host.
@@ -273,6 +295,10 @@ class StageSums:
             params_bytes += self._tied_bytes
         offloaded_bytes = self._params[stop] - self._params[stop - offloaded]
         again_s = self._forward_s[again] - self._forward_s[first]
+        whole_bytes = 0
+        if self._shards > 1:
+            params_bytes, offloaded_bytes = -(-params_bytes // self._shards), -(-offloaded_bytes // self._shards)
+            whole_bytes = int(2 * (1 + self._costs.gradient_bytes_per_byte) * max(self.weights(first, stop)))
         return StageCost(
             forward_s=self._forward_s[stop] - self._forward_s[first],
             backward_s=self._backward_s[stop] - self._backward_s[first] + again_s,
@@ -280,7 +306,7 @@ class StageSums:
             accumulate_s=self._costs.accumulate_s(self._gpu, params_bytes),
             params_bytes=int(params_bytes),
             kept_bytes=int(self._least[again] - self._least[first] + self._kept[stop] - self._kept[again]),
-            working_bytes=max(self._kept_by_layer[first:stop]),
+            working_bytes=max(self._kept_by_layer[first:stop]) + whole_bytes,
             offloaded_bytes=int(offloaded_bytes),
         )
 

@@ -23,8 +23,8 @@ class Counts:
         global_batch: int,
         rooms: Mapping[tuple[tuple[str, str], int], int] | None = None,
     ) -> None:
-        """``counts``: GPUs by type and zone. ``rooms``: by these and a degree, the GPUs of nodes that units of at least that
-        degree can take, where a rest stays. Degrees that divide each other then always fit the nodes."""
+        """``counts``: GPUs by type and zone. ``rooms``: by these and a number of GPUs, those of the nodes that units of at least so
+        many can take, where a rest stays. Units of numbers that divide each other then always fit the nodes."""
         self._counts, self._batch, self._rooms = counts, global_batch, rooms or {}
         self.bound_s = 0.0
 
@@ -43,9 +43,9 @@ class Counts:
             model.add(
                 sum(shape.gpus().get(kind, 0) * n for (shape, _), n in zip(useful, numbers, strict=True)) <= count
             )
-        for (kind, tp), room in self._rooms.items():
+        for (kind, least), room in self._rooms.items():
             model.add(
-                sum(shape.gpus_of_units(kind, tp) * n for (shape, _), n in zip(useful, numbers, strict=True)) <= room
+                sum(shape.gpus_of_units(kind, least) * n for (shape, _), n in zip(useful, numbers, strict=True)) <= room
             )
         model.maximize(sum(value * n for (_, value), n in zip(useful, numbers, strict=True)))
         solver = cp_model.CpSolver()
@@ -78,7 +78,7 @@ class Counts:
         """Of shapes that take the same GPUs and rooms, the one of most samples."""
         best: dict[tuple[object, ...], tuple[Shape, int]] = {}
         for shape, value in valued:
-            rooms = (shape.gpus_of_units(kind, tp) for kind, tp in self._rooms)
+            rooms = (shape.gpus_of_units(kind, least) for kind, least in self._rooms)
             key = *sorted(shape.gpus().items()), *rooms
             if key not in best or value > best[key][1]:
                 best[key] = shape, value

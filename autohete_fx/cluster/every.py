@@ -24,12 +24,12 @@ from autohete_fx.cluster.events import Sends
 from autohete_fx.cluster.gradient_sums import last_sums_s, sums_of
 from autohete_fx.cluster.links import Links
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, Stage
-from autohete_fx.cluster.shapes import Shape, Shaper, UnitType
+from autohete_fx.cluster.shapes import Shape, Shaper, UnitType, divided_evenly
 from autohete_fx.cluster.simulate import Timeline, simulate
 from autohete_fx.cluster.spec import Cluster
 
 MOST_UNITS = 5
-"""A cluster with so many units of the least degree of tensor parallelism has all its plans tried."""
+"""A cluster with so many units of the fewest GPUs has all its plans tried."""
 _MOST_CUTS = 130
 """Divisions of the layers of a pipeline that are all tried; eight layers have 35 at most, ten have 126."""
 _MOST_WORK = 400_000
@@ -90,12 +90,12 @@ class Every:
         self._boundary_bytes = min(
             (costs.boundary_bytes(layer, 1) for layer in range(shaper.num_layers - 1)), default=0
         )
-        self._left, self._limit_s = _MOST_WORK, math.inf
+        self._left, self._limit_s = 0, math.inf
         self.num_simulated = 0
 
     def fastest(self, units: Sequence[UnitType], seconds: float) -> tuple[ClusterPlan, Timeline] | None:
         """The fastest plan of such units that takes less than so many seconds."""
-        best, seen, self._limit_s = None, set(), seconds
+        best, seen, self._limit_s, self._left = None, set(), seconds, _MOST_WORK
         for orders in self._pipelines(units):
             key = tuple(sorted(orders))
             if key in seen:
@@ -127,17 +127,17 @@ class Every:
                         continue
                     fresh.add(kind)
                 for unit in units:
-                    if (unit.gpu, unit.zone) != (node.gpu, node.zone) or unit.tp > free[index]:
+                    if (unit.gpu, unit.zone) != (node.gpu, node.zone) or unit.num_gpus > free[index]:
                         continue
                     longer = (*order, (node.name, unit))
                     if len(longer) > self._shaper.num_layers:
                         continue
-                    free[index] -= unit.tp
+                    free[index] -= unit.num_gpus
                     if not done or len(done[-1]) <= len(longer):
                         yield [*done, longer]
                         yield from extended([*done, longer], ())
                     yield from extended(done, longer)
-                    free[index] += unit.tp
+                    free[index] += unit.num_gpus
 
         yield from extended([], ())
 
@@ -178,10 +178,10 @@ class Every:
     def _bounds(self, order: _Order) -> list[_Bounded]:
         """The pipeline with each division of its layers and each size of micro-batch, the fastest first."""
         if order not in self._bounded:
-            found = []
-            for size in self._sizes:
+            found, units = [], tuple(unit for _, unit in order)
+            for size in divided_evenly(units, self._sizes):
                 hops = [2 * self._hop_s(*pair, size) for pair in itertools.pairwise(order)]
-                for cut in self._divided(tuple(unit for _, unit in order), size):
+                for cut in self._divided(units, size):
                     stages = tuple(
                         (
                             sum(cut.seconds[:place]) + sum(hops[: max(0, place - 1)]),
@@ -200,7 +200,7 @@ class Every:
         if self._sends is not Sends.BLOCKING:
             return 0.0
         (here, unit), (there, after) = source, target
-        num_bytes, pairs = self._boundary_bytes * size, min(unit.tp, after.tp)
+        num_bytes, pairs = self._boundary_bytes * size, min(unit.num_gpus, after.num_gpus)
         link = self._links.within(here) if here == there else self._links.between(here, there)
         return link.seconds(num_bytes / pairs, pairs)
 
@@ -218,10 +218,10 @@ class Every:
 
     def _costed(self, shape: Shape) -> _Cut:
         costs = [
-            self._costs.stage(
-                range(stage.first, stage.last + 1),
-                stage.unit.gpu,
-                stage.unit.tp,
+            self._shaper.cost(
+                stage.unit,
+                stage.first,
+                stage.last + 1,
                 shape.micro_batch,
                 recomputed=stage.recomputed,
                 offloaded=stage.offloaded,
@@ -245,6 +245,7 @@ class Every:
                             last=stage.last,
                             recomputed=stage.recomputed,
                             offloaded=stage.offloaded,
+                            shards=unit.shards,
                         )
                         for (node, unit), stage in zip(order, pipe.cut.shape.stages, strict=True)
                     ),

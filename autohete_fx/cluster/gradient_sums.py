@@ -1,14 +1,14 @@
-"""Seconds that GPUs take to make parts whole: those of a message within a unit, and the sums of gradients over replicas.
+"""Seconds that GPUs take to make parts whole: a message or sharded weights within a unit, and sums of gradients over replicas.
 
-Enter a `ClusterPlan` with costs and links; leave seconds. Both are rings. A sum begins when all its owners have done their passes,
+Enter a `ClusterPlan` with costs and links; leave seconds. All are rings. A sum begins when all its owners have done their passes,
 while earlier stages still compute: the job does so, whatever compiles its stages.
 """
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from autohete_fx.cluster.costs import CostTable
+from autohete_fx.cluster.costs import CostTable, StageCost
 from autohete_fx.cluster.links import Links
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.spec import Link
@@ -23,6 +23,21 @@ def gather_time(num_bytes: float, count: int, within: Link | None, rings: int = 
     if count == 1 or within is None:
         return 0.0
     return (count - 1) * within.seconds(num_bytes / count, count * rings)
+
+
+def with_gathers(
+    cost: StageCost, weights: Sequence[int], costs: CostTable, *, tp: int, shards: int, within: Link | None
+) -> StageCost:
+    """Seconds of a stage for a micro-batch, with gathers and reduces of its weights beside its layers' work."""
+    if shards == 1:
+        return cost
+    known = {each: gather_time(each, shards, within, tp) for each in set(weights)}
+    first_s, last_s, all_s = known[weights[0]], known[weights[-1]], sum(known[each] for each in weights)
+    return replace(
+        cost,
+        forward_s=first_s + max(cost.forward_s, all_s - first_s),
+        backward_s=last_s + max(cost.backward_s, all_s - last_s + costs.gradient_bytes_per_byte * all_s),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The memory of each GPU at the worst moment of a step."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autohete_fx.cluster.costs import CostTable, StageCost
 from autohete_fx.cluster.plan import ClusterPlan, PipelineSchedule, Stage
@@ -31,34 +31,16 @@ class StageMemory:
         return self.states_bytes + self.activations_bytes + self.working_bytes + self.overhead_bytes
 
 
-def layer_weights(costs: CostTable, stage: Stage) -> list[int]:
-    """By layer of a stage, bytes of its weights on a GPU that gathers them; tied ones count where the first layer is not there."""
-    found = [costs.layer_bytes(costs.kinds[layer], stage.tp).params_bytes for layer in stage.layers]
-    if costs.tied_bytes and stage.first and stage.last + 1 == len(costs.kinds):
-        found[-1] += costs.tied_bytes_at(stage.tp)
-    return found
-
-
 def planned_cost(costs: CostTable, stage: Stage, micro_batch: int) -> StageCost:
-    """Costs of a stage for one of its pipeline's micro-batches, on each GPU; without the seconds of gathers.
-
-    Shards divide samples, weights and what belongs to them. Two layers are whole at a time, with their gradients: one that
-    computes, and one that is gathered or whose gradients are reduced meanwhile.
-    """
-    shards = stage.shards
-    treated = {"recomputed": stage.recomputed, "offloaded": stage.offloaded}
-    whole = costs.stage(stage.layers, stage.gpu, stage.tp, micro_batch // shards, **treated)
-    if shards == 1:
-        return whole
-    largest = max(layer_weights(costs, stage))
-    params_bytes, offloaded_bytes = -(-whole.params_bytes // shards), -(-whole.offloaded_bytes // shards)
-    return replace(
-        whole,
-        update_s=costs.update_s(stage.gpu, params_bytes - offloaded_bytes, offloaded_bytes),
-        accumulate_s=costs.accumulate_s(stage.gpu, params_bytes),
-        params_bytes=params_bytes,
-        offloaded_bytes=offloaded_bytes,
-        working_bytes=whole.working_bytes + int(2 * (1 + costs.gradient_bytes_per_byte) * largest),
+    """Costs of a stage for one of its pipeline's micro-batches, on each GPU; without the seconds of gathers."""
+    return costs.stage(
+        stage.layers,
+        stage.gpu,
+        stage.tp,
+        micro_batch,
+        shards=stage.shards,
+        recomputed=stage.recomputed,
+        offloaded=stage.offloaded,
     )
 
 

@@ -28,13 +28,13 @@ def placed(
     for index, (shape, _) in enumerate(shapes):
         for place, stage in enumerate(shape.stages):
             rank = (place, index) if shape.spread else (index, place)
-            wanted.append(((-stage.unit.tp, shape.spread, *rank), index, place, stage.unit))
+            wanted.append(((-stage.unit.num_gpus, shape.spread, *rank), index, place, stage.unit))
     where: dict[tuple[int, int], str] = {}
     for _, index, place, unit in sorted(wanted, key=lambda row: row[0]):
         name = _node_for(unit, kinds, free)
         if name is None:
             return None
-        free[name] -= unit.tp
+        free[name] -= unit.num_gpus
         where[index, place] = name
     pipelines = tuple(
         Pipeline(
@@ -47,6 +47,7 @@ def placed(
                     last=stage.last,
                     recomputed=stage.recomputed,
                     offloaded=stage.offloaded,
+                    shards=stage.unit.shards,
                 )
                 for place, stage in enumerate(shape.stages)
             ),
@@ -60,5 +61,5 @@ def placed(
 
 def _node_for(unit: UnitType, kinds: dict[tuple[str, str], list[str]], free: dict[str, int]) -> str | None:
     """The fullest node of the unit's kind that still holds it, the earliest of several."""
-    rooms = [name for name in kinds.get((unit.gpu, unit.zone), ()) if free[name] >= unit.tp]
+    rooms = [name for name in kinds.get((unit.gpu, unit.zone), ()) if free[name] >= unit.num_gpus]
     return min(rooms, key=lambda name: free[name], default=None)

@@ -201,7 +201,7 @@ def _pipelines_table(report: ClusterReport) -> str:
         "pipelines",
         "micro-batches",
         "gpu",
-        "tp",
+        "tp x shards" if any(stage.shards > 1 for _, _, stage in plan.stages()) else "tp",
         "layers",
         "activations",
         "a micro-batch",

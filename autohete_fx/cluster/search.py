@@ -18,7 +18,7 @@ from autohete_fx.cluster.links import Links
 from autohete_fx.cluster.memory import memory_of
 from autohete_fx.cluster.place import placed
 from autohete_fx.cluster.plan import ClusterPlan
-from autohete_fx.cluster.shapes import Shape, Shaper, UnitType, orders
+from autohete_fx.cluster.shapes import Shape, Shaper, UnitType, divided_evenly, orders
 from autohete_fx.cluster.simulate import Timeline, simulate
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.errors import ClusterError
@@ -61,6 +61,8 @@ class Search:
         sizes: Sequence[int] | None,
         sends: Sends,
         deadline: float,
+        degrees: Sequence[int] | None = None,
+        shards: Sequence[int] = (),
     ) -> None:
         self._cluster, self._costs, self._sends, self._deadline = cluster, costs, sends, deadline
         self._batch, self._links = global_batch, Links(cluster)
@@ -79,16 +81,17 @@ class Search:
         for node in cluster.nodes:
             kind = node.gpu, node.zone
             self._counts[kind] = self._counts.get(kind, 0) + node.gpus
+        self.known = self.shaper.unit_types(degrees, shards)
         self._units = {
-            unit: cluster.units(unit.gpu, unit.zone, unit.tp) for unit in self.shaper.unit_types()
-        }  # fewer than GPUs over degree where nodes have a rest
+            unit: cluster.units(unit.gpu, unit.zone, unit.num_gpus) for unit in self.known
+        }  # fewer than all GPUs over a unit's where nodes have a rest
         self.found: list[Found] = []
         self._worth_taking: dict[UnitType, tuple[int, ...]] = {}
         self._seen: dict[Pipes, Found | None] = {}
         self.num_shapes = self.num_simulated = 0
         self.first_at = math.inf
 
-    def run(self, units: tuple[UnitType, ...]) -> float:
+    def run(self, units: Sequence[UnitType]) -> float:
         """Simulate the candidates of these units; returns the bound of the model's step."""
         alike = list(self._alike(units))
         every = tuple(sorted({(unit.gpu, unit.zone) for unit in units}))
@@ -118,9 +121,9 @@ class Search:
     def _counting(self, kinds: Sequence[tuple[str, str]]) -> Counts:
         """The program of counts over some types of GPU."""
         rooms = {
-            ((unit.gpu, unit.zone), unit.tp): unit.tp * number
+            ((unit.gpu, unit.zone), unit.num_gpus): unit.num_gpus * number
             for unit, number in self._units.items()
-            if (unit.gpu, unit.zone) in kinds and unit.tp * number < self._counts[unit.gpu, unit.zone]
+            if (unit.gpu, unit.zone) in kinds and unit.num_gpus * number < self._counts[unit.gpu, unit.zone]
         }
         return Counts({kind: self._counts[kind] for kind in kinds}, self._batch, rooms)
 
@@ -140,7 +143,7 @@ class Search:
         """Sizes of micro-batches that make samples faster there than smaller ones do."""
         if unit not in self._worth_taking:
             taken: list[int] = []
-            for size in self.sizes:
+            for size in divided_evenly((unit,), self.sizes):
                 if not taken or self.shaper.whole_s(unit, size) < _FASTER * self.shaper.whole_s(unit, taken[-1]):
                     taken.append(size)
             self._worth_taking[unit] = tuple(taken)
@@ -157,12 +160,14 @@ class Search:
             worth[kind] = max(worth[kind], shape.micro_batch * shape.micro_batches_in(seconds) / count)
         prospects = []
         for kinds in itertools.chain(itertools.combinations(units, 2), itertools.combinations(units, 3)):
-            if len({(unit.gpu, unit.zone) for unit in kinds}) == 1 and len(units) > 2 and len(kinds) == 3:
+            if len(kinds) == 3 and (
+                len({(unit.gpu, unit.zone) for unit in kinds}) == 1 or any(unit.shards > 1 for unit in kinds)
+            ):
                 continue
             for numbers in self._numbers(kinds):
-                price = sum(worth[u.gpu, u.zone] * u.tp * n for u, n in zip(kinds, numbers, strict=True))
+                price = sum(worth[u.gpu, u.zone] * u.num_gpus * n for u, n in zip(kinds, numbers, strict=True))
                 for size in sorted({size for unit in kinds for size in self._sizes_for(unit)}):
-                    if sum(numbers) * size > self._batch:
+                    if sum(numbers) * size > self._batch or any(size % unit.shards for unit in kinds):
                         continue
                     rate = sum(n / self.shaper.whole_s(u, size) for u, n in zip(kinds, numbers, strict=True))
                     samples = seconds * rate - (sum(numbers) - 1) * size  # slots that are equal, less the bubble
@@ -189,6 +194,8 @@ class Search:
         """Equal pipelines that together take all GPUs of some types, with their number."""
         by_type = [[unit for unit in units if (unit.gpu, unit.zone) == kind] for kind in types]
         for kinds in itertools.product(*by_type):
+            if len({unit.shards for unit in kinds}) > 1:
+                continue
             totals = [self._units[unit] for unit in kinds]
             for width in range(1, min(totals) + 1):
                 if any(total % width for total in totals) or sum(totals) // width > self.shaper.num_layers:
@@ -258,7 +265,9 @@ class Search:
     def best(self, *, improve: bool) -> tuple[ClusterPlan, Timeline]:
         """The fastest plan simulated so far, or what it becomes."""
         self.found.sort(key=lambda found: found.timeline.iteration_s)
-        started = [self._improved(found) for found in self.found[:3]] if improve else self.found[:1]
+        whole = [found for found in self.found if all(stage.shards == 1 for _, _, stage in found.plan.stages())]
+        starts = {id(found): found for found in (*self.found[:3], *whole[:3])}
+        started = [self._improved(found) for found in starts.values()] if improve else self.found[:1]
         best = min(started, key=lambda found: found.timeline.iteration_s)
         return best.plan, best.timeline
 

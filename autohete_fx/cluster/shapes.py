@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autohete_fx.cluster.costs import CostTable, StageSums
-from autohete_fx.cluster.gradient_sums import gather_time
+from autohete_fx.cluster.costs import CostTable, StageCost, StageSums
+from autohete_fx.cluster.gradient_sums import gather_time, with_gathers
 from autohete_fx.cluster.memory import memory_of
 from autohete_fx.cluster.spec import Cluster, Link
 
@@ -27,14 +27,21 @@ class UnitType:
     Attributes:
         gpu: type.
         zone: of their node.
-        tp: how many they are.
+        tp: how many share each layer by tensor parallelism.
         node_gpus: how many GPUs the largest node of such GPUs has.
+        shards: how many such groups hold the layers together, each a part of the parameters and samples.
     """
 
     gpu: str
     zone: str
     tp: int
     node_gpus: int
+    shards: int = 1
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the unit."""
+        return self.tp * self.shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +91,13 @@ class Shape:
         counts: dict[tuple[str, str], int] = {}
         for stage in self.stages:
             key = stage.unit.gpu, stage.unit.zone
-            counts[key] = counts.get(key, 0) + stage.unit.tp
+            counts[key] = counts.get(key, 0) + stage.unit.num_gpus
         return counts
 
-    def gpus_of_units(self, kind: tuple[str, str], tp: int) -> int:
+    def gpus_of_units(self, kind: tuple[str, str], least: int) -> int:
         """GPUs of a type and zone in units of at least so many."""
-        units = [stage.unit for stage in self.stages]
-        return sum(unit.tp for unit in units if (unit.gpu, unit.zone) == kind and unit.tp >= tp)
+        units = [stage.unit for stage in self.stages if (stage.unit.gpu, stage.unit.zone) == kind]
+        return sum(unit.num_gpus for unit in units if unit.num_gpus >= least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +122,8 @@ class Shaper:
         self._between = {(joined.source, joined.target): joined.link for joined in cluster.between}
         self._zones = {(joined.source, joined.target): joined.link for joined in cluster.zones}
         self._fitted: dict[tuple[UnitType, int, int, int], _Fitted | None] = {}
-        self._sums: dict[tuple[str, int, int], StageSums] = {}
-        self._whole_s: dict[tuple[str, int, int], float] = {}
+        self._sums: dict[tuple[str, int, int, int], StageSums] = {}
+        self._whole_s: dict[tuple[str, int, int, int], float] = {}
         self.num_layers = len(costs.kinds)
         numbers: dict[tuple[str, ...], int] = {}
         self._alike = [
@@ -124,27 +131,40 @@ class Shaper:
             for first in range(self.num_layers)
         ]
 
-    def unit_types(self, degrees: Sequence[int] | None = None) -> tuple[UnitType, ...]:
-        """Every type of unit that the cluster's nodes can hold and the costs know."""
+    def unit_types(self, degrees: Sequence[int] | None = None, shards: Sequence[int] = ()) -> tuple[UnitType, ...]:
+        """Every type of unit that the cluster's nodes can hold and the costs know: without shards, and with each number of them."""
         largest: dict[tuple[str, str], int] = {}
         for node in self._cluster.nodes:
             kind = node.gpu, node.zone
             largest[kind] = max(largest.get(kind, 0), node.gpus)
         found = [
-            UnitType(gpu=gpu, zone=zone, tp=tp, node_gpus=gpus)
+            UnitType(gpu=gpu, zone=zone, tp=tp, node_gpus=gpus, shards=count)
             for (gpu, zone), gpus in largest.items()
             for tp in self._costs.degrees(gpu)
-            if tp <= gpus and (degrees is None or tp in degrees)
+            for count in sorted({1, *(shards if gpu in self._within else ())})
+            if tp * count <= gpus and (degrees is None or tp in degrees)
         ]
         return tuple(sorted(found))
 
     def whole_s(self, unit: UnitType, micro_batch: int) -> float:
         """Seconds of a sample through all layers on one unit, memory aside."""
-        key = unit.gpu, unit.tp, micro_batch
+        key = unit.gpu, unit.tp, unit.shards, micro_batch
         if key not in self._whole_s:
-            cost = self._sums_of(unit, micro_batch).stage(0, self.num_layers)
+            cost = self.cost(unit, 0, self.num_layers, micro_batch)
             self._whole_s[key] = (cost.forward_s + cost.backward_s) / micro_batch
         return self._whole_s[key]
+
+    def cost(
+        self, unit: UnitType, first: int, stop: int, micro_batch: int, *, recomputed: int = 0, offloaded: int = 0
+    ) -> StageCost:
+        """Costs of the layers from ``first`` to before ``stop`` on a unit, gathers of its shards among them."""
+        sums = self._sums_of(unit, micro_batch)
+        cost = sums.stage(first, stop, recomputed=recomputed, offloaded=offloaded)
+        if unit.shards == 1:
+            return cost
+        within = self._within[unit.gpu]
+        weights = sums.weights(first, stop)
+        return with_gathers(cost, weights, self._costs, tp=unit.tp, shards=unit.shards, within=within)
 
     def fit(self, unit: UnitType, first: int, stop: int, micro_batch: int, in_flight: int) -> _Fitted | None:
         """The layers on a unit with as little recomputed, then offloaded, as its memory allows; None where nothing helps."""
@@ -157,30 +177,32 @@ class Shaper:
         count, limit = stop - first, self._memory[unit.gpu]
         sums = self._sums_of(unit, micro_batch)
 
-        def at(recomputed: int, offloaded: int) -> tuple[int, _Fitted]:
+        def fits(recomputed: int, offloaded: int) -> bool:
             cost = sums.stage(first, stop, recomputed=recomputed, offloaded=offloaded)
+            return memory_of(cost, self._costs, in_flight).peak_bytes <= limit
+
+        def fitted(recomputed: int, offloaded: int) -> _Fitted:
+            cost = self.cost(unit, first, stop, micro_batch, recomputed=recomputed, offloaded=offloaded)
             backward_s = cost.backward_s + cost.accumulate_s
-            fitted = _Fitted(
+            return _Fitted(
                 seconds=cost.forward_s + backward_s,
                 backward_s=backward_s,
                 recomputed=recomputed,
                 offloaded=offloaded,
-                params_bytes=cost.params_bytes * unit.tp,
+                params_bytes=cost.params_bytes * unit.num_gpus,
                 update_s=cost.update_s,
             )
-            return memory_of(cost, self._costs, in_flight).peak_bytes, fitted
 
-        peak, fitted = at(0, 0)
-        if peak <= limit:
-            return fitted
+        if fits(0, 0):
+            return fitted(0, 0)
         for offloaded in (0, *range(1, count + 1)) if self._costs.can_offload(unit.gpu) else (0,):
-            if at(count, offloaded)[0] <= limit:
-                least = bisect.bisect_left(range(count + 1), True, key=lambda r: at(r, offloaded)[0] <= limit)
-                return at(least, offloaded)[1]
+            if fits(count, offloaded):
+                least = bisect.bisect_left(range(count + 1), True, key=lambda r: fits(r, offloaded))
+                return fitted(least, offloaded)
         return None
 
     def _sums_of(self, unit: UnitType, micro_batch: int) -> StageSums:
-        key = unit.gpu, unit.tp, micro_batch
+        key = unit.gpu, unit.tp, micro_batch, unit.shards
         if key not in self._sums:
             self._sums[key] = self._costs.sums(*key)
         return self._sums[key]
@@ -188,15 +210,16 @@ class Shaper:
     def hop_s(self, source: UnitType, target: UnitType, micro_batch: int, *, spread: bool) -> float:
         """Seconds of an activation from one unit to the next, gathered there, both ways the same."""
         num_bytes = self._costs.boundary_bytes(min(1, self.num_layers - 2), micro_batch)
-        pairs = min(source.tp, target.tp)
+        pairs = min(source.num_gpus, target.num_gpus)
         same = (source.gpu, source.zone) == (target.gpu, target.zone)
-        if same and not spread and source.tp + target.tp <= source.node_gpus:
+        if same and not spread and source.num_gpus + target.num_gpus <= source.node_gpus:
             seconds = self._within[source.gpu].seconds(num_bytes / pairs, pairs)
         else:
             link, sharing = self._link(source, target), max(pairs, source.node_gpus if spread else pairs)
             seconds = link.seconds(num_bytes / pairs, sharing)
         gathering = target if target.tp >= source.tp else source
-        return seconds + gather_time(num_bytes, gathering.tp, self._within.get(gathering.gpu))
+        part, within = num_bytes / gathering.shards, self._within.get(gathering.gpu)
+        return seconds + gather_time(part, gathering.tp, within, gathering.shards)
 
     def _link(self, source: UnitType, target: UnitType) -> Link:
         zones = source.zone, target.zone
@@ -298,7 +321,7 @@ class Shaper:
         for place, unit in enumerate(units):
             link = self._between.get((unit.gpu, unit.gpu))
             if link is not None:
-                here = range(place, min(len(units), place + (1 if spread else max(1, unit.node_gpus // unit.tp))))
+                here = range(place, min(len(units), place + (1 if spread else max(1, unit.node_gpus // unit.num_gpus))))
                 num_bytes = [
                     2 * fitted[other].params_bytes * self._costs.gradient_bytes_per_byte for other in reversed(here)
                 ]
@@ -308,6 +331,19 @@ class Shaper:
                     end_s = max(end_s, -early_s[other]) + count / rate
                 longest_s = max(longest_s, end_s)
         return longest_s
+
+
+def shard_counts(cluster: Cluster, most: int | None = None) -> list[int]:
+    """Numbers of shards to choose from: powers of two, and all GPUs of a node; at most so many."""
+    sizes = {node.gpus for node in cluster.nodes}
+    powers = {1 << power for power in range(max(sizes).bit_length())}
+    return sorted(count for count in sizes | powers if 1 < count <= (most or max(sizes)))
+
+
+def divided_evenly(units: Sequence[UnitType], sizes: Sequence[int]) -> list[int]:
+    """Sizes of micro-batches that every unit's shards divide evenly: of some, and of as many samples of each shard."""
+    shards = math.lcm(*(unit.shards for unit in units))
+    return sorted({size for size in sizes if not size % shards} | {size * shards for size in sizes})
 
 
 def orders(units: Sequence[UnitType], *, every_one: bool) -> Iterator[tuple[UnitType, ...]]:

@@ -14,13 +14,13 @@ direction of a pair of stages. The published runs had blocking ones.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autohete_fx.cluster.costs import CostTable, StageCost
 from autohete_fx.cluster.events import Engine, Sends, Span
-from autohete_fx.cluster.gradient_sums import gather_time, sum_spans, sums_of
+from autohete_fx.cluster.gradient_sums import sum_spans, sums_of, with_gathers
 from autohete_fx.cluster.links import Links
-from autohete_fx.cluster.memory import layer_weights, planned_cost
+from autohete_fx.cluster.memory import planned_cost
 from autohete_fx.cluster.plan import ClusterPlan, Stage
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.errors import ClusterError
@@ -124,12 +124,5 @@ def cost_with_gathers(costs: CostTable, stage: Stage, micro_batch: int, links: L
     cost = planned_cost(costs, stage, micro_batch)
     if stage.shards == 1:
         return cost
-    within = links.within(stage.node)
-    gathers_s = [gather_time(each, stage.shards, within, stage.tp) for each in layer_weights(costs, stage)]
-    all_s = sum(gathers_s)
-    reduces_s = costs.gradient_bytes_per_byte * all_s
-    return replace(
-        cost,
-        forward_s=gathers_s[0] + max(cost.forward_s, all_s - gathers_s[0]),
-        backward_s=gathers_s[-1] + max(cost.backward_s, all_s - gathers_s[-1] + reduces_s),
-    )
+    weights = costs.sums(stage.gpu, stage.tp, micro_batch, stage.shards).weights(stage.first, stage.last + 1)
+    return with_gathers(cost, weights, costs, tp=stage.tp, shards=stage.shards, within=links.within(stage.node))

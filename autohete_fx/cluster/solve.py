@@ -12,7 +12,8 @@ The least ``T`` whose optimum reaches the global batch is the model's best step 
 variable, so there is nothing symmetric to search. CP-SAT solves it for hundreds of GPUs in milliseconds. An optimum below the
 global batch proves that no plan of these shapes takes ``T`` seconds. Shapes of one type of unit are all made. Shapes of several
 types are priced by the samples that their GPUs give alone, and made where even a perfect balance would beat that. The search
-runs for each subset of the types, too. Gradients of a type with a slow port may cost more than its GPUs give.
+runs for each subset of the types, too. Gradients of a type with a slow port may cost more than its GPUs give. Plans of units that
+hold shards come after all others: they can only add to these.
 
 The model's time leaves out what only events show: shared ports, exact sums of gradients, stages that wait. All candidates are
 therefore simulated (`place` puts units on nodes), and the best ones improved under the simulator. Layers move between
@@ -21,6 +22,7 @@ of a few GPUs every plan is a candidate (`every`).
 """
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -92,6 +94,7 @@ def plan_cluster(
     global_batch: int,
     micro_batches: Sequence[int] | None = None,
     degrees: Sequence[int] | None = None,
+    shards: Sequence[int] = (),
     symmetric_tp: bool = False,
     sends: Sends = Sends.BLOCKING,
     time_limit_s: float = 30.0,
@@ -102,6 +105,8 @@ def plan_cluster(
     Args:
         micro_batches: sizes to choose from; by default those that costs have, up to 16.
         degrees: of tensor parallelism to choose from; by default those that costs have.
+        shards: numbers to choose from, beside plain units, of shards in which the GPUs of a unit hold their layers. A micro-batch
+            may then have as many samples of each as without.
         symmetric_tp: all pipelines have one degree, as in AutoHet's paper.
         moving: what nodes have of the states, and how long they are expected to stay; None: the fastest step is best.
         time_limit_s: improving stops then; what comes before it does not wait for the clock, and is the same for equal inputs.
@@ -110,8 +115,8 @@ def plan_cluster(
         ClusterError: nothing fits.
     """
     began = time.monotonic()
-    search = Search(cluster, costs, global_batch, micro_batches, sends, began + time_limit_s)
-    known = search.shaper.unit_types(degrees)
+    search = Search(cluster, costs, global_batch, micro_batches, sends, began + time_limit_s, degrees, shards)
+    known = search.known
     if not known:
         raise ClusterError(
             f"there are no costs of {costs.model} on any GPU of the cluster, {sorted({node.gpu for node in cluster.nodes})}."
@@ -119,17 +124,19 @@ def plan_cluster(
             " at least one. Measure or price it there"
         )
     groups = [[u for u in known if u.tp == tp] for tp in sorted({u.tp for u in known})] if symmetric_tp else [known]
-    bounds = [search.run(tuple(units)) for units in groups]
+    whole = [[u for u in units if u.shards == 1] for units in groups]
+    steps = [[first, units] if len(first) < len(units) else [units] for first, units in zip(whole, groups, strict=True)]
+    bounds = [[search.run(units) for units in each][-1] for each in steps]
     best = search.best(improve=True) if search.found else None
     hint = proportional_grid(cluster, costs, global_batch)
     if hint and search.allows(hint, known) and (best is None or hint.iteration_s < best[1].iteration_s):
         best = replace(hint, planner="autohete"), simulate(hint, cluster, costs, sends=sends)
-    least = {unit.gpu: min(other.tp for other in known if other.gpu == unit.gpu) for unit in known}
+    least = {unit.gpu: min(other.num_gpus for other in known if other.gpu == unit.gpu) for unit in known}
     if sum(node.gpus // least[node.gpu] for node in cluster.nodes if node.gpu in least) <= MOST_UNITS:
         every = Every(
             cluster, costs, search.shaper, Links(cluster), global_batch=global_batch, sizes=search.sizes, sends=sends
         )
-        for units in groups:
+        for units in itertools.chain(*steps):
             best = every.fastest(units, best[1].iteration_s if best else math.inf) or best
         search.num_simulated += every.num_simulated
     if best is None:
@@ -148,6 +155,7 @@ def plan_cluster(
                         global_batch=global_batch,
                         micro_batches=micro_batches,
                         degrees=degrees,
+                        shards=shards,
                         symmetric_tp=symmetric_tp,
                         sends=sends,
                         time_limit_s=time_limit_s / 2,
@@ -192,7 +200,7 @@ def compute_bound(
     """Seconds in which all GPUs take the batch through whole models, memory, network and bubbles aside."""
     rate = 0.0
     for node in cluster.nodes:
-        fits = [unit for unit in units if (unit.gpu, unit.zone) == (node.gpu, node.zone)]
+        fits = [unit for unit in units if (unit.gpu, unit.zone, unit.shards) == (node.gpu, node.zone, 1)]
         if fits:
             rate += node.gpus * max(1 / (shaper.whole_s(unit, size) * unit.tp) for unit in fits for size in sizes)
     return global_batch / rate

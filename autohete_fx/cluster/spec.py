@@ -191,9 +191,9 @@ class Cluster:
         """How many GPUs of a type there are."""
         return sum(node.gpus for node in self.nodes if node.gpu == gpu)
 
-    def units(self, gpu: str, zone: str, tp: int) -> int:
+    def units(self, gpu: str, zone: str, num_gpus: int) -> int:
         """How many units of so many GPUs of a type the nodes of a zone hold; a unit stays within a node."""
-        return sum(node.gpus // tp for node in self.nodes if (node.gpu, node.zone) == (gpu, zone))
+        return sum(node.gpus // num_gpus for node in self.nodes if (node.gpu, node.zone) == (gpu, zone))
 
     def require_prices(self) -> None:
         """Raise ClusterError where a type of GPU has no price."""

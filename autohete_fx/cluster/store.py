@@ -332,8 +332,8 @@ def states_of(params: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.O
                 if piece.cuts and tensor.shape != weight.shape and tensor.numel() > 1:
                     raise ClusterError(
                         f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(tensor.shape)} for a part of {name!r} of shape"
-                        f" {tuple(weight.shape)}. Expected were states shaped as the part. Plan with --max-tp 1 and no shards, or"
-                        " use an optimizer that works element by element"
+                        f" {tuple(weight.shape)}. Expected were states shaped as the part. Plan with --max-tp 1 and --max-shards 1,"
+                        " or use an optimizer that works element by element"
                     )
                 found[piece][f"{piece.key}/state/{key}"] = _copied(tensor)
     return found

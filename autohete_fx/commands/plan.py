@@ -102,6 +102,7 @@ def _for_cluster(parsed: argparse.Namespace, stages: Stages) -> Answer:
             spot=parsed.spot,
             symmetric_tp=parsed.symmetric_tp,
             max_tp=parsed.max_tp,
+            max_shards=parsed.max_shards,
             explain=parsed.explain,
             as_json=parsed.json,
             plot=parsed.plot,

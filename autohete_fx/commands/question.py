@@ -74,6 +74,7 @@ def check(parsed: argparse.Namespace) -> None:
         ("--costs", parsed.costs),
         ("--symmetric-tp", parsed.symmetric_tp),
         ("--max-tp", parsed.max_tp),
+        ("--max-shards", parsed.max_shards),
         ("--spot", parsed.spot),
         ("--solver", parsed.solver != SOLVERS[0]),
         ("--objective", parsed.objective != "throughput"),
@@ -118,6 +119,8 @@ def check(parsed: argparse.Namespace) -> None:
         raise OptionError(
             "--symmetric-tp was given with --solver scip, whose plans have one degree anyway; leave it out"
         )
+    if parsed.solver == "scip" and parsed.max_shards:
+        raise OptionError("--max-shards was given with --solver scip, whose plans have no shards anyway; leave it out")
     if not (is_file(parsed.model) or parsed.costs):
         find_architecture(parsed.model)
         require_transformers()

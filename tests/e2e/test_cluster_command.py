@@ -128,6 +128,7 @@ def test_the_cheapest_plan_is_on_the_frontier(config, tmp_path, capsys):
         (["--device", "a100", "--objective", "cost"], "--objective is about clusters"),
         (["--cluster", "2xL40S", "--clip"], "--clip is about GPUs that are alike"),
         (["--cluster", "2xL40S", "--solver", "scip", "--symmetric-tp"], "leave it out"),
+        (["--cluster", "2xL40S", "--solver", "scip", "--max-shards", "2"], "no shards anyway"),
         (["--cluster", "2xL40S", "--batch", "1000000"], "Expected was at most 65536"),
         (["--cluster", "8A100"], "has the part '8A100'"),
         (["--cluster", "2xL40S,2xH20", "--objective", "cost"], "there is no price of h20-96g"),
@@ -136,6 +137,21 @@ def test_the_cheapest_plan_is_on_the_frontier(config, tmp_path, capsys):
 def test_what_does_not_go_together_is_said(config, capsys, words, message):
     assert main(["plan", config, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+NEO = ["plan", "GPT-Neo-2.7", "--costs", MEASURED, "--seq", "2048"]
+"""A model whose states take 39.5 GiB."""
+
+
+def test_a_model_that_little_memory_holds_in_shards(tmp_path, capsys):
+    plan, asked = tmp_path / "plan.json", [*NEO, "--cluster", "4xV100-16"]
+    assert main([*asked, "--batch", "16", "--save", str(plan), "--json"]) == 0
+    searched = json.loads(capsys.readouterr().out)
+    assert {stage.shards for _, _, stage in ClusterPlan.load(plan).stages()} == {4}
+    assert main([*asked, "--batch", "16", "--max-shards", "1", "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert whole["iteration_s"] > searched["iteration_s"]
+    assert all(stage["shards"] == 1 for row in whole["plan"]["pipelines"] for stage in row["stages"])
 
 
 def test_measured_gpus_have_prices_of_a_file(tmp_path, capsys):

@@ -13,7 +13,7 @@ from autohete_fx.cluster.links import Links
 from autohete_fx.cluster.measurements import cluster_of, costs_of, plan_of_grids, read
 from autohete_fx.cluster.memory import memory_of_plan
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, Stage
-from autohete_fx.cluster.shapes import Shape, Shaper, UnitType
+from autohete_fx.cluster.shapes import Shape, Shaper, UnitType, divided_evenly, shard_counts
 from autohete_fx.cluster.simulate import simulate
 from autohete_fx.cluster.solve import plan_cluster
 from autohete_fx.cluster.spec import Cluster, Gpu, Joined, Node, steady_link
@@ -82,8 +82,8 @@ def layouts(given: Cluster, types: Sequence[UnitType]) -> Iterator[tuple[Place, 
         if not free:
             yield ()
         for unit in types:
-            if unit.gpu == node.gpu and unit.tp <= free:
-                for others in of_node(node, free - unit.tp):
+            if unit.gpu == node.gpu and unit.num_gpus <= free:
+                for others in of_node(node, free - unit.num_gpus):
                     yield ((node.name, unit), *others)
 
     for rows in itertools.product(*(set(of_node(node, node.gpus)) for node in given.nodes)):
@@ -116,24 +116,28 @@ def shares(total: int, shapes: Sequence[Shape]) -> Iterator[tuple[int, ...]]:
             yield (count, *others)
 
 
-def faster(given: Cluster, table: CostTable, batch: int, seconds: float) -> ClusterPlan | None:
+def faster(
+    given: Cluster, table: CostTable, batch: int, seconds: float, shards: Sequence[int] = ()
+) -> ClusterPlan | None:
     """A plan that takes less than so many seconds, of all that there are. Those are simulated whose compute alone takes less.
 
     A stage computes ``k`` times between the way of the first micro-batch to it and the way of the last one back.
     """
     shaper, links = Shaper(given, table), Links(given)
-    sizes, known, seen = {row.micro_batch for row in table.times}, {}, set()
+    known_sizes, known, seen = sorted({row.micro_batch for row in table.times}), {}, set()
 
     def shapes_of(order: tuple[Place, ...]) -> list[tuple[Shape, list[float]]]:
         units = tuple(unit for _, unit in order)
         if units not in known:
             inner = itertools.combinations(range(1, len(KINDS)), len(units) - 1)
             cuts = [[0, *cut, len(KINDS)] for cut in inner]
+            sizes = divided_evenly(units, known_sizes)
             made = [shaper.cut(units, cut, size, spread=False) for cut in cuts for size in sizes]
-            known[units] = [(shape, stage_seconds(table, shape)) for shape in made if shape is not None]
+            known[units] = [(shape, stage_seconds(shaper, shape)) for shape in made if shape is not None]
         return known[units]
 
-    for units in layouts(given, shaper.unit_types()):
+    whole = shaper.unit_types()
+    for units in layouts(given, [dataclasses.replace(unit, shards=n) for unit in whole for n in (1, *shards)]):
         for found in groups(units):
             orders = tuple(sorted(found))
             if not orders or orders in seen:
@@ -154,12 +158,9 @@ def faster(given: Cluster, table: CostTable, batch: int, seconds: float) -> Clus
     return None
 
 
-def stage_seconds(table: CostTable, shape: Shape) -> list[float]:
+def stage_seconds(shaper: Shaper, shape: Shape) -> list[float]:
     """Compute of each stage for a micro-batch."""
-    found = [
-        table.stage(range(s.first, s.last + 1), s.unit.gpu, s.unit.tp, shape.micro_batch, recomputed=s.recomputed)
-        for s in shape.stages
-    ]
+    found = [shaper.cost(s.unit, s.first, s.last + 1, shape.micro_batch, recomputed=s.recomputed) for s in shape.stages]
     return [cost.forward_s + cost.backward_s for cost in found]
 
 
@@ -170,7 +171,15 @@ def plan_of(orders: Sequence[tuple[Place, ...]], shapes: Sequence[Shape], counts
         pipelines=tuple(
             Pipeline(
                 stages=tuple(
-                    Stage(node=node, gpu=unit.gpu, tp=unit.tp, first=s.first, last=s.last, recomputed=s.recomputed)
+                    Stage(
+                        node=node,
+                        gpu=unit.gpu,
+                        tp=unit.tp,
+                        first=s.first,
+                        last=s.last,
+                        recomputed=s.recomputed,
+                        shards=unit.shards,
+                    )
                     for (node, unit), s in zip(order, shape.stages, strict=True)
                 ),
                 micro_batch=shape.micro_batch,
@@ -182,15 +191,21 @@ def plan_of(orders: Sequence[tuple[Place, ...]], shapes: Sequence[Shape], counts
 
 
 SMALL = [
-    pytest.param("a b", {"a": 10**6, "b": 10**6}, 1e6, (1,), id="two"),
-    pytest.param("a a b", {"a": 60_000, "b": 30_000}, 1e5, (1,), id="little memory"),
-    pytest.param("a b b", {"a": 25_000, "b": 25_000}, 1e6, (1,), id="less memory"),
-    pytest.param("a a b b", {"a": 10**6, "b": 10**6}, 1e3, (1,), id="slow network"),
-    pytest.param("a a b b", {"a": 50_000, "b": 20_000}, 1e5, (1,), id="weak ones hold little"),
-    pytest.param("aa a", {"a": 40_000}, 2e3, (1,), id="unlike nodes"),
-    pytest.param("aa b a", {"a": 40_000, "b": 25_000}, 2e3, (1,), id="unlike nodes of two types"),
-    pytest.param("a aa", {"a": 30_000}, 1e3, (1, 2), id="degrees"),
-    pytest.param("a b b b b", {"a": 40_000, "b": 25_000}, 1e5, (1,), id="five"),
+    pytest.param("a b", {"a": 10**6, "b": 10**6}, 1e6, (1,), (), id="two"),
+    pytest.param("a a b", {"a": 60_000, "b": 30_000}, 1e5, (1,), (), id="little memory"),
+    pytest.param("a b b", {"a": 25_000, "b": 25_000}, 1e6, (1,), (), id="less memory"),
+    pytest.param("a a b b", {"a": 10**6, "b": 10**6}, 1e3, (1,), (), id="slow network"),
+    pytest.param("a a b b", {"a": 50_000, "b": 20_000}, 1e5, (1,), (), id="weak ones hold little"),
+    pytest.param("aa a", {"a": 40_000}, 2e3, (1,), (2,), id="unlike nodes"),
+    pytest.param("aa b a", {"a": 40_000, "b": 25_000}, 2e3, (1,), (), id="unlike nodes of two types"),
+    pytest.param("a aa", {"a": 30_000}, 1e3, (1, 2), (2,), id="degrees"),
+    pytest.param("a b b b b", {"a": 40_000, "b": 25_000}, 1e5, (1,), (), id="five"),
+    pytest.param("aa", {"a": 25_000}, 1e5, (1,), (2,), id="shards"),
+    pytest.param("aa", {"a": 10**6}, 1e5, (1,), (2,), id="shards and room"),
+    pytest.param("aaa", {"a": 40_000}, 1e5, (1,), (2, 3), id="three shards"),
+    pytest.param("aa aa", {"a": 40_000}, 1e3, (1,), (2,), id="shards and a slow network"),
+    pytest.param("aa bb", {"a": 40_000, "b": 25_000}, 1e4, (1,), (2,), id="shards of two types"),
+    pytest.param("aaaa", {"a": 18_000}, 1e5, (1, 2), (2, 4), id="shards of parts"),
 ]
 
 
@@ -203,17 +218,54 @@ def test_a_stage_of_layers_that_take_no_time_is_planned():
     assert found.timeline.iteration_s >= found.compute_bound_s > 0
 
 
-@pytest.mark.parametrize(("nodes", "memory", "rate", "degrees"), SMALL)
-def test_no_plan_is_more_than_half_a_percent_faster(nodes, memory, rate, degrees):
-    given = cluster(nodes.split(), memory, rate=rate)
+@pytest.mark.parametrize(("nodes", "memory", "rate", "degrees", "shards"), SMALL)
+def test_no_plan_is_more_than_half_a_percent_faster(nodes, memory, rate, degrees, shards):
+    given, batch = cluster(nodes.split(), memory, rate=rate), 6 if 3 in shards else 8
     table = costs({gpu.name: {"a": 0.1, "b": 0.25}[gpu.name] for gpu in given.gpus}, degrees=degrees)
-    found = plan_cluster(given, table, global_batch=8)
-    assert faster(given, table, 8, found.timeline.iteration_s / 1.005) is None
-    assert faster(given, table, 8, found.timeline.iteration_s * 1.005) is not None, "the search finds plans"
-    for row, pipeline in zip(memory_of_plan(found.plan, table), found.plan.pipelines, strict=True):
+    found = plan_cluster(given, table, global_batch=batch, shards=shards)
+    assert faster(given, table, batch, found.timeline.iteration_s / 1.005, shards) is None
+    assert faster(given, table, batch, found.timeline.iteration_s * 1.005, shards) is not None, "the search finds plans"
+    check_fits(found.plan, given, table)
+    assert found.plan.global_batch == batch
+    if shards:
+        whole = plan_cluster(given, table, global_batch=batch)
+        assert found.timeline.iteration_s <= whole.timeline.iteration_s
+        assert shards_of(whole.plan) == {1}
+
+
+def check_fits(plan: ClusterPlan, given: Cluster, table: CostTable) -> None:
+    for row, pipeline in zip(memory_of_plan(plan, table), plan.pipelines, strict=True):
         for held, stage in zip(row, pipeline.stages, strict=True):
-            assert held.peak_bytes <= memory[stage.gpu]
-    assert found.plan.global_batch == 8
+            assert held.peak_bytes <= given.gpu(stage.gpu).memory_bytes
+
+
+def shards_of(plan: ClusterPlan) -> set[int]:
+    return {stage.shards for _, _, stage in plan.stages()}
+
+
+def test_a_layer_that_fits_no_gpu_is_held_in_shards():
+    given, table = cluster(["a" * 8], {"a": 38_000}, rate=1e6), costs({"a": 0.1})
+    sizes = tuple(dataclasses.replace(row, params_bytes=5000) if row.kind == "first" else row for row in table.sizes)
+    table = dataclasses.replace(table, sizes=sizes, optimizer_bytes_per_byte=6.0)
+    with pytest.raises(ClusterError, match="does not fit on 8 x a"):
+        plan_cluster(given, table, global_batch=16)
+    plan = plan_cluster(given, table, global_batch=16, shards=(2, 4, 8)).plan
+    assert plan.pipelines[0].stages[0].shards > 1
+    check_fits(plan, given, table)
+    assert ClusterPlan.from_json(plan.to_json()) == plan
+
+
+def test_shards_take_no_more_gpus_than_their_nodes_have():
+    given, table = cluster(["aaa", "aaaa"], {"a": 30_000}, rate=1e5), costs({"a": 0.1}, sizes=(1, 2))
+    assert shard_counts(given) == [2, 3, 4] and shard_counts(given, 2) == [2] and shard_counts(given, 1) == []
+    plan = plan_cluster(given, table, global_batch=24, shards=shard_counts(given)).plan
+    assert shards_of(plan) != {1}
+    taken = {node.name: 0 for node in given.nodes}
+    for index, _, stage in plan.stages():
+        taken[stage.node] += stage.num_gpus
+        assert plan.pipelines[index].micro_batch % stage.shards == 0
+    assert all(taken[node.name] <= node.gpus for node in given.nodes)
+    check_fits(plan, given, table)
 
 
 def test_units_stand_on_nodes_of_any_size():
