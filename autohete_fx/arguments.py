@@ -11,6 +11,8 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "tf32": "flo
 """The names of dtypes in PyTorch."""
 POINTS, MOST_RANKS = 10, 8
 """Budgets of a sweep, and where one of ranks ends, unless told otherwise."""
+BATCH = 8
+"""Sequences of a micro-batch unless told otherwise."""
 SOLVERS = ("cp-sat", "scip")
 """Searches of plans for clusters, the default first."""
 EXPLAIN = "also say why: what binds, and for each block what else could have been chosen and what that would cost"
@@ -29,7 +31,10 @@ def add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         "model", metavar="MODEL", help="a name, a JSON file of a transformers config, or file.py:factory (see below)"
     )
     plan.add_argument(
-        "--batch", type=_positive, metavar="N", default=8, help="sequences per micro-batch of each rank (default: 8)"
+        "--batch",
+        type=_positive,
+        metavar="N",
+        help=f"sequences per micro-batch of each rank (default: {BATCH}, or those of the --given plan)",
     )
     plan.add_argument("--seq", type=_positive, metavar="N", default=1024, help="tokens per sequence (default: 1024)")
     where = plan.add_mutually_exclusive_group(required=True)
@@ -118,6 +123,9 @@ def add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         type=_positive,
         metavar="N",
         help="of --cluster: the most shards that the GPUs of a stage hold its parameters in; 1: none",
+    )
+    plan.add_argument(
+        "--given", metavar="PLAN.json", help="of --cluster: price this plan, its step and memory, instead of searching"
     )
     plan.add_argument(
         "--costs",

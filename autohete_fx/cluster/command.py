@@ -13,6 +13,7 @@ from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.described import described
 from autohete_fx.cluster.described_measured import described_measured
 from autohete_fx.cluster.frontier import Priced, changes, frontier
+from autohete_fx.cluster.given import given_solution
 from autohete_fx.cluster.measurements import costs_of, read
 from autohete_fx.cluster.memory import OVERHEAD_BYTES
 from autohete_fx.cluster.plan import ClusterPlan
@@ -46,6 +47,7 @@ class Request:
         symmetric_tp: one degree for all pipelines.
         max_tp: the most GPUs that share a layer; None: as many as a node allows.
         max_shards: the most shards of a unit; None: as many as a node allows.
+        given: file of a plan to price instead of a search; None: search.
         explain: also plan clusters that differ by one thing.
         as_json: one JSON object instead of tables.
         plot: path of a chart: of the step, or for ``cost`` of seconds and dollars; None: none.
@@ -65,6 +67,7 @@ class Request:
     symmetric_tp: bool
     max_tp: int | None
     max_shards: int | None
+    given: str | None
     explain: bool
     as_json: bool
     plot: str | None
@@ -114,7 +117,10 @@ def plan_for_cluster(request: Request) -> tuple[str, ClusterPlan]:
         )
 
     points: Sequence[Priced] = ()
-    if request.objective == "cost":
+    if request.given:
+        plan = ClusterPlan.load(request.given)
+        solution = given_solution(plan, inputs.cluster, inputs.costs, sizes=inputs.sizes)
+    elif request.objective == "cost":
         points = frontier(inputs.cluster, solve)
         solution = min(points, key=lambda point: point.usd_per_step).solution
     else:
@@ -177,7 +183,7 @@ def _report(
     alone = functools.partial(best_homogeneous, shards=shard_counts(inputs.cluster, request.max_shards))
     baselines = [
         Variant(name=name, plan=make(inputs.cluster, inputs.costs, request.global_batch))
-        for name, make in {**BASELINES, "one type": alone}.items()
+        for name, make in ({} if request.given else {**BASELINES, "one type": alone}).items()
     ]
     others = []
     for name, cluster in changes(inputs.cluster) if request.explain else ():
@@ -190,6 +196,7 @@ def _report(
         cluster=inputs.cluster,
         costs=inputs.costs,
         seq=request.seq,
+        is_given=request.given is not None,
         flops=6 * params * request.global_batch * request.seq,
         peak_flops_per_s=inputs.peaks,
         frontier=points,

@@ -152,27 +152,49 @@ def deploy(plan: ClusterPlan, members: Sequence[Member]) -> Deployment:
     for rank, member in enumerate(members):
         free.setdefault(member.node, []).append(rank)
     gpus = {member.node: member.gpu for member in members}
-    needed: dict[str, tuple[str, int]] = {}
-    for _, _, stage in plan.stages():
-        gpu, count = needed.get(stage.node, (stage.gpu, 0))
-        needed[stage.node] = gpu, count + stage.num_gpus
-    taken: dict[str, list[int]] = {}
-    for node, (gpu, count) in sorted(needed.items(), key=lambda item: (-item[1][1], item[0])):
-        able = [name for name, ranks in free.items() if gpus[name] == gpu and len(ranks) >= count]
-        if not able:
-            there = {name: f"{len(ranks)} {gpus[name]}" for name, ranks in free.items()}
-            raise ClusterError(
-                f"the plan needs a node with {count} {gpu} for its {node!r}, and the job's nodes without a part have {there}."
-                " Expected were the nodes of the plan. Start the job on them, or join without plan="
-            )
-        chosen = node if node in able else min(able, key=lambda name: (len(free[name]), name))
-        taken[node] = free.pop(chosen)
+    there = {node: (gpus[node], len(ranks)) for node, ranks in free.items()}
+    remedy = "Start the job on them, or join without plan="
+    taken = {node: free[chosen] for node, chosen in nodes_for(plan, there, remedy=remedy).items()}
     ranks: dict[Seat, int] = {}
     for index, place, stage in plan.stages():
         for shard, part in itertools.product(range(stage.shards), range(stage.tp)):
             ranks[Seat(pipeline=index, place=place, part=part, shard=shard)] = taken[stage.node].pop(0)
     seated = set(ranks.values())
     return Deployment(plan=plan, ranks=ranks, idle=tuple(rank for rank in range(len(members)) if rank not in seated))
+
+
+def nodes_for(plan: ClusterPlan, nodes: Mapping[str, tuple[str, int]], *, remedy: str) -> dict[str, str]:
+    """By node of a plan, the one that takes its place: that of its name if it has the GPUs, else the smallest that has.
+
+    Args:
+        plan: whose nodes are needed.
+        nodes: that there are: the type of GPU, and how many.
+        remedy: an error's advice.
+
+    Raises:
+        ClusterError: nodes with as many GPUs of a type are lacking, or a node of the plan has two types.
+    """
+    free, found = dict(nodes), {}
+    needed: dict[str, tuple[str, int]] = {}
+    for _, _, stage in plan.stages():
+        gpu, count = needed.get(stage.node, (stage.gpu, 0))
+        if gpu != stage.gpu:
+            raise ClusterError(
+                f"the plan has stages on {gpu} and on {stage.gpu} of its node {stage.node!r}. Expected was one type of GPU a node."
+                " Give the stages nodes of their own"
+            )
+        needed[stage.node] = gpu, count + stage.num_gpus
+    for node, (gpu, count) in sorted(needed.items(), key=lambda item: (-item[1][1], item[0])):
+        able = [name for name, (of, gpus) in free.items() if of == gpu and gpus >= count]
+        if not able:
+            there = {name: f"{gpus} {of}" for name, (of, gpus) in free.items()}
+            raise ClusterError(
+                f"the plan needs a node with {count} {gpu} for its {node!r}, and nodes without a part have {there}."
+                f" Expected were the nodes of the plan. {remedy}"
+            )
+        found[node] = node if node in able else min(able, key=lambda name: (free[name][1], name))
+        del free[found[node]]
+    return found
 
 
 def warn_of_offloads(plan: ClusterPlan, optimizer: object) -> None:

@@ -40,6 +40,7 @@ class ClusterReport:
         baselines: on the same cluster.
         changes: of the cluster.
         assumed: sentences on what was not described.
+        is_given: the plan was given, and nothing searched.
     """
 
     solution: Solution
@@ -52,6 +53,7 @@ class ClusterReport:
     baselines: Sequence[Variant] = ()
     changes: Sequence[Variant] = ()
     assumed: Sequence[str] = ()
+    is_given: bool = False
 
     @property
     def plan(self) -> ClusterPlan:
@@ -135,8 +137,7 @@ def report_text(report: ClusterReport) -> str:
         "",
         f"step {format_seconds(timeline.iteration_s)}, {report.tokens_per_s:,.0f} tokens/s{_utilization(report)}{_price(report)}",
         f"where it goes: {', '.join(parts)}",
-        f"at best {bound}{format_seconds(solution.compute_bound_s)} with all GPUs always at work; searched"
-        f" {solution.solve_s:.1f} s{_first(solution)}",
+        f"at best {bound}{format_seconds(solution.compute_bound_s)} with all GPUs always at work{_searched(report)}",
         "",
         _pipelines_table(report),
     ]
@@ -150,8 +151,10 @@ def report_text(report: ClusterReport) -> str:
     return "\n".join(lines)
 
 
-def _first(solution: Solution) -> str:
-    return "" if solution.first_s is None else f", a first plan after {solution.first_s:.1f} s"
+def _searched(report: ClusterReport) -> str:
+    solution = report.solution
+    first = "" if solution.first_s is None else f", a first plan after {solution.first_s:.1f} s"
+    return "; the plan was given" if report.is_given else f"; searched {solution.solve_s:.1f} s{first}"
 
 
 def _utilization(report: ClusterReport) -> str:
@@ -219,7 +222,9 @@ def idle_lines(report: ClusterReport) -> Iterator[str]:
         count = report.cluster.count(gpu.name) - used.get(gpu.name, 0)
         if not count:
             continue
-        if report.frontier:
+        if report.is_given:
+            why = "the given plan has no part for them"
+        elif report.frontier:
             why = "plans with more of them that were made cost more a token"
         elif report.solution.model_bound_s is None:
             why = "the two stages make no faster plan with more of them"

@@ -36,7 +36,7 @@ def key_of(parsed: argparse.Namespace) -> str | None:
     """The key of a question; None where the answer is not kept: a factory may do anything, and a plot is a file."""
     if parsed.no_cache or parsed.plot or (":" in parsed.model or parsed.model.endswith(".py")):
         return None
-    files = [parsed.machine] if parsed.machine else []
+    files = [path for path in (parsed.machine, parsed.given) if path]
     files += [
         path for path in (parsed.model, parsed.cluster) if path and (path.endswith(".json") or Path(path).is_file())
     ]

@@ -9,7 +9,7 @@ import contextlib
 import gc
 from collections.abc import Iterator, Sequence
 
-from autohete_fx.arguments import DTYPES, MOST_RANKS
+from autohete_fx.arguments import BATCH, DTYPES, MOST_RANKS
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.commands.answers import Answer, keep, kept, key_of
 from autohete_fx.commands.question import Question, check, question
@@ -22,6 +22,7 @@ from autohete_fx.whatif.job import Job
 def plan(parsed: argparse.Namespace) -> str:
     """Answer, save and draw as asked. Raises AutoHeteError."""
     check(parsed)
+    parsed.batch = parsed.batch or BATCH
     with Stages() as stages:
         answer = _answer(parsed, stages)
     if parsed.save:
@@ -103,6 +104,7 @@ def _for_cluster(parsed: argparse.Namespace, stages: Stages) -> Answer:
             symmetric_tp=parsed.symmetric_tp,
             max_tp=parsed.max_tp,
             max_shards=parsed.max_shards,
+            given=parsed.given,
             explain=parsed.explain,
             as_json=parsed.json,
             plot=parsed.plot,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from autohete_fx.arguments import DTYPES, SOLVERS
 from autohete_fx.cluster.described import described
+from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.errors import OptionError
 from autohete_fx.ir import Machine, Overlap
 from autohete_fx.ir.sizes import format_bytes, format_flops
@@ -75,6 +76,7 @@ def check(parsed: argparse.Namespace) -> None:
         ("--symmetric-tp", parsed.symmetric_tp),
         ("--max-tp", parsed.max_tp),
         ("--max-shards", parsed.max_shards),
+        ("--given", parsed.given),
         ("--spot", parsed.spot),
         ("--solver", parsed.solver != SOLVERS[0]),
         ("--objective", parsed.objective != "throughput"),
@@ -97,6 +99,18 @@ def check(parsed: argparse.Namespace) -> None:
             raise OptionError(
                 f"{option} is about GPUs that are alike; leave it out, or name a --device instead of a --cluster"
             )
+    for option, given in (
+        ("--symmetric-tp", parsed.symmetric_tp),
+        ("--max-tp", parsed.max_tp),
+        ("--max-shards", parsed.max_shards),
+        ("--solver", parsed.solver != SOLVERS[0]),
+        ("--objective", parsed.objective != "throughput"),
+        ("--explain", parsed.explain),
+    ):
+        if given and parsed.given:
+            raise OptionError(f"{option} is about a search, and --given prices one plan; leave one of the two out")
+    if parsed.given:
+        _take_batch(parsed)
     for option, given, verb in (("--save", parsed.save, "writes"), ("--explain", parsed.explain, "explains")):
         if given and parsed.sweep:
             raise OptionError(f"{option} {verb} one plan, and a sweep makes several; leave one of the two out")
@@ -124,7 +138,7 @@ def check(parsed: argparse.Namespace) -> None:
     if not (is_file(parsed.model) or parsed.costs):
         find_architecture(parsed.model)
         require_transformers()
-    if parsed.cluster and parsed.batch > _MOST_SAMPLES:
+    if parsed.cluster and parsed.batch and parsed.batch > _MOST_SAMPLES:
         raise OptionError(
             f"--batch {parsed.batch} was given with --cluster. Expected was at most {_MOST_SAMPLES}, because a step is simulated"
             " micro-batch by micro-batch. Plan for so many: a larger step takes longer in proportion"
@@ -133,6 +147,17 @@ def check(parsed: argparse.Namespace) -> None:
         cluster = described(parsed.cluster, spot=parsed.spot).cluster
         if parsed.objective == "cost":
             cluster.require_prices()
+
+
+def _take_batch(parsed: argparse.Namespace) -> None:
+    """The given plan's samples as those of ``--batch``. Raises OptionError where others were given."""
+    samples = ClusterPlan.load(parsed.given).global_batch
+    if parsed.batch not in (None, samples):
+        raise OptionError(
+            f"--batch {parsed.batch} was given, and the plan of --given has {samples} samples a step. Expected were its own. Leave"
+            " --batch out"
+        )
+    parsed.batch = samples
 
 
 def _machine_for(parsed: argparse.Namespace, job: Job) -> tuple[Machine, str, float, str]:

@@ -129,6 +129,9 @@ def test_the_cheapest_plan_is_on_the_frontier(config, tmp_path, capsys):
         (["--cluster", "2xL40S", "--clip"], "--clip is about GPUs that are alike"),
         (["--cluster", "2xL40S", "--solver", "scip", "--symmetric-tp"], "leave it out"),
         (["--cluster", "2xL40S", "--solver", "scip", "--max-shards", "2"], "no shards anyway"),
+        (["--device", "a100", "--given", "plan.json"], "--given is about clusters"),
+        (["--cluster", "2xL40S", "--given", "plan.json", "--max-tp", "1"], "--max-tp is about a search"),
+        (["--cluster", "2xL40S", "--given", "missing.json"], "cannot read the cluster plan file 'missing.json'"),
         (["--cluster", "2xL40S", "--batch", "1000000"], "Expected was at most 65536"),
         (["--cluster", "8A100"], "has the part '8A100'"),
         (["--cluster", "2xL40S,2xH20", "--objective", "cost"], "there is no price of h20-96g"),
@@ -143,7 +146,7 @@ NEO = ["plan", "GPT-Neo-2.7", "--costs", MEASURED, "--seq", "2048"]
 """A model whose states take 39.5 GiB."""
 
 
-def test_a_model_that_little_memory_holds_in_shards(tmp_path, capsys):
+def test_a_model_that_little_memory_holds_in_shards_and_its_plan_is_priced_again(tmp_path, capsys):
     plan, asked = tmp_path / "plan.json", [*NEO, "--cluster", "4xV100-16"]
     assert main([*asked, "--batch", "16", "--save", str(plan), "--json"]) == 0
     searched = json.loads(capsys.readouterr().out)
@@ -152,6 +155,47 @@ def test_a_model_that_little_memory_holds_in_shards(tmp_path, capsys):
     whole = json.loads(capsys.readouterr().out)
     assert whole["iteration_s"] > searched["iteration_s"]
     assert all(stage["shards"] == 1 for row in whole["plan"]["pipelines"] for stage in row["stages"])
+
+    again = tmp_path / "again.json"
+    assert main([*asked, "--given", str(plan), "--save", str(again), "--json"]) == 0
+    priced = json.loads(capsys.readouterr().out)
+    same = ("plan", "iteration_s", "memory", "seconds_by_cause", "compute_bound_s")
+    assert {key: priced[key] for key in same} == {key: searched[key] for key in same}
+    assert priced["baselines"] == {} and ClusterPlan.load(again) == ClusterPlan.load(plan)
+    assert main([*NEO, "--cluster", "5xV100-16", "--given", str(plan)]) == 0
+    printed = capsys.readouterr().out
+    assert "the plan was given" in printed and "tp x shards" in printed and "other ways" not in printed
+    assert "idle: 1 x V100-16; the given plan has no part for them" in printed
+
+
+def test_a_given_plan_that_fits_no_more_is_refused(tmp_path, capsys):
+    plan = tmp_path / "plan.json"
+    stages = [{"first": 0, "last": 16}, {"first": 17, "last": 33}]
+    where = {"node": "x", "gpu": "V100-16", "tp": 1, "shards": 2, "recomputed": 0, "offloaded": 0}
+    pipeline = {"stages": [where | stage for stage in stages], "micro_batch": 2, "micro_batches": 2}
+    about = {"model": "neo", "schedule": "1f1b", "planner": "given", "iteration_s": 0.0, "schema_version": 2}
+    four = ["--cluster", "4xV100-16"]
+    for changed, words, message in (
+        (
+            {},
+            four,
+            "GiB on each V100-16 of stage 0 of pipeline 0, which has layers 0-16. Expected was at most 16.0 GiB",
+        ),
+        ({}, ["--cluster", "3xV100-16"], "needs a node with 4 V100-16 for its 'x'"),
+        ({}, [*four, "--batch", "8"], "the plan of --given has 4 samples a step"),
+        ({"micro_batches": 1}, four, "2 stages and 1 micro-batches"),
+        ({"stages": [where | stages[0]]}, four, "the plan has 17 layers"),
+        ({"stages": [where | {"first": 0, "last": 33, "tp": 3, "shards": 1}]}, four, "with 3 GPUs a layer"),
+        (
+            {"stages": [where | stages[0], where | stages[1] | {"gpu": "V100"}]},
+            four,
+            "on V100-16 and on V100 of its node",
+        ),
+        ({"micro_batch": 3}, four, "Expected were samples that shards divide evenly"),
+    ):
+        plan.write_text(json.dumps(about | {"pipelines": [pipeline | changed]}))
+        assert main([*NEO, *words, "--given", str(plan)]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_measured_gpus_have_prices_of_a_file(tmp_path, capsys):
