@@ -22,14 +22,18 @@ from autohete_fx.cluster.measured_links import measured_cluster
 from autohete_fx.cluster.moving import Moving
 from autohete_fx.cluster.pieces import Piece, covered
 from autohete_fx.cluster.plan import ClusterPlan, plan_line
+from autohete_fx.cluster.shapes import shard_counts
 from autohete_fx.cluster.solve import plan_cluster
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.cluster.stage_module import Loss, StageModule
 from autohete_fx.cluster.store import Place, Store
 from autohete_fx.cluster.tensor_parallel import TensorLayout, TpPlan, layout_of
 from autohete_fx.cluster.timed_layer import Measuring
+from autohete_fx.cluster.watch import AtLayers
 from autohete_fx.errors import ClusterError
+from autohete_fx.optim.base import PlannedOptimizer
 from autohete_fx.options import Size, parse_size
+from autohete_fx.runtime.shard.step import takes_wholes
 
 MICRO_BATCHES = (1, 2, 4, 8)
 """Samples to choose from; the smallest and the largest are timed."""
@@ -55,6 +59,7 @@ def automatic_plan(
     store: Store | None = None,
     tp_plan: TpPlan | None = None,
     expected_lifetime_s: float | None = None,
+    gathers: bool = False,
     say: Callable[[str], None],
 ) -> ClusterPlan:
     """Measure what there is, and plan for it. All ranks call it; all get one plan.
@@ -75,6 +80,7 @@ def automatic_plan(
         store: of the job, whose local saves need not move.
         tp_plan: how GPUs share layers; None: that of the model's transformers configuration, or none of them does.
         expected_lifetime_s: seconds until the nodes change again; None: so long that moving does not count.
+        gathers: the compiler frees the parameters that shards have gathered, so that stages may hold shards.
         say: tells the user a line.
 
     Raises:
@@ -101,7 +107,8 @@ def automatic_plan(
         moving = Moving(lifetime_s=expected_lifetime_s, held=held, bandwidths=store.bandwidths)
     found: list[tuple[ClusterPlan, str] | str] = [""]
     if not dist.get_rank():
-        found = [_planned(cluster, costs, global_batch, moving)]
+        shards = shard_counts(cluster) if gathers and may_shard(build_model, example, optimizer) else []
+        found = [_planned(cluster, costs, global_batch, shards, moving)]
     dist.broadcast_object_list(found, group=group)
     if isinstance(found[0], str):
         raise ClusterError(found[0])
@@ -134,6 +141,21 @@ def _layouts(
     return found
 
 
+def may_shard(
+    build_model: BuildModel, example: Batch, optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+) -> bool:
+    """Whether a model's stages can hold shards.
+
+    It must be divided at its layers, and hidden states must have samples first.
+    An element's update must depend on no other element.
+    """
+    layer_map, param = map_layers(build_model, example.of_samples(2)), nn.Parameter(torch.zeros(2, 2))
+    if not isinstance(layer_map.way, AtLayers) or layer_map.crossing[1][0].sizes[0] != 2:
+        return False
+    made = optimizer([param])
+    return made.rule_of(param).is_elementwise if isinstance(made, PlannedOptimizer) else not takes_wholes(made)
+
+
 def held_layers(
     store: Store, layer_map: LayerMap, members: Sequence[Member], group: dist.ProcessGroup | None
 ) -> dict[str, frozenset[int]]:
@@ -157,7 +179,7 @@ def micro_batches_of(global_batch: int) -> tuple[int, ...]:
 
 
 def _planned(
-    cluster: Cluster, costs: CostTable, global_batch: int, moving: Moving | None
+    cluster: Cluster, costs: CostTable, global_batch: int, shards: Sequence[int], moving: Moving | None
 ) -> tuple[ClusterPlan, str] | str:
     """The plan and why it is not the fastest, or an error's words for the other ranks, which would wait for ever."""
     try:
@@ -166,6 +188,7 @@ def _planned(
             costs,
             global_batch=global_batch,
             micro_batches=[size for size in MICRO_BATCHES if size <= global_batch],
+            shards=shards,
             time_limit_s=_TIME_LIMIT_S,
             moving=moving,
         )

@@ -140,6 +140,7 @@ def join(
         store=store,
         tp_plan=tp_plan,
         expected_lifetime_s=expected_lifetime_s,
+        gathers=_is_autohete(backend),
         say=job_log.say,
     )
     if not isinstance(plan, ClusterPlan):

@@ -1,5 +1,6 @@
 """Jobs whose units hold shards: plans, what is refused, budgets, and saves that plans of other units go on with."""
 
+import dataclasses
 import os
 import signal
 from collections.abc import Sequence
@@ -10,7 +11,11 @@ import torch.distributed as dist
 
 import autohete_fx
 from autohete_fx import cluster
-from autohete_fx.cluster import unit
+from autohete_fx.cluster import automatic, unit
+from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTime
+from autohete_fx.cluster.memory import memory_of
+from autohete_fx.cluster.solve import Solution
+from autohete_fx.cluster.spec import Cluster
 from autohete_fx.errors import AutoHeteError
 from autohete_fx.runtime import placement
 from tests.dist import cluster_jobs
@@ -51,12 +56,75 @@ def within_budget(root: str) -> list[dict[str, Any]]:
     for steps, rows, nodes, budget in (
         (4, [[2, 3, [2, 4], 1, 2]], "aabb", 106_000),
         (6, [[2, 2, [4], 1, 2], [1, 2, [1, 4]]], "aabc", 125_000),
+        (8, [[2, 3, [4], 2, 2]], "aaaa", 100_000),
     ):
         torch._dynamo.reset()
         ours = {"memory_budget": budget, "inner_backend": "eager", "profile": "analytic"}
         row = leg(root, rows, list(nodes), steps, {}, "autohete", ours)
         found.append({**row, "given": budget, "peaks": [c.plan.peak_bytes for c in autohete_fx.compilations()]})
         dist.barrier()
+    return found
+
+
+KINDS = {"first": 0.2, "layer": 1.0, "last": 0.2}
+"""How much of a layer's work and weights each kind has."""
+FAT = CostTable(
+    model="fat",
+    kinds=("first", "layer", "layer", "layer", "last"),
+    times=tuple(
+        LayerTime(kind=kind, gpu="cpu", tp=1, micro_batch=1, forward_s=share, backward_s=2 * share)
+        for kind, share in KINDS.items()
+    ),
+    sizes=tuple(
+        LayerBytes(kind=kind, tp=1, params_bytes=int(1000 * share), kept_bytes=100, output_bytes=10)
+        for kind, share in KINDS.items()
+    ),
+    updates=(UpdateTime(gpu="cpu", fixed_s=0.1, s_per_byte=0.0),),
+    optimizer_bytes_per_byte=40.0,
+)
+"""Of a GPU's memory, the states of layers take much more than what shards gather of two."""
+
+
+def searched(folder: str) -> dict[str, Any]:
+    """A job without a plan, whose two GPUs hold the model in shards alone: an error without them, the plan, and differences from one
+    process."""
+    torch.set_default_dtype(torch.float64)
+    unit.SMALLEST_COPY_BYTES = SMALLEST_BYTES
+    found: dict[str, Any] = {"error": "", "plan": "", "loss": 0.0, "weights": 0.0, "states": 0.0}
+    plan_cluster = automatic.plan_cluster
+
+    def tight(given: Cluster, costs: CostTable, **how: Any) -> Solution:
+        """A GPU holds more than a half of the model's states, and less than two of its three layers."""
+        whole = memory_of(costs.stage(range(len(costs.kinds)), "cpu", 1, 1), costs, 0).states_bytes
+        gpus = tuple(dataclasses.replace(gpu, memory_bytes=int(0.6 * whole)) for gpu in given.gpus)
+        given = dataclasses.replace(given, gpus=gpus)
+        try:
+            plan_cluster(given, costs, **{**how, "shards": ()})
+        except AutoHeteError as error:
+            found["error"] = str(error)
+        made = plan_cluster(given, costs, **how)
+        found["plan"] = made.plan.to_json()
+        return made
+
+    automatic.plan_cluster, automatic.measured_costs = tight, lambda *args, **kwargs: FAT
+    seen, start, params, states = cluster_jobs.trained_alone(3, True, 8, "torch", 3)
+    job = cluster.join(
+        lambda: cluster_jobs.Model(3, True),
+        cluster_jobs.loss_of,
+        example=load(range(1)),
+        global_batch=8,
+        optimizer=cluster_jobs.made_optimizer("torch"),
+        learning_rate=cluster_jobs.rate,
+        max_grad_norm=cluster_jobs.CLIP,
+        weights=lambda name: start[name],
+        backend="autohete",
+        options={"inner_backend": "eager", "profile": "analytic"},
+        member=cluster.Member(node="node", gpu="cpu"),
+        cache_dir=folder,
+    )
+    for loss, _ in seen:
+        found["loss"] = max(found["loss"], abs(job.train_step(load).loss - loss))
+    cluster_jobs.compare_states(job, params, states, found)
     return found
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from autohete_fx.cluster.plan import ClusterPlan
 from tests.dist.ranks import run
 from tests.dist.shard_jobs import LEGS, STEPS
 from tests.dist.test_cluster_job import DEPTH, EXACT, check, check_legs
@@ -36,11 +37,21 @@ def test_stages_of_shards_train_as_one_process_does(tmp_path: Path):
     check([rank["differences"] for rank in found], cases)
     for rank in found:
         assert "a stage of 2 shards, and the job has no backend" in rank["refusal"]
-        for row, first in zip(rank["within"], (0, 4), strict=True):
+        for row, first in zip(rank["within"], (0, 4, 6), strict=True):
             assert row.get("first") == first, row
             assert max(row[key] for key in ("loss", "weights", "states")) < EXACT
             assert row["peaks"] and row["peaks"][-1] <= row["given"]
     assert any("host" in rank["within"][0]["states at"] for rank in found)
+
+
+@pytest.mark.slow
+def test_a_search_finds_shards_where_nothing_else_fits_and_its_job_equals_one_process(tmp_path: Path):
+    found = run("tests.dist.shard_jobs.searched", tmp_path, str(tmp_path / "cache"), num_ranks=2)
+    assert "does not fit on 2 x cpu" in found[0]["error"]
+    plan = ClusterPlan.from_json(found[0]["plan"])
+    assert [stage.shards for _, _, stage in plan.stages()] == [2]
+    for row in found:
+        assert row["held"] > 0 and max(row[key] for key in ("loss", "weights", "states")) < EXACT
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import pipe_split
 
+import autohete_fx
+from autohete_fx.cluster.automatic import may_shard
 from autohete_fx.cluster.batches import Shape, batch_of
 from autohete_fx.cluster.deploy import check_runs
 from autohete_fx.cluster.layers import map_layers
@@ -75,6 +77,22 @@ def test_shards_that_cannot_be_run_are_errors(
     layer_map = map_layers(build, batch_of(given))
     with pytest.raises(ClusterError, match=words):
         check_runs(plan_of(rows), layer_map, build.__name__, samples=2, is_compiled=is_compiled)
+
+
+@pytest.mark.parametrize(
+    ("build", "given", "optimizer", "may"),
+    [
+        (GPT, IDS, torch.optim.AdamW, True),
+        (GPT, IDS, autohete_fx.AdamW, True),
+        (GPT, IDS, torch.optim.Adafactor, False),
+        (Transposed, IDS, torch.optim.AdamW, False),
+        (Marked, torch.zeros(2, 4), torch.optim.AdamW, False),
+    ],
+)
+def test_jobs_that_plan_for_themselves_hold_shards_where_they_can_be_run(
+    build: type[nn.Module], given: Tensor, optimizer: type[torch.optim.Optimizer], may: bool
+):
+    assert may_shard(build, batch_of(given), lambda params: optimizer(params, lr=0.1)) == may  # pyright: ignore[reportCallIssue]
 
 
 def test_unequal_shards_of_samples_that_come_first_are_run():

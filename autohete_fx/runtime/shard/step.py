@@ -68,11 +68,16 @@ def _before_step(
     return tuple(positional), names
 
 
-def _check_elementwise(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
-    """Raise ShardError for an optimizer of PyTorch that would update each rank's rows as if they were all. Ours see to it."""
+def takes_wholes(optimizer: Optimizer) -> bool:
+    """Whether an optimizer of PyTorch would update each rank's rows as if they were all. Ours see to it."""
     takers = tuple(kind for name in _TAKE_WHOLES if (kind := getattr(torch.optim, name, None)) is not None)
+    return isinstance(optimizer, takers)
+
+
+def _check_elementwise(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
+    """Raise ShardError for an optimizer that `takes_wholes`."""
     divided = [part for p in params if (part := part_of(p)) is not None and part.groups]
-    if divided and isinstance(optimizer, takers):
+    if divided and takes_wholes(optimizer):
         raise ShardError(
             f"torch.optim.{type(optimizer).__name__} got {len(divided)} sharded parameters, the first of size"
             f" {divided[0].full_size}, and updates an element by others, of which this rank has some alone. Expected was an"
