@@ -22,10 +22,17 @@ class Counts:
         counts: Mapping[tuple[str, str], int],
         global_batch: int,
         rooms: Mapping[tuple[tuple[str, str], int], int] | None = None,
+        mosts: Mapping[tuple[tuple[str, str], int], int] | None = None,
     ) -> None:
-        """``counts``: GPUs by type and zone. ``rooms``: by these and a number of GPUs, those of the nodes that units of at least so
-        many can take, where a rest stays. Units of numbers that divide each other then always fit the nodes."""
-        self._counts, self._batch, self._rooms = counts, global_batch, rooms or {}
+        """The program for the nodes of a cluster. Units of numbers that divide each other always fit these.
+
+        Args:
+            counts: GPUs by type and zone.
+            global_batch: samples of a step.
+            rooms: by these and a number of GPUs, those of the nodes that units of at least so many can take, where a rest stays.
+            mosts: by the same, how many such units the nodes hold, where the room alone allows more.
+        """
+        self._counts, self._batch, self._rooms, self._mosts = counts, global_batch, rooms or {}, mosts or {}
         self.bound_s = 0.0
 
     def most(self, shapes: Sequence[Shape], seconds: float) -> tuple[float, list[tuple[Shape, int]]]:
@@ -44,9 +51,11 @@ class Counts:
                 sum(shape.gpus().get(kind, 0) * n for (shape, _), n in zip(useful, numbers, strict=True)) <= count
             )
         for (kind, least), room in self._rooms.items():
-            model.add(
-                sum(shape.gpus_of_units(kind, least) * n for (shape, _), n in zip(useful, numbers, strict=True)) <= room
-            )
+            taken = [sum(shape.sizes_of_units(kind, least)) for shape, _ in useful]
+            model.add(sum(gpus * n for gpus, n in zip(taken, numbers, strict=True)) <= room)
+        for (kind, least), most in self._mosts.items():
+            taken = [len(shape.sizes_of_units(kind, least)) for shape, _ in useful]
+            model.add(sum(units * n for units, n in zip(taken, numbers, strict=True)) <= most)
         model.maximize(sum(value * n for (_, value), n in zip(useful, numbers, strict=True)))
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
@@ -75,11 +84,12 @@ class Counts:
         return low, best
 
     def _undominated(self, valued: list[tuple[Shape, int]]) -> list[tuple[Shape, int]]:
-        """Of shapes that take the same GPUs and rooms, the one of most samples."""
+        """Of shapes that take the same GPUs and rooms, in as many units, the one of most samples."""
         best: dict[tuple[object, ...], tuple[Shape, int]] = {}
         for shape, value in valued:
-            rooms = (shape.gpus_of_units(kind, least) for kind, least in self._rooms)
-            key = *sorted(shape.gpus().items()), *rooms
+            rooms = (sum(shape.sizes_of_units(kind, least)) for kind, least in self._rooms)
+            mosts = (len(shape.sizes_of_units(kind, least)) for kind, least in self._mosts)
+            key = *sorted(shape.gpus().items()), *rooms, *mosts
             if key not in best or value > best[key][1]:
                 best[key] = shape, value
         return list(best.values())

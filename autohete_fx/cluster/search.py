@@ -8,6 +8,7 @@ import heapq
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -100,7 +101,7 @@ class Search:
         bound_s = math.inf
         for types in _subsets(every):
             usable = [shape for shape in shapes if set(shape.gpus()) <= set(types)]
-            master = self._counting(types)
+            master = self._counting(types, units)
             low_s, chosen = master.fastest(usable)
             bound_s = min(bound_s, low_s) if chosen else bound_s
             self._try_counts(chosen)
@@ -118,14 +119,20 @@ class Search:
             self._try(self._shared((shape,)))
         return bound_s
 
-    def _counting(self, kinds: Sequence[tuple[str, str]]) -> Counts:
-        """The program of counts over some types of GPU."""
-        rooms = {
-            ((unit.gpu, unit.zone), unit.num_gpus): unit.num_gpus * number
-            for unit, number in self._units.items()
-            if (unit.gpu, unit.zone) in kinds and unit.num_gpus * number < self._counts[unit.gpu, unit.zone]
-        }
-        return Counts({kind: self._counts[kind] for kind in kinds}, self._batch, rooms)
+    def _counting(self, kinds: Sequence[tuple[str, str]], units: Sequence[UnitType]) -> Counts:
+        """The program of counts over some types of GPU, for such units."""
+        rooms, mosts = {}, {}
+        for kind in sorted(kinds):
+            sizes = sorted({unit.num_gpus for unit in units if (unit.gpu, unit.zone) == kind})
+            nodes = Counter(node.gpus for node in self._cluster.nodes if (node.gpu, node.zone) == kind)
+            for index, least in enumerate(sizes):
+                room = sum(number * _room(gpus, sizes[index:]) for gpus, number in nodes.items())
+                most = sum(number * (gpus // least) for gpus, number in nodes.items())
+                if room < self._counts[kind]:
+                    rooms[kind, least] = room
+                if room >= (most + 1) * least:
+                    mosts[kind, least] = most
+        return Counts({kind: self._counts[kind] for kind in kinds}, self._batch, rooms, mosts)
 
     def _alike(self, units: Sequence[UnitType]) -> Iterator[Shape]:
         """Shapes of one type of unit."""
@@ -153,7 +160,7 @@ class Search:
         self, units: Sequence[UnitType], alike: Sequence[Shape], every: Sequence[tuple[str, str]]
     ) -> list[Shape]:
         """Shapes of two or three types of unit that may beat the same GPUs apart."""
-        seconds = self._seconds_of_alike(alike)
+        seconds = self._seconds_of_alike(units, alike)
         worth: dict[tuple[str, str], float] = dict.fromkeys(every, 0.0)
         for shape in alike:
             ((kind, count),) = shape.gpus().items()
@@ -212,11 +219,11 @@ class Search:
             if sum(numbers) <= min(_MOST_STAGES if len(kinds) == 2 else 6, self.shaper.num_layers):
                 yield numbers
 
-    def _seconds_of_alike(self, alike: Sequence[Shape]) -> float:
+    def _seconds_of_alike(self, units: Sequence[UnitType], alike: Sequence[Shape]) -> float:
         """A step of shapes of one type each."""
         if not alike:
             return 1.0
-        low_s, chosen = self._counting(tuple(self._counts)).fastest(alike)
+        low_s, chosen = self._counting(tuple(self._counts), units).fastest(alike)
         self._try_counts(chosen)  # a plan is there before mixed shapes are made
         return max(low_s, min((shape.seconds_of(1) for shape, _ in chosen), default=1.0))
 
@@ -339,6 +346,15 @@ class Search:
             f" {format_bytes(states_bytes)}, and these GPUs have {format_bytes(has_bytes)}. Add GPUs or nodes, or"
             " give a larger batch (a pipeline takes a micro-batch for each stage), shorter samples, or more GPUs for a unit"
         )
+
+
+def _room(gpus: int, sizes: Sequence[int]) -> int:
+    """The most GPUs of a node that units of these sizes take together."""
+    sums = {0}
+    for total in range(1, gpus + 1):
+        if any(total - size in sums for size in sizes):
+            sums.add(total)
+    return max(sums)
 
 
 def _depths(most: int) -> list[int]:

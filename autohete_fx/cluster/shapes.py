@@ -94,10 +94,10 @@ class Shape:
             counts[key] = counts.get(key, 0) + stage.unit.num_gpus
         return counts
 
-    def gpus_of_units(self, kind: tuple[str, str], least: int) -> int:
-        """GPUs of a type and zone in units of at least so many."""
+    def sizes_of_units(self, kind: tuple[str, str], least: int) -> list[int]:
+        """By unit of a type and zone, its GPUs, where they are at least so many."""
         units = [stage.unit for stage in self.stages if (stage.unit.gpu, stage.unit.zone) == kind]
-        return sum(unit.num_gpus for unit in units if unit.num_gpus >= least)
+        return [unit.num_gpus for unit in units if unit.num_gpus >= least]
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,6 +268,13 @@ def test_shards_take_no_more_gpus_than_their_nodes_have():
     check_fits(plan, given, table)
 
 
+def test_shards_of_whole_nodes_are_counted_where_fewer_would_leave_a_rest():
+    given, table = cluster(["aaaaaa", "bbbbbb"], {"a": 30_000, "b": 30_000}, rate=1e6), costs({"a": 0.1, "b": 0.1})
+    plan = plan_cluster(given, table, global_batch=12, shards=(4, 6)).plan
+    assert [[stage.shards for stage in pipeline.stages] for pipeline in plan.pipelines] == [[6], [6]]
+    check_fits(plan, given, table)
+
+
 def test_units_stand_on_nodes_of_any_size():
     given = cluster(["aaaa", "aa", "aaa"], {"a": 10**6}, rate=1e6)
     table = costs({"a": 0.1}, degrees=(1, 2))
