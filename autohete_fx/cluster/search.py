@@ -269,13 +269,12 @@ class Search:
             (stage.gpu, stage.tp) in degrees for _, _, stage in plan.stages()
         )
 
-    def best(self, *, improve: bool) -> tuple[ClusterPlan, Timeline]:
-        """The fastest plan simulated so far, or what it becomes."""
+    def best(self) -> tuple[ClusterPlan, Timeline]:
+        """The fastest of what the best plans simulated so far become, those with shards among them."""
         self.found.sort(key=lambda found: found.timeline.iteration_s)
-        whole = [found for found in self.found if all(stage.shards == 1 for _, _, stage in found.plan.stages())]
-        starts = {id(found): found for found in (*self.found[:3], *whole[:3])}
-        started = [self._improved(found) for found in starts.values()] if improve else self.found[:1]
-        best = min(started, key=lambda found: found.timeline.iteration_s)
+        sharded = [found for found in self.found if any(stage.shards > 1 for _, _, stage in found.plan.stages())]
+        starts = {id(found): found for found in (*self.found[:3], *sharded[:3])}
+        best = min(map(self._improved, starts.values()), key=lambda found: found.timeline.iteration_s)
         return best.plan, best.timeline
 
     def _improved(self, found: Found) -> Found:

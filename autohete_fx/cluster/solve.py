@@ -125,9 +125,13 @@ def plan_cluster(
         )
     groups = [[u for u in known if u.tp == tp] for tp in sorted({u.tp for u in known})] if symmetric_tp else [known]
     whole = [[u for u in units if u.shards == 1] for units in groups]
-    steps = [[first, units] if len(first) < len(units) else [units] for first, units in zip(whole, groups, strict=True)]
-    bounds = [[search.run(units) for units in each][-1] for each in steps]
-    best = search.best(improve=True) if search.found else None
+    sharded = [units for units in groups if any(u.shards > 1 for u in units)]
+    best: tuple[ClusterPlan, Timeline] | None = None
+    bounds: list[float] = []
+    for each in (whole, sharded):
+        bounds += [search.run(units) for units in each]
+        if each and search.found:
+            best = search.best()
     hint = proportional_grid(cluster, costs, global_batch)
     if hint and search.allows(hint, known) and (best is None or hint.iteration_s < best[1].iteration_s):
         best = replace(hint, planner="autohete"), simulate(hint, cluster, costs, sends=sends)
@@ -136,7 +140,7 @@ def plan_cluster(
         every = Every(
             cluster, costs, search.shaper, Links(cluster), global_batch=global_batch, sizes=search.sizes, sends=sends
         )
-        for units in itertools.chain(*steps):
+        for units in itertools.chain(whole, sharded):
             best = every.fastest(units, best[1].iteration_s if best else math.inf) or best
         search.num_simulated += every.num_simulated
     if best is None:
