@@ -50,7 +50,7 @@ def main() -> None:
         return GPT(config)
 
     plan, store = chosen_plan(arguments), None
-    has_shards = isinstance(plan, ClusterPlan) and any(stage.shards > 1 for _, _, stage in plan.stages())
+    has_shards = isinstance(plan, ClusterPlan) and plan.has_shards
     if arguments.disk:
         store = cluster.Store(
             local=arguments.disk, cloud=arguments.cloud, every=arguments.every, cloud_every=arguments.cloud_every

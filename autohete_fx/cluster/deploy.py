@@ -212,7 +212,7 @@ def warn_of_offloads(plan: ClusterPlan, optimizer: object) -> None:
 
 def warn_of_wholes(plan: ClusterPlan, backend: str) -> None:
     """Warn where a backend keeps whole parameters of sharded stages. The result is the same, in more memory."""
-    if any(stage.shards > 1 for _, _, stage in plan.stages()):
+    if plan.has_shards:
         warnings.warn(
             f"the plan has stages whose GPUs hold shards, and the backend {backend!r} keeps parameters whole from each forward to"
             ' its backward. Expected was backend="autohete", which gathers them again within memory_budget. Give it, or see that'

@@ -97,8 +97,12 @@ class ClusterPlan:
     def __post_init__(self) -> None:
         if not self.pipelines:
             raise ClusterError("the plan has no pipelines. At least one was expected. Make the plan again")
-        ends = {pipeline.stages[-1].last for pipeline in self.pipelines}
         for index, pipeline in enumerate(self.pipelines):
+            if not pipeline.stages or min(pipeline.micro_batch, pipeline.micro_batches) < 1:
+                raise ClusterError(
+                    f"pipeline {index} has {len(pipeline.stages)} stages and {pipeline.micro_batches} micro-batches of"
+                    f" {pipeline.micro_batch} samples. Expected was at least one of each. Make the plan again"
+                )
             expected = 0
             for stage in pipeline.stages:
                 if stage.first != expected or stage.last < stage.first:
@@ -107,11 +111,17 @@ class ClusterPlan:
                         f" layer {expected}. Make the plan again"
                     )
                 expected = stage.last + 1
+                if not all(0 <= number <= len(stage.layers) for number in (stage.recomputed, stage.offloaded)):
+                    raise ClusterError(
+                        f"pipeline {index} has a stage of {len(stage.layers)} layers that recomputes {stage.recomputed} and"
+                        f" offloads {stage.offloaded}. Expected were from 0 to all of its layers. Correct the numbers"
+                    )
                 if stage.shards < 1 or pipeline.micro_batch % stage.shards:
                     raise ClusterError(
                         f"pipeline {index} has micro-batches of {pipeline.micro_batch} samples, and a stage of {stage.shards}"
                         " shards. Expected were samples that shards divide evenly. Give micro-batches of a multiple of the shards"
                     )
+        ends = {pipeline.stages[-1].last for pipeline in self.pipelines}
         if len(ends) > 1:
             raise ClusterError(
                 f"pipelines end with different layers: {sorted(ends)}. Expected was the whole model in each. Make the plan again"
@@ -126,6 +136,11 @@ class ClusterPlan:
     def global_batch(self) -> int:
         """Samples of a step."""
         return sum(pipeline.micro_batch * pipeline.micro_batches for pipeline in self.pipelines)
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether the GPUs of a stage hold shards of it."""
+        return any(stage.shards > 1 for _, _, stage in self.stages())
 
     def stages(self) -> Iterator[tuple[int, int, Stage]]:
         """Every stage with the indexes of its pipeline and of its place."""

@@ -204,7 +204,7 @@ def _pipelines_table(report: ClusterReport) -> str:
         "pipelines",
         "micro-batches",
         "gpu",
-        "tp x shards" if any(stage.shards > 1 for _, _, stage in plan.stages()) else "tp",
+        "tp x shards" if plan.has_shards else "tp",
         "layers",
         "activations",
         "a micro-batch",

@@ -272,7 +272,7 @@ class Search:
     def best(self) -> tuple[ClusterPlan, Timeline]:
         """The fastest of what the best plans simulated so far become, those with shards among them."""
         self.found.sort(key=lambda found: found.timeline.iteration_s)
-        sharded = [found for found in self.found if any(stage.shards > 1 for _, _, stage in found.plan.stages())]
+        sharded = [found for found in self.found if found.plan.has_shards]
         starts = {id(found): found for found in (*self.found[:3], *sharded[:3])}
         best = min(map(self._improved, starts.values()), key=lambda found: found.timeline.iteration_s)
         return best.plan, best.timeline

@@ -130,7 +130,7 @@ def plan_of(rows: Sequence[Any], schedule: str = "1f1b") -> ClusterPlan:
 
 def backend_of(plan: ClusterPlan) -> str | None:
     """Stages run as they are, but where shards need a compiler."""
-    return "eager" if any(stage.shards > 1 for _, _, stage in plan.stages()) else None
+    return "eager" if plan.has_shards else None
 
 
 def trained_alone(
