@@ -237,13 +237,8 @@ def check_runs(plan: ClusterPlan, layer_map: LayerMap, model: str, *, samples: i
             f"the plan has {plan.num_layers} layers, and {model} has {layer_map.num_layers}, all before and after its"
             f" {len(layer_map.layers)} layers counted as one each. Expected was a plan of this model. Make the plan again"
         )
+    check_micro_batches(plan)
     for index, pipeline in enumerate(plan.pipelines):
-        if pipeline.micro_batches < len(pipeline.stages):
-            raise ClusterError(
-                f"pipeline {index} of the plan has {len(pipeline.stages)} stages and {pipeline.micro_batches} micro-batches."
-                f" Expected"
-                " was at least one micro-batch a stage. Give smaller micro-batches, or fewer stages"
-            )
         crossing = [shape for stage in pipeline.stages for shape in layer_map.crossing[stage.first]]
         integers = [shape for shape in crossing if not shape.dtype.is_floating_point]
         if integers and not CROSS_WITHOUT_GRADIENT:
@@ -258,6 +253,16 @@ def check_runs(plan: ClusterPlan, layer_map: LayerMap, model: str, *, samples: i
                 f"pipeline {index} of the plan begins with a stage whose parameters are all frozen. Expected was one that"
                 f" trains, because"
                 " hidden states need gradients. Give the first stage more layers"
+            )
+
+
+def check_micro_batches(plan: ClusterPlan) -> None:
+    """Raise ClusterError where a pipeline has fewer micro-batches than stages."""
+    for index, pipeline in enumerate(plan.pipelines):
+        if pipeline.micro_batches < len(pipeline.stages):
+            raise ClusterError(
+                f"pipeline {index} of the plan has {len(pipeline.stages)} stages and {pipeline.micro_batches} micro-batches."
+                " Expected was at least one micro-batch a stage. Give smaller micro-batches, or fewer stages"
             )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autohete_fx.cluster.costs import CostTable
-from autohete_fx.cluster.deploy import nodes_for
+from autohete_fx.cluster.deploy import check_micro_batches, nodes_for
 from autohete_fx.cluster.memory import memory_of_plan
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.shapes import Shaper
@@ -20,7 +20,7 @@ from autohete_fx.ir.sizes import format_bytes
 
 
 def given_solution(plan: ClusterPlan, cluster: Cluster, costs: CostTable, *, sizes: Sequence[int]) -> Solution:
-    """A given plan on the nodes of a cluster; ``sizes``: of micro-batches whose compute bounds the step.
+    """A given plan on the nodes of a cluster; ``sizes``: of micro-batches whose compute bounds the step, beside the plan's own.
 
     Raises:
         ClusterError: the plan has other layers than the model, or needs nodes or degrees that are not there. Also where it has
@@ -29,21 +29,19 @@ def given_solution(plan: ClusterPlan, cluster: Cluster, costs: CostTable, *, siz
     began = time.monotonic()
     there = {node.name: (node.gpu, node.gpus) for node in cluster.nodes}
     plan = _on(plan, nodes_for(plan, there, remedy="Give these with --cluster, or leave --given out"))
-    for index, pipeline in enumerate(plan.pipelines):
-        if pipeline.micro_batches < len(pipeline.stages):
-            raise ClusterError(
-                f"pipeline {index} of the plan has {len(pipeline.stages)} stages and {pipeline.micro_batches} micro-batches."
-                " Expected was at least one micro-batch a stage. Give smaller micro-batches, or fewer stages"
-            )
+    check_micro_batches(plan)
     timeline = simulate(plan, cluster, costs)
     _check_memory(plan, cluster, costs)
     shaper = Shaper(cluster, costs)
     plan = replace(plan, iteration_s=timeline.iteration_s)
+    of_plan = {plan.pipelines[index].micro_batch // stage.shards for index, _, stage in plan.stages()}
     return Solution(
         plan=plan,
         timeline=timeline,
         model_bound_s=None,
-        compute_bound_s=compute_bound(cluster, costs, shaper, shaper.unit_types(), plan.global_batch, sizes),
+        compute_bound_s=compute_bound(
+            cluster, costs, shaper, shaper.unit_types(), plan.global_batch, [*sizes, *of_plan]
+        ),
         num_shapes=0,
         num_simulated=1,
         solve_s=time.monotonic() - began,

@@ -129,7 +129,7 @@ def report_text(report: ClusterReport) -> str:
     shares = binding(plan, timeline)
     parts = [f"{name} {seconds / timeline.iteration_s:.0%}" for name, seconds in shares.items() if seconds]
     lines = [
-        f"{plan.model} on {counted({gpu.name: report.cluster.count(gpu.name) for gpu in report.cluster.gpus})},"
+        f"{report.costs.model} on {counted({gpu.name: report.cluster.count(gpu.name) for gpu in report.cluster.gpus})},"
         f" {plan.global_batch} sample{'s' * (plan.global_batch > 1)} of {report.seq} tokens a step",
         *(f"assumed: {sentence}" for sentence in report.assumed),
         *(f"no price of {gpu}: a cluster file may give it, as usd_per_hour" for gpu in unpriced if gpu),
@@ -141,8 +141,8 @@ def report_text(report: ClusterReport) -> str:
         "",
         _pipelines_table(report),
     ]
-    idle = list(idle_lines(report))
-    lines += ["", *idle] if idle else []
+    notes = [*shard_lines(report), *idle_lines(report)]
+    lines += ["", *notes] if notes else []
     for title, variants in (("other ways to plan this cluster", report.baselines), ("other clusters", report.changes)):
         if variants:
             lines += ["", title, _variants_table(report, variants)]
@@ -212,6 +212,16 @@ def _pipelines_table(report: ClusterReport) -> str:
         "of",
     ]
     return aligned(header, rows, right_from=6)
+
+
+def shard_lines(report: ClusterReport) -> Iterator[str]:
+    """A sentence on what trains a plan with shards."""
+    if report.plan.has_shards:
+        otherwise = "" if report.is_given else "; --max-shards 1 plans without shards"
+        yield (
+            'shards: train with backend="autohete", for other backends keep whole layers from forward to backward, in more memory'
+            f" than this{otherwise}"
+        )
 
 
 def idle_lines(report: ClusterReport) -> Iterator[str]:

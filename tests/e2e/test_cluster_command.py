@@ -131,6 +131,7 @@ def test_the_cheapest_plan_is_on_the_frontier(config, tmp_path, capsys):
         (["--cluster", "2xL40S", "--solver", "scip", "--max-shards", "2"], "no shards anyway"),
         (["--device", "a100", "--given", "plan.json"], "--given is about clusters"),
         (["--cluster", "2xL40S", "--given", "plan.json", "--max-tp", "1"], "--max-tp is about a search"),
+        (["--cluster", "2xL40S", "--given", "plan.json", "--time-limit", "5"], "--time-limit is about a search"),
         (["--cluster", "2xL40S", "--given", "missing.json"], "cannot read the cluster plan file 'missing.json'"),
         (["--cluster", "2xL40S", "--batch", "1000000"], "Expected was at most 65536"),
         (["--cluster", "8A100"], "has the part '8A100'"),
@@ -165,6 +166,7 @@ def test_a_model_that_little_memory_holds_in_shards_and_its_plan_is_priced_again
     assert main([*NEO, "--cluster", "5xV100-16", "--given", str(plan)]) == 0
     printed = capsys.readouterr().out
     assert "the plan was given" in printed and "tp x shards" in printed and "other ways" not in printed
+    assert 'train with backend="autohete"' in printed and "--max-shards" not in printed
     assert "idle: 1 x V100-16; the given plan has no part for them" in printed
 
 
