@@ -106,8 +106,10 @@ def automatic_plan(
         held = held_layers(store, layer_map, members, group)
         moving = Moving(lifetime_s=expected_lifetime_s, held=held, bandwidths=store.bandwidths)
     found: list[tuple[ClusterPlan, str] | str] = [""]
+    shards = shard_counts(cluster) if gathers else []
+    if shards and not may_shard(build_model, example, optimizer):
+        shards = []
     if not dist.get_rank():
-        shards = shard_counts(cluster) if gathers and may_shard(build_model, example, optimizer) else []
         found = [_planned(cluster, costs, global_batch, shards, moving)]
     dist.broadcast_object_list(found, group=group)
     if isinstance(found[0], str):
@@ -147,13 +149,15 @@ def may_shard(
     """Whether a model's stages can hold shards.
 
     It must be divided at its layers, and hidden states must have samples first.
-    An element's update must depend on no other element.
+    An element's update must depend on no other element, which is known of optimizers of PyTorch and ours alone.
     """
     layer_map, param = map_layers(build_model, example.of_samples(2)), nn.Parameter(torch.zeros(2, 2))
     if not isinstance(layer_map.way, AtLayers) or layer_map.crossing[1][0].sizes[0] != 2:
         return False
     made = optimizer([param])
-    return made.rule_of(param).is_elementwise if isinstance(made, PlannedOptimizer) else not takes_wholes(made)
+    if isinstance(made, PlannedOptimizer):
+        return made.rule_of(param).is_elementwise
+    return type(made).__module__.startswith("torch.optim.") and not takes_wholes(made)
 
 
 def held_layers(

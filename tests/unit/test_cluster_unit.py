@@ -79,12 +79,17 @@ def test_shards_that_cannot_be_run_are_errors(
         check_runs(plan_of(rows), layer_map, build.__name__, samples=2, is_compiled=is_compiled)
 
 
+class Own(torch.optim.SGD):
+    """May do anything in its step."""
+
+
 @pytest.mark.parametrize(
     ("build", "given", "optimizer", "may"),
     [
         (GPT, IDS, torch.optim.AdamW, True),
         (GPT, IDS, autohete_fx.AdamW, True),
         (GPT, IDS, torch.optim.Adafactor, False),
+        (GPT, IDS, Own, False),
         (Transposed, IDS, torch.optim.AdamW, False),
         (Marked, torch.zeros(2, 4), torch.optim.AdamW, False),
     ],
