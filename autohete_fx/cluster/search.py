@@ -338,12 +338,13 @@ class Search:
         states_bytes = memory_of(whole, self._costs, 0).states_bytes * unit.tp
         has_bytes = sum(count * self._cluster.gpu(gpu).memory_bytes for (gpu, _), count in self._counts.items())
         types = ", ".join(f"{count} x {gpu}" for (gpu, _), count in sorted(self._counts.items()))
+        shares = ", and shards equal parts of it" if any(unit.shards > 1 for unit in units) else ""
         return (
             f"{self._costs.model} does not fit on {types}, with every layer recomputed. Expected was a pipeline of these GPUs"
             " that holds"
             f" the model and {self._batch} samples a step: its weights, gradients and optimizer states take"
             f" {format_bytes(states_bytes)}, and these GPUs have {format_bytes(has_bytes)}. Add GPUs or nodes, or"
-            " give a larger batch (a pipeline takes a micro-batch for each stage), shorter samples, or more GPUs for a unit"
+            f" give a larger batch (a pipeline takes a micro-batch for each stage{shares}), shorter samples, or more GPUs a unit"
         )
 
 
