@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autohete_fx.cluster.batches import Batch
-from autohete_fx.cluster.building import BuildModel
+from autohete_fx.cluster.building import BuildModel, build_noting_order
 from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.deploy import Member
 from autohete_fx.cluster.layers import LayerMap, map_layers
@@ -30,10 +30,11 @@ from autohete_fx.cluster.store import Place, Store
 from autohete_fx.cluster.tensor_parallel import TensorLayout, TpPlan, layout_of
 from autohete_fx.cluster.timed_layer import Measuring
 from autohete_fx.cluster.watch import AtLayers
-from autohete_fx.errors import ClusterError
+from autohete_fx.errors import ClusterError, ShardError
 from autohete_fx.optim.base import PlannedOptimizer
 from autohete_fx.options import Size, parse_size
 from autohete_fx.runtime.shard.step import takes_wholes
+from autohete_fx.runtime.shard.surface import check_references
 
 MICRO_BATCHES = (1, 2, 4, 8)
 """Samples to choose from; the smallest and the largest are timed."""
@@ -148,11 +149,15 @@ def may_shard(
 ) -> bool:
     """Whether a model's stages can hold shards.
 
-    It must be divided at its layers, and hidden states must have samples first.
+    It must be divided at its layers, hidden states must have samples first, and modules must read parameters by their names.
     An element's update must depend on no other element, which is known of optimizers of PyTorch and ours alone.
     """
     layer_map, param = map_layers(build_model, example.of_samples(2)), nn.Parameter(torch.zeros(2, 2))
     if not isinstance(layer_map.way, AtLayers) or layer_map.crossing[1][0].sizes[0] != 2:
+        return False
+    try:
+        check_references(build_noting_order(build_model)[0])
+    except ShardError:
         return False
     made = optimizer([param])
     if isinstance(made, PlannedOptimizer):

@@ -60,6 +60,19 @@ class Marked(nn.Module):
         return self.second(x)
 
 
+class Recurrent(nn.Module):
+    """Its layers keep their parameters in a list, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(64, 64, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, _ = layer(x)
+        return x
+
+
 IDS = torch.zeros(2, 6, dtype=torch.long)
 
 
@@ -92,6 +105,7 @@ class Own(torch.optim.SGD):
         (GPT, IDS, Own, False),
         (Transposed, IDS, torch.optim.AdamW, False),
         (Marked, torch.zeros(2, 4), torch.optim.AdamW, False),
+        (Recurrent, torch.zeros(2, 3, 64), torch.optim.AdamW, False),
     ],
 )
 def test_jobs_that_plan_for_themselves_hold_shards_where_they_can_be_run(
