@@ -255,7 +255,8 @@ class StageSums:
     """Running sums over the layers of a model on one unit: any stage's costs in a few subtractions.
 
     Shards divide samples, weights and what belongs to them. Two layers are whole at a time, with their gradients: one that
-    computes, and one that is gathered or whose gradients are reduced meanwhile.
+    computes, and one that is gathered or whose gradients are reduced meanwhile. Tied weights' gradient of the last layer is
+    whole until the first layer's is added.
     """
 
     def __init__(self, costs: CostTable, gpu: str, tp: int, micro_batch: int, shards: int = 1) -> None:
@@ -276,12 +277,16 @@ class StageSums:
         self._kept = _running(self._kept_by_layer)
         self._least = _running([least[kind] for kind in costs.kinds])
 
-    def weights(self, first: int, stop: int) -> list[int]:
-        """By layer, bytes of its weights on a GPU that has them whole; tied ones count where the first layer is not there."""
-        found = self._weights[first:stop]
-        if first and stop == self._num_layers:
-            found[-1] += self._tied_bytes
-        return found
+    def weights(self, first: int, stop: int) -> tuple[list[int], list[int]]:
+        """By layer, bytes of the weights that a GPU gathers for it, and of those whose gradients are reduced after it.
+
+        Tied weights are gathered for the first and for the last layer. Where a stage has both, their gradients are reduced once.
+        """
+        reduced = self._weights[first:stop]
+        gathered = list(reduced)
+        if stop == self._num_layers:
+            gathered[-1] += self._tied_bytes
+        return gathered, reduced if not first else gathered
 
     def stage(self, first: int, stop: int, *, recomputed: int = 0, offloaded: int = 0) -> StageCost:
         """Costs of the layers from ``first`` to before ``stop``, without the seconds of gathers.
@@ -298,7 +303,10 @@ class StageSums:
         whole_bytes = 0
         if self._shards > 1:
             params_bytes, offloaded_bytes = -(-params_bytes // self._shards), -(-offloaded_bytes // self._shards)
-            whole_bytes = int(2 * (1 + self._costs.gradient_bytes_per_byte) * max(self.weights(first, stop)))
+            gathered, reduced = self.weights(first, stop)
+            waiting_bytes = gathered[-1] - reduced[-1]  # of tied weights, for the first layer's gradient
+            gradient = self._costs.gradient_bytes_per_byte
+            whole_bytes = int(2 * (1 + gradient) * max(gathered) + gradient * waiting_bytes)
         return StageCost(
             forward_s=self._forward_s[stop] - self._forward_s[first],
             backward_s=self._backward_s[stop] - self._backward_s[first] + again_s,

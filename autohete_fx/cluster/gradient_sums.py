@@ -26,17 +26,25 @@ def gather_time(num_bytes: float, count: int, within: Link | None, rings: int = 
 
 
 def with_gathers(
-    cost: StageCost, weights: Sequence[int], costs: CostTable, *, tp: int, shards: int, within: Link | None
+    cost: StageCost,
+    weights: tuple[Sequence[int], Sequence[int]],
+    costs: CostTable,
+    *,
+    tp: int,
+    shards: int,
+    within: Link | None,
 ) -> StageCost:
-    """Seconds of a stage for a micro-batch, with gathers and reduces of its weights beside its layers' work."""
+    """Seconds of a stage for a micro-batch, with gathers and reduces of weights (`StageSums.weights`) beside its layers' work."""
     if shards == 1:
         return cost
-    known = {each: gather_time(each, shards, within, tp) for each in set(weights)}
-    first_s, last_s, all_s = known[weights[0]], known[weights[-1]], sum(known[each] for each in weights)
+    gathered, reduced = weights
+    known = {each: gather_time(each, shards, within, tp) for each in {*gathered, *reduced}}
+    first_s, last_s, all_s = known[gathered[0]], known[gathered[-1]], sum(known[each] for each in gathered)
+    reduced_s = costs.gradient_bytes_per_byte * sum(known[each] for each in reduced)
     return replace(
         cost,
         forward_s=first_s + max(cost.forward_s, all_s - first_s),
-        backward_s=last_s + max(cost.backward_s, all_s - last_s + costs.gradient_bytes_per_byte * all_s),
+        backward_s=last_s + max(cost.backward_s, all_s - last_s + reduced_s),
     )
 
 

@@ -209,6 +209,21 @@ def test_memory_of_shards_counts_their_states_and_whole_layers_in_use():
     assert found.working_bytes == KEPT_BYTES + 2 * 2 * PARAMS_BYTES
 
 
+def test_shards_gather_tied_weights_for_both_ends_and_reduce_their_gradients_once():
+    """The head's whole gradient waits for the embedding's."""
+    table, tied_bytes = costs(("a", 1.0)), 3000
+    tied = dataclasses.replace(table, tied_bytes=tied_bytes)
+    slow, given = cluster(("x", "a", 2), within=1000.0), plan(sharded(2, 2))
+    more_s = simulate(given, slow, tied).iteration_s - simulate(given, slow, table).iteration_s
+    assert more_s == pytest.approx(3 * 2 * tied_bytes / 1000.0), "one gather more in forward, and one in backward"
+    (before,), (after,) = (memory_of_plan(given, each)[0] for each in (table, tied))
+    assert after.states_bytes == before.states_bytes
+    assert after.working_bytes - before.working_bytes == 2 * 2 * tied_bytes + tied_bytes
+    ends = [each.stage(range(4, 8), "a", 1, 2, shards=2) for each in (table, tied)]
+    assert ends[1].params_bytes - ends[0].params_bytes == tied_bytes // 2
+    assert ends[1].working_bytes - ends[0].working_bytes == 2 * 2 * tied_bytes, "reduced at once"
+
+
 def test_memory_counts_states_and_what_is_in_flight():
     given = plan(pipeline(("x", "a", 4), ("y", "a", 4), micro_batches=9))
     first, second = memory_of_plan(given, costs(("a", 1.0)))[0]
