@@ -46,6 +46,7 @@ class LayerBytes:
         params_bytes: of this GPU's part of the weights.
         kept_bytes: that live from forward to backward where nothing is recomputed, for one sample, the output among them.
         output_bytes: of what the next layer reads, for one sample, whole.
+        unsharded_bytes: of ``params_bytes``, those that shards do not divide.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class LayerBytes:
     params_bytes: int
     kept_bytes: int
     output_bytes: int
+    unsharded_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +247,10 @@ class CostTable:
         first = self.kinds[0]
         return int(self.tied_bytes * self.layer_bytes(first, tp).params_bytes / self.whole_bytes(0))
 
+    def tied_unsharded_bytes_at(self, tp: int) -> int:
+        """Those of `tied_bytes_at` that shards do not divide: as many as the first layer has."""
+        return min(self.tied_bytes_at(tp), self.layer_bytes(self.kinds[0], tp).unsharded_bytes)
+
     def boundary_bytes(self, layer: int, micro_batch: int) -> int:
         """Bytes that a layer hands to the next one, whole."""
         size = next(row.output_bytes for row in self.sizes if row.kind == self.kinds[layer])
@@ -254,9 +260,9 @@ class CostTable:
 class StageSums:
     """Running sums over the layers of a model on one unit: any stage's costs in a few subtractions.
 
-    Shards divide samples, weights and what belongs to them. Two layers are whole at a time, with their gradients: one that
-    computes, and one that is gathered or whose gradients are reduced meanwhile. Tied weights' gradient of the last layer is
-    whole until the first layer's is added.
+    Shards divide samples, weights and what belongs to them, but for weights that each GPU has. Two layers are whole at a time, with
+    their gradients: one that computes, and one that is gathered or whose gradients are reduced meanwhile. Tied weights' gradient
+    of the last layer is whole until the first layer's is added.
     """
 
     def __init__(self, costs: CostTable, gpu: str, tp: int, micro_batch: int, shards: int = 1) -> None:
@@ -267,18 +273,21 @@ class StageSums:
         sizes = {kind: costs.layer_bytes(kind, tp) for kind in seconds}
         kept = {kind: size.kept_bytes * samples for kind, size in sizes.items()}
         least = {kind: min(kept[kind], size.output_bytes * samples) for kind, size in sizes.items()}
-        self._weights = [sizes[kind].params_bytes for kind in costs.kinds]
+        self._weights = [sizes[kind].params_bytes - sizes[kind].unsharded_bytes for kind in costs.kinds]
         self._kept_by_layer = [kept[kind] for kind in costs.kinds]
         self._forward_s = _running([seconds[kind][0] for kind in costs.kinds])
         self._backward_s = _running([seconds[kind][1] for kind in costs.kinds])
-        self._params = _running(self._weights)
-        self._tied_bytes = costs.tied_bytes_at(tp) if costs.tied_bytes else 0
+        self._divided = _running(self._weights)
+        self._unsharded = _running([sizes[kind].unsharded_bytes for kind in costs.kinds])
+        tied = (costs.tied_bytes_at(tp), costs.tied_unsharded_bytes_at(tp)) if costs.tied_bytes else (0, 0)
+        self._tied_bytes = tied[0] - tied[1]
+        self._tied_held = tied[1] + -(-self._tied_bytes // shards)
         self._num_layers = len(costs.kinds)
         self._kept = _running(self._kept_by_layer)
         self._least = _running([least[kind] for kind in costs.kinds])
 
     def weights(self, first: int, stop: int) -> tuple[list[int], list[int]]:
-        """By layer, bytes of the weights that a GPU gathers for it, and of those whose gradients are reduced after it.
+        """By layer, bytes of the sharded weights that a GPU gathers for it, and of those whose gradients are reduced after it.
 
         Tied weights are gathered for the first and for the last layer. Where a stage has both, their gradients are reduced once.
         """
@@ -295,14 +304,12 @@ class StageSums:
         host.
         """
         again = first + recomputed
-        params_bytes = self._params[stop] - self._params[first]
+        params_bytes, offloaded_bytes = self._held(first, stop), self._held(stop - offloaded, stop)
         if first and stop == self._num_layers:
-            params_bytes += self._tied_bytes
-        offloaded_bytes = self._params[stop] - self._params[stop - offloaded]
+            params_bytes += self._tied_held
         again_s = self._forward_s[again] - self._forward_s[first]
         whole_bytes = 0
         if self._shards > 1:
-            params_bytes, offloaded_bytes = -(-params_bytes // self._shards), -(-offloaded_bytes // self._shards)
             gathered, reduced = self.weights(first, stop)
             waiting_bytes = gathered[-1] - reduced[-1]  # of tied weights, for the first layer's gradient
             gradient = self._costs.gradient_bytes_per_byte
@@ -317,6 +324,11 @@ class StageSums:
             working_bytes=max(self._kept_by_layer[first:stop]) + whole_bytes,
             offloaded_bytes=int(offloaded_bytes),
         )
+
+    def _held(self, first: int, stop: int) -> float:
+        """Bytes of the weights of layers that a GPU holds."""
+        divided = self._divided[stop] - self._divided[first]
+        return self._unsharded[stop] - self._unsharded[first] + -(-divided // self._shards)
 
 
 def _running(values: Sequence[float]) -> list[float]:

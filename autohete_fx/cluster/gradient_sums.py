@@ -20,7 +20,7 @@ state; slow ports give all of it."""
 
 def gather_time(num_bytes: float, count: int, within: Link | None, rings: int = 1) -> float:
     """Seconds in which so many GPUs of a unit give each other their parts of so many bytes: a ring, beside others of the unit."""
-    if count == 1 or within is None:
+    if count == 1 or within is None or not num_bytes:
         return 0.0
     return (count - 1) * within.seconds(num_bytes / count, count * rings)
 

@@ -41,7 +41,7 @@ from autohete_fx.ir.files import SavedAs, spelled
 FIRST, LAYER, LAST = "first", "layer", "last"
 _CACHED_AS = "cluster_costs"
 _FILES = SavedAs(
-    kind="measured costs", writer="a job", again="they are measured again", schema_version=2, error=ClusterError
+    kind="measured costs", writer="a job", again="they are measured again", schema_version=3, error=ClusterError
 )
 
 
@@ -74,7 +74,7 @@ class GpuCosts:
     update_s_per_byte: float
     optimizer_bytes_per_byte: float
     gradient_bytes_per_byte: float
-    schema_version: int = 2
+    schema_version: int = 3
 
 
 def measured_costs(
@@ -241,7 +241,12 @@ def _table(
         return table
 
     def untied(row: LayerBytes) -> LayerBytes:  # weights of the first layer count there alone
-        return replace(row, params_bytes=max(0, row.params_bytes - table.tied_bytes_at(row.tp)))
+        unsharded_bytes = max(0, row.unsharded_bytes - table.tied_unsharded_bytes_at(row.tp))
+        return replace(
+            row,
+            params_bytes=max(unsharded_bytes, row.params_bytes - table.tied_bytes_at(row.tp)),
+            unsharded_bytes=unsharded_bytes,
+        )
 
     return replace(table, sizes=tuple(untied(row) if row.kind == LAST else row for row in table.sizes))
 

@@ -43,11 +43,13 @@ class Division:
         degree: GPUs.
         columns: names of the layers of which each has a part of the outputs.
         rows: names of the layers of which each has a part of the inputs; their results are summed.
+        uneven: names of parameters of embedding and head of which one has fewer rows than another.
     """
 
     degree: int
     columns: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
+    uneven: frozenset[str] = frozenset()
 
     def sums_in(self, module: str) -> int:
         """How many sums of hidden states the forward of a module has; its backward has as many."""
@@ -68,17 +70,24 @@ def division_of(module: nn.Module, degree: int) -> Division | None:
         return None
     ends = (_embedding(module), _head(module))
     columns, rows = [], []
+    uneven: set[str] = set()
     for name, part in module.named_modules():
         layer: Any = part
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), _WHOLE)
-        if style == _WHOLE or any(part is end for end in ends):
+        if any(part is end for end in ends):
+            if layer.weight.shape[0] % degree:
+                uneven.update(own for own, _ in part.named_parameters(name))
+            continue
+        if style == _WHOLE:
             continue
         if style not in (_COLUMNS, _ROWS) or not hasattr(layer, "weight"):
             return None
         if layer.weight.shape[_cut_dim(layer, style == _COLUMNS)] % degree:
             return None
         (columns if style == _COLUMNS else rows).append(name)
-    return Division(degree=degree, columns=tuple(columns), rows=tuple(rows)) if rows else None
+    if not rows:
+        return None
+    return Division(degree=degree, columns=tuple(columns), rows=tuple(rows), uneven=frozenset(uneven))
 
 
 def part_of_model(blueprint: Blueprint, degree: int) -> Blueprint:

@@ -36,6 +36,7 @@ from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTi
 from autohete_fx.cluster.narrow import Division, division_of, part_of_model, tied_bytes
 from autohete_fx.compiler.problem import state_bytes
 from autohete_fx.errors import ClusterError
+from autohete_fx.graph.ops import SMALLEST_COPY_BYTES
 from autohete_fx.internals.modes import FakeTensorMode
 from autohete_fx.ir import BlockKind, Machine
 from autohete_fx.machine.devices import NET_LATENCY_S, UPDATE_BYTES, DeviceSpec, machine_of_spec, net_of_spec
@@ -215,7 +216,7 @@ class _Part:
         degree: GPUs of the unit.
         batch: sequences of the micro-batch, and tokens of each.
         seconds: by device and kind, of forward and of backward, without collectives.
-        params_bytes, kept_bytes: by kind, of the whole micro-batch.
+        params_bytes, unsharded_bytes, kept_bytes: by kind, as of `LayerBytes`, the last of the whole micro-batch.
         sums: by kind of layer, how often hidden states are summed in forward, and in backward.
         hidden_bytes: of the hidden states of one sequence.
     """
@@ -224,6 +225,7 @@ class _Part:
     batch: tuple[int, int]
     seconds: Mapping[tuple[str, str], tuple[float, float]]
     params_bytes: Mapping[str, int]
+    unsharded_bytes: Mapping[str, int]
     kept_bytes: Mapping[str, int]
     sums: Mapping[str, int]
     hidden_bytes: int
@@ -263,13 +265,18 @@ def _priced(
         for edge in partition.blocks.edges
         if blocks[edge.producer].kind is BlockKind.LAYER and edge.consumer == edge.producer + 1
     )
+    weights = {
+        kind: {name: captured.params[name].nbytes for name in block.param_fqns}
+        for kind, block in zip(kinds, blocks, strict=True)
+    }
     return _Part(
         degree=division.degree,
         batch=captured.batch,
         seconds=seconds,
-        params_bytes={
-            kind: sum(captured.params[name].nbytes for name in block.param_fqns)
-            for kind, block in zip(kinds, blocks, strict=True)
+        params_bytes={kind: sum(own.values()) for kind, own in weights.items()},
+        unsharded_bytes={
+            kind: sum(size for name, size in own.items() if size < SMALLEST_COPY_BYTES or name in division.uneven)
+            for kind, own in weights.items()
         },
         kept_bytes={kind: max(0, math.ceil(num_bytes)) for kind, num_bytes in kept.items()},
         sums={
@@ -375,6 +382,7 @@ def _sizes(part: _Part) -> list[LayerBytes]:
             params_bytes=num_bytes,
             kept_bytes=-(-part.kept_bytes[kind] // part.batch[0]),
             output_bytes=0 if kind == LAST else part.hidden_bytes,
+            unsharded_bytes=part.unsharded_bytes[kind],
         )
         for kind, num_bytes in part.params_bytes.items()
     ]

@@ -21,7 +21,7 @@ from autohete_fx.cluster.layers import LayerMap
 from autohete_fx.cluster.stage import build_stage
 from autohete_fx.cluster.stage_module import Loss, StageModule
 from autohete_fx.cluster.tensor_parallel import TensorLayout
-from autohete_fx.cluster.unit import Unit
+from autohete_fx.cluster.unit import Unit, UnitPlace
 from autohete_fx.internals.operators import tree_leaves
 from autohete_fx.internals.tensors import local_of
 from autohete_fx.internals.versions import is_dtensor
@@ -86,7 +86,9 @@ class TimedLayer:
     ) -> None:
         """Layer ``index`` of the map, for batches like the given one; shared with the other GPUs of a unit."""
         self._device, self._batch, self._measuring = device, batch, measuring
-        self._degree, self.is_shared = unit.place.degree if unit else 1, unit is not None
+        self.is_shared, self._shapes = unit is not None, layer_map.shapes
+        unit = unit or Unit()
+        self._layout, self._degree = unit.layout, unit.place.degree
         layers = range(index, index + 1)
         self.stage = build_stage(
             measuring.build_model,
@@ -144,10 +146,16 @@ class TimedLayer:
             keep(tensor)
         samples = self._batch.samples
         num_bytes = sum(t.untyped_storage().nbytes() for storage, t in kept.items() if storage not in not_counted)
+        sharded = UnitPlace(degree=self._degree, shards=2)
         return LayerBytes(
             kind=kind,
             tp=self._degree,
             params_bytes=sum(param.nbytes for param in self.stage.parts.values()),
+            unsharded_bytes=sum(
+                param.nbytes
+                for name, param in self.stage.parts.items()
+                if not sharded.is_sharded(self._layout, name, self._shapes[name])
+            ),
             kept_bytes=-(-num_bytes // samples),
             output_bytes=sum(math.prod(shape.sizes) * shape.dtype.itemsize for shape in self._crossing) // samples,
         )

@@ -112,6 +112,9 @@ def test_gpt2_is_divided_without_a_plan_of_its_own(tmp_path: Path):
         "half of the vocabulary, rounded up, and all positions"
     )
     assert bytes_of["last"] == [4 * 2 * width] * 2, "the head's weights are the first layer's"
+    unsharded = [[found.layer_bytes(kind, t).unsharded_bytes for kind in found.kinds] for t in (1, 2)]
+    assert unsharded[0] == [0, *[4 * 13 * width] * 2, 4 * 2 * width], "norms and biases are small"
+    assert unsharded[1][0] == 4 * 501 * width, "one GPU has 501 rows, and the other one 500"
     update = found.updates[0]
     machine = machine_of_spec(A100)
     assert update.s_per_byte == pytest.approx(1 / 4 / machine.device_update_params_per_s)

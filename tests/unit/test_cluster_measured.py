@@ -119,8 +119,15 @@ def test_weights_that_the_ends_share_count_in_the_first_layer_alone():
         KindTime(kind=kind, tp=tp, micro_batch=1, forward_s=1.0, backward_s=2.0) for kind in kinds for tp in (1, 2)
     ]
     sizes = [
-        LayerBytes(kind=kind, tp=tp, params_bytes=num_bytes // tp, kept_bytes=5, output_bytes=4)
-        for kind, num_bytes in zip(kinds, (400, 100, 440), strict=True)
+        LayerBytes(
+            kind=kind,
+            tp=tp,
+            params_bytes=num_bytes // tp,
+            kept_bytes=5,
+            output_bytes=4,
+            unsharded_bytes=200 + more if tp == 2 and kind != "layer" else 0,
+        )
+        for kind, num_bytes, more in zip(kinds, (400, 100, 440), (0, 0, 5), strict=True)
         for tp in (1, 2)
     ]
     timed = GpuCosts(
@@ -134,3 +141,5 @@ def test_weights_that_the_ends_share_count_in_the_first_layer_alone():
     assert table.tied_bytes == 400 and [table.layer_bytes("last", tp).params_bytes for tp in (1, 2)] == [40, 20]
     assert [table.stage(range(first, 4), "x", 1, 1).params_bytes for first in (0, 1)] == [640, 640]
     assert table.stage(range(1, 4), "x", 2, 1).params_bytes == 320
+    assert [table.layer_bytes("last", tp).unsharded_bytes for tp in (1, 2)] == [0, 5]
+    assert table.stage(range(1, 4), "x", 2, 2, shards=2).params_bytes == 200 + 5 + (320 - 205 + 1) // 2

@@ -224,6 +224,20 @@ def test_shards_gather_tied_weights_for_both_ends_and_reduce_their_gradients_onc
     assert ends[1].working_bytes - ends[0].working_bytes == 2 * 2 * tied_bytes, "reduced at once"
 
 
+def test_weights_that_shards_do_not_divide_are_held_by_each_and_not_gathered():
+    table, unsharded_bytes = costs(("a", 1.0)), 1000
+    rows = [dataclasses.replace(row, unsharded_bytes=unsharded_bytes) for row in table.sizes]
+    partly, given = dataclasses.replace(table, sizes=tuple(rows)), plan(sharded(2, 2))
+    ((found,),) = memory_of_plan(given, partly)
+    assert found.states_bytes == 4 * 8 * (unsharded_bytes + (PARAMS_BYTES - unsharded_bytes) // 2)
+    assert found.working_bytes == KEPT_BYTES + 2 * 2 * (PARAMS_BYTES - unsharded_bytes)
+    slow = cluster(("x", "a", 2), within=1000.0)
+    gather_s = (PARAMS_BYTES - unsharded_bytes) / 1000.0
+    assert simulate(given, slow, partly).pipelines_s == pytest.approx(3 * 8 * 3 * gather_s)
+    alone = plan(pipeline(("x", "a", 8), micro_batches=1))
+    assert memory_of_plan(alone, partly) == memory_of_plan(alone, table)
+
+
 def test_memory_counts_states_and_what_is_in_flight():
     given = plan(pipeline(("x", "a", 4), ("y", "a", 4), micro_batches=9))
     first, second = memory_of_plan(given, costs(("a", 1.0)))[0]
