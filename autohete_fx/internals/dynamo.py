@@ -176,12 +176,11 @@ def _is_of_collector(code: CodeType) -> bool:
     callbacks = (weakref.finalize.__call__, *gc.callbacks)
     # By identity: code that Dynamo wrote may not be hashable.
     codes = {id(getattr(c, "__code__", getattr(type(c).__call__, "__code__", None))) for c in callbacks}
-    caller: FrameType | None = sys._getframe()
+    caller: FrameType | None = sys._getframe(1)  # this frame would keep itself, and with it all tensors of its callers
     while id(code) not in codes and code.co_name != "__del__":
-        caller = caller.f_back if caller is not None else None
         if caller is None or caller.f_code.co_name == _ENTRY:
             return False
-        code = caller.f_code
+        code, caller = caller.f_code, caller.f_back
     return True
 
 
