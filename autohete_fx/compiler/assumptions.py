@@ -90,6 +90,10 @@ class Assumptions:
         self._num_changes = num_changes()
         return self.missing_bytes(self.parameters.latest) > 0
 
+    def finds_uncounted_gradients(self) -> bool:
+        """Whether gradients of an earlier pass are there, and the plan is for one pass."""
+        return self.micro_batches == 1 and self.finds_gradients()
+
     def finds_gradients(self) -> bool:
         """Whether gradients of an earlier pass are there."""
         return any(p.grad is not None for p in self.parameters.latest.values())
@@ -122,7 +126,10 @@ def look(function: object, is_ours: bool) -> None:
         if any([graph.has_lost_optimizer() for graph in of_model]):
             log.info("a compiled model has another optimizer now: it is planned again")
             _plan_again(model)
-        if not model.shares.is_call_over:
+        if model.shares.is_outdated:
+            log.info("one step has run graphs that were planned as if none did: the model is planned again")
+            _plan_again(model)
+        if model.shares.is_step_over and not model.shares.is_call_over:
             waiting = model.shares.end_call()
             if waiting:
                 log.info("all graphs of a call are known now: %d are compiled again for their shares", len(waiting))
@@ -144,7 +151,7 @@ def _look_at_first_call(module: torch.nn.Module) -> None:
 
 def _look_at_gradients(model: Model, graphs: list[Assumptions]) -> None:
     """Count the passes of a step. For plans of one pass, gradients of an earlier one are more than they count."""
-    is_later_pass = any(graph.finds_gradients() for graph in graphs)
+    is_later_pass = model.shares.accumulates or any(graph.finds_gradients() for graph in graphs)
     passes, model.passes = model.passes, max(1, model.passes) + 1 if is_later_pass else 1
     seen, planned = 2 if is_later_pass else passes, min(graph.micro_batches for graph in graphs)
     if seen <= planned:

@@ -24,7 +24,7 @@ from autohete_fx.compiler.fixed_bytes import (
     unread_bytes,
 )
 from autohete_fx.compiler.keys import described_code, described_options, graph_digest, surroundings
-from autohete_fx.compiler.model import Model, origin_of
+from autohete_fx.compiler.model import Model, origin_of, siblings_of
 from autohete_fx.compiler.problem import (
     NOTE_ON_SHARDS,
     Limits,
@@ -46,7 +46,7 @@ from autohete_fx.machine.budgets import device_budget_bytes, host_budget_bytes, 
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.profiler import ParamInfo
-from autohete_fx.runtime.pending import calls
+from autohete_fx.runtime.pending import calls, unplanned
 from autohete_fx.runtime.placement import keep_in_place, placement_of
 from autohete_fx.runtime.tiers.host import is_home
 
@@ -96,6 +96,7 @@ class CapturedGraph:
         if model.shares.repeats:  # layers that the graph runs for, too, count with it
             self.unread = tuple(tensor for tensor in self.unread if placement_of(tensor) is None)
         self.unread_so_far_bytes = unread_bytes(self.unread, self.device.type)
+        self._may_be_followed = self._may_follow()
         self.unread_bytes = 0 if self._may_be_followed else self.unread_so_far_bytes
         self.trained_bytes = trained_bytes(self.params.values()) if model.is_placed else 0
         self.machine = machine_of(self.device, model.session, options)
@@ -160,10 +161,17 @@ class CapturedGraph:
         """Whether graphs of the same call may follow of which nothing is known, so that the plan is to take least."""
         return self.budget_bytes is not None and self.options.plan is None and self._may_be_followed
 
-    @property
-    def _may_be_followed(self) -> bool:
-        may_follow = bool(self.graph_break) or not calls.is_compiling_root()
-        return may_follow and not self.model.shares.is_call_over
+    def _may_follow(self) -> bool:
+        """Whether graphs of the first call may follow of which nothing is known."""
+        shares = self.model.shares
+        if shares.is_call_over:
+            return False
+        is_part = bool(self.graph_break) or not calls.is_compiling_root()
+        return (
+            is_part
+            or shares.awaits_others(self.origin)
+            or unplanned.awaited(siblings_of(self.params.values())) is not None
+        )
 
     @property
     def decided(self) -> Share | None:
@@ -177,7 +185,7 @@ class CapturedGraph:
         if self.budget_bytes is None or self.options.plan is not None or self.is_unsettled or self.decided is not None:
             return {}
         noted = self.model.shares.unsettled
-        return {other: found for other, found in noted.items() if self.origin.runs_beside(other)}
+        return {other: found for other, found in noted.items() if self.model.shares.runs_beside(self.origin, other)}
 
     def _placement_text(self, name: str) -> tuple[object, ...]:
         param, placement = self.params[name], placement_of(self.params[name])

@@ -56,7 +56,7 @@ class Model:
 
     def forget(self) -> None:
         """Have all of its graphs compiled, and planned, again: plans need not put parameters where they are now."""
-        self.shares = Shares()
+        self.shares = self.shares.afresh()
         self.is_placed = False
         self.compile_again(list(self.codes))
 
@@ -107,9 +107,7 @@ def find_model(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Option
     """The model that the graph's parameters belong to, or a new one."""
     parameters = [item.tensor for item in inputs if item.is_parameter and item.tensor is not None]
     # A graph break leaves graphs without a parameter in common; one optimizer holds them all.
-    owners = {id(o): o for p in parameters if (o := optimizer_of(p)) is not None}
-    siblings = [held(p) for owner in owners.values() for group in owner.param_groups for p in group["params"]]
-    known = (reference() for p in (*parameters, *siblings) if (reference := _models.get(p)) is not None)
+    known = (reference() for p in map(held, siblings_of(parameters)) if (reference := _models.get(p)) is not None)
     model = next((m for m in known if m is not None), None)
     if model is None and not parameters:
         found = calls.model_of_call()  # what follows a graph break, such as a loss
@@ -121,6 +119,13 @@ def find_model(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Option
     if code is not None:
         model.codes[origin_of(inputs)] = code
     return model
+
+
+def siblings_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The parameters, and all others that their optimizers of ours hold."""
+    parameters = list(parameters)
+    owners = {id(o): o for p in parameters if (o := optimizer_of(p)) is not None}
+    return [*parameters, *(p for owner in owners.values() for group in owner.param_groups for p in group["params"])]
 
 
 def new_model(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options) -> Model:

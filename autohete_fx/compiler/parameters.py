@@ -69,6 +69,7 @@ class GraphParameters:
 
     Attributes:
         num_arrivals: how often it was called with others than the call before.
+        identities: of all parameters of the latest call.
     """
 
     def __init__(self, inputs: Sequence[GraphInput], compilation: Compilation, model: Model) -> None:
@@ -82,6 +83,8 @@ class GraphParameters:
         self._awaited: frozenset[int] = frozenset()
         self._call: Callable[[], object] = _nothing
         self.num_arrivals = 0
+        self.identities: tuple[int, ...] = ()
+        self._all = [item.index for item in inputs if item.is_parameter]
 
     @property
     def latest(self) -> dict[str, torch.nn.Parameter]:
@@ -97,6 +100,7 @@ class GraphParameters:
             ShardError: a gradient that the call will add to is not as backward has left it.
         """
         given = args[0] if len(args) == 1 and isinstance(args[0], list) else args  # one list where the call is boxed
+        self.identities = tuple(id(given[index]) for index in self._all)
         params = {name: held(given[index]) for name, index in self._indices.items()}
         if not (self._seen and all(seen() is param for seen, param in zip(self._seen, params.values(), strict=True))):
             self._warn_of_others(params)

@@ -22,6 +22,7 @@ from autohete_fx.compiler.fitting import Budget
 from autohete_fx.compiler.fixed_bytes import unread_bytes
 from autohete_fx.compiler.model import Model, origin_of
 from autohete_fx.compiler.parameters import GraphParameters
+from autohete_fx.compiler.shares import Run
 from autohete_fx.internals import dynamo, versions
 from autohete_fx.ir import LaneRecord, Overlap, Schedule
 from autohete_fx.ir.sizes import format_bytes
@@ -39,8 +40,8 @@ log = logging.getLogger(__name__)
 _STEPS_TO_LOG = 20
 """After so many steps, prediction and measurement are logged side by side, once a graph."""
 
-_MODEL = "autohete_fx"
-"""The key under which a node of autograd's graph keeps the model."""
+_MODEL, _RUN = "autohete_fx", "autohete_fx.run"
+"""The keys under which a node of autograd's graph keeps the model, which its backward may outlive, and the run of its forward."""
 
 
 def timed(compilation: Compilation, session: Session, micro_batches: int) -> Compilation:
@@ -87,7 +88,7 @@ def running(
     explain = functools.partial(_shortage, model.session.device, compilation)
     guarded = _cleaning_up(weakref.ref(model.session), explain)
     refuse = functools.partial(_refuse_call, weakref.ref(model), compilation, micro_batches)
-    backward = _adding(weakref.ref(model.session), guarded, refuse, compilation.clock)
+    backward = _adding(weakref.ref(model), guarded, refuse, compilation.clock)
 
     @functools.wraps(compiled, updated=())
     def run(*args: object) -> object:
@@ -98,10 +99,16 @@ def running(
         calls.refuse_early(tensors_in(args), updates)
         calls.settle_others(updates)
         awaited = parameters.arrive(args)
+        call = calls.outermost()
+        made = Run(
+            graph=origin,
+            footprint=compilation.footprint,
+            call=None if call is None else weakref.ref(call),
+            parameters=parameters.identities,
+        )
         if assumed is not None:
             assumed.note_run()
-            if (call := calls.outermost()) is not None:
-                model.shares.note_run(origin, call)
+            model.shares.note_run(made, assumed.finds_uncounted_gradients)
         updates.wait_all(but=awaited)
         if updates.is_pending:
             for t in tensors_in(args):
@@ -119,9 +126,9 @@ def running(
         if compilation.training:
             versions.around_backward(outputs, backward)
         for t in tensors_in((outputs,)):
-            if t.grad_fn is not None:  # a backward may outlive the compiled model
+            if t.grad_fn is not None:
                 kept: Any = t.grad_fn.metadata  # a dictionary, which PyTorch's stub calls a method
-                kept[_MODEL] = model
+                kept.update({_MODEL: model, _RUN: made})
         return outputs
 
     if getattr(compiled, "_boxed_call", False):
@@ -164,21 +171,23 @@ def _refuse_call(reference: "weakref.ref[Model]", compilation: Compilation, micr
 
 
 def _adding(
-    session: "weakref.ref[Session]",
+    reference: "weakref.ref[Model]",
     guarded: Callable[..., object],
     refuse: Callable[[], None],
     clock: StepClock | None,
 ) -> Callable[..., object]:
     """What calls a compiled backward, and times it: autograd does not get the gradients that updates under way add to ``.grad``."""
 
-    def call(compiled: Callable[..., object], *args: object) -> object:
+    def call(compiled: Callable[..., object], node: Any, *args: object) -> object:
         refuse()
         begin_s = time.perf_counter()
-        gradients, owner = guarded(compiled, *args), session()
+        gradients, model = guarded(compiled, node, *args), reference()
         if clock is not None:
             clock.end_pass("backward", begin_s)
-        assert owner is not None and isinstance(gradients, list | tuple)
-        return type(gradients)(owner.updates.early.left_to_autograd(gradients))
+        assert model is not None and isinstance(gradients, list | tuple)
+        if (run := node.metadata.get(_RUN)) is not None:
+            model.shares.note_backward(run)
+        return type(gradients)(model.session.updates.early.left_to_autograd(gradients))
 
     # Where a whole training step is compiled, Dynamo would trace this too, and cannot trace a clock.
     return cast("Callable[..., object]", torch.compiler.disable(call))

@@ -6,7 +6,7 @@ as if they were one graph, and each gets its share. The unsettled ones are compi
 """
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,21 +32,52 @@ class Origin:
     part: str
     parameters: frozenset[str]
 
-    def is_version_of(self, other: "Origin") -> bool:
-        """Whether it is the same part of the same code, compiled for another shape or path. Functions with a parameter in common,
-        such as a tied weight, are no versions of each other."""
-        return self.function == other.function and not self.runs_beside(other)
+    def may_run_beside(self, other: "Origin") -> bool:
+        """Whether one step may run both, as far as can be told before they run. These are other parts of a function, and graphs
+        without a parameter in common, such as a loss that is compiled apart.
 
-    def runs_beside(self, other: "Origin") -> bool:
-        """Whether one step runs both: other parts of a function, and graphs without a parameter in common, such as a loss that is
-        compiled apart. They may come from the same place, such as a decorator of several methods. Any other graph is the same,
-        compiled again for another shape or another path through the model. It shares parameters, or both have none and come from
-        the same place."""
+        They may come from the same place, such as a decorator of several methods. Any other graph may be the same, compiled again
+        for another shape or another path through the model. It shares parameters, or both have none and come from the same place.
+        """
         if self.function == other.function and self.part != other.part:
             return True
         if not (self.parameters or other.parameters):
             return self.function != other.function
         return self.parameters.isdisjoint(other.parameters)
+
+
+@dataclass(eq=False, slots=True, kw_only=True, weakref_slot=True)
+class Run:
+    """A forward of a graph, which lives as long as autograd may run its backward.
+
+    Attributes:
+        graph: that runs.
+        footprint: what the graph leaves on the device.
+        call: within which it runs; None outside of calls.
+        parameters: identities of those that it is called with.
+        is_over: whether its backward has run.
+    """
+
+    graph: Origin
+    footprint: Footprint
+    call: weakref.ref[object] | None = None
+    parameters: tuple[int, ...] = ()
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """How often a call runs a graph.
+
+    Attributes:
+        modules: with how many sets of parameters, as where layers share code.
+        waiting: the most runs whose backward is yet to come.
+        accumulates: whether a run finds gradients of an earlier one that its plan does not count.
+    """
+
+    modules: int = 1
+    waiting: int = 1
+    accumulates: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +114,9 @@ class Shares:
         graph_breaks: why graphs of the first call end before their functions, and where.
         num_calls: how many calls were planned like the first one.
         unread: parameters and buffers that no graph read when the last one was compiled.
-        times: how often a call runs each graph, where a frame cannot be compiled and the modules that it calls share code.
+        times: how often a call runs each graph, such as that of a layer where the function of their loop cannot be compiled.
+        has_trained: whether a backward has run since the first call began.
+        is_outdated: whether graphs were planned as if no step ran both, and one has.
     """
 
     footprints: dict[Origin, Footprint] = field(default_factory=dict)
@@ -93,17 +126,35 @@ class Shares:
     graph_breaks: list[str] = field(default_factory=list)
     num_calls: int = 1
     unread: tuple[weakref.ref[Tensor], ...] = ()
-    times: dict[Origin, int] = field(default_factory=dict)
+    times: dict[Origin, Times] = field(default_factory=dict)
+    has_trained: bool = False
+    is_outdated: bool = False
+    _before: frozenset[str] = frozenset()
+    _met: set[frozenset[Origin]] = field(default_factory=set)
+    _waiting: weakref.WeakSet[Run] = field(default_factory=weakref.WeakSet)
     _call: weakref.ref[object] | None = None
     _order: list[Origin] = field(default_factory=list)
     _expected: dict[Origin, str] = field(default_factory=dict)
     _call_of_runs: weakref.ref[object] | None = None
-    _runs: dict[Origin, int] = field(default_factory=dict)
+    _runs: dict[Origin, set[tuple[int, ...]]] = field(default_factory=dict)
+
+    def afresh(self) -> "Shares":
+        """The shares of a model whose graphs are all planned again. Known are their functions, and which run beside each other."""
+        known = (*self._order, *self.footprints)
+        return Shares(_met=self._met, _waiting=self._waiting, _before=frozenset(graph.function for graph in known))
+
+    def awaits_others(self, graph: Origin) -> bool:
+        """Whether the model had graphs of another function before all were planned again, and that has none yet."""
+        return bool(self._before - {known.function for known in (graph, *self._order, *self.footprints)})
+
+    def runs_beside(self, graph: Origin, other: Origin) -> bool:
+        """Whether one step runs both, which shows for some only when they do: functions that read a tied weight, for example."""
+        return graph.may_run_beside(other) or frozenset((graph, other)) in self._met
 
     def read_by_others(self, graph: Origin) -> frozenset[str]:
         """Names of the parameters that other graphs of a step read, as far as these are known."""
         others = (*self.footprints, *self.unsettled, *self.decided)
-        return frozenset[str]().union(*(other.parameters for other in others if graph.runs_beside(other)))
+        return frozenset[str]().union(*(other.parameters for other in others if self.runs_beside(graph, other)))
 
     def taken_by_others(
         self, graph: Origin, micro_batches: int, instead: Mapping[Origin, Footprint] | None = None
@@ -111,18 +162,25 @@ class Shares:
         """Device bytes that other graphs hold while this one runs; of parameters that they share with it, too.
 
         In a call, those before it hold their activations, and those after it have their gradients when its backward runs. All that
-        is known of graphs of other calls is that a step may run them, too. Where a call runs a graph several times, each of the
-        other times takes as much as the first.
+        is known of graphs of other calls is that a step may run them, too. A call may run a graph several
+        times. Each run holds its activations until its backward, and each set of parameters is there with states and gradients.
 
         Args:
             instead: of footprints that are noted.
         """
         found = {**self.footprints, **(instead or {})}
-        own = found.get(graph, Footprint()).total_bytes * (self.times.get(graph, 1) - 1)
-        return own + sum(
-            self._beside(graph, other, footprint, micro_batches) * self.times.get(other, 1)
-            for other, footprint in found.items()
-            if graph.runs_beside(other)
+        times, own = self._times_of(graph), found.get(graph, Footprint())
+        accumulates = micro_batches == 1 and (times.accumulates or times.waiting > times.modules)
+        earlier = own.gradient_bytes if accumulates else 0
+        other_runs = _of_all_runs(own, times).total_bytes - own.total_bytes
+        return (
+            other_runs
+            + earlier
+            + sum(
+                self._beside(graph, other, _of_all_runs(footprint, self._times_of(other)), micro_batches)
+                for other, footprint in found.items()
+                if self.runs_beside(graph, other)
+            )
         )
 
     def least_bytes(self, micro_batches: int) -> int:
@@ -134,7 +192,7 @@ class Shares:
 
     def _beside(self, graph: Origin, other: Origin, footprint: Footprint, micro_batches: int) -> int:
         place, place_of_other = self._place_of(graph), self._place_of(other)
-        repeats = max(self.times.get(graph, 1), self.times.get(other, 1)) > 1  # both before and after
+        repeats = {self._times_of(graph), self._times_of(other)} != {Times()}  # both before and after
         if place is None or place_of_other is None or repeats:
             return footprint.total_bytes
         is_before = place_of_other < place
@@ -149,6 +207,7 @@ class Shares:
         are likely to come for these sizes, too. That happens `_MOST_CALLS` times at most, because code for earlier sizes is
         forgotten then; afterwards such graphs take least.
         """
+        self._meet(graph)
         is_new_call = call is None or self._call is None or self._call() is not call
         self._call = None if call is None else weakref.ref(call)
         share = self.decided.get(graph)
@@ -160,6 +219,7 @@ class Shares:
             self.decided.clear()
             self.unsettled.clear()
             self._expected.clear()
+            self.has_trained = False
             self.num_calls += 1
         if self.is_call_over:
             return
@@ -168,17 +228,62 @@ class Shares:
         if graph_break and graph_break not in self.graph_breaks:
             self.graph_breaks.append(graph_break)
 
-    def note_run(self, graph: Origin, call: object) -> None:
-        """A graph runs within a call."""
-        if self._call_of_runs is None or self._call_of_runs() is not call:
-            self._call_of_runs, self._runs = weakref.ref(call), {}
-        self._runs[graph] = self._runs.get(graph, 0) + 1
-        self.times[graph] = max(self.times.get(graph, 1), self._runs[graph])
+    def note_run(self, run: Run, finds_gradients: Callable[[], bool]) -> None:
+        """A graph runs.
+
+        Args:
+            finds_gradients: whether its parameters have gradients that its plan does not count.
+        """
+        graph = run.graph
+        self.is_outdated |= self._meet(graph)
+        self._waiting.add(run)
+        if run.call is None:
+            return
+        if self._call_of_runs != run.call:
+            self._call_of_runs, self._runs = run.call, {}
+        seen, times = self._runs.setdefault(graph, set()), self._times_of(graph)
+        accumulates = run.parameters in seen and finds_gradients()
+        seen.add(run.parameters)
+        waiting = [other for other in self._waiting if other.graph == graph and other.call == run.call]
+        self.times[graph] = Times(
+            modules=max(times.modules, len(seen)),
+            waiting=max(times.waiting, sum(not other.is_over for other in waiting)),
+            accumulates=times.accumulates or accumulates,
+        )
+
+    @property
+    def is_step_over(self) -> bool:
+        """Whether all forwards of the first call's step have run, as far as can be told: a backward has run, or none is to come."""
+        return self.has_trained or all(run.is_over for run in self._waiting)
+
+    def note_backward(self, run: Run) -> None:
+        """The backward of a run is over."""
+        run.is_over = self.has_trained = True
+
+    def _meet(self, graph: Origin) -> bool:
+        """Note that the graph runs beside those whose backward is yet to come. Returns whether that is news of any of them."""
+        news = {
+            run
+            for run in self._waiting
+            if not (run.is_over or run.graph == graph or self.runs_beside(graph, run.graph))
+        }
+        for run in news:
+            self._met.add(frozenset((graph, run.graph)))
+            self.footprints.setdefault(run.graph, run.footprint)  # it may be noted as a version of the graph
+        return bool(news)
 
     @property
     def repeats(self) -> bool:
         """Whether a call runs any graph more than once."""
-        return any(times > 1 for times in self.times.values())
+        return any(times != Times() for times in self.times.values())
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a call runs a graph beside gradients of an earlier run that its plan does not count."""
+        return any(times.accumulates for times in self.times.values())
+
+    def _times_of(self, graph: Origin) -> Times:
+        return self.times.get(graph, Times())
 
     def end_call(self) -> list[Origin]:
         """The first call is over. Returns the graphs that are to be compiled again for their shares."""
@@ -201,16 +306,32 @@ class Shares:
         return sorted(graphs, key=place)
 
     def _place_of(self, graph: Origin) -> int | None:
-        """The place of a graph, or of an earlier version of it, in the order of forwards; None where the first call had none."""
-        return next((place for place, known in enumerate(self._order) if graph.is_version_of(known)), None)
+        """The place of a graph, or of an earlier version of it, in the order of forwards; None where the first call had none.
+
+        A version is of the same part of the same code. Other functions that read a tied weight are none.
+        """
+        versions = (
+            place
+            for place, known in enumerate(self._order)
+            if graph.function == known.function and not self.runs_beside(graph, known)
+        )
+        return next(versions, None)
 
     def store(self, graph: Origin, footprint: Footprint, unsettled: Unsettled | None) -> None:
         """Replace the notes of earlier versions of this graph."""
         noted: dict[Origin, Any]
         for noted in (self.footprints, self.unsettled, self.decided):
             for other in list(noted):
-                if not (graph.runs_beside(other) or graph.parameters.isdisjoint(other.parameters)):
+                if not (self.runs_beside(graph, other) or graph.parameters.isdisjoint(other.parameters)):
                     del noted[other]
         self.footprints[graph] = footprint
         if unsettled is not None:
             self.unsettled[graph] = unsettled
+
+
+def _of_all_runs(footprint: Footprint, times: Times) -> Footprint:
+    return Footprint(
+        resident_bytes=footprint.resident_bytes * times.modules,
+        held_bytes=footprint.held_bytes * times.waiting,
+        gradient_bytes=footprint.gradient_bytes * times.modules,
+    )

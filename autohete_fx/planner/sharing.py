@@ -63,10 +63,10 @@ def leanest(problem: Problem, *, deadline: float) -> tuple[BlockDecision, ...] |
     if fitting:
         return min(fitting, key=lambda decisions: left_bytes(problem, decisions))
     least = least_peak(problem, deadline=deadline)
-    if least is not None and fits(problem, replayed := simulate(problem, least, events=False)):
-        return least
+    if least is not None:
+        pairs.append((least, simulate(problem, least, events=False)))
     roomy = replace(problem, device_budget_bytes=None)
-    possible = [pair for pair in pairs if fits(roomy, pair[1])] + ([(least, replayed)] if least is not None else [])
+    possible = [pair for pair in pairs if fits(roomy, pair[1])]
     if not possible:
         return None
     return min(possible, key=lambda pair: pair[1].peak_bytes + left_bytes(problem, pair[0]))[0]

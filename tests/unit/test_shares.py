@@ -1,6 +1,8 @@
 """Which graphs of a call are compiled again for their shares, and which begin a call that is planned anew."""
 
-from autohete_fx.compiler.shares import Origin, Shares, Unsettled
+import weakref
+
+from autohete_fx.compiler.shares import Origin, Run, Shares, Times, Unsettled
 from autohete_fx.ir import Overlap, Schedule
 from autohete_fx.planner.model.footprint import Footprint
 from autohete_fx.planner.sharing import joined
@@ -26,6 +28,16 @@ def unsettled(digest: str) -> Unsettled:
     )
 
 
+LEFT = Footprint(resident_bytes=1, held_bytes=10, gradient_bytes=100)
+
+
+def run(shares: Shares, graph: Origin, call: Call, module: int = 0, finds_gradients: bool = False) -> Run:
+    """A forward of a graph, with the parameters of one of the modules that share its code."""
+    made = Run(graph=graph, footprint=LEFT, call=weakref.ref(call), parameters=(module,))
+    shares.note_run(made, lambda: finds_gradients)
+    return made
+
+
 def after_a_call(call: Call) -> Shares:
     """The shares of a model whose call runs two functions that are compiled apart, so that neither knows itself the last."""
     shares = Shares()
@@ -44,8 +56,8 @@ def test_graphs_that_come_again_for_their_shares_begin_no_new_call():
 
 
 def test_a_loss_that_is_compiled_apart_runs_beside_its_model_and_not_beside_itself():
-    assert MODEL.runs_beside(LOSS) and LOSS.runs_beside(MODEL)
-    assert not LOSS.runs_beside(LOSS) and not MODEL.runs_beside(MODEL)
+    assert MODEL.may_run_beside(LOSS) and LOSS.may_run_beside(MODEL)
+    assert not LOSS.may_run_beside(LOSS) and not MODEL.may_run_beside(MODEL)
 
 
 def test_graphs_of_one_place_run_in_the_order_in_which_they_came():
@@ -54,9 +66,11 @@ def test_graphs_of_one_place_run_in_the_order_in_which_they_came():
     shares, call = Shares(), Call()
     for graph in (first, second, loss):
         shares.note_graph(graph, str(graph), "", call)
-        shares.store(graph, Footprint(resident_bytes=1, held_bytes=10, gradient_bytes=100), unsettled(str(graph)))
+        shares.store(graph, LEFT, unsettled(str(graph)))
     assert all(
-        one.runs_beside(other) == (one is not other) for one in (first, second, loss) for other in shares.unsettled
+        shares.runs_beside(one, other) == (one is not other)
+        for one in (first, second, loss)
+        for other in shares.unsettled
     )
     assert shares.in_order([loss, second, first]) == [first, second, loss]
     assert [shares.taken_by_others(graph, 1) for graph in (first, second, loss)] == [202, 112, 22]
@@ -64,15 +78,41 @@ def test_graphs_of_one_place_run_in_the_order_in_which_they_came():
     assert shares.end_call() == [first, second, loss]
 
 
-def test_a_graph_that_a_call_runs_more_than_once_takes_that_many_times_as_much():
-    shares = after_a_call(Call())
-    shares.footprints[MODEL] = Footprint(resident_bytes=1, held_bytes=10, gradient_bytes=100)
+def test_a_graph_that_a_call_runs_for_several_modules_takes_that_many_times_as_much():
+    shares, kept = after_a_call(Call()), []
+    shares.footprints[MODEL] = LEFT
     for call in (Call(), Call()):
-        for _ in range(3):
-            shares.note_run(MODEL, call)
-        shares.note_run(LOSS, call)
-    assert shares.times == {MODEL: 3, LOSS: 1} and shares.repeats
+        kept += [run(shares, MODEL, call, module) for module in range(3)] + [run(shares, LOSS, call)]
+    assert shares.times == {MODEL: Times(modules=3, waiting=3), LOSS: Times()} and shares.repeats
     assert (shares.taken_by_others(MODEL, 1), shares.taken_by_others(LOSS, 1)) == (222, 333)
+
+
+def test_of_a_module_that_a_call_runs_again_only_activations_and_earlier_gradients_count_again():
+    shares, call = after_a_call(Call()), Call()
+    shares.footprints[MODEL] = LEFT
+    kept = [run(shares, MODEL, call) for _ in range(3)]
+    assert shares.times == {MODEL: Times(waiting=3)} and len(kept) == 3
+    assert [shares.taken_by_others(MODEL, micro_batches) for micro_batches in (1, 2)] == [120, 20]
+    assert shares.taken_by_others(LOSS, 1) == 131
+
+
+def test_a_run_whose_backward_is_over_or_whose_result_is_gone_holds_nothing_beside_the_next():
+    shares, call = after_a_call(Call()), Call()
+    shares.footprints[MODEL] = LEFT
+    for _ in range(3):
+        run(shares, MODEL, call)  # nobody keeps the result
+    for _ in range(3):
+        kept = run(shares, MODEL, call)
+        shares.note_backward(kept)
+    assert not shares.repeats and shares.taken_by_others(MODEL, 1) == 0
+    run(shares, MODEL, call, finds_gradients=True)
+    assert shares.repeats and shares.accumulates and shares.taken_by_others(MODEL, 1) == 100
+
+
+def test_gradients_that_the_first_run_of_a_call_finds_are_of_another_call():
+    shares = after_a_call(Call())
+    run(shares, MODEL, Call(), finds_gradients=True)
+    assert not shares.accumulates
 
 
 def test_a_graph_that_comes_for_other_sizes_begins_a_call_that_is_planned_anew():
@@ -101,8 +141,40 @@ def test_functions_that_share_a_tied_weight_are_no_versions_of_each_other():
     assert shares.end_call() == [], "the first is not known any more, so the second cannot be planned with it"
 
 
+def test_functions_that_share_a_weight_run_beside_each_other_once_a_forward_of_both_has():
+    embed, head = (Origin(f"model.py:{name}", name, frozenset({"tied", name})) for name in ("embed", "head"))
+    shares, call = Shares(), Call()
+    shares.note_graph(embed, "embed", "", call)
+    shares.store(embed, LEFT, unsettled("embed"))
+    waiting = run(shares, embed, call)
+    shares.note_graph(head, "head", "", call)
+    assert shares.taken_by_others(head, 1) == 11 and shares.read_by_others(head) == embed.parameters
+    shares.store(head, LEFT, unsettled("head"))
+    assert not shares.is_outdated and shares.end_call() == [embed, head] and not waiting.is_over
+    assert shares.afresh().runs_beside(embed, head)
+
+
+def test_graphs_that_were_planned_as_versions_of_one_are_planned_again_once_they_run_beside_each_other():
+    short, long = (Origin("model.py:forward", "forward", frozenset({"weight", name})) for name in ("short", "long"))
+    shares = Shares()
+    for graph in (short, long):
+        shares.note_graph(graph, "", "", Call())
+        shares.store(graph, LEFT, None)
+        shares.note_backward(run(shares, graph, Call()))
+    assert list(shares.footprints) == [long] and not shares.is_outdated
+    kept = [run(shares, graph, Call()) for graph in (short, long)]
+    assert shares.is_outdated and not shares.afresh().is_outdated and len(kept) == 2
+    assert shares.footprints == {long: LEFT, short: LEFT}
+
+
+def test_a_model_that_is_planned_again_waits_for_the_functions_that_it_had():
+    shares = after_a_call(Call()).afresh()
+    assert shares.awaits_others(MODEL)
+    shares.note_graph(MODEL, "64 tokens", "", Call())
+    assert not shares.awaits_others(LOSS)
+
+
 def test_a_graph_that_a_call_runs_again_and_again_stays_as_it_takes_least():
     shares, call = after_a_call(Call()), Call()
-    for _ in range(2):
-        shares.note_run(MODEL, call)
-    assert shares.repeats and shares.end_call() == []
+    kept = [run(shares, MODEL, call) for _ in range(2)]
+    assert shares.repeats and shares.end_call() == [] and len(kept) == 2

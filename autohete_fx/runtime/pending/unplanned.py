@@ -102,8 +102,12 @@ def _told_of_uncalled(params: Collection[Tensor], optimizer: str) -> str:
 
 
 def _uncalled_of(params: Collection[Tensor]) -> str | None:
-    if any(param in _compiled for param in params):
-        return None
+    return None if any(param in _compiled for param in params) else awaited(params)
+
+
+def awaited(params: Iterable[Tensor]) -> str | None:
+    """The name of a function that our backend is to compile and that nobody has called; None where there is none. Functions whose
+    module has none of these parameters do not count."""
     given = set(map(id, params))
     for key, reference in list(_waiting.items()):
         compiled = None if reference is None else reference()
