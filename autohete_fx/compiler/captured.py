@@ -62,7 +62,7 @@ class CapturedGraph:
         others_bytes: device bytes that other training graphs of the model hold while this one runs.
         unread_bytes: device bytes of the model that no graph reads; 0 while graphs may follow that read them.
         unread: parameters and buffers that no graph reads which is known yet.
-        unread_so_far_bytes: of these, on the device.
+        unread_so_far_bytes: of these, on the device, with gradients and states of those that eager code trains.
         trained_bytes: of optimizer states and gradients on the device, where the model is being trained.
         digest: of the graph, its sizes included.
         graph_break: why the graph ends before its function, and where; empty where it does not.
@@ -95,7 +95,7 @@ class CapturedGraph:
         self.unread = tuple(tensor for _, tensor in unread(calls.modules_called(), inputs, elsewhere))
         if model.shares.repeats:  # layers that the graph runs for, too, count with it
             self.unread = tuple(tensor for tensor in self.unread if placement_of(tensor) is None)
-        self.unread_so_far_bytes = unread_bytes(self.unread, self.device.type)
+        self.unread_so_far_bytes = unread_bytes(self.unread, self.device.type) + model.shares.eager_bytes
         self._may_be_followed = self._may_follow()
         self.unread_bytes = 0 if self._may_be_followed else self.unread_so_far_bytes
         self.trained_bytes = trained_bytes(self.params.values()) if model.is_placed else 0

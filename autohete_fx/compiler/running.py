@@ -22,6 +22,7 @@ from autohete_fx.compiler.fitting import Budget
 from autohete_fx.compiler.fixed_bytes import unread_bytes
 from autohete_fx.compiler.model import Model, origin_of
 from autohete_fx.compiler.parameters import GraphParameters
+from autohete_fx.compiler.problem import state_bytes
 from autohete_fx.compiler.shares import Run
 from autohete_fx.internals import dynamo, versions
 from autohete_fx.ir import LaneRecord, Overlap, Schedule
@@ -154,32 +155,55 @@ def _cleaning_up(session: "weakref.ref[Session]", explain: Callable[[BaseExcepti
     return call
 
 
-def _refuse_call(reference: "weakref.ref[Model]", compilation: Compilation, micro_batches: int) -> None:
-    """A backward begins. Raises InfeasiblePlanError where graphs that take least, because none knew itself the last of the call, do
-    not fit beside each other: all of them are known now."""
+def _refuse_call(
+    reference: "weakref.ref[Model]", compilation: Compilation, micro_batches: int, node: torch.autograd.graph.Node
+) -> None:
+    """The backward of an autograd node begins, and all graphs of the call are known. Raises InfeasiblePlanError where those that
+    take least, because none knew itself the last, do not fit beside each other."""
     budget, model = compilation.device_budget_bytes, reference()
     if compilation.unsettled is None or budget is None or model is None:
         return
     noted = [tensor for reference in model.shares.unread if (tensor := reference()) is not None]
     unread = [tensor for tensor in noted if placement_of(tensor) is None]  # others count where they are placed
+    if not model.shares.has_trained:
+        model.shares.eager_bytes = _eager_bytes(unread, node)
     needed = model.shares.least_bytes(micro_batches) + unread_bytes(unread, model.session.device.type)
+    needed += model.shares.eager_bytes
     if model.shares.unsettled and needed > budget:
         what = f"The plans that take least need {format_bytes(needed)}"
+        if model.shares.eager_bytes:
+            eager = format_bytes(model.shares.eager_bytes)
+            what += (
+                f", with {eager} of gradients and optimizer states of parameters that eager code reads between graphs"
+            )
         enough = Budget(device_bytes=budget).enough_for(needed)
         refusal = too_small(budget, enough, what, advice=advice_of(compilation.unsettled))
         raise dynamo.surfacing(broken_up(refusal, model.shares.graph_breaks))
 
 
+def _eager_bytes(unread: Sequence[torch.Tensor], node: torch.autograd.graph.Node) -> int:
+    """Gradients and optimizer states of parameters that no graph reads, but eager code, such as experts. The node's backward is the
+    first of a graph: eager code after it has left gradients, and what is before it leads to leaves."""
+    seen, found, trained = {node}, [node], set[int]()
+    for each in found:
+        trained.add(id(getattr(each, "variable", None)))  # a leaf's
+        following = {other for other, _ in each.next_functions if other is not None} - seen
+        seen |= following
+        found += following
+    params = (tensor for tensor in unread if isinstance(tensor, torch.nn.Parameter))
+    return sum(p.nbytes + state_bytes(p) for p in params if id(p) in trained or p.grad is not None)
+
+
 def _adding(
     reference: "weakref.ref[Model]",
     guarded: Callable[..., object],
-    refuse: Callable[[], None],
+    refuse: Callable[[torch.autograd.graph.Node], None],
     clock: StepClock | None,
 ) -> Callable[..., object]:
     """What calls a compiled backward, and times it: autograd does not get the gradients that updates under way add to ``.grad``."""
 
     def call(compiled: Callable[..., object], node: Any, *args: object) -> object:
-        refuse()
+        refuse(node)
         begin_s = time.perf_counter()
         gradients, model = guarded(compiled, node, *args), reference()
         if clock is not None:

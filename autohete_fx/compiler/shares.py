@@ -114,6 +114,7 @@ class Shares:
         graph_breaks: why graphs of the first call end before their functions, and where.
         num_calls: how many calls were planned like the first one.
         unread: parameters and buffers that no graph read when the last one was compiled.
+        eager_bytes: gradients and optimizer states of those of them that eager code trains.
         times: how often a call runs each graph, such as that of a layer where the function of their loop cannot be compiled.
         has_trained: whether a backward has run since the first call began.
         is_outdated: whether graphs were planned as if no step ran both, and one has.
@@ -126,6 +127,7 @@ class Shares:
     graph_breaks: list[str] = field(default_factory=list)
     num_calls: int = 1
     unread: tuple[weakref.ref[Tensor], ...] = ()
+    eager_bytes: int = 0
     times: dict[Origin, Times] = field(default_factory=dict)
     has_trained: bool = False
     is_outdated: bool = False

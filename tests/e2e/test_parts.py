@@ -11,7 +11,7 @@ import autohete_fx
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.runtime.meter import device_live_bytes
 from tests import training as job
-from tests.e2e.test_graph_breaks import ROWS, WIDTH, Block, plainly, trained
+from tests.e2e.test_graph_breaks import ROWS, WIDTH, Block, budgeted, plainly, trained
 
 OPTIONS = {"inner_backend": "eager", "profile": "analytic", "solver_time_limit_s": 1}
 SLOW = pytest.mark.slow
@@ -166,3 +166,34 @@ def test_of_a_module_that_a_call_runs_again_parameters_count_once():
     given, peaks = trained(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), rows=64)
     job.assert_equal(given, expected, bitwise=True)
     assert max(peaks) <= peak
+
+
+class Experts(nn.Module):
+    """Layers of two experts each, which get the rows that are theirs by their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.experts = nn.ParameterList(torch.randn(WIDTH, 4 * WIDTH) / WIDTH for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, block in enumerate(self.blocks):
+            x = block(x)
+            for number in range(2):
+                (rows,) = torch.where((x.sum(1) > 0) == (number > 0))
+                weight = self.experts[2 * layer + number]
+                x = x.index_add(0, rows, x[rows] @ weight @ weight.T)
+        return x.square().mean()
+
+
+@SLOW
+def test_gradients_and_states_of_experts_that_run_between_graphs_count_within_the_budget():
+    expected, peak = plainly(made(Experts), "eager", rows=64)
+    with pytest.raises(InfeasiblePlanError, match="parameters that eager code reads between graphs") as caught:
+        budgeted(made(Experts), "eager", peak // 2, rows=64)
+    torch._dynamo.reset()
+    named = caught.value.smallest_budget_bytes
+    assert named is not None and peak // 2 < named < 1.1 * peak
+    given, peaks = budgeted(made(Experts), "eager", named, rows=64)
+    job.assert_equal(given, expected, bitwise=True)
+    assert max(peaks) <= named
