@@ -22,6 +22,7 @@ from autohete_fx.compiler.parameters import GraphParameters
 from autohete_fx.compiler.problem import state_bytes
 from autohete_fx.errors import PlanError
 from autohete_fx.internals import dynamo
+from autohete_fx.internals.tensors import current_graph_task_id
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.optim.owners import num_changes, optimizer_of
 from autohete_fx.runtime.pending import calls
@@ -122,14 +123,16 @@ def look(function: object, is_ours: bool) -> None:
         return
     graphs = [graph for graph in _entered[key] if graph.is_current]
     for model in {graph.model for graph in graphs}:
+        if model.shares.is_waiting and current_graph_task_id() != -1:
+            continue  # a backward runs a forward again, as under checkpoint, and needs what the same code saves
         of_model = [graph for graph in graphs if graph.model is model]
         if any([graph.has_lost_optimizer() for graph in of_model]):
             log.info("a compiled model has another optimizer now: it is planned again")
             _plan_again(model)
-        if model.shares.is_outdated:
+        elif model.shares.is_outdated:
             log.info("one step has run graphs that were planned as if none did: the model is planned again")
             _plan_again(model)
-        if model.shares.is_step_over and not model.shares.is_call_over:
+        elif model.shares.is_step_over and not model.shares.is_call_over:
             waiting = model.shares.end_call()
             if waiting:
                 log.info("all graphs of a call are known now: %d are compiled again for their shares", len(waiting))

@@ -60,7 +60,6 @@ class CapturedGraph:
         origin: what tells it from the model's other graphs.
         budget_bytes: peak device memory allowed; None for no limit.
         others_bytes: device bytes that other training graphs of the model hold while this one runs.
-        unread_bytes: device bytes of the model that no graph reads; 0 while graphs may follow that read them.
         unread: parameters and buffers that no graph reads which is known yet.
         unread_so_far_bytes: of these, on the device, with gradients and states of those that eager code trains.
         trained_bytes: of optimizer states and gradients on the device, where the model is being trained.
@@ -97,7 +96,6 @@ class CapturedGraph:
             self.unread = tuple(tensor for tensor in self.unread if placement_of(tensor) is None)
         self.unread_so_far_bytes = unread_bytes(self.unread, self.device.type) + model.shares.eager_bytes
         self._may_be_followed = self._may_follow()
-        self.unread_bytes = 0 if self._may_be_followed else self.unread_so_far_bytes
         self.trained_bytes = trained_bytes(self.params.values()) if model.is_placed else 0
         self.machine = machine_of(self.device, model.session, options)
         self.bucket_bytes = versions.ddp_bucket_bytes()
@@ -125,6 +123,9 @@ class CapturedGraph:
             self.host_bytes = agreed.share_of_host(self.host_bytes)
         self.host_bytes = agreed.least("host budget", self.host_bytes)
         self.machine = agreed.machine(self.machine, self.device)
+        self._may_be_followed = bool(agreed.most("graphs to follow", self._may_be_followed))
+        # Eager code trains those experts that a rank's own rows choose.
+        self.unread_so_far_bytes = agreed.most("unread bytes", self.unread_so_far_bytes)
 
     def key(self) -> str:
         """A digest of everything that decides the plan and the code, the same in every process."""
@@ -157,6 +158,11 @@ class CapturedGraph:
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
     @property
+    def unread_bytes(self) -> int:
+        """Device bytes of the model that no graph reads; 0 while graphs may follow that read them."""
+        return 0 if self._may_be_followed else self.unread_so_far_bytes
+
+    @property
     def is_unsettled(self) -> bool:
         """Whether graphs of the same call may follow of which nothing is known, so that the plan is to take least."""
         return self.budget_bytes is not None and self.options.plan is None and self._may_be_followed
@@ -166,12 +172,11 @@ class CapturedGraph:
         shares = self.model.shares
         if shares.is_call_over:
             return False
-        is_part = bool(self.graph_break) or not calls.is_compiling_root()
-        return (
-            is_part
-            or shares.awaits_others(self.origin)
-            or unplanned.awaited(siblings_of(self.params.values())) is not None
-        )
+        if self.graph_break or not calls.is_compiling_root():
+            return True
+        if not torch.is_grad_enabled():  # other functions without gradients are planned each by itself
+            return False
+        return shares.awaits_others(self.origin) or unplanned.awaited(siblings_of(self.params.values())) is not None
 
     @property
     def decided(self) -> Share | None:

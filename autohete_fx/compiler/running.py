@@ -100,15 +100,16 @@ def running(
         calls.refuse_early(tensors_in(args), updates)
         calls.settle_others(updates)
         awaited = parameters.arrive(args)
-        call = calls.outermost()
-        made = Run(
-            graph=origin,
-            footprint=compilation.footprint,
-            call=None if call is None else weakref.ref(call),
-            parameters=parameters.identities,
-        )
+        made = None
         if assumed is not None:
             assumed.note_run()
+            call = calls.outermost()
+            made = Run(
+                graph=origin,
+                footprint=compilation.footprint,
+                call=None if call is None else weakref.ref(call),
+                parameters=parameters.identities,
+            )
             model.shares.note_run(made, assumed.finds_uncounted_gradients)
         updates.wait_all(but=awaited)
         if updates.is_pending:

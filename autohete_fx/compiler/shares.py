@@ -142,8 +142,8 @@ class Shares:
 
     def afresh(self) -> "Shares":
         """The shares of a model whose graphs are all planned again. Known are their functions, and which run beside each other."""
-        known = (*self._order, *self.footprints)
-        return Shares(_met=self._met, _waiting=self._waiting, _before=frozenset(graph.function for graph in known))
+        known = {graph.function for graph in (*self._order, *self.footprints)}
+        return Shares(_met=self._met, _waiting=self._waiting, _before=self._before | known)
 
     def awaits_others(self, graph: Origin) -> bool:
         """Whether the model had graphs of another function before all were planned again, and that has none yet."""
@@ -256,7 +256,12 @@ class Shares:
     @property
     def is_step_over(self) -> bool:
         """Whether all forwards of the first call's step have run, as far as can be told: a backward has run, or none is to come."""
-        return self.has_trained or all(run.is_over for run in self._waiting)
+        return self.has_trained or not self.is_waiting
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the backward of any run is yet to come."""
+        return any(not run.is_over for run in self._waiting)
 
     def note_backward(self, run: Run) -> None:
         """The backward of a run is over."""

@@ -52,10 +52,10 @@ def divided(problems: Sequence[Problem], decisions: Sequence[BlockDecision]) -> 
 def leanest(problem: Problem, *, deadline: float) -> tuple[BlockDecision, ...] | None:
     """Decisions that leave little on the device between a graph's forward and its backward, and after it.
 
-    The decisions that keep the budgets and leave least; else those that keep the host budget and come nearest.
-    None where there are none.
-
-    Reloads make peaks: what leaves least offloads, what takes a little less at its peak recomputes.
+    Reloads make peaks: what leaves least offloads, what takes a little less at its peak recomputes. Where one of these keeps the
+    budgets, the one that leaves least is taken. Else it is what takes least beside other graphs within the host budget, its peak
+    and what it leaves added up. That may exceed the device budget though the plan of least peak keeps it, so that a budget which a
+    refusal names is not refused. None where nothing keeps the host budget.
     """
     patterns = [_leaving_least(problem, offloads=offloads) for offloads in (True, False)]
     pairs = [(decisions, simulate(problem, decisions, events=False)) for decisions in patterns]

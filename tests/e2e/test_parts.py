@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autohete_fx
 from autohete_fx.errors import InfeasiblePlanError
@@ -85,6 +86,34 @@ def test_functions_that_share_a_tied_weight_are_planned_together():
     given, peaks = budgeted_parts(named)
     job.assert_equal(given, expected, bitwise=True)
     assert max(peaks) <= named
+
+
+class Checkpointed(nn.Module):
+    """Blocks that are compiled one by one, and computed again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+    def compiled(self, **how: Any) -> "Checkpointed":
+        for block in self.blocks:
+            block.compile(**how)
+        return self
+
+
+@SLOW
+def test_blocks_that_a_backward_computes_again_keep_the_code_of_their_forward():
+    model = made(Checkpointed).compiled(backend="aot_eager")
+    expected, peaks = trained(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+    torch._dynamo.reset()
+    model = made(Checkpointed).compiled(backend="autohete", options={**OPTIONS, "memory_budget": max(peaks)})
+    given, _ = trained(model, autohete_fx.AdamW(model.parameters(), lr=1e-3))
+    job.assert_equal(given, expected, bitwise=True)
 
 
 def in_loop(model: nn.Module, optimizer: Any, batches: list[Tensor], is_step: bool) -> None:

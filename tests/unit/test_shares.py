@@ -174,6 +174,11 @@ def test_a_model_that_is_planned_again_waits_for_the_functions_that_it_had():
     assert not shares.awaits_others(LOSS)
 
 
+def test_of_a_model_that_is_planned_again_twice_before_any_of_its_graphs_comes_all_functions_are_awaited():
+    shares = after_a_call(Call()).afresh().afresh()
+    assert shares.awaits_others(MODEL) and shares.awaits_others(LOSS)
+
+
 def test_a_graph_that_a_call_runs_again_and_again_stays_as_it_takes_least():
     shares, call = after_a_call(Call()), Call()
     kept = [run(shares, MODEL, call) for _ in range(2)]
