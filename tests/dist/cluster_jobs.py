@@ -189,7 +189,7 @@ def difference(
     torch.set_default_dtype(torch.float64)
     plan = plan_of(rows, schedule) if rows else None
     global_batch = plan.global_batch if plan else UNPLANNED_BATCH
-    seen, start, params, states = trained_alone(depth, tied, global_batch, optimizer, steps)
+    seen, _, params, states = trained_alone(depth, tied, global_batch, optimizer, steps)
     rank = dist.get_rank()
     job = cluster.join(
         lambda: made_model(depth, tied),
@@ -311,7 +311,8 @@ def leg(
 
 
 def states_on_hosts(root: str) -> list[dict[str, Any]]:
-    """A job whose stages keep optimizer states on hosts, and plain ones that go on with it, and at last stages with states on disk."""
+    """A job whose stages keep optimizer states on hosts, and plain ones that go on with it, and at last stages with states on
+    disk."""
     placement.SMALLEST_COPY_BYTES = 512
     stages, nodes = [(2, 4, [2, 4])], ["a", "b"]
     budget = {"memory_budget": 150_000, "allow": ["host_optimizer"], "inner_backend": "eager", "profile": "analytic"}

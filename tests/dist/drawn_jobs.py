@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from autohete_fx import cluster
 from autohete_fx.cluster.history import read_history
 from autohete_fx.errors import ClusterError
-from tests.dist.cluster_jobs import joined, Model, difference, load, plan_of
+from tests.dist.cluster_jobs import Model, difference, joined, load, plan_of
 
 LAST = 4
 """Index of the model's last layer."""
@@ -103,7 +103,11 @@ def told(root: str) -> dict[str, Any]:
     again = job_of([(1, 4, [2, 4])], 4, log)
     params = {name: param for part in whole for name, param in part.items()}
     history = read_history(log) if not rank else None
-    read = [json.loads(line)["bytes"] for line in Path(log).read_text().splitlines() if '"join"' in line] if history else []
+    read = (
+        [json.loads(line)["bytes"] for line in Path(log).read_text().splitlines() if '"join"' in line]
+        if history
+        else []
+    )
     return {
         "losses": losses,
         "ended": ended,

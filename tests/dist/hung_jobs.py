@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from autohete_fx import cluster
 from autohete_fx.errors import ClusterError
-from tests.dist.cluster_jobs import joined, Model, load, plan_of
+from tests.dist.cluster_jobs import Model, joined, load, plan_of
 
 TIMEOUT_S, HANGS_S, NEVER_S = 5.0, 25.0, 3600.0
 
@@ -24,8 +24,8 @@ def _joined(plan: cluster.ClusterPlan, timeout_s: float) -> cluster.Job:
 
 
 def vanished() -> str:
-    """The error of a rank where rank 3, the last of its pipeline, is gone in the second step. Others wait for ranks that wait for it,
-    with a timeout that no test waits for."""
+    """The error of a rank where rank 3, the last of its pipeline, is gone in the second step. Others wait for ranks that wait
+    for it, with a timeout that no test waits for."""
     plan, rank = plan_of([(1, 2, [2, 4]), (1, 2, [2, 4])]), dist.get_rank()
 
     def vanishes(samples: range) -> torch.Tensor:

@@ -23,8 +23,8 @@ def run(
     survivors: Sequence[int] | None = None,
     device: str = "cpu",
 ) -> list[Any]:
-    """What ``function`` (``module.name``) returned on each rank, or on those that are to survive: values of JSON. Ranks meet in a file
-    of the folder, and have a device each."""
+    """What ``function`` (``module.name``) returned on each rank, or on those that are to survive: values of JSON. Ranks meet
+    in a file of the folder, and have a device each."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DEVICE_OF_RANKS": device}
     commands = [
         ["-W", "ignore", "-m", "tests.dist.ranks", function, str(folder), str(rank), str(num_ranks), json.dumps(args)]
@@ -52,13 +52,17 @@ def _started(
     finally:
         for process in processes:
             process.kill()
-    return [subprocess.CompletedProcess(p.args, p.returncode, *texts) for p, texts in zip(processes, ended, strict=True)]
+    return [
+        subprocess.CompletedProcess(p.args, p.returncode, *texts) for p, texts in zip(processes, ended, strict=True)
+    ]
 
 
 def run_each(functions: Sequence[Callable[[], Any]], folder: Path, num_ranks: int = 2) -> dict[str, list[Any]]:
-    """By the name of each function of a module, its results on all ranks, one after the other in the same processes: to start one and
-    import PyTorch takes longer than most of them."""
-    found = run("tests.dist.ranks.each", folder, functions[0].__module__, [f.__name__ for f in functions], num_ranks=num_ranks)
+    """By the name of each function of a module, its results on all ranks, one after the other in the same processes: to start
+    one and import PyTorch takes longer than most of them."""
+    found = run(
+        "tests.dist.ranks.each", folder, functions[0].__module__, [f.__name__ for f in functions], num_ranks=num_ranks
+    )
     return {name: [of_rank[name] for of_rank in found] for name in found[0]}
 
 

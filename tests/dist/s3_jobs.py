@@ -20,7 +20,17 @@ from autohete_fx.cluster.saving import Saver
 from autohete_fx.cluster.store import Place, Save
 from autohete_fx.errors import AutoHeteError
 from autohete_fx.internals.checkpoints import FsspecReader
-from tests.dist.cluster_jobs import CLIP, Model, compare_states, load, loss_of, made_optimizer, plan_of, rate, trained_alone
+from tests.dist.cluster_jobs import (
+    CLIP,
+    Model,
+    compare_states,
+    load,
+    loss_of,
+    made_optimizer,
+    plan_of,
+    rate,
+    trained_alone,
+)
 from tests.s3_server import tell
 
 ROWS = [(2, 4, [2, 4])]
@@ -58,7 +68,9 @@ def leg(root: str, cloud: str, nodes: Sequence[str], steps: int, during: Any = N
             global_batch=plan.global_batch,
             plan=plan,
             optimizer=made_optimizer("torch"),
-            store=cluster.Store(**{"local": f"{root}/{nodes[rank]}", "cloud": cloud, "every": 2, "cloud_every": 2, **store}),
+            store=cluster.Store(
+                **{"local": f"{root}/{nodes[rank]}", "cloud": cloud, "every": 2, "cloud_every": 2, **store}
+            ),
             learning_rate=rate,
             max_grad_norm=CLIP,
             weights=lambda name: start[name],

@@ -86,8 +86,8 @@ FAT = CostTable(
 
 
 def searched(folder: str) -> dict[str, Any]:
-    """A job without a plan, whose two GPUs hold the model in shards alone: an error without them, the plan, and differences from one
-    process."""
+    """A job without a plan, whose two GPUs hold the model in shards alone: an error without them, the plan, and differences
+    from one process."""
     torch.set_default_dtype(torch.float64)
     unit.SMALLEST_COPY_BYTES = SMALLEST_BYTES
     found: dict[str, Any] = {"error": "", "plan": "", "loss": 0.0, "weights": 0.0, "states": 0.0}

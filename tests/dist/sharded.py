@@ -107,7 +107,9 @@ class Records:
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}
 
-    def add(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, read: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def add(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, read: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
         for name, param in model.named_parameters():
             self.values[f"{step}/{name}"] = read(param, param)
             for key, value in sorted(optimizer.state.get(param, {}).items()):

@@ -45,12 +45,17 @@ def trained_alone(optimizer: str) -> tuple[list[tuple[float, float]], list[Any]]
         optim.step()
         optim.zero_grad()
         seen.append((float(loss.detach()), float(norm)))
-        states = {name: {key: torch.as_tensor(value).clone() for key, value in optim.state[param].items()} for name, param in params.items()}
+        states = {
+            name: {key: torch.as_tensor(value).clone() for key, value in optim.state[param].items()}
+            for name, param in params.items()
+        }
         after.append(({name: param.detach().clone() for name, param in params.items()}, states))
     return seen, after
 
 
-def trained(rows: list[Any] | None, stops: int, backend: str | None, optimizer: str, alone: Any, **more: Any) -> dict[str, float]:
+def trained(
+    rows: list[Any] | None, stops: int, backend: str | None, optimizer: str, alone: Any, **more: Any
+) -> dict[str, float]:
     """Train until a step; the largest differences of this rank from one process."""
     torch._dynamo.reset()
     plan = plan_of(rows) if rows else None

@@ -64,6 +64,8 @@ def test_gpus_of_a_node_time_layers_that_they_share_and_plans_may_share_them(tmp
         assert row["bytes"]["layer 1"] / 2 < row["bytes"]["layer 2"] < row["bytes"]["layer 1"], "norms are whole"
         assert row["bytes"]["first 2"] < 0.6 * row["bytes"]["first 1"]
         vectors = [8 * (4 * 16 + 48 + 16 + 32 + 16), 8 * (4 * 16 + 48 + 16 + 16 + 16)]
-        assert [row["unsharded"][f"layer {tp}"] for tp in (1, 2)] == vectors, "norms and biases, one of them in two parts"
+        assert [row["unsharded"][f"layer {tp}"] for tp in (1, 2)] == vectors, (
+            "norms and biases, one of them in two parts"
+        )
         assert max(row[way][key] for way in ("free", "apart") for key in ("loss", "norm", "weights", "states")) < EXACT
         assert 0 < row["apart"]["held"] < whole, "each has a part of each layer"

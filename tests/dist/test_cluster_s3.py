@@ -16,7 +16,9 @@ def said(legs: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.slow
-def test_a_cloud_is_read_for_what_is_nowhere_nearer_and_never_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_cloud_is_read_for_what_is_nowhere_nearer_and_never_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     pytest.importorskip("moto"), pytest.importorskip("s3fs"), pytest.importorskip("flask")
     (tmp_path / "root").mkdir()
     with s3_server("bucket") as server:
@@ -25,11 +27,21 @@ def test_a_cloud_is_read_for_what_is_nowhere_nearer_and_never_waited_for(tmp_pat
         arguments = str(tmp_path / "root"), "s3://bucket/run", server.url
         ranks = run("tests.dist.s3_jobs.every_way", tmp_path, *arguments)
     ways = {way: [rank[way] for rank in ranks] for way in ranks[0]}
-    for way, first in {"begin": 0, "lost": 4, "quick cloud": 4, "broken cloud": 6, "slow writes": 6, "slow reads": 12, "gone": 12}.items():
+    for way, first in {
+        "begin": 0,
+        "lost": 4,
+        "quick cloud": 4,
+        "broken cloud": 6,
+        "slow writes": 6,
+        "slow reads": 12,
+        "gone": 12,
+    }.items():
         for leg in ways[way]:
             assert leg.get("first") == first, (way, leg)
             assert max(leg[key] for key in ("loss", "weights", "states")) < EXACT, (way, leg)
-    assert ways["commits"] == [[-1, -1, 3]] * 2, "a save counts if all ranks have written it, not if each has written a later one"
+    assert ways["commits"] == [[-1, -1, 3]] * 2, (
+        "a save counts if all ranks have written it, not if each has written a later one"
+    )
     assert [leg["saved"] for leg in ways["begin"]] == [[4, 4]] * 2
 
     # the server was asked for the tensors that no disk had, each once, and for no byte beside them
@@ -46,7 +58,9 @@ def test_a_cloud_is_read_for_what_is_nowhere_nearer_and_never_waited_for(tmp_pat
     }
 
     assert "local 0.0 MiB, peer 0.0 MiB, cloud 0.2 MiB" in said(ways["quick cloud"]), said(ways["quick cloud"])
-    assert "Rank 1 could not read 's3://bucket/run': reset by peer. Disks have all that is needed" in said(ways["broken cloud"])
+    assert "Rank 1 could not read 's3://bucket/run': reset by peer. Disks have all that is needed" in said(
+        ways["broken cloud"]
+    )
     assert "local 0.0 MiB, peer 0.2 MiB" in said(ways["broken cloud"]), said(ways["broken cloud"])
 
     # a cloud that takes no bytes: disks have saves meanwhile, and at the end the cloud has one

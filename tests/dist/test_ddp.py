@@ -63,7 +63,9 @@ def both_ways() -> list[dict[str, Any]]:
     found = []
     with torch._dynamo.config.patch(optimize_ddp=False):
         expected = train("inside", plain, backend="aot_eager")
-    autohete_fx.preview(Wide(), torch.randn(256, 512), options=EAGER)  # times the machine, which takes scratch of its own
+    autohete_fx.preview(
+        Wide(), torch.randn(256, 512), options=EAGER
+    )  # times the machine, which takes scratch of its own
     for where in ("inside", "outside"):
         num_before = len(autohete_fx.compilations())
         with autohete_fx.MemoryMeter("cpu") as meter:
@@ -77,7 +79,9 @@ def both_ways() -> list[dict[str, Any]]:
                 "peak": meter.peak_bytes - others,
                 "notes": [note for c in compilations for note in c.notes],
                 "labels": [c.plan.labels for c in compilations],
-                "moved": any(d.params.value == "host" or d.optimizer.value == "host" for d in compilations[0].plan.decisions),
+                "moved": any(
+                    d.params.value == "host" or d.optimizer.value == "host" for d in compilations[0].plan.decisions
+                ),
             }
         )
     return found

@@ -18,8 +18,6 @@ from tests.dist import ranks
 from tests.dist.sharded import Net, alone, differences, make, mesh, refusal, together, tokens, whole
 
 
-
-
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return ranks.run_each([exactness, odd_uses, refusals, in_whole], tmp_path_factory.mktemp("ranks"))
@@ -67,7 +65,9 @@ def exactness() -> dict[str, float]:
     return {name: max(found[name].values(), default=0.0) for name in found}
 
 
-def test_two_ranks_are_bitwise_one_process_and_ties_clipping_and_accumulation_within_rounding(of_two: dict[str, list[Any]]):
+def test_two_ranks_are_bitwise_one_process_and_ties_clipping_and_accumulation_within_rounding(
+    of_two: dict[str, list[Any]],
+):
     for found in of_two["exactness"]:
         bitwise = {"sgd", "ours", "adam", "momentum", "stateless", "inductor"}
         assert {n for n, d in found.items() if not d} == bitwise
@@ -203,7 +203,9 @@ def test_wrong_use_is_an_error_that_says_what_to_do(of_two: dict[str, list[Any]]
         assert found["known"] == [[131, 96], "torch.float64", True, "cpu"] and found["tied"]
         assert "torch.distributed.checkpoint" in found["pickle"]
         assert "max_grad_norm" in found["clip"] and found["untouched"] and found["goes on"]
-        assert "was sharded before" in found["twice"] and "3 dimensions" in found["3-D"] and "DeviceMesh" in found["mesh"]
+        assert (
+            "was sharded before" in found["twice"] and "3 dimensions" in found["3-D"] and "DeviceMesh" in found["mesh"]
+        )
         assert "the models of ranks" in found["differ"] and "layers.1.norm.weight" in found["differ"]
         assert "_flat_weights" in found["LSTM"] and "no values yet" in found["meta"]
         assert "Replace parameters within" in found["replaced"]
@@ -238,7 +240,9 @@ def in_whole() -> dict[str, Any]:
     dist.all_gather_object(everywhere, after)
     found["agreed"] = all(torch.equal(everywhere[0][n], everywhere[1][n]) for n in after)
     torch.manual_seed(0)
-    found["first"] = torch.equal(after["layers.0.up.weight"], nn.init.normal_(torch.empty(301, 96, dtype=torch.float64)))
+    found["first"] = torch.equal(
+        after["layers.0.up.weight"], nn.init.normal_(torch.empty(301, 96, dtype=torch.float64))
+    )
     found["shards"] = shard_of(dict(model.named_parameters())["row"]) is not None
 
     def backward() -> None:
@@ -255,7 +259,12 @@ def in_whole() -> dict[str, Any]:
             if rank == 1:
                 raise autohete_fx.AutoHeteError("mine")
 
-    found["errors"] = [refusal(backward), refusal(other_rank), refusal(failing), refusal(lambda: gathered(make()).__enter__())]
+    found["errors"] = [
+        refusal(backward),
+        refusal(other_rank),
+        refusal(failing),
+        refusal(lambda: gathered(make()).__enter__()),
+    ]
     model.zero_grad()
     found["restored"] = all(torch.equal(whole(p, p), after[n]) for n, p in model.named_parameters())
     return found
@@ -268,5 +277,3 @@ def test_gathered_shows_whole_parameters_and_scatters_what_the_first_rank_wrote(
         assert "ran a backward within gathered" in backward and "wrote row, and the first did not" in other_rank
         assert ("rank 1 raised AutoHeteError" in failing) if rank == 0 else failing == "AutoHeteError: mine"
         assert "Shard it first" in not_sharded
-
-

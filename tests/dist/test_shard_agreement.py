@@ -22,8 +22,6 @@ from tests.dist.sharded import mesh, refusal
 from tests.layers import EAGER, Layers
 
 
-
-
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return ranks.run_each([disagreements, one_cache, changed_gradients], tmp_path_factory.mktemp("ranks"))
@@ -76,20 +74,25 @@ def test_ranks_that_differ_get_errors_that_name_it(of_two: dict[str, list[Any]])
     for rank, found in enumerate(of_two["disagreements"]):
         assert f"the options: memory_budget is {20 << 20} on rank 0; {21 << 20} on rank 1" in found["options"]
         assert "differ in the graph: inputs is [[64, 128]] on rank 0; [[65, 128]] on rank 1" in found["graph"]
-        assert ("rank 1 failed: PassError" if rank == 0 else "PassError: the pass fails_on_the_second") in found["failure"]
+        assert ("rank 1 failed: PassError" if rank == 0 else "PassError: the pass fails_on_the_second") in found[
+            "failure"
+        ]
         assert found["infeasible"].startswith("InfeasiblePlanError") and found["fine"] == "went on"
         assert found["numbers"] == [9, 7, 1, 9, "of rank 0", "same", None, None]
         assert "rank 0 profile; rank 1 plan" in found["places"]
 
 
 def changed_gradients() -> list[str]:
-    """What becomes of a micro-batch after gradients were clipped that a step has taken, that none has, and that were set to zero."""
+    """What becomes of a micro-batch after gradients were clipped that a step has taken, that none has, and that were set to
+    zero."""
     model, found = step(), []
 
     def add() -> None:
         model(torch.ones(64, 128)).backward()
 
-    for change in (lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e9),) * 2 + (lambda: model.zero_grad(set_to_none=False),):
+    for change in (lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e9),) * 2 + (
+        lambda: model.zero_grad(set_to_none=False),
+    ):
         change()
         found.append(refusal(add))
     return found
@@ -117,8 +120,8 @@ def one_cache() -> dict[str, Any]:
 
 
 def cached_code(folder: str) -> dict[str, Any]:
-    """Of compilations with caches of ranks' own, of which the second rank loses one before some: the hits of AOTAutograd's cache, by
-    how much each code was above the budget, and whether the step was the same."""
+    """Of compilations with caches of ranks' own, of which the second rank loses one before some: the hits of AOTAutograd's
+    cache, by how much each code was above the budget, and whether the step was the same."""
     own, hits, results = Path(folder) / str(dist.get_rank()), {}, []
     judged, judge = [], GraphCompiler._judge
 
@@ -136,7 +139,11 @@ def cached_code(folder: str) -> dict[str, Any]:
             model = step(inner_backend="inductor")
         hits[lost] = counters["aot_autograd"]["autograd_cache_hit"]
         results.append([p.detach().clone() for p in model.parameters()])
-    return {"hits": hits, "judged": judged, "same": all(all(map(torch.equal, results[0], other)) for other in results[1:])}
+    return {
+        "hits": hits,
+        "judged": judged,
+        "same": all(all(map(torch.equal, results[0], other)) for other in results[1:]),
+    }
 
 
 @pytest.mark.slow

@@ -35,7 +35,9 @@ def test_an_optimizer_that_would_take_a_shard_for_a_whole_is_refused():
             p.grad = torch.ones_like(p)
         before = [p.detach().clone() for p in params]
         for optimizer in (torch.optim.Adafactor(params), torch.optim.LBFGS(params)):
-            with pytest.raises(ShardError, match=r"sharded parameters, the first of size \(256, 128\).*element by element"):
+            with pytest.raises(
+                ShardError, match=r"sharded parameters, the first of size \(256, 128\).*element by element"
+            ):
                 optimizer.step(lambda: torch.zeros(()))
         assert all(map(torch.equal, params, before))
         torch.optim.Adafactor([model.bias]).step()  # which each rank has whole

@@ -53,7 +53,9 @@ def backend(name: str = "", **options: Any) -> dict[str, Any]:
     """The solver's plan, or that of a name."""
     if name:
         decisions = DECISIONS[name]
-        options["plan"] = Plan(labels=BLOCKS, decisions=tuple(decisions[at % len(decisions)] for at in range(len(BLOCKS))))
+        options["plan"] = Plan(
+            labels=BLOCKS, decisions=tuple(decisions[at % len(decisions)] for at in range(len(BLOCKS)))
+        )
     return {"backend": "autohete", "options": {**EAGER, "solver_time_limit_s": 1, **options}}
 
 
@@ -85,7 +87,9 @@ def plans() -> dict[str, Any]:
         found[f"{name} saved"] = compilation.plan.digest
     found["sgd"] = furthest(together(sgd, compiled=backend("recompute"), **HOW), alone(sgd, **HOW))
     again = {"micro": 2, **HOW}
-    found["accumulated"] = furthest(together(clipped, compiled=backend("mixed"), **again), alone(ours, clip=0.3, **again))
+    found["accumulated"] = furthest(
+        together(clipped, compiled=backend("mixed"), **again), alone(ours, clip=0.3, **again)
+    )
     return found
 
 
@@ -146,7 +150,9 @@ class Wide(nn.Module):
 def peaks() -> dict[str, Any]:
     """Per budget, measured peaks above what was there before, and what was predicted."""
     found: dict[str, Any] = {}
-    autohete_fx.preview(Wide(), torch.randn(512, 256), options=EAGER)  # times the machine, which takes scratch of its own
+    autohete_fx.preview(
+        Wide(), torch.randn(512, 256), options=EAGER
+    )  # times the machine, which takes scratch of its own
     budget: int | None = None
     for name in ("free", "tight"):
         torch._dynamo.reset()
@@ -164,7 +170,12 @@ def peaks() -> dict[str, Any]:
                 del x
             plan = autohete_fx.compilations()[-1].plan
             decided = sorted({f"{d.activations.value} {d.optimizer.value}" for d in plan.decisions})
-            found[name] = {"budget": budget, "peak": meter.peak_bytes - others, "plan": plan.peak_bytes, "decided": decided}
+            found[name] = {
+                "budget": budget,
+                "peak": meter.peak_bytes - others,
+                "plan": plan.peak_bytes,
+                "decided": decided,
+            }
         budget = plan.peak_bytes * 6 // 10
         del model, optimizer  # or the next meter would begin with them
         gc.collect()
@@ -178,4 +189,6 @@ def test_a_sharded_step_keeps_its_budget_and_takes_what_was_predicted(tmp_path: 
         copied = sum(p.nbytes for p in Wide().layers[0].parameters())
         for each in found.values():
             assert -0.05 * each["plan"] - copied <= each["peak"] - each["plan"] <= 0.05 * each["plan"], found
-        assert found["tight"]["peak"] <= found["tight"]["budget"] and found["tight"]["decided"] != found["free"]["decided"]
+        assert (
+            found["tight"]["peak"] <= found["tight"]["budget"] and found["tight"]["decided"] != found["free"]["decided"]
+        )

@@ -75,7 +75,12 @@ def overlapping() -> list[Any]:
         return autohete_fx.AdamW(params, lr=1e-2, overlap="backward")
 
     fast = Speeds(
-        forward_s=1e-3, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, update_params_per_s=1e9, net_bytes_per_s=1e9, num_ranks=2
+        forward_s=1e-3,
+        h2d_bytes_per_s=1e9,
+        d2h_bytes_per_s=1e9,
+        update_params_per_s=1e9,
+        net_bytes_per_s=1e9,
+        num_ranks=2,
     )
     expected = from_first(lambda: alone(ours, steps=3))
     with Emulation(fast).running() as emulation, mock.patch.object(Early, "start", noting):
@@ -136,13 +141,17 @@ def corners() -> dict[str, Any]:
     rank, found = dist.get_rank(), {}
     torch.manual_seed(0)
     model, reference = shard(Half(), mesh(2)), Half()
-    reference.load_state_dict({n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in model.state_dict().items()})
+    reference.load_state_dict(
+        {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in model.state_dict().items()}
+    )
     model.compile(backend="aot_eager")
     model(torch.ones(4, 128), rank > 1).backward()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     sum(reference(torch.ones(4, 128), at > 1) / 4 for at in range(4)).backward()
     torch.optim.SGD(reference.parameters(), lr=1.0).step()
-    found["half"] = all(torch.allclose(whole(p, p), q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+    found["half"] = all(
+        torch.allclose(whole(p, p), q) for p, q in zip(model.parameters(), reference.parameters(), strict=True)
+    )
     weight = model.other._parameters["weight"]
     found["again"] = refusal(torch.optim.SGD(model.parameters(), lr=1.0).step)
     weight.grad.mul_(2.0)
@@ -173,4 +182,7 @@ def test_two_replicas_of_two_ranks_are_within_rounding_of_one_process(tmp_path: 
         assert all(found["states"].values()), found["states"]
         corners = found["corners"]
         assert corners["half"] and corners["again"] == "went on" and "max_grad_norm" in corners["written"]
-        assert f"memory_budget is {20 << 20} on rank 0" in corners["options"] and f"{21 << 20} on rank 3" in corners["options"]
+        assert (
+            f"memory_budget is {20 << 20} on rank 0" in corners["options"]
+            and f"{21 << 20} on rank 3" in corners["options"]
+        )

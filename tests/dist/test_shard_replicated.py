@@ -1,20 +1,18 @@
 """Blocks that are replicated: gathered once a step, however many micro-batches it has, and never stale."""
 
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
 from autohete_fx.ir import Overlap, Schedule
 from autohete_fx.runtime.lanes.lanes import Lanes
 from tests.dist import ranks
-from tests.dist.sharded import alone, differences, make, mesh, refusal, together, tokens, whole
+from tests.dist.sharded import alone, make, mesh, refusal, together, tokens, whole
 from tests.dist.test_shard_plans import BLOCKS, Wide, backend, furthest, ours, sgd
 
 REPLICATED = BlockDecision(replicates=True)
@@ -71,15 +69,18 @@ def accumulated() -> float:
 
 
 def used() -> dict[str, Any]:
-    """Losses where shards change between micro-batches in ways that all ranks know of, replicated and not, and the gathers of a step
-    in which none does; then a write that no rank is told of."""
+    """Losses where shards change between micro-batches in ways that all ranks know of, replicated and not, and the gathers of
+    a step in which none does; then a write that no rank is told of."""
     found: dict[str, Any] = {}
     for name in ("all", "keep"):
         torch._dynamo.reset()
         model = autohete_fx.shard(make(dropout=0.0), mesh())
         optimizer, rank, losses = torch.optim.SGD(model.parameters(), lr=1e-3), dist.get_rank(), []
         model.compile(**planned(name) if name in PLANS else backend(name, micro_batches=MICRO))
-        start = {key: value.full_tensor() if hasattr(value, "full_tensor") else value.clone() for key, value in model.state_dict().items()}
+        start = {
+            key: value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
+            for key, value in model.state_dict().items()
+        }
 
         def train(at: int, model: torch.nn.Module = model, losses: list[float] = losses) -> None:
             loss = model(tokens(at, dist.get_rank()))
@@ -114,7 +115,9 @@ def used() -> dict[str, Any]:
         found[name] = list(losses)
         found[f"{name} parameters"] = {key: whole(p, p).sum().item() for key, p in model.named_parameters()}
         with torch.no_grad():
-            next(p for p in model.parameters() if p.numel() > 10_000).data.mul_(2.0)  # before the first gather of a step: in time
+            next(p for p in model.parameters() if p.numel() > 10_000).data.mul_(
+                2.0
+            )  # before the first gather of a step: in time
         train(20)
         with torch.no_grad():
             next(p for p in model.parameters() if p.numel() > 10_000).data.mul_(2.0)
@@ -133,7 +136,12 @@ def overlapping() -> float:
     from examples.benchmarks.emulated import Emulation, Speeds
 
     fast = Speeds(
-        forward_s=1e-3, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, update_params_per_s=1e9, net_bytes_per_s=1e9, num_ranks=2
+        forward_s=1e-3,
+        h2d_bytes_per_s=1e9,
+        d2h_bytes_per_s=1e9,
+        update_params_per_s=1e9,
+        net_bytes_per_s=1e9,
+        num_ranks=2,
     )
     decisions = [BlockDecision(replicates=True, optimizer=place) for place in (Optimizer.HOST, Optimizer.STREAMED)]
     schedule = Schedule(overlap=Overlap.BACKWARD)
@@ -155,13 +163,20 @@ def peak() -> dict[str, int]:
         model.compile(**backend(micro_batches=2))
         for step in range(2):
             for at in range(2):
-                model(torch.randn(512, 256, generator=torch.Generator().manual_seed(step + at + dist.get_rank()))).backward()
+                model(
+                    torch.randn(512, 256, generator=torch.Generator().manual_seed(step + at + dist.get_rank()))
+                ).backward()
             optimizer.step()
             optimizer.zero_grad()
     plan = autohete_fx.compilations()[-1].plan
     layer = sum(p.nbytes for p in Wide().layers[0].parameters())
     replicated = sum(decision.replicates for decision in plan.decisions)
-    return {"measured": meter.peak_bytes - others, "predicted": plan.peak_bytes, "layer": layer, "replicated": replicated}
+    return {
+        "measured": meter.peak_bytes - others,
+        "predicted": plan.peak_bytes,
+        "layer": layer,
+        "replicated": replicated,
+    }
 
 
 pytestmark = pytest.mark.slow

@@ -71,7 +71,12 @@ def device_of(name: str) -> Iterator[dict[str, Any]]:
             return dataclasses.replace(super().machine, disk_bytes=1 << 40, disk_bytes_per_s=1e9)
 
     fast = WithDisk(
-        forward_s=1e-3, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, update_params_per_s=1e9, net_bytes_per_s=1e9, num_ranks=2
+        forward_s=1e-3,
+        h2d_bytes_per_s=1e9,
+        d2h_bytes_per_s=1e9,
+        update_params_per_s=1e9,
+        net_bytes_per_s=1e9,
+        num_ranks=2,
     )
     with Emulation(fast).running() as emulation:
         plan = Plan(labels=("prologue", "layers.0", "layers.1", "epilogue"), decisions=PLACES)
@@ -142,7 +147,9 @@ def is_loaded_from_the_first(model: torch.nn.Module, optimizer: torch.optim.Opti
     other = shard(make(dropout=0.0, layers=2, seed=4), mesh())
     loaded = optimizer_of(other.parameters())
     set_model_state_dict(other, get_model_state_dict(model, options=FULL), options=from_first)
-    set_optimizer_state_dict(other, loaded, get_optimizer_state_dict(model, optimizer, options=FULL), options=from_first)
+    set_optimizer_state_dict(
+        other, loaded, get_optimizer_state_dict(model, optimizer, options=FULL), options=from_first
+    )
     pairs = list(zip(model.parameters(), other.parameters(), strict=True))
     same = [torch.equal(p.detach(), q.detach()) for p, q in pairs]
     same += [torch.equal(v, loaded.state[q][k]) for p, q in pairs for k, v in optimizer.state.get(p, {}).items()]
@@ -193,7 +200,9 @@ def load_one(name: str, optimizer_of: Any, folder: str, compiled: dict[str, Any]
             trained.compile(backend="aot_eager")
         trained(tokens(9, 0)).backward()
         theirs.step()
-    found[name] = [n for (n, p), q in zip(model.named_parameters(), reference.parameters(), strict=True) if not close(p, q)]
+    found[name] = [
+        n for (n, p), q in zip(model.named_parameters(), reference.parameters(), strict=True) if not close(p, q)
+    ]
     if dist.get_world_size() > 1:
         found[f"{name} again"] = loaded_whole(model, optimizer)
     return found
@@ -234,7 +243,9 @@ def test_two_ranks_save_what_three_and_one_load_with_optimizer_states(tmp_path: 
         assert found["safetensors"] and {"disk", "host", "streamed"} <= set(found["placed places"])
         for name in OPTIMIZERS:
             assert found[name] == [] and found[f"{name} full"] and found[f"{name} broadcast"], name
-            assert found[f"{name} shards"] == 9 + 2 * 6  # tied twice, frozen and unused ones; two moments of those that are trained
+            assert (
+                found[f"{name} shards"] == 9 + 2 * 6
+            )  # tied twice, frozen and unused ones; two moments of those that are trained
     for num_ranks in (3, 1):
         for found in ranks.run("tests.dist.test_shard_states.load", tmp_path, str(tmp_path), num_ranks=num_ranks):
             assert found["ours"] == found["plain"] == found["placed"] == []

@@ -60,9 +60,7 @@ def rows(step: int, micro: int, dp: int) -> Tensor:
 Read = Callable[[Tensor, Tensor], Tensor]
 
 
-def note(
-    found: dict[str, Tensor], step: int, model: nn.Module, optimizer: torch.optim.Optimizer, read: Read
-) -> None:
+def note(found: dict[str, Tensor], step: int, model: nn.Module, optimizer: torch.optim.Optimizer, read: Read) -> None:
     for name, param in model.named_parameters():
         found[f"{step}/{name}"] = read(param, param)
         states = {key: value for key, value in optimizer.state[param].items() if value.dim()}
@@ -72,7 +70,9 @@ def note(
 OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def alone(optimizer_of: OptimizerOf, *, micro: int = 1, clip: float | None = None, steps: int = 3, **how: Any) -> dict[str, Tensor]:
+def alone(
+    optimizer_of: OptimizerOf, *, micro: int = 1, clip: float | None = None, steps: int = 3, **how: Any
+) -> dict[str, Tensor]:
     """One process, which computes the batches of both ranks of data parallelism in turn."""
     model, found = make(hidden=HIDDEN, **how), {}
     optimizer = optimizer_of(model.parameters())
@@ -197,7 +197,9 @@ def in_whole() -> dict[str, Any]:
     model, expected = made(over, dropout=0.0), make(hidden=HIDDEN, dropout=0.0)
     batch, rank = tokens(3), dist.get_rank()
     with gathered(model), torch.no_grad():
-        found["kinds"] = isinstance(model.layers[0].up.weight, DTensor) and not isinstance(model.embedding.weight, DTensor)
+        found["kinds"] = isinstance(model.layers[0].up.weight, DTensor) and not isinstance(
+            model.embedding.weight, DTensor
+        )
         found["forward"] = torch.allclose(model(batch), expected(batch))
         torch.manual_seed(rank)
         model.layers[0].up.weight.mul_(2 + over["dp"].get_local_rank())
@@ -241,7 +243,9 @@ def of_four(folder: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_shards_of_a_model_under_tensor_parallelism_are_within_rounding_of_one_process(tmp_path: Path):
-    everywhere = ranks.run("tests.dist.test_shard_tensor_parallel.of_four", tmp_path, str(tmp_path / "saved"), num_ranks=4)
+    everywhere = ranks.run(
+        "tests.dist.test_shard_tensor_parallel.of_four", tmp_path, str(tmp_path / "saved"), num_ranks=4
+    )
     assert len({repr(found["exact"]["plan"]) for found in everywhere}) == 1
     for found in everywhere:
         exact = found["exact"]
@@ -256,5 +260,6 @@ def test_shards_of_a_model_under_tensor_parallelism_are_within_rounding_of_one_p
         refused = found["refused"]
         assert "two dimensions of one mesh" in refused["same"] and "before the optimizer is made" in refused["late"]
         assert "over 2 meshes" in refused["meshes"] and "of which this rank holds" in refused["Muon"]
-        assert "updates an element by others" in refused["LBFGS"] and "were changed between backward" in refused["clipped"]
-
+        assert (
+            "updates an element by others" in refused["LBFGS"] and "were changed between backward" in refused["clipped"]
+        )

@@ -1,7 +1,9 @@
-"""Sharded models in other use than plain training: 16 bit, evaluation between steps, graph breaks, text generation, ranks that end."""
+"""Sharded models in other use than plain training: 16 bit, evaluation between steps, graph breaks, text generation, ranks
+that end."""
 
 import contextlib
 import datetime
+import functools
 import json
 import os
 import signal
@@ -86,7 +88,12 @@ def on_a_device_with_memory_of_its_own() -> dict[str, Any]:
     from examples.benchmarks.emulated import Emulation, Speeds
 
     fast = Speeds(
-        forward_s=1e-3, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, update_params_per_s=1e9, net_bytes_per_s=1e9, num_ranks=2
+        forward_s=1e-3,
+        h2d_bytes_per_s=1e9,
+        d2h_bytes_per_s=1e9,
+        update_params_per_s=1e9,
+        net_bytes_per_s=1e9,
+        num_ranks=2,
     )
     started, start, found = [], Early.start, {}
 
@@ -108,7 +115,9 @@ def on_a_device_with_memory_of_its_own() -> dict[str, Any]:
                 plan = Plan(labels=BLOCKS, decisions=tuple(HOST[at % 2] for at in range(4)), schedule=schedule)
                 micro = {"micro": how.get("micro", 1)}
                 options = {**emulation.options, "plan": plan, "micro_batches": micro["micro"]}
-                given = together(optimizer, compiled={"backend": "autohete", "options": options}, layers=2, steps=3, **micro)
+                given = together(
+                    optimizer, compiled={"backend": "autohete", "options": options}, layers=2, steps=3, **micro
+                )
             name = " ".join([overlap, *how])
             found[name] = [furthest(given, expected), sum(started)]
     return found
@@ -167,7 +176,12 @@ def test_a_sharded_model_writes_the_same_text(of_two: dict[str, list[Any]]):
 
 def lengths() -> list[float]:
     """How far ranks whose sequences are of other lengths in each step are from one process that has all of them."""
-    how: dict[str, Any] = {"layers": 1, "steps": 3, "dropout": 0.0, "length_of": lambda step, rank: 16 + 8 * step + 3 * rank}
+    how: dict[str, Any] = {
+        "layers": 1,
+        "steps": 3,
+        "dropout": 0.0,
+        "length_of": lambda step, rank: 16 + 8 * step + 3 * rank,
+    }
     compiled = {**backend(), "dynamic": True}
     return [furthest(together(sgd, compiled=compiled, **how), alone(sgd, **how))]
 
@@ -177,7 +191,8 @@ def test_ranks_may_have_sequences_of_other_lengths(of_two: dict[str, list[Any]])
 
 
 def two_models() -> bool:
-    """Whether two models of one process, trained in turns and each through the other's backward, are as two that are not sharded."""
+    """Whether two models of one process, trained in turns and each through the other's backward, are as two that are not
+    sharded."""
     trained = []
     for is_sharded in (False, True):
         torch._dynamo.reset()
@@ -237,7 +252,8 @@ def waiting_alone() -> list[str]:
             model(tokens(0, rank))
             batch = 4 if evaluates else 4 + rank
             is_there = rank == 0 or not evaluates
-            found.append(refusal(lambda: model(tokens(1, rank, batch=batch))).splitlines()[0] if is_there else "")
+            forward = functools.partial(model, tokens(1, rank, batch=batch))
+            found.append(refusal(forward).splitlines()[0] if is_there else "")
     print(json.dumps(found), flush=True)
     os._exit(0)
 

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import CodeType
 
 from autohete_fx.internals import dynamo
 
@@ -10,9 +11,9 @@ class Batch:
     """Stands for the tensors of a frame."""
 
 
-def look(code: object) -> weakref.ref[Batch]:
+def look(code: CodeType) -> weakref.ref[Batch]:
     batch = Batch()
-    assert dynamo._is_of_collector(code) == (code is not look.__code__)  # type: ignore[arg-type]
+    assert dynamo._is_of_collector(code) == (code is not look.__code__)
     return weakref.ref(batch)
 
 
