@@ -27,7 +27,7 @@ from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.simulate import simulate
 from autohete_fx.cluster.solve import Solution, compute_bound, idle_of, plan_cluster
 from autohete_fx.cluster.spec import Cluster
-from autohete_fx.cluster.two_stages import two_stages
+from autohete_fx.cluster.two_stages import TWO_STAGES, two_stages
 from autohete_fx.errors import ClusterError
 
 
@@ -79,6 +79,6 @@ def best_homogeneous(
 BASELINES: Mapping[str, Baseline] = {
     "equal grid": equal_grid,
     "proportional grid": proportional_grid,
-    "two stages": two_stages,
+    TWO_STAGES: two_stages,
     "one type": best_homogeneous,
 }

@@ -13,6 +13,7 @@ from autohete_fx.cluster.plan import ClusterPlan, Pipeline
 from autohete_fx.cluster.simulate import Timeline, cost_with_gathers
 from autohete_fx.cluster.solve import Solution
 from autohete_fx.cluster.spec import Cluster, Gpu
+from autohete_fx.cluster.two_stages import TWO_STAGES
 from autohete_fx.ir.sizes import format_bytes, format_seconds
 from autohete_fx.report.tables import aligned
 
@@ -236,7 +237,7 @@ def idle_lines(report: ClusterReport) -> Iterator[str]:
             why = "the given plan has no part for them"
         elif report.frontier:
             why = "plans with more of them that were made cost more a token"
-        elif report.solution.model_bound_s is None:
+        elif report.plan.planner == TWO_STAGES:
             why = "the two stages make no faster plan with more of them"
         elif (with_more_s := reasons[gpu.name].with_more_s) is None:
             why = "no plan with more of them was found: they lack memory, or the batch lacks samples for more pipelines or stages"

@@ -65,7 +65,7 @@ class Solution:
         plan: with its simulated step.
         timeline: of that step.
         model_bound_s: as the integer program counts, without shared ports and waits, no plan of the shapes that were made is
-            faster. None where no such program was solved.
+            faster. None where that program found no plan, or the plan comes from elsewhere.
         compute_bound_s: all GPUs at work all the time on whole models.
         num_shapes: that were made.
         num_simulated: plans that were simulated.
@@ -171,7 +171,7 @@ def plan_cluster(
     return Solution(
         plan=plan,
         timeline=timeline,
-        model_bound_s=min(bounds),
+        model_bound_s=min(bounds) if math.isfinite(min(bounds)) else None,
         compute_bound_s=compute_bound(cluster, costs, search.shaper, known, global_batch, search.sizes),
         num_shapes=search.num_shapes,
         num_simulated=search.num_simulated,

@@ -23,6 +23,8 @@ from autohete_fx.cluster.spec import Cluster
 _SCIP = "limits/totalnodes = 500\nlimits/gap = 0.005\n"
 """Nodes rather than seconds: equal inputs give equal plans."""
 
+TWO_STAGES = "two stages"
+"""`ClusterPlan.planner` of this module's plans."""
 _Group = tuple[tuple[UnitType, int], ...]
 """Units of a pipeline by type."""
 
@@ -35,7 +37,7 @@ def two_stages(cluster: Cluster, costs: CostTable, global_batch: int) -> Cluster
         if len(made) >= 2 * MOST_SIMULATED:
             break
         made.extend(_pipelines(drafts, grouping))
-    return drafts.fastest(made, "two stages")
+    return drafts.fastest(made, TWO_STAGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

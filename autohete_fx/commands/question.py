@@ -141,8 +141,8 @@ def check(parsed: argparse.Namespace) -> None:
         require_transformers()
     if parsed.cluster and parsed.batch and parsed.batch > _MOST_SAMPLES:
         raise OptionError(
-            f"--batch {parsed.batch} was given with --cluster. Expected was at most {_MOST_SAMPLES}, because a step is simulated"
-            " micro-batch by micro-batch. Plan for so many: a larger step takes longer in proportion"
+            f"a step of {parsed.batch} samples was given with --cluster. Expected were at most {_MOST_SAMPLES}, because it is"
+            " simulated micro-batch by micro-batch. Plan for so many: a larger step takes longer in proportion"
         )
     if parsed.cluster and not parsed.costs:
         cluster = described(parsed.cluster, spot=parsed.spot).cluster

@@ -68,7 +68,7 @@ def test_a_plan_is_printed_saved_and_drawn(config, tmp_path, capsys):
 def test_json_has_the_plan_and_its_figures(config, capsys):
     asked = ["plan", config, "--cluster", "2xA100-40G,2xL40S", "--batch", "16", "--seq", "128", "--json"]
     assert main(asked) == 0
-    body = json.loads(capsys.readouterr().out)
+    body = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)  # no Infinity or NaN, which JSON has not
     assert ClusterPlan.from_json(json.dumps(body["plan"])).iteration_s == body["iteration_s"] > 0
     assert sum(body["seconds_by_cause"].values()) == pytest.approx(body["iteration_s"])
     used = {name: gpu["used"] for name, gpu in body["gpus"].items()}
@@ -133,7 +133,7 @@ def test_the_cheapest_plan_is_on_the_frontier(config, tmp_path, capsys):
         (["--cluster", "2xL40S", "--given", "plan.json", "--max-tp", "1"], "--max-tp is about a search"),
         (["--cluster", "2xL40S", "--given", "plan.json", "--time-limit", "5"], "--time-limit is about a search"),
         (["--cluster", "2xL40S", "--given", "missing.json"], "cannot read the cluster plan file 'missing.json'"),
-        (["--cluster", "2xL40S", "--batch", "1000000"], "Expected was at most 65536"),
+        (["--cluster", "2xL40S", "--batch", "1000000"], "Expected were at most 65536"),
         (["--cluster", "8A100"], "has the part '8A100'"),
         (["--cluster", "2xL40S,2xH20", "--objective", "cost"], "there is no price of h20-96g"),
     ],

@@ -218,6 +218,13 @@ def test_a_stage_of_layers_that_take_no_time_is_planned():
     assert found.timeline.iteration_s >= found.compute_bound_s > 0
 
 
+def test_there_is_no_bound_where_its_program_finds_no_plan():
+    given, table = cluster(["aa", "a"], {"a": 40_000}, rate=2e3), costs({"a": 0.1}, degrees=(1,))
+    found = plan_cluster(given, table, global_batch=1)
+    assert found.model_bound_s is None
+    assert found.timeline.iteration_s >= found.compute_bound_s > 0
+
+
 @pytest.mark.parametrize(("nodes", "memory", "rate", "degrees", "shards"), SMALL)
 def test_no_plan_is_more_than_half_a_percent_faster(nodes, memory, rate, degrees, shards):
     given, batch = cluster(nodes.split(), memory, rate=rate), 6 if 3 in shards else 8
