@@ -11,7 +11,7 @@ import autohete_fx
 
 
 def main(arguments: Sequence[str] | None = None) -> Outcome:
-    setting = parse(arguments, __doc__, budget="2800KiB")
+    setting = parse(arguments, __doc__, budget="2900KiB")
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model = get_peft_model(tiny_llama(layers=3), config)
     if setting.is_plain:
