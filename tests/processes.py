@@ -1,8 +1,9 @@
 """Processes of Python that need not import PyTorch: forks of one that has. To import it takes longer than most of their work.
 
 There are two such servers, as ranks of a job must agree though they hash with other seeds. They start with the first process that
-is asked for, and end with the session. They have imported PyTorch and what we depend on, but not our package: a test imports it.
-A test that measures the memory of a process, or sets what imports read, starts one of its own by ``subprocess``.
+is asked for, and end with the session. They have imported PyTorch, what we depend on, and our package. A test of what importing
+our package does asks for a server without it. A test that measures the memory of a process, or sets what imports read, starts one
+of its own by ``subprocess``.
 """
 
 import atexit
@@ -32,17 +33,30 @@ _IMPORTED = """
     rich.console rich.progress
 """.split()
 """Nothing here may compute: neither autograd nor OpenMP goes on in a fork."""
-_servers: list["subprocess.Popen[str]"] = []
+_OURS = """
+    autohete_fx.backend autohete_fx.whatif.trace autohete_fx.cluster.joining
+    autohete_fx.cluster.history pytest
+""".split()
+"""Our package, and what most tests import with it."""
+_servers: dict[tuple[int, bool], "subprocess.Popen[str]"] = {}
+"""By number, and whether our package is imported."""
 
 Ended = subprocess.CompletedProcess[str]
 
 
-def run_python(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Ended:
-    """What ``python *arguments`` does in our root: a script, ``-c code`` or ``-m module``, behind ``-W ignore`` or not."""
-    return run_together([arguments], environment)[0]
+def run_python(
+    arguments: Sequence[str], environment: Mapping[str, str] | None = None, *, has_ours: bool = True
+) -> Ended:
+    """What ``python *arguments`` does in our root: a script, ``-c code`` or ``-m module``, after ``-W ignore`` or not.
+
+    ``has_ours``: whether our package may be imported before.
+    """
+    return run_together([arguments], environment, has_ours=has_ours)[0]
 
 
-def run_together(commands: Sequence[Sequence[str]], environment: Mapping[str, str] | None = None) -> list[Ended]:
+def run_together(
+    commands: Sequence[Sequence[str]], environment: Mapping[str, str] | None = None, *, has_ours: bool = True
+) -> list[Ended]:
     """Processes that run at one time, each with the arguments of Python's own command line."""
     variables = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
@@ -59,9 +73,9 @@ def run_together(commands: Sequence[Sequence[str]], environment: Mapping[str, st
                     "environment": variables,
                     "folder": folder,
                 }
-                print(json.dumps(asked), file=_server(at).stdin, flush=True)
+                print(json.dumps(asked), file=_server(at, has_ours).stdin, flush=True)
             for at, share in enumerate(shares):
-                answer = _server(at).stdout
+                answer = _server(at, has_ours).stdout
                 assert answer is not None
                 for place, status in zip(share, json.loads(answer.readline()), strict=True):
                     output, errors = (Path(folder, f"{place}.{kind}").read_text() for kind in ("out", "err"))
@@ -72,18 +86,19 @@ def run_together(commands: Sequence[Sequence[str]], environment: Mapping[str, st
     return [ended[place] for place in range(len(listed))]
 
 
-def _server(at: int) -> "subprocess.Popen[str]":
-    while at >= len(_servers):
-        command = [sys.executable, "-W", "ignore", "-m", "tests.processes"]
-        _servers.append(subprocess.Popen(command, cwd=ROOT, stdin=-1, stdout=-1, text=True))
-    return _servers[at]
+def _server(at: int, has_ours: bool) -> "subprocess.Popen[str]":
+    key = (at, has_ours)
+    if key not in _servers:
+        command = [sys.executable, "-W", "ignore", "-m", "tests.processes", *(_OURS if has_ours else ())]
+        _servers[key] = subprocess.Popen(command, cwd=ROOT, stdin=-1, stdout=-1, text=True)
+    return _servers[key]
 
 
 @atexit.register
 def end_servers() -> None:
     """They end their forks, too."""
     while _servers:
-        ended = _servers.pop()
+        _, ended = _servers.popitem()
         assert ended.stdin is not None and ended.stdout is not None
         ended.stdin.close()
         ended.wait()
@@ -92,7 +107,7 @@ def end_servers() -> None:
 
 def _serve() -> None:
     """Fork the processes of each line of the input, wait for them, print their statuses. A fork returns as one that has ended."""
-    for name in _IMPORTED:
+    for name in (*_IMPORTED, *sys.argv[1:]):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()

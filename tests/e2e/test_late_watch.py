@@ -110,7 +110,7 @@ with pytest.raises(OptimizerStateError):
 
 
 def run(script: str) -> Ended:
-    return run_python(["-W", "ignore", "-c", script])
+    return run_python(["-W", "ignore", "-c", script], has_ours=False)
 
 
 def passes(*scripts: str, **values: str) -> None:
