@@ -4,6 +4,7 @@ import json
 import os
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,11 +13,11 @@ from autohete_fx import cluster
 from autohete_fx.errors import ClusterError
 from tests.dist.cluster_jobs import Model, joined, load, plan_of
 
-TIMEOUT_S, HANGS_S, NEVER_S = 5.0, 25.0, 3600.0
+TIMEOUT_S, HANGS_S, NEVER_S = 5.0, 120.0, 3600.0
 
 
 class Awake(Exception):
-    """The hung rank has slept."""
+    """The hung rank has slept, until the others had their errors."""
 
 
 def _joined(plan: cluster.ClusterPlan, timeout_s: float) -> cluster.Job:
@@ -51,11 +52,13 @@ def errors(root: str, hung: int = 1) -> str:
     dist.init_process_group(
         "gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT_S)
     )
-    plan = plan_of([(2, 2, [2, 4]), (2, 1, [4])])
+    plan, told = plan_of([(2, 2, [2, 4]), (2, 1, [4])]), [Path(root, f"told-{each}") for each in range(ranks)]
 
     def hangs(samples: range) -> torch.Tensor:
         if rank == hung and samples.start >= plan.global_batch:
-            time.sleep(HANGS_S)
+            ends_at = time.monotonic() + HANGS_S
+            while time.monotonic() < ends_at and not all(file.exists() for file in told if file is not told[hung]):
+                time.sleep(0.05)
             raise Awake
         return load(samples)
 
@@ -64,5 +67,6 @@ def errors(root: str, hung: int = 1) -> str:
         for _ in range(2):
             job.train_step(hangs)
     except (ClusterError, Awake) as error:
+        told[rank].touch()
         return str(error)
     return ""
