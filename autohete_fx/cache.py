@@ -110,8 +110,12 @@ def load_machine(key: str) -> Machine | None:
         return None
 
 
+@functools.cache
 def sources_digest() -> str:
-    """A digest of this package's own code: another version of it must not find the old one's plans and compiled code."""
+    """A digest of this package's own code: another version of it must not find the old one's plans and compiled code.
+
+    The files are read once in a process, as they are imported once.
+    """
     digest, package = hashlib.sha256(), Path(__file__).resolve().parent
     for path in sorted([*package.rglob("*.py"), *(package / "passes").glob("*.py")]):
         digest.update(path.read_bytes())

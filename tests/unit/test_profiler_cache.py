@@ -81,3 +81,9 @@ def test_the_default_directory_is_the_users(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if os.name == "posix" and os.uname().sysname != "Darwin":
         assert cache.cache_dir() == tmp_path / "autohete_fx"
+
+
+def test_a_process_reads_its_package_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = cache.sources_digest()
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} is read again"))
+    assert cache.sources_digest() == digest and len(digest) == 16
