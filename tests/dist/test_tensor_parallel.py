@@ -1,7 +1,8 @@
 """Models under ``parallelize_module``: every kind of plan is that of one process, on all ranks alike, and moves local shards."""
 
+import functools
 import gc
-from pathlib import Path
+import tempfile
 from typing import Any
 
 import pytest
@@ -56,6 +57,7 @@ DECISIONS = {
     "host": [HOST],
 }
 BLOCKS = ("prologue", "layers.0", "layers.1", "epilogue")
+pytestmark = pytest.mark.slow
 
 
 def plan_of(name: str, **how: Any) -> Plan:
@@ -69,13 +71,21 @@ def compiled(model: nn.Module, **options: Any) -> nn.Module:
     return model
 
 
+@functools.cache
 def reference(dropout: float = 0.1, **how: Any) -> dict[str, torch.Tensor]:
+    """What one process makes of a model."""
     model = make(dropout=dropout)
     return train(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), **how)
 
 
 def apart(given: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     return largest_difference(given, expected)[0]
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    functions = [plans, sequences, overlapping, checkpoints, wrong_uses, peaks, by_inductor, llama]
+    return ranks.run_each(functions, tmp_path_factory.mktemp("ranks"))
 
 
 def plans() -> dict[str, Any]:
@@ -105,9 +115,8 @@ def plans() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
-def test_two_ranks_train_as_one_process_under_every_plan(tmp_path: Path):
-    first, second = ranks.run("tests.dist.test_tensor_parallel.plans", tmp_path)
+def test_two_ranks_train_as_one_process_under_every_plan(of_two: dict[str, list[Any]]):
+    first, second = of_two["plans"]
     assert {n: v for n, v in first.items() if "plan" in n} == {n: v for n, v in second.items() if "plan" in n}
     for found in (first, second):
         assert max(found[name] for name in (*DECISIONS, "accumulated")) < 1e-12, found
@@ -131,9 +140,8 @@ def sequences() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
-def test_sequence_parallelism_is_exact_too(tmp_path: Path):
-    for found in ranks.run("tests.dist.test_tensor_parallel.sequences", tmp_path):
+def test_sequence_parallelism_is_exact_too(of_two: dict[str, list[Any]]):
+    for found in of_two["sequences"]:
         assert max(found[name][0] for name in ("keep", "mixed")) < 1e-12, found
         assert {"all_gather_into_tensor", "reduce_scatter_tensor"} <= set(found["ops"]), found
 
@@ -153,14 +161,22 @@ def overlapping() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
-def test_updates_overlap_as_on_one_rank(tmp_path: Path):
-    for found in ranks.run("tests.dist.test_tensor_parallel.overlapping", tmp_path):
+def test_updates_overlap_as_on_one_rank(of_two: dict[str, list[Any]]):
+    for found in of_two["overlapping"]:
         assert max(found.values()) < 1e-12, found
 
 
-def checkpoints(folder: str) -> dict[str, Any]:
+def checkpoints() -> dict[str, Any]:
     """A model and its optimizer, saved by DCP with states in host memory and loaded into one that keeps its own on the device."""
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        found = saved_and_loaded(folder[0])
+        dist.barrier()
+    return found
+
+
+def saved_and_loaded(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     expected = make()
     plain = torch.optim.AdamW(expected.parameters(), lr=1e-2, fused=True)
@@ -187,9 +203,8 @@ def checkpoints(folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
-def test_checkpoints_have_dtensors_wherever_states_are(tmp_path: Path):
-    for found in ranks.run("tests.dist.test_tensor_parallel.checkpoints", tmp_path, str(tmp_path / "saved")):
+def test_checkpoints_have_dtensors_wherever_states_are(of_two: dict[str, list[Any]]):
+    for found in of_two["checkpoints"]:
         assert found.pop("kinds") == ["DTensor", "Tensor"] and found.pop("loaded") < 1e-12
         assert all(found.values()), found
 
@@ -217,9 +232,8 @@ def wrong_uses() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
-def test_wrong_use_is_an_error_on_all_ranks(tmp_path: Path):
-    for found in ranks.run("tests.dist.test_tensor_parallel.wrong_uses", tmp_path):
+def test_wrong_use_is_an_error_on_all_ranks(of_two: dict[str, list[Any]]):
+    for found in of_two["wrong_uses"]:
         assert "differ in the options: memory_budget" in found["budgets"] and "differ in the graph" in found["graphs"]
         assert found["place"].startswith("OptionError") and "holds together" not in found["place"]
         assert "two dimensions of one mesh" in found["shard"] and "of which this rank holds" in found["Muon"]
@@ -257,9 +271,8 @@ def peaks() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
-def test_a_budget_is_kept_by_moving_local_shards(tmp_path: Path):
-    first, second = ranks.run("tests.dist.test_tensor_parallel.peaks", tmp_path)
+def test_a_budget_is_kept_by_moving_local_shards(of_two: dict[str, list[Any]]):
+    first, second = of_two["peaks"]
     assert first["tight"]["decided"] == second["tight"]["decided"] != first["free"]["decided"]
     for found in (first, second):
         assert found["tight"]["peak"] <= found["tight"]["budget"], found
@@ -278,9 +291,8 @@ def by_inductor() -> dict[str, Any]:
     return {"apart": largest_difference(given, expected), "lanes": lanes, "peak": compilation.plan.peak_bytes}
 
 
-@pytest.mark.slow
-def test_compiled_by_inductor_within_a_budget_two_ranks_are_within_rounding(tmp_path: Path):
-    for found in ranks.run("tests.dist.test_tensor_parallel.by_inductor", tmp_path):
+def test_compiled_by_inductor_within_a_budget_two_ranks_are_within_rounding(of_two: dict[str, list[Any]]):
+    for found in of_two["by_inductor"]:
         assert found["apart"][0] < 1e-12 and found["peak"] <= 3700 << 10, found
         assert found["lanes"] == ["d2h", "h2d", "net"], found
 
@@ -326,7 +338,6 @@ def llama() -> dict[str, Any]:
     return {"apart": largest_difference(given, expected), "shards": shards, "blocks": blocks}
 
 
-@pytest.mark.slow
-def test_a_llama_of_transformers_with_its_own_styles(tmp_path: Path):
-    for found in ranks.run("tests.dist.test_tensor_parallel.llama", tmp_path):
+def test_a_llama_of_transformers_with_its_own_styles(of_two: dict[str, list[Any]]):
+    for found in of_two["llama"]:
         assert found["apart"][0] < 1e-12 and found["shards"] == 2 * 7 and len(found["blocks"]) == 4, found
