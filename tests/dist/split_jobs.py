@@ -12,6 +12,7 @@ from autohete_fx.errors import ClusterError
 from autohete_fx.internals.pipelines import CROSS_WITHOUT_GRADIENT
 from tests.branched import WIDTH, UNet, split_spec
 from tests.dist.cluster_jobs import compare_states, made_optimizer, nodes_of, plan_of, rate
+from tests.layers import EAGER
 
 GLOBAL_BATCH, STEPS, CLIP, SEED = 6, 4, 0.5, 3
 
@@ -94,7 +95,7 @@ def jobs(root: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "three": trained([(2, 3, [0, 2, 4])], 2, None, "torch", alone["torch"], store=store),
         "on": trained([(1, 2, [1, 4]), (4, 1, [4])], STEPS, None, "torch", alone["torch"], store=store),
-        "autohete": trained([(2, 3, [2, 4])], 2, "autohete", "autohete", alone["autohete"]),
+        "autohete": trained([(2, 3, [2, 4])], 2, "autohete", "autohete", alone["autohete"], options=EAGER),
         "no plan": trained(None, 2, None, "torch", alone["torch"], cache_dir=f"{root}/cache"),
     }
     dist.barrier()
