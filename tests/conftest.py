@@ -42,13 +42,18 @@ pytest.register_assert_rewrite("tests.main_job", "tests.placed_job", "tests.trai
 _ORDER = ("unit", "graph", "e2e", "dist", "cuda")
 _LONGEST = (
     "chaos",
-    "cluster_store",
-    "cluster_job",
+    "shard_job",
+    "tensor_parallel",
     "tensor_parallel_job",
-    "shard_replicas",
-    "automatic",
-    "shard_uses",
+    "shard_agreement",
     "shard_plans",
+    "test_shard",
+    "cluster_doctor",
+    "shard_uses",
+    "cluster_store",
+    "shard_replicated",
+    "cluster_job",
+    "shard_states",
 )
 
 
