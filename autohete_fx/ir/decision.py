@@ -61,6 +61,12 @@ def staging_bytes(state_bytes: int) -> int:
     return min(state_bytes // 8, 8 * 2**20)
 
 
+STAGING_SLOTS = 3
+"""Parts of all staging that are used in turn: one fills, one empties, and one is in between."""
+MOST_STAGING_BYTES = 192 * 2**20
+"""The most for all blocks. A third of it lasts far longer on any link than it takes to issue its copies."""
+
+
 class Overlap(enum.Enum):
     """The work that the optimizer's updates on the host overlap with."""
 

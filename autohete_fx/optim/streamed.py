@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from autohete_fx.ir import Lane, staging_bytes
+from autohete_fx.ir.decision import MOST_STAGING_BYTES, STAGING_SLOTS
 from autohete_fx.optim.in_place import Update, update_whole, workspace_of
 from autohete_fx.optim.kernels import update
 from autohete_fx.optim.state import (
@@ -48,15 +49,11 @@ from autohete_fx.runtime.tiers.host import host_view, is_home
 
 AHEAD = 1 << 20
 """Priorities less this come before those of all blocks."""
-_SLOTS = 3
-"""One fills, one empties, and one is in between."""
 WHOLE_SLOTS = 2
 """Where a slot takes all states of a matrix: one is updated while the next comes."""
 _GRAIN = 64
 """Elements of which pieces are multiples, so that a kernel's vectors are those that it takes of the whole tensor."""
 _ALIGNMENT_BYTES = 512
-_MOST_BYTES = 192 * 2**20
-"""Slots of which a third lasts far longer on any link than it takes to issue the copies of."""
 
 
 def can_stream(u: Update) -> bool:
@@ -85,12 +82,12 @@ class Staging:
         by_block: Counter[int] = Counter()
         for u in updates:
             by_block[u.placement.block] += state_bytes(u.rule, u.param)
-        a_third = min(sum(map(staging_bytes, by_block.values())), _MOST_BYTES) // _SLOTS
+        a_third = min(sum(map(staging_bytes, by_block.values())), MOST_STAGING_BYTES) // STAGING_SLOTS
         least = max(_least_bytes(u) for u in updates)
         self._slot_bytes = max(a_third // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES, least)
         device = updates[0].param.device
         self.workspace = workspace_of(updates, device)
-        count = _SLOTS if self.workspace is None else WHOLE_SLOTS
+        count = STAGING_SLOTS if self.workspace is None else WHOLE_SLOTS
         self._memory = torch.empty(count, self._slot_bytes, dtype=torch.uint8, device=device)
         self._freed_by: list[Sequence[Ticket]] = [()] * count
         self._next = 0

@@ -57,6 +57,26 @@ def test_a_forward_waits_until_its_states_are_home(overlap: Overlap, num_ranks: 
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS, ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("distance", [1, 2])
+def test_the_last_slot_of_states_goes_home_when_all_are_up(overlap: Overlap, num_ranks: int, distance: int):
+    """They go up and home at 10 bytes a second. A block has 5 bytes of staging, and a slot is a third of all."""
+    given_problem = streaming(10.0, overlap, num_ranks=num_ranks)
+    machine = dataclasses.replace(given_problem.machine, h2d_bytes_per_s=10.0)
+    given_problem = dataclasses.replace(given_problem, machine=machine)
+    streamed = dataclasses.replace(STREAMED, prefetch_distance=distance)
+    replayed = simulate(given_problem, [streamed] * 4)
+    up, home = events(replayed, Lane.H2D, "states"), events(replayed, Lane.D2H, "states")
+    slot_s = 4 * 5 / 3 / 10.0
+    assert [e.end_s - up[0].start_s for e in home] == pytest.approx([4 + slot_s, 8 + slot_s, 12 + slot_s, 16 + slot_s])
+    assert [e.end_s - e.start_s for e in home] == pytest.approx([4.0] * 4)
+    for copied, block in zip(home, events(replayed, Lane.COMPUTE, "forward"), strict=True):
+        assert block.start_s >= copied.end_s - 1e-9
+    replays = Replays(given_problem)
+    assert replays.seconds(replays.row([streamed] * 4)[None]) == pytest.approx(replayed.step_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS, ids=str)
 def test_activations_leave_when_all_states_are_home(overlap: Overlap):
     """Those of the first block are waited for a block later, which then waits for the states of all."""
     leaving = BlockDecision(activations=Activations.OFFLOAD)

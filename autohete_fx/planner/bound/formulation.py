@@ -66,7 +66,7 @@ Z[i] is when those of 0..i are there, which i waits for:
     Z[i] >= Z[i-1] + z[i],   E[i] >= Z[i] + w[i],   D[i] >= Z[i] + w[i] + d[i],   E[n-1] >= Z[n-1] + d[0] + .. + d[n-1]
 
 A block without states waits for those of blocks before it, which these waited for already. A copy down waits for all, which no row
-but the last says: a block that copies nothing down does not wait.
+but the last says: a block that copies nothing down does not wait. No row knows that the last slot goes home when all are up.
 
 Copies up of updates may go in what time the up lane has left (`figures.sends_at_once`), and no pass issues them. Blocks that
 were updated on the host go when their update ends, streamed states from the end of backward on. Then u is without them. v[i]
@@ -84,7 +84,7 @@ Objective (`Program.minimize_step`): micro_batches times a forward and a backwar
 updates or has that pass before it, and it alone gathers what is replicated (`work.forward_passes`). For a = 1 the program decides,
 and adds COPY_WEIGHT times the seconds of all copies; for the farthest distance it bounds, and does not.
 
-For a = 1 the program is the simulator, unless updates send at once, or activations leave beside streamed states. At prefetch
+For a = 1 the program is the simulator, unless updates send at once, or states are streamed beside a forward. At prefetch
 distance 1 copies are queued in the order in which blocks need them. For fixed x and y the simulated times are therefore the
 least solution of the inequalities above. Each time is the largest of the right sides. Where a block has no copy, its U and D
 add no wait. U[i] is then the larger of U[i-1], for which i-1 waited already, and E[i-2]. D[i] is the larger of D[i-1], for

@@ -36,7 +36,7 @@ so that all up to i have what they need at A[i].
 These rows bound all plans with prefetch distances up to a. Net works in the order of the program, so its rows are what happens.
 Copies up that are waited for up to A[i] are V[i]'s, and issued no sooner than a blocks before that. They take one lane, in
 whatever order. For a = 1 they are the simulator, with two exceptions. The up lane may do a backward's reloads before it does c, and
-activations may leave beside streamed states.
+states may be streamed beside a forward.
 """
 
 from collections.abc import Iterable, Sequence

@@ -5,7 +5,18 @@ The simulator and what it judges share these, because there is nothing to replay
 
 from dataclasses import dataclass
 
-from autohete_fx.ir import BlockCost, BlockDecision, Lane, Machine, Optimizer, Overlap, Params, Problem
+from autohete_fx.ir import (
+    BlockCost,
+    BlockDecision,
+    Lane,
+    Machine,
+    Optimizer,
+    Overlap,
+    Params,
+    Problem,
+    staging_bytes,
+)
+from autohete_fx.ir.decision import MOST_STAGING_BYTES
 
 PRODUCTS_OF_UPDATES = "bfloat16"
 """The dtype of matrix products in updates."""
@@ -79,6 +90,17 @@ def streamed_bytes(cost: BlockCost, decision: BlockDecision) -> int:
     states = cost.states_at(decision, Optimizer.STREAMED)
     at_home = decision.params is Params.HOST
     return states + at_home * cost.part_at(cost.param_bytes, decision, Optimizer.STREAMED)
+
+
+def staging_s(problem: Problem, block: int, decision: BlockDecision) -> float:
+    """Seconds that go home takes of as much as a block's staging of streamed states."""
+    states = problem.costs[block].states_at(decision, Optimizer.STREAMED)
+    return staging_bytes(states) / problem.machine.d2h_bytes_per_s
+
+
+def most_staging_s(machine: Machine) -> float:
+    """Likewise of all blocks' staging together, at most."""
+    return MOST_STAGING_BYTES / machine.d2h_bytes_per_s
 
 
 def copy_s(machine: Machine, lane: Lane, num_bytes: int, num_tensors: int = 1) -> float:

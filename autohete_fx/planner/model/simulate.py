@@ -42,7 +42,8 @@ the same cores there).
     STEP        after the last backward: device updates; then the next forward at once. There block b waits for its
                 update on the host and for its upload, or its fetch, of what was updated, and does its streamed update
                 before it computes. All streamed states go home from the step on, before anything else goes down: they pass
-                through a few slots, and what fills one waits for what empties it. b waits for its own to be home
+                through a few slots, and what fills one waits for what empties it. b waits for its own to be home, which is
+                a slot's way home after all that it and earlier blocks copy up at the earliest
     BACKWARD    as STEP, but an update on the host starts when its gradients are there, in the last backward already, an upload
                 when its update ends, and streamed states when the optimizer steps: what backward fetches goes first, and from
                 then on what block the next forward needs first, a little at a time, so that what is more urgent goes first at
@@ -68,6 +69,7 @@ stay until their update, and the memory that streamed states pass through is tak
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from autohete_fx.ir import BlockDecision, Lane, LaneTime, Optimizer, Overlap, Params, Problem, staging_bytes
+from autohete_fx.ir.decision import STAGING_SLOTS
 from autohete_fx.planner.model.block_program import BlockProgram
 from autohete_fx.planner.model.contention import Factors, Times, settled
 from autohete_fx.planner.model.figures import (
@@ -77,9 +79,11 @@ from autohete_fx.planner.model.figures import (
     disk_bytes,
     host_bytes,
     host_update_s,
+    most_staging_s,
     overlap_of,
     replicated_bytes,
     sends_at_once,
+    staging_s,
 )
 from autohete_fx.planner.model.shared_lane import SharedLane
 from autohete_fx.planner.model.simulation import (
@@ -208,11 +212,13 @@ class _Replay(BlockProgram):
         if overlap_of(self.problem) is Overlap.NONE:
             self._pass(range(self.num_blocks), lambda block: self._update_alone(block, updated_at))
             return
+        staged_s = sum(staging_s(self.problem, *each) for each in enumerate(self.decisions))
+        self.slot_s = min(staged_s, most_staging_s(self.machine)) / STAGING_SLOTS
         for block in range(self.num_blocks):
             self.memory.hold("gradients", block, 0)
             home_s = copy_s(self.machine, Lane.D2H, self._update_copies(block)[1])
             if home_s:
-                self.home_at[block] = self.lanes.work(Lane.D2H, "states", block, home_s, stepped_at)
+                self.home[block] = self.lanes.occupy(Lane.D2H, "states", block, home_s, stepped_at)
         if sends_at_once(self.problem):
             self.lanes.share_up(SharedLane(self.lanes.copied_up))
             for block in range(self.num_blocks):

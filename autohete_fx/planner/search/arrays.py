@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from autohete_fx.ir.decision import STAGING_SLOTS
 from autohete_fx.planner.model.work import COPY_LANES, GRADIENTS_LANE, UPDATES_LANE
 from autohete_fx.planner.search.gathering import Collectives, Gathering, GatheringPasses, run_shared_gathering
 from autohete_fx.planner.search.passes import NEVER, Copies, Home, Passes, Seconds, SharedUp, run_shared
@@ -19,7 +20,7 @@ Rows = NDArray[np.int64]
 _FIRST, _BACKWARD = range(2)
 _WORK = 0
 _UP, _DOWN = map(COPY_LANES.index, (UPDATES_LANE, GRADIENTS_LANE))
-_DEVICE, _HOST, _UPLOADS, _STATES, _WAITS, _AVERAGE, _HOME = range(7)
+_DEVICE, _HOST, _UPLOADS, _STATES, _WAITS, _AVERAGE, _HOME, _STAGED = range(8)
 
 
 class Rules(NamedTuple):
@@ -33,6 +34,7 @@ class Rules(NamedTuple):
         priority: of updates, by the order of the next forward.
         one_memory: updates on the host begin after those on the device.
         passes: how many there are in a step of each pass but the first.
+        most_staging_s: see `figures.most_staging_s`.
     """
 
     training: bool
@@ -42,6 +44,7 @@ class Rules(NamedTuple):
     priority: bool
     one_memory: bool
     passes: tuple[int, ...]
+    most_staging_s: float
 
 
 class Tables(NamedTuple):
@@ -55,7 +58,7 @@ class Tables(NamedTuple):
         updates: by kind, block and setting, seconds of updates on the device and on the host, and of uploads and streamed
             states outside of passes. It has 0 where the first pass's copies up wait for an update on the host, else NEVER. It
             also has the seconds of the mean over replicas, before which no update begins. Last come those of streamed states on
-            their way home beside the first pass.
+            their way home beside the first pass, and of their staging.
         gathering: what passes with collectives have besides; None where there are none.
     """
 
@@ -97,8 +100,7 @@ class Assignments:
         self._gathering = tables.gathering
         together = others if self.rules.sends_at_once else slice(None)
         self._passes = self._passes_of(together)
-        columns = count if self.rules.sends_at_once else self.num_passes * count
-        self._home = Home(self.blocks, columns, count, self._begin.dtype)
+        self._home = Home(self.blocks, count, self._begin.dtype)
 
     def _passes_of(self, together: slice) -> Passes:
         """The passes that run side by side."""
@@ -194,7 +196,8 @@ class Assignments:
 
     def _home_now(self) -> Home | None:
         """Streamed states on their way home; None where there are none."""
-        return self._home.update(self._updates[_HOME], self._first[_DOWN].down)
+        slot_s = np.minimum(self._updates[_STAGED].sum(axis=0), self.rules.most_staging_s) / STAGING_SLOTS
+        return self._home.update(self._updates[_HOME], self._first[_DOWN].down, slot_s)
 
     def _until(self, start: Seconds) -> Seconds:
         """When what the first pass copies up is updated, where all updates begin together; NEVER for what waits for no update."""

@@ -113,13 +113,13 @@ class GatheringPasses(Passes):
             if self._first is not None:
                 np.add(own[i], self._first, out=self._spare)
                 np.maximum(end, self._spare, out=end)
-                if home is not None:
-                    np.maximum(end, home.blocks[i], out=end)
+                if home is not None and not self._leads[i]:
+                    home.hold(i, own[i], end)
                 np.add(end, parts.work_first[i], out=end)
             for at in range(i + (i > 0), min(last, i + 1) + 1):
                 np.maximum(end, self._ahead[at], out=end)
                 if home is not None and self._leads[at]:
-                    np.maximum(end, home.blocks[at], out=end)
+                    home.hold(at, self._ahead[at], end)
                 np.add(end, parts.work_ahead[at], out=end)
                 np.maximum(net, end, out=net)
                 np.add(net, parts.gather[at], out=net)
@@ -134,7 +134,7 @@ class GatheringPasses(Passes):
                 self._end_reduce(i - 1, end, down)
             np.maximum(down, end, out=down)
             if home is not None:
-                np.maximum(down, home.down[i], out=down)
+                home.leave(i, down)
             np.add(down, self._lanes[1].down[i], out=down)
             np.copyto(self._landed[1][i], down)
             if i == last:
@@ -218,9 +218,10 @@ def run_shared_gathering(
         end = ends[i]
         np.copyto(end, clock)
         for at in needed[i]:
-            np.maximum(end, shared.copied(at), out=end)
+            copied = shared.copied(at)
+            np.maximum(end, copied, out=end)
             if home is not None:
-                np.maximum(end, home.blocks[at], out=end)
+                home.hold(at, copied, end)
             end += collectives.work_ahead[at] + collectives.work_first[at]
             if leads[at]:
                 np.maximum(net, end, out=net)
@@ -231,7 +232,7 @@ def run_shared_gathering(
         end += work[i]
         np.maximum(end, landed[i - 1] if i else 0.0, out=landed[i])
         if home is not None:
-            np.maximum(landed[i], home.down[i], out=landed[i])
+            home.leave(i, landed[i])
         landed[i] += down[i]
         for k, far in enumerate(distances if i < positions - 1 else (0,)):
             if i >= far:

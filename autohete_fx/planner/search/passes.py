@@ -84,14 +84,14 @@ class Passes:
                 free[number] = self._issue(i, number, free[number], clock, waiting if not number else ())
                 before = np.maximum(before, here[i], out=end)
             if home is not None:
-                before = np.maximum(before, home.blocks[i], out=end)
+                home.hold(i, self._arrived[0][i], before)
             np.add(before, self._work[i], out=end)
             for number, (lane, there) in enumerate(zip(self._lanes, self._landed, strict=True)):
                 if not there:
                     continue
                 free[number] = np.maximum(free[number], end, out=there[i])
                 if home is not None:
-                    np.maximum(there[i], home.down[i], out=there[i])
+                    home.leave(i, there[i])
                 np.add(there[i], lane.down[i], out=there[i])
                 self._await(i, lane, there, end)
             clock = end
@@ -131,27 +131,43 @@ class Passes:
 
 
 class Home:
-    """Streamed states on their way home, which the first pass waits for: its columns come first, and the others wait for nothing.
+    """Streamed states on their way home, which the first pass waits for. Its columns come first; the others wait for nothing."""
 
-    Attributes:
-        blocks: by position and column, when states of blocks up to this one are home, before when it does not begin.
-        down: likewise, when all are, before when what it copies down does not begin. NEVER where it copies nothing.
-    """
-
-    def __init__(self, positions: int, columns: int, count: int, dtype: np.dtype[Any]) -> None:
+    def __init__(self, positions: int, count: int, dtype: np.dtype[Any]) -> None:
         """``count``: columns of the first pass."""
-        blocks, down = (np.full((positions, columns), NEVER, dtype) for _ in range(2))
-        self.blocks, self.down = list(blocks), list(down)
-        self._blocks, self._down = blocks[:, :count], down[:, :count]
+        self._count = count
+        self._all = tuple(np.empty((positions, count), dtype) for _ in range(3))
+        self._blocks, self._last, self._down = map(list, self._all)
+        self._copied, self._spare = np.empty((2, count), dtype)
 
-    def update(self, took: Seconds, down: Seconds) -> "Home | None":
-        """For the seconds that states take and those that other copies down take, by position and column of the first pass. Returns
-        itself, or None where no states are on their way."""
+    def update(self, took: Seconds, down: Seconds, slot_s: Seconds) -> "Home | None":
+        """Returns itself, or None where no states are on their way.
+
+        Args:
+            took: seconds that states take, by position and column of the first pass.
+            down: those that other copies down take; these begin when all states are home.
+            slot_s: by column, those of a slot of states.
+        """
         if not took.any():
             return None
-        np.add.accumulate(took, axis=0, out=self._blocks)
-        self._down[:] = np.where(down > 0, self._blocks[-1], NEVER)
+        blocks, last, leaves = self._all
+        np.add.accumulate(took, axis=0, out=blocks)
+        last[:] = np.where(took > 0, np.minimum(took, slot_s), NEVER)
+        leaves[:] = np.where(down > 0, blocks[-1], NEVER)
+        self._copied.fill(NEVER)
         return self
+
+    def hold(self, i: int, copied: Seconds, begin: Seconds) -> None:
+        """Put off, in place, when a block begins until its states are home; asked once, block after block. The last slot leaves
+        when all copies up are done of blocks up to it; those of its own are when ``copied``."""
+        begin, copied = begin[: self._count], np.maximum(self._copied, copied[: self._count], out=self._copied)
+        np.maximum(begin, np.add(copied, self._last[i], out=self._spare), out=begin)
+        np.maximum(begin, self._blocks[i], out=begin)
+
+    def leave(self, i: int, begin: Seconds) -> None:
+        """Put off, in place, when other copies down of a block begin."""
+        begin = begin[: self._count]
+        np.maximum(begin, self._down[i], out=begin)
 
 
 def rows_of(figures: Any) -> Any:
@@ -188,13 +204,14 @@ def run_shared(
     for i, issued in enumerate(issues(positions, distances)):
         for k, at in issued:
             shared.issue(at, clock, is_issued[k, at])
-        end = np.maximum(clock, shared.copied(i), out=ends[i])
+        copied = shared.copied(i)
+        end = np.maximum(clock, copied, out=ends[i])
         if home is not None:
-            np.maximum(end, home.blocks[i], out=end)
+            home.hold(i, copied, end)
         end += work[i]
         np.maximum(end, landed[i - 1] if i else 0.0, out=landed[i])
         if home is not None:
-            np.maximum(landed[i], home.down[i], out=landed[i])
+            home.leave(i, landed[i])
         landed[i] += down[i]
         for k, far in enumerate(distances if i < positions - 1 else (0,)):
             if i >= far:

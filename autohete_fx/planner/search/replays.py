@@ -21,8 +21,10 @@ from autohete_fx.planner.model.figures import (
     disk_bytes,
     host_bytes,
     limits_of,
+    most_staging_s,
     overlap_of,
     sends_at_once,
+    staging_s,
     whole_of,
 )
 from autohete_fx.planner.model.work import (
@@ -75,15 +77,15 @@ class Replays:
         self.distance = np.array([[s.prefetch_distance for s in settings] for settings in padded])
         tables = np.array([self._figures(b, of_block, width) for b, of_block in enumerate(allowed)]).transpose(2, 0, 1)
         self._took = tables[: len(Work)]
-        self.copies_s, *elsewhere, on_host = tables[len(Work) :]
+        self.copies_s, *elsewhere, on_host, staged = tables[len(Work) :]
         self.elsewhere = np.stack(elsewhere).astype(np.int64)
-        self.tables = self._pass_tables(on_host > 0)
+        self.tables = self._pass_tables(on_host > 0, staged)
 
     def takes(self, works: Iterable[Work]) -> Seconds:
         """Seconds of some work, all together, by block and setting."""
         return _added(self._took, works)
 
-    def _pass_tables(self, on_host: NDArray[np.bool_]) -> Tables:
+    def _pass_tables(self, on_host: NDArray[np.bool_], staged_s: Seconds) -> Tables:
         """Of the passes of a step: what waits for updates; the last backward; forwards, where the first is not that."""
         problem, overlap = self.problem, overlap_of(self.problem)
         synchronous, at_once = overlap is Overlap.NONE, sends_at_once(problem)
@@ -109,6 +111,7 @@ class Replays:
                 priority=problem.schedule.priority,
                 one_memory=problem.machine.device_type == "cpu",
                 passes=passes,
+                most_staging_s=most_staging_s(problem.machine),
             ),
             lanes=lanes,
             distance=self.distance * _is_copied(lanes, gathering),
@@ -120,6 +123,7 @@ class Replays:
                     np.where(waits, 0.0, NEVER),
                     self.takes((Work.AVERAGE,)),
                     self.takes((Work.STATES_BACK,)) * (not synchronous),
+                    staged_s,
                 ]
             ),
             gathering=gathering,
@@ -151,12 +155,13 @@ class Replays:
 
     def _figures(self, block: int, options: Sequence[BlockDecision], width: int) -> NDArray[np.float64]:
         """What each setting takes, which its distance does not change: durations, all its copies, bytes on the host and on
-        disk, and whether it updates on the host."""
+        disk, whether it updates on the host, and seconds of its staging."""
         rows = []
         for option in options:
             took = durations_beside(self.problem, block, option)
             elsewhere = host_bytes(self.problem, block, option), disk_bytes(self.problem, block, option)
-            rows.append((*took.seconds, took.moving_s(self.micro_batches), *elsewhere, option.updates_on_host))
+            rest = *elsewhere, option.updates_on_host, staging_s(self.problem, block, option)
+            rows.append((*took.seconds, took.moving_s(self.micro_batches), *rest))
         figures = np.repeat(rows, [len(self._distances(option)) for option in options], axis=0)
         return np.concatenate([figures, np.repeat(figures[:1], width - len(figures), axis=0)])
 
