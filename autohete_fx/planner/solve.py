@@ -4,7 +4,7 @@
     patterns that fit (`starts`), the best improved (`improve`)                              -> a first plan
     the program that bounds (`formulation`), without whole numbers (`relaxation`)            -> the lower bound
     with whole numbers for blocks with large parameters in one piece                         -> a better one
-    its shares in whole blocks (`rounding`), repaired, the best improved
+    its shares, and those at one prefetch distance, in whole blocks (`rounding`), repaired, the best improved
     within ENOUGH of the bound, the best improved                                            -> that is the plan
     for more than a few blocks, cutting planes and branches beside the search                -> a better bound
     for a few blocks, the programs that bound and decide, and their decisions improved
@@ -83,6 +83,13 @@ LUMP_BRANCHES = 60
 
 The first are taken where a lump has a choice with more than a share of ``LEAST_MIXED`` and less than all.
 """
+NEAR_DISTANCE = 2
+"""The prefetch distance of a relaxation that the search begins at, too.
+
+The one that bounds has the memory of distance 1 and the time of the farthest, which no plan has.
+"""
+NEAR_BLOCKS = 64
+"""That is for more blocks: for fewer, walks have rounds enough to leave a bad start."""
 LEAST_MIXED = 0.05
 MOST_BRANCHES = 1_000_000
 """Where `proven` branches until its time is over."""
@@ -324,6 +331,11 @@ class _Found:
             branched = branch(bounding, branches=LUMP_BRANCHES, deadline=deadline, blocks=lumps)
             self.bound_s = max(self.bound_s, branched.bound_s)
             self.shares += [branched.shares] if branched.shares is not None else []
+        if self.num_blocks > NEAR_BLOCKS and not self._relaxes_first:
+            program = Program(self.problem, held=NEAR_DISTANCE)
+            program.minimize_step(ahead=NEAR_DISTANCE)
+            near = relax(program, deadline=self.deadline, mixtures=mixtures)
+            self.shares += [near.shares] if near is not None else []
         return relaxed
 
     def _look_near(self, search: Search) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from autohete_fx.ir import Overlap, Problem, Schedule
+from autohete_fx.ir import BlockDecision, Overlap, Params, Problem, Schedule
 from autohete_fx.planner.bound.formulation import Program
 from autohete_fx.planner.bound.relaxation import relax
 from autohete_fx.planner.model.choices import (
@@ -165,3 +165,15 @@ def test_what_a_plan_wastes_is_above_the_bound(limited: Problem):
     wasted_s = table[np.arange(rows.shape[1]), rows].sum(axis=1)
     assert (search.replays.seconds(rows) * (1 + 1e-6) >= relaxed.bound_s + wasted_s * (1 - 1e-4)).all()
     assert not len(rows) or table.max() == 0 or wasted_s.max() > 0
+
+
+@pytest.mark.parametrize("held", [1, 2, 3])
+def test_a_program_has_the_memory_of_one_distance(held: int):
+    """All blocks fetch: a budget that just holds what is copied two blocks ahead is too small for three."""
+    free = problem([cost(offloadable=())] * 6, allow_recompute=False, allow_host_optimizer=False)
+    fetches = BlockDecision(params=Params.HOST, prefetch_distance=2)
+    peak = simulate(free, [fetches] * 6, events=False).peak_bytes
+    pinned = replace(free, fixed_decisions=(replace(fetches, prefetch_distance=1),) * 6, device_budget_bytes=peak)
+    program = Program(pinned, held=held)
+    program.minimize_step(ahead=held)
+    assert (relax(program, deadline=float("inf")) is not None) == (held <= 2)

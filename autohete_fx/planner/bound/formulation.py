@@ -164,15 +164,18 @@ class Answer:
 
 
 class Program(LastUpdateRows):
-    """One integer program over a problem with at least one block; build, set one objective, solve."""
+    """One integer program over a problem with at least one block; build, set one objective, solve. Device memory is that of plans
+    at prefetch distance ``held``: only for 1 the program bounds others."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, *, held: int = 1) -> None:
         super().__init__(problem)
+        self.held = held
         self._add_memory_elsewhere()
 
     def _add_device_memory(self, limit: Linear) -> None:
         """A row for every span."""
-        options = [(block, option) for block in range(self.num_blocks) for option in self._options(block)]
+        held = self.held
+        options = [(b, replace(o, prefetch_distance=held)) for b in range(self.num_blocks) for o in self._options(b)]
         worth = np.split(
             device_bytes(self.problem, *zip(*options, strict=True)), np.cumsum(list(map(len, self.chosen)))[:-1]
         )
