@@ -11,6 +11,7 @@ if __name__ != "autohete_fx.passes":
 from autohete_fx.errors import PassError
 from autohete_fx.graph.saved import output_args
 from autohete_fx.passes.annotate_blocks import annotate_blocks
+from autohete_fx.passes.announce_gradients import announce_gradients
 from autohete_fx.passes.assign_lanes import assign_lanes
 from autohete_fx.passes.await_updates import await_updates
 from autohete_fx.passes.base import (
@@ -87,6 +88,12 @@ PIPELINE: tuple[Pass, ...] = (
         conflicts=_facts("lanes"),
     ),
     Pass(function=take_norms, stages=(_BACKWARD,), requires=_facts("blocks", "gradients"), conflicts=_facts("lanes")),
+    Pass(
+        function=announce_gradients,
+        stages=(_BACKWARD,),
+        requires=_facts("blocks", "gradients"),
+        conflicts=_facts("lanes"),
+    ),
     Pass(function=assign_lanes, stages=(_FORWARD, _BACKWARD, _INFERENCE), provides=_facts("lanes")),
     Pass(
         function=lower_lanes,
@@ -128,6 +135,7 @@ __all__ = [
     "PassFunction",
     "Stage",
     "annotate_blocks",
+    "announce_gradients",
     "assign_lanes",
     "await_updates",
     "gather_again",

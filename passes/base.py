@@ -56,6 +56,8 @@ class PassContext:
         gradient_strides: strides of those parameters, likewise.
         gradient_edges: their positions among the tensors that the captured graph gets, which are edges in autograd's graph,
             likewise.
+        awaited_edges: the same of outputs whose gradients somebody waits for (`autohete_fx.runtime.announced`); None for others,
+            and empty where nobody waits.
         edges: in a backward graph, that edge by name of each placeholder that is such a parameter, or a saved view of it.
         num_outputs: in a forward graph, how many outputs are the user's; the others are saved for backward.
     """
@@ -71,6 +73,7 @@ class PassContext:
     gradients: tuple[int | None, ...] = ()
     gradient_strides: tuple[tuple[int, ...] | None, ...] = ()
     gradient_edges: tuple[int | None, ...] = ()
+    awaited_edges: tuple[int | None, ...] = ()
     edges: Mapping[str, int] = field(default_factory=dict)
     num_outputs: int = 0
 

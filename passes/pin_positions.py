@@ -130,7 +130,7 @@ def _name_what_is_before(graph: fx.Graph, wanted: dict[fx.Node, list[fx.Node]]) 
         if (note := annotations.inserted(node)) is None:
             continue
         (anchor,) = wanted.pop(node, [None])
-        gives_handle = node.target not in (ops.wait, ops.wait_update, *WAITS)
+        gives_handle = node.target not in (ops.wait, ops.wait_update, ops.announce, *WAITS)
         lets_go = note.before_slot and not gives_handle
         before = anchor if lets_go else handles.get(anchor, anchor)
         if before is not None:

@@ -162,6 +162,7 @@ def problems(
         schedule=Schedule(overlap=draw(st.sampled_from(Overlap)), priority=draw(st.sampled_from([True, True, False]))),
         clips_gradients=draw(st.booleans()),
         micro_batches=(passes := draw(st.sampled_from([1, 1, 2, 4]))),
+        copies_gradients=draw(st.booleans()),
         in_flight=draw(st.sampled_from([1, 1, passes])),
         training=training,
     )

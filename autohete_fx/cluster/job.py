@@ -120,7 +120,6 @@ class Job:
         saver: of a job with a store.
 
     Args:
-        overlaps: sums of gradients may start before the last backward pass ends.
         began: the save that the job goes on from; None: from none.
     """
 
@@ -141,7 +140,6 @@ class Job:
         store: Store | None,
         generation: str,
         job_log: JobLog,
-        overlaps: bool = True,
         began: Save | None = None,
     ) -> None:
         self.step, self.deployment, self.members, self.layer_map, self.stage = 0, deployment, members, layer_map, stage
@@ -155,8 +153,8 @@ class Job:
         self._owners = deployment.owners(layer_map, layout)
         shares = unit.shares(layer_map.shapes, self.held) if unit else {}
         self._sums = GradientSums(self._owners, layer_map, self.params, self.held, shares, timeout)
-        if overlaps and seat and stage:
-            self._sums.overlap(deployment.plan.pipelines[seat.pipeline].micro_batches, stage.named())
+        if stage:
+            self._sums.overlap(stage.named())
         self._store, self.saver = store, None
         self._notice, self._unchecked, self._watch = Notice(), True, watch
         if store is not None:
@@ -209,11 +207,14 @@ class Job:
     def _train(self, load: Load) -> torch.Tensor:
         """Passes, sums, clipping, update. Returns the loss, the squared norm, and how many ranks were told to leave."""
         zero = torch.zeros((), dtype=torch.float64)
-        loss = self._run.passes(load, self.step, self._recipe.seed) if self._run else zero
-        if self.stage is not None and self._unit is not None and self._unit.tensor_parallel is not None:
+        parallel = self._unit.tensor_parallel if self._unit else None
+        checks = parallel is not None and self._unchecked  # gradients before they are summed
+        before_last = None if checks else self._sums.begin_last
+        loss = self._run.passes(load, self.step, self._recipe.seed, before_last) if self._run else zero
+        if self.stage is not None and self._unit is not None and parallel is not None:
             self.stage.take_gradients()
-            if self._unchecked:
-                check_whole(self.params, self._unit.layout, self._unit.tensor_parallel)
+            if checks:
+                check_whole(self.params, self._unit.layout, parallel)
                 self._unchecked = False
         self._sums.reduce()
         totals = torch.stack([loss, self._sums.squares(), zero + self._notice.given])

@@ -202,7 +202,6 @@ def join(
         store=store,
         generation=said[0][1],
         job_log=job_log,
-        overlaps=not _is_autohete(backend),  # whose runtime may still hold gradients when a pass ends
         began=restored.save if restored else None,
     )
     if not (_is_autohete(backend) and isinstance(job.optimizer, PlannedOptimizer | None)):

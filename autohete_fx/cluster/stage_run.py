@@ -5,7 +5,7 @@ and the gradients of one process with the whole batch, but for rounding.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, cast
@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from autohete_fx.cluster.batches import Batch, batch_of, joined
 from autohete_fx.cluster.deploy import Deployment, Seat
@@ -21,7 +21,7 @@ from autohete_fx.cluster.layers import LayerMap
 from autohete_fx.cluster.plan import PipelineSchedule
 from autohete_fx.cluster.stage_module import StageModule
 from autohete_fx.errors import ClusterError
-from autohete_fx.internals.pipelines import FannedStage, Peer
+from autohete_fx.internals.pipelines import FannedStage, Peer, ToldStage
 
 Load = Callable[[range], Any]
 """A function of indices of samples: the batch of these samples, in that order."""
@@ -92,17 +92,20 @@ class StageRun:
             if ends
             else tuple(shape.empty("meta") for shape in layer_map.crossing[layers.stop]),
         }
-        piped = _piped(stage.passing_on(compiled), seat, deployment, groups, device, arguments)
+        self._piped = piped = _piped(stage.passing_on(compiled), seat, deployment, groups, device, arguments)
         make = Schedule1F1B if deployment.plan.schedule is PipelineSchedule.ONE_F_ONE_B else ScheduleGPipe
         self._schedule = make(piped, self._pipeline.micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
 
-    def passes(self, load: Load, step: int, seed: int) -> Tensor:
+    def passes(
+        self, load: Load, step: int, seed: int, before_last: Callable[[Sequence[Tensor]], None] | None = None
+    ) -> Tensor:
         """Forward and backward passes of a step.
 
         Args:
             load: of indices of samples, their batch.
             step: index.
             seed: of dropout; with the step and the seat it makes the draws.
+            before_last: is called when the last backward pass begins, with the outputs of its forward pass.
 
         Returns:
             This rank's part of the loss, in fp64 in host memory; 0 where it has none, or where another GPU has the same.
@@ -110,6 +113,7 @@ class StageRun:
         Raises:
             ClusterError: the batch has another number of samples.
         """
+        self._piped.before_last = before_last
         first = step * self._global_batch
         batch = joined([_loaded(load, range(first + each.start, first + each.stop)) for each in self._samples])
         seat = self._seat
@@ -139,7 +143,7 @@ def _piped(
     groups: Groups,
     device: torch.device,
     arguments: dict[str, Any],
-) -> PipelineStage:
+) -> ToldStage:
     """The stage as PyTorch's schedules run it.
 
     What crosses, and its gradients, is whole on each GPU of tensor parallelism. Where degrees differ, the GPU of part i receives
@@ -148,7 +152,7 @@ def _piped(
     """
     (ranks, chain), depth = groups[seat.pipeline, seat.part, seat.shard], deployment.depth(seat.pipeline)
     if (seat.pipeline, *_EVERYONE) not in groups:
-        piped = PipelineStage(compiled, seat.place, depth, device, group=chain, **arguments)
+        piped = ToldStage(compiled, seat.place, depth, device, group=chain, **arguments)
         by_rank = {rank: place for place, rank in enumerate(sorted(ranks))}
         piped.stage_index_to_group_rank = {place: by_rank[rank] for place, rank in enumerate(ranks)}
         return piped

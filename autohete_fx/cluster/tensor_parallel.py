@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -298,11 +298,16 @@ def take_gradient(param: nn.Parameter, part: nn.Parameter) -> None:
         part: that this rank holds of it; ``param`` itself where that is no DTensor.
     """
     if isinstance(param, DTensor) and param.grad is not None:
-        grad: Any = param.grad
-        if tuple(grad.placements) != tuple(param.placements):
-            grad = grad.redistribute(placements=param.placements)
-        part.grad = grad.to_local()
-        param.grad = None
+        part.grad, param.grad = local_gradient(param.grad, param), None
+
+
+def local_gradient(grad: Tensor, param: Tensor) -> Tensor:
+    """This rank's part of a parameter's gradient; the gradient itself where it is no DTensor. Ranks of a unit call it likewise."""
+    if not isinstance(grad, DTensor) or not isinstance(param, DTensor):
+        return grad
+    if tuple(grad.placements) != tuple(param.placements):
+        grad = grad.redistribute(placements=param.placements)
+    return grad.to_local()
 
 
 def check_whole(parts: Mapping[str, nn.Parameter], layout: TensorLayout, mesh: DeviceMesh) -> None:

@@ -46,6 +46,7 @@ from autohete_fx.machine.budgets import device_budget_bytes, host_budget_bytes, 
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.profiler import ParamInfo
+from autohete_fx.runtime.announced import listener_of
 from autohete_fx.runtime.pending import calls, unplanned
 from autohete_fx.runtime.placement import keep_in_place, placement_of
 from autohete_fx.runtime.tiers.host import is_home
@@ -57,6 +58,7 @@ class CapturedGraph:
     Attributes:
         params: the parameters among the inputs, by name.
         sharded: names of those that FSDP gathers for each call, which no plan may move.
+        awaited: names of those whose gradients somebody waits for while backward runs (`autohete_fx.runtime.announced`).
         origin: what tells it from the model's other graphs.
         budget_bytes: peak device memory allowed; None for no limit.
         others_bytes: device bytes that other training graphs of the model hold while this one runs.
@@ -82,6 +84,9 @@ class CapturedGraph:
         self.sharded = frozenset(i.name for i in inputs if i.is_sharded)
         for name in self.sharded & self.params.keys():
             keep_in_place(self.params[name])
+        self.awaited = frozenset(
+            name for name, param in self.params.items() if param.requires_grad and listener_of(param) is not None
+        )
         self.origin = origin_of(inputs)
         self.device = model.session.device
         self.budget_bytes = device_budget_bytes(self.device, options)
@@ -152,6 +157,7 @@ class CapturedGraph:
             (self.model.shares.is_call_over and bool(self.unsettled), self.model.shares.repeats),
             self.bucket_bytes,
             sorted(self.sharded),
+            (sorted(self.awaited), self._listening_bytes()),
             self.agreement.rank_of_code,
             surroundings(self.device),
         )
@@ -222,7 +228,7 @@ class CapturedGraph:
             + self.unread_bytes
             + tuning_bytes(self.device, self.options)
             + (self.bucket_bytes or 0)
-            + (averaging_bytes(self.params.values()) if training else 0),
+            + ((averaging_bytes(self.params.values()) + self._listening_bytes()) if training else 0),
         )
         problem = make_problem(
             blocks,
@@ -232,6 +238,7 @@ class CapturedGraph:
             limits,
             self.params,
             training=training,
+            copies_gradients=bool(self.awaited),
             keep_placement=self.model.is_placed and self.decided is None,
         )
         if self.sharded:
@@ -250,7 +257,13 @@ class CapturedGraph:
 
     def small_bytes(self, training: bool) -> int:
         """Parameters that stay on the device whatever is decided, with their optimizer states and accumulated gradients."""
-        return small_bytes(self.params.values(), training=training, micro_batches=self.options.micro_batches)
+        accumulates = self.options.micro_batches > 1 or bool(self.awaited)
+        return small_bytes(self.params.values(), training=training, accumulates=accumulates)
+
+    def _listening_bytes(self) -> int:
+        """Bytes that those take who wait for gradients."""
+        listeners = {id(found): found for p in self.params.values() if (found := listener_of(p)) is not None}
+        return sum(listener.device_bytes for listener in listeners.values())
 
     def free_bytes(self) -> int | None:
         """Bytes that the budget leaves beside the inputs and the parameters that are on the device now."""

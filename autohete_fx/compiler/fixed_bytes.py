@@ -29,7 +29,7 @@ def input_bytes(inputs: Sequence[GraphInput]) -> int:
     )
 
 
-def small_bytes(params: Iterable[torch.nn.Parameter], *, training: bool, micro_batches: int) -> int:
+def small_bytes(params: Iterable[torch.nn.Parameter], *, training: bool, accumulates: bool) -> int:
     """Parameters that stay on the device whatever is decided, with their optimizer states and accumulated gradients. Counters of
     optimizer steps, one a parameter, are on the CPU."""
     params = list(params)
@@ -38,7 +38,7 @@ def small_bytes(params: Iterable[torch.nn.Parameter], *, training: bool, micro_b
     if training:
         total += sum(_COUNTER_BYTES for param in params if param.requires_grad and param.device.type == "cpu")
         total += sum(state_bytes(param) for param in small)
-        if micro_batches > 1:
+        if accumulates:
             total += sum(param.nbytes for param in small if param.requires_grad)
     return total
 

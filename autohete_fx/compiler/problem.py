@@ -280,8 +280,13 @@ def make_problem(
     *,
     training: bool,
     keep_placement: bool,
+    copies_gradients: bool = False,
 ) -> Problem:
-    """The planner's input. ``keep_placement``: parameters that are placed already stay where they are."""
+    """The planner's input.
+
+    ``keep_placement``: parameters that are placed already stay where they are. ``copies_gradients``: somebody takes copies of
+    gradients while the last backward runs.
+    """
     given = () if options.plan is None else options.plan.decisions
     streams = any(decision.streams for decision in given)
     is_again = options.micro_batches > 1 and host_optimizer_allowed(list(params.values()))
@@ -311,6 +316,7 @@ def make_problem(
         num_replicas=num_replicas(params.values()),
         schedule=schedule_of(list(params.values()), machine),
         clips_gradients=training and clips_gradients(params.values()),
+        copies_gradients=training and copies_gradients,
         training=training,
         fixed_decisions=fixed if any(d is not None for d in fixed) else (),
         obstacles=_obstacles(params, options) if training else (),

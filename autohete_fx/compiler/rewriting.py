@@ -138,6 +138,7 @@ def rewrite_training(
     verify: bool = True,
     pipeline: Sequence[Pass] = PIPELINE,
     offloadable: Sequence[str] | None = None,
+    awaited: Collection[str] = (),
 ) -> tuple[PassContext, PassContext]:
     """Insert copies in both graphs. Returns the contexts of forward and backward, which the last pass needs again.
 
@@ -148,6 +149,7 @@ def rewrite_training(
         moved: where optimizer states are that leave the device, by parameter name.
         pipeline: the passes; those of other stages are left out.
         offloadable: what the profiler counted as such, largest first (`saved.offloadable`); None: what ``split`` saves.
+        awaited: names of parameters whose gradients somebody waits for.
     """
     forward_owners = owners_by_placeholder(split.forward, inputs, owners)
     sent = {name: owners[name] for name, place in moved.items() if place.updates_on_host}
@@ -168,6 +170,7 @@ def rewrite_training(
         gradients=tuple(None if item is None else owners[item.name] for item in gradients),
         gradient_strides=tuple(None if item is None else _strides_of(item) for item in gradients),
         gradient_edges=tuple(None if item is None else item.edge for item in gradients),
+        awaited_edges=_awaited_edges(split.backward, inputs, awaited) if awaited else (),
         edges={
             **_parameter_edges(split.backward, inputs),
             **_saved_views(split, _parameter_edges(split.forward, inputs)),
@@ -200,6 +203,14 @@ def _parameter_edges(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> dict[s
     return {name: item.edge for name, item in found if item.is_parameter and item.edge is not None}
 
 
+def _awaited_edges(
+    backward: fx.GraphModule, inputs: Sequence[GraphInput], awaited: Collection[str]
+) -> tuple[int | None, ...]:
+    """For each output of backward: the edge of the parameter that it is the gradient of, where somebody waits for that."""
+    gradients = _parameters_of_gradients(backward, inputs, awaited)
+    return tuple(None if item is None else item.edge for item in gradients)
+
+
 def _strides_of(item: GraphInput) -> tuple[int, ...]:
     assert item.tensor is not None
     return tuple(item.tensor.stride())
@@ -218,16 +229,16 @@ def _saved_views(split: Partitioned, known: Mapping[str, int]) -> dict[str, int]
 
 
 def _parameters_of_gradients(
-    backward: fx.GraphModule, inputs: Sequence[GraphInput], owners: Mapping[str, int]
+    backward: fx.GraphModule, inputs: Sequence[GraphInput], names: Collection[str]
 ) -> list[GraphInput | None]:
-    """For each output of backward: the parameter that it is the gradient of, where a block owns that."""
+    """For each output of backward: the parameter that it is the gradient of, where that is one of these names."""
     descriptions = next(n for n in reversed(backward.graph.nodes) if n.op == "output").meta["desc"]
     found: list[GraphInput | None] = []
     for description in descriptions:
         index = versions.gradient_index(description)
         item = inputs[index] if index is not None and index < len(inputs) else None
-        is_owned = item is not None and item.is_parameter and item.tensor is not None and item.name in owners
-        found.append(item if is_owned else None)
+        is_named = item is not None and item.is_parameter and item.tensor is not None and item.name in names
+        found.append(item if is_named else None)
     return found
 
 

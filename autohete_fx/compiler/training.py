@@ -258,6 +258,7 @@ class TrainingPlanner:
                 moved,
                 self.options.verify,
                 offloadable=self.offloadable,
+                awaited=self.captured.awaited,
             )
             peak = traced_peak_bytes(problem, plan, self._traced_bytes(split, contexts))
             peak = self.captured.agreement.most("traced peak", peak)

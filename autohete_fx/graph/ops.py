@@ -23,6 +23,10 @@ Before a gradient leaves, its norm may be taken, for the step that clips::
     handle = autohete.offload(grad, session, lane, priority)
     handle = autohete.take_norm(handle, grad, session)
 
+Somebody may be told of gradients that stay on the device while backward still runs, those of a block by one node::
+
+    grad = autohete.announce(grad, [other_grad], [edge, other_edge])    # a view of the first
+
 * ``result`` has the size, dtype and device of ``src``; its strides too where ``src`` is dense, else it is
   contiguous (`copied_strides`). Host tensors present themselves on the compute device.
 * Nothing aliases. The compiler does not know the buffer of a copy until ``wait`` returns it. It therefore cannot hand it out as
@@ -57,6 +61,7 @@ for _name in ("offload", "reload", "prefetch"):
 library.define("wait(Tensor handle, Tensor src, str session, Tensor? after=None) -> Tensor", tags=_TAGS)
 library.define("wait_update(Tensor(a) param, str session, Tensor? after=None) -> Tensor(a)", tags=_TAGS)
 library.define("take_norm(Tensor handle, Tensor grad, str session, Tensor? after=None) -> Tensor", tags=_TAGS)
+library.define("announce(Tensor(a) grad, Tensor[] others, int[] edges, Tensor? after=None) -> Tensor(a)", tags=_TAGS)
 library.define(
     "start_update(Tensor handle, Tensor(a!)[] params, str session, int edge, int priority, Tensor? after=None) -> Tensor",
     tags=_TAGS,
@@ -69,6 +74,7 @@ wait = torch.ops.autohete.wait.default
 wait_update = torch.ops.autohete.wait_update.default
 start_update = torch.ops.autohete.start_update.default
 take_norm = torch.ops.autohete.take_norm.default
+announce = torch.ops.autohete.announce.default
 
 ISSUING_OPS = (offload, reload, prefetch)
 """The ops that issue a copy."""
@@ -161,3 +167,10 @@ def _fake_take_norm(
     handle: torch.Tensor, grad: torch.Tensor, session: str, after: torch.Tensor | None = None
 ) -> torch.Tensor:
     return torch.empty((1,), dtype=torch.int64, device="cpu")
+
+
+@torch.library.register_fake(f"{_NAMESPACE}::announce", lib=library)
+def _fake_announce(
+    grad: torch.Tensor, others: Sequence[torch.Tensor], edges: Sequence[int], after: torch.Tensor | None = None
+) -> torch.Tensor:
+    return torch.ops.aten.alias(grad)

@@ -1,6 +1,7 @@
 """Stages of pipelines whose neighbours have more or fewer GPUs than they have, and the operator of `pipe_split`'s marks."""
 
 import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,26 @@ class Peer:
     scale: float = 1.0
 
 
-class FannedStage(PipelineStage):
+class ToldStage(PipelineStage):
+    """A rank's stage that says when the last backward pass of a step begins.
+
+    Attributes:
+        before_last: is called with the outputs of the forward pass whose backward that is.
+    """
+
+    before_last: Callable[[Sequence[Tensor]], None] | None = None
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """One backward pass."""
+        if last_backward and self.before_last is not None:
+            outputs = bwd_kwargs["stage_output"]
+            self.before_last((outputs,) if isinstance(outputs, Tensor) else outputs)
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
+
+
+class FannedStage(ToldStage):
     """A rank's stage that exchanges hidden states and gradients with any number of ranks of the stages before and after.
 
     Where a peer has other samples, tensors have samples as their first dimension. Shapes are given, so stages need not tell each

@@ -35,6 +35,8 @@ class Problem:
         in_flight: of these, the most whose forward has run and whose backward has not.
         num_ranks: how many ranks hold shards of the parameters.
         num_replicas: how many ranks hold the same shards, and average gradients before they update.
+        copies_gradients: whether copies of gradients that stay on the device are made while the last backward runs. They take the
+            place of those of earlier micro-batches, or add to the gradients of the only one.
         training: False for an inference graph: no backward, gradients or optimizer.
         fixed_decisions: per block, decisions about params and optimizer that an earlier graph of the same model has made
             already, or None. Empty for no such decisions. The ``activations`` of such a decision are free.
@@ -65,6 +67,7 @@ class Problem:
     in_flight: int = 1
     num_ranks: int = 1
     num_replicas: int = 1
+    copies_gradients: bool = False
     training: bool = True
     fixed_decisions: tuple[BlockDecision | None, ...] = ()
     obstacles: tuple[tuple[str, str], ...] = ()
@@ -73,6 +76,11 @@ class Problem:
         assert len(self.labels) == len(self.costs), "one label a block"
         assert 1 <= self.in_flight <= self.micro_batches, "micro-batches in flight are some of a step's"
         assert not self.fixed_decisions or len(self.fixed_decisions) == len(self.costs)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the gradients of a backward come on top of others."""
+        return self.micro_batches > 1 or self.copies_gradients
 
     @property
     def digest(self) -> str:

@@ -1,11 +1,14 @@
 """The kernels of ``torch.ops.autohete.*`` on every device. Importing this module registers them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from autohete_fx.graph import ops
+from autohete_fx.internals.tensors import current_autograd_node
 from autohete_fx.ir import Lane
+from autohete_fx.runtime.announced import tell
 from autohete_fx.runtime.session import session_by_digest
 
 
@@ -56,6 +59,18 @@ def _take_norm(
     return session_by_digest(session).take_norm(handle, grad)
 
 
+def _announce(
+    grad: torch.Tensor, others: Sequence[torch.Tensor], edges: Sequence[int], after: torch.Tensor | None = None
+) -> torch.Tensor:
+    node: Any = current_autograd_node()
+    following = () if node is None else node.next_functions
+    for tensor, edge in zip((grad, *others), edges, strict=True):
+        leaf = following[edge][0] if edge < len(following) else None
+        if (param := getattr(leaf, "variable", None)) is not None:
+            tell(param, tensor)
+    return torch.ops.aten.alias(grad)
+
+
 _DISPATCH_KEY = "CompositeExplicitAutograd"  # one kernel for all devices: the session knows the device
 
 ops.library.impl("offload", _offload, _DISPATCH_KEY)
@@ -65,3 +80,4 @@ ops.library.impl("wait", _wait, _DISPATCH_KEY)
 ops.library.impl("wait_update", _wait_update, _DISPATCH_KEY)
 ops.library.impl("start_update", _start_update, _DISPATCH_KEY)
 ops.library.impl("take_norm", _take_norm, _DISPATCH_KEY)
+ops.library.impl("announce", _announce, _DISPATCH_KEY)

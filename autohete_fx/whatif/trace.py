@@ -218,7 +218,7 @@ def _priced(captured: Captured, machine: Machine, options: Options) -> TracedSte
         device_budget_bytes=None,
         host_budget_bytes=None,
         fixed_bytes=input_bytes(captured.inputs)
-        + small_bytes(params.values(), training=True, micro_batches=options.micro_batches)
+        + small_bytes(params.values(), training=True, accumulates=options.micro_batches > 1)
         + unread_bytes(captured.unread.values(), _TRACED_ON),
     )
     problem = make_problem(
@@ -252,7 +252,7 @@ def _small_of(captured: Captured, layer: str, *, micro_batches: int) -> Small:
     below = [item for item in captured.inputs if item.name.startswith(f"{layer}.")]
     unread_below = [tensor for name, tensor in captured.unread.items() if name.startswith(f"{layer}.")]
     params = [captured.params[item.name] for item in below if item.is_parameter]
-    fixed_bytes = input_bytes(below) + small_bytes(params, training=True, micro_batches=micro_batches)
+    fixed_bytes = input_bytes(below) + small_bytes(params, training=True, accumulates=micro_batches > 1)
     return Small(
         fixed_bytes=fixed_bytes + unread_bytes(unread_below, _TRACED_ON),
         grad_bytes=sum(param.nbytes for param in params if param.requires_grad and not is_movable(param)),

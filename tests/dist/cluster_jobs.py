@@ -176,6 +176,22 @@ def joined(plan: ClusterPlan, build: Callable[[], nn.Module] | None = None, **ho
     return cluster.join(build or (lambda: Model(3, True)), loss_of, **{**given, **how})
 
 
+def early_sums(job: cluster.Job) -> list[int]:
+    """By step from now on, how many sums this rank has begun when its last backward pass ends."""
+    seen: list[int] = []
+    run: Any = job._run
+    passes = run and run.passes
+
+    def noted(*args: Any) -> Tensor:
+        found = passes(*args)
+        seen.append(job._sums._num_begun)
+        return found
+
+    if run is not None:
+        run.passes = noted
+    return seen
+
+
 def difference(
     depth: int,
     tied: bool,
@@ -206,10 +222,12 @@ def difference(
         tp_plan=TP_PLAN if depth else None,
     )
     found = {"loss": 0.0, "norm": 0.0, "weights": 0.0, "states": 0.0, "held": 0.0}
+    early = early_sums(job)
     for loss, norm in seen:
         step = job.train_step(load)
         found["loss"] = max(found["loss"], abs(step.loss - loss))
         found["norm"] = max(found["norm"], abs(step.grad_norm - norm))
+    found["early"] = sum(early)
     if job.stage is not None:
         assert job.optimizer is not None
         compare_states(job, params, states, found)
@@ -290,6 +308,7 @@ def leg(
     except AutoHeteError as error:
         return {"error": str(error)}
     found: dict[str, Any] = {"first": job.step, "loss": 0.0, "weights": 0.0, "states": 0.0}
+    found["early"] = early_sums(job)
     while job.step < steps:
         step = job.train_step(load)
         found["loss"] = max(found["loss"], abs(step.loss - seen[step.step][0]))

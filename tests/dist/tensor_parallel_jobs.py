@@ -41,8 +41,9 @@ def within_budget(root: str) -> list[dict[str, Any]]:
     placement.SMALLEST_COPY_BYTES = 512
     found = []
     for steps, rows, nodes, budget in (
-        (4, [[1, 3, [2, 4], 2]], "aabb", 66_000),
-        (6, [[1, 1, [4], 2], [1, 2, [1, 4]]], "aabc", 95_000),
+        (4, [[1, 3, [2, 4], 2]], "aabb", 80_000),
+        (6, [[1, 1, [4], 2], [1, 2, [1, 4]]], "aabc", 112_000),
+        (9, [[1, 2, [4], 2], [1, 1, [4]]], "aabc", 10**6),
     ):
         torch._dynamo.reset()
         ours = {"memory_budget": budget, "inner_backend": "eager", "profile": "analytic"}

@@ -21,7 +21,7 @@ HOST = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimi
 def strip_inserted(gm: fx.GraphModule) -> None:
     """Promise 4: every wait gives way to its source, and nothing else was changed."""
     for node in list(gm.graph.nodes):
-        if node.target in (ops.wait, ops.wait_update):
+        if node.target in (ops.wait, ops.wait_update, ops.announce):
             node.replace_all_uses_with(node.args[1 if node.target is ops.wait else 0])
         if node.target is ops.start_update:  # it writes, so that nobody takes it for dead code
             node.replace_all_uses_with(node.args[0])
@@ -54,6 +54,15 @@ def test_taking_starts_of_updates_out_gives_the_original_graph():
     given = context(Stage.BACKWARD, HOST, schedule=Schedule(overlap=Overlap.BACKWARD))
     gm = run(PIPELINE, backward(), given, given=("blocks",))
     assert [n.target for n in gm.graph.nodes].count(ops.start_update) == 2
+    strip_inserted(gm)
+    assert sorted(calls(gm)) == sorted(calls(backward()))
+    assert output_names(gm) == output_names(backward())
+
+
+def test_taking_announcements_out_gives_the_original_graph():
+    given = context(Stage.BACKWARD, HOST, gradients=(None, None, 1), awaited_edges=(None, 1, 2))
+    gm = run(PIPELINE, backward(), given, given=("blocks",))
+    assert [n.target for n in gm.graph.nodes].count(ops.announce) == 1, "the other gradient leaves the device"
     strip_inserted(gm)
     assert sorted(calls(gm)) == sorted(calls(backward()))
     assert output_names(gm) == output_names(backward())

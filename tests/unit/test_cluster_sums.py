@@ -53,15 +53,20 @@ def test_sums_start_within_the_last_backward_pass_in_one_order(monkeypatch: pyte
     seen: list[str] = []
     with fake_default_group(2):
         found = GradientSums(owners, layer_map, params, {name: Piece(name) for name in params})
-        found.overlap(2, params)
+        found.overlap(params)
         summed = sums.dist.all_reduce
         monkeypatch.setattr(sums.dist, "all_reduce", lambda *a, **k: (seen.append("sum"), summed(*a, **k))[1])
         for _ in range(2):
+            expected = {name: torch.zeros_like(param) for name, param in params.items()}
             for micro_batch in range(2):
                 x = torch.randn(3, 4, requires_grad=True)
+                loss = model(x).sum()
+                grads = torch.autograd.grad(loss, list(params.values()), retain_graph=True)
+                expected = {name: expected[name] + grad for name, grad in zip(params, grads, strict=True)}
                 x.register_hook(lambda _, at=micro_batch: seen.append(f"end of {at}"))
-                model(x).sum().backward()
-            expected = {name: param.grad.clone() for name, param in params.items() if param.grad is not None}
+                if micro_batch:
+                    found.begin_last([loss])
+                loss.backward()
             found.reduce()
             for name, param in params.items():
                 torch.testing.assert_close(param.grad, expected[name], rtol=0, atol=0)
@@ -78,11 +83,11 @@ def test_a_gradient_that_grows_after_its_sum_may_have_begun_is_an_error():
     params = {"norm.weight": nn.Parameter(torch.ones(4, 2))}
     with fake_default_group(2):
         found = GradientSums({Piece("norm.weight"): (0, 1)}, layer_map, params, {name: Piece(name) for name in params})
-        found.overlap(1, params)
-        params["norm.weight"].sum().backward()
-        with pytest.raises(
-            ClusterError, match=r"'norm.weight' grew 2 times in a step of 1 micro-batches.*use_reentrant=False"
-        ):
+        found.overlap(params)
+        loss = params["norm.weight"].sum()
+        found.begin_last([loss])
+        loss.backward()
+        with pytest.raises(ClusterError, match=r"'norm.weight' grew twice in the last.*use_reentrant=False"):
             params["norm.weight"].sum().backward()
 
 
@@ -99,17 +104,20 @@ def test_gradients_of_a_unit_are_summed_within_its_last_backward_pass_too():
         params["norm.weight"].register_post_accumulate_grad_hook(lambda param: placed.append(param.grad.placements))
         parts, pieces = {name: held(param) for name, param in params.items()}, {name: Piece(name) for name in params}
         found = GradientSums(dict.fromkeys(pieces.values(), (0, 1)), layer_map, parts, pieces)
-        found.overlap(2, params)
+        found.overlap(params)
         for _ in range(2):
             total = {name: torch.zeros_like(part) for name, part in parts.items()}
-            for _ in range(2):
+            for micro_batch in range(2):
                 x = torch.randn(3, 4)
                 total["head.weight"] += x
                 total["norm.weight"] += x.sum(0)
                 assert not found._running
                 sharded = DTensor.from_local(x, mesh, [Shard(0)])
                 loss: Any = sum((param * sharded).sum() for param in params.values())
-                loss.full_tensor().backward()
+                loss = loss.full_tensor()
+                if micro_batch:
+                    found.begin_last([loss])
+                loss.backward()
             assert found._running and all(param.grad is None for param in params.values())
             found.reduce()
             for name, part in parts.items():

@@ -76,7 +76,8 @@ class _Held:
         around, held: activations while they leave and once they are due back; in between.
         waiting: of the other micro-batches in flight.
         boundary: of the activations, what other blocks read.
-        gradients, staying, accumulated: all gradients; those that stay until the step; of these, those of earlier micro-batches.
+        gradients, staying, accumulated: all gradients; those that stay until the step; of these, those on top of which others
+            come.
         streamed_gradients, staging: gradients of streamed states, and what these pass through.
     """
 
@@ -120,7 +121,7 @@ def _held(problem: Problem, block: int, decision: BlockDecision) -> tuple[int, .
         cost.boundary_bytes,
         cost.grad_bytes,
         staying,
-        staying if problem.micro_batches > 1 else 0,
+        staying if problem.accumulates else 0,
         cost.part_at(cost.grad_bytes, decision, Optimizer.STREAMED),
         staging_bytes(cost.states_at(decision, Optimizer.STREAMED)),
     )

@@ -81,7 +81,7 @@ def traced_peak_bytes(problem: Problem, plan: Plan, intermediate_bytes: int) -> 
     if not problem.training:
         return resident + intermediate_bytes
     gradients = device_gradient_bytes(problem, plan)
-    accumulated = gradients if problem.micro_batches > 1 else 0
+    accumulated = gradients if problem.accumulates else 0
     accumulated += sum(waiting_bytes(problem, block, decision) for block, decision in enumerate(plan.decisions))
     streaming = streaming_peak_bytes(problem, plan.decisions)
     stepping = gradients + problem.update_workspace_bytes

@@ -130,12 +130,15 @@ class _Replay(BlockProgram):
             if micro_batch > 0:
                 self._pass(range(self.num_blocks), self._forward)
             gradients = "gradients" if micro_batch == 0 else "gradients of a later micro-batch"
+            self._hold_copies()
             middle = self._pass(
                 reversed(range(self.num_blocks)), lambda block, name=gradients: self._backward(block, name)
             )
             backward_s = self.lanes.clock - middle
-            for block in range(self.num_blocks) if micro_batch > 0 else ():
-                self.memory.hold(gradients, block, 0)
+            for block in range(self.num_blocks):
+                self.memory.hold("copies of gradients", block, 0)
+                if micro_batch > 0:
+                    self.memory.hold(gradients, block, 0)
         self._hold_others_in_flight(0)
         if self.problem.training:
             self._optimizer_step()
@@ -173,6 +176,12 @@ class _Replay(BlockProgram):
             self.memory.hold("optimizer states", block, cost.states_at(decision, Optimizer.DEVICE))
             self.memory.hold("replicated parameters", block, replicated_bytes(self.problem, block, decision))
         self.memory.observe(0, FORWARD, self.lanes.clock)
+
+    def _hold_copies(self) -> None:
+        """Hold copies of the gradients of the only micro-batch. Those of several are in the place of earlier ones."""
+        for block, cost in enumerate(self.costs) if self.problem.copies_gradients else ():
+            own = self._part_at(block, cost.grad_bytes, Optimizer.DEVICE, Optimizer.STREAMED)
+            self.memory.hold("copies of gradients", block, own if self.problem.micro_batches == 1 else 0)
 
     def _hold_others_in_flight(self, count: int) -> None:
         """Hold between forward and backward what so many more micro-batches keep."""

@@ -252,7 +252,7 @@ class _Leaves:
 
     def __init__(self, roots: Iterable[Tensor]) -> None:
         self.variables: list[Tensor] = []
-        self._edges: Counter[int] = Counter()
+        self.edges: Counter[int] = Counter()
         seen: set[Any] = set()
         pending: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
         while pending:
@@ -264,8 +264,8 @@ class _Leaves:
                 if following is None:
                     continue
                 if (variable := getattr(following, "variable", None)) is not None:
-                    self._edges[id(variable)] += 1
-                    if self._edges[id(variable)] == 1:
+                    self.edges[id(variable)] += 1
+                    if self.edges[id(variable)] == 1:
                         self.variables.append(variable)
                 else:
                     pending.append(following)
@@ -282,10 +282,17 @@ class _Leaves:
         return frozenset(
             id(v)
             for v in self.variables
-            if self._edges[id(v)] == 1
+            if self.edges[id(v)] == 1
             and v not in _left_to_step
             and all(memories[address_of(t)] == 1 for t in (v, v.grad) if t is not None)
         )
+
+
+def sole_leaves(roots: Iterable[Tensor]) -> frozenset[int]:
+    """Identities of the leaves whose gradient comes along one edge in a backward pass from some tensors, and that no hook
+    changes on its way."""
+    leaves = _Leaves(roots)
+    return frozenset(id(v) for v in leaves.variables if leaves.edges[id(v)] == 1 and not v._backward_hooks)
 
 
 _READS_NOTHING = "_autohete_reads_nothing"

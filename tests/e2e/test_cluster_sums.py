@@ -1,0 +1,108 @@
+"""Sums of gradients that start within the last backward pass of a compiled stage, over ranks that are not there."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autohete_fx.cluster import sums
+from autohete_fx.cluster.batches import batch_of
+from autohete_fx.cluster.layers import map_layers
+from autohete_fx.cluster.pieces import Piece
+from autohete_fx.cluster.sums import GradientSums
+from autohete_fx.internals.fake_group import fake_default_group
+from tests.tiny_models import GPT, VOCAB
+
+DEPTH = 3
+
+
+def build() -> GPT:
+    return GPT(DEPTH, tied=True)
+
+
+class Broken(nn.Module):
+    """The model with a graph break, on both sides of which one bias of the first layer is read."""
+
+    def __init__(self, inner: GPT) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.inner.embed(ids) + self.inner.get_parameter("layers.0.norm1.bias")
+        torch._dynamo.graph_break()
+        for layer in self.inner.layers:
+            x = layer(x)
+        return self.inner.head(self.inner.norm(x))
+
+
+class Products(TorchDispatchMode):
+    """Notes matrix products; several in a row are one."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "mm" in func.name() and self._seen[-1:] != ["products"]:
+            self._seen.append("products")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "micro_batches", "blocks"),
+    # The sums of each block: norm, layers, and with the first of these the embedding, which is the head, too. Where a bias of the
+    # first layer is read elsewhere, four gradients come before that one in the order of sums.
+    [(None, 1, [2, 12, 12, 12 + 1]), (Broken, 2, [2, 12, 12, 4])],
+    ids=["alone", "broken"],
+)
+def test_sums_of_a_compiled_stage_start_within_its_last_backward(
+    wrap: Callable[[GPT], nn.Module] | None,
+    micro_batches: int,
+    blocks: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(sums, "BUCKET_BYTES", 1)  # each parameter alone
+    torch.manual_seed(0)
+    model = build()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    layer_map, params = map_layers(build, batch_of(torch.zeros(1, 4, dtype=torch.long))), dict(model.named_parameters())
+    seen: list[str] = []
+    with fake_default_group(2):
+        pieces = {name: Piece(name) for name in params}
+        found = GradientSums(dict.fromkeys(pieces.values(), (0, 1)), layer_map, params, pieces)
+        found.overlap(params)
+        summed = sums.dist.all_reduce
+        monkeypatch.setattr(sums.dist, "all_reduce", lambda *a, **k: (seen.append("sum"), summed(*a, **k))[1])
+        options = {"inner_backend": "eager", "micro_batches": micro_batches, "profile": "analytic"}
+        compiled = torch.compile(wrap(model) if wrap else model, backend="autohete", options=options)
+        results: list[dict[str, Tensor]] = []
+        for is_early in (False, True, False, True):
+            torch.manual_seed(len(results) // 2)
+            for micro_batch in range(micro_batches):
+                seen.clear()
+                loss = compiled(torch.randint(VOCAB, (2, 6))).float().square().mean()
+                node = loss.grad_fn
+                while "Compiled" not in node.name():
+                    node = node.next_functions[0][0]
+                node.register_hook(lambda *_: seen.append("end"))
+                if is_early and micro_batch + 1 == micro_batches:
+                    found.begin_last([loss])
+                with Products(seen):
+                    loss.backward()
+            expected = (
+                [each for count in blocks for each in ("products", *["sum"] * count)] if is_early else ["products"]
+            )
+            assert seen[: seen.index("end")] == expected
+            found.reduce()
+            assert seen.count("sum") == len(params)
+            results.append({name: param.grad.clone() for name, param in params.items() if param.grad is not None})
+            model.zero_grad()
+    for late, soon in (results[:2], results[2:]):
+        assert late.keys() == params.keys() == soon.keys()
+        for name, grad in late.items():
+            torch.testing.assert_close(soon[name], grad, rtol=0, atol=0, msg=name)
