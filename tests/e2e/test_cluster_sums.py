@@ -8,13 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import autohete_fx
 from autohete_fx.cluster import sums
 from autohete_fx.cluster.batches import batch_of
 from autohete_fx.cluster.layers import map_layers
 from autohete_fx.cluster.pieces import Piece
 from autohete_fx.cluster.sums import GradientSums
 from autohete_fx.internals.fake_group import fake_default_group
-from tests.tiny_models import GPT, VOCAB
+from autohete_fx.runtime.meter import device_live_bytes
+from tests.tiny_models import GPT, VOCAB, Wrapped
 
 DEPTH = 3
 
@@ -106,3 +108,31 @@ def test_sums_of_a_compiled_stage_start_within_its_last_backward(
         assert late.keys() == params.keys() == soon.keys()
         for name, grad in late.items():
             torch.testing.assert_close(soon[name], grad, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_buckets_and_copies_of_gradients_are_counted(micro_batches: int, monkeypatch: pytest.MonkeyPatch):
+    """The measured peak is within the predicted one, and near it."""
+    monkeypatch.setattr(sums, "BUCKET_BYTES", 20_000)
+    foreign_bytes, model = device_live_bytes("cpu"), build()
+    layer_map, params = map_layers(build, batch_of(torch.zeros(1, 4, dtype=torch.long))), dict(model.named_parameters())
+    optimizer = autohete_fx.AdamW(list(params.values()), lr=0.1)
+    with fake_default_group(2), autohete_fx.MemoryMeter("cpu") as meter:
+        pieces = {name: Piece(name) for name in params}
+        found = GradientSums(dict.fromkeys(pieces.values(), (0, 1)), layer_map, params, pieces)
+        found.overlap(params)
+        options = {"inner_backend": "eager", "micro_batches": micro_batches, "memory_budget": "1GiB", "allow": []}
+        compiled = torch.compile(Wrapped(model), backend="autohete", options=options)
+        for _ in range(2):
+            for micro_batch in range(micro_batches):
+                loss = compiled(torch.randint(VOCAB, (2, 6)))
+                if micro_batch + 1 == micro_batches:
+                    found.begin_last([loss])
+                loss.backward()
+                del loss
+            found.reduce()
+            optimizer.step()
+            optimizer.zero_grad()
+    predicted, measured = autohete_fx.compilations()[-1].predicted_peak_bytes, meter.peak_bytes - foreign_bytes
+    gradient_bytes = sum(param.nbytes for param in params.values())
+    assert predicted - gradient_bytes / 2 < measured <= predicted
