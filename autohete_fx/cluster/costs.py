@@ -325,6 +325,12 @@ class StageSums:
             offloaded_bytes=int(offloaded_bytes),
         )
 
+    def backward_s(self, first: int, stop: int, *, recomputed: int = 0) -> float:
+        """Seconds of backward of the layers from ``first`` to before ``stop``, of which the first ``recomputed`` recompute their
+        activations."""
+        again = min(first + recomputed, stop)
+        return self._backward_s[stop] - self._backward_s[first] + self._forward_s[again] - self._forward_s[first]
+
     def _held(self, first: int, stop: int) -> float:
         """Bytes of the weights of layers that a GPU holds."""
         divided = self._divided[stop] - self._divided[first]

@@ -1,10 +1,12 @@
 """Seconds that GPUs take to make parts whole: a message or sharded weights within a unit, and sums of gradients over replicas.
 
-Enter a `ClusterPlan` with costs and links; leave seconds. All are rings. A sum begins when all its owners have done their passes,
-while earlier stages still compute: the job does so, whatever compiles its stages.
+Enter a `ClusterPlan` with costs and links; leave seconds. All are rings. A layer's sum begins when all its owners have done its
+last backward, while they go on with the layers before it. Jobs do so where layers run one by one, and where our backend compiles
+them.
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -48,6 +50,9 @@ def with_gathers(
     )
 
 
+_Parts = tuple[tuple[float, tuple[float, ...]], ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summed:
     """Gradients with equal owners.
@@ -55,10 +60,13 @@ class Summed:
     Attributes:
         owners: stages that have them: pipeline and place.
         port_s: by what it takes, the node's port or the links within a node, the seconds that it takes it.
+        parts: of the layers in the order of backward: each one's share of the bytes, and seconds until the last backward of each
+            owner ends.
     """
 
     owners: tuple[tuple[int, int], ...]
     port_s: Mapping[tuple[str, bool], float]
+    parts: _Parts
 
 
 def sums_of(plan: ClusterPlan, costs: CostTable, links: Links) -> tuple[Summed, ...]:
@@ -68,10 +76,11 @@ def sums_of(plan: ClusterPlan, costs: CostTable, links: Links) -> tuple[Summed, 
     whatever number of owners is on the node. Rings of one node leave it by different GPUs. Messages are as large as if all sums
     of a node were one.
     """
-    rows: list[tuple[tuple[tuple[int, int], ...], dict[tuple[str, bool], float]]] = []
+    rows: list[tuple[tuple[tuple[int, int], ...], dict[tuple[str, bool], float], _Parts]] = []
     senders: dict[str, dict[tuple[int, int], int]] = {}
     peers: dict[str, set[str]] = {}
-    for whole, owners in _owned_weights(plan, costs):
+    for weights, owners in _owned_weights(plan, costs):
+        whole = sum(num_bytes for _, num_bytes in weights)
         nodes: dict[str, list[tuple[int, int]]] = {}
         for index, place in owners:
             nodes.setdefault(plan.pipelines[index].stages[place].node, []).append((index, place))
@@ -85,9 +94,9 @@ def sums_of(plan: ClusterPlan, costs: CostTable, links: Links) -> tuple[Summed, 
                 peers.setdefault(node, set()).update(nodes.keys() - {node})
             if len(here) > 1:
                 num_bytes[node, False] = moved / min(degrees.values())
-        rows.append((tuple(owners), num_bytes))
+        rows.append((tuple(owners), num_bytes, _parts(plan, costs, weights, owners)))
     totals: dict[tuple[str, bool], float] = {}
-    for _, num_bytes in rows:
+    for _, num_bytes, _ in rows:
         for port, count in num_bytes.items():
             totals[port] = totals.get(port, 0.0) + count
     rates = {
@@ -98,42 +107,82 @@ def sums_of(plan: ClusterPlan, costs: CostTable, links: Links) -> tuple[Summed, 
         if total
     }
     return tuple(
-        Summed(owners=owners, port_s={port: count / rates[port] for port, count in num_bytes.items() if count})
-        for owners, num_bytes in rows
+        Summed(
+            owners=owners, port_s={port: count / rates[port] for port, count in num_bytes.items() if count}, parts=parts
+        )
+        for owners, num_bytes, parts in rows
     )
 
 
-def sum_spans(sums: Sequence[Summed], ends_s: Mapping[tuple[int, int], float]) -> list[tuple[float, float]]:
-    """When each sum begins and ends: after the last pass of its last owner, one at a time on each port.
+def _parts(
+    plan: ClusterPlan, costs: CostTable, weights: Sequence[tuple[int, float]], owners: Sequence[tuple[int, int]]
+) -> _Parts:
+    """`Summed.parts` of layers with so many bytes each."""
+    whole = sum(num_bytes for _, num_bytes in weights) or 1.0
+    found = []
+    stages = [(plan.pipelines[index].stages[place], plan.pipelines[index].micro_batch) for index, place in owners]
+    sums = [costs.sums(stage.gpu, stage.tp, micro_batch, stage.shards) for stage, micro_batch in stages]
+    for layer, num_bytes in reversed(weights):
+        left_s = tuple(
+            of_stage.backward_s(stage.first, max(layer, stage.first), recomputed=stage.recomputed)
+            for (stage, _), of_stage in zip(stages, sums, strict=True)
+        )
+        found.append((num_bytes / whole, left_s))
+    return tuple(found)
+
+
+def sum_spans(
+    sums: Sequence[Summed], ends_s: Mapping[tuple[int, int], float], *, within: bool = True
+) -> list[tuple[float, float]]:
+    """When each sum begins and ends, its layers one after another, and one at a time on each port.
 
     Args:
         sums: of a plan.
-        ends_s: by pipeline and place, when the stage has done all passes.
+        ends_s: by pipeline and place, when the stage's last backward ends.
+        within: a layer waits for its own last backward on all of its owners; else for these ends.
     """
-    ready_s = [max(ends_s[owner] for owner in each.owners) for each in sums]
-    spans = [(ready, ready) for ready in ready_s]
+
+    def ready(owners: Sequence[tuple[int, int]], left_s: Sequence[float]) -> float:
+        ends = zip(owners, left_s, strict=True)
+        return max(ends_s[owner] - (seconds if within else 0.0) for owner, seconds in ends)
+
+    ready_s = [[ready(each.owners, left_s) for _, left_s in each.parts] for each in sums]
+    spans = [(ready[0], ready[-1]) for ready in ready_s]
     free_s: dict[tuple[str, bool], float] = {}
-    for place in sorted(range(len(sums)), key=ready_s.__getitem__):
-        begins = {port: max(ready_s[place], free_s.get(port, 0.0)) for port in sums[place].port_s}
+    for place in sorted(range(len(sums)), key=lambda place: ready_s[place][0]):
+        begins, ends = [], []
         for port, seconds in sums[place].port_s.items():
-            free_s[port] = begins[port] + seconds
+            end_s = free_s.get(port, -math.inf)
+            begins.append(max(end_s, ready_s[place][0]))
+            for since_s, (share, _) in zip(ready_s[place], sums[place].parts, strict=True):
+                end_s = max(end_s, since_s) + share * seconds
+            free_s[port] = end_s
+            ends.append(end_s)
         if begins:
-            spans[place] = min(begins.values()), max(free_s[port] for port in begins)
+            spans[place] = min(begins), max(ends)
     return spans
 
 
 def last_sums_s(plan: ClusterPlan, sums: Sequence[Summed]) -> float:
     """Seconds at least from the end of all passes to the end of all sums.
 
-    Gradients that the first stages of all pipelines own cannot be summed before: a pipeline ends with its first stage.
+    A pipeline ends with its first stage. Gradients that the first stages of all pipelines own are there shortly before: as long
+    as such a stage takes for the layers below.
     """
     firsts = {(index, 0) for index in range(len(plan.pipelines))}
-    port_s: dict[tuple[str, bool], float] = {}
+    parts: list[tuple[float, Mapping[tuple[str, bool], float], float]] = []
     for each in sums:
         if firsts.issubset(each.owners):
-            for port, seconds in each.port_s.items():
-                port_s[port] = port_s.get(port, 0.0) + seconds
-    return max(port_s.values(), default=0.0)
+            for share, left_s in each.parts:
+                most_s = max(seconds for owner, seconds in zip(each.owners, left_s, strict=True) if owner in firsts)
+                parts.append((most_s, each.port_s, share))
+    port_s: dict[tuple[str, bool], float] = {}
+    last_s = 0.0
+    for left_s, taken_s, share in sorted(parts, key=lambda part: part[0]):
+        for port, seconds in taken_s.items():
+            port_s[port] = port_s.get(port, 0.0) + share * seconds
+            last_s = max(last_s, port_s[port] - left_s)
+    return last_s
 
 
 def _rate(links: Links, node: str, num_bytes: float, pairs: int, peers: Iterable[str]) -> float:
@@ -142,20 +191,22 @@ def _rate(links: Links, node: str, num_bytes: float, pairs: int, peers: Iterable
     return rate * _BOTH_WAYS_SHARE if rate / pairs > _FAST_BYTES_PER_S else rate
 
 
-def _owned_weights(plan: ClusterPlan, costs: CostTable) -> Iterator[tuple[float, list[tuple[int, int]]]]:
-    """Bytes of weights whose gradients are summed, and their owners: pipeline and place. Tied weights have the last stages as
-    owners, too."""
+def _owned_weights(
+    plan: ClusterPlan, costs: CostTable
+) -> Iterator[tuple[list[tuple[int, float]], list[tuple[int, int]]]]:
+    """By layer, bytes of weights whose gradients are summed, and their owners: pipeline and place. Tied weights have the last
+    stages as owners, too, and are of the first layer, whose backward completes their gradients."""
     tied = [(index, place) for index, pipeline in enumerate(plan.pipelines) for place in {0, len(pipeline.stages) - 1}]
     if not costs.tied_bytes or len(tied) == len(plan.pipelines):
         tied = []
     for layers, owners in owned(plan):
-        whole = sum(costs.whole_bytes(layer) for layer in layers)
-        if tied and not layers.start:
-            whole -= costs.tied_bytes
         if len(owners) > 1:
-            yield whole, list(enumerate(owners))
+            weights = [(layer, float(costs.whole_bytes(layer))) for layer in layers]
+            if tied and not layers.start:
+                weights[0] = 0, weights[0][1] - costs.tied_bytes
+            yield weights, list(enumerate(owners))
     if tied:
-        yield costs.tied_bytes, tied
+        yield [(0, float(costs.tied_bytes))], tied
 
 
 def owned(plan: ClusterPlan) -> Iterator[tuple[range, tuple[int, ...]]]:

@@ -104,6 +104,7 @@ class Shape:
 class _Fitted:
     """A stage as it fits its GPU's memory."""
 
+    num_layers: int
     seconds: float
     backward_s: float
     recomputed: int
@@ -185,6 +186,7 @@ class Shaper:
             cost = self.cost(unit, first, stop, micro_batch, recomputed=recomputed, offloaded=offloaded)
             backward_s = cost.backward_s + cost.accumulate_s
             return _Fitted(
+                num_layers=count,
                 seconds=cost.forward_s + backward_s,
                 backward_s=backward_s,
                 recomputed=recomputed,
@@ -309,7 +311,8 @@ class Shaper:
     ) -> float:
         """Estimated seconds of gradient sums after the last backward, where other pipelines own the same layers on other nodes.
 
-        A stage's sums begin when it has done its passes. Those of the stages on one node share its port.
+        A stage's sums begin in its last backward, a layer's after it has been there. Those of the stages on one node share its
+        port.
         """
         if len(self._cluster.nodes) == 1:
             return 0.0
@@ -328,7 +331,9 @@ class Shaper:
                 rate = link.bytes_per_s(sum(num_bytes) / unit.node_gpus, unit.node_gpus)
                 end_s = -math.inf
                 for other, count in zip(reversed(here), num_bytes, strict=True):
-                    end_s = max(end_s, -early_s[other]) + count / rate
+                    layer_s = count / rate / fitted[other].num_layers
+                    first_s = early_s[other] + fitted[other].backward_s * (1 - 1 / fitted[other].num_layers)
+                    end_s = max(max(end_s, -first_s) + count / rate, layer_s - early_s[other])
                 longest_s = max(longest_s, end_s)
         return longest_s
 

@@ -4,20 +4,20 @@ Enter a `ClusterPlan`, a `Cluster` and a `CostTable`; leaves a `Timeline`. Every
 schedule's instructions in order. Messages share the ports of the nodes: while several are under way, each gets its part of what the
 port carries for all of them. The GPUs of a unit each receive a part of a message and gather the whole. Those that hold shards of
 a stage gather each layer's weights in forward and again in backward, where they reduce its gradients, too. All but the first gather
-of a pass run beside what other layers compute. Replicas sum gradients over rings. A sum begins when all stages that own its layers
-have done their passes. Those of later stages overlap with passes of earlier ones. Sums and messages do not slow each other down
-here. After all sums, whose norm every GPU needs, each runs its optimizer's step.
+of a pass run beside what other layers compute. Replicas sum gradients over rings. A layer's sum begins when all stages that own it
+have done its last backward. It overlaps with that of the layers before, and with passes of earlier stages. Sums and messages do not
+slow each other down here. After all sums, whose norm every GPU needs, each runs its optimizer's step.
 
 ``blocking`` sends are those of NCCL on the stream that computes. Sender and receiver both stand still from the moment that both
 are there until the message has arrived. ``buffered`` ones leave the sender at once; one message at a time goes over each
-direction of a pair of stages. The published runs had blocking ones.
+direction of a pair of stages. The published runs had blocking ones, and began sums when all owners had done their passes.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autohete_fx.cluster.costs import CostTable, StageCost
-from autohete_fx.cluster.events import Engine, Sends, Span
+from autohete_fx.cluster.events import Engine, Process, Sends, Span
 from autohete_fx.cluster.gradient_sums import sum_spans, sums_of, with_gathers
 from autohete_fx.cluster.links import Links
 from autohete_fx.cluster.memory import planned_cost
@@ -65,9 +65,22 @@ class Timeline:
 
 
 def simulate(
-    plan: ClusterPlan, cluster: Cluster, costs: CostTable, *, sends: Sends = Sends.BLOCKING, links: Links | None = None
+    plan: ClusterPlan,
+    cluster: Cluster,
+    costs: CostTable,
+    *,
+    sends: Sends = Sends.BLOCKING,
+    links: Links | None = None,
+    sums_within: bool = True,
 ) -> Timeline:
-    """The step of a plan. Raises ClusterError where costs or links lack what the plan needs."""
+    """The step of a plan.
+
+    Args:
+        sums_within: sums begin within the last backward passes, as in a job; else when all owners have done their passes.
+
+    Raises:
+        ClusterError: costs or links lack what the plan needs.
+    """
     if plan.num_layers != len(costs.kinds):
         raise ClusterError(
             f"the plan has {plan.num_layers} layers, embedding and head among them, and {costs.model} has {len(costs.kinds)}."
@@ -82,7 +95,11 @@ def simulate(
     engine.run()
     pipelines_s = max(process.time_s for process in engine.processes)
     sums = sums_of(plan, costs, links)
-    spans = sum_spans(sums, {(process.pipeline, process.place): process.time_s for process in engine.processes})
+    ends_s = {
+        (process.pipeline, process.place): _backward_end_s(process) if sums_within else process.time_s
+        for process in engine.processes
+    }
+    spans = sum_spans(sums, ends_s, within=sums_within)
     summed_s = max([pipelines_s, *(end_s for _, end_s in spans)])
     update_s = max(cost.update_s for row in table for cost in row)
     summing: dict[tuple[int, int], list[tuple[float, float]]] = {}
@@ -94,7 +111,7 @@ def simulate(
             pipeline=process.pipeline,
             place=process.place,
             compute_s=sum(span.end_s - span.begin_s for span in process.spans if span.what in ("forward", "backward")),
-            backward_end_s=max((span.end_s for span in process.spans if span.what == "backward"), default=0.0),
+            backward_end_s=_backward_end_s(process),
             spans=(
                 *process.spans,
                 *_span("reduce", summing.get((process.pipeline, process.place), ())),
@@ -110,6 +127,10 @@ def simulate(
         update_s=update_s,
         units=units,
     )
+
+
+def _backward_end_s(process: Process) -> float:
+    return next(span.end_s for span in reversed(process.spans) if span.what == "backward")
 
 
 def _span(what: str, parts: Sequence[tuple[float, float]]) -> Iterator[Span]:

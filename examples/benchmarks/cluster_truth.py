@@ -69,7 +69,7 @@ def main() -> None:
 
 def row_of(run: Run, costs: CostTable) -> dict[str, Any]:
     """What is predicted of a run, beside what was measured. Seconds and bytes."""
-    step = simulate(run.plan, run.cluster, costs)
+    step = simulate(run.plan, run.cluster, costs, sums_within=False)
     memories = [memory for row in memory_of_plan(run.plan, costs) for memory in row]
     floor = launch_share(run.plan, costs)
     return {

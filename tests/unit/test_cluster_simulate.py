@@ -1,6 +1,7 @@
 """The simulator of pipelines against what can be worked out by hand, and against measured runs."""
 
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -9,7 +10,9 @@ import pytest
 
 from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTime
 from autohete_fx.cluster.events import Sends
+from autohete_fx.cluster.gradient_sums import last_sums_s, sums_of
 from autohete_fx.cluster.instructions import instructions
+from autohete_fx.cluster.links import Links
 from autohete_fx.cluster.measurements import costs_of, read, rows_of, run_of, runs_of
 from autohete_fx.cluster.memory import memory_of_plan
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, PipelineSchedule, Stage
@@ -150,8 +153,12 @@ def test_units_of_two_gpus_send_halves_and_gather_them():
 
 def test_replicas_sum_their_gradients_over_the_slowest_port():
     given = plan(*(pipeline((node, "a", 8), micro_batches=1) for node in ("x", "y", "z")))
-    step = simulate(given, cluster(*((node, "a", 1) for node in "xyz"), rate=1000.0), costs(("a", 1.0)))
-    assert step.reduce_s == pytest.approx(2 * 2 / 3 * 8 * PARAMS_BYTES / 1000.0)
+    nodes, table = cluster(*((node, "a", 1) for node in "xyz"), rate=1000.0), costs(("a", 1.0))
+    sums_s = 2 * 2 / 3 * 8 * PARAMS_BYTES / 1000.0
+    # The last layer's begins when its backward is done, seven layers' before the pass ends.
+    assert simulate(given, nodes, table).reduce_s == pytest.approx(sums_s - 7 * BACKWARD_S)
+    assert last_sums_s(given, sums_of(given, table, Links(nodes))) == pytest.approx(sums_s - 7 * BACKWARD_S)
+    assert simulate(given, nodes, table, sums_within=False).reduce_s == pytest.approx(sums_s)
 
 
 def test_replicas_of_different_depth_and_degree_sum_what_they_share():
@@ -161,24 +168,41 @@ def test_replicas_of_different_depth_and_degree_sum_what_they_share():
     step = simulate(
         given, cluster(("x", "a", 1), ("y", "a", 1), ("z", "b", 2), rate=1000.0), costs(("a", 1.0), ("b", 2.0))
     )
-    # All of it leaves the node of the second pipeline. Sums of the five layers begin when the stage that has them has sent its last
-    # gradient, one backward pass of the other three before the pipeline ends.
-    assert step.reduce_s == pytest.approx(8 * PARAMS_BYTES / 1000.0 - 3 * BACKWARD_S)
+    # All of it leaves the node of the second pipeline. Sums of the five layers begin in the last backward of the stage that has
+    # them, four layers' before its end. A message follows, and the backward of the other three.
+    message_s = OUTPUT_BYTES / 1000.0
+    assert step.reduce_s == pytest.approx(8 * PARAMS_BYTES / 1000.0 - (4 + 3) * BACKWARD_S - message_s)
     ends_s = [(unit.backward_end_s, unit.spans[-2].begin_s, unit.spans[-2].end_s) for unit in step.units]
     assert [unit.spans[-2].what for unit in step.units] == ["reduce"] * 3
     first, second, other = ends_s
-    assert second[1] == pytest.approx(second[0] + OUTPUT_BYTES / 1000.0)
-    assert first[1] == first[0] > other[0], "its own port is free, though not that of the other owner"
+    assert second[1] == pytest.approx(second[0] - 4 * BACKWARD_S)
+    assert first[1] == first[0] - 2 * BACKWARD_S > other[0], "its own port is free, though not that of the other owner"
     assert other[1:] == pytest.approx((second[1], first[2])) and step.iteration_s == pytest.approx(first[2] + 0.5)
 
 
 def test_a_sum_that_is_done_before_the_passes_end_costs_nothing():
-    """Two pipelines that share the layers of their last stages on fast ports: only the first stages' sums are waited for."""
+    """Two pipelines that share the layers of their last stages on fast ports: only the first layer's sum is waited for."""
     cut = [("w", "a", 2), ("x", "a", 6)], [("y", "a", 2), ("z", "a", 6)]
     given = plan(*(pipeline(*stages, micro_batches=2) for stages in cut))
     nodes = cluster(*((node, "a", 1) for node in "wxyz"), rate=PARAMS_BYTES * 6 / (2 * BACKWARD_S))
     step = simulate(given, nodes, costs(("a", 1.0)), sends=Sends.BUFFERED)
-    assert step.reduce_s == pytest.approx(2 * PARAMS_BYTES / nodes.between[0].link.bytes_per_s(1.0))
+    assert step.reduce_s == pytest.approx(PARAMS_BYTES / nodes.between[0].link.bytes_per_s(1.0))
+
+
+def test_what_is_left_of_sums_after_the_passes_is_no_less_than_its_bound():
+    """Of two pipelines, cut anywhere, on ports of any speed; the second one's GPUs are slower, and the first layers tied."""
+    bounds = []
+    for first, second, rate, tied_bytes in itertools.product(
+        (1, 3, 8), (2, 5, 8), (500.0, 2000.0, 20_000.0), (0, 3000)
+    ):
+        cuts = [[("w", "a", first), ("x", "a", 8 - first)], [("y", "b", second), ("z", "b", 8 - second)]]
+        given = plan(*(pipeline(*(stage for stage in stages if stage[2]), micro_batches=2) for stages in cuts))
+        nodes = cluster(("w", "a", 1), ("x", "a", 1), ("y", "b", 1), ("z", "b", 1), rate=rate)
+        table = dataclasses.replace(costs(("a", 1.0), ("b", 1.1)), tied_bytes=tied_bytes)
+        bound_s = last_sums_s(given, sums_of(given, table, Links(nodes)))
+        bounds.append((bound_s, simulate(given, nodes, table).reduce_s))
+    assert all(0 < bound_s <= reduce_s + 1e-9 for bound_s, reduce_s in bounds)
+    assert any(bound_s == pytest.approx(reduce_s) for bound_s, reduce_s in bounds), "it is reached"
 
 
 def sharded(micro_batch: int, shards: int) -> Pipeline:
@@ -252,7 +276,7 @@ def test_measured_runs_are_predicted():
     )
     errors = {}
     for run in runs_of(runs, network):
-        step = simulate(run.plan, run.cluster, costs_of(layers, memory, run.plan.model))
+        step = simulate(run.plan, run.cluster, costs_of(layers, memory, run.plan.model), sums_within=False)
         error = abs(step.iteration_s / run.iteration_s - 1)
         errors[run.name] = error
         assert error < 0.08 or len(run.plan.used()) == 1, run.name
@@ -309,7 +333,9 @@ def measured():
 
 def predicted(row, files):
     run = run_of(row, files["network"])
-    return simulate(run.plan, run.cluster, costs_of(files["layers"], files["memory"], run.plan.model)).iteration_s
+    return simulate(
+        run.plan, run.cluster, costs_of(files["layers"], files["memory"], run.plan.model), sums_within=False
+    ).iteration_s
 
 
 def test_runs_of_other_types_are_predicted_where_files_know_them(measured):
