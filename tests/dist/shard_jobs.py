@@ -55,8 +55,8 @@ def within_budget(root: str) -> list[dict[str, Any]]:
     found = []
     for steps, rows, nodes, budget in (
         (4, [[2, 3, [2, 4], 1, 2]], "aabb", 109_000),
-        (6, [[2, 2, [4], 1, 2], [1, 2, [1, 4]]], "aabc", 125_000),
-        (8, [[2, 3, [4], 2, 2]], "aaaa", 100_000),
+        (6, [[2, 2, [4], 1, 2], [1, 2, [1, 4]]], "aabc", 150_000),
+        (8, [[2, 3, [4], 2, 2]], "aaaa", 115_000),
     ):
         torch._dynamo.reset()
         ours = {"memory_budget": budget, "inner_backend": "eager", "profile": "analytic"}
