@@ -13,12 +13,17 @@ Out::
 
 The numbers are the parameters' edges in autograd's graph. Gradients that ranks average are told of when that is done. Those that
 leave the device are not told of: a listener would bring them back. Nothing is inserted where nobody waits.
+
+Autograd keeps a gradient without a copy where it knows of nobody else that has the tensor. The view therefore stands for its
+gradient in all outputs. It is of one whose memory no other output views; a block without such a gradient is not told of.
 """
+
+from collections import Counter
 
 from torch import fx
 
 from autohete_fx.graph import annotations, ops
-from autohete_fx.graph.saved import output_args
+from autohete_fx.graph.saved import output_args, storage_root
 from autohete_fx.passes.base import PassContext, num_bytes, output_node
 from autohete_fx.passes.sort_regions import region_keys
 
@@ -35,10 +40,15 @@ def announce_gradients(gm: fx.GraphModule, context: PassContext) -> fx.GraphModu
         note = annotations.inserted(node)  # of a gradient that ranks have averaged
         slot = keys[node][0] + 1 if note is None else note.slot
         together.setdefault(slot, []).append(position)
+    sharing = Counter(storage_root(node) for node in {*outputs} if node is not None)
+    alone = {node for node in outputs if node is not None and sharing[storage_root(node)] == 1}
     order = {node: place for place, node in enumerate(gm.graph.nodes)}
     for slot, positions in together.items():
+        positions.sort(key=lambda position: outputs[position] not in alone)
         grads = [node for position in positions if (node := outputs[position]) is not None]
-        outputs[positions[0]] = _announce(gm, grads, slot, positions, order, context)
+        if grads[0] in alone:
+            announce = _announce(gm, grads, slot, positions, order, context)
+            outputs = [announce if node is grads[0] else node for node in outputs]
     output_node(gm).args = (tuple(outputs),)
     return gm
 

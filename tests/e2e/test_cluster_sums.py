@@ -1,6 +1,8 @@
 """Sums of gradients that start within the last backward pass of a compiled stage, over ranks that are not there."""
 
+import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,6 +110,49 @@ def test_sums_of_a_compiled_stage_start_within_its_last_backward(
         assert late.keys() == params.keys() == soon.keys()
         for name, grad in late.items():
             torch.testing.assert_close(soon[name], grad, rtol=0, atol=0, msg=name)
+
+
+class Added(nn.Module):
+    """Two weights with one gradient, which is that of the input, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(8, 8) / 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + (self.first + self.second)
+        return x @ x.t()
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_gradients_that_are_one_tensor_are_summed_each(inner: str):
+    torch.manual_seed(0)
+    model = Added()
+    expected, params = copy.deepcopy(model), dict(model.named_parameters())
+    layer_map: Any = SimpleNamespace(readers={name: frozenset({0}) for name in params})
+    with fake_default_group(2):
+        pieces = {name: Piece(name) for name in params}
+        found = GradientSums(dict.fromkeys(pieces.values(), (0, 1)), layer_map, params, pieces)
+        found.overlap(params)
+        options = {"inner_backend": inner, "micro_batches": 3, "profile": "analytic"}
+        compiled = torch.compile(model, backend="autohete", options=options)
+        for _ in range(2):
+            xs = [torch.randn(8, 8, requires_grad=True) for _ in range(3)]
+            for micro_batch, x in enumerate(xs):
+                loss = compiled(x).square().mean()
+                if micro_batch == 2:
+                    found.begin_last([loss])
+                loss.backward()
+            found.reduce()
+            copied = [x.detach().clone().requires_grad_() for x in xs]
+            for x in copied:
+                expected(x).square().mean().backward()
+            for x, other in zip(xs, copied, strict=True):
+                torch.testing.assert_close(x.grad, other.grad, rtol=1e-4, atol=1e-5)
+            for name, param in expected.named_parameters():
+                torch.testing.assert_close(params[name].grad, param.grad, rtol=1e-4, atol=1e-5, msg=name)
+            model.zero_grad()
+            expected.zero_grad()
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -1,12 +1,15 @@
 """``announce_gradients``: what it emits, where it emits nothing, and that results stay."""
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
 from torch import fx
 
 from autohete_fx import BlockDecision, Optimizer, PassError, passes
 from autohete_fx.graph import annotations, ops
+from autohete_fx.graph.saved import output_args
 from autohete_fx.passes import Stage
+from autohete_fx.passes.base import output_node
 from tests.two_blocks import assert_same_results, backward, code, context
 
 AWAITED = (None, 1, 2)
@@ -36,6 +39,42 @@ return (None, announce_a, announce_b)""",
     notes = [annotations.inserted(node) for node in gm.graph.nodes if node.target is ops.announce]
     assert [(note.block, note.slot) for note in notes if note is not None] == [(1, 1), (0, 2)]
     assert_same_results(gm, backward())
+
+
+def returning(*changed: str | None) -> fx.GraphModule:
+    """The backward graph with other outputs; ``view`` is one of the gradient of ``w1``."""
+    gm = backward()
+    nodes = {node.name: node for node in gm.graph.nodes}
+    grad = nodes["grad_w1"]
+    with gm.graph.inserting_after(grad):
+        view = gm.graph.call_function(torch.ops.aten.permute.default, (grad, [1, 0]))
+    view.meta["val"] = grad.meta["val"].t()
+    annotations.set_block(view, 1)
+    nodes["view"] = view
+    output_node(gm).args = (tuple(None if name is None else nodes[name] for name in changed),)
+    gm.graph.eliminate_dead_code()
+    return gm
+
+
+@pytest.mark.parametrize(
+    ("outputs", "awaited", "expected"),
+    [
+        (("grad_w1", "grad_w1", "grad_w0"), (0, 1, None), (("grad_w1", [0, 1]), "announce_b", "announce_b", "grad_w0")),
+        (("grad_w1", "grad_w1", "grad_w0"), (None, 1, None), (("grad_w1", [1]), "announce_b", "announce_b", "grad_w0")),
+        (("grad_w1", "view", "grad_w0"), (0, None, 2), (("grad_w0", [2]), "grad_w1", "permute_default", "announce_a")),
+        (("grad_w1", "view", "grad_t"), (0, 1, 2), (("grad_t", [2, 0, 1]), "grad_w1", "permute_default", "announce_b")),
+    ],
+    ids=["twice", "of another, too", "viewed", "viewed beside another"],
+)
+def test_no_two_tensors_of_autograd_have_the_same_memory(
+    outputs: tuple[str, ...], awaited: tuple[int | None, ...], expected: tuple[object, ...]
+):
+    """The view that an announcement returns is in all places of its gradient, and of one that no other output views."""
+    given = context(Stage.BACKWARD, BlockDecision(), offloaded={}, awaited_edges=awaited)
+    gm = passes.run(passes.PIPELINE, returning(*outputs), given, given=("blocks",))
+    (told,) = (node.args for node in gm.graph.nodes if node.target is ops.announce)
+    assert ((str(told[0]), told[2]), *map(str, output_args(gm))) == expected
+    assert_same_results(gm, returning(*outputs))
 
 
 @pytest.mark.parametrize("awaited", [(), (None, None, None)], ids=["nobody", "others"])
