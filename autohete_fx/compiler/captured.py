@@ -6,7 +6,7 @@ key under which its code and plan are kept, and the planner's `Problem` once its
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx
@@ -64,6 +64,7 @@ class CapturedGraph:
         others_bytes: device bytes that other training graphs of the model hold while this one runs.
         unread: parameters and buffers that no graph reads which is known yet.
         unread_so_far_bytes: of these, on the device, with gradients and states of those that eager code trains.
+        listening_bytes: device bytes that those take who wait for gradients.
         trained_bytes: of optimizer states and gradients on the device, where the model is being trained.
         digest: of the graph, its sizes included.
         graph_break: why the graph ends before its function, and where; empty where it does not.
@@ -100,6 +101,7 @@ class CapturedGraph:
         if model.shares.repeats:  # layers that the graph runs for, too, count with it
             self.unread = tuple(tensor for tensor in self.unread if placement_of(tensor) is None)
         self.unread_so_far_bytes = unread_bytes(self.unread, self.device.type) + model.shares.eager_bytes
+        self.listening_bytes = _listening_bytes(self.params.values())
         self._may_be_followed = self._may_follow()
         self.trained_bytes = trained_bytes(self.params.values()) if model.is_placed else 0
         self.machine = machine_of(self.device, model.session, options)
@@ -131,6 +133,8 @@ class CapturedGraph:
         self._may_be_followed = bool(agreed.most("graphs to follow", self._may_be_followed))
         # Eager code trains those experts that a rank's own rows choose.
         self.unread_so_far_bytes = agreed.most("unread bytes", self.unread_so_far_bytes)
+        # The last rank's shards are padded, so that its buckets have other sizes.
+        self.listening_bytes = agreed.most("bytes of listeners", self.listening_bytes)
 
     def key(self) -> str:
         """A digest of everything that decides the plan and the code, the same in every process."""
@@ -157,7 +161,7 @@ class CapturedGraph:
             (self.model.shares.is_call_over and bool(self.unsettled), self.model.shares.repeats),
             self.bucket_bytes,
             sorted(self.sharded),
-            (sorted(self.awaited), self._listening_bytes()),
+            (sorted(self.awaited), self.listening_bytes),
             self.agreement.rank_of_code,
             surroundings(self.device),
         )
@@ -228,7 +232,7 @@ class CapturedGraph:
             + self.unread_bytes
             + tuning_bytes(self.device, self.options)
             + (self.bucket_bytes or 0)
-            + ((averaging_bytes(self.params.values()) + self._listening_bytes()) if training else 0),
+            + ((averaging_bytes(self.params.values()) + self.listening_bytes) if training else 0),
         )
         problem = make_problem(
             blocks,
@@ -260,11 +264,6 @@ class CapturedGraph:
         accumulates = self.options.micro_batches > 1 or bool(self.awaited)
         return small_bytes(self.params.values(), training=training, accumulates=accumulates)
 
-    def _listening_bytes(self) -> int:
-        """Bytes that those take who wait for gradients."""
-        listeners = {id(found): found for p in self.params.values() if (found := listener_of(p)) is not None}
-        return sum(listener.device_bytes for listener in listeners.values())
-
     def free_bytes(self) -> int | None:
         """Bytes that the budget leaves beside the inputs and the parameters that are on the device now."""
         if self.budget_bytes is None:
@@ -272,6 +271,11 @@ class CapturedGraph:
         taken = sum(param.nbytes for param in self.params.values() if not is_home(param))
         taken += input_bytes(self.inputs) + self.others_bytes + self.unread_bytes + (self.bucket_bytes or 0)
         return max(0, self.budget_bytes - taken - tuning_bytes(self.device, self.options))
+
+
+def _listening_bytes(params: Iterable[torch.Tensor]) -> int:
+    listeners = {id(found): found for param in params if (found := listener_of(param)) is not None}
+    return sum(listener.device_bytes for listener in listeners.values())
 
 
 _NOTE_ON_LEAST = (

@@ -16,7 +16,9 @@ from autohete_fx.cluster.batches import batch_of
 from autohete_fx.cluster.layers import map_layers
 from autohete_fx.cluster.pieces import Piece
 from autohete_fx.cluster.sums import GradientSums
+from autohete_fx.compiler.agreement import Agreement
 from autohete_fx.internals.fake_group import fake_default_group
+from autohete_fx.runtime.announced import listen
 from autohete_fx.runtime.meter import device_live_bytes
 from tests.tiny_models import GPT, VOCAB, Wrapped
 
@@ -181,3 +183,27 @@ def test_buckets_and_copies_of_gradients_are_counted(micro_batches: int, monkeyp
     predicted, measured = autohete_fx.compilations()[-1].predicted_peak_bytes, meter.peak_bytes - foreign_bytes
     gradient_bytes = sum(param.nbytes for param in params.values())
     assert predicted - gradient_bytes / 2 < measured <= predicted
+
+
+class Waiting:
+    """Waits for gradients, and does nothing with them."""
+
+    device_bytes = 1000
+
+    def told(self, param: Tensor, grad: Tensor) -> None:
+        pass
+
+
+def test_ranks_that_share_weights_count_the_largest_of_their_buckets(monkeypatch: pytest.MonkeyPatch):
+    model, waiting, peaks = nn.Linear(8, 8), Waiting(), []
+    listen(model.parameters(), waiting)
+    monkeypatch.setattr(Agreement, "is_shared", True)
+    for more in (0, 5000):
+        monkeypatch.setattr(
+            Agreement, "most", lambda _, what, mine, more=more: mine + more * (what == "bytes of listeners")
+        )
+        torch._dynamo.reset()
+        options: dict[str, Any] = {"inner_backend": "eager", "memory_budget": "1GiB", "profile": "analytic"}
+        torch.compile(model, backend="autohete", options=options)(torch.randn(2, 8)).sum().backward()
+        peaks.append(autohete_fx.compilations()[-1].predicted_peak_bytes)
+    assert peaks[1] - peaks[0] == 5000
