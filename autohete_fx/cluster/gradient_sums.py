@@ -2,7 +2,8 @@
 
 Enter a `ClusterPlan` with costs and links; leave seconds. All are rings. A layer's sum begins when all its owners have done its
 last backward, while they go on with the layers before it. Jobs do so where layers run one by one, and where our backend compiles
-them.
+them. Sums of a stage with optimizer steps on the host begin after its passes. Its last layers' gradients are on the host and come
+first in the order.
 """
 
 import itertools
@@ -60,8 +61,8 @@ class Summed:
     Attributes:
         owners: stages that have them: pipeline and place.
         port_s: by what it takes, the node's port or the links within a node, the seconds that it takes it.
-        parts: of the layers in the order of backward: each one's share of the bytes, and seconds until the last backward of each
-            owner ends.
+        parts: of the layers in the order of backward. Each has its share of the bytes. By owner it has seconds from where its sum
+            may begin to the end of the owner's last backward.
     """
 
     owners: tuple[tuple[int, int], ...]
@@ -124,7 +125,9 @@ def _parts(
     sums = [costs.sums(stage.gpu, stage.tp, micro_batch, stage.shards) for stage, micro_batch in stages]
     for layer, num_bytes in reversed(weights):
         left_s = tuple(
-            of_stage.backward_s(stage.first, max(layer, stage.first), recomputed=stage.recomputed)
+            0.0
+            if stage.offloaded
+            else of_stage.backward_s(stage.first, max(layer, stage.first), recomputed=stage.recomputed)
             for (stage, _), of_stage in zip(stages, sums, strict=True)
         )
         found.append((num_bytes / whole, left_s))

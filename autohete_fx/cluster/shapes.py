@@ -311,8 +311,8 @@ class Shaper:
     ) -> float:
         """Estimated seconds of gradient sums after the last backward, where other pipelines own the same layers on other nodes.
 
-        A stage's sums begin in its last backward, a layer's after it has been there. Those of the stages on one node share its
-        port.
+        A stage's sums begin in its last backward, a layer's after it has been there; where some are offloaded, after it. Those of
+        the stages on one node share its port.
         """
         if len(self._cluster.nodes) == 1:
             return 0.0
@@ -332,7 +332,8 @@ class Shaper:
                 end_s = -math.inf
                 for other, count in zip(reversed(here), num_bytes, strict=True):
                     layer_s = count / rate / fitted[other].num_layers
-                    first_s = early_s[other] + fitted[other].backward_s * (1 - 1 / fitted[other].num_layers)
+                    within_s = 0.0 if fitted[other].offloaded else fitted[other].backward_s
+                    first_s = early_s[other] + within_s * (1 - 1 / fitted[other].num_layers)
                     end_s = max(max(end_s, -first_s) + count / rate, layer_s - early_s[other])
                 longest_s = max(longest_s, end_s)
         return longest_s

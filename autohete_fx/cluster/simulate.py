@@ -76,7 +76,8 @@ def simulate(
     """The step of a plan.
 
     Args:
-        sums_within: sums begin within the last backward passes, as in a job; else when all owners have done their passes.
+        sums_within: sums begin within the last backward passes, as in a job; else when all owners have done their passes. Sums of
+            stages with optimizer steps on the host never begin before.
 
     Raises:
         ClusterError: costs or links lack what the plan needs.

@@ -161,6 +161,32 @@ def test_replicas_sum_their_gradients_over_the_slowest_port():
     assert simulate(given, nodes, table, sums_within=False).reduce_s == pytest.approx(sums_s)
 
 
+def offloading(given: ClusterPlan, index: int, layers: int) -> ClusterPlan:
+    """The plan with optimizer steps on the host of so many layers of the first stage of a pipeline."""
+    pipelines = list(given.pipelines)
+    first, *others = pipelines[index].stages
+    stages = dataclasses.replace(first, offloaded=layers), *others
+    pipelines[index] = dataclasses.replace(pipelines[index], stages=stages)
+    return dataclasses.replace(given, pipelines=tuple(pipelines))
+
+
+def with_hosts(table: CostTable) -> CostTable:
+    """The costs with optimizer steps on the host that take no time."""
+    return dataclasses.replace(
+        table, updates=tuple(dataclasses.replace(row, host_s_per_byte=0.0) for row in table.updates)
+    )
+
+
+def test_sums_of_a_stage_with_gradients_on_the_host_begin_after_its_passes():
+    """Those of its last layer come first in the order, and hold back the others."""
+    given = offloading(plan(*(pipeline((node, "a", 8), micro_batches=1) for node in ("x", "y", "z"))), 1, 1)
+    nodes, table = cluster(*((node, "a", 1) for node in "xyz"), rate=1000.0), with_hosts(costs(("a", 1.0)))
+    sums_s = 2 * 2 / 3 * 8 * PARAMS_BYTES / 1000.0
+    step = simulate(given, nodes, table)
+    assert step.reduce_s == pytest.approx(sums_s)
+    assert all(span.begin_s == step.pipelines_s for unit in step.units for span in unit.spans if span.what == "reduce")
+
+
 def test_replicas_of_different_depth_and_degree_sum_what_they_share():
     given = plan(
         pipeline(("x", "a", 3), ("y", "a", 5), micro_batches=2), pipeline(("z", "b", 8), micro_batches=1, tp=2)
@@ -192,13 +218,14 @@ def test_a_sum_that_is_done_before_the_passes_end_costs_nothing():
 def test_what_is_left_of_sums_after_the_passes_is_no_less_than_its_bound():
     """Of two pipelines, cut anywhere, on ports of any speed; the second one's GPUs are slower, and the first layers tied."""
     bounds = []
-    for first, second, rate, tied_bytes in itertools.product(
-        (1, 3, 8), (2, 5, 8), (500.0, 2000.0, 20_000.0), (0, 3000)
+    for first, second, rate, tied_bytes, offloaded in itertools.product(
+        (1, 3, 8), (2, 5, 8), (500.0, 2000.0, 20_000.0), (0, 3000), (0, 1)
     ):
         cuts = [[("w", "a", first), ("x", "a", 8 - first)], [("y", "b", second), ("z", "b", 8 - second)]]
         given = plan(*(pipeline(*(stage for stage in stages if stage[2]), micro_batches=2) for stages in cuts))
         nodes = cluster(("w", "a", 1), ("x", "a", 1), ("y", "b", 1), ("z", "b", 1), rate=rate)
-        table = dataclasses.replace(costs(("a", 1.0), ("b", 1.1)), tied_bytes=tied_bytes)
+        given = offloading(given, 1, offloaded)
+        table = with_hosts(dataclasses.replace(costs(("a", 1.0), ("b", 1.1)), tied_bytes=tied_bytes))
         bound_s = last_sums_s(given, sums_of(given, table, Links(nodes)))
         bounds.append((bound_s, simulate(given, nodes, table).reduce_s))
     assert all(0 < bound_s <= reduce_s + 1e-9 for bound_s, reduce_s in bounds)
