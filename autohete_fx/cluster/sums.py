@@ -255,8 +255,9 @@ class GradientSums:
             share = self._shares.get(piece.name, 1.0)
             part.copy_(grad if share == 1.0 else grad * share)
             parts.append(part)
-        reached = flat[ends[-1] :]
-        reached.copy_(torch.tensor([piece.name not in absent for piece in bucket.pieces]))
+        reached = flat[ends[-1] :].fill_(1)
+        if absent:  # never within a pass, where the device would be waited for
+            reached.copy_(torch.tensor([piece.name not in absent for piece in bucket.pieces]))
         for piece in bucket.pieces:
             if piece.name in self._moves:
                 self._taken.pop(piece.name, None)
