@@ -107,7 +107,7 @@ def test_edits_between_steps_count(gate: Gate):
     assert torch.equal(*state.weights)
 
 
-SIZES = Sizes(width=256, batch=4, time=32, layers=4)
+SIZES = Sizes(width=256, batch=4, time=32)
 SPEEDS = Speeds(forward_s=2e-3, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, update_params_per_s=1e6)
 """A host so slow that it pays to bring states to the device."""
 
