@@ -38,11 +38,11 @@ class Pairs(Stack):
         super().__init__()
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 192), nn.GELU(), nn.Linear(192, 128))
-            for _ in range(4)
+            for _ in range(3)
         )
 
 
-LABELS = (*(f"layers.{i}" for i in range(4)), "epilogue")
+LABELS = (*(f"layers.{i}" for i in range(3)), "epilogue")
 
 
 @torch.no_grad()
