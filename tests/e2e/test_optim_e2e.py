@@ -1,9 +1,11 @@
 """Whole training loops: modules, compiled and eager, with the optimizer's states and parameters anywhere."""
 
 import copy
+import functools
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,35 +76,46 @@ def train(model: Net, optimizer: torch.optim.Optimizer, steps: range, after: Cal
     return losses
 
 
+KINDS = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+def trained(
+    model: Net, optimizer: torch.optim.Optimizer, compiled: bool, after: Callable[[int], None]
+) -> tuple[Any, ...]:
+    """Losses, gradients of each step, parameters and states."""
+    if compiled:
+        model.compile()
+    history: list[dict[str, torch.Tensor]] = []
+
+    def note(step: int) -> None:
+        history.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        after(step)
+
+    losses = train(model, optimizer, range(5), note)
+    return losses, history, copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+
+
+@functools.cache
+def trained_plainly(compiled: bool) -> tuple[Any, ...]:
+    model = make(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), **KINDS, fused=True)
+    return trained(model, optimizer, compiled, lambda step: None)
+
+
 @pytest.mark.parametrize(
     "compiled", [pytest.param(False, id="eager"), pytest.param(True, id="inductor", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("where", PLACES, ids=PLACE_IDS)
 def test_training_equals_torch_bitwise(where: tuple[Params, Optimizer], compiled: bool, tier: HostTier) -> None:
     """fp32: losses, gradients, parameters and states, with placement before the first step and changed in mid-run."""
-    results = []
-    for ours in (False, True):
-        model = make(torch.float32)
-        kinds = {"lr": 1e-2, "weight_decay": 0.1}
-        optimizer = (
-            AdamW(model.parameters(), **kinds) if ours else torch.optim.AdamW(model.parameters(), **kinds, fused=True)
-        )
-        if compiled:
-            model.compile()
-        history: list[dict[str, torch.Tensor]] = []
+    model = make(torch.float32)
+    place(model, where, tier)
 
-        def after(
-            step: int, ours: bool = ours, model: Net = model, history: list[dict[str, torch.Tensor]] = history
-        ) -> None:
-            history.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-            if ours and step == 2:
-                place(model, PLACES[(PLACES.index(where) + 1) % 4], tier)
+    def again(step: int) -> None:
+        if step == 2:
+            place(model, PLACES[(PLACES.index(where) + 1) % 4], tier)
 
-        if ours:
-            place(model, where, tier)
-        losses = train(model, optimizer, range(5), after)
-        results.append((losses, history, copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())))
-    plain, hosted = results
+    hosted, plain = trained(model, AdamW(model.parameters(), **KINDS), compiled, again), trained_plainly(compiled)
     assert plain[0] == hosted[0]
     torch.testing.assert_close(hosted[1], plain[1], rtol=0, atol=0)
     torch.testing.assert_close(hosted[2], plain[2], rtol=0, atol=0)
