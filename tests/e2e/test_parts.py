@@ -24,8 +24,8 @@ class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tied = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
-        self.encoder = nn.ModuleList(Block() for _ in range(3))
-        self.decoder = nn.ModuleList(Block() for _ in range(3))
+        self.encoder = nn.ModuleList(Block() for _ in range(2))
+        self.decoder = nn.ModuleList(Block() for _ in range(2))
 
     def encode(self, x: Tensor) -> Tensor:
         x = x @ self.tied
