@@ -71,7 +71,8 @@ def test_backward_uses_what_forward_read(activations: Activations, inner: str):
     torch.manual_seed(0)
     model = Model()
     twin = copy.deepcopy(model)
-    labels = autohete_fx.preview(model, torch.ones(8, WIDTH), options=options)[0].plan.labels
+    traced = {**options, "inner_backend": "eager"}  # blocks are the same, and no code is generated
+    labels = autohete_fx.preview(model, torch.ones(8, WIDTH), options=traced)[0].plan.labels
     assert len(labels) > 3
     plan = Plan(labels=labels, decisions=(BlockDecision(activations=activations),) * len(labels))
     torch._dynamo.reset()
