@@ -29,6 +29,18 @@ def layers(*decisions: BlockDecision) -> Plan:
     return Plan(labels=LABELS, decisions=(BlockDecision(), *inner, BlockDecision()))
 
 
+def labels(num_layers: int) -> tuple[str, ...]:
+    return (*LABELS[: 1 + num_layers], LABELS[-1])
+
+
+with_fewer_for_inductor = pytest.mark.parametrize(
+    ("inner", "num_layers"),
+    [("eager", 3), pytest.param("inductor", 2, marks=pytest.mark.slow)],
+    ids=["eager", "inductor"],
+)
+"""Inductor takes its time for each layer."""
+
+
 def compiled(plan: Plan, inner: str = "eager", model: Model | None = None) -> Model:
     model = model or make("cpu", SIZES)
     model.compile(backend="autohete", options={"plan": plan, "inner_backend": inner, "profile": "analytic"})
@@ -70,28 +82,30 @@ def test_a_kept_copy_is_there_between_the_passes_and_is_fetched_once():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_the_peak_of_kept_copies_is_the_predicted_one(inner: str):
+@with_fewer_for_inductor
+def test_the_peak_of_kept_copies_is_the_predicted_one(inner: str, num_layers: int):
     training.warm_up("cpu")
-    foreign_bytes, peaks = device_live_bytes("cpu"), []
-    plan = Plan(labels=LABELS, decisions=(KEPT, *(dataclasses.replace(KEPT, optimizer=Optimizer.HOST),) * 3, KEPT))
-    ours(make("cpu", SIZES), inner, {"plan": plan}, sizes=SIZES, peaks=peaks)
+    foreign_bytes, peaks, sizes = device_live_bytes("cpu"), [], Sizes(width=128, layers=num_layers)
+    decisions = (KEPT, *(dataclasses.replace(KEPT, optimizer=Optimizer.HOST),) * num_layers, KEPT)
+    plan = Plan(labels=labels(num_layers), decisions=decisions)
+    ours(make("cpu", sizes), inner, {"plan": plan}, sizes=sizes, peaks=peaks)
     assert training.training_compilation().plan.peak_bytes == pytest.approx(max(peaks) - foreign_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_two_forwards_before_a_backward_have_a_copy_each(inner: str):
+@with_fewer_for_inductor
+def test_two_forwards_before_a_backward_have_a_copy_each(inner: str, num_layers: int):
+    sizes = Sizes(layers=num_layers)
+
     def gradients(model: Model) -> list[Tensor]:
         losses = [model(batch("cpu", step)) for step in range(2)]
         for loss in losses:
             loss.backward()
         return [training.copied(p.grad) for p in model.parameters() if p.grad is not None]
 
-    given = gradients(compiled(layers(KEPT), inner, training.make("cpu").eval()))
+    plan = Plan(labels=labels(num_layers), decisions=(BlockDecision(), *(KEPT,) * num_layers, BlockDecision()))
+    given = gradients(compiled(plan, inner, make("cpu", sizes).eval()))
     torch._dynamo.reset()
-    expected = training.make(
-        "cpu"
-    ).eval()  # draws nothing, so that Inductor's kernels are compared with eager ones, too
+    expected = make("cpu", sizes).eval()  # draws nothing: Inductor's kernels are compared with eager ones, too
     expected.compile(backend="aot_eager")
     assert_equal(given, gradients(expected), bitwise=inner == "eager")
 

@@ -46,7 +46,7 @@ def test_a_budget_that_only_the_trace_keeps_is_told(monkeypatch: pytest.MonkeyPa
     for can_run in (True, False):
         if not can_run:
             monkeypatch.setattr("autohete_fx.compiler.graph.dry_run", lambda *_, **__: None)
-        model = job.make("cpu")
+        model = job.make("cpu", job.Sizes(layers=1))
         options = {"profile": "analytic", "memory_budget": f"{64 + can_run}MiB"}  # code of its own
         model.compile(backend="autohete", options=options)
         model(job.batch("cpu", 0)).backward()
