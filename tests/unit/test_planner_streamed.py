@@ -1,6 +1,7 @@
 """Streamed states on their way home: the forward that waits for updates waits for it, and what leaves the device comes after."""
 
 import dataclasses
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -89,6 +90,33 @@ def test_activations_leave_when_all_states_are_home(overlap: Overlap):
     assert replayed.step_s >= alone.step_s + 0.3
 
 
+def test_states_go_home_while_an_upload_is_waited_for():
+    """The first block's update on the host ends late. The states of others need no part of it, and go home one after another."""
+    given_problem = streaming(40.0, Overlap.BACKWARD)
+    machine = dataclasses.replace(given_problem.machine, h2d_bytes_per_s=40.0, host_update_params_per_s=1.0)
+    given_problem = dataclasses.replace(given_problem, machine=machine)
+    made = [BlockDecision(optimizer=Optimizer.HOST), *[STREAMED] * 3]
+    replayed = simulate(given_problem, made)
+    home, uploads = events(replayed, Lane.D2H, "states"), events(replayed, Lane.H2D, "upload")
+    slot_s, began = 3 * 5 / 3 / 40.0, events(replayed, Lane.H2D, "states")[0].start_s
+    assert [e.end_s - began for e in home] == pytest.approx([1 + slot_s, 2 + slot_s, 3 + slot_s])
+    assert uploads[0].end_s > home[-1].end_s + 1.0
+    replays = Replays(given_problem)
+    assert replays.seconds(replays.row(made)[None]) == pytest.approx(replayed.step_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS, ids=str)
+@pytest.mark.parametrize("distance", [1, 4])
+def test_forwards_that_take_longer_than_states_hide_all_but_the_first(overlap: Overlap, distance: int):
+    """States take 0.9 s either way, a forward 1 s: only the first block's come, and their last slot goes home, before it."""
+    given_problem = streaming(40 / 0.9, overlap)
+    machine = dataclasses.replace(given_problem.machine, h2d_bytes_per_s=40 / 0.9)
+    costs, labels = given_problem.costs * 4, tuple(f"layers.{i}" for i in range(16))
+    given_problem = dataclasses.replace(given_problem, machine=machine, costs=costs, labels=labels)
+    made = [dataclasses.replace(STREAMED, prefetch_distance=distance)] * 16
+    assert simulate(given_problem, made).step_s == pytest.approx(16 * 3 + 0.9 + 0.9 * min(1, 16 * 5 / 3 / 40), rel=1e-3)
+
+
 def test_updates_by_themselves_take_their_turns_as_before():
     replayed = simulate(streaming(10.0, Overlap.NONE), [STREAMED] * 4)
     updates, home = events(replayed, Lane.COMPUTE, "update"), events(replayed, Lane.D2H, "states")
@@ -143,7 +171,12 @@ def test_the_search_replays_them_and_the_bound_knows_no_more(
         rows.append(random.choice(streams or len(of_block), size=6))
     for row, seconds in zip(np.array(rows).T, replays.seconds(np.array(rows).T), strict=True):
         made = replays.decisions(row)
-        step_s = simulate(given_problem, made, events=False).step_s
+        replayed = simulate(given_problem, made)
+        step_s = replayed.step_s
         assert seconds == pytest.approx(step_s, rel=1e-9)
+        for lane in (Lane.COMPUTE, Lane.D2H, Lane.NET):
+            in_turn = sorted((e.start_s, e.end_s) for e in replayed.events if e.lane is lane)
+            assert all(end <= begin + 1e-9 for (_, end), (begin, _) in pairwise(in_turn)), lane
+            assert all(end <= step_s + 1e-9 for _, end in in_turn), lane
     answer = program_of(given_problem, list(made)).solve(limit_s=10, deadline=float("inf"), in_seconds=True)
     assert answer.decisions is not None and 0 < answer.bound <= step_s * (1 + 1e-9)

@@ -35,11 +35,7 @@ class BlockProgram:
         self.num_blocks = len(problem.costs)
         self.lanes = LaneClocks(problem.machine, keep_events=keep_events, factors=factors)
         self.landed_at: dict[int, float] = {}  # gradients of the last micro-batch, on the host
-        self.home: dict[
-            int, tuple[float, float]
-        ] = {}  # streamed states where updates overlap: from when to when, at the earliest
-        self.slot_s = 0.0  # what a slot of them takes on its way home
-        self.copied_at = 0.0  # what blocks need that have begun
+        self.home_at: dict[int, float] = {}  # streamed states, where updates overlap
         self.memory = DeviceMemory(keep_levels=keep_events)
         self.due = Due(problem, decisions)
         self.is_first_forward = True  # of a step
@@ -110,7 +106,7 @@ class BlockProgram:
     def _begin_forward(self, block: int, *, updates: bool) -> None:
         """Wait until a block's own parameters are there, and updated where this is the step's first forward."""
         self.lanes.serve_up(block)
-        self._wait_up("fetch", block)
+        self.lanes.wait("fetch", block)
         if updates:
             self._update_with_copies(block)
 
@@ -216,23 +212,12 @@ class BlockProgram:
 
     def _update_with_copies(self, block: int) -> None:
         """Wait for what a block's update copies up, and do the update if its states are streamed."""
-        self._wait_up("upload", block)
-        self._wait_up("states", block)
-        self._wait_home(block)
+        self.lanes.wait("upload", block)
+        self.lanes.wait("states", block)
+        self.lanes.hold(self.home_at.get(block, 0.0))
         if self.decisions[block].streams:
             streamed_s = device_update_s(self.problem, block, self.decisions[block], Optimizer.STREAMED)
             self.lanes.work(Lane.COMPUTE, "update", block, streamed_s)
-
-    def _wait_up(self, label: str, block: int) -> None:
-        self.copied_at = max(self.copied_at, self.lanes.wait(label, block))
-
-    def _wait_home(self, block: int) -> None:
-        """Wait for streamed states on their way home where updates overlap: the last slot of them leaves when all is up."""
-        if block in self.home:
-            begin, end = self.home[block]
-            late_s = max(0.0, self.copied_at + min(self.slot_s, end - begin) - end)
-            self.lanes.note(Lane.D2H, "states", block, begin + late_s, end + late_s)
-            self.lanes.hold(end + late_s)
 
     def _return_states(self, block: int) -> None:
         if self.decisions[block].streams:

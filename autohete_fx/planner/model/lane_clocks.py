@@ -53,20 +53,15 @@ class LaneClocks:
 
     def work(self, lane: Lane, label: str, block: int, seconds: float, ready_at: float = 0.0) -> float:
         """Occupy a lane; returns when it ends."""
-        start, end = self.occupy(lane, label, block, seconds, ready_at)
-        self.note(lane, label, block, start, end)
-        return end
-
-    def occupy(self, lane: Lane, label: str, block: int, seconds: float, ready_at: float = 0.0) -> tuple[float, float]:
-        """Likewise, of work that somebody else will `note`; returns its begin and its end."""
         start = max(self.free_at[lane], ready_at)
         piece, seconds = self._lengthened(lane, label, block, seconds)
         end = start + seconds
         self.free_at[lane] = end
         self._note_times(piece, start, end)
+        self.note(lane, label, block, start, end)
         if lane is Lane.H2D:
             self.copied_up.append((start, end))
-        return start, end
+        return end
 
     def _lengthened(self, lane: Lane, label: str, block: int, seconds: float) -> tuple[Piece, float]:
         """The next piece of a kind, and the seconds that it takes beside others."""
@@ -100,11 +95,9 @@ class LaneClocks:
             else:
                 self._done_at[label, block] = self.work(lane, label, block, seconds, ready)
 
-    def wait(self, label: str, block: int) -> float:
-        """Hold the program until work is complete, if it is under way. Returns when it is; 0 for none."""
-        done_at = self._done_at.pop((label, block), 0.0)
-        self.hold(done_at)
-        return done_at
+    def wait(self, label: str, block: int) -> None:
+        """Hold the program until work is complete, if it is under way."""
+        self.hold(self._done_at.pop((label, block), 0.0))
 
     def hold(self, until_s: float) -> None:
         """Hold the program until then."""

@@ -42,8 +42,9 @@ the same cores there).
     STEP        after the last backward: device updates; then the next forward at once. There block b waits for its
                 update on the host and for its upload, or its fetch, of what was updated, and does its streamed update
                 before it computes. All streamed states go home from the step on, before anything else goes down: they pass
-                through a few slots, and what fills one waits for what empties it. b waits for its own to be home, which is
-                a slot's way home after all that it and earlier blocks copy up at the earliest
+                through a few slots, and what fills one waits for what empties it. b's are home a slot's way after those of
+                blocks up to b are up, at the earliest: for that, as if states alone went up, from the step on. b waits for
+                its own to be home
     BACKWARD    as STEP, but an update on the host starts when its gradients are there, in the last backward already, an upload
                 when its update ends, and streamed states when the optimizer steps: what backward fetches goes first, and from
                 then on what block the next forward needs first, a little at a time, so that what is more urgent goes first at
@@ -221,13 +222,9 @@ class _Replay(BlockProgram):
         if overlap_of(self.problem) is Overlap.NONE:
             self._pass(range(self.num_blocks), lambda block: self._update_alone(block, updated_at))
             return
-        staged_s = sum(staging_s(self.problem, *each) for each in enumerate(self.decisions))
-        self.slot_s = min(staged_s, most_staging_s(self.machine)) / STAGING_SLOTS
         for block in range(self.num_blocks):
             self.memory.hold("gradients", block, 0)
-            home_s = copy_s(self.machine, Lane.D2H, self._update_copies(block)[1])
-            if home_s:
-                self.home[block] = self.lanes.occupy(Lane.D2H, "states", block, home_s, stepped_at)
+        self._send_states_home(stepped_at)
         if sends_at_once(self.problem):
             self.lanes.share_up(SharedLane(self.lanes.copied_up))
             for block in range(self.num_blocks):
@@ -253,6 +250,17 @@ class _Replay(BlockProgram):
                 self.lanes.note(Lane.DISK, "disk", block, begin, end)
             updated_at[block] = self.lanes.free_at[Lane.UPDATE] = end
         return updated_at
+
+    def _send_states_home(self, stepped_at: float) -> None:
+        """Streamed states go home one block after another. The last slot of a block leaves when all are up."""
+        staged_s = sum(staging_s(self.problem, *each) for each in enumerate(self.decisions))
+        slot_s, up_at = min(staged_s, most_staging_s(self.machine)) / STAGING_SLOTS, stepped_at
+        for block in range(self.num_blocks):
+            if states := self._update_copies(block)[1]:
+                up_at += copy_s(self.machine, Lane.H2D, states)
+                home_s = copy_s(self.machine, Lane.D2H, states)
+                ready_at = max(stepped_at, up_at + min(slot_s, home_s) - home_s)
+                self.home_at[block] = self.lanes.work(Lane.D2H, "states", block, home_s, ready_at)
 
     def _update_alone(self, block: int, updated_at: Mapping[int, float]) -> None:
         """What is left of a block's update after a synchronous step's device and host updates: uploads and streams."""

@@ -20,7 +20,7 @@ Rows = NDArray[np.int64]
 _FIRST, _BACKWARD = range(2)
 _WORK = 0
 _UP, _DOWN = map(COPY_LANES.index, (UPDATES_LANE, GRADIENTS_LANE))
-_DEVICE, _HOST, _UPLOADS, _STATES, _WAITS, _AVERAGE, _HOME, _STAGED = range(8)
+_DEVICE, _HOST, _UPLOADS, _STATES, _WAITS, _AVERAGE, _UP_FIRST, _HOME, _STAGED = range(9)
 
 
 class Rules(NamedTuple):
@@ -58,7 +58,7 @@ class Tables(NamedTuple):
         updates: by kind, block and setting, seconds of updates on the device and on the host, and of uploads and streamed
             states outside of passes. It has 0 where the first pass's copies up wait for an update on the host, else NEVER. It
             also has the seconds of the mean over replicas, before which no update begins. Last come those of streamed states on
-            their way home beside the first pass, and of their staging.
+            their way up and home beside the first pass, and of their staging.
         gathering: what passes with collectives have besides; None where there are none.
     """
 
@@ -197,7 +197,7 @@ class Assignments:
     def _home_now(self) -> Home | None:
         """Streamed states on their way home; None where there are none."""
         slot_s = np.minimum(self._updates[_STAGED].sum(axis=0), self.rules.most_staging_s) / STAGING_SLOTS
-        return self._home.update(self._updates[_HOME], self._first[_DOWN].down, slot_s)
+        return self._home.update(self._updates[_UP_FIRST], self._updates[_HOME], self._first[_DOWN].down, slot_s)
 
     def _until(self, start: Seconds) -> Seconds:
         """When what the first pass copies up is updated, where all updates begin together; NEVER for what waits for no update."""

@@ -114,12 +114,12 @@ class GatheringPasses(Passes):
                 np.add(own[i], self._first, out=self._spare)
                 np.maximum(end, self._spare, out=end)
                 if home is not None and not self._leads[i]:
-                    home.hold(i, own[i], end)
+                    home.hold(i, end)
                 np.add(end, parts.work_first[i], out=end)
             for at in range(i + (i > 0), min(last, i + 1) + 1):
                 np.maximum(end, self._ahead[at], out=end)
                 if home is not None and self._leads[at]:
-                    home.hold(at, self._ahead[at], end)
+                    home.hold(at, end)
                 np.add(end, parts.work_ahead[at], out=end)
                 np.maximum(net, end, out=net)
                 np.add(net, parts.gather[at], out=net)
@@ -218,10 +218,9 @@ def run_shared_gathering(
         end = ends[i]
         np.copyto(end, clock)
         for at in needed[i]:
-            copied = shared.copied(at)
-            np.maximum(end, copied, out=end)
+            np.maximum(end, shared.copied(at), out=end)
             if home is not None:
-                home.hold(at, copied, end)
+                home.hold(at, end)
             end += collectives.work_ahead[at] + collectives.work_first[at]
             if leads[at]:
                 np.maximum(net, end, out=net)

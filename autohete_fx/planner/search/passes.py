@@ -49,7 +49,8 @@ class Passes:
 
     Attributes:
         ends: by position and column, after `run`, when compute is done with a block and with what it waits for at its end.
-        arrived: by lane, when its copy up is done; at most that of an earlier block where it has none. Empty on a lane without.
+        arrived: by lane, when its copy up is done. Where it has none: NEVER with several distances, with one when it would have
+            begun. Empty on a lane without.
         landed: by lane, when its work and its copy down are done. Empty on a lane without.
     """
 
@@ -84,7 +85,7 @@ class Passes:
                 free[number] = self._issue(i, number, free[number], clock, waiting if not number else ())
                 before = np.maximum(before, here[i], out=end)
             if home is not None:
-                home.hold(i, self._arrived[0][i], before)
+                home.hold(i, before)
             np.add(before, self._work[i], out=end)
             for number, (lane, there) in enumerate(zip(self._lanes, self._landed, strict=True)):
                 if not there:
@@ -136,32 +137,30 @@ class Home:
     def __init__(self, positions: int, count: int, dtype: np.dtype[Any]) -> None:
         """``count``: columns of the first pass."""
         self._count = count
-        self._all = tuple(np.empty((positions, count), dtype) for _ in range(3))
-        self._blocks, self._last, self._down = map(list, self._all)
-        self._copied, self._spare = np.empty((2, count), dtype)
+        self._all = tuple(np.empty((positions, count), dtype) for _ in range(2))
+        self._blocks, self._down = map(list, self._all)
 
-    def update(self, took: Seconds, down: Seconds, slot_s: Seconds) -> "Home | None":
+    def update(self, up: Seconds, took: Seconds, down: Seconds, slot_s: Seconds) -> "Home | None":
         """Returns itself, or None where no states are on their way.
 
         Args:
-            took: seconds that states take, by position and column of the first pass.
+            up: seconds that states take on their way up, by position and column of the first pass. They go one after another.
+            took: likewise home. The last slot of a block's leaves when all are up.
             down: those that other copies down take; these begin when all states are home.
             slot_s: by column, those of a slot of states.
         """
         if not took.any():
             return None
-        blocks, last, leaves = self._all
+        blocks, leaves = self._all
         np.add.accumulate(took, axis=0, out=blocks)
-        last[:] = np.where(took > 0, np.minimum(took, slot_s), NEVER)
+        late = np.add.accumulate(up, axis=0) + np.minimum(took, slot_s) - blocks
+        blocks += np.maximum(np.maximum.accumulate(late, axis=0), 0.0)
         leaves[:] = np.where(down > 0, blocks[-1], NEVER)
-        self._copied.fill(NEVER)
         return self
 
-    def hold(self, i: int, copied: Seconds, begin: Seconds) -> None:
-        """Put off, in place, when a block begins until its states are home; asked once, block after block. The last slot leaves
-        when all copies up are done of blocks up to it; those of its own are when ``copied``."""
-        begin, copied = begin[: self._count], np.maximum(self._copied, copied[: self._count], out=self._copied)
-        np.maximum(begin, np.add(copied, self._last[i], out=self._spare), out=begin)
+    def hold(self, i: int, begin: Seconds) -> None:
+        """Put off, in place, when a block begins until its states are home."""
+        begin = begin[: self._count]
         np.maximum(begin, self._blocks[i], out=begin)
 
     def leave(self, i: int, begin: Seconds) -> None:
@@ -204,10 +203,9 @@ def run_shared(
     for i, issued in enumerate(issues(positions, distances)):
         for k, at in issued:
             shared.issue(at, clock, is_issued[k, at])
-        copied = shared.copied(i)
-        end = np.maximum(clock, copied, out=ends[i])
+        end = np.maximum(clock, shared.copied(i), out=ends[i])
         if home is not None:
-            home.hold(i, copied, end)
+            home.hold(i, end)
         end += work[i]
         np.maximum(end, landed[i - 1] if i else 0.0, out=landed[i])
         if home is not None:

@@ -122,7 +122,7 @@ class Replays:
                     *(self.takes((work,)) * at_once for work in SENT),
                     np.where(waits, 0.0, NEVER),
                     self.takes((Work.AVERAGE,)),
-                    self.takes((Work.STATES_BACK,)) * (not synchronous),
+                    *(self.takes((work,)) * (not synchronous) for work in (Work.STATES, Work.STATES_BACK)),
                     staged_s,
                 ]
             ),
