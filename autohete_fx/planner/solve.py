@@ -334,7 +334,7 @@ class _Found:
         if self.num_blocks > NEAR_BLOCKS and not self._relaxes_first:
             program = Program(self.problem, held=NEAR_DISTANCE)
             program.minimize_step(ahead=NEAR_DISTANCE)
-            near = relax(program, deadline=self.deadline, mixtures=mixtures)
+            near = relax(program, deadline=deadline, mixtures=mixtures)
             self.shares += [near.shares] if near is not None else []
         return relaxed
 

@@ -207,3 +207,30 @@ def test_a_relaxation_is_rounded_even_when_the_time_is_over(monkeypatch: pytest.
     of_patterns, rounded = (planner.solve(many_on_four_ranks(), time_limit_s=1.0, explains=False) for _ in range(2))
     assert len(relaxed) == 2 and rounded.gap < of_patterns.gap
     assert rounded.step_s < 0.95 * of_patterns.step_s
+
+
+def test_both_relaxations_of_many_blocks_end_at_their_share_of_the_time(monkeypatch: pytest.MonkeyPatch):
+    """Rounding, walks and branches have the rest. The clock stands still, so that nothing but a deadline says when they end."""
+    twelve = dozen()
+    free = dataclasses.replace(
+        twelve,
+        costs=twelve.costs * 6,
+        labels=tuple(f"layers.{i}" for i in range(72)),
+        device_budget_bytes=6 * (twelve.device_budget_bytes or 0),
+    )
+    monkeypatch.setattr(planner, "time", types.SimpleNamespace(monotonic=lambda: 0.0))
+    asked: dict[int, float] = {}
+
+    class Enough(Exception):
+        pass
+
+    def noted(program: Program, *, deadline: float, **how: Any) -> Any:
+        asked[program.held] = deadline
+        if program.held == planner.NEAR_DISTANCE:
+            raise Enough
+        return relax(program, deadline=float("inf"), **how)
+
+    monkeypatch.setattr(planner, "relax", noted)
+    with pytest.raises(Enough):
+        planner.solve(free, time_limit_s=2.0, explains=False)
+    assert asked == {1: 2.0 * planner.RELAXATION_SHARE, planner.NEAR_DISTANCE: 2.0 * planner.RELAXATION_SHARE}
