@@ -43,7 +43,8 @@ def sends_at_once(problem: Problem) -> bool:
     States go from the step on, blocks updated on the host when their update ends.
 
     Else the forward issues them with its other copies. That comes to nearly the same where the lane gets them in the order in
-    which blocks need them, and takes far less to count.
+    which blocks need them, and takes far less to count. Steps come out longer where blocks differ and distances are small. The
+    lane is idle beside a long forward then, and a short one after it waits.
     """
     overlap = overlap_of(problem)
     in_turn = overlap is Overlap.STEP and problem.schedule.priority
