@@ -99,9 +99,7 @@ def main(function: str, folder: str, rank: str, num_ranks: str, args: str) -> No
 if __name__ == "__main__":
     main(*sys.argv[1:])
     # As an interpreter ends, but for freeing all that was imported, which takes a third of a second.
-    for thread in threading.enumerate():
-        if not (thread.daemon or thread is threading.main_thread()):
-            thread.join()
+    threading._shutdown()  # ends pools and joins threads
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(0)
