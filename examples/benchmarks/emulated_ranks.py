@@ -6,8 +6,7 @@ The machines are bound by the net, by copies, by updates, and by compute. On eac
 and that keep everything, stand beside the solver's, within the memory that the first of the two takes. With several micro-batches
 there is also one that replicates everything, and the solver has its memory.
 
-What the processes themselves do in a step, plans do not count: some 20 to 60 ms for four of them on two cores, whatever the plan.
-``--slower`` makes lanes slower and leaves that as it is.
+What the processes themselves do in a step, plans do not count. ``--slower`` makes lanes slower and leaves that as it is.
 
     torchrun --nproc-per-node 2 examples/benchmarks/emulated_ranks.py --json examples/benchmarks/results/emulated_ranks_cpu.json
 """
