@@ -114,7 +114,7 @@ def load_machine(key: str) -> Machine | None:
 def sources_digest() -> str:
     """A digest of this package's own code: another version of it must not find the old one's plans and compiled code.
 
-    The files are read once in a process, as they are imported once.
+    The files are read once in a process: it runs the code that it has imported, whatever is edited later.
     """
     digest, package = hashlib.sha256(), Path(__file__).resolve().parent
     for path in sorted([*package.rglob("*.py"), *(package / "passes").glob("*.py")]):

@@ -13,7 +13,7 @@ from autohete_fx import cluster
 from autohete_fx.errors import ClusterError
 from tests.dist.cluster_jobs import Model, joined, load, plan_of
 
-TIMEOUT_S, HANGS_S, NEVER_S = 5.0, 120.0, 3600.0
+TIMEOUT_S, HANGS_S, NEVER_S = 5.0, 25.0, 3600.0
 
 
 class Awake(Exception):

@@ -16,7 +16,7 @@ from autohete_fx.ir import Overlap, Schedule
 from autohete_fx.runtime.pending.backward import Early
 from autohete_fx.runtime.shard import gathered, shard
 from tests.dist import ranks
-from tests.dist.sharded import alone, differences, from_first, make, mesh, refusal, together, tokens, whole
+from tests.dist.sharded import FAST, alone, differences, from_first, make, mesh, refusal, together, tokens, whole
 from tests.dist.test_shard import ours, ours_clipped, sgd
 from tests.dist.test_shard_plans import BLOCKS, backend
 from tests.dist.test_shard_uses import HOST
@@ -74,14 +74,7 @@ def overlapping() -> list[Any]:
     def optimizer(params: Any) -> torch.optim.Optimizer:
         return autohete_fx.AdamW(params, lr=1e-2, overlap="backward")
 
-    fast = Speeds(
-        forward_s=1e-3,
-        h2d_bytes_per_s=1e9,
-        d2h_bytes_per_s=1e9,
-        update_params_per_s=1e9,
-        net_bytes_per_s=1e9,
-        num_ranks=2,
-    )
+    fast = Speeds(**FAST)
     expected = from_first(lambda: alone(ours, steps=3))
     with Emulation(fast).running() as emulation, mock.patch.object(Early, "start", noting):
         schedule = Schedule(overlap=Overlap.BACKWARD)

@@ -12,7 +12,7 @@ from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
 from autohete_fx.ir import Overlap, Schedule
 from autohete_fx.runtime.lanes.lanes import Lanes
 from tests.dist import ranks
-from tests.dist.sharded import alone, make, mesh, refusal, together, tokens, whole
+from tests.dist.sharded import FAST, alone, make, mesh, refusal, together, tokens, whole
 from tests.dist.test_shard_plans import BLOCKS, Wide, backend, furthest, ours, sgd
 
 REPLICATED = BlockDecision(replicates=True)
@@ -135,14 +135,7 @@ def overlapping() -> float:
     """How far a device with memory of its own is from one process, where updates begin in backward."""
     from examples.benchmarks.emulated import Emulation, Speeds
 
-    fast = Speeds(
-        forward_s=1e-3,
-        h2d_bytes_per_s=1e9,
-        d2h_bytes_per_s=1e9,
-        update_params_per_s=1e9,
-        net_bytes_per_s=1e9,
-        num_ranks=2,
-    )
+    fast = Speeds(**FAST)
     decisions = [BlockDecision(replicates=True, optimizer=place) for place in (Optimizer.HOST, Optimizer.STREAMED)]
     schedule = Schedule(overlap=Overlap.BACKWARD)
     plan = Plan(labels=BLOCKS, decisions=tuple(decisions[at % 2] for at in range(4)), schedule=schedule)

@@ -29,7 +29,7 @@ from autohete_fx.ir import Machine
 from autohete_fx.runtime.placement import placement_of
 from autohete_fx.runtime.shard import shard
 from tests.dist import ranks
-from tests.dist.sharded import make, mesh, refusal, tokens, whole
+from tests.dist.sharded import FAST, make, mesh, refusal, tokens, whole
 
 PLACES = (
     BlockDecision(),
@@ -70,14 +70,7 @@ def device_of(name: str) -> Iterator[dict[str, Any]]:
         def machine(self) -> Machine:
             return dataclasses.replace(super().machine, disk_bytes=1 << 40, disk_bytes_per_s=1e9)
 
-    fast = WithDisk(
-        forward_s=1e-3,
-        h2d_bytes_per_s=1e9,
-        d2h_bytes_per_s=1e9,
-        update_params_per_s=1e9,
-        net_bytes_per_s=1e9,
-        num_ranks=2,
-    )
+    fast = WithDisk(**FAST)
     with Emulation(fast).running() as emulation:
         plan = Plan(labels=("prologue", "layers.0", "layers.1", "epilogue"), decisions=PLACES)
         yield {"backend": "autohete", "options": {**emulation.options, "plan": plan}}

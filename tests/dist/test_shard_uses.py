@@ -22,7 +22,20 @@ import autohete_fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
 from autohete_fx.ir import Overlap, Schedule
 from tests.dist import ranks
-from tests.dist.sharded import VOCABULARY, WIDTH, Net, alone, differences, make, mesh, refusal, together, tokens, whole
+from tests.dist.sharded import (
+    FAST,
+    VOCABULARY,
+    WIDTH,
+    Net,
+    alone,
+    differences,
+    make,
+    mesh,
+    refusal,
+    together,
+    tokens,
+    whole,
+)
 from tests.dist.test_shard_plans import BLOCKS, backend, furthest, ours, sgd
 
 HOST = [
@@ -87,14 +100,7 @@ def on_a_device_with_memory_of_its_own() -> dict[str, Any]:
     from autohete_fx.runtime.pending.backward import Early
     from examples.benchmarks.emulated import Emulation, Speeds
 
-    fast = Speeds(
-        forward_s=1e-3,
-        h2d_bytes_per_s=1e9,
-        d2h_bytes_per_s=1e9,
-        update_params_per_s=1e9,
-        net_bytes_per_s=1e9,
-        num_ranks=2,
-    )
+    fast = Speeds(**FAST)
     started, start, found = [], Early.start, {}
 
     def noting(early: Early, *args: Any) -> bool:

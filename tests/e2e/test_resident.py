@@ -22,8 +22,8 @@ from autohete_fx.runtime import cpu_counter
 from autohete_fx.runtime.meter import device_live_bytes, rss_anon_bytes
 from tests.training import Sizes, batch, make
 
-SIZES = Sizes(width=192, layers=4, batch=16, time=128)
-SHARES = (0.4, 0.7)
+SIZES = Sizes(width=192, layers=6, batch=16, time=128)
+SHARES = (0.3, 0.7)
 
 
 class Witness(threading.Thread):
