@@ -18,6 +18,7 @@ from autohete_fx.cluster.simulate import simulate
 from autohete_fx.cluster.spec import Cluster, Gpu, Joined, Node, steady_link
 from autohete_fx.errors import ClusterError
 
+MEASURED = Path(__file__).parents[2] / "examples" / "benchmarks" / "measured"
 KINDS = ("first", *["layer"] * 6, "last")
 FORWARD_S, BACKWARD_S, OUTPUT_BYTES, PARAMS_BYTES, KEPT_BYTES = 1.0, 2.0, 1000, 4000, 500
 
