@@ -195,8 +195,9 @@ def check_references(model: nn.Module) -> None:
                 )
 
 
-_Field = tuple[str, Part, int, tuple[int, ...]]
-"""Name and part of a parameter, how many ranks have shards of it, and the shape that it has here."""
+_Field = tuple[str, Part, int, tuple[int, ...], int | None]
+"""Name and part of a parameter, how many ranks have shards of it, the shape that it has here, and which mesh object a DTensor of it
+lies over: meshes are equal that have other process groups."""
 
 
 def _fields(module: nn.Module) -> tuple[_Field, ...]:
@@ -205,7 +206,10 @@ def _fields(module: nn.Module) -> tuple[_Field, ...]:
         for name, p in module._parameters.items()
         if p is not None and (part := dtensor_part_of(p)) is not None
     ]
-    return tuple((name, part, part.ranks.count, part.shape) for name, part in held)
+    return tuple(
+        (name, part, part.ranks.count, part.shape, None if part.layout is None else id(part.layout.mesh))
+        for name, part in held
+    )
 
 
 @functools.cache
@@ -238,7 +242,7 @@ def _held_class(base: type, fields: tuple[_Field, ...]) -> type:
         "__doc__": base.__doc__,
     }
     members |= {"__deepcopy__": __deepcopy__, "__reduce_ex__": __reduce_ex__, WHOLE: False}
-    members |= {field[0]: _reader(*field) for field in fields}
+    members |= {name: _reader(name, part, num_ranks, shape) for name, part, num_ranks, shape, _ in fields}
     metaclass: Any = type(base)
     made = metaclass(base.__name__, (base,), members)
     return made

@@ -1,0 +1,26 @@
+"""Modules whose parameters are parts of DTensors, in a process that is a rank of a fake group."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from autohete_fx.internals.fake_group import fake_default_group
+from autohete_fx.runtime.shard.layout import Layout
+from autohete_fx.runtime.shard.parts import Part
+from autohete_fx.runtime.shard.ranks import ranks_of
+from autohete_fx.runtime.shard.surface import read_wholes
+
+
+def test_what_a_module_reads_lies_over_its_own_mesh_though_an_equal_one_was_there_before():
+    """As where a job goes on with another plan in one process: the groups of the old mesh may be gone."""
+    with fake_default_group(2):
+        along = ranks_of(DeviceMesh("cpu", [0]))
+        for _ in range(2):
+            mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu", mesh_dim_names=("tp",))
+            layer = nn.Linear(2, 2, bias=False)
+            layout = Layout(mesh, (Replicate(),), (2, 2), (2, 1))
+            read_wholes(layer, [(layer.weight, Part(size=(2, 2), group=along.digest, is_shard=False, layout=layout))])
+            whole: torch.Tensor = layer.weight
+            assert isinstance(whole, DTensor) and whole.device_mesh is mesh
