@@ -34,12 +34,12 @@ def run(
         for rank in range(num_ranks)
     ]
     ended = run_together(commands, environment) if device == "cpu" else _started(commands, environment)
-    found = []
-    for rank in range(num_ranks) if survivors is None else survivors:
-        of_rank = ended[rank]
-        assert of_rank.returncode == 0, f"rank {rank} ended with {of_rank.returncode}: {of_rank.stderr[-4000:]}"
-        found.append(json.loads(of_rank.stdout.splitlines()[-1]))
-    return found
+    expected = list(range(num_ranks) if survivors is None else survivors)
+    failed = [rank for rank in expected if ended[rank].returncode]
+    # The first to time out may not be the one that was missing.
+    texts = [f"rank {rank} ended with {ended[rank].returncode}: {ended[rank].stderr[-4000:]}" for rank in failed]
+    assert not failed, "\n".join(texts)
+    return [json.loads(ended[rank].stdout.splitlines()[-1]) for rank in expected]
 
 
 def _started(
