@@ -6,10 +6,10 @@ the process sleeps until all of it is done where a pass ends. Python between two
 than the GPU. Seconds by which a process woke too late are counted, and stand beside the errors as ``late_s``.
 
 Links are those of this machine, measured by the processes. Gradients are so large that sums over two replicas of the model take
-about `SUMS_S` on these links. A sum ends that much after its last owner began it, one at a time on each process's port. As with a
-compiled stage, a pass gives its gradients at its end. For each plan a job trains a few steps; its median step is compared with
-the simulated one. Plans: ours, the equal grid, the proportional grid, the two stages of AutoHet's paper, the best of one type, and
-three drawn at random.
+about `SUMS_S` on these links. A sum is queued behind the work before it, as on a GPU, and begins when all owners have come to it.
+It ends that much later, one at a time on each process's port. Every layer fills a bucket, as large layers do. For each plan a job
+trains a few steps; its median step is compared with the simulated one. Plans: ours, the equal grid, the proportional grid, the two
+stages of AutoHet's paper, the best of one type, and three drawn at random.
 
     python examples/benchmarks/cluster_emulated.py --json cluster_emulated.json
 """
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from autohete_fx import cluster
+from autohete_fx.cluster import sums
 from autohete_fx.cluster.baselines import BASELINES
 from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTime
 from autohete_fx.cluster.gradient_sums import sums_of
@@ -43,7 +44,6 @@ from autohete_fx.cluster.plan import ClusterPlan, Pipeline, Stage
 from autohete_fx.cluster.simulate import simulate
 from autohete_fx.cluster.solve import plan_cluster
 from autohete_fx.cluster.spec import Cluster
-from autohete_fx.cluster.sums import GradientSums
 
 GPUS = ("fast", "fast", "middle", "middle", "slow", "slow")
 FORWARD_S = {"fast": 0.008, "middle": 0.014, "slow": 0.026}
@@ -61,22 +61,23 @@ class Clock:
     """The work queue of this process's emulated GPU.
 
     Attributes:
+        done_s: when all of it is done, as `time.perf_counter` counts.
         late_s: seconds by which the process woke after its work was done.
     """
 
     def __init__(self) -> None:
-        self._done_s, self.late_s = 0.0, 0.0
+        self.done_s, self.late_s = 0.0, 0.0
 
     def add(self, seconds: float) -> None:
         """Queue work."""
-        self._done_s = max(self._done_s, time.perf_counter()) + seconds
+        self.done_s = max(self.done_s, time.perf_counter()) + seconds
 
     def wait(self) -> None:
         """Sleep until all of it is done."""
-        left_s = self._done_s - time.perf_counter()
+        left_s = self.done_s - time.perf_counter()
         if left_s > 0:
             time.sleep(left_s)
-            self.late_s += time.perf_counter() - self._done_s
+            self.late_s += time.perf_counter() - self.done_s
 
 
 CLOCK = Clock()
@@ -97,31 +98,29 @@ PORT = Port()
 
 
 class Sum:
-    """A sum of gradients that is under way: it begins when the last owner has begun it.
+    """A sum of gradients that is under way.
 
     Args:
         work: the sum over this machine's own links.
+        begins: the same of when it begins: when all owners have done the work before it.
+        begin_s: what that gives.
         sent_bytes: by this process.
     """
 
-    def __init__(self, work: dist.Work, sent_bytes: float) -> None:
-        self._work, self._seconds, self._begun_s = work, sent_bytes * PORT.s_per_byte, 0.0
-        self._began = work.get_future().then(self._begin)
-
-    def _begin(self, _: Any) -> None:
-        self._begun_s = time.perf_counter()
+    def __init__(self, work: dist.Work, begins: dist.Work, begin_s: Tensor, sent_bytes: float) -> None:
+        self._works, self._begin_s, self._seconds = (work, begins), begin_s, sent_bytes * PORT.s_per_byte
 
     def wait(self) -> None:
         """Until it ends."""
-        self._work.wait()
-        self._began.wait()
-        PORT.free_s = max(PORT.free_s, self._begun_s) + self._seconds
+        for work in self._works:
+            work.wait()
+        PORT.free_s = max(PORT.free_s, float(self._begin_s)) + self._seconds
         time.sleep(max(0.0, PORT.free_s - time.perf_counter()))
 
 
 @contextmanager
 def emulated_sums() -> Iterator[None]:
-    """Sums of gradients, which alone are asynchronous, take their time. They begin when a pass has ended."""
+    """Sums of gradients, which alone are asynchronous, take their time."""
     all_reduce = dist.all_reduce
 
     def summed(tensor: Tensor, *args: Any, group: Any = None, async_op: bool = False, **rest: Any) -> Any:
@@ -129,11 +128,14 @@ def emulated_sums() -> Iterator[None]:
         if not async_op or work is None:
             return work
         ranks = dist.get_world_size(group)
-        return Sum(work, 2 * (ranks - 1) / ranks * tensor.nbytes)
+        begin_s = torch.tensor(max(CLOCK.done_s, time.perf_counter()), dtype=torch.float64)
+        begins = all_reduce(begin_s, dist.ReduceOp.MAX, group=group, async_op=True)
+        assert begins is not None
+        return Sum(work, begins, begin_s, 2 * (ranks - 1) / ranks * tensor.nbytes)
 
     with (
         mock.patch.object(dist, "all_reduce", summed),
-        mock.patch.object(GradientSums, "overlap", lambda *_: None),
+        mock.patch.object(sums, "BUCKET_BYTES", PARAMS_BYTES),
     ):
         yield
 
@@ -162,7 +164,7 @@ class Layer(nn.Module):
         self.linear, self.seconds = nn.Linear(WIDTH, WIDTH, bias=False), seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(Work.apply(x, self.seconds))
+        return Work.apply(self.linear(x), self.seconds)  # its gradient comes when its work is done
 
 
 class Model(nn.Module):
@@ -212,8 +214,8 @@ def emulated_costs(found: Cluster) -> CostTable:
         for node in found.nodes[:2]
     ]
     made = replace(made, gradient_bytes_per_byte=_MANY)
-    sums = sums_of(ClusterPlan(model="emulated", pipelines=tuple(alone)), made, Links(found))
-    longest_s = max(seconds for each in sums for seconds in each.port_s.values())
+    both = sums_of(ClusterPlan(model="emulated", pipelines=tuple(alone)), made, Links(found))
+    longest_s = max(seconds for each in both for seconds in each.port_s.values())
     return replace(made, gradient_bytes_per_byte=_MANY * SUMS_S / longest_s)
 
 
