@@ -4,6 +4,7 @@ Ranks on the CPU are forked from processes that have imported PyTorch.
 """
 
 import atexit
+import faulthandler
 import gc
 import importlib
 import json
@@ -16,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.processes import ROOT, TIMEOUT_S, run_together
+
+SHOWN_AFTER_S = 200
+"""After which a rank writes where its threads are, beside what it fails with: groups of jobs give up after 300 seconds."""
 
 
 def run(
@@ -37,7 +41,7 @@ def run(
     expected = list(range(num_ranks) if survivors is None else survivors)
     failed = [rank for rank in expected if ended[rank].returncode]
     # The first to time out may not be the one that was missing.
-    texts = [f"rank {rank} ended with {ended[rank].returncode}: {ended[rank].stderr[-4000:]}" for rank in failed]
+    texts = [f"rank {rank} ended with {ended[rank].returncode}: {ended[rank].stderr[-8000:]}" for rank in failed]
     assert not failed, "\n".join(texts)
     return [json.loads(ended[rank].stdout.splitlines()[-1]) for rank in expected]
 
@@ -84,6 +88,7 @@ def main(function: str, folder: str, rank: str, num_ranks: str, args: str) -> No
     import torch
     import torch.distributed as dist
 
+    faulthandler.dump_traceback_later(SHOWN_AFTER_S)
     backend = "gloo"
     if os.environ["DEVICE_OF_RANKS"] == "cuda":
         backend = "nccl"
