@@ -338,10 +338,12 @@ def test_gpus_behind_a_slow_port_do_not_join_others():
     assert "RTX-3090" not in used or len(used) == 1
 
 
-def test_symmetric_tensor_parallelism_has_one_degree():
+@pytest.mark.slow
+def test_symmetric_tensor_parallelism_has_one_degree_and_is_no_faster():
     given, table, _ = measured("S4")
-    found = plan_cluster(given, table, global_batch=32, symmetric_tp=True)
+    found, free = (plan_cluster(given, table, global_batch=256, symmetric_tp=only) for only in (True, False))
     assert len({stage.tp for _, _, stage in found.plan.stages()}) == 1
+    assert free.timeline.iteration_s <= found.timeline.iteration_s
 
 
 def test_a_model_that_fits_nowhere_is_refused():
