@@ -149,16 +149,21 @@ def _is_small(param: Tensor) -> bool:
 
 def _average(params: Sequence[Tensor]) -> None:
     """The mean over ranks, of parameters of one kind. The gradients of small ones go as one tensor, with flags that say who has a
-    gradient of which parameter."""
+    gradient of which parameter. A rank that has all of them need not read the flags."""
     part = part_of(params[0])
     assert part is not None and part.averaged_over is not None
     group, small = part.averaged_over, [p for p in params if _is_small(p)]
-    flags = torch.tensor([float(p.grad is not None) for p in params], dtype=params[0].dtype, device=params[0].device)
+    missing = [at for at, p in enumerate(params) if p.grad is None]
+    flags = torch.ones(len(params), dtype=params[0].dtype, device=params[0].device)
+    for at in missing:
+        flags[at] = 0
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in small]
     flat = torch.cat([flags, *(g.detach().reshape(-1) for g in grads)])
     dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=group)
-    has, means = flat[: len(params)].tolist(), iter(flat[len(params) :].split([p.numel() for p in small]))
-    for param, share in zip(params, has, strict=True):
+    means = iter(flat[len(params) :].split([p.numel() for p in small]))
+    # To read flags the program waits for the device, and gives it nothing to do meanwhile.
+    shares = flat[: len(params)].tolist() if missing else [1.0] * len(params)
+    for param, share in zip(params, shares, strict=True):
         mean = next(means) if _is_small(param) else None
         if not share:
             continue
