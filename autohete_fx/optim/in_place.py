@@ -138,10 +138,10 @@ def _apply_fused(batch: Sequence[Update]) -> None:
 
 def walk_of(u: Update) -> Walk | None:
     """Over the states of an update; None where they are not on disk, or there are none."""
-    homes = [flat(u.state[name]) for name in state_names(u.rule, u.param)]
-    if u.placement.disk is None or not homes:
+    if u.placement.disk is None:
         return None
-    return Walk(u.placement.disk, u.placement.lanes, homes, is_cut=u.rule.is_elementwise)
+    homes = [flat(u.state[name]) for name in state_names(u.rule, u.param)]
+    return Walk(u.placement.disk, u.placement.lanes, homes, is_cut=u.rule.is_elementwise) if homes else None
 
 
 def _apply_in_windows(u: Update, walk: Walk, param: Tensor, grad: Tensor, coefs: Coefficients) -> None:
