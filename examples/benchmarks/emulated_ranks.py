@@ -6,7 +6,9 @@ The machines are bound by the net, by copies, by updates, and by compute. On eac
 and that keep everything, stand beside the solver's, within the memory that the first of the two takes. With several micro-batches
 there is also one that replicates everything, and the solver has its memory.
 
-What the processes themselves do in a step, plans do not count. ``--slower`` makes lanes slower and leaves that as it is.
+What the processes themselves do in a step, plans do not count. ``--slower`` makes lanes slower and leaves that as it is. Nearly
+all of it is at the turn from the last backward to the next forward: the mean of small gradients, ``optimizer.step()``, and the call
+of the model. The column ``turn`` has by how much longer than planned that takes.
 
     torchrun --nproc-per-node 2 examples/benchmarks/emulated_ranks.py --json examples/benchmarks/results/emulated_ranks_cpu.json
 """
@@ -14,6 +16,7 @@ What the processes themselves do in a step, plans do not count. ``--slower`` mak
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import statistics
 import sys
 import time
@@ -86,7 +89,7 @@ def main() -> None:
         print_figures({**environment(), "ranks": dist.get_world_size()})
         print(
             f"{'machine':<15}{'plan':<36}{'peak':>10}{'simulated':>11}{'measured':>10}{'ratio':>8}{'real':>8}"
-            f"{'late':>8}{'means':>8}"
+            f"{'late':>8}{'means':>8}{'turn':>8}"
         )
     for name in arguments.only:
         budget: int | None = None
@@ -102,7 +105,7 @@ def main() -> None:
                 print(
                     f"{name:<15}{plan:<36}{row['peak bytes'] / 2**20:>6.1f} MiB{row['simulated s']:>10.3f}s"
                     f"{row['step s']:>9.3f}s{row['step s'] / row['simulated s']:>8.3f}{row['real collectives s']:>7.3f}s"
-                    f"{row['of that late s']:>7.3f}s{row['means of small gradients s']:>7.3f}s",
+                    f"{row['of that late s']:>7.3f}s{row['means of small gradients s']:>7.3f}s{row['turn late s']:>7.3f}s",
                     flush=True,
                 )
     if is_first:
@@ -138,7 +141,25 @@ def measure(machine: Speeds, plan: str, budget_bytes: int | None, steps: int, mi
         "real collectives s": sum(real_s for real_s, _ in emulation.collectives) / all_steps,
         "of that late s": sum(late_s for _, late_s in emulation.collectives) / all_steps,
         "means of small gradients s": sum(means) / all_steps,
+        "turn late s": statistics.median(turns_s(emulation, micro_batches)[_WARM_UP:]) - planned_turn_s(found),
     }
+
+
+def turns_s(emulation: Emulation, micro_batches: int) -> list[float]:
+    """Seconds from the end of each step's last backward to the begin of the next step's forward."""
+    turns = [
+        begin_s - end_s
+        for (phase, _, _, end_s), (following, _, begin_s, _) in itertools.pairwise(emulation.computed)
+        if (phase, following) == ("backward", "forward")
+    ]
+    return turns[micro_batches - 1 :: micro_batches]
+
+
+def planned_turn_s(found: autohete_fx.Compilation) -> float:
+    """Likewise as the simulator has it."""
+    end_s = max(event.end_s for event in found.events if event.block == 0 and event.label == "backward")
+    begins = (event.start_s for event in found.events if event.block == 0 and event.label == "forward")
+    return min(begin_s for begin_s in begins if begin_s >= end_s) - end_s
 
 
 @contextlib.contextmanager
