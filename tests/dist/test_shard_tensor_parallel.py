@@ -140,17 +140,17 @@ def exactness() -> dict[str, Any]:
     found["aot_eager"] = furthest(together(model, sgd(model.parameters()), dp=dp), expected)
     found["shapes"] = {name: list(param.shape) for name, param in model.named_parameters()}
     expected = from_first(lambda: alone(adamw))
-    for name in ("mixed", "host"):
-        model = compiled(made(over), plan=plan_of(name))
-        optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-2)
-        found[name] = furthest(together(model, optimizer, dp=dp), expected)
+    model = compiled(made(over), plan=plan_of("host"))
+    optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-2)
+    found["host"] = furthest(together(model, optimizer, dp=dp), expected)
     compilation = autohete_fx.compilations()[-1]
     found["plan"] = [compilation.plan.step_s, compilation.plan.peak_bytes]
     found["ops"] = sorted({each.op for each in compilation.transfers if each.lane.value == "net"})
     how = {"micro": 2, "steps": 2}
     for is_sequence in (False, True):
-        expected = from_first(lambda: alone(adamw, clip=0.3, dropout=0.0, **how))
-        model = compiled(made(over, is_sequence=is_sequence, dropout=0.0), plan=plan_of("mixed"))
+        dropout = 0.0 if is_sequence else 0.1
+        expected = from_first(lambda dropout=dropout: alone(adamw, clip=0.3, dropout=dropout, **how))
+        model = compiled(made(over, is_sequence=is_sequence, dropout=dropout), plan=plan_of("mixed"))
         optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.3)
         found["sequence" if is_sequence else "clipped"] = furthest(together(model, optimizer, dp=dp, **how), expected)
     return found
@@ -249,7 +249,7 @@ def test_shards_of_a_model_under_tensor_parallelism_are_within_rounding_of_one_p
     assert len({repr(found["exact"]["plan"]) for found in everywhere}) == 1
     for found in everywhere:
         exact = found["exact"]
-        names = ("aot_eager", "mixed", "host", "clipped", "sequence")
+        names = ("aot_eager", "host", "clipped", "sequence")
         assert max(exact[name] for name in names) < 1e-12, exact
         assert exact["shapes"]["layers.0.up.weight"] == [97, WIDTH]  # 193 rows, padded
         assert exact["shapes"]["layers.0.q.weight"] == [48, WIDTH]  # too small for shards
