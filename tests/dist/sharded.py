@@ -22,6 +22,8 @@ FAST = {
     "num_ranks": 2,
 }
 """Of an emulated machine (`examples.benchmarks.emulated.Speeds`) whose lanes take next to no time."""
+PLAIN = None if DEVICE == "cpu" else "aot_eager"
+"""What one process is compiled with. On a CPU, eager code computes bit by bit as graphs do node by node, but in 16 bits."""
 VOCABULARY, WIDTH = 131, 96  # odd: the last rank's rows are padded
 
 
@@ -133,16 +135,17 @@ def alone(
     steps: int = 3,
     micro: int = 1,
     clip: float | None = None,
-    backend: str = "aot_eager",
+    backend: str | None = PLAIN,
     length_of: LengthOf = lambda step, rank: 32,
     **how: Any,
 ) -> dict[str, Tensor]:
-    """One process, the first rank's, which computes each rank's batch in turn."""
+    """One process, the first rank's, which computes each rank's batch in turn; eagerly, where there is no backend."""
     if DEVICE == "cpu" and not _making:  # on GPUs each rank has a device, and needs its own
         given = {"steps": steps, "micro": micro, "clip": clip, "backend": backend, "length_of": length_of, **how}
         return from_first(lambda: alone(optimizer_of, **given))
     model, count, records = make(**how), dist.get_world_size(), Records()
-    model.compile(backend=backend)
+    if backend is not None:
+        model.compile(backend=backend)
     optimizer = optimizer_of(model.parameters())
     for step in range(steps):
         for at in range(micro):

@@ -56,7 +56,8 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 def in_16_bits() -> dict[str, float]:
     """How far parameters in bf16, which have masters in fp32, are from those of one process, by name."""
     how: dict[str, Any] = {"layers": 2, "steps": 2, "dtype": torch.bfloat16}
-    return differences(together(ours, compiled=backend("mixed"), **how), alone(ours, **how))
+    expected = alone(ours, backend="aot_eager", **how)  # the factor of eager dropout has 16 bits, too
+    return differences(together(ours, compiled=backend("mixed"), **how), expected)
 
 
 def test_parameters_in_16_bits_are_those_of_one_process(of_two: dict[str, list[Any]]):
