@@ -199,9 +199,12 @@ in_two_places = pytest.mark.parametrize("states", [SOME_STATES, SPLIT_STATES], i
 
 @pytest.mark.slow
 @in_two_places
-def test_states_of_the_smallest_leave_and_their_gradients_with_them(states: BlockDecision, problems: list[Problem]):
+def test_states_of_the_smallest_leave_with_their_gradients_as_predicted(states: BlockDecision, problems: list[Problem]):
+    training.warm_up("cpu")
+    foreign_bytes, peaks = device_live_bytes("cpu"), []
     model = make("cpu", SIZES)
-    given = ours(model, "eager", {"plan": layers(states)}, sizes=SIZES)
+    given = ours(model, "eager", {"plan": layers(states)}, sizes=SIZES, peaks=peaks)
+    assert training.training_compilation().plan.peak_bytes == pytest.approx(max(peaks) - foreign_bytes, rel=0.01)
     weights = sorted((p.numel(), name, p) for name, p in model.layers[1].named_parameters() if p.dim() == 2)
     placements = [placement_of(p) for _, _, p in weights]
     found = [placement.optimizer for placement in placements if placement is not None]
@@ -211,15 +214,6 @@ def test_states_of_the_smallest_leave_and_their_gradients_with_them(states: Bloc
     sent = [t.num_bytes for t in training.training_compilation().transfers if t.op == "offload" and t.block == 2]
     assert sum(sent) == cost.part_at(cost.grad_bytes, states, Optimizer.HOST) and len(sent) == 2
     assert_equal(given, plain(make("cpu", SIZES), "eager", sizes=SIZES), bitwise=True)
-
-
-@pytest.mark.slow
-@in_two_places
-def test_the_peak_with_states_of_some_is_the_predicted_one(states: BlockDecision):
-    training.warm_up("cpu")
-    foreign_bytes, peaks = device_live_bytes("cpu"), []
-    ours(make("cpu", SIZES), "eager", {"plan": layers(states)}, sizes=SIZES, peaks=peaks)
-    assert training.training_compilation().plan.peak_bytes == pytest.approx(max(peaks) - foreign_bytes, rel=0.01)
 
 
 @pytest.mark.slow
