@@ -27,29 +27,28 @@ def plain(made: Any, **how: Any) -> list[torch.Tensor]:
     return training.plain(make("cpu"), "eager", REFERENCES[made], **how)
 
 
+PLANS = {**training.PLANS, "everywhere": training.EVERYWHERE[: len(training.LABELS)]}
+
+
 def planned(name: str, overlap: str | None) -> autohete_fx.Plan:
     schedule = Schedule(overlap=Overlap.NONE if overlap is None else Overlap(overlap))
-    return autohete_fx.Plan(labels=training.LABELS, decisions=training.PLANS[name], schedule=schedule)
+    return autohete_fx.Plan(labels=training.LABELS, decisions=PLANS[name], schedule=schedule)
 
 
 @pytest.mark.parametrize(
     ("made", "name", "overlap"),
     [
-        (lion, "streamed", "step"),
-        slow(lion, "disk", "backward"),
-        slow(lion, "mixed", "backward"),
+        (lion, "everywhere", "step"),
+        slow(lion, "everywhere", "backward"),
         slow(lion, "host-optimizer", None),
-        slow(adam, "mixed", "step"),
-        slow(adam, "streamed", "step"),
-        slow(adam, "disk", "backward"),
-        slow(momentum, "mixed", "backward"),
-        slow(momentum, "streamed", "step"),
-        slow(momentum, "disk", "step"),
+        slow(adam, "everywhere", "step"),
+        slow(adam, "everywhere", "backward"),
+        slow(momentum, "everywhere", "step"),
+        slow(momentum, "everywhere", "backward"),
+        slow(sgd, "everywhere", "step"),
         slow(sgd, "mixed", "backward"),
-        slow(sgd, "disk", "step"),
-        (muon, "mixed", "backward"),
-        slow(muon, "streamed", "step"),
-        slow(muon, "disk", "step"),
+        slow(muon, "everywhere", "step"),
+        (muon, "everywhere", "backward"),
         slow(muon, "keep", "step"),
     ],
 )
@@ -66,8 +65,7 @@ def test_training_is_bitwise_exact_under_random_delays(
 @pytest.mark.parametrize(
     ("made", "name"),
     [
-        slow(lion, "streamed"),
-        slow(lion, "disk"),
+        slow(lion, "everywhere"),
         slow(adam, "mixed"),
         (momentum, "mixed"),
     ],
@@ -84,7 +82,7 @@ def test_clipping_and_micro_batches(made: Any, name: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("made", "name"),
     [
-        *((lion, name) for name in ("mixed", "streamed", "disk")),
+        (lion, "everywhere"),
         (adam, "mixed"),
         (momentum, "streamed"),
         (sgd, "disk"),
