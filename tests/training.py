@@ -69,23 +69,10 @@ PLANS["disk"] = (
     dataclasses.replace(HOST, num_moved_states=2, other_states=Optimizer.DISK),
     BlockDecision(optimizer=Optimizer.DISK),
 )
-EVERYWHERE = (
-    dataclasses.replace(STREAMED, params=Params.HOST),
-    dataclasses.replace(HOST, num_moved_states=2, other_states=Optimizer.STREAMED),
-    BlockDecision(activations=Activations.SELECTIVE, params=Params.HOST, optimizer=Optimizer.DISK, prefetch_distance=2),
-    dataclasses.replace(STREAMED, activations=Activations.RECOMPUTE, num_moved_states=2, other_states=Optimizer.DISK),
-    dataclasses.replace(
-        HOST, optimizer=Optimizer.DISK, num_moved_states=1, other_states=Optimizer.HOST, keeps_fetched=True
-    ),
-    dataclasses.replace(STREAMED, activations=Activations.OFFLOAD, num_offloaded=2, num_moved_states=3),
-)
-"""Of one block after another: optimizer states in every place, some in two of one block."""
 IDLE = ("keep", "recompute", "selective")
 """Plans that give lanes nothing to do."""
 WITHOUT_UPDATES = (*IDLE, "offload", "host-params", "kept")
 """Plans that give lanes no update."""
-DELAYED_ELSEWHERE = ("streamed", "disk")
-"""Plans that test_streamed.py and test_disk_states.py have under random delays, at each overlap."""
 STEPS = int(os.environ.get("AUTOHETE_TEST_STEPS", "4"))
 
 

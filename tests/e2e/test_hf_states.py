@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,12 +10,12 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from autohete_fx import Optimizer, Plan
+from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
 from autohete_fx.ir import Overlap, Schedule
 from autohete_fx.runtime import disk
 from autohete_fx.runtime.placement import placement_of
 from tests.held_updates import use_lanes
-from tests.training import EVERYWHERE, Sizes, assert_equal, ours, plain
+from tests.training import HOST, STREAMED, Sizes, assert_equal, ours, plain
 
 pytestmark = pytest.mark.slow
 
@@ -45,6 +46,14 @@ T5: dict[str, Any] = {
     "num_heads": 4,
     "use_cache": False,
 }
+DECISIONS = (
+    replace(STREAMED, params=Params.HOST),
+    replace(HOST, num_moved_states=2, other_states=Optimizer.STREAMED),
+    BlockDecision(activations=Activations.SELECTIVE, params=Params.HOST, optimizer=Optimizer.DISK, prefetch_distance=2),
+    replace(STREAMED, activations=Activations.RECOMPUTE, num_moved_states=2, other_states=Optimizer.DISK),
+    replace(HOST, optimizer=Optimizer.DISK, num_moved_states=1, other_states=Optimizer.HOST, keeps_fetched=True),
+    replace(STREAMED, activations=Activations.OFFLOAD, num_offloaded=2, num_moved_states=3),
+)
 
 
 class WithLoss(nn.Module):
@@ -105,7 +114,7 @@ def test_states_in_every_place_are_bitwise_exact(
     monkeypatch.setattr(disk, "WINDOW_BYTES", 2**15)  # several a parameter
     names = ("prologue", *layers, "epilogue")
     schedule = Schedule(overlap=Overlap.NONE if overlap is None else Overlap(overlap))
-    plan = Plan(labels=names, decisions=(EVERYWHERE * 2)[: len(names)], schedule=schedule)
+    plan = Plan(labels=names, decisions=(DECISIONS * 2)[: len(names)], schedule=schedule)
     model = make()
     options = {"plan": plan, "micro_batches": how.get("micro_batches", 1)}
     given = ours(model, "eager", options, overlap, sizes=SIZES, **how)
