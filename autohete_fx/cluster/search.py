@@ -31,7 +31,8 @@ _MOST_MIXED = 300
 _MOST_TYPES = 4
 """Up to so many types of GPU, all subsets are searched; of more, all of them, all but one, and each alone."""
 _MOST_GRIDS = 4
-"""How many grids of equal pipelines over a subset's types are simulated."""
+"""How many grids of equal pipelines over a subset's types are simulated, and of each degree alone: few pipelines have small sums of
+gradients, which the model leaves out."""
 _FASTER = 0.985
 """A larger micro-batch must take at most so much of a sample's time."""
 _SMALL = 8
@@ -109,8 +110,8 @@ class Search:
                 self._grids(units, types),
                 key=lambda row: row[0].seconds_of(-(-self._batch // (row[0].micro_batch * row[1]))),
             )
-            for shape, width in grids[:_MOST_GRIDS]:
-                self._try_counts([(shape, width)])
+            for row in grids[:_MOST_GRIDS] + [row for rows in _by_degree(grids) for row in rows[:_MOST_GRIDS]]:
+                self._try_counts([row])
         alone = sorted(
             (shape for shape in shapes if not self._batch % shape.micro_batch),
             key=lambda shape: shape.seconds_of(self._batch // shape.micro_batch),
@@ -355,6 +356,16 @@ def _room(gpus: int, sizes: Sequence[int]) -> int:
         if any(total - size in sums for size in sizes):
             sums.add(total)
     return max(sums)
+
+
+def _by_degree(grids: Sequence[tuple[Shape, int]]) -> list[list[tuple[Shape, int]]]:
+    """Those that have one degree of tensor parallelism alone, of each degree."""
+    found: dict[int, list[tuple[Shape, int]]] = {}
+    for shape, width in grids:
+        degree, *others = {stage.unit.tp for stage in shape.stages}
+        if not others:
+            found.setdefault(degree, []).append((shape, width))
+    return list(found.values())
 
 
 def _depths(most: int) -> list[int]:

@@ -12,9 +12,8 @@ The least ``T`` whose optimum reaches the global batch is the model's best step 
 variable, so there is nothing symmetric to search. CP-SAT solves it for hundreds of GPUs in milliseconds. An optimum below the
 global batch proves that no plan of these shapes takes ``T`` seconds. Shapes of one type of unit are all made. Shapes of several
 types are priced by the samples that their GPUs give alone, and made where even a perfect balance would beat that. The search
-runs for each subset of the types, too. Gradients of a type with a slow port may cost more than its GPUs give. It runs for each
-degree alone, too: where sums of gradients bind, the model's best counts are not the simulator's. Plans of units that hold shards
-come after all others: they can only add to these.
+runs for each subset of the types, too. Gradients of a type with a slow port may cost more than its GPUs give. Plans of units that
+hold shards come after all others: they can only add to these.
 
 The model's time leaves out what only events show: shared ports, exact sums of gradients, stages that wait. All candidates are
 therefore simulated (`place` puts units on nodes), and the best ones improved under the simulator. Layers move between
@@ -124,8 +123,7 @@ def plan_cluster(
             " Expected was"
             " at least one. Measure or price it there"
         )
-    alike = [[u for u in known if u.tp == tp] for tp in sorted({u.tp for u in known})]
-    groups = alike if symmetric_tp or len(alike) == 1 else [known, *alike]
+    groups = [[u for u in known if u.tp == tp] for tp in sorted({u.tp for u in known})] if symmetric_tp else [known]
     whole = [[u for u in units if u.shards == 1] for units in groups]
     sharded = [units for units in groups if any(u.shards > 1 for u in units)]
     best: tuple[ClusterPlan, Timeline] | None = None
@@ -142,7 +140,7 @@ def plan_cluster(
         every = Every(
             cluster, costs, search.shaper, Links(cluster), global_batch=global_batch, sizes=search.sizes, sends=sends
         )
-        for units in itertools.chain(whole, sharded) if symmetric_tp else (*whole[:1], *sharded[:1]):
+        for units in itertools.chain(whole, sharded):
             best = every.fastest(units, best[1].iteration_s if best else math.inf) or best
         search.num_simulated += every.num_simulated
     if best is None:

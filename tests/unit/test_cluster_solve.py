@@ -338,11 +338,18 @@ def test_gpus_behind_a_slow_port_do_not_join_others():
     assert "RTX-3090" not in used or len(used) == 1
 
 
-@pytest.mark.slow
-def test_symmetric_tensor_parallelism_has_one_degree_and_is_no_faster():
+def test_symmetric_tensor_parallelism_has_one_degree():
     given, table, _ = measured("S4")
-    found, free = (plan_cluster(given, table, global_batch=256, symmetric_tp=only) for only in (True, False))
+    found = plan_cluster(given, table, global_batch=32, symmetric_tp=True)
     assert len({stage.tp for _, _, stage in found.plan.stages()}) == 1
+
+
+@pytest.mark.slow
+def test_a_plan_of_any_degrees_is_no_slower_than_that_of_one():
+    given, table, _ = measured("S4")
+    found, free = (
+        plan_cluster(given, table, global_batch=256, symmetric_tp=only, time_limit_s=600) for only in (True, False)
+    )
     assert free.timeline.iteration_s <= found.timeline.iteration_s
 
 
