@@ -187,8 +187,10 @@ def parallel_ranks_of(mesh: object, tensor_parallel: DeviceMesh) -> Ranks:
             " init_device_mesh(device_type, (n, t), mesh_dim_names=('dp', 'tp')), and take mesh['tp'] and mesh['dp']"
         )
     digest = f"tp{len(peers)}x{_digest_of(along.mesh, everywhere)}"
-    if digest not in _known or _known[digest].group is not along.group:
-        groups = [tensor_parallel.get_group(), *(along.mesh.get_group(dim) for dim in range(along.mesh.ndim))]
+    known, across = _known.get(digest), tensor_parallel.get_group()
+    before = None if known is None or known.tensor_parallel is None else known.tensor_parallel.get_group()
+    if known is None or known.group is not along.group or before is not across:
+        groups = [across, *(along.mesh.get_group(dim) for dim in range(along.mesh.ndim))]
         names = ("tensor_parallel", *(f"data_{dim}" for dim in range(along.mesh.ndim)))
         with disable_current_modes():
             both = DeviceMesh.from_group(groups, tensor_parallel.device_type, everywhere, mesh_dim_names=names)

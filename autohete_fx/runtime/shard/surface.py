@@ -16,7 +16,7 @@ parameter takes the place of the DTensor, and what is read is a DTensor again::
 """
 
 import copy
-import functools
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -212,9 +212,18 @@ def _fields(module: nn.Module) -> tuple[_Field, ...]:
     )
 
 
-@functools.cache
 def _held_class(base: type, fields: tuple[_Field, ...]) -> type:
-    """A class like ``base`` whose instances hold shards."""
+    """A class like ``base`` whose instances hold shards: one for all modules that hold them alike."""
+    found = _held_classes.get((base, fields))
+    if found is None:
+        found = _held_classes[base, fields] = _made_class(base, fields)
+    return found
+
+
+_held_classes: "weakref.WeakValueDictionary[tuple[type, tuple[_Field, ...]], type]" = weakref.WeakValueDictionary()
+
+
+def _made_class(base: type, fields: tuple[_Field, ...]) -> type:
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         inherited = getattr(super(made, self), "__deepcopy__", None)
