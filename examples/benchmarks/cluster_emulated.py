@@ -7,9 +7,10 @@ than the GPU. Seconds by which a process woke too late are counted, and stand be
 
 Links are those of this machine, measured by the processes. Gradients are so large that sums over two replicas of the model take
 about `SUMS_S` on these links. A sum is queued behind the work before it, as on a GPU, and begins when all owners have come to it.
-It ends that much later, one at a time on each process's port. Every layer fills a bucket, as large layers do. For each plan a job
-trains a few steps; its median step is compared with the simulated one. Plans: ours, the equal grid, the proportional grid, the two
-stages of AutoHet's paper, the best of one type, and three drawn at random.
+It ends that much later. Those of a process take its port one after another, in the order in which the job begins them. Every
+layer fills a bucket, as large layers do. For each plan a job trains a few steps; its median step is compared with the simulated
+one. Plans: ours, the equal grid, the proportional grid, the two stages of AutoHet's paper, the best of one type, and three drawn at
+random.
 
     python examples/benchmarks/cluster_emulated.py --json cluster_emulated.json
 """

@@ -41,7 +41,7 @@ def run(
     expected = list(range(num_ranks) if survivors is None else survivors)
     failed = [rank for rank in expected if ended[rank].returncode]
     # The first to time out may not be the one that was missing.
-    texts = [f"rank {rank} ended with {ended[rank].returncode}: {ended[rank].stderr[-8000:]}" for rank in failed]
+    texts = [f"rank {rank} ended with {ended[rank].returncode}: {ended[rank].stderr[-20000:]}" for rank in failed]
     assert not failed, "\n".join(texts)
     return [json.loads(ended[rank].stdout.splitlines()[-1]) for rank in expected]
 
