@@ -6,9 +6,9 @@ The machines are bound by the net, by copies, by updates, and by compute. On eac
 and that keep everything, stand beside the solver's, within the memory that the first of the two takes. With several micro-batches
 there is also one that replicates everything, and the solver has its memory.
 
-What the processes themselves do in a step, plans do not count. ``--slower`` makes lanes slower and leaves that as it is. Nearly
-all of it is at the turn from the last backward to the next forward: the mean of small gradients, ``optimizer.step()``, and the call
-of the model. The column ``turn`` has by how much longer than planned that takes.
+What the processes themselves do in a step, plans do not count. ``--slower`` makes lanes slower and leaves that as it is. The
+column ``turn`` has by how much longer than planned the turn from the last backward to the next forward takes on the first rank.
+There are the mean of small gradients, ``optimizer.step()``, and the call of the model.
 
     torchrun --nproc-per-node 2 examples/benchmarks/emulated_ranks.py --json examples/benchmarks/results/emulated_ranks_cpu.json
 """

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from tests.processes import ROOT, TIMEOUT_S, run_together
 
 SHOWN_AFTER_S = 200
-"""After which a rank writes where its threads are, beside what it fails with: groups of jobs give up after 300 seconds."""
+"""After each of which a rank writes where its threads are, beside what it fails with: groups of jobs give up after 300 seconds."""
 
 
 def run(
@@ -88,7 +89,7 @@ def main(function: str, folder: str, rank: str, num_ranks: str, args: str) -> No
     import torch
     import torch.distributed as dist
 
-    faulthandler.dump_traceback_later(SHOWN_AFTER_S)
+    faulthandler.dump_traceback_later(SHOWN_AFTER_S, repeat=True)
     backend = "gloo"
     if os.environ["DEVICE_OF_RANKS"] == "cuda":
         backend = "nccl"
@@ -102,7 +103,13 @@ def main(function: str, folder: str, rank: str, num_ranks: str, args: str) -> No
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except Exception:
+        # Groups whose collectives are under way would keep an interpreter that ends, and with it the other ranks, until a timeout.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
     # As an interpreter ends, but for freeing all that was imported, which takes a third of a second.
     threading._shutdown()  # ends pools and joins threads
     atexit._run_exitfuncs()
