@@ -196,8 +196,8 @@ def check_references(model: nn.Module) -> None:
 
 
 _Field = tuple[str, Part, int, tuple[int, ...], int | None]
-"""Name and part of a parameter, how many ranks have shards of it, the shape that it has here, and which mesh object a DTensor of it
-lies over: meshes are equal that have other process groups."""
+"""Name and part of a parameter, how many ranks have shards of it, the shape that it has here, and the identity of the mesh that a
+DTensor of it lies over, which the part keeps alive: meshes are equal that have other process groups."""
 
 
 def _fields(module: nn.Module) -> tuple[_Field, ...]:
@@ -224,6 +224,7 @@ _held_classes: "weakref.WeakValueDictionary[tuple[type, tuple[_Field, ...]], typ
 
 
 def _made_class(base: type, fields: tuple[_Field, ...]) -> type:
+    """A class like ``base`` whose properties read wholes."""
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         inherited = getattr(super(made, self), "__deepcopy__", None)
