@@ -20,7 +20,9 @@ A shard that several blocks read is gathered for each, as tied embeddings are fo
 not wait on the device for the second. Shards of one dtype make one collective. Runs before `prefetch_parameters`, so that
 shards in host memory arrive ahead of their gather. A whole that a graph returns, or saves for a backward that keeps it, is the
 copy of the owner's region. A block that replicates has the same nodes with ``_once`` in their names, in forward and in backward.
-Inference gathers by itself, and so do all graphs what they return: its memory is the caller's.
+Inference gathers by itself, and so do all graphs what they return: its memory is the caller's. Shards of another block that
+come from host memory are gathered each time, by a collective of their own. Wholes are known by their shards' memory, and a fetched
+copy is elsewhere each time, on each rank.
 """
 
 import torch
@@ -29,7 +31,7 @@ from torch.fx.node import Argument
 
 from autohete_fx.graph import annotations, collectives
 from autohete_fx.graph.readers import Use
-from autohete_fx.ir import Lane
+from autohete_fx.ir import Lane, Params
 from autohete_fx.ir.decision import GATHER_DISTANCE
 from autohete_fx.passes.base import PassContext, Stage, num_bytes, values_like
 from autohete_fx.passes.readers import erase_unread_views, read_copy, uses_by_region
@@ -46,11 +48,11 @@ def gather_parameters(gm: fx.GraphModule, context: PassContext) -> fx.GraphModul
         shard, num_ranks, group = node.args
         block = annotations.block_of(node)
         for region, uses in uses_by_region(gm, node, 0 if block is None else block, context).items():
-            kind = (shard.meta["val"].dtype, num_ranks, group)
+            kind = (shard.meta["val"].dtype, num_ranks, group, _is_fetched(shard, context))
             wanted.setdefault(region, {}).setdefault(kind, {}).setdefault(shard, []).append((node, uses))
     for region, by_kind in reversed(wanted.items()):  # each goes before those of later regions
-        for (_, num_ranks, group), reads in reversed(by_kind.items()):
-            _gather_together(gm, reads, (num_ranks, group, context.session), region, context)
+        for (_, num_ranks, group, is_fetched), reads in reversed(by_kind.items()):
+            _gather_together(gm, reads, (num_ranks, group, context.session), region, context, stays=not is_fetched)
             for node, uses in (read for same in reads.values() for read in same):
                 erase_unread_views(gm, uses)
                 if not node.users:
@@ -58,10 +60,16 @@ def gather_parameters(gm: fx.GraphModule, context: PassContext) -> fx.GraphModul
     return gm
 
 
+def _is_fetched(shard: fx.Node, context: PassContext) -> bool:
+    """Whether a shard will be a copy of a parameter in host memory."""
+    owner = context.owners.get(shard.name)
+    return owner is not None and context.decision(owner).params is Params.HOST
+
+
 def _gather_together(
-    gm: fx.GraphModule, reads: _Reads, ranks: tuple[Argument, ...], region: int, context: PassContext
+    gm: fx.GraphModule, reads: _Reads, ranks: tuple[Argument, ...], region: int, context: PassContext, *, stays: bool
 ) -> None:
-    """One collective of all these shards, whose wholes the readers get."""
+    """One collective of all these shards, whose wholes the readers get. ``stays``: whether the shards have memory of their own."""
     block, shards = context.region(region), list(reads)  # `region` is its own inverse
     whole_bytes = sum(num_bytes(same[0][0]) for same in reads.values())
     note = annotations.Inserted(
@@ -75,7 +83,7 @@ def _gather_together(
         priority=0,
     )
     is_returned = any(user.op == "output" for same in reads.values() for _, uses in same for _, user in uses)
-    is_once = context.decision(block).replicates and context.stage is not Stage.INFERENCE and not is_returned
+    is_once = stays and context.decision(block).replicates and context.stage is not Stage.INFERENCE and not is_returned
     issuing, waiting = (
         (collectives.issue_gather_once, collectives.wait_gather_once)
         if is_once

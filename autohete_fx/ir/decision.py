@@ -108,7 +108,8 @@ class BlockDecision:
             neither fetches nor gathers; plans that say so there are refused.
         replicates: whole parameters that were gathered from all ranks stay on the device until a step changes them. They are
             gathered once a step, whatever micro-batches it has, and not again for backward. Shards, which are what a step
-            updates, are on the device, too. Likewise refused where the block gathers nothing.
+            updates, are on the device, too. A tied parameter of another block that is in host memory is gathered each time.
+            Likewise refused where the block gathers nothing.
         num_moved_states: of the block's trainable parameters, how many have their optimizer states where ``optimizer`` says,
             smallest first. None: all of them.
         other_states: where the optimizer states of the other trainable parameters are.

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
 from autohete_fx.ir import Overlap, Schedule
+from autohete_fx.runtime import placement
 from autohete_fx.runtime.lanes.lanes import Lanes
 from tests.dist import ranks
 from tests.dist.sharded import FAST, alone, make, mesh, refusal, together, tokens, whole
@@ -24,6 +25,7 @@ PLANS = {
         BlockDecision(replicates=True, optimizer=Optimizer.HOST, activations=Activations.OFFLOAD),
         BlockDecision(keeps_fetched=True),
     ],
+    "tied": [BlockDecision(params=Params.HOST, optimizer=Optimizer.HOST), *[REPLICATED] * 3],
 }
 MICRO = 2
 HOW: dict[str, Any] = {"layers": 2, "steps": 2, "micro": MICRO}
@@ -125,6 +127,13 @@ def used() -> dict[str, Any]:
     return found
 
 
+def fetched() -> list[float]:
+    """How far a plan that replicates a head, and has its tied weight in host memory, is from one process; and its gathers."""
+    with mock.patch.object(placement, "SMALLEST_COPY_BYTES", 512), Gathers() as gathers:
+        apart = furthest(together(clipped, compiled=planned("tied"), **HOW), alone(ours, clip=0.3, **HOW))
+    return [apart, gathers.count]
+
+
 def by_inductor() -> float:
     """How far a replicated model compiled by Inductor is from one process. Memory that it reused would be told as a write."""
     how: dict[str, Any] = {**HOW, "dropout": 0.0}
@@ -177,12 +186,20 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    return ranks.run_each([accumulated, used, by_inductor, overlapping, peak], tmp_path_factory.mktemp("ranks"))
+    return ranks.run_each(
+        [accumulated, fetched, used, by_inductor, overlapping, peak], tmp_path_factory.mktemp("ranks")
+    )
 
 
 def test_a_replicated_model_trains_as_one_process(of_two: dict[str, list[Any]]):
     # Micro-batches of two ranks are added in another order than those of one process.
     assert max(of_two["accumulated"]) < 1e-13
+
+
+def test_a_tied_weight_in_host_memory_is_gathered_in_each_pass_of_each_rank(of_two: dict[str, list[Any]]):
+    for apart, gathers in of_two["fetched"]:
+        # Three blocks once a step; the embedding's in forward; the head's, fetched from the host, in both passes.
+        assert apart < 1e-13 and gathers == HOW["steps"] * (3 + MICRO * (1 + 2))
 
 
 def test_what_is_replicated_is_gathered_once_a_step_and_as_if_it_were_always(of_two: dict[str, list[Any]]):

@@ -218,6 +218,17 @@ def test_a_shard_in_host_memory_arrives_ahead_of_its_gather():
     assert sum("autohete.prefetch" in line for line in lines) == 2  # the weight and the bias, once each
 
 
+def test_a_shard_fetched_for_a_replicated_block_is_gathered_each_time():
+    """Its copy has no address that ranks could know its whole by: one would gather where another has it."""
+    decisions = BlockDecision(params=Params.HOST), BlockDecision(), BlockDecision(replicates=True)
+    owners = {f"arg{at + 1}_1": at // 2 for at in (0, 1, 2, 3, 5)}
+    context = on(Stage.FORWARD, *decisions, owners=owners)
+    chosen = passes.only(passes.gather_parameters, passes.prefetch_parameters, passes.sort_regions)
+    gm = passes.run(chosen, three_blocks(tied=True), context, given=("blocks",))
+    issues = [(node.target, list(map(str, node.args[0]))) for node in gm.graph.nodes if node.target in ISSUING_GATHERS]
+    assert issues[2:] == [(issue_gather, ["wait_arg1_2"]), (issue_gather_once, ["arg6_1"])]
+
+
 def test_a_block_averages_gradients_by_one_collective_beside_the_next():
     chosen = passes.only(passes.gather_parameters, passes.reduce_gradients, passes.sort_regions)
     gm = passes.run(chosen, three_blocks(Stage.BACKWARD), on(Stage.BACKWARD), given=("blocks",))
