@@ -20,9 +20,9 @@ A shard that several blocks read is gathered for each, as tied embeddings are fo
 not wait on the device for the second. Shards of one dtype make one collective. Runs before `prefetch_parameters`, so that
 shards in host memory arrive ahead of their gather. A whole that a graph returns, or saves for a backward that keeps it, is the
 copy of the owner's region. A block that replicates has the same nodes with ``_once`` in their names, in forward and in backward.
-Inference gathers by itself, and so do all graphs what they return: its memory is the caller's. Shards of another block that
-come from host memory are gathered each time, by a collective of their own. Wholes are known by their shards' memory, and a fetched
-copy is elsewhere each time, on each rank.
+It gathers a shard that comes from host memory each time, by a collective of its own. Wholes are known by their shards' memory,
+and a fetched copy is elsewhere each time, on each rank. Inference gathers by itself, and so do all graphs what they return: its
+memory is the caller's.
 """
 
 import torch
@@ -48,11 +48,11 @@ def gather_parameters(gm: fx.GraphModule, context: PassContext) -> fx.GraphModul
         shard, num_ranks, group = node.args
         block = annotations.block_of(node)
         for region, uses in uses_by_region(gm, node, 0 if block is None else block, context).items():
-            kind = (shard.meta["val"].dtype, num_ranks, group, _is_fetched(shard, context))
+            kind = (shard.meta["val"].dtype, num_ranks, group, _may_stay(shard, context.region(region), context))
             wanted.setdefault(region, {}).setdefault(kind, {}).setdefault(shard, []).append((node, uses))
     for region, by_kind in reversed(wanted.items()):  # each goes before those of later regions
-        for (_, num_ranks, group, is_fetched), reads in reversed(by_kind.items()):
-            _gather_together(gm, reads, (num_ranks, group, context.session), region, context, stays=not is_fetched)
+        for (_, num_ranks, group, may_stay), reads in reversed(by_kind.items()):
+            _gather_together(gm, reads, (num_ranks, group, context.session), region, context, may_stay=bool(may_stay))
             for node, uses in (read for same in reads.values() for read in same):
                 erase_unread_views(gm, uses)
                 if not node.users:
@@ -60,16 +60,17 @@ def gather_parameters(gm: fx.GraphModule, context: PassContext) -> fx.GraphModul
     return gm
 
 
-def _is_fetched(shard: fx.Node, context: PassContext) -> bool:
-    """Whether a shard will be a copy of a parameter in host memory."""
+def _may_stay(shard: fx.Node, block: int, context: PassContext) -> bool:
+    """Whether a whole that a block reads stays for later passes: it replicates, and the shard is a parameter on the device."""
     owner = context.owners.get(shard.name)
-    return owner is not None and context.decision(owner).params is Params.HOST
+    is_at_home = shard.op == "placeholder" and (owner is None or context.decision(owner).params is not Params.HOST)
+    return context.decision(block).replicates and context.stage is not Stage.INFERENCE and is_at_home
 
 
 def _gather_together(
-    gm: fx.GraphModule, reads: _Reads, ranks: tuple[Argument, ...], region: int, context: PassContext, *, stays: bool
+    gm: fx.GraphModule, reads: _Reads, ranks: tuple[Argument, ...], region: int, context: PassContext, *, may_stay: bool
 ) -> None:
-    """One collective of all these shards, whose wholes the readers get. ``stays``: whether the shards have memory of their own."""
+    """One collective of all these shards, whose wholes the readers get."""
     block, shards = context.region(region), list(reads)  # `region` is its own inverse
     whole_bytes = sum(num_bytes(same[0][0]) for same in reads.values())
     note = annotations.Inserted(
@@ -83,10 +84,9 @@ def _gather_together(
         priority=0,
     )
     is_returned = any(user.op == "output" for same in reads.values() for _, uses in same for _, user in uses)
-    is_once = stays and context.decision(block).replicates and context.stage is not Stage.INFERENCE and not is_returned
     issuing, waiting = (
         (collectives.issue_gather_once, collectives.wait_gather_once)
-        if is_once
+        if may_stay and not is_returned
         else (collectives.issue_gather, collectives.wait_gather)
     )
     issue = gm.graph.create_node(
