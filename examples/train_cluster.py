@@ -12,6 +12,7 @@ most the steps since the last save.
 """
 
 import argparse
+import importlib.util
 import math
 import time
 from collections import Counter
@@ -77,8 +78,8 @@ def main() -> None:
                 f"step {done.step}: loss {done.loss:.4f}, norm {done.grad_norm:.3f}, {done.seconds:.2f} s", flush=True
             )
     job.finish()
-    if arguments.export and torch.distributed.get_rank() == 0:
-        print(f"exported step {cluster.export(store, arguments.export)}" if store else "nothing to export: no --disk")
+    if store and arguments.export and torch.distributed.get_rank() == 0:
+        print(f"exported step {cluster.export(store, arguments.export)}")
     torch.distributed.destroy_process_group()
 
 
@@ -153,7 +154,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--double", action="store_true", help="train in fp64")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step, to watch or to disturb")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds until a silent rank is an error")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.export and not arguments.disk:
+        parser.error("--export writes what was saved, and nothing is; expected --disk beside it")
+    if arguments.export and importlib.util.find_spec("safetensors") is None:
+        parser.error("--export needs the package safetensors, which is not installed; pip install safetensors")
+    return arguments
 
 
 if __name__ == "__main__":
