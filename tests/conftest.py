@@ -2,7 +2,6 @@
 
 * oneDNN is pinned to one instruction set before torch is imported, so that bitwise comparisons mean the same on
   every machine.
-* Inductor takes the instruction sets that the CPU names. In each process it would compile and load a probe of each, for a second.
 * The Inductor cache directory belongs to this run. Compiled C++ kernels, named by their source, are shared by all its
   tests and processes, for speed. Cached *graphs* have the test in their key: a test meets another test's compilation never,
   and sees caching as a user does (both caches on).
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from tests.held_updates import Gate
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if _workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // _workers)))
