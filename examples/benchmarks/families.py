@@ -97,6 +97,13 @@ class Except:
 _MAMBA = {"mamba_d_head": 64, "mamba_n_heads": 4}
 _SWIN = {"window_size": 4, "image_size": 64, "depths": [1, 1], "num_heads": [3, 6], "patch_size": 4}
 _CONVOLUTIONS = {"conv_dim": (64, 64), "conv_kernel": (10, 3), "conv_stride": (5, 4), "num_feat_extract_layers": 2}
+_HGNET = {
+    "stem_channels": (3, 16, 16),
+    "stage_in_channels": (16, 32, 64, 128),
+    "stage_mid_channels": (16, 32, 64, 128),
+    "stage_out_channels": (32, 64, 128, 256),
+    "stage_numb_of_layers": (2, 2, 2, 2),
+}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _SLIDING_HEADS = {
     "num_attention_heads": 4,
@@ -114,6 +121,25 @@ _DOTS3_PARTS = {
     "vision_config": {"adapter_in_dim": WIDTH, "adapter_out_dim": WIDTH},
     "audio_config": {"adapter_input_size": WIDTH, "adapter_out_dim": WIDTH},
 }
+
+
+def _drawn(*size: int) -> Callable[[dict[str, Tensor]], Tensor]:
+    """Random numbers of this size for every element of a batch, others for each batch."""
+    return lambda found: torch.randn(BATCH, *size, generator=torch.Generator().manual_seed(int(found["labels"].sum())))
+
+
+_FRAMES = {"input_features": _drawn(2 * TIME, 16)}
+"""Sound as frames by bins, where most have bins by frames."""
+_MASKED_FRAMES = {**_FRAMES, "attention_mask": lambda _: torch.ones(BATCH, 2 * TIME, dtype=torch.long)}
+"""Connectionist temporal classification counts frames by their mask."""
+_INDEXER = {
+    "indexer_n_heads": HEADS,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": WIDTH // HEADS,
+    "indexer_budget": 32,
+    "indexer_compress_ratio": 4,
+}
+_NUM_CODEBOOKS = 9
 _CODES = {"labels": lambda found: found["input_ids"].T[None].contiguous()}
 """Rows of a batch are the codebooks of one sequence, which labels have last."""
 _DRAFTS = "it drafts for a larger model, whose keys and values it takes"
@@ -132,6 +158,8 @@ EXCEPTIONS: dict[str, Except] = {
     "dots1": Except(config={"n_routed_experts": 4, "n_shared_experts": 1}),
     "dots3_note": Except(config=_DOTS3_PARTS),
     "dots3_note_text": Except(config=_DOTS3),
+    "esm": Except(config={"vocab_size": VOCABULARY, "pad_token_id": 1}),
+    "esmc": Except(config={"vocab_size": VOCABULARY}),
     "falcon_h1": Except(config={**_MAMBA, "mamba_d_ssm": 256}),
     "gemma3n_text": Except(config={"num_kv_shared_layers": 1, "intermediate_size": FEED_FORWARD}),
     "gemma4_assistant": Except(why_not=_DRAFTS),
@@ -140,11 +168,36 @@ EXCEPTIONS: dict[str, Except] = {
     "longcat_flash": Except(config={"zero_expert_num": 2, "qk_head_dim": 2 * WIDTH // HEADS}),
     "musicgen": Except(batch=_CODES),
     "musicgen_melody": Except(batch=_CODES),
+    "nemo_speechlm": Except(config={"text_config": {"n_groups": 2}}),
     "nemotron": Except(config={"num_key_value_heads": 2}),
     "nemotron_h": Except(config={"n_groups": 2}),
     "gptj": Except(config={"rotary_dim": 16}),
+    "qwen4_exp": Except(config={"text_config": _INDEXER}),
+    "qwen4_exp_text": Except(config=_INDEXER),
     "reformer": Except(why_not="it keeps no activations: its layers are reversible, and run backward by themselves"),
     "xmod": Except(config={"default_language": "en_XX"}),
+    "voxtral_realtime": Except(batch={"input_features": _drawn(16, 8 * TIME)}),
+    "zamba": Except(
+        config={
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+            "attention_hidden_size": 2 * WIDTH,
+            "attention_head_dim": 2 * WIDTH // HEADS,
+        }
+    ),
+    "bit": Except(config={"num_groups": 4}),
+    "efficientnet": Except(config={"width_coefficient": 0.2, "depth_coefficient": 1.0}),
+    "hgnet_v2": Except(config=_HGNET),
+    "hiera": Except(config={"embed_dim": 32, "depths": [1, 1, 1, 1], "image_size": [64, 64]}),
+    "levit": Except(config={"image_size": 64, "patch_size": 16}),
+    "mobilevitv2": Except(config={"image_size": 64, "width_multiplier": 0.5}),
+    "siglip2": Except(
+        batch={
+            "pixel_values": lambda found: found["pixel_values"].view(BATCH, 16, -1),
+            "pixel_attention_mask": lambda _: torch.ones(BATCH, 16, dtype=torch.long),
+            "spatial_shapes": lambda _: torch.full((BATCH, 2), 4),
+        }
+    ),
+    "textnet": Except(config={"stem_out_channels": 32, "image_size": [64, 64]}),
     "swin": Except(config=_SWIN),
     "donut-swin": Except(config=_SWIN),
     "swinv2": Except(config=_SWIN),
@@ -154,7 +207,49 @@ EXCEPTIONS: dict[str, Except] = {
     "unispeech": Except(config=_CONVOLUTIONS),
     "unispeech-sat": Except(config=_CONVOLUTIONS),
     "data2vec-audio": Except(config=_CONVOLUTIONS),
-    "wav2vec2-bert": Except(config={"vocab_size": 32}),
+    "sew": Except(config=_CONVOLUTIONS),
+    "sew-d": Except(config=_CONVOLUTIONS),
+    "speecht5": Except(config=_CONVOLUTIONS),
+    "omniasr_ctc": Except(
+        config={"audio_config": _CONVOLUTIONS},
+        batch={
+            "input_values": lambda found: found["input_values"][:, None],
+            "padding_mask": lambda _: torch.ones(BATCH, SOUND, dtype=torch.long),
+        },
+    ),
+    "speech-encoder-decoder": Except(config={"encoder": _CONVOLUTIONS}, batch={"inputs": _drawn(SOUND)}),
+    "canary": Except(batch=_FRAMES),
+    "cohere_asr": Except(batch=_FRAMES),
+    "lasr_ctc": Except(batch=_MASKED_FRAMES),
+    "parakeet_ctc": Except(batch=_MASKED_FRAMES),
+    "speech_to_text": Except(config={"conv_channels": WIDTH}, batch=_FRAMES),
+    "granite_speech5_ctc": Except(batch={**_MASKED_FRAMES, "input_features": _drawn(2 * TIME, 64)}),
+    "dia": Except(
+        batch={
+            "decoder_input_ids": lambda found: found["input_ids"][..., None].repeat(1, 1, _NUM_CODEBOOKS),
+            "labels": lambda found: found["input_ids"].repeat_interleave(_NUM_CODEBOOKS, 0),
+        }
+    ),
+    "fun_asr_nano": Except(
+        config={
+            "adaptor_config": {"intermediate_size": WIDTH // 4},
+            "audio_config": {"num_timestamp_prediction_layers": 1, "num_stacked_frames": 4},
+        },
+        batch={
+            "input_features": _drawn(16, 64),
+            "input_features_mask": lambda _: torch.ones(BATCH, 16, dtype=torch.long),
+            "input_ids": lambda found: torch.cat([torch.full((BATCH, 16), _WORDS[1]), found["input_ids"][:, 16:]], 1),
+        },
+    ),
+    "moonshine_streaming": Except(config={"num_key_value_heads": HEADS}),
+    "audio-spectrogram-transformer": Except(
+        config={"max_length": 125},
+        batch={
+            "input_values": lambda found: found["input_values"].view(BATCH, 125, 16),
+            "labels": lambda found: found["labels"][:, 0] % 2,
+        },
+    ),
+    "wav2vec2-bert": Except(config={"vocab_size": VOCABULARY}, batch={"input_features": _drawn(2 * TIME, 160)}),
     "wav2vec2-conformer": Except(config={"vocab_size": 32, **_CONVOLUTIONS}),
     "whisper": Except(config={"max_source_positions": TIME}),
     "dinat": Except(why_not="its attention is that of the package natten"),
@@ -292,7 +387,7 @@ def batch_of(model: Any, family: str, step: int) -> dict[str, Tensor]:
     elif main == "input_features":
         bins = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", None) or 16
         found["input_features"] = torch.randn(BATCH, bins, 2 * TIME, generator=generator)
-        labels = words()
+        labels = words(BATCH, 4) if kind == "speech" else words()
     else:
         found[main] = words()
         labels = found[main]

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-FAMILIES = ("llama", "t5", "vit", "mixtral", "musicgen")
+FAMILIES = ("llama", "t5", "vit", "mixtral", "musicgen", "parakeet_ctc")
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +25,17 @@ def test_a_family_is_made_small(name: str, survey: Any):
     loss = families.loss_of(model(**families.batch_of(model, name, 0)))
     loss.backward()
     assert loss.isfinite() and any(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "parakeet_ctc"])
+def test_a_batch_depends_on_its_step_alone(name: str, survey: Any):
+    families = survey.survey_child
+    model = families.small_model(name)
+    torch.manual_seed(1)
+    first, again, next_one = (families.batch_of(model, name, step) for step in (0, 0, 1))
+    main = model.main_input_name
+    assert all(torch.equal(first[each], again[each]) for each in first)
+    assert first[main].shape == next_one[main].shape and not torch.equal(first[main], next_one[main])
 
 
 def test_every_family_has_a_kind_and_names_that_are_none_are_told(survey: Any):
