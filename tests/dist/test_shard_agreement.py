@@ -27,14 +27,16 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return ranks.run_each([disagreements, one_cache, changed_gradients], tmp_path_factory.mktemp("ranks"))
 
 
-def made() -> nn.Module:
+def made(depth: int = 4) -> nn.Module:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    return shard(Layers(), mesh())
+    model = Layers()
+    model.layers = model.layers[:depth]
+    return shard(model, mesh())
 
 
-def step(batch: int = 64, **options: Any) -> nn.Module:
-    model = made()
+def step(batch: int = 64, depth: int = 4, **options: Any) -> nn.Module:
+    model = made(depth)
     model.compile(backend="autohete", options={**EAGER, "solver_time_limit_s": 1, **options})
     optimizer = autohete_fx.AdamW(model.parameters())
     model(torch.ones(batch, 128)).backward()
@@ -136,7 +138,7 @@ def cached_code(folder: str) -> dict[str, Any]:
             shutil.rmtree(own / lost)
         counters["aot_autograd"].clear()
         with mock.patch.object(GraphCompiler, "_judge", missing_once):
-            model = step(inner_backend="inductor")
+            model = step(depth=2, inner_backend="inductor")
         hits[lost] = counters["aot_autograd"]["autograd_cache_hit"]
         results.append([p.detach().clone() for p in model.parameters()])
     return {
