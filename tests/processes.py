@@ -1,9 +1,9 @@
 """Processes of Python that need not import PyTorch: forks of one that has. To import it takes longer than most of their work.
 
 There are two such servers, as ranks of a job must agree though they hash with other seeds. They start with the first process that
-is asked for, and end with the session. They have imported PyTorch, what we depend on, and our package. A test of what importing
-our package does asks for a server without it. A test that measures the memory of a process, or sets what imports read, starts one
-of its own by ``subprocess``.
+is asked for, and end with the session. They have imported PyTorch, what we depend on, and our package, and have asked the C++
+compiler what Inductor asks it. A test of what importing our package does asks for a server without it. A test that measures the
+memory of a process, or sets what imports read, starts one of its own by ``subprocess``.
 """
 
 import atexit
@@ -109,6 +109,7 @@ def _serve() -> None:
     """Fork the processes of each line of the input, wait for them, print their statuses. A fork returns as one that has ended."""
     for name in (*_IMPORTED, *sys.argv[1:]):
         importlib.import_module(name)
+    _look_around()
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
@@ -121,6 +122,18 @@ def _serve() -> None:
                 _run(command)
                 return
         print(json.dumps(_statuses(pids)), flush=True)
+
+
+def _look_around() -> None:
+    """Find out what each fork would ask for itself: the vectors that C++ may have here, each kind tried by a process, the digest of
+    PyTorch's own code, and Inductor's backends."""
+    from torch._inductor.codecache import torch_key
+    from torch._inductor.codegen.common import init_backend_registration
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+
+    valid_vec_isa_list()
+    torch_key()
+    init_backend_registration()
 
 
 def _become(path: str, environment: dict[str, str]) -> None:
