@@ -68,7 +68,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
 def pair() -> tuple[Stack, autohete_fx.AdamW, Stack, torch.optim.AdamW]:
     """Ours, and a twin that eager PyTorch trains."""
     model, twin = Stack(), Stack()
-    twin.compile(backend="aot_eager")
     return (
         model,
         autohete_fx.AdamW(model.parameters(), lr=1e-2),
@@ -160,7 +159,6 @@ def test_a_state_dict_goes_to_torch_and_comes_back():
     train(model, optimizer, range(2))
     other = Stack()
     other.load_state_dict(model.state_dict())
-    other.compile(backend="aot_eager")
     theirs = torch.optim.AdamW(other.parameters(), lr=1e-2, fused=True)
     theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     train(other, theirs, range(2, 3))
@@ -209,7 +207,6 @@ def test_states_spill_to_disk_where_the_host_budget_is_short(fresh_cache: Path):
     for host_budget in (2**22, 2**19):
         model, optimizer = solved(host_budget)
         twin = Stack()
-        twin.compile(backend="aot_eager")
         reference = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
         assert train(model, optimizer, range(3)) == train(twin, reference, range(3))
         assert_alike(model, optimizer, twin, reference)

@@ -142,7 +142,6 @@ def test_a_new_shape_is_planned_with_states_that_are_streamed_already():
     with Emulation(SPEEDS).running() as emulation:
         options = {**emulation.options, "memory_budget": int(0.6 * plain_bytes), "solver_time_limit_s": 2}
         model.compile(backend="autohete", options=options)
-        twin.compile(backend="aot_eager")
         optimizers = (
             autohete_fx.AdamW(model.parameters(), lr=1e-3),
             torch.optim.AdamW(twin.parameters(), lr=1e-3, fused=True),
