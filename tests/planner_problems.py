@@ -217,14 +217,14 @@ def sharded(draw: st.DrawFn, of: st.SearchStrategy[Problem], *, budgets: bool = 
     return limited(given, draw(st.floats(0.1, 1.1)), draw(st.none() | st.floats(0.0, 1.0))) if budgets else given
 
 
-def program_of(free: Problem, decisions: Sequence[BlockDecision]) -> Program:
-    """The program that bounds the step, with all choices made but the distances."""
-    program = Program(free)
+def program_of(free: Problem, decisions: Sequence[BlockDecision], *, held: int = 1) -> Program:
+    """The program that bounds the step, or that decides at distance ``held`` > 1, with all choices made but the distances."""
+    program = Program(free, held=held)
     for block, decision in enumerate(decisions):
         plain = dataclasses.replace(decision, prefetch_distance=1)
         is_made = [joined(option, plain) == plain for option in program.treated[block]]
         is_made += [joined(plain, option) == plain for option in program.placed[block]]
         for variable, value in zip(program.chosen[block], is_made, strict=True):
             program.model.add(variable == value)
-    program.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
+    program.minimize_step(ahead=held if held > 1 else MAX_PREFETCH_DISTANCE)
     return program

@@ -4,7 +4,7 @@
     patterns that fit (`starts`), the best improved (`improve`)                              -> a first plan
     the program that bounds (`formulation`), without whole numbers (`relaxation`)            -> the lower bound
     with whole numbers for blocks with large parameters in one piece                         -> a better one
-    its shares, and those at one prefetch distance, in whole blocks (`rounding`), repaired, the best improved
+    its shares in whole blocks (`rounding`), and one that decides at one prefetch distance (`dive`), repaired, the best improved
     within ENOUGH of the bound, the best improved                                            -> that is the plan
     for more than a few blocks, cutting planes and branches beside the search                -> a better bound
     for a few blocks, the programs that bound and decide, and their decisions improved
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from autohete_fx.ir import BlockDecision, Overlap, Plan, Problem
 from autohete_fx.planner.baselines import evaluate, fits
 from autohete_fx.planner.bound.formulation import RELATIVE_GAP, Program
-from autohete_fx.planner.bound.relaxation import Branched, Relaxed, branch, ends_of, lumps_of, relax
+from autohete_fx.planner.bound.relaxation import Branched, Relaxed, branch, dive, ends_of, lumps_of, relax
 from autohete_fx.planner.infeasible import infeasible, least_peak
 from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE, choices, copies
 from autohete_fx.planner.model.figures import PRODUCTS_OF_UPDATES, Whole, overlap_of, sends_at_once, whole_of
@@ -83,12 +83,12 @@ LUMP_BRANCHES = 60
 
 The first are taken where a lump has a choice with more than a share of ``LEAST_MIXED`` and less than all.
 """
-NEAR_DISTANCE = 2
-"""The prefetch distance of a relaxation that the search begins at, too.
+NEAR_DISTANCE = 3
+"""The prefetch distance of a program that decides, one that walks give. The search begins at its relaxation and its dive, too.
 
 The one that bounds has the memory of distance 1 and the time of the farthest, which no plan has.
 """
-NEAR_BLOCKS = 64
+NEAR_BLOCKS = 32
 """That is for more blocks: for fewer, walks have rounds enough to leave a bad start."""
 LEAST_MIXED = 0.05
 MOST_BRANCHES = 1_000_000
@@ -334,8 +334,8 @@ class _Found:
         if self.num_blocks > NEAR_BLOCKS and not self._relaxes_first:
             program = Program(self.problem, held=NEAR_DISTANCE)
             program.minimize_step(ahead=NEAR_DISTANCE)
-            near = relax(program, deadline=deadline, mixtures=mixtures)
-            self.shares += [near.shares] if near is not None else []
+            near = dive(program, deadline=deadline)
+            self.shares += near[:: max(1, len(near) - 1)]
         return relaxed
 
     def _look_near(self, search: Search) -> None:

@@ -10,7 +10,7 @@ import pytest
 from autohete_fx.ir import BlockDecision, Overlap, Problem, Schedule
 from autohete_fx.planner import solve as planner
 from autohete_fx.planner.bound.formulation import Program
-from autohete_fx.planner.bound.relaxation import _mixes, branch, ends_of, lumps_of, relax
+from autohete_fx.planner.bound.relaxation import _mixes, branch, dive, ends_of, lumps_of, relax
 from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE
 from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.search import anneal, improve
@@ -187,6 +187,34 @@ def test_a_relaxation_is_as_tight_without_choices_that_others_can_be_mixed_to(ma
     assert max(left_out) < 1e-9
 
 
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_a_dive_decides_within_the_budget_near_its_relaxation(share: float):
+    """Where the choices of that relaxation are rounded at once, they do not fit."""
+    twelve = dozen(share)
+    many = dataclasses.replace(
+        twelve,
+        costs=twelve.costs * 3,
+        labels=tuple(f"layers.{i}" for i in range(36)),
+        device_budget_bytes=3 * (twelve.device_budget_bytes or 0),
+        machine=dataclasses.replace(MACHINE, device_type="cuda"),
+    )
+    program = Program(many, held=3)
+    program.minimize_step(ahead=3)
+    found, relaxed = dive(program, deadline=float("inf")), relax(program, deadline=float("inf"))
+    assert relaxed is not None
+    first, last = (
+        simulate(
+            many,
+            [dataclasses.replace(d, prefetch_distance=3) for d in program.decisions([list(each) for each in shares])],
+            events=False,
+        )
+        for shares in (found[0], found[-1])
+    )
+    assert all(max(share, 1 - share) > 1 - 1e-5 for of_block in found[-1] for share in of_block)
+    assert last.peak_bytes <= (many.device_budget_bytes or 0) < first.peak_bytes
+    assert relaxed.bound_s <= last.step_s * (1 + 1e-6) and last.step_s < 1.01 * relaxed.bound_s
+
+
 def test_a_relaxation_is_rounded_even_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch):
     """On a slow machine it may take all the time there is; patterns are worse."""
     monkeypatch.setattr(planner, "MOST_CHOICES", 1)
@@ -226,11 +254,14 @@ def test_both_relaxations_of_many_blocks_end_at_their_share_of_the_time(monkeypa
 
     def noted(program: Program, *, deadline: float, **how: Any) -> Any:
         asked[program.held] = deadline
-        if program.held == planner.NEAR_DISTANCE:
-            raise Enough
         return relax(program, deadline=float("inf"), **how)
 
+    def noted_too(program: Program, *, deadline: float) -> Any:
+        asked[program.held] = deadline
+        raise Enough
+
     monkeypatch.setattr(planner, "relax", noted)
+    monkeypatch.setattr(planner, "dive", noted_too)
     with pytest.raises(Enough):
         planner.solve(free, time_limit_s=2.0, explains=False)
     assert asked == {1: 2.0 * planner.RELAXATION_SHARE, planner.NEAR_DISTANCE: 2.0 * planner.RELAXATION_SHARE}

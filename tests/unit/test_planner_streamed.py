@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autohete_fx.ir import Activations, BlockDecision, Lane, Optimizer, Overlap, Problem, Schedule
+from autohete_fx.planner.bound.relaxation import relax
 from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.model.simulation import Event, Simulation
 from autohete_fx.planner.search.replays import Replays
@@ -143,6 +144,25 @@ def test_a_block_that_copies_nothing_down_waits_for_its_own_states_alone(
         answer = program_of(given_problem, made).solve(limit_s=10, deadline=float("inf"), in_seconds=True)
         assert 0.9 * step_s < answer.bound <= step_s * (1 + 1e-9)
     assert step_s > 3 * 16 + 0.5 * (distance == 1), "the first one's activations do not leave late"
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS, ids=str)
+def test_the_program_that_decides_has_copies_down_wait_until_states_are_home(overlap: Overlap):
+    """The one that bounds does not say of a block without copies down that it waits for none."""
+    given_problem = streaming(20.0, overlap)
+    given_problem = dataclasses.replace(
+        given_problem, costs=given_problem.costs * 4, labels=tuple(f"layers.{i}" for i in range(16))
+    )
+    leaving = BlockDecision(activations=Activations.OFFLOAD)
+    made = [*[leaving] * 8, *[STREAMED] * 8]
+    far = [dataclasses.replace(decision, prefetch_distance=2) for decision in made]
+    step_s = simulate(given_problem, far, events=False).step_s
+    bounds = []
+    for program in (program_of(given_problem, made), program_of(given_problem, made, held=2)):
+        relaxed = relax(program, deadline=float("inf"))
+        assert relaxed is not None
+        bounds.append(relaxed.bound_s)
+    assert bounds[0] < 0.95 * step_s and bounds[1] == pytest.approx(step_s, rel=0.01)
 
 
 @settings(max_examples=40, **QUIET)

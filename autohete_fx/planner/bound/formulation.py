@@ -93,7 +93,12 @@ block before it that is, or no later than V. For the copy of that block i-1 wait
 that waits for no update. Each pass ends by waiting for all copies it made, and used all copies that it fetched; so their times
 add up. Without priority R is not in that order: then the program has the end of all updates only, and bounds the simulator.
 
-For any a it is a lower bound on all plans with prefetch distances up to a. Take such a plan and a block i of a pass. For every
+For larger a, where the program decides, all blocks copy a blocks ahead. Copies are queued in their order there, too, so the row
+of a = 1 after R holds. All copies down wait until all states are home, which is true where the first blocks offload:
+
+    D[0] >= Z[n-1] + d[0]
+
+For any a it else is a lower bound on all plans with prefetch distances up to a. Take such a plan and a block i of a pass. For every
 j <= i the copies that the blocks j..i need are issued after the work of block j-1-a. They take one lane, and are complete
 before i starts, in whatever order. Therefore i starts no sooner than E[j-1-a] + u[j] + ... + u[i], and the largest of these is
 the least U[i]. Copies of what was updated on the host may be overtaken by others at larger distances, so for these
@@ -124,7 +129,7 @@ from functools import partial
 import numpy as np
 from ortools.sat.python import cp_model
 
-from autohete_fx.ir import BlockDecision, Overlap, Problem
+from autohete_fx.ir import BlockDecision, Problem
 from autohete_fx.planner.bound.last_update import LastUpdateRows
 from autohete_fx.planner.bound.variables import Linear
 from autohete_fx.planner.model.choices import joined
@@ -165,7 +170,7 @@ class Answer:
 
 class Program(LastUpdateRows):
     """One integer program over a problem with at least one block; build, set one objective, solve. Device memory is that of plans
-    at prefetch distance ``held``: only for 1 the program bounds others."""
+    at prefetch distance ``held``: only for 1 the program bounds others, and for more it decides (a = ``held``)."""
 
     def __init__(self, problem: Problem, *, held: int = 1) -> None:
         super().__init__(problem)
@@ -244,7 +249,7 @@ class Program(LastUpdateRows):
                 add(ends[i] >= home[i] + w)
             if copied is not None:
                 last_copied = copied[i]
-            elif updated is not None and ahead > 1:
+            elif updated is not None and ahead > self.held:
                 last_copied = self._add_copies_of_updated(block, kind, updated[i], last_copied)
             elif updated is not None:
                 add(ups[UPDATES_LANE][i] >= updated[i] + u[UPDATES_LANE])
@@ -258,6 +263,8 @@ class Program(LastUpdateRows):
             add(ends[-1] >= down[-1])
             if home is not None:
                 add(ends[-1] >= home[-1] + self._sum(order, kind.of(lane.after)))
+                if self.held > 1:
+                    add(down[0] >= home[-1] + self._sum(order[:1], kind.of(lane.after)))
         landed = downs[GRADIENTS_LANE]
         return ends[-1], landed[::-1] if kind.reverse else landed
 
@@ -314,19 +321,6 @@ class Program(LastUpdateRows):
                 if block + 1 < self.num_blocks:
                     add(updated[block] >= updated[block + 1] + host)
         return device_end, updated
-
-    def _add_way_home(self, backward_end: Linear) -> list[cp_model.IntVar] | None:
-        """Rows of streamed states on their way home beside a forward; returns Z. None where there is no such forward, or nothing
-        may be streamed."""
-        if self.overlap is Overlap.NONE or not any(place.streams for placed in self.placed for place in placed):
-            return None
-        last: Linear = backward_end
-        found = []
-        for block in range(self.num_blocks):
-            found.append(self._time(f"Z[{block}]"))
-            self.model.add(found[-1] >= last + self._sum([block], (Work.STATES_BACK,)))
-            last = found[-1]
-        return found
 
     def _add_step(self, ahead: int) -> Linear:
         """Rows of a whole step; returns its ticks."""

@@ -43,6 +43,7 @@ from collections.abc import Iterable, Sequence
 
 from ortools.sat.python import cp_model
 
+from autohete_fx.ir import Overlap
 from autohete_fx.planner.bound.variables import Linear, Variables
 from autohete_fx.planner.model.work import GRADIENTS_LANE, UPDATES_LANE, PassKind, Work, slots_of
 
@@ -86,6 +87,19 @@ class GatheringRows(Variables):
         self.model.add(copied >= updated + copies)
         self.model.add(copied >= previous + copies)
         return copied
+
+    def _add_way_home(self, backward_end: Linear) -> list[cp_model.IntVar] | None:
+        """Rows of streamed states on their way home beside a forward; returns Z. None where there is no such forward, or nothing
+        may be streamed."""
+        if self.overlap is Overlap.NONE or not any(place.streams for placed in self.placed for place in placed):
+            return None
+        last: Linear = backward_end
+        found = []
+        for block in range(self.num_blocks):
+            found.append(self._time(f"Z[{block}]"))
+            self.model.add(found[-1] >= last + self._sum([block], (Work.STATES_BACK,)))
+            last = found[-1]
+        return found
 
 
 class _Pass:

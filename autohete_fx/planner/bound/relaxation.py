@@ -1,16 +1,18 @@
 """Bounds on the objective of an integer program: in comes a `Program`, out comes what no solution is below.
 
 `relax` leaves out that choices are whole numbers. Seconds do for a hundred blocks, identical or not, where branching needs
-minutes. OR-Tools' GLOP solves it. `branch` adds cutting planes and some branching, which few blocks need. The fewer there are,
-the more a mixture of two choices gains that none of them has. A *lump*, a block with a parameter that is larger than a usual
-block, gains as much. Others can share out among them what a mixture does, a lump with nobody. With whole numbers for lumps only,
-the program is solved in about the time that its relaxation takes. OR-Tools' SCIP does both. On these programs it proves in
-seconds what takes CP-SAT minutes.
+minutes. OR-Tools' GLOP solves it. `dive` goes on from there to whole numbers, at which a search begins.
+
+`branch` adds cutting planes and some branching, which few blocks need. The fewer there are, the more a mixture of two choices gains
+that none of them has. A *lump*, a block with a parameter that is larger than a usual block, gains as much. Others can share out
+among them what a mixture does, a lump with nobody. With whole numbers for lumps only, the program is solved in about the time that
+its relaxation takes. OR-Tools' SCIP does both. On these programs it proves in seconds what takes CP-SAT minutes.
 
 Both count in floating point, bytes and times in shares of what all blocks hold and compute (GLOP does not end on badly scaled
 rows). Their tolerance lowers the result.
 """
 
+import math
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +41,9 @@ _PROVING = "\n".join(
 )
 """Every branch is where the bound is, on the choice that moves it most: where blocks are alike, most choices hardly move it, since
 another block makes up for them. Of what looks for solutions only what finds the first is left: SCIP tells no bound without one."""
+_LEAST_SHARE = 1e-6
+_MADE_AT_ONCE = 0.3
+"""The share of mixed choices that a dive makes before it looks again. A third of that takes twice as long and finds hardly more."""
 _LARGE_BYTES = 2**20
 _MOST_LUMPS = 4
 _END_BLOCKS = 3
@@ -69,14 +74,8 @@ def relax(program: Program, *, deadline: float, mixtures: bool = True) -> Relaxe
     found in half the time where blocks have many choices.
     """
     model, variables = _model(program, whole=(), without=() if mixtures else _mixtures(program))
-    solver = model_builder.Solver("GLOP")
-    for parameters in (_PARAMETERS, _SECOND_PARAMETERS):
-        solver.set_solver_specific_parameters(parameters)
-        solver.set_time_limit_in_seconds(max(_LEAST_S, deadline - time.monotonic()))
-        status = solver.solve(model)
-        if status != model_builder.SolveStatus.ABNORMAL:
-            break
-    if status != model_builder.SolveStatus.OPTIMAL:
+    solver = _solved(model, deadline)
+    if solver is None:
         return None
     seconds = TICKS * program.tick_s
     chosen = [[variables[x.index] for x in of_block] for of_block in program.chosen]
@@ -84,6 +83,42 @@ def relax(program: Program, *, deadline: float, mixtures: bool = True) -> Relaxe
     wasted_s = (np.array([max(0.0, solver.reduced_cost(x) * seconds) for x in of_block]) for of_block in chosen)
     bound_s = solver.objective_value * seconds * (1 - _TOLERANCE)
     return Relaxed(bound_s=bound_s, shares=tuple(shares), wasted_s=tuple(wasted_s))
+
+
+def dive(program: Program, *, deadline: float) -> list[tuple[NDArray[np.float64], ...]]:
+    """Shares of the relaxation as those of `Relaxed`, then of others in which more and more choices are made.
+
+    Choices that are whole are made. Likewise each time a part of the others, the least mixed. All that is left to choose makes up
+    for that. The last shares are whole, unless time ran out or no solution is left.
+    """
+    model, variables = _model(program, whole=(), without=_mixtures(program))
+    choices = [variables[x.index] for of_block in program.chosen for x in of_block]
+    sizes = [len(kind) for both in zip(program.treated, program.placed, strict=True) for kind in both]
+    kinds = np.split(np.arange(len(choices)), np.cumsum(sizes)[:-1])
+    found: list[tuple[NDArray[np.float64], ...]] = []
+    while (solver := _solved(model, deadline)) is not None:
+        shares = np.array([solver.value(x) for x in choices])
+        found.append(tuple(np.split(shares, np.cumsum([len(of_block) for of_block in program.chosen])[:-1])))
+        kinds.sort(key=lambda options: -shares[options].max())
+        mixed = sum(shares[options].max() < 1 - _LEAST_SHARE for options in kinds)
+        if not mixed:
+            break
+        for options in kinds[: len(kinds) - mixed + math.ceil(_MADE_AT_ONCE * mixed)]:
+            for other in np.delete(options, shares[options].argmax()):
+                choices[other].upper_bound = 0.0
+    return found
+
+
+def _solved(model: model_builder.Model, deadline: float) -> model_builder.Solver | None:
+    """A solver that knows the solution; None where time ran out, or GLOP has no answer."""
+    solver = model_builder.Solver("GLOP")
+    for parameters in (_PARAMETERS, _SECOND_PARAMETERS):
+        solver.set_solver_specific_parameters(parameters)
+        solver.set_time_limit_in_seconds(max(_LEAST_S, deadline - time.monotonic()))
+        status = solver.solve(model)
+        if status != model_builder.SolveStatus.ABNORMAL:
+            break
+    return solver if status == model_builder.SolveStatus.OPTIMAL else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
