@@ -60,8 +60,8 @@ _MOST_UNITS = 2**23
 """Units of memory: half as many as float32 counts, since what blocks take is rounded up."""
 _CLOCK_SHARE = 0.95
 """The share of the time left that walks may take, so that some is for what comes after."""
-_ROUNDS = 100
-"""After so many some walks follow the best."""
+_FOLLOWING = 5
+"""After each of so many parts of the rounds some walks follow the best: more often all end in one place."""
 
 
 def anneal(
@@ -97,7 +97,7 @@ def anneal(
             memory=walks.best_score * heat.first_price * (heat.last_price / heat.first_price) ** done,
             lateness=lateness * (1 - done) ** 2,
         )
-        if at and at % _ROUNDS == 0:
+        if at and at % max(1, rounds // _FOLLOWING) == 0:
             walks.follow_the_best()
         if at % heat.mating or not at:
             walks.change(heat, prices, random)
