@@ -4,7 +4,7 @@
     patterns that fit (`starts`), the best improved (`improve`)                              -> a first plan
     the program that bounds (`formulation`), without whole numbers (`relaxation`)            -> the lower bound
     with whole numbers for blocks with large parameters in one piece                         -> a better one
-    its shares in whole blocks (`rounding`), and one that decides at one prefetch distance (`dive`), repaired, the best improved
+    its shares in whole blocks (`rounding`), for many blocks those of a `dive` at one prefetch distance, too; repaired, improved
     within ENOUGH of the bound, the best improved                                            -> that is the plan
     for more than a few blocks, cutting planes and branches beside the search                -> a better bound
     for a few blocks, the programs that bound and decide, and their decisions improved
@@ -342,7 +342,7 @@ class _Found:
         """Round the relaxation, and search from there."""
         self._allow(search, ROUNDING_SHARE)
         distances = range(1, search.replays.farthest + 1)
-        near = [each for shares in self.shares for each in rounded(self.problem, shares, distances)]
+        near = dict.fromkeys(each for shares in self.shares[::-1] for each in rounded(self.problem, shares, distances))
         fitting = [row for row in (search.repair(search.replays.row(each)) for each in near) if row is not None]
         if not fitting:
             return

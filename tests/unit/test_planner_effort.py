@@ -213,6 +213,9 @@ def test_a_dive_decides_within_the_budget_near_its_relaxation(share: float):
     assert all(max(share, 1 - share) > 1 - 1e-5 for of_block in found[-1] for share in of_block)
     assert last.peak_bytes <= (many.device_budget_bytes or 0) < first.peak_bytes
     assert relaxed.bound_s <= last.step_s * (1 + 1e-6) and last.step_s < 1.01 * relaxed.bound_s
+    program = Program(dataclasses.replace(many, device_budget_bytes=1), held=3)
+    program.minimize_step(ahead=3)
+    assert dive(program, deadline=float("inf")) == []
 
 
 def test_a_relaxation_is_rounded_even_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch):

@@ -94,14 +94,15 @@ that waits for no update. Each pass ends by waiting for all copies it made, and 
 add up. Without priority R is not in that order: then the program has the end of all updates only, and bounds the simulator.
 
 For larger a, where the program decides, all blocks copy a blocks ahead. Copies are queued in their order there, too, so the row
-of a = 1 after R holds. All copies down wait until all states are home, which is true where the first blocks offload:
+of a = 1 after R holds. All copies down wait until all states are home, as they do where the first blocks offload. Passes that
+gather have no such rows:
 
     D[0] >= Z[n-1] + d[0]
 
-For any a it else is a lower bound on all plans with prefetch distances up to a. Take such a plan and a block i of a pass. For every
-j <= i the copies that the blocks j..i need are issued after the work of block j-1-a. They take one lane, and are complete
-before i starts, in whatever order. Therefore i starts no sooner than E[j-1-a] + u[j] + ... + u[i], and the largest of these is
-the least U[i]. Copies of what was updated on the host may be overtaken by others at larger distances, so for these
+In every other case it is a lower bound on all plans with prefetch distances up to a. Take such a plan and a block i of a pass.
+For every j <= i the copies that the blocks j..i need are issued after the work of block j-1-a. They take one lane, and are
+complete before i starts, in whatever order. Therefore i starts no sooner than E[j-1-a] + u[j] + ... + u[i], and the largest of
+these is the least U[i]. Copies of what was updated on the host may be overtaken by others at larger distances, so for these
 
     E[i] >= Q[i] + w[i],   D[i] >= Q[i] + w[i] + d[i],   Q[i] >= R[i] + v[i],   Q[i] >= Q[i-1] + v[i]
 
@@ -344,7 +345,7 @@ class Program(LastUpdateRows):
     def minimize_step(self, *, ahead: int) -> None:
         """Ask for the least seconds of an optimizer step within the budgets; ``Answer.bound`` is in seconds.
 
-        ``ahead`` is how many blocks ahead copies may be issued: 1 to decide, more to bound.
+        ``ahead`` is how many blocks ahead copies may be issued: as many as the program holds to decide, more to bound.
         """
         if self.problem.device_budget_bytes is not None:
             self._add_device_memory(self.problem.device_budget_bytes)

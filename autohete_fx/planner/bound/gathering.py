@@ -30,8 +30,8 @@ Copies down of what is reduced follow N[i] and F[i+1] and are waited for a block
     D[i] >= D[i-1] + d[i],  E[n-1] >= D[n-1]
 
 Z[i] is when streamed states are home, as in `formulation`, and is wherever Q is. Q is the chain of copies of what was updated on
-the host. `formulation` has it for distances above 1, and for what updates send at once. A forward waits for blocks in their order,
-so that all up to i have what they need at A[i].
+the host. `formulation` has it where it bounds distances above 1, and for what updates send at once. A forward waits for blocks
+in their order, so that all up to i have what they need at A[i].
 
 These rows bound all plans with prefetch distances up to a. Net works in the order of the program, so its rows are what happens.
 Copies up that are waited for up to A[i] are V[i]'s, and issued no sooner than a blocks before that. They take one lane, in
@@ -82,7 +82,7 @@ class GatheringRows(Variables):
         return rows.ends[-1], rows.downs[::-1] if kind.reverse else rows.downs
 
     def _add_copies_of_updated(self, block: int, kind: PassKind, updated: Linear, previous: Linear) -> cp_model.IntVar:
-        """The chain Q, for distances above 1."""
+        """The chain Q, where copies may overtake others."""
         copied, copies = self._time(f"Q[{block}]"), self._sum([block], kind.of(UPDATES_LANE.before), on_host=True)
         self.model.add(copied >= updated + copies)
         self.model.add(copied >= previous + copies)

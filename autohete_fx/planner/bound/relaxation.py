@@ -89,7 +89,7 @@ def dive(program: Program, *, deadline: float) -> list[tuple[NDArray[np.float64]
     """Shares of the relaxation as those of `Relaxed`, then of others in which more and more choices are made.
 
     Choices that are whole are made. Likewise each time a part of the others, the least mixed. All that is left to choose makes up
-    for that. The last shares are whole, unless time ran out or no solution is left.
+    for that. The last shares are whole, unless time ran out, or what was made left no solution.
     """
     model, variables = _model(program, whole=(), without=_mixtures(program))
     choices = [variables[x.index] for of_block in program.chosen for x in of_block]
@@ -103,9 +103,11 @@ def dive(program: Program, *, deadline: float) -> list[tuple[NDArray[np.float64]
         mixed = sum(shares[options].max() < 1 - _LEAST_SHARE for options in kinds)
         if not mixed:
             break
-        for options in kinds[: len(kinds) - mixed + math.ceil(_MADE_AT_ONCE * mixed)]:
+        made = len(kinds) - mixed + math.ceil(_MADE_AT_ONCE * mixed)
+        for options in kinds[:made]:
             for other in np.delete(options, shares[options].argmax()):
                 choices[other].upper_bound = 0.0
+        kinds = kinds[made:]
     return found
 
 
