@@ -160,25 +160,22 @@ def peaks() -> dict[str, Any]:
         owned = sum(p.nbytes for p in model.parameters())
         with autohete_fx.MemoryMeter("cpu") as meter:
             others = meter.start_bytes - owned
-        optimizer, of_steps = autohete_fx.AdamW(model.parameters(), lr=1e-3), []
-        model.compile(**backend(**({} if budget is None else {"memory_budget": budget})))
-        for step in range(4):
-            with autohete_fx.MemoryMeter("cpu") as meter:
+            optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-3)
+            model.compile(**backend(**({} if budget is None else {"memory_budget": budget})))
+            for step in range(3):
                 x = torch.randn(512, 256, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
                 model(x).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 del x
-            of_steps.append(meter.peak_bytes - others)
-        plan = autohete_fx.compilations()[-1].plan
-        decided = sorted({f"{d.activations.value} {d.optimizer.value}" for d in plan.decisions})
-        found[name] = {
-            "budget": budget,
-            "peak": max(of_steps),
-            "later": of_steps[1:],  # with optimizer states
-            "plan": plan.peak_bytes,
-            "decided": decided,
-        }
+            plan = autohete_fx.compilations()[-1].plan
+            decided = sorted({f"{d.activations.value} {d.optimizer.value}" for d in plan.decisions})
+            found[name] = {
+                "budget": budget,
+                "peak": meter.peak_bytes - others,
+                "plan": plan.peak_bytes,
+                "decided": decided,
+            }
         budget = plan.peak_bytes * 6 // 10
         del model, optimizer  # or the next meter would begin with them
         gc.collect()
@@ -193,9 +190,8 @@ def test_a_sharded_step_keeps_its_budget_and_takes_what_was_predicted(tmp_path: 
         copied = sum(p.nbytes for p in Wide().layers[0].parameters())
         for each in found.values():
             assert -0.05 * each["plan"] - copied <= each["peak"] - each["plan"] <= 0.05 * each["plan"], found
-        # A thread of gloo may let go of the copy of a parameter late, when the next one is there.
+        # Gloo's copy of one parameter may be there beside what plans count: some plans have it on both ranks, in all steps.
         late = max(p.nbytes for p in Wide().layers[0].parameters())
         assert found["tight"]["peak"] <= found["tight"]["budget"] + late, found
         assert found["tight"]["plan"] <= found["tight"]["budget"], found
         assert found["tight"]["decided"] != found["free"]["decided"]
-    assert min(peak - found["tight"]["budget"] for found in both for peak in found["tight"]["later"]) <= 0, both
