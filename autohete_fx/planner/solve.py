@@ -122,8 +122,8 @@ def solve(problem: Problem, *, time_limit_s: float = 10.0, explains: bool = True
     """The fastest plan found that keeps the budgets. ``explains``: whether it says why, which takes a part of the time.
 
     Equal problems get equal decisions, because work is counted, not timed. On a machine so slow that ``time_limit_s`` comes
-    first (seconds of the clock, for all of it but tables and patterns), they may differ. ``Plan.status`` is ``optimal`` where
-    ``Plan.gap`` is at most ``OPTIMAL_GAP``, else ``feasible``.
+    first (seconds of the clock, for all of it but tables and patterns), they may differ. Relaxations and dives have a share of it.
+    ``Plan.status`` is ``optimal`` where ``Plan.gap`` is at most ``OPTIMAL_GAP``, else ``feasible``.
 
     Raises InfeasiblePlanError where no plan keeps the budgets.
     """

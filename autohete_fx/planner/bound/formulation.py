@@ -82,7 +82,7 @@ go up.
 
 Objective (`Program.minimize_step`): micro_batches times a forward and a backward. The first forward is the pass that waits for
 updates or has that pass before it, and it alone gathers what is replicated (`work.forward_passes`). For a = 1 the program decides,
-and adds COPY_WEIGHT times the seconds of all copies; for the farthest distance it bounds, and does not.
+and adds COPY_WEIGHT times the seconds of all copies; for other distances it does not.
 
 For a = 1 the program is the simulator, unless updates send at once, or states are streamed beside a forward. At prefetch
 distance 1 copies are queued in the order in which blocks need them. For fixed x and y the simulated times are therefore the
