@@ -63,4 +63,4 @@ def compile_kernel(
     # The user's own Inductor passes are meant for the user's graphs.
     patches = {"post_grad_custom_pre_pass": None, "post_grad_custom_post_pass": None, **(settings or {})}
     with fake_mode, V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)), config.patch(patches):
-        return compile_fx_inner(graph, inputs)  # pyright: ignore[reportReturnType]
+        return compile_fx_inner(graph, inputs, cpp_wrapper=config.cpp_wrapper)  # pyright: ignore[reportReturnType]

@@ -3,6 +3,7 @@
 import functools
 import gc
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -357,3 +358,32 @@ def test_an_accelerator_is_not_asked_for_a_rate_that_it_holds(is_tensor: bool):
         assert ADAMW.fused is not None
         ADAMW.fused([p], [g], [[m], [v]], [step], {**GROUP, "lr": lr if is_tensor else 0.01})
     assert called.names == [f"aten._fused_adamw_.{'tensor_lr' if is_tensor else 'default'}"]
+
+
+def test_other_threads_run_while_an_update_computes():
+    """A kernel that kept the interpreter would hold up the thread that launches for all of the time that it should hide in."""
+    tensors = states(1 << 22, torch.bfloat16)
+    coefs = torch.tensor(ADAMW.coefficients(GROUP, 2.0))
+    run = functools.partial(kernels.update, ADAMW, tensors[0], tensors[1], tensors[2:], coefs)
+    run()
+    over, ticks = threading.Event(), []
+
+    def tick() -> None:
+        while not over.wait(1e-4):
+            ticks.append(time.perf_counter())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        for _ in range(200):
+            begin_s = time.perf_counter()
+            run()
+            end_s = time.perf_counter()
+            early_s, late_s = (begin_s + share * (end_s - begin_s) for share in (0.3, 0.7))
+            if any(early_s < tick_s < late_s for tick_s in ticks):
+                return
+            ticks.clear()
+        pytest.fail("no other thread ran in the middle of any update")
+    finally:
+        over.set()
+        thread.join()
