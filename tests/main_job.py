@@ -105,7 +105,7 @@ class MainJob:
         given, peak = training.budgeted_run(self.device, inner, sizes, budget_bytes)
         assert peak <= budget_bytes
         assert 0.998 <= training.training_compilation().plan.peak_bytes / peak <= 1.05
-        if self.device != "cpu" and (on_host := training.stepped_on_host(make("cpu", sizes))):
+        if self.device != "cpu" and (on_host := training.stepped_on_host()):
             expected, _ = training.plain_run(self.device, inner, sizes, on_host)
         assert_equal(given, expected, bitwise=inner == "eager")
 

@@ -69,12 +69,12 @@ def test_without_a_budget_it_is_what_the_process_may_take(small_card: int):
 
 def test_eager_code_reads_and_runs_a_model_larger_than_the_card(small_card: int):
     model = make("cpu", WIDE)
-    norms = [p.norm() for p in model.parameters()]
+    norms = [p.double().norm().float() for p in model.parameters()]  # fp32 sums of a CPU are 4e-5 off
     tokens = batch("cpu", 0, sizes=WIDE)
     with torch.no_grad():
         expected = model.eval()(tokens)
     autohete_fx.place(model, "cuda")
-    torch.testing.assert_close([p.norm().cpu() for p in model.parameters()], norms)
+    torch.testing.assert_close([p.norm().cpu() for p in model.parameters()], norms, atol=0.0, rtol=1e-5)
     before = torch.cuda.memory_allocated()
     with torch.no_grad():
         given = model(tokens.cuda())
