@@ -16,22 +16,25 @@ from tests.training import Sizes, batch, make, plan, training_compilation
 
 SIZES = Sizes(width=256, batch=4, time=128)
 ATTENTION = (
-    ("flash", torch.bfloat16, 4, 16, 1024, 128),
-    ("flash", torch.bfloat16, 8, 16, 1000, 96),
-    ("efficient", torch.bfloat16, 4, 16, 1024, 64),
-    ("efficient", torch.float32, 8, 16, 1000, 96),
+    ("flash", torch.bfloat16, True, 4, 16, 1024, 128),
+    ("flash", torch.bfloat16, True, 8, 16, 1000, 96),
+    ("flash", torch.bfloat16, False, 4, 16, 1024, 128),
+    ("efficient", torch.bfloat16, True, 4, 16, 1024, 64),
+    ("efficient", torch.bfloat16, False, 4, 16, 1024, 64),
+    ("efficient", torch.float32, True, 8, 16, 1000, 96),
 )
 
 
-def scratch(name: str, dtype: torch.dtype, *size: int) -> tuple[int, int]:
+def scratch(name: str, dtype: torch.dtype, rows_first: bool, *size: int) -> tuple[int, int]:
     """Bytes that attention's backward takes beside its results: counted, and as the profiler tells them."""
     forward, backward = (
         getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention{end}") for end in ("", "_backward")
     )
     batch, heads, rows, width = size
-    q, k, v, grad = (
-        torch.empty(batch, rows, heads, width, dtype=dtype, device="cuda").transpose(1, 2) for _ in range(4)
-    )
+    shape = (batch, rows, heads, width) if rows_first else size
+    q, k, v, grad = (torch.empty(shape, dtype=dtype, device="cuda") for _ in range(4))
+    if rows_first:
+        q, k, v, grad = (t.transpose(1, 2) for t in (q, k, v, grad))
     if name == "flash":
         made = forward(q, k, v, 0.0, True)
         arguments = (grad, q, k, v, *made[:6], 0.0, True, *made[6:8])
@@ -44,7 +47,7 @@ def scratch(name: str, dtype: torch.dtype, *size: int) -> tuple[int, int]:
     results = backward(*arguments)
     taken = sum(result.nbytes for result in results if result is not None and result.numel())
     counted = torch.cuda.max_memory_allocated() - before - taken
-    return counted, gpu_attention_scratch_bytes(f"aten._scaled_dot_product_{name}_attention_backward", q)
+    return counted, gpu_attention_scratch_bytes(f"aten._scaled_dot_product_{name}_attention_backward", arguments[:5])
 
 
 def compiled(sizes: Sizes, overlap: Overlap) -> tuple[torch.nn.Module, autohete_fx.AdamW, list[str]]:
