@@ -58,7 +58,7 @@ class Optimizer(enum.Enum):
 def staging_bytes(state_bytes: int) -> int:
     """Device memory for pieces of a block's streamed states, given the bytes of those. All blocks' pieces pass through what is
     taken for all of them together."""
-    return min(state_bytes // 8, 8 * 2**20)
+    return min(state_bytes // 8, 24 * 2**20)
 
 
 STAGING_SLOTS = 3

@@ -27,6 +27,7 @@ from autohete_fx.cache import device_name, load_machine, machine_key, store_mach
 from autohete_fx.internals.modes import unset_fake_temporarily
 from autohete_fx.ir import Lane, Machine
 from autohete_fx.machine.contention import measure_contention, work_of
+from autohete_fx.runtime.lanes.team import by_update_team
 from autohete_fx.runtime.tiers import ram
 
 _REPEATS, _SMALL_REPEATS = 4, 40
@@ -321,7 +322,8 @@ def measure_machine(
         if device.type == "cpu" and issue_copy is not None:
             copies = _copy_figures(device, make, issue_copy, copies_run_beside)
         count = _UPDATE_PARAMS["cpu"] if device.type == "cpu" else _SERVER_UPDATE_PARAMS
-        host_rate = _update_rate(torch.device("cpu"), make_on_host, count)
+        update_on_host = functools.partial(_update_rate, torch.device("cpu"), make_on_host, count)
+        host_rate = update_on_host() if device.type == "cpu" else by_update_team(update_on_host)
         return Machine(
             device_name=device_name(device.type, device.index),
             device_type=device.type,
@@ -336,7 +338,7 @@ def measure_machine(
             if device.type == "cpu"
             else _update_rate(device, make, _UPDATE_PARAMS["cuda"]),
             host_update_params_per_s=host_rate,
-            host_flops_per_s=0.0 if device.type == "cpu" else _host_product_rate(),
+            host_flops_per_s=0.0 if device.type == "cpu" else by_update_team(_host_product_rate),
             contention=() if device.type == "cpu" else measure_contention(device, work_of(device, make_on_host)),
             **copies,
         )

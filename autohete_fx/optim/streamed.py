@@ -11,15 +11,17 @@ rule has one piece, which is all of the parameter::
 A parameter that lives on the device is updated where it is. One that lives in host memory passes through with its states. A
 kernel that reads and writes across the link would hold up the copies after it.
 
-A thread of its own waits for each slot (`Lanes.stream`). Few copies are then queued ahead of what the forward fetches, and the
-program is not held up. Blocks come in the order in which the next forward needs them. The slots are taken before any parameter
-changes, gradients and slots are given back before anybody hears that an update is done.
+The device orders all of that: what fills a slot comes after what emptied it. The program gives the first pieces to the lanes.
+Whatever another thread did in Python meanwhile, the program could not do. A stream takes so much work and then holds whoever gives
+it more. The rest is therefore given by a thread, which waits for earlier pieces. Pieces are few and large, each one ticket up and
+one down. Blocks come in the order in which the next forward needs them. The slots are taken before any parameter changes. Gradients
+and slots are given back when somebody has waited for an update, or has seen that it is over.
 """
 
 import contextlib
 import dataclasses
 import functools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,7 +45,7 @@ from autohete_fx.optim.state import (
     uses_fused,
 )
 from autohete_fx.runtime.lanes.lanes import Lanes
-from autohete_fx.runtime.lanes.ticket import Ticket
+from autohete_fx.runtime.lanes.ticket import Settled, Ticket
 from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.tiers.host import host_view, is_home
 
@@ -51,6 +53,8 @@ AHEAD = 1 << 20
 """Priorities less this come before those of all blocks."""
 WHOLE_SLOTS = 2
 """Where a slot takes all states of a matrix: one is updated while the next comes."""
+_PIECES_AHEAD = 64
+"""Most that are given to the lanes and not seen to be done. Each is some ten entries in queues of a thousand."""
 _GRAIN = 64
 """Elements of which pieces are multiples, so that a kernel's vectors are those that it takes of the whole tensor."""
 _ALIGNMENT_BYTES = 512
@@ -89,8 +93,10 @@ class Staging:
         self.workspace = workspace_of(updates, device)
         count = STAGING_SLOTS if self.workspace is None else WHOLE_SLOTS
         self._memory = torch.empty(count, self._slot_bytes, dtype=torch.uint8, device=device)
-        self._freed_by: list[Sequence[Ticket]] = [()] * count
+        self._freed_by: list[Ticket | None] = [None] * count
         self._next = 0
+        self._ahead: deque[Ticket] = deque()
+        self._views: dict[tuple[int, int, tuple[torch.dtype, ...]], list[Tensor]] = {}
         self.coefs: dict[int, Tensor] = {}
         self._homes: list[Tensor] = []
         made: dict[tuple[int, float, torch.dtype], Tensor] = {}
@@ -120,28 +126,36 @@ class Staging:
             begins.pop()
         return [slice(begin, end) for begin, end in zip(begins, [*begins[1:], length], strict=True)]
 
-    def take(self, u: Update, length: int) -> list[Tensor]:
-        """Memory for so many elements of each state of a parameter, and of itself where it lives on the host. Waits for the next
-        slot."""
-        for ticket in self._freed_by[self._next]:
-            with contextlib.suppress(Exception):  # told by the update that it belongs to
-                ticket.synchronize()
-        aligned = -(-length // _GRAIN) * _GRAIN  # compiled kernels copy what is not
-        dtypes = _staged_dtypes(u)
-        parts = self._memory[self._next][: aligned * _bytes_per_element(u)].split(
-            [aligned * t.itemsize for t in dtypes]
-        )
-        return [part.view(dtype)[:length] for part, dtype in zip(parts, dtypes, strict=True)]
+    def has_room_for(self, u: Update) -> bool:
+        """Whether `take` waits for none of its pieces."""
+        return len(self._ahead) + len(self.pieces(u)) <= _PIECES_AHEAD
 
-    def give_back(self, freed_by: Sequence[Ticket]) -> None:
-        """The pieces taken are free when these are complete."""
+    def take(self, u: Update, length: int) -> tuple[list[Tensor], list[Ticket]]:
+        """Memory for so many elements of each state of a parameter, and of itself where it lives on the host. With it comes what
+        its next use must follow. Waits where too many pieces are ahead."""
+        while len(self._ahead) >= _PIECES_AHEAD:
+            with contextlib.suppress(Exception):  # told by the update that it belongs to
+                self._ahead.popleft().synchronize()
+        dtypes = _staged_dtypes(u)
+        if (key := (self._next, length, dtypes)) not in self._views:
+            aligned = -(-length // _GRAIN) * _GRAIN  # compiled kernels copy what is not
+            parts = self._memory[self._next][: aligned * _bytes_per_element(u)].split(
+                [aligned * t.itemsize for t in dtypes]
+            )
+            self._views[key] = [part.view(dtype)[:length] for part, dtype in zip(parts, dtypes, strict=True)]
+        freed_by = self._freed_by[self._next]
+        return self._views[key], [] if freed_by is None else [Settled(freed_by)]
+
+    def give_back(self, freed_by: Ticket) -> None:
+        """The pieces taken are free when this is complete."""
+        self._ahead.append(freed_by)
         self._freed_by[self._next] = freed_by
         self._next = (self._next + 1) % len(self._freed_by)
 
 
-def _staged_dtypes(u: Update) -> list[torch.dtype]:
+def _staged_dtypes(u: Update) -> tuple[torch.dtype, ...]:
     """Of what passes through the device: the parameter's states, and where it lives on the host itself."""
-    return [state_dtype(u.param)] * len(state_names(u.rule, u.param)) + [u.param.dtype] * is_home(u.param)
+    return (state_dtype(u.param),) * len(state_names(u.rule, u.param)) + (u.param.dtype,) * is_home(u.param)
 
 
 def _bytes_per_element(u: Update) -> int:
@@ -154,15 +168,18 @@ def _least_bytes(u: Update) -> int:
     return grains * _GRAIN * _bytes_per_element(u)
 
 
-def stream(lanes: Lanes, updates: Sequence[Update], staging: Staging, pending: Updates | None) -> list[Ticket]:
-    """Give updates to the lanes, after what the device was given so far. ``pending`` learns which are under way; without one the
-    caller waits for these tickets."""
+def stream(
+    lanes: Lanes, updates: Sequence[Update], staging: Staging, pending: Updates | None, after: Ticket
+) -> list[Ticket]:
+    """Give updates to the lanes, after a ticket. ``pending`` learns which are under way; without one the caller waits for these
+    tickets."""
     torch.ops.aten._foreach_add_.Scalar([u.state[STEP] for u in updates], 1)
     groups = {id(u.group): {**u.group, "lr": _as_it_is(u.group["lr"])} for u in updates}
-    behind, tickets = lanes.now(), []
+    tickets, here = [], True
     for u in sorted(updates, key=lambda each: each.placement.block):
         as_it_is = dataclasses.replace(u, state=dict(u.state), group=groups[id(u.group)])
-        ticket = _Streamed(as_it_is, staging, lanes, behind).submit()
+        here = here and staging.has_room_for(u)
+        ticket = lanes.stream(u.placement.block, _Streamed(as_it_is, staging, lanes, after).issue, here=here)
         if pending is None:
             tickets.append(ticket)
         else:
@@ -182,44 +199,35 @@ def _as_it_is(rate: Any) -> Any:
 class _Streamed:
     """One update as copies and kernels on the lanes."""
 
-    def __init__(self, update: Update, staging: Staging, lanes: Lanes, behind: Ticket) -> None:
+    def __init__(self, update: Update, staging: Staging, lanes: Lanes, after: Ticket) -> None:
         self.update = update
         self.staging = staging
         self.lanes = lanes
-        self.behind = behind
-        self.copies: list[Ticket] = []
+        self.after = after
 
-    def submit(self) -> Ticket:
-        """The ticket is complete when the parameter is updated and its states are at home."""
-        return self.lanes.stream(self.update.placement.block, self.issue, self.finish)
-
-    def issue(self) -> None:
-        """Give all pieces to the lanes."""
+    def issue(self, copies: list[Ticket]) -> None:
+        """Give all pieces to the lanes, and put their tickets into a list."""
         u = self.update
         block, states = u.placement.block, [u.state[name] for name in state_names(u.rule, u.param)]
-        homes = list(map(flat, [*states, u.param] if is_home(u.param) else states))
+        homes = [host_view(flat(t)) for t in (*states, *([u.param] if is_home(u.param) else []))]
+        param, grad = flat(u.param), flat(u.grad)
+        copy = functools.partial(self.lanes.submit_all, label="states", for_update=True)
         for at in self.staging.pieces(u):
             parts = [home[at] for home in homes]
-            staged = self.staging.take(u, len(parts[0]))
-            kernel = functools.partial(self.update_piece, at, staged)
-            up: list[Ticket] = []
-            copy = functools.partial(self.lanes.submit, label="states", for_update=True)
-            for part, there in zip(parts, staged, strict=True):
-                then = kernel if there is staged[-1] else None
-                up.append(copy(Lane.H2D, block, there, part, (self.behind, *up), then=then))
+            staged, freed = self.staging.take(u, len(parts[0]))
+            kernel = functools.partial(self.update_piece, param[at], grad[at], staged)
+            up = copy(Lane.H2D, block, tuple(zip(staged, parts, strict=True)), (self.after, *freed), then=kernel)
             # What goes home makes room for what comes up: it goes before activations that leave.
-            down = [
-                copy(Lane.D2H, block - AHEAD, part, there, (up[-1],)) for part, there in zip(parts, staged, strict=True)
-            ]
+            down = copy(Lane.D2H, block - AHEAD, tuple(zip(parts, staged, strict=True)), (up,))
             self.staging.give_back(down)
-            self.copies += (*up, *down)
+            copies += (up, down)
 
-    def update_piece(self, at: slice, staged: Sequence[Tensor]) -> None:
+    def update_piece(self, param: Tensor, grad: Tensor, staged: Sequence[Tensor]) -> None:
         """Behind the copies up, on their lane: no allocation, which would be of that stream."""
         u = self.update
         count = len(state_names(u.rule, u.param))
         states, passing = staged[:count], staged[count:]
-        param, grad = passing[0] if passing else flat(u.param)[at], flat(u.grad)[at]
+        param = passing[0] if passing else param
         if not u.rule.is_elementwise:
             assert self.staging.workspace is not None
             param, grad, *states = (t.as_strided(u.param.shape, u.param.stride()) for t in (param, grad, *states))
@@ -230,8 +238,3 @@ class _Streamed:
             u.rule.fused([param], [grad], [[state] for state in states], [u.state[STEP]], u.group)
         else:
             update(u.rule, param, grad, states, self.staging.coefs[id(u.param)])
-
-    def finish(self) -> None:
-        """Wait until the device has no more use for what this refers to, and let go of it."""
-        for ticket in self.copies:
-            ticket.synchronize()

@@ -86,17 +86,26 @@ def apply(
     if scale is not None:
         clipping.scale((u.grad for u in on_device), scale)
         started = [(_scaled(ready, scale), pending) for ready, pending in started]
-    # The host first: it waits for the gradients, and must not wait for the device's updates too.
-    begin = [(ready.lanes, functools.partial(start, ready, pending)) for ready, pending in started]
-    begin += [(lanes, functools.partial(stream, lanes, *what)) for lanes, *what in streams]
+    # The host waits for the gradients, and must not wait for the device's updates too.
+    moments = {
+        lanes: lanes.now() for lanes in (*(ready.lanes for ready, _ in started), *(lanes for lanes, *_ in streams))
+    }
+    begin = [functools.partial(stream, *what, moments[what[0]]) for what in streams]
+    begin += [functools.partial(start, ready, pending, ready_at=moments[ready.lanes]) for ready, pending in started]
+    # A device is given its updates in no time, while no thread of ours competes for the interpreter; a CPU does them.
+    is_given = "cpu" not in {u.param.device.type for u in here}
+    if is_given:
+        apply_in_place(here, workspaces)
     tickets: list[Ticket] = []
-    for lanes, give in begin:
+    for give in begin:
         try:
             tickets += give()
         except BaseException:  # an interrupt may come between giving an update to the lanes and noting it
-            lanes.drain()
+            for lanes in moments:
+                lanes.drain()
             raise
-    apply_in_place(here, workspaces)
+    if not is_given:
+        apply_in_place(here, workspaces)
     for ticket in tickets:
         ticket.synchronize()
     # No kernel tells autograd, which must refuse a backward through a parameter that it saved before the step.
@@ -158,14 +167,19 @@ def is_read_in_place(u: Update, lanes: Lanes) -> bool:
 
 
 def start(
-    ready: Prepared, pending: Updates | None, *, after: Sequence[Ticket] = (), priority: int | None = None
+    ready: Prepared,
+    pending: Updates | None,
+    *,
+    ready_at: Ticket | None = None,
+    after: Sequence[Ticket] = (),
+    priority: int | None = None,
 ) -> list[Ticket]:
-    """Give updates to the lanes, after the tickets and what the device was given so far.
+    """Give updates to the lanes, after the tickets and ``ready_at``, by default what the device was given so far.
 
     ``pending`` learns which are under way; without one the caller waits for these tickets. Without a priority the schedule's
     order is that of the blocks. Copies up always go in their order.
     """
-    behind, coefs = (ready.lanes.now(), *after), Coefficients()
+    first, coefs = (ready_at or ready.lanes.now(), *after), Coefficients()
     groups = {id(u.group): frozen(u.group) for u, _ in ready.updates}
     has_priority = pending is None or pending.schedule.priority
     # Gradients come from the last block to the first.
@@ -174,7 +188,7 @@ def start(
     for u, copy in ordered:
         as_it_is = dataclasses.replace(u, state=dict(u.state), group=groups[id(u.group)])
         rank = priority if priority is not None else u.placement.block if has_priority else 0
-        updated, uploaded = _HostUpdate(as_it_is, rank, ready, behind, coefs, copy).submit()
+        updated, uploaded = _HostUpdate(as_it_is, rank, ready, first, coefs, copy).submit()
         if pending is None:
             tickets.append(uploaded)
         else:

@@ -14,6 +14,7 @@ from autohete_fx.ir import Lane
 from autohete_fx.runtime.lanes.copies import copy_on_this_thread, has_spare_core
 from autohete_fx.runtime.lanes.lanes import COPY_LANES, Lanes
 from autohete_fx.runtime.lanes.ticket import Ticket
+from autohete_fx.runtime.pending.updates import Updates
 
 
 class Gate:
@@ -266,6 +267,51 @@ def test_a_stream_holds_a_copys_tensors_until_it_was_waited_for_or_ended(monkeyp
     assert source() is None and unread() is not None
     monkeypatch.setattr(DeviceClock, "passed", True)
     assert len(lanes.records()) == 2 and unread() is None
+
+
+def test_who_waited_for_a_copy_has_waited_for_what_it_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that an update read goes when the forward has waited for the parameter, which was fetched behind the update."""
+    monkeypatch.setattr(torch, "Event", DeviceClock)
+    monkeypatch.setattr(torch, "Stream", DeviceClock)
+    monkeypatch.setattr(torch.accelerator, "current_stream", DeviceClock)
+    lanes = Lanes("cuda")
+    sources: list[weakref.ref[torch.Tensor]] = []
+
+    def issue(copies: list[Ticket]) -> None:
+        for _ in range(3):
+            dst, src = pair(3)
+            sources.append(weakref.ref(src))
+            copies.append(lanes.submit_all(Lane.D2H, 0, [(dst, src)], for_update=True))
+
+    for here in (True, False):
+        sources.clear()
+        streamed = lanes.stream(0, issue, here=here)
+        fetched = lanes.submit(Lane.H2D, 0, *pair(3), (streamed,))
+        while len(sources) < 3 or not fetched.is_ready:
+            time.sleep(1e-3)
+        assert all(source() is not None for source in sources)
+        fetched.wait()
+        assert all(source() is None for source in sources)
+    monkeypatch.setattr(DeviceClock, "passed", True)
+    lanes.close()
+
+
+def test_updates_that_are_over_are_let_go_of_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "Event", DeviceClock)
+    monkeypatch.setattr(torch, "Stream", DeviceClock)
+    monkeypatch.setattr(torch.accelerator, "current_stream", DeviceClock)
+    lanes = Lanes("cuda")
+    updates, param, (dst, src) = Updates(lanes), torch.zeros(1), pair(3)
+    gradient = weakref.ref(src)
+    copy = lanes.submit(Lane.H2D, 0, dst, src, for_update=True)
+    updates.add(lanes.stream(0, lambda copies: copies.append(copy), here=True), param)
+    del dst, src
+    updates.prune()
+    assert gradient() is not None and updates.is_pending
+    monkeypatch.setattr(DeviceClock, "passed", True)
+    updates.prune()
+    assert gradient() is None and not updates.is_pending
+    lanes.close()
 
 
 @pytest.mark.parametrize("lane", COPY_LANES)

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import random
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,13 +18,14 @@ from torch.nn import Parameter
 
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.ir import Lane, Optimizer, Overlap, Params, Schedule, staging_bytes
-from autohete_fx.optim import SGD, Adam, AdamW, Lion
+from autohete_fx.optim import SGD, Adam, AdamW, Lion, streamed
 from autohete_fx.optim.adamw import ADAMW
 from autohete_fx.optim.base import PlannedOptimizer
 from autohete_fx.optim.in_place import Update
 from autohete_fx.optim.state import StatePlacement
 from autohete_fx.optim.streamed import Staging
 from autohete_fx.runtime.lanes.lanes import Lanes
+from autohete_fx.runtime.lanes.ticket import Ticket
 from autohete_fx.runtime.meter import MemoryMeter, device_live_bytes
 from autohete_fx.runtime.pending.fence import lower_fences
 from autohete_fx.runtime.pending.updates import Updates
@@ -239,8 +241,32 @@ def test_pieces_cover_a_tensor_and_fit_their_slots(length: int, widest: int):
     lengths = [piece.stop - piece.start for piece in pieces]
     assert all(n % 64 == 0 for n in lengths[:-1]) and (len(pieces) == 1 or lengths[-1] >= 64)
     for n in lengths:
-        first, second = staging.take(update, n)
+        (first, second), _ = staging.take(update, n)
         assert len(first) == len(second) == n and (second.data_ptr() - first.data_ptr()) % 256 == 0
+
+
+@pytest.mark.parametrize("most", [1, 4, 64])
+def test_pieces_that_are_too_many_at_once_are_given_by_a_thread(
+    tier: HostTier, monkeypatch: pytest.MonkeyPatch, most: int
+):
+    monkeypatch.setattr(streamed, "_PIECES_AHEAD", most)
+    threads: list[str] = []
+    issue = streamed._Streamed.issue
+
+    def issued(self: streamed._Streamed, copies: list[Ticket]) -> None:
+        threads.append(threading.current_thread().name)
+        issue(self, copies)
+
+    monkeypatch.setattr(streamed._Streamed, "issue", issued)
+    with two_memories(in_background=True) as lanes:
+        twins = Twins(tier, lanes, shapes=[(LENGTH,)] * COUNT)
+        for _ in range(3):
+            twins.step()
+        twins.updates.wait_all()
+        twins.assert_equal()
+    here = [name == threading.current_thread().name for name in threads[-COUNT:]]
+    assert here == sorted(here, reverse=True), "an update overtook another"
+    assert all(here) if most == 64 else not all(here)
 
 
 def test_a_gradient_goes_when_its_update_is_done(tier: HostTier):

@@ -290,8 +290,8 @@ def test_streamed_states_are_updated_between_their_copies(log: Log, tmp_path: Pa
         if not step:
             continue  # the lanes were opened, which records too
         (ends, begins), waits = _recorded(log), [line for line in log.lines if line.startswith("lane waits")]
-        assert len(ends) == len(begins) > 6, "pieces of two moments, up and down"
-        assert {f"lane waits {end}" for end in ends[1::4]} <= set(waits), "what goes down is behind the kernel"
+        assert len(ends) == len(begins) > 3, "pieces, up and down"
+        assert {f"lane waits {end}" for end in ends[::2]} <= set(waits), "what goes down is behind the kernel"
     lower_fences()
     lanes.close()
 

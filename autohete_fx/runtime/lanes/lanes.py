@@ -10,7 +10,7 @@ one object: it alone knows what is in flight and keeps it referenced.
   the GIL and on that one thread: an OpenMP team of the copy's own would fight the compute.
 * On a CPU device whose cores all compute there is nothing to overlap with. A thread would take a core from a team that waits
   for its slowest member, and cost the step more than the copy itself. Work is done where it is submitted, with all threads.
-* The update lane is a thread that starts an OpenMP team; on a CPU device without a spare core, again, the caller.
+* The update lane is a thread that starts an OpenMP team (`team`); on a CPU device without a spare core, again, the caller.
 * The net lane is two streams, too, one for gathers and one for reduces. On a CPU device they are threads, even where no core is
   to spare: they mostly wait for other ranks. They have no priorities, and put nothing off for an update: all ranks start
   collectives of one kind in the order of the program. Each kind has process groups of its own, so that neither waits for the other.
@@ -31,8 +31,7 @@ Threads share the following. "The program" is the thread that runs forward, back
 * *A window of states from disk*: the lane until its read is complete, then who works on it, and the lane from its write on. Which
   walks read ahead, and the buffers of windows: under the tier's lock.
 * *Coefficients of a step*: workers; two may make the same entry, of equal values.
-* *Staging of streamed states*: the thread that issues their copies uses its slots, one after the other. The thread that
-  finishes updates reads what has been issued, when all of it is.
+* *Staging of streamed states*: the thread that issues their copies uses its slots, one after the other.
 * `Updates`, arenas: under their locks. A reader of pending updates without it may see one that is over, and none of its own is
   missing. Leases end by an append. Copies in flight: each under a number of its own, taken out once.
 * *Records*: workers append; a reader copies all of them at once.
@@ -58,8 +57,9 @@ from autohete_fx.ir import Lane, LaneRecord
 from autohete_fx.runtime.lanes.copies import Copy, cpu_copy, has_spare_core
 from autohete_fx.runtime.lanes.net import Start, run_collective
 from autohete_fx.runtime.lanes.stream import Moment, StreamLane, copy_between_tiers
+from autohete_fx.runtime.lanes.team import use_update_team
 from autohete_fx.runtime.lanes.thread import Pace, ThreadLane, ThreadTicket
-from autohete_fx.runtime.lanes.ticket import Ticket
+from autohete_fx.runtime.lanes.ticket import IssuedTicket, Ticket
 
 _RECORDS = 8192
 _NOTABLE_S = 20e-6
@@ -109,14 +109,19 @@ class Lanes:
         self._copy = copy or cpu_copy(in_background)
         self._records: deque[LaneRecord] = deque(maxlen=_RECORDS)
         self.num_update_workers = num_update_workers
+        self._is_paced = pace is not None
         self._updates = ThreadLane(
-            Lane.UPDATE, self._records, in_background=in_background, num_workers=num_update_workers, pace=pace
+            Lane.UPDATE,
+            self._records,
+            in_background=in_background,
+            num_workers=num_update_workers,
+            pace=pace,
+            begin_thread=None if on_cpu else use_update_team,
         )
         # What streams states through the device waits for copies, which neither the update lane nor the program may. It moves
         # and computes nothing itself, so it leaves no records.
-        self._issuing, self._finishing = (
-            ThreadLane(Lane.UPDATE, deque(maxlen=0), in_background=in_background, pace=how) for how in (pace, None)
-        )
+        self._issuing = ThreadLane(Lane.UPDATE, deque(maxlen=0), in_background=in_background, pace=pace)
+        self._issuing_here = ThreadLane(Lane.UPDATE, deque(maxlen=0), in_background=False)
         self._disk = ThreadLane(Lane.DISK, self._records, in_background=True, pace=pace)
         self._copies: dict[Lane, ThreadLane | StreamLane] = {
             lane: ThreadLane(lane, self._records, in_background=in_background, pace=pace)
@@ -141,7 +146,7 @@ class Lanes:
 
     @property
     def _workers(self) -> tuple[ThreadLane, ...]:
-        return (self._updates, self._issuing, self._finishing)
+        return (self._updates, self._issuing, self._issuing_here)
 
     @property
     def _all_copies(self) -> tuple[ThreadLane | StreamLane, ...]:
@@ -162,30 +167,45 @@ class Lanes:
         then: Callable[[], None] | None = None,
         for_update: bool = False,
     ) -> Ticket:
-        """Copy ``src`` to ``dst`` (equal sizes) on a lane.
+        """Copy ``src`` to ``dst`` (equal sizes) on a lane. See `submit_all`."""
+        return self.submit_all(lane, priority, ((dst, src),), after, label=label, then=then, for_update=for_update)
+
+    def submit_all(
+        self,
+        lane: Lane,
+        priority: int,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        after: Sequence[Ticket] | None = None,
+        *,
+        label: str = "copy",
+        then: Callable[[], None] | None = None,
+        for_update: bool = False,
+    ) -> Ticket:
+        """Copy every ``(dst, src)`` (equal sizes) on a lane, one after the other, under one ticket.
 
         ``dst`` must not be read or written, nor ``src`` written, before the ticket was waited for. For ``Lane.H2D``
         allocate ``dst`` on the stream that computes. On CUDA give dense tensors of one layout: PyTorch stages any
         others in a device buffer.
 
         Args:
-            after: what the copy must follow; None: the work that the current stream was given so far.
+            after: what the copies must follow; None: the work that the current stream was given so far.
             label: for the record.
-            then: what follows the copy on its lane, device work included; it belongs to the ticket.
+            then: what follows the copies on their lane, device work included; it belongs to the ticket.
             for_update: whether it is the optimizer that copies.
         """
         self._check_process()
         assert lane in self._copies, f"{lane} is no copy lane"
-        assert dst.shape == src.shape, f"cannot copy {tuple(src.shape)} to {tuple(dst.shape)}"
+        for dst, src in pairs:
+            assert dst.shape == src.shape, f"cannot copy {tuple(src.shape)} to {tuple(dst.shape)}"
         behind = (self.now(),) if after is None else after
         executor = (self._update_copies if for_update else self._copies)[lane]
-        num_bytes = dst.numel() * dst.element_size()
+        num_bytes = sum(dst.numel() * dst.element_size() for dst, _ in pairs)
         if isinstance(executor, StreamLane):
             return executor.submit(
-                label, priority, num_bytes, functools.partial(copy_between_tiers, dst, src, then), behind
+                label, priority, num_bytes, functools.partial(copy_between_tiers, pairs, then), behind
             )
-        work = functools.partial(_copy, self._copy, dst, src, then)
-        ticket = ThreadTicket(lane, label, priority, num_bytes, work, holds=(dst, src))
+        work = functools.partial(_copy, self._copy, pairs, then)
+        ticket = ThreadTicket(lane, label, priority, num_bytes, work, holds=pairs)
         return executor.submit(ticket, behind)
 
     def collective(self, label: str, start: Start, *, num_bytes: int) -> Ticket:
@@ -227,12 +247,18 @@ class Lanes:
             ThreadTicket(Lane.UPDATE, "update", priority, num_bytes, work, prepare=prepare, begin=begin), after
         )
 
-    def stream(self, priority: int, issue: Callable[[], None], finish: Callable[[], None]) -> Ticket:
-        """Run ``issue``, which gives copies to the lanes and may wait for earlier ones, and after it ``finish``, which waits for
-        them. The ticket is that of ``finish``, which fails without being run where ``issue`` fails."""
-        self._check_process()
-        issued = self._issuing.submit(ThreadTicket(Lane.UPDATE, "states", priority, 0, issue))
-        return self._finishing.submit(ThreadTicket(Lane.UPDATE, "states", priority, 0, finish), (issued,))
+    def stream(self, priority: int, issue: Callable[[list[Ticket]], None], *, here: bool) -> Ticket:
+        """Run ``issue``, which gives copies to the lanes and puts their tickets into a list. The ticket returned is complete when
+        all of those are.
+
+        Args:
+            here: at once, by the caller, unless these lanes are slower than the host. Else on a thread, which may wait for earlier
+                copies.
+        """
+        here = here and not self._is_paced
+        copies: list[Ticket] = []
+        issued = ThreadTicket(Lane.UPDATE, "states", priority, 0, functools.partial(issue, copies))
+        return IssuedTicket((self._issuing_here if here else self._issuing).submit(issued), copies)
 
     def disk(self, label: str, work: Callable[[], None], *, num_bytes: int) -> Ticket:
         """Run work on the disk lane, in the order of submission. ``label`` and ``num_bytes`` are for the record."""
@@ -286,8 +312,9 @@ class Lanes:
         return tuple(sorted(self._records, key=lambda record: record.end_s))
 
 
-def _copy(copy: Copy, dst: torch.Tensor, src: torch.Tensor, then: Callable[[], None] | None) -> None:
-    copy(dst, src)
+def _copy(copy: Copy, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], then: Callable[[], None] | None) -> None:
+    for dst, src in pairs:
+        copy(dst, src)
     if then is not None:
         then()
 

@@ -69,19 +69,28 @@ class StreamTicket(Ticket):
     """Work on a stream.
 
     It keeps the work, and with it the tensors that it reads and writes, referenced until it has been waited for. Memory that is
-    freed before that could be in use again while the stream still writes there.
+    freed before that could be in use again while the stream still writes there. A wait for it is one for what it follows, too.
 
     Args:
         work: gives the device's work to the current stream, which is the lane's.
+        after: what it follows.
     """
 
     def __init__(
-        self, lane: Lane, label: str, priority: int, num_bytes: int, device: torch.device, work: Callable[[], None]
+        self,
+        lane: Lane,
+        label: str,
+        priority: int,
+        num_bytes: int,
+        device: torch.device,
+        work: Callable[[], None],
+        after: Sequence[Ticket],
     ) -> None:
         super().__init__(lane, label, priority, num_bytes)
         self._device = device
         self._issued = threading.Event()
         self._work: Callable[[], None] | None = work
+        self._after = after
         self.begin = torch.Event(device, enable_timing=True)
         self.end = torch.Event(device, enable_timing=True)
 
@@ -107,32 +116,41 @@ class StreamTicket(Ticket):
         self.raise_error()
         torch.accelerator.current_stream(self._device).wait_event(self.end)
         # From here on the current stream is behind the copy, so memory that is freed on it is safe to use again.
-        self._let_go()
+        self.let_go()
 
     def synchronize(self) -> None:
         # Not by `wait`: on a lane's thread the current stream may be the one that computes, which must not be held.
         self._issued.wait()
         self.raise_error()
         _sleep_until(self.end)
-        self._let_go()
+        self.let_go()
 
     def order(self, stream: torch.Stream) -> None:
         stream.wait_event(self.end)
 
-    def _let_go(self) -> None:
-        self._work = None
+    def let_go(self) -> None:
+        self._work, after, self._after = None, self._after, ()
+        for ticket in after:
+            ticket.let_go()
 
 
-def copy_between_tiers(dst: torch.Tensor, src: torch.Tensor, then: Callable[[], None] | None = None) -> None:
-    """Copy on the current stream, ``then`` do what follows."""
-    # The driver should be told that a home is host memory, which its device tensor does not say. But from home to home
-    # the device copies: the CPU would at once, whatever the stream is behind.
-    is_between_homes = is_home(dst) and is_home(src)
-    to = host_view(dst) if is_home(dst) and not is_between_homes else dst
-    of = host_view(src) if is_home(src) and not is_between_homes else src
-    # A copy that follows an update is issued by another thread than the one that asked for it under inference mode.
-    with torch.inference_mode(to.is_inference()), torch.no_grad():
-        to.copy_(of, non_blocking=True)
+def copy_between_tiers(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], then: Callable[[], None] | None = None
+) -> None:
+    """Copy each ``(dst, src)`` on the current stream, ``then`` do what follows."""
+    with torch.no_grad():
+        for dst, src in pairs:
+            # The driver should be told that a home is host memory, which its device tensor does not say. But from home to home
+            # the device copies: the CPU would at once, whatever the stream is behind.
+            is_between_homes = is_home(dst) and is_home(src)
+            to = host_view(dst) if is_home(dst) and not is_between_homes else dst
+            of = host_view(src) if is_home(src) and not is_between_homes else src
+            # A copy that follows an update is issued by another thread than the one that asked for it under inference mode.
+            if to.is_inference() == torch.is_inference_mode_enabled():
+                to.copy_(of, non_blocking=True)
+            else:
+                with torch.inference_mode(to.is_inference()):
+                    to.copy_(of, non_blocking=True)
         if then is not None:
             then()
 
@@ -167,7 +185,7 @@ class StreamLane:
                 raise RuntimeError(f"the {self._lane.value} lane is closed")
             self._open()
             self.collect()
-        ticket = StreamTicket(self._lane, label, priority, num_bytes, self._device, work)
+        ticket = StreamTicket(self._lane, label, priority, num_bytes, self._device, work, after)
         when_all_ready(after, lambda: self._issue(ticket, after))
         return ticket
 

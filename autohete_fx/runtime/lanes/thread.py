@@ -66,11 +66,14 @@ class ThreadTicket(Ticket):
     def wait(self) -> None:
         with self._working:
             pass
-        self._holds = None
+        self.let_go()
         self.raise_error()
 
     def synchronize(self) -> None:
         self.wait()
+
+    def let_go(self) -> None:
+        self._holds = None
 
     def prepare(self) -> None:
         """Do once what can be done ahead. Return when it is done, also where another thread of the lane is at it."""
@@ -119,6 +122,7 @@ class ThreadLane:
         in_background: whether there are threads.
         num_workers: how many; with more than one, work of a lane may overlap.
         pace: see `Pace`.
+        begin_thread: what each thread does first.
     """
 
     def __init__(
@@ -129,12 +133,14 @@ class ThreadLane:
         in_background: bool,
         num_workers: int = 1,
         pace: Pace | None = None,
+        begin_thread: Callable[[], None] | None = None,
     ) -> None:
         self._lane = lane
         self._records = records
         self._in_background = in_background
         self._num_workers = num_workers
         self._pace = pace
+        self._begin_thread = begin_thread
         # Reentrant: close() may be called by a garbage collection inside a locked region. Entered itself and not through the
         # condition, whose `__enter__` an interrupt can end with the lock taken.
         self._lock = threading.RLock()
@@ -231,6 +237,8 @@ class ThreadLane:
         """Nothing to do: records are written as work ends."""
 
     def _serve(self) -> None:
+        if self._begin_thread is not None:
+            self._begin_thread()
         while True:
             with self._lock:
                 self._changed.wait_for(lambda: self._queue or (self._closed and self._started == self._submitted))

@@ -1,6 +1,7 @@
 """Tickets: work that was submitted to a lane, to wait for and to build on."""
 
 import abc
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 
@@ -43,14 +44,19 @@ class Ticket(abc.ABC):
     def synchronize(self) -> None:
         """Return when the work is complete, on the device too. Raises as `wait` does."""
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether other work can be ordered after this one: it is complete, or has been given to the device, or has failed."""
+        return self._is_ready
+
     def order(self, stream: torch.Stream) -> None:  # noqa: B027  (work of the CPU that is ready is done: nothing to order)
         """Make a stream go on after the work, which must be ready."""
 
-    def when_ready(self, callback: Callable[[], None]) -> None:
-        """Call back, here or on a lane's thread, as soon as other work can be ordered after this one.
+    def let_go(self) -> None:  # noqa: B027  (most hold nothing)
+        """The work is complete, or what the current stream is given from here on comes after it: drop what it holds."""
 
-        This work is then complete, or has been given to the device, or has failed.
-        """
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        """Call back, here or on a lane's thread, as soon as it is ready."""
         with self._lock:
             if not self._is_ready:
                 self._callbacks.append(callback)
@@ -83,8 +89,82 @@ class Ticket(abc.ABC):
             raise self.error
 
 
+class IssuedTicket(Ticket):
+    """All that another work gives to the lanes.
+
+    Args:
+        issued: of the work that gives it; with its failure this fails.
+        copies: what was given, complete when that work is. The last comes after all others.
+    """
+
+    def __init__(self, issued: Ticket, copies: list[Ticket]) -> None:
+        super().__init__(issued.lane, issued.label, issued.priority, 0)
+        self._issued = issued
+        self._copies = copies
+        issued.when_ready(lambda: when_all_ready(copies, self._note_ready))
+
+    def _note_ready(self) -> None:
+        self.error = failure_of((self._issued, *self._copies))
+        self.set_ready()
+
+    @property
+    def is_complete(self) -> bool:
+        return self._issued.is_complete and all(copy.is_complete for copy in self._copies)
+
+    def wait(self) -> None:
+        self._reach(lambda last: last.wait())
+
+    def synchronize(self) -> None:
+        self._reach(lambda last: last.synchronize())
+
+    def _reach(self, last: Callable[[Ticket], None]) -> None:
+        self._issued.synchronize()
+        for copy in self._copies[-1:]:
+            with contextlib.suppress(Exception):  # the first failure is raised, whichever copy it is of
+                last(copy)
+        self.let_go()
+        failures = [error for copy in self._copies if (error := failure_of((copy,))) is not None]
+        if failures:
+            raise failures[0]
+
+    def let_go(self) -> None:
+        for copy in self._copies:
+            copy.let_go()
+
+    def order(self, stream: torch.Stream) -> None:
+        for copy in self._copies[-1:]:
+            copy.order(stream)
+
+
+class Settled(Ticket):
+    """Another ticket's end, whether it failed or not: what follows this does not fail with it."""
+
+    def __init__(self, other: Ticket) -> None:
+        super().__init__(other.lane, other.label, other.priority, 0)
+        self._other = other
+        other.when_ready(self.set_ready)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._other.is_complete
+
+    def wait(self) -> None:
+        with contextlib.suppress(Exception):
+            self._other.wait()
+
+    def synchronize(self) -> None:
+        with contextlib.suppress(Exception):
+            self._other.synchronize()
+
+    def order(self, stream: torch.Stream) -> None:
+        if self._other.error is None:
+            self._other.order(stream)
+
+
 def when_all_ready(tickets: Sequence[Ticket], callback: Callable[[], None]) -> None:
     """Call back once every ticket is ready, at once if all are."""
+    if all(ticket.is_ready for ticket in tickets):
+        return callback()
     lock, missing = threading.Lock(), len(tickets) + 1
 
     def one_is_ready() -> None:

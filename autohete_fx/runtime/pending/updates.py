@@ -157,8 +157,11 @@ class Updates:
         self.early.forget()
 
     def prune(self) -> None:
-        """Let go of updates that are over."""
-        self._keep(lambda pending: not pending.is_over)
+        """Let go of updates that are over, and of what they hold."""
+        over = {id(pending): pending for pending in self._all() if pending.is_over}
+        for pending in over.values():
+            pending.ticket.let_go()
+        self._keep(lambda pending: id(pending) not in over)
 
     def _all(self) -> list[_Pending]:
         with self._lock:

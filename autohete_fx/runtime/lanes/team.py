@@ -1,0 +1,55 @@
+"""The threads that update on the host beside an accelerator.
+
+In: the cores of this process. Out: a team that leaves some of them to the threads that launch kernels and issue copies. An update
+ends with its slowest thread. One that shares its core with a launching thread holds up both, many times in each update.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+_LEFT = 8
+"""One core in so many is left to others, and at least one."""
+
+Result = TypeVar("Result")
+
+
+def update_threads() -> int:
+    """How many threads update on the host beside an accelerator, no more than PyTorch computes with here."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(torch.get_num_threads(), cores - max(1, cores // _LEFT)))
+
+
+def use_update_team() -> None:
+    """Let this thread, and no other, compute with so many."""
+    before, count = torch.get_num_threads(), update_threads()
+    if count == before:
+        return
+    torch.set_num_threads(count)
+    # PyTorch has told threads to come, too. Another thread, which has no team of its own yet, takes that back.
+    other = threading.Thread(target=torch.set_num_threads, args=(before,))
+    other.start()
+    other.join()
+
+
+def by_update_team(work: Callable[[], Result]) -> Result:
+    """Do work on a thread that computes with the team of updates. Raises what it raises."""
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        use_update_team()
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -1,0 +1,40 @@
+"""The team of threads that updates on the host beside an accelerator."""
+
+import os
+import threading
+
+import pytest
+import torch
+
+from autohete_fx.runtime.lanes import team
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "expected"),
+    [(1, 1, 1), (2, 2, 1), (4, 4, 3), (16, 16, 14), (16, 8, 8), (64, 64, 56), (8, 16, 7)],
+)
+def test_it_leaves_cores_to_the_threads_that_launch(
+    cores: int, threads: int, expected: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert team.update_threads() == expected
+
+
+def test_no_other_thread_computes_with_fewer(monkeypatch: pytest.MonkeyPatch):
+    before = torch.get_num_threads()
+    monkeypatch.setattr(team, "update_threads", lambda: before + 3)
+    assert team.by_update_team(torch.get_num_threads) == before + 3
+    later: list[int] = []
+    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert torch.get_num_threads() == before and later == [before]
+
+
+def test_what_the_work_raises_is_raised():
+    def work() -> None:
+        raise OSError("no memory")
+
+    with pytest.raises(OSError, match="no memory"):
+        team.by_update_team(work)
