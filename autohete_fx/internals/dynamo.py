@@ -58,11 +58,13 @@ class _Frame(threading.local):
     Attributes:
         is_split: whether Dynamo may split its graph for DistributedDataParallel.
         loop_break: why and where a graph broke within a loop, because of which the frame runs as it is; empty where none did.
+        has_objects: whether the trace of a graph refers to objects of the program.
         began_s: when that began, by `time.perf_counter`; None where nobody looked.
     """
 
     is_split = True
     loop_break = ""
+    has_objects = False
     began_s: float | None = None
 
 
@@ -71,12 +73,12 @@ _frame = _Frame()
 
 @contextlib.contextmanager
 def _converting(*, is_split: bool) -> Iterator[None]:
-    before = _frame.is_split, _frame.began_s
-    _frame.is_split, _frame.loop_break, _frame.began_s = is_split, "", time.perf_counter()
+    before = _frame.is_split, _frame.has_objects, _frame.began_s
+    _frame.is_split, _frame.loop_break, _frame.has_objects, _frame.began_s = is_split, "", False, time.perf_counter()
     try:
         yield
     finally:
-        _frame.is_split, _frame.began_s = before
+        _frame.is_split, _frame.has_objects, _frame.began_s = before
 
 
 def conversion_began_s() -> float | None:
@@ -117,11 +119,15 @@ def on_cache_misses(
     traced). ``given_up`` gets the break in a loop that led to it, as ``file:line: reason``, or nothing. Frames that Dynamo
     leaves alone by rule, such as PyTorch's own, give up nothing.
 
+    Garbage is collected before the code runs, where our backend compiled and there may be need. Traces are in cycles. They keep
+    the objects that they know, such as a cache of keys and values, with the tensors that the code puts there. A trace that ended at
+    a break keeps the tensors that its function got. Dynamo collects young garbage alone, and what is compiled for long gets old.
+
     Callbacks and finalizers that the garbage collector runs are no part of the program. A collection may begin anywhere, also
     between the entry of a compiled function and its code. It runs as it is, after ``begin``, which nobody would hear raise
     there.
     """
-    from torch._dynamo import trace_rules
+    from torch._dynamo import config, trace_rules
     from torch._dynamo.convert_frame import CatchErrorsWrapper
     from torch._dynamo.types import ConvertFrameReturn
 
@@ -137,8 +143,13 @@ def on_cache_misses(
         begin(None if is_left_alone or _is_of_wrapper(frame.f_code) else frame.f_code)
         backend = getattr(getattr(self, "_torchdynamo_orig_backend", None), "_torchdynamo_orig_backend", None)
         backend = getattr(backend, "_torchdynamo_orig_backend", backend)
-        with _converting(is_split=not module_of_backend(backend).startswith("autohete_fx.")):
+        is_ours = module_of_backend(backend).startswith("autohete_fx.")
+        with _converting(is_split=not is_ours):
+            num_breaks = num_graph_breaks()
             result = convert(self, frame, *args)
+            has_old_traces = _frame.has_objects or num_graph_breaks() != num_breaks
+        if is_ours and has_old_traces and config.run_gc_after_compile:
+            gc.collect()
         if result.guarded_code is not None:
             compiled()
         elif not is_left_alone:
@@ -231,6 +242,29 @@ def code_being_compiled() -> CodeType | None:
     return None if translator is None else translator.output.root_tx.f_code
 
 
+def _traces_objects() -> bool:
+    """Whether what Dynamo traces in this thread refers to objects that were there before and may go before it.
+
+    Modules, what they refer to and what globals refer to stay. Attributes that the trace sets show which of these may be replaced.
+    """
+    from torch._dynamo.source import is_from_local_source, is_from_unspecialized_nn_module_source
+    from torch._dynamo.symbolic_convert import tls
+    from torch._dynamo.variables import UnspecializedNNModuleVariable, UserDefinedObjectVariable
+
+    translator = getattr(tls, "current_tx", None)
+    if translator is None:
+        return False
+    effects = translator.output.side_effects
+    return any(
+        isinstance(each, UserDefinedObjectVariable)
+        and not isinstance(each, UnspecializedNNModuleVariable)
+        and each.source is not None
+        and is_from_local_source(each.source)
+        and (each in effects.store_attr_mutations or not is_from_unspecialized_nn_module_source(each.source))
+        for each in effects.id_to_variable.values()
+    )
+
+
 def forget_compiled(code: CodeType) -> None:
     """Let Dynamo drop all that it has compiled of this code. The next call that reaches it compiles afresh."""
     from torch._dynamo.eval_frame import remove_from_cache
@@ -279,6 +313,7 @@ def on_compiled_graphs(around: Callable[[fx.GraphModule, Callable[..., object]],
 
     @functools.wraps(compile_graph)
     def call(self: Any, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        _frame.has_objects = _frame.has_objects or _traces_objects()
         return around(gm, compile_graph(self, gm, *args, **kwargs))
 
     WrapBackendDebug.__call__ = call  # type: ignore[method-assign]

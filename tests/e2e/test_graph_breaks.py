@@ -2,15 +2,18 @@
 
 import gc
 import inspect
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.comptime import comptime
 
 import autohete_fx
 from autohete_fx.errors import InfeasiblePlanError
+from autohete_fx.passes import PassContext
 from autohete_fx.runtime.meter import device_live_bytes
 from tests import training as job
 
@@ -96,9 +99,11 @@ def plainly(model: nn.Module, inner: str, **how: Any) -> tuple[list[Tensor], int
     return seen, max(peaks)
 
 
-def budgeted(model: nn.Module, inner: str, budget: int, **how: Any) -> tuple[list[Tensor], list[int]]:
-    options = {"memory_budget": budget, "inner_backend": inner, "profile": "analytic", "solver_time_limit_s": 1}
-    model.compile(backend="autohete", options=options)
+def budgeted(
+    model: nn.Module, inner: str, budget: int, options: Mapping[str, object] | None = None, **how: Any
+) -> tuple[list[Tensor], list[int]]:
+    own = {"memory_budget": budget, "inner_backend": inner, "profile": "analytic", "solver_time_limit_s": 1}
+    model.compile(backend="autohete", options={**own, **(options or {})})
     return trained(model, autohete_fx.AdamW(model.parameters(), lr=1e-3), **how)
 
 
@@ -256,3 +261,102 @@ def test_a_break_in_the_loop_over_blocks_is_named_and_the_budget_counts_each_of_
 def make_in_loop() -> BrokenInLoop:
     torch.manual_seed(0)
     return BrokenInLoop()
+
+
+class Seen:
+    """What a model puts aside, such as keys and values."""
+
+    def __init__(self) -> None:
+        self.values: tuple[Tensor, ...] = ()
+
+
+class PuttingAside(Broken):
+    def forward(self, x: Tensor) -> Tensor:
+        seen = Seen()
+        torch._dynamo.graph_break()
+        for block in self.blocks:
+            x = block(x)
+            seen.values = (*seen.values, x.exp())
+        return x.square().mean()
+
+
+def collecting(gm: torch.fx.GraphModule, _: PassContext) -> torch.fx.GraphModule:
+    """As happens by itself while a large graph is compiled: what is not garbage yet gets old."""
+    gc.collect()
+    return gm
+
+
+@SLOW
+def test_dynamos_traces_do_not_keep_what_the_code_puts_into_objects_that_they_know():
+    torch.manual_seed(0)
+    expected, peak = plainly(PuttingAside((), num_blocks=4), "eager")
+    options = {"passes": {"joint": [collecting]}}
+    torch.manual_seed(0)
+    with pytest.raises(InfeasiblePlanError) as caught:
+        budgeted(PuttingAside((), num_blocks=4), "eager", peak // 12, options=options)
+    named = caught.value.smallest_budget_bytes
+    assert named is not None
+    torch.manual_seed(0)
+    given, peaks = budgeted(PuttingAside((), num_blocks=4), "eager", named, options=options)
+    job.assert_equal(given, expected, bitwise=True)
+    assert max(peaks) <= named
+
+
+class Named(OrderedDict[str, Tensor]):
+    """As libraries return several tensors."""
+
+    is_whole: bool
+
+
+class Handing(Broken):
+    """What one part of a call makes comes to the next in an object."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = Named()
+        first["x"] = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        return self.handed(first)
+
+    def handed(self, first: Named) -> Tensor:
+        last = Named((name, self.blocks[1](value)) for name, value in first.items())
+        last.is_whole = True
+        return last["x"].square().mean()
+
+
+class Begun(Broken):
+    """Dynamo traces what is before a break twice, and has the tensors that the function got each time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return apart(self.rest, self.blocks[0](x))
+
+    def rest(self, x: Tensor) -> Tensor:
+        values = [value for value in self.values(x)]
+        return self.blocks[1](values[0]).square().mean()
+
+    def values(self, x: Tensor) -> Iterator[Tensor]:
+        yield self.halved(x)
+
+    def halved(self, x: Tensor) -> Tensor:
+        comptime(collect_once)
+        return x * torch.tensor(0.5).item()
+
+
+_collected: list[int] = []
+
+
+def collect_once(_: object) -> None:
+    """As happens by itself in a long trace."""
+    if not _collected:
+        _collected.append(gc.collect())
+
+
+@pytest.mark.parametrize("kind", [PuttingAside, Handing, Begun])
+def test_no_tensor_is_left_in_dynamos_traces(kind: type[Broken]):
+    _collected.clear()
+    passes = {} if kind is Begun else {"joint": [collecting]}
+    model = kind((), num_blocks=2)
+    model.compile(backend="autohete", options={"inner_backend": "eager", "passes": passes})
+    model(torch.randn(ROWS, WIDTH)).backward()
+    live_bytes = device_live_bytes("cpu")
+    gc.collect()
+    assert device_live_bytes("cpu") == live_bytes
