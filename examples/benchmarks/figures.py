@@ -15,9 +15,15 @@ from pathlib import Path
 
 import cluster_quotations
 import family_quotations
+import gpu_quotations
 import quotations
 
-FIGURES = {**quotations.FIGURES, **cluster_quotations.FIGURES, **family_quotations.FIGURES}
+FIGURES = {
+    **quotations.FIGURES,
+    **cluster_quotations.FIGURES,
+    **family_quotations.FIGURES,
+    **gpu_quotations.FIGURES,
+}
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _MARKED = re.compile(r"<!-- figure: (\S+) -->(.*?)<!-- /figure -->", flags=re.S)
