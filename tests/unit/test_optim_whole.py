@@ -110,8 +110,10 @@ def test_it_is_updated_whole_wherever_its_states_live(
         copied = [r.num_bytes for r in lanes.records() if r.label == "states" and r.lane is Lane.H2D]
         if is_host or where is not Optimizer.STREAMED:
             assert not copied
-        else:  # each state, of the largest parameter too, in one piece
-            assert max(copied) == 4 * 70001
+        else:  # all states of the largest parameter, and itself where it lives on the host, in one piece
+            is_mixed = dtype != torch.float32
+            each = 4 + 4 * is_mixed + dtype.itemsize * (params_at is Params.HOST)
+            assert max(copied) == each * 70001
 
 
 def test_states_on_disk_come_in_one_window(tier: HostTier, monkeypatch: pytest.MonkeyPatch):
