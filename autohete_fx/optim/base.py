@@ -244,7 +244,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Return when every update is done. Raises OptimizerStateError for one that failed."""
         for updates in self._pending():
-            updates.wait_all()
+            updates.wait_all(on_cpu=True)
 
     def _pending(self) -> set[Updates]:
         """The updates under way, for each model that has parameters here."""

@@ -168,23 +168,36 @@ def _least_bytes(u: Update) -> int:
     return grains * _GRAIN * _bytes_per_element(u)
 
 
-def stream(
-    lanes: Lanes, updates: Sequence[Update], staging: Staging, pending: Updates | None, after: Ticket
-) -> list[Ticket]:
-    """Give updates to the lanes, after a ticket. ``pending`` learns which are under way; without one the caller waits for these
-    tickets."""
-    torch.ops.aten._foreach_add_.Scalar([u.state[STEP] for u in updates], 1)
-    groups = {id(u.group): {**u.group, "lr": _as_it_is(u.group["lr"])} for u in updates}
-    tickets, here = [], True
-    for u in sorted(updates, key=lambda each: each.placement.block):
-        as_it_is = dataclasses.replace(u, state=dict(u.state), group=groups[id(u.group)])
-        here = here and staging.has_room_for(u)
-        ticket = lanes.stream(u.placement.block, _Streamed(as_it_is, staging, lanes, after).issue, here=here)
-        if pending is None:
-            tickets.append(ticket)
-        else:
-            pending.add(ticket, u.param, _states(u.state), lent=(u.grad,))
-    return tickets
+class Stream:
+    """The streamed updates of a step on the same lanes. ``pending`` learns which are under way."""
+
+    def __init__(self, lanes: Lanes, updates: Sequence[Update], staging: Staging, pending: Updates | None) -> None:
+        self.lanes = lanes
+        self.updates = updates
+        self.staging = staging
+        self.pending = pending
+
+    def begin(self) -> None:
+        """Count the step and take hyperparameters as they are. The updates follow what the device was given so far."""
+        torch.ops.aten._foreach_add_.Scalar([u.state[STEP] for u in self.updates], 1)
+        self.groups = {id(u.group): {**u.group, "lr": _as_it_is(u.group["lr"])} for u in self.updates}
+        self.after = self.lanes.now()
+
+    def give(self) -> list[Ticket]:
+        """Give them to the lanes. Returns their tickets, for which the caller waits, where nobody learns of them."""
+        tickets, here = [], True
+        for u in sorted(self.updates, key=lambda each: each.placement.block):
+            as_it_is = dataclasses.replace(u, state=dict(u.state), group=self.groups[id(u.group)])
+            here = here and self.staging.has_room_for(u)
+            issue = _Streamed(as_it_is, self.staging, self.lanes, self.after).issue
+            ticket = self.lanes.stream(u.placement.block, issue, here=here)
+            if self.pending is None:
+                tickets.append(ticket)
+            else:
+                self.pending.add(ticket, u.param, _states(u.state), lent=(u.grad,))
+            if ticket.error is not None and not isinstance(ticket.error, Exception):
+                raise ticket.error  # an interrupt that came while this thread issued
+        return tickets
 
 
 def _states(state: State) -> list[Tensor]:
@@ -211,7 +224,7 @@ class _Streamed:
         block, states = u.placement.block, [u.state[name] for name in state_names(u.rule, u.param)]
         homes = [host_view(flat(t)) for t in (*states, *([u.param] if is_home(u.param) else []))]
         param, grad = flat(u.param), flat(u.grad)
-        copy = functools.partial(self.lanes.submit_all, label="states", for_update=True)
+        copy = functools.partial(self.lanes.submit_all, label="states", streamed=True)
         for at in self.staging.pieces(u):
             parts = [home[at] for home in homes]
             staged, freed = self.staging.take(u, len(parts[0]))

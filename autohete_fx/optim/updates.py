@@ -35,7 +35,7 @@ from autohete_fx.optim.in_place import Coefficients, Update, apply_in_place, app
 from autohete_fx.optim.kernels import prepare
 from autohete_fx.optim.staging import GradientBuffers, shaped
 from autohete_fx.optim.state import STEP, layout_of, needs_master, uses_fused
-from autohete_fx.optim.streamed import Staging, can_stream, stream
+from autohete_fx.optim.streamed import Staging, Stream, can_stream
 from autohete_fx.runtime.lanes.lanes import Lanes
 from autohete_fx.runtime.lanes.ticket import Ticket
 from autohete_fx.runtime.pending.updates import Updates
@@ -77,20 +77,20 @@ def apply(
         if on_host:
             started.append((prepared(on_host, lanes, host_copies), pending if overlaps else None))
         if streamed := [u for u in streamed if can_stream(u)]:
-            streams.append((lanes, streamed, Staging(streamed), pending if overlaps else None))
+            streams.append(Stream(lanes, streamed, Staging(streamed), pending if overlaps else None))
     # All that may be refused is taken before anything changes.
     workspaces = {d: workspace_of((u for u in here if u.param.device == d), d) for d in {u.param.device for u in here}}
-    on_device = [*here, *(u for _, streamed, _, _ in streams for u in streamed)]
+    on_device = [*here, *(u for each in streams for u in each.updates)]
     for u in on_device:
         host_copies.discard(u.param)
     if scale is not None:
         clipping.scale((u.grad for u in on_device), scale)
         started = [(_scaled(ready, scale), pending) for ready, pending in started]
-    # The host waits for the gradients, and must not wait for the device's updates too.
-    moments = {
-        lanes: lanes.now() for lanes in (*(ready.lanes for ready, _ in started), *(lanes for lanes, *_ in streams))
-    }
-    begin = [functools.partial(stream, *what, moments[what[0]]) for what in streams]
+    # These wait for the gradients, and must not wait for the device's updates too.
+    for each in streams:
+        each.begin()
+    moments = {lanes: lanes.now() for lanes in (ready.lanes for ready, _ in started)}
+    begin = [each.give for each in streams]
     begin += [functools.partial(start, ready, pending, ready_at=moments[ready.lanes]) for ready, pending in started]
     # A device is given its updates in no time, while no thread of ours competes for the interpreter; a CPU does them.
     is_given = "cpu" not in {u.param.device.type for u in here}
@@ -101,7 +101,7 @@ def apply(
         try:
             tickets += give()
         except BaseException:  # an interrupt may come between giving an update to the lanes and noting it
-            for lanes in moments:
+            for lanes in {*moments, *(each.lanes for each in streams)}:
                 lanes.drain()
             raise
     if not is_given:

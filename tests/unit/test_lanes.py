@@ -234,8 +234,15 @@ class DeviceClock:
     """Stands in for an accelerator's streams and events; ``passed`` says whether the device has got to the events."""
 
     passed = False
+    device = None
 
     def __init__(self, device: object = None, enable_timing: bool = False) -> None: ...
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self)
+
+    def __hash__(self) -> int:
+        return id(self)
+
     def record(self, stream: object = None) -> None: ...
     def synchronize(self) -> None: ...
     def wait_stream(self, stream: object) -> None: ...
@@ -247,6 +254,10 @@ class DeviceClock:
 
     def elapsed_time(self, end: object) -> float:
         return 1.0
+
+
+class OtherStream(DeviceClock):
+    """A stream of the user's own."""
 
 
 def test_a_stream_holds_a_copys_tensors_until_it_was_waited_for_or_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,6 +304,29 @@ def test_who_waited_for_a_copy_has_waited_for_what_it_follows(monkeypatch: pytes
         fetched.wait()
         assert all(source() is None for source in sources)
     monkeypatch.setattr(DeviceClock, "passed", True)
+    lanes.close()
+
+
+def test_a_stream_that_does_not_compute_waits_and_lets_go_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What computes may write over memory that is free again before the copy has ended."""
+    monkeypatch.setattr(torch, "Event", DeviceClock)
+    monkeypatch.setattr(torch, "Stream", DeviceClock)
+    monkeypatch.setattr(torch.accelerator, "current_stream", DeviceClock)
+    lanes = Lanes("cuda")
+    dst, src = pair(3)
+    source = weakref.ref(src)
+    copies = [lanes.submit_all(Lane.D2H, 0, [(dst, src)], streamed=True)]
+    streamed = lanes.stream(0, lambda given: given.extend(copies), here=True)
+    copies.clear()
+    del dst, src
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: OtherStream())
+    streamed.wait()
+    assert source() is not None and not streamed.is_complete
+    monkeypatch.setattr(torch.accelerator, "current_stream", DeviceClock)
+    streamed.wait()
+    assert source() is None
+    monkeypatch.setattr(DeviceClock, "passed", True)
+    assert streamed.is_complete
     lanes.close()
 
 

@@ -269,6 +269,55 @@ def test_pieces_that_are_too_many_at_once_are_given_by_a_thread(
     assert all(here) if most == 64 else not all(here)
 
 
+def test_kernels_come_after_the_count_of_the_step_and_the_rate_as_it_is(tier: HostTier):
+    """They read both on the device, where other updates were given meanwhile."""
+    with two_memories(in_background=True) as lanes:
+        twins = Twins(tier, lanes, shapes=[(300,)] * 4, lr=torch.tensor(1e-2))
+        twins.place(twins.params[3], 1, Params.DEVICE, Optimizer.DEVICE)
+        twins.step()
+        seen: list[float] = []
+        now = lanes.now
+
+        def noted() -> Ticket:
+            seen.append(float(twins.optimizer.state[twins.params[0]]["step"]))
+            return now()
+
+        lanes.now = noted
+        twins.step()
+        del lanes.now
+        assert seen[0] == 2.0
+        twins.updates.wait_all()
+        assert all(map(torch.equal, twins.params, twins.others))
+
+
+def test_an_interrupt_while_pieces_are_given_reaches_the_program_and_its_update_has_failed(
+    tier: HostTier, monkeypatch: pytest.MonkeyPatch
+):
+    with two_memories(in_background=True) as lanes:
+        twins = Twins(tier, lanes)
+        twins.step()
+        checkpoint = copy.deepcopy(([p.detach() for p in twins.params], twins.optimizer.state_dict()))
+        issue, count = streamed._Streamed.issue, iter(range(100))
+
+        def interrupted(self: streamed._Streamed, copies: list[Ticket]) -> None:
+            if next(count) == 2:
+                raise KeyboardInterrupt
+            issue(self, copies)
+
+        monkeypatch.setattr(streamed._Streamed, "issue", interrupted)
+        twins.backward()
+        with pytest.raises(KeyboardInterrupt):
+            twins.optimizer.step()
+        monkeypatch.setattr(streamed._Streamed, "issue", issue)
+        with pytest.raises(OptimizerStateError, match="Load the last checkpoint"):
+            twins.optimizer.synchronize()
+        twins.optimizer.load_state_dict(checkpoint[1])
+        for p, value in zip(twins.params, checkpoint[0], strict=True):
+            p.data.copy_(value)
+        twins.optimizer.synchronize()
+        assert all(map(torch.equal, twins.params, checkpoint[0]))
+
+
 def test_a_gradient_goes_when_its_update_is_done(tier: HostTier):
     with two_memories(in_background=True, pace=lambda ticket: 1e-3) as lanes:
         twins = Twins(tier, lanes, shapes=[(LENGTH,)] * COUNT)

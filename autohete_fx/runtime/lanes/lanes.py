@@ -3,9 +3,9 @@
 In: pairs of tensors, or work for the CPU, with a priority. Out: tickets to wait on, and a record of what ran when. Why
 one object: it alone knows what is in flight and keeps it referenced.
 
-* On a CUDA device a copy lane is two streams (`stream`), which share the link. Copies of compiled code wait in one for the
-  device to come to the block that they were issued for, a whole backward ahead. Copies of updates must not wait for that.
-  Priorities order nothing that has been issued.
+* On a CUDA device a copy lane is three streams (`stream`), which share the link. Copies of compiled code wait in one for the
+  device to come to the block that they were issued for, a whole backward ahead. Copies of updates must not wait for that, nor
+  for all of the states that pass through the device. Priorities order nothing that has been issued.
 * On a CPU device with a core to spare a copy lane is a thread with a priority queue (`thread`). Copies run without
   the GIL and on that one thread: an OpenMP team of the copy's own would fight the compute.
 * On a CPU device whose cores all compute there is nothing to overlap with. A thread would take a core from a team that waits
@@ -31,7 +31,7 @@ Threads share the following. "The program" is the thread that runs forward, back
 * *A window of states from disk*: the lane until its read is complete, then who works on it, and the lane from its write on. Which
   walks read ahead, and the buffers of windows: under the tier's lock.
 * *Coefficients of a step*: workers; two may make the same entry, of equal values.
-* *Staging of streamed states*: the thread that issues their copies uses its slots, one after the other.
+* *Staging of streamed states*: who issues their copies uses its slots, one after the other: first the program, then a thread.
 * `Updates`, arenas: under their locks. A reader of pending updates without it may see one that is over, and none of its own is
   missing. Leases end by an append. Copies in flight: each under a number of its own, taken out once.
 * *Records*: workers append; a reader copies all of them at once.
@@ -129,8 +129,9 @@ class Lanes:
             else StreamLane(lane, self.device, self._records)
             for lane in COPY_LANES
         }
-        self._update_copies = (
+        self._update_copies, self._state_copies = (
             self._copies if on_cpu else {lane: StreamLane(lane, self.device, self._records) for lane in COPY_LANES}
+            for _ in range(2)
         )
         self._net: dict[str, ThreadLane | StreamLane] = {
             kind: ThreadLane(Lane.NET, self._records, in_background=True, pace=pace)
@@ -150,7 +151,9 @@ class Lanes:
 
     @property
     def _all_copies(self) -> tuple[ThreadLane | StreamLane, ...]:
-        return tuple(dict.fromkeys((*self._copies.values(), *self._update_copies.values())))
+        return tuple(
+            dict.fromkeys((*self._copies.values(), *self._update_copies.values(), *self._state_copies.values()))
+        )
 
     def _all(self) -> tuple[ThreadLane | StreamLane, ...]:
         return (*self._workers, self._disk, *self._net.values(), *self._all_copies)
@@ -180,6 +183,7 @@ class Lanes:
         label: str = "copy",
         then: Callable[[], None] | None = None,
         for_update: bool = False,
+        streamed: bool = False,
     ) -> Ticket:
         """Copy every ``(dst, src)`` (equal sizes) on a lane, one after the other, under one ticket.
 
@@ -192,13 +196,14 @@ class Lanes:
             label: for the record.
             then: what follows the copies on their lane, device work included; it belongs to the ticket.
             for_update: whether it is the optimizer that copies.
+            streamed: whether it copies states that pass through the device, of which many stand in line.
         """
         self._check_process()
         assert lane in self._copies, f"{lane} is no copy lane"
         for dst, src in pairs:
             assert dst.shape == src.shape, f"cannot copy {tuple(src.shape)} to {tuple(dst.shape)}"
         behind = (self.now(),) if after is None else after
-        executor = (self._update_copies if for_update else self._copies)[lane]
+        executor = (self._state_copies if streamed else self._update_copies if for_update else self._copies)[lane]
         num_bytes = sum(dst.numel() * dst.element_size() for dst, _ in pairs)
         if isinstance(executor, StreamLane):
             return executor.submit(
@@ -256,9 +261,11 @@ class Lanes:
                 copies.
         """
         here = here and not self._is_paced
+        self._check_process()
         copies: list[Ticket] = []
+        stream = None if self.device.type == "cpu" else torch.accelerator.current_stream(self.device)
         issued = ThreadTicket(Lane.UPDATE, "states", priority, 0, functools.partial(issue, copies))
-        return IssuedTicket((self._issuing_here if here else self._issuing).submit(issued), copies)
+        return IssuedTicket((self._issuing_here if here else self._issuing).submit(issued), copies, stream)
 
     def disk(self, label: str, work: Callable[[], None], *, num_bytes: int) -> Ticket:
         """Run work on the disk lane, in the order of submission. ``label`` and ``num_bytes`` are for the record."""

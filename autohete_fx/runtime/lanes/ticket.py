@@ -2,6 +2,7 @@
 
 import abc
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Sequence
 
@@ -94,36 +95,51 @@ class IssuedTicket(Ticket):
 
     Args:
         issued: of the work that gives it; with its failure this fails.
-        copies: what was given, complete when that work is. The last comes after all others.
+        copies: what was given, complete when that work is. The last comes after all others, unless one fails.
+        stream: of an accelerator the stream that computes, whose memory they hold. A wait of another stream lets go of nothing.
     """
 
-    def __init__(self, issued: Ticket, copies: list[Ticket]) -> None:
+    def __init__(self, issued: Ticket, copies: list[Ticket], stream: torch.Stream | None) -> None:
         super().__init__(issued.lane, issued.label, issued.priority, 0)
         self._issued = issued
         self._copies = copies
+        self._stream = stream
         issued.when_ready(lambda: when_all_ready(copies, self._note_ready))
 
     def _note_ready(self) -> None:
-        self.error = failure_of((self._issued, *self._copies))
+        self.error = next((t.error for t in (self._issued, *self._copies) if t.error is not None), None)
         self.set_ready()
 
     @property
     def is_complete(self) -> bool:
-        return self._issued.is_complete and all(copy.is_complete for copy in self._copies)
+        return self.is_ready and self._issued.is_complete and all(copy.is_complete for copy in self._copies)
 
     def wait(self) -> None:
-        self._reach(lambda last: last.wait())
+        if self._stream is not None and (here := torch.accelerator.current_stream(self._stream.device)) != self._stream:
+            self._issued.synchronize()
+            self.order(here)
+            self._raise_failure()
+        else:
+            self._reach(lambda copy: copy.wait())
 
     def synchronize(self) -> None:
-        self._reach(lambda last: last.synchronize())
+        self._reach(lambda copy: copy.synchronize())
 
-    def _reach(self, last: Callable[[Ticket], None]) -> None:
-        self._issued.synchronize()
+    def _reach(self, reach: Callable[[Ticket], None]) -> None:
+        """Wait for all and let go of them. Raises the first failure, whichever copy it is of."""
+        failure = _failure_in(self._issued.synchronize, self._issued)
         for copy in self._copies[-1:]:
-            with contextlib.suppress(Exception):  # the first failure is raised, whichever copy it is of
-                last(copy)
+            failure = _failure_in(functools.partial(reach, copy), copy) or failure
+        if failure is not None or self.error is not None:
+            for copy in self._copies:  # the last one tells nothing of the others
+                _failure_in(functools.partial(reach, copy), copy)
         self.let_go()
-        failures = [error for copy in self._copies if (error := failure_of((copy,))) is not None]
+        self._raise_failure()
+        if failure is not None:
+            raise failure
+
+    def _raise_failure(self) -> None:
+        failures = [error for ticket in (self._issued, *self._copies) if (error := failure_of((ticket,))) is not None]
         if failures:
             raise failures[0]
 
@@ -134,6 +150,17 @@ class IssuedTicket(Ticket):
     def order(self, stream: torch.Stream) -> None:
         for copy in self._copies[-1:]:
             copy.order(stream)
+
+
+def _failure_in(wait: Callable[[], None], ticket: Ticket) -> BaseException | None:
+    """What waiting for a ticket raises, unless it is the wait that is interrupted."""
+    try:
+        wait()
+    except BaseException as error:
+        if not isinstance(error, Exception) and error is not ticket.error:
+            raise
+        return error
+    return None
 
 
 class Settled(Ticket):

@@ -37,10 +37,15 @@ class _Pending:
     def is_over(self) -> bool:
         return self.ticket.is_complete and self.ticket.error is None
 
-    def wait(self, lanes: Lanes) -> None:
+    def wait(self, lanes: Lanes, *, on_cpu: bool = False) -> None:
         try:
-            lanes.wait(self.ticket)
-        except Exception as error:
+            if on_cpu:
+                self.ticket.synchronize()
+            else:
+                lanes.wait(self.ticket)
+        except BaseException as error:
+            if not isinstance(error, Exception) and error is not self.ticket.error:
+                raise  # an interrupt of the wait
             raise OptimizerStateError(
                 f"the update of a parameter of shape {tuple(self.tensors[0].shape)} failed with {error!r}; it and its"
                 " optimizer states are undefined. Load the last checkpoint: the optimizer's state dict first, then the"
@@ -127,6 +132,9 @@ class Updates:
         """The updates that the memory of ``t`` waits for."""
         address = address_of(t) if self._pending else None
         found = () if address is None else self._pending.get(address, ())
+        for pending in found:
+            if pending.is_over:  # nobody is going to wait for it
+                pending.ticket.let_go()
         return [pending.ticket for pending in found if not pending.is_over]
 
     def wait_for(self, t: Tensor) -> None:
@@ -140,12 +148,16 @@ class Updates:
             for pending in self._pending.get(address, ()):
                 pending.wait(self.lanes)
 
-    def wait_all(self, but: Collection[int] = ()) -> None:
-        """Wait for every update, except those of parameters whose identities are given. Raises OptimizerStateError."""
+    def wait_all(self, but: Collection[int] = (), *, on_cpu: bool = False) -> None:
+        """Wait for every update, except those of parameters whose identities are given. Raises OptimizerStateError.
+
+        Args:
+            on_cpu: return when they are done on the device too. Else the current stream waits there.
+        """
         if self._pending:
             for pending in self._all():
                 if pending.owner not in but:
-                    pending.wait(self.lanes)
+                    pending.wait(self.lanes, on_cpu=on_cpu)
             self.prune()
 
     def forget_failures(self) -> None:
@@ -180,7 +192,7 @@ def _settle_all() -> None:
     """A child of this process has its memory but none of its lanes: what is under way ends before there is one."""
     for updates in list(_live):
         with contextlib.suppress(OptimizerStateError):  # it stays on record, for whoever reads
-            updates.wait_all()
+            updates.wait_all(on_cpu=True)
 
 
 os.register_at_fork(before=_settle_all)
