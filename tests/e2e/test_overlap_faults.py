@@ -301,9 +301,11 @@ def test_what_the_garbage_collector_runs_is_no_part_of_a_call(
         else:
             weakref.finalize(Cycle(), note)
 
-    def wait_all(updates: Updates, but: Collection[int] = (), *, real: Callable[..., None] = Updates.wait_all) -> None:
+    real = Updates.wait_all
+
+    def wait_all(updates: Updates, but: Collection[int] = (), *, on_cpu: bool = False) -> None:
         waits.extend(["for all"] * (not but))
-        real(updates, but)
+        real(updates, but, on_cpu=on_cpu)
 
     monkeypatch.setattr(Updates, "wait_all", wait_all)
     gate.open_soon()
