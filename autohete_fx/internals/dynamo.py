@@ -21,6 +21,7 @@ from torch import fx
 from torch._dynamo.exc import Unsupported as Unsupported
 
 from autohete_fx.errors import AutoHeteError
+from autohete_fx.internals.traces import traces_objects
 
 _TORCH = Path(torch.__file__).parent
 _WRAPPERS = (str(_TORCH / "_dynamo"), str(_TORCH / "nn" / "parallel"))
@@ -242,29 +243,6 @@ def code_being_compiled() -> CodeType | None:
     return None if translator is None else translator.output.root_tx.f_code
 
 
-def _traces_objects() -> bool:
-    """Whether what Dynamo traces in this thread refers to objects that were there before and may go before it.
-
-    Modules, what they refer to and what globals refer to stay. Attributes that the trace sets show which of these may be replaced.
-    """
-    from torch._dynamo.source import is_from_local_source, is_from_unspecialized_nn_module_source
-    from torch._dynamo.symbolic_convert import tls
-    from torch._dynamo.variables import UnspecializedNNModuleVariable, UserDefinedObjectVariable
-
-    translator = getattr(tls, "current_tx", None)
-    if translator is None:
-        return False
-    effects = translator.output.side_effects
-    return any(
-        isinstance(each, UserDefinedObjectVariable)
-        and not isinstance(each, UnspecializedNNModuleVariable)
-        and each.source is not None
-        and is_from_local_source(each.source)
-        and (each in effects.store_attr_mutations or not is_from_unspecialized_nn_module_source(each.source))
-        for each in effects.id_to_variable.values()
-    )
-
-
 def forget_compiled(code: CodeType) -> None:
     """Let Dynamo drop all that it has compiled of this code. The next call that reaches it compiles afresh."""
     from torch._dynamo.eval_frame import remove_from_cache
@@ -313,7 +291,7 @@ def on_compiled_graphs(around: Callable[[fx.GraphModule, Callable[..., object]],
 
     @functools.wraps(compile_graph)
     def call(self: Any, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        _frame.has_objects = _frame.has_objects or _traces_objects()
+        _frame.has_objects = _frame.has_objects or traces_objects()
         return around(gm, compile_graph(self, gm, *args, **kwargs))
 
     WrapBackendDebug.__call__ = call  # type: ignore[method-assign]

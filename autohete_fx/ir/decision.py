@@ -64,7 +64,7 @@ def staging_bytes(state_bytes: int) -> int:
 STAGING_SLOTS = 3
 """Parts of all staging that are used in turn: one fills, one empties, and one is in between."""
 MOST_STAGING_BYTES = 192 * 2**20
-"""The most for all blocks. A third of it lasts far longer on any link than it takes to issue its copies."""
+"""The most for all blocks. Copies of a third of it should last longer than it takes to issue them, as they do on PCIe."""
 
 
 class Overlap(enum.Enum):

@@ -260,11 +260,17 @@ class OtherStream(DeviceClock):
     """A stream of the user's own."""
 
 
-def test_a_stream_holds_a_copys_tensors_until_it_was_waited_for_or_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Held any longer, offloaded activations would stay on the device: the CPU issues far ahead of it."""
+@pytest.fixture
+def device_clock(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Streams and events are `DeviceClock`s, and may be patched further."""
     monkeypatch.setattr(torch, "Event", DeviceClock)
     monkeypatch.setattr(torch, "Stream", DeviceClock)
     monkeypatch.setattr(torch.accelerator, "current_stream", DeviceClock)
+    return monkeypatch
+
+
+def test_a_stream_holds_a_copys_tensors_until_it_was_waited_for_or_ended(device_clock: pytest.MonkeyPatch) -> None:
+    """Held any longer, offloaded activations would stay on the device: the CPU issues far ahead of it."""
     lanes = Lanes("cuda")
 
     def submit() -> tuple[Ticket, weakref.ref[torch.Tensor]]:
@@ -276,15 +282,12 @@ def test_a_stream_holds_a_copys_tensors_until_it_was_waited_for_or_ended(monkeyp
     waited.wait()
     del forgotten
     assert source() is None and unread() is not None
-    monkeypatch.setattr(DeviceClock, "passed", True)
+    device_clock.setattr(DeviceClock, "passed", True)
     assert len(lanes.records()) == 2 and unread() is None
 
 
-def test_who_waited_for_a_copy_has_waited_for_what_it_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waited_for_a_copy_has_waited_for_what_it_follows(device_clock: pytest.MonkeyPatch) -> None:
     """A gradient that an update read goes when the forward has waited for the parameter, which was fetched behind the update."""
-    monkeypatch.setattr(torch, "Event", DeviceClock)
-    monkeypatch.setattr(torch, "Stream", DeviceClock)
-    monkeypatch.setattr(torch.accelerator, "current_stream", DeviceClock)
     lanes = Lanes("cuda")
     sources: list[weakref.ref[torch.Tensor]] = []
 
@@ -303,15 +306,12 @@ def test_who_waited_for_a_copy_has_waited_for_what_it_follows(monkeypatch: pytes
         assert all(source() is not None for source in sources)
         fetched.wait()
         assert all(source() is None for source in sources)
-    monkeypatch.setattr(DeviceClock, "passed", True)
+    device_clock.setattr(DeviceClock, "passed", True)
     lanes.close()
 
 
-def test_a_stream_that_does_not_compute_waits_and_lets_go_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_does_not_compute_waits_and_lets_go_of_nothing(device_clock: pytest.MonkeyPatch) -> None:
     """What computes may write over memory that is free again before the copy has ended."""
-    monkeypatch.setattr(torch, "Event", DeviceClock)
-    monkeypatch.setattr(torch, "Stream", DeviceClock)
-    monkeypatch.setattr(torch.accelerator, "current_stream", DeviceClock)
     lanes = Lanes("cuda")
     dst, src = pair(3)
     source = weakref.ref(src)
@@ -319,21 +319,19 @@ def test_a_stream_that_does_not_compute_waits_and_lets_go_of_nothing(monkeypatch
     streamed = lanes.stream(0, lambda given: given.extend(copies), here=True)
     copies.clear()
     del dst, src
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: OtherStream())
+    device_clock.setattr(torch.accelerator, "current_stream", lambda device: OtherStream())
     streamed.wait()
+    lanes.submit(Lane.H2D, 0, *pair(3), (streamed,)).wait()
     assert source() is not None and not streamed.is_complete
-    monkeypatch.setattr(torch.accelerator, "current_stream", DeviceClock)
+    device_clock.setattr(torch.accelerator, "current_stream", DeviceClock)
     streamed.wait()
     assert source() is None
-    monkeypatch.setattr(DeviceClock, "passed", True)
+    device_clock.setattr(DeviceClock, "passed", True)
     assert streamed.is_complete
     lanes.close()
 
 
-def test_updates_that_are_over_are_let_go_of_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "Event", DeviceClock)
-    monkeypatch.setattr(torch, "Stream", DeviceClock)
-    monkeypatch.setattr(torch.accelerator, "current_stream", DeviceClock)
+def test_updates_that_are_over_are_let_go_of_whoever_waits(device_clock: pytest.MonkeyPatch) -> None:
     lanes = Lanes("cuda")
     updates, param, (dst, src) = Updates(lanes), torch.zeros(1), pair(3)
     gradient = weakref.ref(src)
@@ -342,7 +340,7 @@ def test_updates_that_are_over_are_let_go_of_whoever_waits(monkeypatch: pytest.M
     del dst, src
     updates.prune()
     assert gradient() is not None and updates.is_pending
-    monkeypatch.setattr(DeviceClock, "passed", True)
+    device_clock.setattr(DeviceClock, "passed", True)
     updates.prune()
     assert gradient() is None and not updates.is_pending
     lanes.close()

@@ -1,12 +1,12 @@
 """How the lanes of a CPU device copy: with every thread that computes, or on the lane's own thread without the GIL."""
 
 import ctypes
-import os
 from collections.abc import Callable
 
 import torch
 
 from autohete_fx.graph.ops import is_dense
+from autohete_fx.runtime.lanes.team import num_cores
 
 _PIECE_BYTES = 64 * 2**20
 _SERIAL_ELEMENTS = 32767
@@ -18,8 +18,7 @@ Copy = Callable[[torch.Tensor, torch.Tensor], None]
 
 def has_spare_core() -> bool:
     """Whether this process may use more cores than PyTorch computes with, so that copies can run beside compute."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores > torch.get_num_threads()
+    return num_cores() > torch.get_num_threads()
 
 
 def cpu_copy(in_background: bool) -> Copy:

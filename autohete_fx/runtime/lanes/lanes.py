@@ -119,7 +119,7 @@ class Lanes:
             begin_thread=None if on_cpu else use_update_team,
         )
         # What streams states through the device waits for copies, which neither the update lane nor the program may. It moves
-        # and computes nothing itself, so it leaves no records.
+        # and computes nothing itself, so it leaves no records. As long as there is nothing to wait for, the program does it.
         self._issuing = ThreadLane(Lane.UPDATE, deque(maxlen=0), in_background=in_background, pace=pace)
         self._issuing_here = ThreadLane(Lane.UPDATE, deque(maxlen=0), in_background=False)
         self._disk = ThreadLane(Lane.DISK, self._records, in_background=True, pace=pace)

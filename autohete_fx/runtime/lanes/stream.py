@@ -137,22 +137,22 @@ class StreamTicket(Ticket):
 def copy_between_tiers(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], then: Callable[[], None] | None = None
 ) -> None:
-    """Copy each ``(dst, src)`` on the current stream, ``then`` do what follows."""
-    with torch.no_grad():
-        for dst, src in pairs:
-            # The driver should be told that a home is host memory, which its device tensor does not say. But from home to home
-            # the device copies: the CPU would at once, whatever the stream is behind.
-            is_between_homes = is_home(dst) and is_home(src)
-            to = host_view(dst) if is_home(dst) and not is_between_homes else dst
-            of = host_view(src) if is_home(src) and not is_between_homes else src
-            # A copy that follows an update is issued by another thread than the one that asked for it under inference mode.
-            if to.is_inference() == torch.is_inference_mode_enabled():
-                to.copy_(of, non_blocking=True)
-            else:
-                with torch.inference_mode(to.is_inference()):
-                    to.copy_(of, non_blocking=True)
+    """Copy each ``(dst, src)`` on the current stream, ``then`` what follows. All ``dst`` are inference tensors, or none is."""
+    ends = [_ends(dst, src) for dst, src in pairs]
+    # A copy that follows an update is issued by another thread than the one that asked for it under inference mode.
+    with torch.inference_mode(ends[0][0].is_inference()), torch.no_grad():
+        for to, of in ends:
+            to.copy_(of, non_blocking=True)
         if then is not None:
             then()
+
+
+def _ends(dst: torch.Tensor, src: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tensors that are copied. The driver should be told that a home is host memory, which its device tensor does not say. But
+    from home to home the device copies: the CPU would at once, whatever the stream is behind."""
+    if is_home(dst) and is_home(src):
+        return dst, src
+    return host_view(dst) if is_home(dst) else dst, host_view(src) if is_home(src) else src
 
 
 class StreamLane:

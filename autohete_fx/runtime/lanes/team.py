@@ -17,9 +17,14 @@ _LEFT = 8
 Result = TypeVar("Result")
 
 
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def update_threads() -> int:
     """How many threads update on the host beside an accelerator, no more than PyTorch computes with here."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     return max(1, min(torch.get_num_threads(), cores - max(1, cores // _LEFT)))
 
 

@@ -115,12 +115,17 @@ class IssuedTicket(Ticket):
         return self.is_ready and self._issued.is_complete and all(copy.is_complete for copy in self._copies)
 
     def wait(self) -> None:
-        if self._stream is not None and (here := torch.accelerator.current_stream(self._stream.device)) != self._stream:
-            self._issued.synchronize()
-            self.order(here)
-            self._raise_failure()
-        else:
+        if self._is_of_current_stream:
             self._reach(lambda copy: copy.wait())
+        else:
+            assert self._stream is not None
+            self._issued.synchronize()
+            self.order(torch.accelerator.current_stream(self._stream.device))
+            self._raise_failure()
+
+    @property
+    def _is_of_current_stream(self) -> bool:
+        return self._stream is None or torch.accelerator.current_stream(self._stream.device) == self._stream
 
     def synchronize(self) -> None:
         self._reach(lambda copy: copy.synchronize())
@@ -144,8 +149,9 @@ class IssuedTicket(Ticket):
             raise failures[0]
 
     def let_go(self) -> None:
-        for copy in self._copies:
-            copy.let_go()
+        if self._is_of_current_stream or self.is_complete:
+            for copy in self._copies:
+                copy.let_go()
 
     def order(self, stream: torch.Stream) -> None:
         for copy in self._copies[-1:]:
