@@ -167,8 +167,10 @@ def emulated_ranks(result: Result) -> Row:
         taken = {row["plan"]: row["step s"] for row in steps if row["machine"] == machine}
         solved = taken.pop("solved")
         gains.append(f"{machine} {solved / min(taken.values()):.2f}")
+    slower = result.rows.get("times as slow", 1.0)
     return Row(
-        f"{result.rows['ranks']} ranks that share a model, on emulated machines with a net: {len(steps)} step times against the"
+        f"{result.rows['ranks']} ranks that share a model, on emulated machines with a net"
+        f"{f', all lanes {slower:g} times as slow' if slower != 1 else ''}: {len(steps)} step times against the"
         " simulator's; the solved plan's against the best of three that decide alike for every block",
         f"{percent(min(off))} to {percent(max(off))} above; {', '.join(gains)} times",
         result,

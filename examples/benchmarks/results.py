@@ -14,8 +14,10 @@ import torch
 
 def environment() -> dict[str, object]:
     """Where and of what a figure was measured. Absolute paths are of no use elsewhere: of those the command has the last part."""
+    ranks = os.environ["WORLD_SIZE"] if "TORCHELASTIC_RUN_ID" in os.environ else None
+    launcher = f"torchrun --nproc-per-node {ranks}" if ranks else "python"
     return {
-        "command": " ".join(["python", *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv)]),
+        "command": " ".join([launcher, *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv)]),
         "commit": _commit(),
         "machine": cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
