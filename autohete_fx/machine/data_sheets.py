@@ -17,6 +17,7 @@ def _pcie(generation: int, gb_per_s: float) -> Link:
 
 
 _PCIE_3, _PCIE_4, _PCIE_5 = _pcie(3, 15.75), _pcie(4, 31.5), _pcie(5, 63.0)
+_PCIE_5_H200 = Link(name="PCIe 5.0 x16", gb_per_s=63.0, h2d_gb_per_s=54.0, d2h_gb_per_s=55.0)
 _C2C = Link(name="NVLink-C2C", gb_per_s=450.0, h2d_gb_per_s=375.0, d2h_gb_per_s=297.0)
 
 _NVLINK_2 = Net(name="NVLink 2", gb_per_s=150.0, reached_gb_per_s=NET_SHARE * 150.0)
@@ -38,7 +39,8 @@ _V100 = Peaks(fp32=15.7, tf32=15.7, fp16=125.0, bf16=15.7)
 _A100 = Peaks(fp32=19.5, tf32=156.0, fp16=312.0, bf16=312.0)
 _H100 = Peaks(fp32=66.9, tf32=494.7, fp16=989.4, bf16=989.4)
 
-# Measured: examples/benchmarks/cluster_pricing.py compares the layers of examples/benchmarks/measured with them.
+# Measured: examples/benchmarks/cluster_pricing.py compares the layers of examples/benchmarks/measured with them. An H200's 16-bit
+# products, memory, updates and link are those of examples/benchmarks/machines/h200.json.
 _V100_SUSTAINED = (Sustained(peak="fp32", forward=0.95, backward=0.91),)
 _A100_SUSTAINED = (Sustained(peak="tf32", forward=0.79, backward=0.77),)
 _HOPPER_SUSTAINED = (Sustained(peak="tf32", forward=0.66, backward=0.44),)
@@ -152,9 +154,11 @@ DEVICES: tuple[DeviceSpec, ...] = (
         memory_gib=140.4,
         memory_gb_per_s=4800,
         peaks=_H100,
-        matmul_share=0.72,
+        matmul_share=0.79,
         sustained=_HOPPER_SUSTAINED,
-        link=_PCIE_5,
+        memory_share=0.74,
+        update_share=0.63,
+        link=_PCIE_5_H200,
         host=_SAPPHIRE,
         net=_NVLINK_4,
         source="NVIDIA H200 data sheet: 141 GB, 4.8 TB/s, products as H100 SXM, PCIe Gen5 128 GB/s both ways",

@@ -1,6 +1,7 @@
 """Devices that ship: found by name, complete, and ordered as the data sheets order them."""
 
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +76,16 @@ def test_measured_shares_say_nothing_of_bf16():
     for spec in DEVICES:
         if spec.peaks.bf16 != spec.peaks.fp32:
             assert spec.share("bfloat16") == spec.share("bfloat16", backward=True) == spec.matmul_share
+
+
+def test_a_measured_card_is_as_fast_as_its_data_sheet_says():
+    measured = Machine.load(Path(__file__).parents[2] / "examples" / "benchmarks" / "machines" / "h200.json")
+    told = machine("h200")
+    assert measured.device_bytes == pytest.approx(told.device_bytes, rel=0.01)
+    for rate in ("device_bytes_per_s", "device_update_params_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s"):
+        assert getattr(told, rate) == pytest.approx(getattr(measured, rate), rel=0.02), rate
+    for dtype in ("bfloat16", "float16"):
+        assert told.flops_per_s(dtype) == pytest.approx(measured.flops_per_s(dtype), rel=0.05), dtype
 
 
 def test_faster_devices_are_faster():
