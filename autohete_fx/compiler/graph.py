@@ -11,7 +11,6 @@ import functools
 import hashlib
 import logging
 import re
-import secrets
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,6 @@ from typing import Any, TypeVar
 from torch import fx
 
 from autohete_fx import passes
-from autohete_fx.cache import load_text, store_text
 from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compiler import rewriting
 from autohete_fx.compiler.captured import CapturedGraph
@@ -30,6 +28,7 @@ from autohete_fx.compiler.inference import InferencePlanner
 from autohete_fx.compiler.model import Model
 from autohete_fx.compiler.parameters import place_parameters
 from autohete_fx.compiler.shares import Unsettled
+from autohete_fx.compiler.stored import StoredPlan
 from autohete_fx.compiler.training import TrainingPlanner
 from autohete_fx.errors import AutoHeteError, InfeasiblePlanError, PassError, PlanError
 from autohete_fx.internals import dynamo, versions
@@ -106,11 +105,10 @@ class GraphCompiler:
         agreement = self.captured.agreement
         with agreement.announced():
             self.captured.agree()
-            self.base_key = self.captured.key()
-            self._withhold(agreement.most("withheld bytes", int(load_text("withheld", self.base_key) or 0)))
+            self._stored = StoredPlan(self.captured.key(), agreement)
             yield
             if agreement.is_shared:
-                made = self.compilation or self._stored
+                made = self.compilation or self._stored.compilation
                 text = "" if made is None else agreement.described(made)
                 # A pass without an identity has one in each process, and so have symbols of sizes their names.
                 text = re.sub(r"\bs\d+\b", "", text.replace(self.captured.model.session.digest, ""))
@@ -146,9 +144,9 @@ class GraphCompiler:
                     inference_pass=self._rewrite_inference,
                 )
         for attempt in range(1, _MAX_COMPILATIONS + 1):
-            with self.captured.agreement.settled(self._stored is not None):
+            with self.captured.agreement.settled(self._stored.compilation is not None):
                 compiled = self._compile_fx(example_inputs)
-            if self.compilation is None and self._stored is None:
+            if self.compilation is None and self._stored.compilation is None:
                 # The code was cached but its plan is gone (the cache directories are separate): compile afresh.
                 fresh = inductor_config.patch(force_disable_caches=True)
                 with functorch_config.patch(enable_autograd_cache=False), fresh:
@@ -161,8 +159,7 @@ class GraphCompiler:
             self._stages.begin("tracing")
             # The last attempt withholds all of the budget and so gets the plan of least peak: its code must fit, not its trace.
             all_of_it = attempt == _MAX_COMPILATIONS - 1
-            self._withhold(self._budget.device_bytes if self._budget and all_of_it else withheld)
-            store_text("withheld", self.base_key, str(self._withheld_bytes))
+            self._stored.withhold(self._budget.device_bytes if self._budget and all_of_it else withheld)
         raise AssertionError("the last attempt keeps the budget or raises")
 
     def _own_config(self) -> contextlib.AbstractContextManager[None]:
@@ -175,8 +172,8 @@ class GraphCompiler:
     def _compile_fx(self, example_inputs: Sequence[Any]) -> Any:
         user_passes = versions.custom_passes(inductor_config.post_grad_custom_post_pass)
         patches = {
-            "custom_partitioner_fn": Partitioner(self.partition, self.code_key),
-            "post_grad_custom_post_pass": LastPass(self.pin, self.code_key, user_passes),
+            "custom_partitioner_fn": Partitioner(self.partition, self._stored.code_key),
+            "post_grad_custom_post_pass": LastPass(self.pin, self._stored.code_key, user_passes),
         }
         with self._own_config():
             return compile_fx(
@@ -190,7 +187,7 @@ class GraphCompiler:
                 self.compile(example_inputs)
         else:
             with self._agreeing(), self._own_config(), self._probing(), self._telling():
-                partitioner = Partitioner(self.partition, self.key)
+                partitioner = Partitioner(self.partition, self._stored.key)
                 self._fitting(
                     lambda: run_without_code(self.captured.gm, example_inputs, partitioner, self._rewrite_inference)
                 )
@@ -201,13 +198,12 @@ class GraphCompiler:
     def finish(self, total_s: float) -> Compilation:
         """Place the parameters and return what was decided, from this compilation or from the stored one."""
         if self.compilation is None:
-            assert self._stored is not None, "cached code without its plan"
-            result = self._stored
+            assert self._stored.compilation is not None, "cached code without its plan"
+            result = self._stored.compilation
         else:
             seconds = {**self.compilation.compile_s, "total": total_s}
             result = dataclasses.replace(self.compilation, compile_s=seconds)
-            store_text("compilation", self.key, result.to_json())
-            store_text("code", self.key, self._common_key)
+            self._stored.store(result)
         model = self.captured.model
         self._warn_of_inference(result)
         if result.training or not model.is_placed:
@@ -247,49 +243,26 @@ class GraphCompiler:
 
     # -- the budget -----------------------------------------------------------------------------------------------
 
-    def _withhold(self, num_bytes: int) -> None:
-        """Plan with that much less than the budget. Code compiled for another figure is other code."""
+    @property
+    def _budget(self) -> Budget | None:
         budget = self.captured.budget_bytes
-        self._withheld_bytes = num_bytes
-        self._budget = None if budget is None else Budget(device_bytes=budget, withheld_bytes=num_bytes)
-        self.key = hashlib.sha256(f"{self.base_key}/{num_bytes}".encode()).hexdigest()[:24]
-        self._common_key, stored = self.key, load_text("compilation", self.key)
-        if self.captured.agreement.is_shared:
-            self._common_key, stored = self._common_code(stored)
-        self._stored = None if stored is None else Compilation.from_json(stored)
+        return None if budget is None else Budget(device_bytes=budget, withheld_bytes=self._stored.withheld_bytes)
 
     def _fitting(self, compile_: Callable[[], _Compiled]) -> _Compiled:
-        """Compile, and once more without the stored plan where that does not fit: state of the process that the key does not have
-        has made another graph. It gets a key of its own, for the code of each has to find its own plan."""
+        """Compile, and once more without the stored plan where that does not fit the graph."""
         try:
             return compile_()
         except PlanError:
-            if self._stored is None or self.captured.options.plan is not None or self.captured.agreement.is_shared:
+            if (
+                self._stored.compilation is None
+                or self.captured.options.plan is not None
+                or self.captured.agreement.is_shared
+            ):
                 raise
         self._stages.end("the plan in the cache is of another graph: it is planned afresh")
         self._stages.begin("tracing")
-        self.base_key = f"{self.base_key}/{secrets.token_hex(8)}"
-        self._withhold(self._withheld_bytes)
+        self._stored.forget()
         return compile_()
-
-    @property
-    def code_key(self) -> str:
-        """The key of the code: one for all ranks that compile together, or where their code differs, one for each."""
-        rank = self.captured.agreement.rank_of_code
-        return self._common_key if rank is None else f"{self._common_key}/{rank}"
-
-    def _common_code(self, stored: str | None) -> tuple[str, str | None]:
-        """The key of the code that ranks compile together, and what this one has stored of it, if all of them have.
-
-        A rank whose caches have the code runs none of what the others would wait for it in. Each compilation of all ranks
-        therefore has a key of its own, under which no rank finds code before. From then on all is decided, so that each rank may
-        find the code or compile it again by itself.
-        """
-        agreement = self.captured.agreement
-        found = agreement.common("cache", None if stored is None else load_text("code", self.key))
-        if found is not None:
-            return found, stored
-        return agreement.first("key of code", lambda: f"{self.key}/{secrets.token_hex(8)}"), None
 
     def _judge(self, *, is_last: bool) -> int:
         """See what the compiled code takes; from then on that is the plan's peak. Returns how much of the budget to withhold from
@@ -340,7 +313,7 @@ class GraphCompiler:
 
     def _is_given(self, training: bool) -> bool:
         """Whether the plan is not ours to change."""
-        return self._stored is not None or (training and self.captured.options.plan is not None)
+        return self._stored.compilation is not None or (training and self.captured.options.plan is not None)
 
     # -- what Inductor calls back ---------------------------------------------------------------------------------
 
@@ -348,18 +321,19 @@ class GraphCompiler:
         self, joint: fx.GraphModule, joint_inputs: Sequence[object], **keywords: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Group, profile, plan, partition and rewrite. Signature of AOTAutograd's partitioners."""
+        stored = self._stored.compilation
         planner = TrainingPlanner(
             self.captured,
             joint,
             joint_inputs,
             keywords,
-            given=self.captured.options.plan or (self._stored.plan if self._stored else None),
-            shares=self._stored.shares if self._stored else (),
+            given=self.captured.options.plan or (stored.plan if stored else None),
+            shares=stored.shares if stored else (),
             budget=self._budget,
             seconds=self._seconds,
             stages=self._stages,
         )
-        self._note(planner.run(may_measure=self._stored is None))
+        self._note(planner.run(may_measure=stored is None))
         assert self._planned is not None
         if self._planned.contexts[0].offloaded:
             # A saved tensor that arrives in host memory must not become the backward code's scratch.
@@ -372,7 +346,8 @@ class GraphCompiler:
         return forward, backward
 
     def _rewrite_inference(self, gm: fx.GraphModule) -> PassContext:
-        given = self._stored.plan if self._stored else None
+        stored = self._stored.compilation
+        given = stored.plan if stored else None
         self._note(InferencePlanner(self.captured, gm, given=given, budget=self._budget, stages=self._stages).run())
         assert self._planned is not None
         (context,) = self._planned.contexts

@@ -15,7 +15,7 @@ from torch import nn
 
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
-from autohete_fx.compiler import fitting, graph, keys, training
+from autohete_fx.compiler import fitting, keys, stored, training
 from autohete_fx.compiler.graph import GraphCompiler
 from autohete_fx.runtime.placement import placement_of
 from tests import training as job
@@ -108,7 +108,7 @@ def test_a_stored_plan_of_another_graph_is_no_error(monkeypatch: pytest.MonkeyPa
     """State of the process that no key has: here a key that does not have the graph's code."""
     monkeypatch.setattr(keys, "described_code", lambda gm: [])
     planned_afresh: list[int] = []
-    monkeypatch.setattr(graph.secrets, "token_hex", lambda length: planned_afresh.append(length) or "a key")
+    monkeypatch.setattr(stored.secrets, "token_hex", lambda length: planned_afresh.append(length) or "a key")
     for activation, is_known in ((nn.GELU, False), (nn.Tanh, True)):
         models = make(), make()
         for model in models:
