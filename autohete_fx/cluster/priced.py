@@ -24,15 +24,15 @@ Optimizer
 """
 
 import math
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTime
+from autohete_fx.cluster.layer_kinds import FIRST, LAST, LayerKinds
 from autohete_fx.cluster.narrow import Division, division_of, part_of_model, tied_bytes
 from autohete_fx.compiler.problem import state_bytes
 from autohete_fx.errors import ClusterError
@@ -48,13 +48,10 @@ from autohete_fx.whatif.blueprint import Blueprint, read_model
 from autohete_fx.whatif.depth import HEAD, TAIL
 from autohete_fx.whatif.trace import Captured, capture_step
 
-FIRST, LAYER, BRIDGE, LAST = "first", "layer", "bridge", "last"
-_ENDS = {BlockKind.PROLOGUE: FIRST, BlockKind.BRIDGE: BRIDGE, BlockKind.EPILOGUE: LAST}
 _LOSS_SUMS, _LOSS_BYTES = 3, 4
 """Exchanges of the loss over a divided vocabulary: the largest logit, the sum of exponentials and the label's logit, in fp32."""
 _ACCUMULATED = 3
 """How many times its own bytes adding to a gradient moves: two read and one written."""
-_NUMBERED = re.compile(r"(.+?)\.(\d+)\.")
 _DEVICE_TYPE = "cuda"
 
 
@@ -96,7 +93,7 @@ def priced_costs(
             f"the degrees {list(degrees)} of tensor parallelism were given for {model!r}. Expected was one that divides its heads"
             f" and widths, and is at most {gpus_of_node}. Give 1 as well"
         )
-    layers = _Layers(blueprints[0], whole)
+    layers = LayerKinds(blueprints[0], whole)
     captured = [
         _captured(blueprint, size, divisions[0], layers) for blueprint, size in zip(blueprints, sizes, strict=True)
     ]
@@ -137,74 +134,6 @@ def _update_of(spec: DeviceSpec, params_of_byte: float, gpus_of_node: int) -> Up
     )
 
 
-# -- which layers are alike ------------------------------------------------------------------------------------------
-
-
-class _Layers:
-    """The kinds of a model's layers, and how many layers to trace.
-
-    Attributes:
-        kinds: of all layers, embedding and head among them; where all layers are traced, known after the first `kinds_of`.
-        depth: layers to trace; None for all of them.
-    """
-
-    def __init__(self, blueprint: Blueprint, whole: nn.Module) -> None:
-        self._shapes = {name: tuple(param.shape) for name, param in whole.named_parameters()}
-        self._types = blueprint.layer_types if len(set(blueprint.layer_types)) > 1 else ()
-        self.kinds: tuple[str, ...] = ()
-        self.depth: int | None = None
-        if blueprint.num_layers is None:
-            return
-        fewest = HEAD + blueprint.period + TAIL
-        fewest += (blueprint.num_layers - fewest) % blueprint.period
-        found = self._named(_params_of_layers(self._shapes, blueprint.num_layers))
-        if fewest < blueprint.num_layers and len(set(found)) == len(set(self._types or (LAYER,))):
-            self.kinds, self.depth = (FIRST, *found, LAST), fewest
-
-    def kinds_of(self, captured: Captured) -> tuple[str, ...]:
-        """The kind of each block of a captured step. Raises ClusterError where it is not divided by layers."""
-        blocks = captured.partition.blocks.blocks
-        inner = [block for block in blocks if block.kind is BlockKind.LAYER]
-        if not inner or [blocks[0].kind, blocks[-1].kind] != [BlockKind.PROLOGUE, BlockKind.EPILOGUE]:
-            raise ClusterError(
-                f"a model was given whose graph has the blocks {', '.join(block.label for block in blocks)}. Expected were layers"
-                " between an embedding and a head. Give a model of which stages can be made"
-            )
-        if self.depth is not None:
-            assert len(blocks) - 2 == len(inner) == self.depth, "layers are grouped by their modules"
-            return (*self.kinds[: 1 + self.depth - TAIL], *self.kinds[-1 - TAIL :])
-        names = iter(self._named([block.param_fqns for block in inner]))
-        self.kinds = tuple(_ENDS.get(block.kind) or next(names) for block in blocks)
-        return self.kinds
-
-    def _named(self, params: Sequence[Sequence[str]]) -> list[str]:
-        """The kind of each layer by its parameters: its type, numbered where layers of one type have unlike parameters."""
-        types = self._types if len(self._types) == len(params) else (LAYER,) * len(params)
-        seen: dict[str, list[list[tuple[int, ...]]]] = {}
-        names = []
-        for kind, mine in zip(types, params, strict=True):
-            shapes = [self._shapes[name] for name in mine]
-            known = seen.setdefault(kind, [])
-            if shapes not in known:
-                known.append(shapes)
-            place = known.index(shapes)
-            names.append(f"{kind}-{place + 1}" if place else kind)
-        return names
-
-
-def _params_of_layers(names: Iterable[str], num_layers: int) -> list[list[str]]:
-    """The names of each layer's parameters; of no layer where no stack is as deep."""
-    stacks: dict[str, dict[int, list[str]]] = {}
-    for name in names:
-        found = _NUMBERED.match(name)
-        if found:
-            stacks.setdefault(found[1], {}).setdefault(int(found[2]), []).append(name)
-    for stack in stacks.values():
-        if sorted(stack) == list(range(num_layers)):
-            return [stack[index] for index in range(num_layers)]
-    return [[] for _ in range(num_layers)]
-
-
 # -- from a trace to figures of each kind ----------------------------------------------------------------------------
 
 
@@ -231,7 +160,7 @@ class _Part:
     hidden_bytes: int
 
 
-def _captured(blueprint: Blueprint, micro_batch: int, division: Division, layers: _Layers) -> Captured:
+def _captured(blueprint: Blueprint, micro_batch: int, division: Division, layers: LayerKinds) -> Captured:
     found = capture_step(part_of_model(blueprint, division.degree), layers.depth, _DEVICE_TYPE)
     if found.batch[0] != micro_batch:
         raise ClusterError(
@@ -242,7 +171,7 @@ def _captured(blueprint: Blueprint, micro_batch: int, division: Division, layers
 
 
 def _priced(
-    captured: Captured, layers: _Layers, division: Division, devices: Sequence[DeviceSpec], tf32: bool
+    captured: Captured, layers: LayerKinds, division: Division, devices: Sequence[DeviceSpec], tf32: bool
 ) -> _Part:
     partition, kinds = captured.partition, layers.kinds_of(captured)
     blocks = partition.blocks.blocks
