@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import survey_child
-from families import EXCEPTIONS, kinds
+from families import kinds
+from family_sizes import EXCEPTIONS
 from results import environment, print_figures, save
 
 _HERE = Path(__file__).resolve().parent

@@ -15,7 +15,7 @@ def test_a_row_says_that_training_was_exact_and_within_budget(monkeypatch: pytes
     import survey_child  # pyright: ignore[reportMissingImports]
 
     row = survey_child.row_of("llama", "eager", 0.6)
-    for name in ("survey_child", "families"):
+    for name in ("survey_child", "families", "family_sizes"):
         del sys.modules[name]
     assert row["result"] == "trained" and row["bitwise"] and row["exact"]
     assert row["peak bytes"] <= row["budget bytes"] < 0.61 * row["plain peak bytes"]
