@@ -102,8 +102,8 @@ def join(
         timeout_s: after which a rank that does not answer is an error.
 
     Raises:
-        ClusterError: the plan does not fit the model, the batch or the ranks; no plan fits the memory; or the store has no
-            complete save.
+        ClusterError: the plan does not fit the model, the batch or the ranks; no plan fits the memory; the store has no
+            complete save; or another rank could not build its stage.
     """
     start = time.perf_counter()
     batch = batch_of(example)
@@ -174,7 +174,9 @@ def join(
         max_grad_norm=max_grad_norm,
         seed=seed,
     )
-    stage = _stage_of(recipe, deployment, seat, layer_map, device, weights, unit) if seat else None
+    stage = _on_each_rank(
+        lambda: _stage_of(recipe, deployment, seat, layer_map, device, weights, unit) if seat else None, members, group
+    )
     run = None
     if seat and stage:
         run = StageRun(
@@ -268,6 +270,30 @@ def _stage_of(
         recomputed=planned.recomputed,
         unit=unit,
     )
+
+
+def _on_each_rank(
+    make: Callable[[], StageModule | None], members: Sequence[Member], group: dist.ProcessGroup | None
+) -> StageModule | None:
+    """What this rank makes, once all have made theirs. Where one of them fails none waits for it: each raises its words."""
+
+    def told(words: str) -> list[str]:
+        said = [""] * len(members)
+        dist.all_gather_object(said, words, group=group)
+        return said
+
+    try:
+        made = make()
+    except Exception as error:
+        told(f"{type(error).__name__}: {error}")
+        raise
+    for rank, words in enumerate(told("")):
+        if words:
+            raise ClusterError(
+                f"rank {rank}, on node {members[rank].node}, could not build its stage: {words}. Expected were stages on all"
+                " ranks. Mend that, and start all of them again"
+            )
+    return made
 
 
 def _report(

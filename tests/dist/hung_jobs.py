@@ -44,6 +44,23 @@ def vanished() -> str:
     return ""
 
 
+def unbuilt() -> str:
+    """The error of a rank where rank 1 cannot read the weights of its stage. No test waits for the timeout."""
+    plan, rank = plan_of([(1, 2, [2, 4]), (2, 1, [4])]), dist.get_rank()
+    model = Model(3, False).state_dict()
+
+    def weights(name: str) -> torch.Tensor:
+        if rank == 1:
+            raise FileNotFoundError("part-2.safetensors")
+        return model[name]
+
+    try:
+        joined(plan, lambda: Model(3, False), weights=weights, timeout_s=NEVER_S)
+    except (ClusterError, FileNotFoundError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def errors(root: str, hung: int = 1) -> str:
     """The error of a rank whose peer hangs in its second step."""
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""A rank that hangs is named within a timeout; one that vanishes is noticed at once by all, whomever they wait for."""
+"""A rank that hangs is named within a timeout; one that vanishes or cannot build its stage is noticed at once by all."""
 
 from pathlib import Path
 
@@ -24,3 +24,12 @@ def test_a_first_rank_that_hangs_is_named_by_the_others(tmp_path: Path):
 def test_a_rank_that_vanishes_is_noticed_by_all_though_the_timeout_is_long(tmp_path: Path):
     found = run("tests.dist.hung_jobs.vanished", tmp_path, num_ranks=4, survivors=(0, 1, 2))
     assert all("lost another rank in step 1" in error and "does not answer" not in error for error in found), found
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_build_its_stage_is_named_though_the_timeout_is_long(tmp_path: Path):
+    first, unable, other = run("tests.dist.hung_jobs.unbuilt", tmp_path, num_ranks=3)
+    assert unable == "FileNotFoundError: part-2.safetensors"
+    assert first == other and "ClusterError: rank 1, on node node-1, could not build its stage: " + unable in first, (
+        first
+    )
