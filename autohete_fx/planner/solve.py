@@ -18,20 +18,21 @@ the updates, so keeping everything is not a lower bound on time, and is not said
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autohete_fx.ir import BlockDecision, Overlap, Plan, Problem
+from autohete_fx.ir import BlockDecision, Plan, Problem
 from autohete_fx.planner.baselines import evaluate, fits
 from autohete_fx.planner.bound.formulation import RELATIVE_GAP, Program
 from autohete_fx.planner.bound.relaxation import Branched, Relaxed, branch, dive, ends_of, lumps_of, relax
+from autohete_fx.planner.bound.work_bound import work_bound_s
 from autohete_fx.planner.infeasible import infeasible, least_peak
 from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE, choices, copies
-from autohete_fx.planner.model.figures import PRODUCTS_OF_UPDATES, Whole, overlap_of, sends_at_once, whole_of
+from autohete_fx.planner.model.figures import Whole, sends_at_once, whole_of
 from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.reasons import reasons_of
 from autohete_fx.planner.search.anneal import anneal, terms_of
@@ -101,8 +102,13 @@ FEW_RUNS = (1, 0.25), (0, 1.0), (2, 0.5)
 The first tells soon whether there is something to find. A dozen blocks, of which one run in four ends 0.2% above the others
 whatever its work, get another.
 """
+LAST_RUNS = ((3, 0.4),)
+"""Likewise those after these, in which walks give all prefetch distances.
+
+A round takes a third longer then. They end elsewhere than the others, of 12 layers often in a better place.
+"""
 STAGNANT = 5e-4
-"""Annealing ends after a run that made the step faster by less than this share."""
+"""Runs of one kind end after one that made the step faster by less than this share, and annealing where no run has."""
 RUN_INSTEAD = 1.75
 """The share by which annealing does more where it begins at rounded shares that local search has not improved.
 
@@ -147,28 +153,6 @@ def proven(problem: Problem, plan: Plan, *, time_limit_s: float) -> Plan:
     bound_s = min(plan.step_s, max(plan.lower_bound_s, branched.bound_s))
     gap = (plan.step_s - bound_s) / plan.step_s
     return replace(plan, lower_bound_s=bound_s, gap=gap, status="optimal" if gap <= OPTIMAL_GAP else plan.status)
-
-
-def work_bound_s(problem: Problem) -> float:
-    """The seconds that no plan can beat: all blocks computed, all parameters updated where that is fastest.
-
-    On a CPU device host and device updates take the same cores. On a CUDA device they overlap, at best perfectly, and under an
-    overlapping schedule those on the host also overlap the passes. Matrix products of updates are counted on a CPU device only:
-    elsewhere they make the bound no tighter than it is without.
-    """
-    forward_s = sum(cost.forward_s for cost in problem.costs)
-    if not problem.training:
-        return forward_s
-    machine = problem.machine
-    passes_s = problem.micro_batches * (forward_s + sum(cost.backward_s for cost in problem.costs))
-    num_updates = sum(cost.update_share * cost.num_params for cost in problem.costs)
-    on_device, on_host = machine.device_update_params_per_s, machine.host_update_params_per_s
-    if machine.device_type == "cpu":
-        flops = sum(sum(cost.product_flops) for cost in problem.costs)
-        products_s = flops / max(machine.flops_per_s(PRODUCTS_OF_UPDATES), machine.host_products_per_s)
-        return passes_s + num_updates / max(on_device, on_host) + products_s
-    hidden = on_host * passes_s if overlap_of(problem) is not Overlap.NONE else 0.0
-    return passes_s + max(0.0, num_updates - hidden) / (on_device + on_host)
 
 
 def _solved(problem: Problem, time_limit_s: float) -> tuple[tuple[BlockDecision, ...], float]:
@@ -356,8 +340,8 @@ class _Found:
             if not self._is_done:
                 self._keep(search, search.improve(fitting[i]))
 
-    def _anneal(self, search: Search, wasted_s: Seconds | None) -> Rows:
-        """Walk from what was found; returns the best of all."""
+    def _anneal(self, search: Search, wasted_s: Seconds | None) -> Iterator[Rows]:
+        """Walk from what was found; yields the best of each kind of runs, the next of which begins when these are polished."""
         share = ANNEALING_SHARE if self.num_blocks > PROGRAM_BLOCKS else POLISHING_SHARE
         share *= min(1.0, self.num_blocks / MANY_BLOCKS)
         if sends_at_once(self.problem):
@@ -365,16 +349,23 @@ class _Found:
         share *= (RUN_INSTEAD if self._walks_first else 1) / self._slower
         work, enough_s = share * self.time_limit_s * WALKED_BLOCKS_PER_SECOND, self.bound_s * (1 + ENOUGH)
         begin = np.array([search.replays.row(each) for each in (self.best, *self.patterns, *self.near)])
-        terms = terms_of(search.replays, wasted_s, self.relaxed_s if wasted_s is not None else 0.0)
-        found, best_score = begin[:0], self.best_score
-        for seed, part in FEW_RUNS if PROGRAM_BLOCKS < self.num_blocks <= MANY_BLOCKS else ((0, 1.0),):
-            run = anneal(search, terms, begin, work=int(part * work), enough_s=enough_s, seed=seed)
-            found = np.unique(np.concatenate([found, run]), axis=0)
-            scores = search.score(found)
-            found, last_score, best_score = found[np.argsort(scores, kind="stable")], best_score, float(scores.min())
-            if best_score <= enough_s or best_score > last_score * (1 - STAGNANT):
-                break
-        return found[:_POLISHED]
+        far, relaxed_s = range(1, search.replays.farthest + 1), self.relaxed_s if wasted_s is not None else 0.0
+        few = PROGRAM_BLOCKS < self.num_blocks <= MANY_BLOCKS
+        kinds = [(None, FEW_RUNS), (far, LAST_RUNS)] if few else [(None, ((0, 1.0),))]
+        first_score = best_score = self.best_score
+        for distances, runs in kinds:
+            terms, found = terms_of(search.replays, wasted_s, relaxed_s, distances), begin[:0]
+            for seed, part in runs:
+                run = anneal(search, terms, begin, work=int(part * work), enough_s=enough_s, seed=seed)
+                found = np.unique(np.concatenate([found, run]), axis=0)
+                scores = search.score(found)
+                found, last_score = found[np.argsort(scores, kind="stable")], best_score
+                best_score = min(best_score, float(scores.min()))
+                if best_score <= enough_s or best_score > last_score * (1 - STAGNANT):
+                    break
+            yield from found[:_POLISHED]
+            if best_score <= enough_s or best_score > first_score * (1 - STAGNANT):
+                return
 
     def _anything(self) -> tuple[BlockDecision, ...]:
         decisions = least_peak(self.problem, deadline=self.deadline)

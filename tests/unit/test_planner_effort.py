@@ -14,7 +14,8 @@ from autohete_fx.planner.bound.relaxation import _mixes, branch, dive, ends_of, 
 from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE
 from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.search import anneal, improve
-from autohete_fx.planner.search.walks import Walks
+from autohete_fx.planner.search.arrays import Rows
+from autohete_fx.planner.search.walks import Terms, Walks
 from tests.planner_problems import MACHINE, cost, problem
 
 
@@ -30,13 +31,13 @@ def dozen(share: float = 0.5) -> Problem:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Work and seeds of all runs of annealing, of which each does a tenth; one branch is taken."""
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
+    """Seeds of all runs of annealing and the prefetch distances of their walks; each does a tenth, and one branch is taken."""
     found, anneal = [], planner.anneal
 
-    def noted(*given: Any, work: int, seed: int, **more: Any) -> Any:
-        found.append((work, seed))
-        return anneal(*given, work=work // 10, seed=seed, **more)
+    def noted(search: Any, terms: Terms, *given: Any, work: int, seed: int, **more: Any) -> Any:
+        found.append((seed, terms.distances))
+        return anneal(search, terms, *given, work=work // 10, seed=seed, **more)
 
     monkeypatch.setattr(planner, "anneal", noted)
     monkeypatch.setattr(planner, "BRANCHES_PER_SECOND", 0)
@@ -51,14 +52,30 @@ def test_a_plan_that_is_near_enough_the_bound_is_searched_no_further(monkeypatch
     assert 0 < plan.gap <= planner.ENOUGH
 
 
-def test_annealing_goes_on_while_it_finds_something(runs: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch):
+def test_annealing_goes_on_while_it_finds_something(runs: list[tuple[int, list[int]]], monkeypatch: pytest.MonkeyPatch):
+    """Last come walks that give all distances."""
     monkeypatch.setattr(planner, "STAGNANT", 0.0)  # each run is faster by that
     plan = planner.solve(dozen(), time_limit_s=10, explains=False)
     all_runs, runs[:] = runs[:], []
-    assert [seed for _, seed in all_runs] == [seed for seed, _ in planner.FEW_RUNS] and plan.gap > planner.ENOUGH
+    few, last = ([seed for seed, _ in kind] for kind in (planner.FEW_RUNS, planner.LAST_RUNS))
+    assert all_runs == [*((seed, [1, 3]) for seed in few), *((seed, [1, 2, 3, 4]) for seed in last)]
+    assert plan.gap > planner.ENOUGH
     monkeypatch.setattr(planner, "STAGNANT", 1.0)  # none is
     shorter = planner.solve(dozen(), time_limit_s=10, explains=False)
     assert runs == all_runs[:1] and shorter.step_s >= plan.step_s * (1 - 1e-3)
+
+
+def test_a_run_without_a_gain_is_followed_by_walks_that_give_all_distances(
+    runs: list[tuple[int, list[int]]], monkeypatch: pytest.MonkeyPatch
+):
+    anneal = planner.anneal
+
+    def idle(search: Any, terms: Terms, starts: Rows, *, work: int, seed: int, **more: Any) -> Rows:
+        return anneal(search, terms, starts, work=0 if seed == planner.FEW_RUNS[1][0] else work, seed=seed, **more)
+
+    monkeypatch.setattr(planner, "anneal", idle)
+    planner.solve(dozen(share=0.3), time_limit_s=10, explains=False)
+    assert [seed for seed, _ in runs] == [planner.FEW_RUNS[0][0], planner.FEW_RUNS[1][0], planner.LAST_RUNS[0][0]]
 
 
 def test_whole_numbers_at_the_ends_prove_more_and_no_more_than_is_true():

@@ -9,12 +9,13 @@ import pytest
 from autohete_fx.ir import BlockDecision, Optimizer, Overlap, Params, Plan, Problem, Schedule
 from autohete_fx.ir.machine import ASSUMED_HOST_FLOPS_PER_S
 from autohete_fx.machine.devices import machine_of_rank
+from autohete_fx.planner.bound.work_bound import work_bound_s
 from autohete_fx.planner.model.device_use import device_bytes
 from autohete_fx.planner.model.figures import device_update_s, disk_bytes, host_bytes, host_update_s, streamed_bytes
 from autohete_fx.planner.model.footprint import resident_bytes, traced_peak_bytes
 from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.sharing import joined
-from autohete_fx.planner.solve import solve, work_bound_s
+from autohete_fx.planner.solve import solve
 from tests.planner_problems import MACHINE, cost, problem
 
 HOST, DEVICE = BlockDecision(optimizer=Optimizer.HOST), BlockDecision()

@@ -22,6 +22,7 @@ clock: hot walks are of no use.
 """
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,8 +39,8 @@ from autohete_fx.planner.search.walks import Heat, Prices, Terms, Walks
 
 WALKS = 256
 DISTANCES, SHARED_DISTANCES = (1, 3), (1, 4)
-"""The prefetch distances that walks give, the latter where `figures.sends_at_once`. Each takes time in every replay, and local
-search knows the others."""
+"""The prefetch distances that walks give unless they are told, the latter where `figures.sends_at_once`. Each takes time in every
+replay, and local search knows the others."""
 HEAT = Heat(
     hottest=0.2,
     coldest=1e-4,
@@ -123,13 +124,22 @@ def at_distances(replays: Replays, terms: Terms, starts: Rows) -> Rows:
     return np.ascontiguousarray(terms.settings[np.arange(replays.num_blocks)[:, None], treatments, places, distances])
 
 
-def terms_of(replays: Replays, wasted_s: Seconds | None = None, bound_s: float = 0.0) -> Terms:
+def terms_of(
+    replays: Replays,
+    wasted_s: Seconds | None = None,
+    bound_s: float = 0.0,
+    distances: Sequence[int] | None = None,
+) -> Terms:
     """The figures that annealing looks at.
 
     ``wasted_s``: by block and setting, what walks pay besides what their steps take; None for nothing. No step takes less than
-    ``bound_s`` and what its settings waste.
+    ``bound_s`` and what its settings waste. ``distances``: the prefetch distances that walks give, 1 first; None for `DISTANCES` or
+    `SHARED_DISTANCES`.
     """
-    settings, counts, parts = _parts(replays)
+    if distances is None:
+        distances = SHARED_DISTANCES if replays.tables.rules.sends_at_once else DISTANCES
+    distances = [far for far in distances if far <= replays.farthest]
+    settings, counts, parts = _parts(replays, distances)
     tables, limits = replays.tables, [np.inf if limit is None else float(limit) for limit in limits_of(replays.problem)]
     limits[0] -= replays.problem.fixed_bytes
     tiers = [replays.use, *replays.elsewhere]
@@ -138,7 +148,7 @@ def terms_of(replays: Replays, wasted_s: Seconds | None = None, bound_s: float =
     wasted = np.zeros(replays.copies_s.shape) if wasted_s is None else wasted_s
     return Terms(
         tables=tables,
-        distances=_distances(replays, replays.farthest),
+        distances=distances,
         use=use.reshape(-1, use.shape[-1]),
         elsewhere=np.stack(elsewhere).reshape(len(elsewhere), -1),
         limits=np.floor(np.array(limits) / units),
@@ -151,25 +161,20 @@ def terms_of(replays: Replays, wasted_s: Seconds | None = None, bound_s: float =
     )
 
 
-def _distances(replays: Replays, farthest: int) -> list[int]:
-    given = SHARED_DISTANCES if replays.tables.rules.sends_at_once else DISTANCES
-    return [far for far in given if far <= farthest]
-
-
 def _unit(table: NDArray[np.int64]) -> float:
     """Of bytes by block and setting, and maybe span: so large that what all blocks can take are fewer than float32 tells apart."""
     most = float(table.reshape(len(table), -1).max(axis=1).sum())
     return max(1.0, np.ceil(most / _MOST_UNITS))
 
 
-def _parts(replays: Replays) -> tuple[Rows, Rows, Rows]:
+def _parts(replays: Replays, distances: Sequence[int]) -> tuple[Rows, Rows, Rows]:
     """The parts of settings: what is done with activations, places, distance. The farthest distance that walks give and that is no
     farther stands for others.
 
     Returns which setting has which parts, by block and parts (the one that moves nothing where none has them), how many there
     are of each part, by kind and block, and the parts of every setting, by kind and setting.
     """
-    found = [_parts_of(replays, settings) for settings in replays.settings]
+    found = [_parts_of(settings, distances) for settings in replays.settings]
     counts = np.array([table.shape for table, _ in found]).T
     settings = np.zeros((len(found), *counts.max(axis=1)), dtype=np.int64)
     parts = np.zeros((len(counts), len(found), replays.tables.settings), dtype=np.int64)
@@ -179,11 +184,12 @@ def _parts(replays: Replays) -> tuple[Rows, Rows, Rows]:
     return settings, counts, parts.reshape(len(counts), -1)
 
 
-def _parts_of(replays: Replays, settings: list[BlockDecision]) -> tuple[Rows, Rows]:
+def _parts_of(settings: list[BlockDecision], distances: Sequence[int]) -> tuple[Rows, Rows]:
     """Of one block: which setting has which parts, and the parts of every setting."""
     treatments: dict[object, int] = {}
     places: dict[object, int] = {}
-    distances = _distances(replays, max(setting.prefetch_distance for setting in settings))
+    farthest = max(setting.prefetch_distance for setting in settings)
+    distances = [far for far in distances if far <= farthest]
     parts = []
     for s in settings:
         treatment, place = treatment_of(s), place_of(s)
