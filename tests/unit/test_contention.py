@@ -1,22 +1,18 @@
-"""Lanes that slow each other down: what a replay makes of them, what it keeps to, and how they are timed."""
+"""Lanes that slow each other down: what a replay makes of them, and what it keeps to."""
 
 import functools
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.ir import Activations, BlockDecision, Lane, Machine, Optimizer, Overlap, Params, Problem, Schedule
 from autohete_fx.ir.machine import CONTENDING
-from autohete_fx.machine import contention as timing
-from autohete_fx.machine.described import machine_text
 from autohete_fx.planner.model import simulate as judge
 from autohete_fx.planner.model.choices import choices
 from autohete_fx.planner.model.contention import Factors, factors_of, settled
@@ -218,64 +214,3 @@ def test_fewer_updates_are_left_to_a_host_that_copies_slow_down():
     on_host, more_on_host = (sum(d.updates_on_host for d in each.decisions) for each in (plan, blind))
     assert on_host < more_on_host
     assert plan.step_s < simulate(slow, blind.decisions).step_s - 0.3
-
-
-class Accelerator:
-    """Streams whose pending seconds go by while somebody waits, at the rates of a machine."""
-
-    def __init__(self, kept: dict[tuple[str, str], float]) -> None:
-        self.kept, self.now_s = kept, 0.0
-        self.pending_s: dict[str, float] = {"compute": 0.0, "h2d": 0.0}
-        self.names = iter(self.pending_s)
-        self.current = ""
-
-    def stream(self, device: torch.device) -> "FakeStream":
-        return FakeStream(self, next(self.names))
-
-    def work(self, seconds: float) -> None:
-        self.pending_s[self.current] += seconds
-
-    def wait(self, name: str) -> None:
-        while self.pending_s[name] > 1e-12:
-            busy = [each for each, left in self.pending_s.items() if left > 1e-12]
-            rate = {a: self.kept.get((a, next((b for b in busy if b != a), a)), 1.0) for a in busy}
-            took_s = min(self.pending_s[each] / rate[each] for each in busy)
-            for each in busy:
-                self.pending_s[each] -= took_s * rate[each]
-            self.now_s += took_s
-
-
-class FakeStream:
-    def __init__(self, device: Accelerator, name: str) -> None:
-        self.device, self.name = device, name
-
-    def __enter__(self) -> None:
-        self.device.current = self.name
-
-    def __exit__(self, *error: object) -> None:
-        self.device.current = ""
-
-    def synchronize(self) -> None:
-        self.device.wait(self.name)
-
-
-def test_lanes_are_timed_beside_each_other(monkeypatch: pytest.MonkeyPatch):
-    device = Accelerator({("compute", "h2d"): 0.8, ("h2d", "compute"): 0.55})
-
-    def drain(_: object) -> None:
-        for name in device.pending_s:
-            device.wait(name)
-
-    monkeypatch.setattr(timing.torch, "Stream", device.stream)
-    monkeypatch.setattr(timing.torch, "accelerator", SimpleNamespace(synchronize=drain))
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: device.now_s))
-    work = {Lane.COMPUTE: lambda: device.work(0.003), Lane.H2D: lambda: device.work(0.011)}
-    found = timing.measure_contention(torch.device("cuda"), work)
-    assert found == (("compute", "h2d", 0.8), ("h2d", "compute", 0.55))
-    assert "h2d beside compute" in machine_text(replace(MACHINE, contention=found))
-
-
-def test_lanes_that_leave_each_other_alone_are_not_listed():
-    seconds = {(Lane.H2D, None): 1.0, (Lane.D2H, None): 1.0, (Lane.H2D, Lane.D2H): 1.02, (Lane.D2H, Lane.H2D): 1.6}
-    found = timing.contention_of([Lane.H2D, Lane.D2H], lambda lane, beside: seconds[lane, beside])
-    assert found == (("d2h", "h2d", 0.62),)
