@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from autohete_fx.errors import OptionError
-from autohete_fx.ir import Machine
+from autohete_fx.ir import Lane, Machine
 from autohete_fx.machine.described import link_text, machine_text
 from autohete_fx.machine.link import Link, measure_link
 from autohete_fx.machine.measure import measure_machine
@@ -57,11 +57,13 @@ def doctor(parsed: argparse.Namespace) -> str:
     if ranks is not None:
         ranks.exchange(None)
         rate, latency_s = measure_net(ranks, device, _exchange(ranks))
+        # Updates are those of a process that has the host to itself, as their rate is: plans divide it.
+        of_updates = [each for each in machine.contention if Lane.UPDATE.value in each[:2]]
         machine = dataclasses.replace(
             machine,
             net_bytes_per_s=rate,
             net_latency_s=latency_s,
-            contention=measure_net_contention(ranks, device, _exchange(ranks)),
+            contention=(*of_updates, *measure_net_contention(ranks, device, _exchange(ranks))),
         )
         leave_job()
     if parsed.save:

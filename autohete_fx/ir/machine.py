@@ -15,8 +15,8 @@ MACHINE_SCHEMA_VERSION = 1
 ASSUMED_HOST_FLOPS_PER_S = 1e12
 """The rate of bf16 products on the host beside a GPU, where nobody has timed them: a socket of a server without matrix units."""
 
-CONTENDING = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.NET)
-"""The lanes that share a device, its memory and its links."""
+CONTENDING = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.UPDATE, Lane.NET)
+"""The lanes that share a device, its memory and its links, or the host's memory."""
 
 BANDWIDTHS = {
     "h2d_bytes_per_s": "copy to device",

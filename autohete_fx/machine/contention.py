@@ -1,21 +1,23 @@
 """Contention of an accelerator's lanes, timed: the share of its rate that each keeps while another works.
 
-In: work of each lane. Out: `Machine.contention`, from the seconds of each lane's work alone, and beside each other lane, which has
-enough to outlast it. Lanes of other ranks take part where a collective is among them: all ranks time the same pairs in one order,
-and the slowest counts. A CPU has no such lanes: its processors copy, as ``Machine.copy_share`` says.
+In: each lane's work, and a stream or a thread that does it. Out: `Machine.contention`, from the seconds of each lane's work alone,
+and beside each other lane, which has enough to outlast it. Lanes of other ranks take part where a collective is among them: all
+ranks time the same pairs in one order, and the slowest counts. A CPU has no such lanes: its processors copy, as
+``Machine.copy_share`` says.
 """
 
 import itertools
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import torch
 
 from autohete_fx.ir import Lane
 
-Issue = Callable[[], object]
-"""Gives a piece of a lane's work to the current stream."""
 Timed = Callable[[Lane, Lane | None], float]
 """From a lane, and maybe one beside it, to the seconds of the first one's work."""
 Agree = Callable[[float], float]
@@ -31,6 +33,70 @@ _BYTES = 64 * 2**20
 _SIDE = 4096
 
 
+class LaneWork(Protocol):
+    """A lane's work, in pieces that are done one after another."""
+
+    def begin(self, count: int) -> None:
+        """Have so many pieces done, from now on."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until they are done."""
+        ...
+
+
+class OnStream:
+    """Work of the device, on a stream of its own.
+
+    Args:
+        device: the accelerator.
+        issue: gives the current stream a piece, which takes the device far longer than to issue it.
+    """
+
+    def __init__(self, device: torch.device, issue: Callable[[], object]) -> None:
+        self._stream, self._issue = torch.Stream(device), issue
+
+    def begin(self, count: int) -> None:
+        """Issue so many pieces."""
+        with self._stream:
+            for _ in range(count):
+                self._issue()
+
+    def finish(self) -> None:
+        """Wait until they are done."""
+        self._stream.synchronize()
+
+
+class OnThread:
+    """Work of the host, on a thread of its own. ``finish`` raises what a piece raised.
+
+    Args:
+        thread: the one that works, and does nothing else meanwhile.
+        do: does a piece. It leaves the interpreter to others for nearly all of the time that it takes.
+    """
+
+    def __init__(self, thread: ThreadPoolExecutor, do: Callable[[], object]) -> None:
+        self._thread, self._do = thread, do
+        self._begun: Future[None] | None = None
+
+    def begin(self, count: int) -> None:
+        """Have so many pieces done; returns when the thread has begun."""
+        works = threading.Event()
+
+        def run() -> None:
+            works.set()
+            for _ in range(count):
+                self._do()
+
+        self._begun = self._thread.submit(run)
+        works.wait()
+
+    def finish(self) -> None:
+        """Wait until they are done."""
+        if self._begun is not None:
+            self._begun.result()
+
+
 def contention_of(lanes: Sequence[Lane], timed: Timed) -> tuple[tuple[str, str, float], ...]:
     """The pairs of which the first is slower beside the second, and the share of its rate that it keeps."""
     alone_s = {lane: timed(lane, None) for lane in lanes}
@@ -43,31 +109,27 @@ def contention_of(lanes: Sequence[Lane], timed: Timed) -> tuple[tuple[str, str, 
 
 
 def measure_contention(
-    device: torch.device, work: Mapping[Lane, Issue], agree: Agree = lambda seconds: seconds
+    device: torch.device, work: Mapping[Lane, LaneWork], agree: Agree = lambda seconds: seconds
 ) -> tuple[tuple[str, str, float], ...]:
-    """Time the lanes of an accelerator, each on a stream. Where a lane's work is a collective, all ranks call this.
+    """Time the lanes of an accelerator and its host. Where a lane's work is a collective, all ranks call this.
 
     Args:
         device: the accelerator.
-        work: of each lane, a piece that takes the device far longer than to issue it.
+        work: of each lane, in pieces of at most some 20 milliseconds.
         agree: what makes one figure of all ranks' seconds.
     """
-    streams, counts = {lane: torch.Stream(device) for lane in work}, dict.fromkeys(work, 1)
-
-    def run(lane: Lane, count: int) -> None:
-        with streams[lane]:
-            for _ in range(count):
-                work[lane]()
+    counts = dict.fromkeys(work, 1)
 
     def seconds(lane: Lane, beside: Lane | None) -> float:
         torch.accelerator.synchronize(device)
         if beside is not None:
-            run(beside, _OUTLASTS * counts[beside])
+            work[beside].begin(_OUTLASTS * counts[beside])
         begin_s = time.perf_counter()
-        run(lane, counts[lane])
-        streams[lane].synchronize()
+        work[lane].begin(counts[lane])
+        work[lane].finish()
         took_s = time.perf_counter() - begin_s
-        torch.accelerator.synchronize(device)
+        if beside is not None:
+            work[beside].finish()
         return max(took_s, 1e-9)
 
     def best(lane: Lane, beside: Lane | None) -> float:
@@ -77,7 +139,7 @@ def measure_contention(
     return contention_of(list(work), best)
 
 
-def work_of(device: torch.device, make_on_host: Callable[[int, torch.dtype], torch.Tensor]) -> dict[Lane, Issue]:
+def work_of(device: torch.device, make_on_host: Callable[[int, torch.dtype], torch.Tensor]) -> dict[Lane, LaneWork]:
     """Work of the lanes that an accelerator has alone: products, and copies both ways.
 
     Args:
@@ -88,7 +150,7 @@ def work_of(device: torch.device, make_on_host: Callable[[int, torch.dtype], tor
     up, down = (torch.ones(_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     left, product = (torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16, device=device) for _ in range(2))
     return {
-        Lane.COMPUTE: lambda: torch.mm(left, left, out=product),
-        Lane.H2D: lambda: up.copy_(homes[0], non_blocking=True),
-        Lane.D2H: lambda: homes[1].copy_(down, non_blocking=True),
+        Lane.COMPUTE: OnStream(device, lambda: torch.mm(left, left, out=product)),
+        Lane.H2D: OnStream(device, lambda: up.copy_(homes[0], non_blocking=True)),
+        Lane.D2H: OnStream(device, lambda: homes[1].copy_(down, non_blocking=True)),
     }

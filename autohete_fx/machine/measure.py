@@ -2,12 +2,12 @@
 
 Enters a device and a way to make host tensors; leaves a `Machine`. Timing takes about two seconds. It times products, copies
 within the device and both ways to host memory, AdamW steps on the device and on the host, and a file. An accelerator's lanes are
-timed beside each other as well (`contention`). Each rate is the best of a few repeats after a warm-up: others on the machine only
-ever slow one down.
+timed beside each other as well, and beside updates on the host (`contention`), which takes some four seconds more. Each rate is the
+best of a few repeats after a warm-up: others on the machine only ever slow one down.
 
-A measurement may fall into a step that has a budget to keep. On CUDA it takes some 250 MiB, of what activations take later. For
-a CPU device, where a budget may be smaller than that, every tensor timed here lies in mapped host memory. There a 16-bit
-product may take 3 MiB of scratch, a copy to the device 1 MiB, and the disk's window 4 MiB.
+A measurement may fall into a step that has a budget to keep. On CUDA it takes some 250 MiB, of what activations take later, and
+640 MiB of pinned host memory. For a CPU device, where a budget may be smaller than that, every tensor timed here lies in mapped
+host memory. There a 16-bit product may take 3 MiB of scratch, a copy to the device 1 MiB, and the disk's window 4 MiB.
 """
 
 import errno
@@ -18,16 +18,17 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from autohete_fx.cache import device_name, load_machine, machine_key, store_machine
 from autohete_fx.internals.modes import unset_fake_temporarily
 from autohete_fx.ir import Lane, Machine
-from autohete_fx.machine.contention import measure_contention, work_of
-from autohete_fx.runtime.lanes.team import by_update_team
+from autohete_fx.machine.contention import OnThread, measure_contention, work_of
+from autohete_fx.runtime.lanes.team import update_team
 from autohete_fx.runtime.tiers import ram
 
 _REPEATS, _SMALL_REPEATS = 4, 40
@@ -39,6 +40,8 @@ _STREAM_BYTES = {"cpu": 24 * 2**20, "cuda": 128 * 2**20}
 # Parameters, gradients and moments together more than a cache holds; beside a GPU that is the cache of a server.
 _UPDATE_PARAMS = {"cpu": 2**22, "cuda": 2**24}
 _SERVER_UPDATE_PARAMS = 2**25
+_UPDATE_PARTS = 8
+"""Beside other lanes they are updated in so many parts, by turns: each takes milliseconds, and all are more than a cache holds."""
 _HOST_PRODUCT = 2048
 """Rows and columns of matrices that the host multiplies beside a GPU."""
 _PRODUCTS = {"cpu": 1, "cuda": 8}
@@ -206,9 +209,14 @@ def _copy_figures(device: torch.device, make: "MakeTensor", issue: IssueCopy, be
     }
 
 
-def _update_rate(device: torch.device, make: MakeTensor, count: int) -> float:
-    """Parameters per second of a fused fp32 AdamW step over ``count`` of them."""
-    params, grads, averages, squares = ([make(count, torch.float32).fill_(0.01)] for _ in range(4))
+def _updated(make: MakeTensor, count: int) -> list[torch.Tensor]:
+    """So many parameters in fp32, with gradients and both averages."""
+    return [make(count, torch.float32).fill_(0.01) for _ in range(4)]
+
+
+def _fused_step(device: torch.device, updated: Iterable[torch.Tensor]) -> Callable[[], None]:
+    """A fused AdamW step of parameters, which are given with gradients and both averages."""
+    params, grads, averages, squares = ([each] for each in updated)
     steps = [torch.ones((), device=device)]
 
     def step() -> None:
@@ -228,8 +236,29 @@ def _update_rate(device: torch.device, make: MakeTensor, count: int) -> float:
             maximize=False,
         )
 
-    with torch.no_grad():
-        return count / best_seconds(device, step)
+    return step
+
+
+def _update_rate(device: torch.device, updated: Sequence[torch.Tensor]) -> float:
+    """Parameters per second of such steps."""
+    return updated[0].numel() / best_seconds(device, _fused_step(device, updated))
+
+
+def _host_figures(device: torch.device, make: MakeTensor) -> dict[str, Any]:
+    """What an accelerator's host does with the team of updates, and which lanes slow which others down."""
+    host = torch.device("cpu")
+    with update_team() as team:
+        # Made by the thread that writes them: no other may write a tensor of inference mode, in which a program may measure.
+        updated = team.submit(_updated, make, _SERVER_UPDATE_PARAMS).result()
+        rate = team.submit(_update_rate, host, updated).result()
+        parts = zip(*(each.chunk(_UPDATE_PARTS) for each in updated), strict=True)
+        turns = itertools.cycle([_fused_step(host, part) for part in parts])
+        work = {**work_of(device, make), Lane.UPDATE: OnThread(team, lambda: next(turns)())}
+        return {
+            "host_update_params_per_s": rate,
+            "host_flops_per_s": team.submit(_host_product_rate).result(),
+            "contention": measure_contention(device, work),
+        }
 
 
 def _host_product_rate() -> float:
@@ -321,9 +350,10 @@ def measure_machine(
         copies = {"h2d_bytes_per_s": up, "d2h_bytes_per_s": down, "latency_s": latency}
         if device.type == "cpu" and issue_copy is not None:
             copies = _copy_figures(device, make, issue_copy, copies_run_beside)
-        count = _UPDATE_PARAMS["cpu"] if device.type == "cpu" else _SERVER_UPDATE_PARAMS
-        update_on_host = functools.partial(_update_rate, torch.device("cpu"), make_on_host, count)
-        host_rate = update_on_host() if device.type == "cpu" else by_update_team(update_on_host)
+        update_rate = _update_rate(device, _updated(make, _UPDATE_PARAMS[device.type]))
+        figures: dict[str, Any] = {**copies, "host_update_params_per_s": update_rate}
+        if device.type != "cpu":
+            figures |= _host_figures(device, make_on_host)
         return Machine(
             device_name=device_name(device.type, device.index),
             device_type=device.type,
@@ -334,13 +364,8 @@ def measure_machine(
             backward_flops_per_s=(),
             device_bytes_per_s=_device_bandwidth(device, make),
             disk_bytes_per_s=measure_disk(offload_dir),
-            device_update_params_per_s=host_rate
-            if device.type == "cpu"
-            else _update_rate(device, make, _UPDATE_PARAMS["cuda"]),
-            host_update_params_per_s=host_rate,
-            host_flops_per_s=0.0 if device.type == "cpu" else by_update_team(_host_product_rate),
-            contention=() if device.type == "cpu" else measure_contention(device, work_of(device, make_on_host)),
-            **copies,
+            device_update_params_per_s=update_rate,
+            **figures,
         )
 
 

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autohete_fx.cache import load_text, machine_key, store_text
 from autohete_fx.internals.modes import no_python_dispatcher, unset_fake_temporarily
 from autohete_fx.ir import Lane, Machine
-from autohete_fx.machine.contention import measure_contention, work_of
+from autohete_fx.machine.contention import OnStream, measure_contention, work_of
 from autohete_fx.machine.measure import best_seconds
 from autohete_fx.runtime.shard.ranks import Ranks, forget_ranks, ranks_of
 
@@ -111,7 +111,7 @@ def measure_net_contention(
         return ()
     shard = torch.ones(_SIZES["cuda"][1] // (4 * ranks.count), device=device)
     work = work_of(device, lambda count, dtype: torch.empty(count, dtype=dtype, pin_memory=True))
-    work[Lane.NET] = lambda: torch.ops.autohete.gather(shard, ranks.count, ranks.digest)
+    work[Lane.NET] = OnStream(device, lambda: torch.ops.autohete.gather(shard, ranks.count, ranks.digest))
     with torch.no_grad():
         return measure_contention(device, work, lambda seconds: max(exchange("seconds beside others", seconds)))
 

@@ -222,6 +222,8 @@ def test_the_doctor_times_the_link_over_homes(capsys: pytest.CaptureFixture[str]
     assert 0.4 * both < link.both_ways_bytes_per_s < 1.1 * both
     assert link.kernel_reads_bytes_per_s > 0.1 * machine.h2d_bytes_per_s
     assert link.kernel_writes_bytes_per_s > 0.1 * machine.d2h_bytes_per_s
+    # A lane that another all but stops would wait for the interpreter, or on the other's stream.
+    assert all(kept > 0.2 for _, _, kept in machine.contention)
 
 
 def test_memory_is_pinned_as_fast_as_it_is_found(tier: HostTier) -> None:

@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,6 +18,7 @@ from autohete_fx.commands import doctor
 from autohete_fx.ir import BlockDecision, Machine, Params, Plan
 from autohete_fx.report import plan_table
 from autohete_fx.report.why import why
+from tests.planner_problems import MACHINE
 
 PLAN = Plan(
     labels=("a", "b"), decisions=(BlockDecision(), BlockDecision(params=Params.HOST)), step_s=0.5, peak_bytes=2**30
@@ -158,6 +161,26 @@ def test_doctor_prints_what_was_measured_and_saves_it(
     asked.clear()
     assert cli.main(["doctor", "--save", str(tmp_path / "absent" / "machine.json")]) == 2
     assert "its directory does not exist" in capsys.readouterr().err and not asked, "said before anything is measured"
+
+
+def test_doctor_of_ranks_lists_updates_beside_copies_as_the_first_one_timed_them_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    alone = replace(MACHINE, contention=(("update", "h2d", 0.51), ("h2d", "update", 0.92), ("h2d", "d2h", 0.81)))
+    first = SimpleNamespace(number=0, exchange=lambda value: [value])
+    monkeypatch.setattr(doctor, "ranks_of_job", lambda device_type: first)
+    monkeypatch.setattr(doctor.torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(doctor, "measure_machine", lambda device, **where: alone)
+    monkeypatch.setattr(doctor, "link_of", lambda device: None)
+    monkeypatch.setattr(doctor, "measure_net", lambda ranks, device, exchange: (1e9, 1e-5))
+    monkeypatch.setattr(doctor, "measure_net_contention", lambda ranks, device, exchange: (("h2d", "d2h", 0.73),))
+    assert cli.main(["doctor", "--device", "cpu"]) == 0
+    listed = [line.split() for line in capsys.readouterr().out.splitlines() if " beside " in line]
+    assert [(*words[:3:2], words[3]) for words in listed] == [
+        ("update", "h2d", "51%"),
+        ("h2d", "update", "92%"),
+        ("h2d", "d2h", "73%"),
+    ]
 
 
 def test_doctor_needs_the_device_that_it_is_asked_for(

@@ -1,31 +1,30 @@
-"""Lanes that slow each other down: what a replay makes of them, what it keeps to, and how they are timed."""
+"""Lanes that slow each other down: what a replay makes of them, and what it keeps to."""
 
+import functools
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autohete_fx.errors import InfeasiblePlanError
-from autohete_fx.ir import Activations, BlockDecision, Lane, Machine, Params, Problem
+from autohete_fx.ir import Activations, BlockDecision, Lane, Machine, Optimizer, Overlap, Params, Problem, Schedule
 from autohete_fx.ir.machine import CONTENDING
-from autohete_fx.machine import contention as timing
-from autohete_fx.machine.described import machine_text
 from autohete_fx.planner.model import simulate as judge
 from autohete_fx.planner.model.choices import choices
 from autohete_fx.planner.model.contention import Factors, factors_of, settled
 from autohete_fx.planner.model.simulate import simulate
+from autohete_fx.planner.model.work import Work, durations_beside
 from autohete_fx.planner.reasons import reasons_of
 from autohete_fx.planner.solve import solve
 from tests.planner_problems import MACHINE, QUIET, cost, problem, problems, sharded
 from tests.unit.test_planner_collectives import AGAIN, RING, shared, times
 
 PAIRS = [(lane.value, beside.value) for lane, beside in itertools.permutations(CONTENDING, 2)]
+ON_HOST = BlockDecision(optimizer=Optimizer.HOST)
 
 
 def slowed(machine: Machine, **pairs: float) -> Machine:
@@ -33,10 +32,15 @@ def slowed(machine: Machine, **pairs: float) -> Machine:
     return replace(machine, contention=tuple((*name.split("_"), kept) for name, kept in pairs.items()))
 
 
+def quiet(of: Problem) -> Problem:
+    """The same without contention."""
+    return replace(of, machine=replace(of.machine, contention=()))
+
+
 @st.composite
 def contended(draw: st.DrawFn, budgets: bool = False) -> Problem:
     kept = st.floats(0.3, 1.0)
-    pairs = draw(st.lists(st.sampled_from(PAIRS), unique=True, min_size=1, max_size=6))
+    pairs = draw(st.lists(st.sampled_from(PAIRS), unique=True, min_size=1, max_size=8))
     of = problems(most_blocks=4, budgets=False) | problems(most_blocks=4, budgets=False, early=True)
     free = draw(sharded(of, budgets=budgets))
     return replace(free, machine=replace(free.machine, contention=tuple((*pair, draw(kept)) for pair in pairs)))
@@ -82,7 +86,7 @@ def test_rates_beside_several_lanes_are_multiplied():
 @settings(max_examples=40, **QUIET)
 @given(contended())
 def test_factors_settle_and_nothing_becomes_faster(free: Problem):
-    decisions, alone = any_decisions(free), replace(free, machine=replace(free.machine, contention=()))
+    decisions = any_decisions(free)
 
     def replay(factors: Factors) -> Any:
         run = judge._Replay(free, decisions, False, factors)
@@ -92,18 +96,17 @@ def test_factors_settle_and_nothing_becomes_faster(free: Problem):
     factors = settled(free.machine, replay)
     again = factors_of(free.machine, replay(factors), factors)
     assert all(again.get(piece, 1.0) == pytest.approx(factor, rel=1e-2) for piece, factor in factors.items())
-    slower, quiet = simulate(free, decisions), simulate(alone, decisions)
-    assert slower.step_s >= quiet.step_s * (1 - 1e-9) and slower.peak_bytes == quiet.peak_bytes
-    for one, other in zip(slower.busy_s, quiet.busy_s, strict=True):
+    slower, alone = simulate(free, decisions), simulate(quiet(free), decisions)
+    assert slower.step_s >= alone.step_s * (1 - 1e-9) and slower.peak_bytes == alone.peak_bytes
+    for one, other in zip(slower.busy_s, alone.busy_s, strict=True):
         assert one.busy_s >= other.busy_s * (1 - 1e-9), one.lane
 
 
 @settings(max_examples=8, **QUIET)
 @given(contended(budgets=True))
 def test_plans_count_contention_and_no_bound_is_above_a_plan(limited: Problem):
-    quiet = replace(limited, machine=replace(limited.machine, contention=()))
     try:
-        plan, blind = (solve(each, time_limit_s=1.0, explains=False) for each in (limited, quiet))
+        plan, blind = (solve(each, time_limit_s=1.0, explains=False) for each in (limited, quiet(limited)))
     except InfeasiblePlanError:
         return
     replayed = simulate(limited, plan.decisions)
@@ -122,62 +125,92 @@ def test_a_gather_is_saved_where_it_slows_computation_down():
     assert all(other is None or other.step_s >= plan.step_s * (1 - 1e-6) for other in others)
 
 
-class Accelerator:
-    """Streams whose pending seconds go by while somebody waits, at the rates of a machine."""
+def test_updates_on_the_host_and_copies_slow_each_other_down():
+    """Block 0 is copied up while the host updates block 1, half a second after the last gradients are home."""
+    free = problem([cost()] * 2, schedule=Schedule(overlap=Overlap.STEP))
 
-    def __init__(self, kept: dict[tuple[str, str], float]) -> None:
-        self.kept, self.now_s = kept, 0.0
-        self.pending_s: dict[str, float] = {"compute": 0.0, "h2d": 0.0}
-        self.names = iter(self.pending_s)
-        self.current = ""
+    def after_backward(**pairs: float) -> tuple[dict[int, tuple[float, float]], ...]:
+        replayed = simulate(replace(free, machine=slowed(MACHINE, **pairs)), [ON_HOST] * 2)
+        ended = max(event.end_s for event in replayed.events if event.label == "gradients")
+        found = (
+            {block: (begin - ended, end - ended) for block, (begin, end) in times(replayed, label).items()}
+            for label in ("update", "upload")
+        )
+        return tuple(found)
 
-    def stream(self, device: torch.device) -> "FakeStream":
-        return FakeStream(self, next(self.names))
-
-    def work(self, seconds: float) -> None:
-        self.pending_s[self.current] += seconds
-
-    def wait(self, name: str) -> None:
-        while self.pending_s[name] > 1e-12:
-            busy = [each for each, left in self.pending_s.items() if left > 1e-12]
-            rate = {a: self.kept.get((a, next((b for b in busy if b != a), a)), 1.0) for a in busy}
-            took_s = min(self.pending_s[each] / rate[each] for each in busy)
-            for each in busy:
-                self.pending_s[each] -= took_s * rate[each]
-            self.now_s += took_s
-
-
-class FakeStream:
-    def __init__(self, device: Accelerator, name: str) -> None:
-        self.device, self.name = device, name
-
-    def __enter__(self) -> None:
-        self.device.current = self.name
-
-    def __exit__(self, *error: object) -> None:
-        self.device.current = ""
-
-    def synchronize(self) -> None:
-        self.device.wait(self.name)
+    near = functools.partial(pytest.approx, abs=1e-3)
+    updates, uploads = after_backward()
+    assert updates == {0: near((0.0, 0.5)), 1: near((0.5, 1.0))}
+    assert uploads == {0: near((0.5, 0.7)), 1: near((1.0, 1.2))}
+    # For as long as the upload takes, the update has half of its rate; and the upload, for as long as it is beside the update.
+    updates, uploads = after_backward(update_h2d=0.5)
+    assert updates == {0: near((0.0, 0.5)), 1: near((0.5, 1.1))}
+    assert uploads == {0: near((0.5, 0.7)), 1: near((1.1, 1.3))}
+    updates, uploads = after_backward(h2d_update=0.5)
+    assert updates == {0: near((0.0, 0.5)), 1: near((0.5, 1.0))}
+    assert uploads == {0: near((0.5, 0.9)), 1: near((1.0, 1.2))}
+    updates, uploads = after_backward(update_h2d=0.5, h2d_update=0.5)
+    assert updates == {0: near((0.0, 0.5)), 1: near((0.5, 1.2))}
+    assert uploads == {0: near((0.5, 0.9)), 1: near((1.2, 1.4))}
 
 
-def test_lanes_are_timed_beside_each_other(monkeypatch: pytest.MonkeyPatch):
-    device = Accelerator({("compute", "h2d"): 0.8, ("h2d", "compute"): 0.55})
+def test_an_update_that_a_more_urgent_one_interrupts_is_slowed_down_in_both_parts():
+    """Block 1's gradients come first, block 0's while it is updated, and both beside copies home that take as long."""
+    costs = [cost(param_bytes=100, grad_bytes=100, num_params=5), cost(param_bytes=20, grad_bytes=20, num_params=60)]
+    early = problem(costs, schedule=Schedule(overlap=Overlap.BACKWARD))
+    alone, beside = (
+        simulate(replace(early, machine=machine), [ON_HOST] * 2)
+        for machine in (MACHINE, slowed(MACHINE, update_d2h=0.5))
+    )
+    first, urgent, rest = (e for e in alone.events if e.lane is Lane.UPDATE)
+    assert [e.block for e in (first, urgent, rest)] == [1, 0, 1] and urgent.end_s - urgent.start_s == pytest.approx(0.5)
+    (sent,) = (e for e in alone.events if e.label == "gradients" and e.block == 0)
+    lost_s = (min(sent.end_s, first.end_s) - sent.start_s) / 2
+    assert lost_s > 0.4
+    last = max(e.end_s for e in beside.events if e.lane is Lane.UPDATE)
+    assert last == pytest.approx(rest.end_s + lost_s, abs=1e-3)
 
-    def drain(_: object) -> None:
-        for name in device.pending_s:
-            device.wait(name)
 
-    monkeypatch.setattr(timing.torch, "Stream", device.stream)
-    monkeypatch.setattr(timing.torch, "accelerator", SimpleNamespace(synchronize=drain))
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: device.now_s))
-    work = {Lane.COMPUTE: lambda: device.work(0.003), Lane.H2D: lambda: device.work(0.011)}
-    found = timing.measure_contention(torch.device("cuda"), work)
-    assert found == (("compute", "h2d", 0.8), ("h2d", "compute", 0.55))
-    assert "h2d beside compute" in machine_text(replace(MACHINE, contention=found))
+def test_an_update_that_waits_for_its_disk_neither_takes_longer_nor_makes_copies_take_longer():
+    on_disk = BlockDecision(optimizer=Optimizer.DISK)
+    free = problem([cost()] * 2, schedule=Schedule(overlap=Overlap.STEP))
+    slow = slowed(MACHINE, update_h2d=0.5, h2d_update=0.5)
+    alone, beside = (simulate(replace(free, machine=machine), [on_disk] * 2) for machine in (MACHINE, slow))
+    assert alone.step_s == beside.step_s and alone.events == beside.events
+    assert durations_beside(replace(free, machine=slow), 0, on_disk)[Work.HOST_UPDATE] == 40 / 15
+    fast = replace(free, machine=replace(slow, disk_bytes_per_s=1e6))
+    assert simulate(fast, [on_disk] * 2).step_s > simulate(quiet(fast), [on_disk] * 2).step_s
 
 
-def test_lanes_that_leave_each_other_alone_are_not_listed():
-    seconds = {(Lane.H2D, None): 1.0, (Lane.D2H, None): 1.0, (Lane.H2D, Lane.D2H): 1.02, (Lane.D2H, Lane.H2D): 1.6}
-    found = timing.contention_of([Lane.H2D, Lane.D2H], lambda lane, beside: seconds[lane, beside])
-    assert found == (("d2h", "h2d", 0.62),)
+@pytest.mark.parametrize(
+    ("overlap", "changes", "kept", "expected_s"),
+    [
+        (Overlap.STEP, {}, {}, (0.5, 0.2)),
+        (Overlap.STEP, {}, {"update_h2d": 0.5}, (0.5 + 0.5 * 0.2, 0.2)),
+        (Overlap.STEP, {}, {"update_d2h": 0.5}, (0.5, 0.2)),
+        (Overlap.BACKWARD, {}, {"update_d2h": 0.5}, (0.5 + 0.5 * 0.2, 0.2)),
+        (Overlap.STEP, {}, {"h2d_update": 0.5}, (0.5, 0.2 / 0.5)),
+        (Overlap.NONE, {}, {"update_h2d": 0.5, "h2d_update": 0.5}, (0.5 + 0.5 * 0.4, 0.4)),
+        # No longer than beside copies all the time.
+        (Overlap.STEP, {"param_bytes": 500}, {"update_h2d": 0.5}, (0.5 / 0.5, 5.0)),
+    ],
+)
+def test_the_search_takes_an_update_to_run_beside_its_blocks_copies(
+    overlap: Overlap, changes: dict[str, int], kept: dict[str, float], expected_s: tuple[float, float]
+):
+    found = durations_beside(
+        problem([cost(**changes)], machine=slowed(MACHINE, **kept), schedule=Schedule(overlap=overlap)), 0, ON_HOST
+    )
+    assert (found[Work.HOST_UPDATE], found[Work.UPLOAD]) == pytest.approx(expected_s)
+
+
+def test_fewer_updates_are_left_to_a_host_that_copies_slow_down():
+    machine = replace(MACHINE, h2d_bytes_per_s=60.0, d2h_bytes_per_s=60.0)
+    free = problem([cost(forward_s=0.2, backward_s=0.4)] * 3, machine=machine, allow_streamed_optimizer=True)
+    peak = simulate(free, [BlockDecision()] * 3).peak_bytes
+    limited = replace(free, device_budget_bytes=int(0.6 * peak))
+    slow = replace(limited, machine=slowed(machine, update_h2d=0.25, update_d2h=0.25))
+    plan, blind = (solve(each, time_limit_s=2.0, explains=False) for each in (slow, limited))
+    on_host, more_on_host = (sum(d.updates_on_host for d in each.decisions) for each in (plan, blind))
+    assert on_host < more_on_host
+    assert plan.step_s < simulate(slow, blind.decisions).step_s - 0.3

@@ -36,7 +36,9 @@ def machines(draw: st.DrawFn) -> Machine:
         backward_flops_per_s=tuple(draw(st.lists(st.tuples(st.text(max_size=9), rates), max_size=3))),
         launch_s=draw(st.floats(0, 1)),
         host_flops_per_s=draw(st.floats(0, 1e18)),
-        contention=draw(st.sampled_from([(), (("h2d", "d2h", 0.66), ("compute", "net", 1.0))])),
+        contention=draw(
+            st.sampled_from([(), (("h2d", "d2h", 0.66), ("compute", "net", 1.0)), (("update", "h2d", 0.5),)])
+        ),
     )
 
 
@@ -72,7 +74,10 @@ def changed(change: Callable[[dict[str, Any]], object]) -> str:
         (changed(lambda raw: raw.update(device_flops_per_s=[])), "expected pairs of a dtype and its rate"),
         (changed(lambda raw: raw.update(device_flops_per_s=[["float32", -1]])), "float32 is -1; expected more than 0"),
         (changed(lambda raw: raw.update(backward_flops_per_s=[3])), "expected pairs of a dtype and its rate"),
-        (changed(lambda raw: raw.update(contention=[["h2d", "disk", 0.5]])), r"expected two of \['compute', 'h2d',"),
+        (
+            changed(lambda raw: raw.update(contention=[["h2d", "disk", 0.5]])),
+            r"expected two of .*'update', 'net'\] and a rate",
+        ),
         (changed(lambda raw: raw.update(contention=[["h2d", "h2d", 0.5]])), "contention has .*; expected two of"),
         (changed(lambda raw: raw.update(contention=[["h2d", "d2h", 1.5]])), "expected a rate of at most 1"),
         (changed(lambda raw: raw.update(contention=[["h2d", "d2h", 0]])), "contention is 0; expected more than 0"),

@@ -3,6 +3,8 @@
 import errno
 import os
 import shutil
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 
 from autohete_fx.ir import Lane
 from autohete_fx.machine import measure as machine_module
+from autohete_fx.machine.contention import LaneWork
 from autohete_fx.machine.measure import (
     device_capacity_bytes,
     disk_capacity_bytes,
@@ -22,6 +25,7 @@ from autohete_fx.machine.measure import (
     measure_disk,
     measure_machine,
 )
+from autohete_fx.runtime.lanes.team import update_threads
 
 CPU = torch.device("cpu")
 
@@ -120,6 +124,65 @@ def test_products_are_of_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch, "mm", noted)
     machine_module._product_rates(CPU, lambda count, dtype: torch.empty(count, dtype=dtype))
     assert min(spreads) > 0.5
+
+
+@pytest.mark.parametrize("in_inference_mode", [False, True])
+def test_beside_a_gpu_the_host_updates_all_parts_by_turns_with_its_team(
+    in_inference_mode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[torch.Tensor] = []
+    teams: list[int] = []
+    pairs = (("update", "h2d", 0.5),)
+
+    def make(count: int, dtype: torch.dtype) -> torch.Tensor:
+        teams.append(torch.get_num_threads())
+        made.append(torch.empty(count, dtype=dtype))
+        return made[-1]
+
+    def measure(device: torch.device, work: dict[Lane, LaneWork]) -> tuple[tuple[str, str, float], ...]:
+        assert list(work) == [Lane.UPDATE]
+        params, before = made[0].view(8, -1), made[0].view(8, -1).clone()
+        for count, expected in ((3, 3), (4, 7), (1, 8)):
+            work[Lane.UPDATE].begin(count)
+            work[Lane.UPDATE].finish()
+            assert (params != before).all(dim=1).tolist() == [part < expected for part in range(8)]
+        return pairs
+
+    monkeypatch.setattr(machine_module, "work_of", lambda device, make: {})
+    monkeypatch.setattr(machine_module, "measure_contention", measure)
+    monkeypatch.setattr(machine_module, "_SERVER_UPDATE_PARAMS", 2**13)
+    monkeypatch.setattr(machine_module, "_HOST_PRODUCT", 64)
+    with torch.inference_mode(in_inference_mode):
+        found = machine_module._host_figures(torch.device("cuda"), make)
+    assert found["contention"] == pairs and set(teams) == {update_threads()}
+    assert found["host_update_params_per_s"] > 1e5 and found["host_flops_per_s"] > 1e6
+
+
+def test_the_interpreter_is_free_while_the_host_updates() -> None:
+    """Or launches that wait for it would count as contention."""
+    step = machine_module._fused_step(
+        CPU, machine_module._updated(lambda count, dtype: torch.empty(count, dtype=dtype), 2**21)
+    )
+
+    def goes_on_beside() -> bool:
+        done: list[bool] = []
+
+        def run() -> None:
+            step()
+            done.append(True)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        goes_on = not done
+        thread.join()
+        return goes_on
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)  # nobody takes it from a thread that keeps it
+    try:
+        assert any(goes_on_beside() for _ in range(20))
+    finally:
+        sys.setswitchinterval(interval_s)
 
 
 def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

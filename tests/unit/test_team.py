@@ -24,17 +24,10 @@ def test_it_leaves_cores_to_the_threads_that_launch(
 def test_no_other_thread_computes_with_fewer(monkeypatch: pytest.MonkeyPatch):
     before = torch.get_num_threads()
     monkeypatch.setattr(team, "update_threads", lambda: before + 3)
-    assert team.by_update_team(torch.get_num_threads) == before + 3
+    with team.update_team() as updating:
+        assert updating.submit(torch.get_num_threads).result() == before + 3
     later: list[int] = []
     thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
     thread.start()
     thread.join()
     assert torch.get_num_threads() == before and later == [before]
-
-
-def test_what_the_work_raises_is_raised():
-    def work() -> None:
-        raise OSError("no memory")
-
-    with pytest.raises(OSError, match="no memory"):
-        team.by_update_team(work)

@@ -191,6 +191,11 @@ def host_update_s(problem: Problem, block: int, decision: BlockDecision) -> floa
     return max(computed_s, disk_s(problem, block, decision))
 
 
+def waits_for_disk(problem: Problem, block: int, decision: BlockDecision) -> bool:
+    """Whether an update on the host takes as long as its states' way from the disk and back."""
+    return 0.0 < host_update_s(problem, block, decision) <= disk_s(problem, block, decision)
+
+
 def last_readers(problem: Problem) -> dict[int, int]:
     """The last block that reads each block's activations, of blocks whose activations any reads."""
     last: dict[int, int] = {}

@@ -54,30 +54,28 @@ class LaneClocks:
     def work(self, lane: Lane, label: str, block: int, seconds: float, ready_at: float = 0.0) -> float:
         """Occupy a lane; returns when it ends."""
         start = max(self.free_at[lane], ready_at)
-        piece, seconds = self._lengthened(lane, label, block, seconds)
+        piece, seconds = self.lengthened(lane, label, block, seconds)
         end = start + seconds
         self.free_at[lane] = end
-        self._note_times(piece, start, end)
-        self.note(lane, label, block, start, end)
+        self.note(piece, start, end)
         if lane is Lane.H2D:
             self.copied_up.append((start, end))
         return end
 
-    def _lengthened(self, lane: Lane, label: str, block: int, seconds: float) -> tuple[Piece, float]:
+    def lengthened(self, lane: Lane, label: str, block: int, seconds: float) -> tuple[Piece, float]:
         """The next piece of a kind, and the seconds that it takes beside others."""
         piece = Piece(lane, label, block, self._numbers[lane, label, block])
         self._numbers[lane, label, block] += 1
         return piece, seconds * self._factors.get(piece, 1.0)
 
-    def _note_times(self, piece: Piece, start_s: float, end_s: float) -> None:
-        if self.machine.contention:
+    def note(self, piece: Piece, start_s: float, end_s: float, *, contends: bool = True) -> None:
+        """Record when a piece of work, or a part of one, begins and ends. ``contends``: whether others may slow it down."""
+        self.busy[piece.lane] += end_s - start_s
+        if contends and self.machine.contention:
             self.times.append((piece, start_s, end_s))
-
-    def note(self, lane: Lane, label: str, block: int, start_s: float, end_s: float) -> None:
-        """Record work that somebody else timed."""
-        self.busy[lane] += end_s - start_s
         if self.keep_events and end_s > start_s:
-            self.events.append(Event(lane=lane, label=label, block=block, start_s=start_s, end_s=end_s))
+            own = Event(lane=piece.lane, label=piece.label, block=piece.block, start_s=start_s, end_s=end_s)
+            self.events.append(own)
 
     def start(self, lane: Lane, label: str, block: int, seconds: float) -> None:
         """Queue work on a lane, which the program waits for later."""
@@ -114,7 +112,7 @@ class LaneClocks:
     def share(self, label: str, block: int, seconds: float, ready_at: float) -> None:
         """Give the shared lane a copy, which can begin from ``ready_at`` on."""
         assert self._shared_up is not None
-        self._shared_pieces[label, block], seconds = self._lengthened(Lane.H2D, label, block, seconds)
+        self._shared_pieces[label, block], seconds = self.lengthened(Lane.H2D, label, block, seconds)
         self._shared_up.add(label, block, seconds, ready_at)
 
     def serve_up(self, block: int) -> None:
@@ -123,7 +121,6 @@ class LaneClocks:
             return
         while self._served <= block:
             for label, begin, end in self._shared_up.serve(self._served):
-                self.note(Lane.H2D, label, self._served, begin, end)
-                self._note_times(self._shared_pieces[label, self._served], begin, end)
+                self.note(self._shared_pieces[label, self._served], begin, end)
                 self._done_at[label, self._served] = end
             self._served += 1

@@ -27,7 +27,7 @@ than others. Net works in the order of the program, on every rank in the same. A
 takes ``(n - 1) * net_latency_s + bytes * (n - 1) / n / net_bytes_per_s``.
 
 Contention. Where the machine has any (`Machine.contention`), pieces of work take longer beside those of other lanes, as
-`contention` says. Updates on the host are not among them.
+`contention` says. An update that takes as long as its disk leaves others alone, and they leave it alone.
 
 A copy up for b is due at the start of the forward of ``max(0, b - prefetch_distance)``. For backward, with reloads, it is due
 at the start of the backward of ``min(last, b + prefetch_distance)``. A copy down of b is waited for as many blocks after it.
@@ -72,7 +72,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from autohete_fx.ir import BlockDecision, Lane, LaneTime, Optimizer, Overlap, Params, Problem, staging_bytes
 from autohete_fx.ir.decision import STAGING_SLOTS
 from autohete_fx.planner.model.block_program import BlockProgram
-from autohete_fx.planner.model.contention import Factors, Times, settled
+from autohete_fx.planner.model.contention import Factors, Piece, Times, settled
 from autohete_fx.planner.model.figures import (
     average_s,
     copy_s,
@@ -85,6 +85,7 @@ from autohete_fx.planner.model.figures import (
     replicated_bytes,
     sends_at_once,
     staging_s,
+    waits_for_disk,
 )
 from autohete_fx.planner.model.shared_lane import SharedLane
 from autohete_fx.planner.model.simulation import (
@@ -242,12 +243,16 @@ class _Replay(BlockProgram):
 
     def _update_on_host(self, ready_at: Mapping[int, float]) -> dict[int, float]:
         """Run the update lane; returns when each block is updated."""
-        took_s = {block: host_update_s(self.problem, block, self.decisions[block]) for block in ready_at}
-        updated_at: dict[int, float] = {}
+        pieces: dict[int, Piece] = {}
+        took_s, updated_at = dict[int, float](), dict[int, float]()
+        for block in ready_at:
+            alone_s = host_update_s(self.problem, block, self.decisions[block])
+            pieces[block], took_s[block] = self.lanes.lengthened(Lane.UPDATE, "update", block, alone_s)
         for block, begin, end in serve(ready_at, took_s, priority=self.problem.schedule.priority):
-            self.lanes.note(Lane.UPDATE, "update", block, begin, end)
-            if disk_bytes(self.problem, block, self.decisions[block]):
-                self.lanes.note(Lane.DISK, "disk", block, begin, end)
+            own = self.problem, block, self.decisions[block]
+            self.lanes.note(pieces[block], begin, end, contends=not waits_for_disk(*own))
+            if disk_bytes(*own):
+                self.lanes.note(Piece(Lane.DISK, "disk", block, 0), begin, end)
             updated_at[block] = self.lanes.free_at[Lane.UPDATE] = end
         return updated_at
 

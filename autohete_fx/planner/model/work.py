@@ -24,6 +24,7 @@ from autohete_fx.planner.model.figures import (
     sends_at_once,
     streamed_bytes,
     uploaded_bytes,
+    waits_for_disk,
     whole_of,
 )
 
@@ -295,7 +296,8 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
 def durations_beside(problem: Problem, block: int, decision: BlockDecision) -> Durations:
     """Likewise, about as long as they take beside other work: the search's measure, where the machine has contention.
 
-    Copies and collectives are taken to run beside computation, and computation beside all those of its block and pass. The
+    Copies and collectives are taken to run beside computation, and computation beside all those of its block and pass. Copies of
+    updates run beside updates on the host, and an update beside its block's copies of the passes that it overlaps with. The
     simulator knows better (`contention`), and judges.
     """
     alone, machine = durations(problem, block, decision), problem.machine
@@ -308,11 +310,27 @@ def durations_beside(problem: Problem, block: int, decision: BlockDecision) -> D
             computed = _BESIDE.get(work.in_pass)
             if computed is not None:
                 found[computed] += (1 - machine.kept(Lane.COMPUTE, work.lane)) * found[work]
+        if work.moves and work.in_pass is Pass.UPDATES:
+            found[work] /= machine.kept(work.lane, Lane.UPDATE)
+    if found[Work.HOST_UPDATE] and not waits_for_disk(problem, block, decision):
+        for lane in _COPYING:
+            copied_s = sum(
+                found[work] for work in Work if work.lane is lane and work.in_pass in _MEETS[overlap_of(problem)]
+            )
+            kept, update_s = machine.kept(Lane.UPDATE, lane), found[Work.HOST_UPDATE]
+            found[Work.HOST_UPDATE] = min(update_s / kept, update_s + (1 - kept) * copied_s)
     return Durations(tuple(found[work] for work in Work))
 
 
 _BESIDE = {Pass.FORWARD: Work.FORWARD, Pass.BACKWARD: Work.BACKWARD}
 """The computation of a pass."""
+_COPYING = tuple(lane for lane in Lane if lane.copies)
+_MEETS = {
+    Overlap.NONE: (Pass.UPDATES,),
+    Overlap.STEP: (Pass.UPDATES, Pass.FORWARD),
+    Overlap.BACKWARD: (Pass.UPDATES, Pass.FORWARD, Pass.BACKWARD),
+}
+"""The passes whose copies updates on the host meet."""
 
 
 def _of_inference(problem: Problem, block: int, decision: BlockDecision) -> dict[Work, float]:

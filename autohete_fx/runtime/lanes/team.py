@@ -6,15 +6,14 @@ ends with its slowest thread. One that shares its core with a launching thread h
 
 import os
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
 _LEFT = 8
 """One core in so many is left to others, and at least one."""
-
-Result = TypeVar("Result")
 
 
 def num_cores() -> int:
@@ -40,21 +39,9 @@ def use_update_team() -> None:
     other.join()
 
 
-def by_update_team(work: Callable[[], Result]) -> Result:
-    """Do work on a thread that computes with the team of updates. Raises what it raises."""
-    results: list[Result] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        use_update_team()
-        try:
-            results.append(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+@contextmanager
+def update_team() -> Iterator[ThreadPoolExecutor]:
+    """A thread that computes with the team of updates. It ends with the context, after all that it was given."""
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(use_update_team).result()
+        yield thread
