@@ -102,8 +102,8 @@ def join(
         timeout_s: after which a rank that does not answer is an error.
 
     Raises:
-        ClusterError: the plan does not fit the model, the batch or the ranks; no plan fits the memory; the store has no
-            complete save; or another rank could not build its stage.
+        ClusterError: the plan does not fit the model, the batch or the ranks; no plan fits the memory; or the store has no
+            complete save. Also where another rank could not build its stage.
     """
     start = time.perf_counter()
     batch = batch_of(example)

@@ -350,7 +350,7 @@ def measure_machine(
         copies = {"h2d_bytes_per_s": up, "d2h_bytes_per_s": down, "latency_s": latency}
         if device.type == "cpu" and issue_copy is not None:
             copies = _copy_figures(device, make, issue_copy, copies_run_beside)
-        update_rate = _update_rate(device, _updated(make, _UPDATE_PARAMS[device.type]))
+        update_rate = _update_rate(device, _updated(make, _UPDATE_PARAMS.get(device.type, _UPDATE_PARAMS["cuda"])))
         figures: dict[str, Any] = {**copies, "host_update_params_per_s": update_rate}
         if device.type != "cpu":
             figures |= _host_figures(device, make_on_host)

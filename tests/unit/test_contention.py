@@ -15,7 +15,7 @@ from autohete_fx.ir import Activations, BlockDecision, Lane, Machine, Optimizer,
 from autohete_fx.ir.machine import CONTENDING
 from autohete_fx.planner.model import simulate as judge
 from autohete_fx.planner.model.choices import choices
-from autohete_fx.planner.model.contention import Factors, factors_of, settled
+from autohete_fx.planner.model.contention import Factors, Piece, Times, factors_of, settled
 from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.model.work import Work, durations_beside
 from autohete_fx.planner.reasons import reasons_of
@@ -64,6 +64,20 @@ def test_a_piece_takes_its_seconds_divided_by_its_rate():
     both = simulate(replace(free, machine=slowed(MACHINE, compute_h2d=0.75)), host)
     assert times(both, "forward")[0] == pytest.approx((0.6, 1.2 + (1 - 0.75 * 0.6)), abs=1e-3)
     assert alone.step_s < beside.step_s and alone.step_s < both.step_s
+
+
+def test_factors_settle_where_each_replay_leads_away_from_the_next():
+    """The later the copy begins, the longer the computation had taken, by twice as much: replays would have it last 1 s and 2 s by
+    turns. It lasts 4/3 s, of which the last 2/3 s are beside the copy."""
+    computed, copied = Piece(Lane.COMPUTE, "forward", 0, 0), Piece(Lane.H2D, "fetch", 1, 0)
+
+    def replay(factors: Factors) -> list[Times]:
+        takes = factors.get(computed, 1.0)
+        begin = 2 * takes - 2
+        return [(computed, 0.0, takes), (copied, begin, begin + 10.0)]
+
+    factors = settled(slowed(MACHINE, compute_h2d=0.5), replay)
+    assert factors[computed] == pytest.approx(4 / 3, abs=0.01) and factors[copied] == 1.0
 
 
 def test_rates_beside_several_lanes_are_multiplied():
