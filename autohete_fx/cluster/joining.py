@@ -4,6 +4,7 @@ The ranks of the process group say what they have, and the plan is deployed on t
 own stage alone. Training goes on with the newest complete save.
 """
 
+import contextlib
 import os
 import socket
 import time
@@ -174,6 +175,8 @@ def join(
         max_grad_norm=max_grad_norm,
         seed=seed,
     )
+    if unit is not None:
+        unit = unit.with_ranks()
     stage = _on_each_rank(
         lambda: _stage_of(recipe, deployment, seat, layer_map, device, weights, unit) if seat else None, members, group
     )
@@ -238,7 +241,7 @@ def _unit_of(
     timeout: timedelta,
 ) -> Unit | None:
     """The unit of this rank; None where it has its layers alone. All ranks call it, because they make process groups together."""
-    meshes: dict[str, DeviceMesh] = {}
+    meshes: dict[str, Any] = {}
     for seats in deployment.peers():
         group: Any = dist.new_group([deployment.ranks[peer] for peer in seats], timeout=timeout)
         if seat in seats:
@@ -275,7 +278,7 @@ def _stage_of(
 def _on_each_rank(
     make: Callable[[], StageModule | None], members: Sequence[Member], group: dist.ProcessGroup | None
 ) -> StageModule | None:
-    """What this rank makes, once all have made theirs. Where one of them fails none waits for it: each raises its words."""
+    """What this rank makes by itself, once all have made theirs. Where one fails, none waits for it: each raises its words."""
 
     def told(words: str) -> list[str]:
         said = [""] * len(members)
@@ -285,13 +288,14 @@ def _on_each_rank(
     try:
         made = make()
     except Exception as error:
-        told(f"{type(error).__name__}: {error}")
+        with contextlib.suppress(Exception):  # what is wrong here is what this rank has to say
+            told(f"{type(error).__name__}: {error}")
         raise
     for rank, words in enumerate(told("")):
         if words:
             raise ClusterError(
-                f"rank {rank}, on node {members[rank].node}, could not build its stage: {words}. Expected were stages on all"
-                " ranks. Mend that, and start all of them again"
+                f"rank {rank}, on node {members[rank].node}, could not build its stage. Expected were stages on all ranks. Mend"
+                f" what it says, and start all of them again: {words}"
             )
     return made
 

@@ -12,7 +12,7 @@ them by their pieces.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from autohete_fx.cluster.tensor_parallel import TensorLayout
 from autohete_fx.graph.ops import SMALLEST_COPY_BYTES
 from autohete_fx.runtime.shard.layout import Layout
 from autohete_fx.runtime.shard.parts import Part
-from autohete_fx.runtime.shard.ranks import parallel_ranks_of, ranks_of
+from autohete_fx.runtime.shard.ranks import Ranks, parallel_ranks_of, ranks_of
 from autohete_fx.runtime.shard.surface import read_wholes
 
 
@@ -79,12 +79,22 @@ class Unit:
         place: of this rank.
         tensor_parallel: the ranks that share layers with this one; None where it has them alone.
         sharded: the ranks that hold shards with this one; None where it has all rows.
+        ranks: by which shards are gathered (`with_ranks`).
     """
 
     layout: TensorLayout = field(default_factory=TensorLayout)
     place: UnitPlace = field(default_factory=UnitPlace)
     tensor_parallel: DeviceMesh | None = None
     sharded: DeviceMesh | None = None
+    ranks: Ranks | None = None
+
+    def with_ranks(self) -> "Unit":
+        """The unit with its groups for collectives of shards, if it has any. All ranks of the unit call it."""
+        if self.sharded is None:
+            return self
+        parallel = self.tensor_parallel
+        ranks = ranks_of(self.sharded) if parallel is None else parallel_ranks_of(self.sharded, parallel)
+        return replace(self, ranks=ranks)
 
     def piece(self, name: str, shape: Shape) -> Piece:
         """The piece of a parameter that this rank has."""
@@ -122,7 +132,7 @@ class Unit:
         shapes: Mapping[str, Shape],
         layouts: Mapping[str, Layout],
     ) -> None:
-        """Let the modules of a stage read wholes. All ranks of the unit call it.
+        """Let the modules of a stage read wholes.
 
         Args:
             stage: whose modules have this rank's shards.
@@ -130,15 +140,13 @@ class Unit:
             shapes: of whole parameters.
             layouts: by name, of those that tensor parallelism reads as DTensors.
         """
-        assert self.sharded is not None
-        parallel = self.tensor_parallel
-        ranks = ranks_of(self.sharded) if parallel is None else parallel_ranks_of(self.sharded, parallel)
+        assert self.ranks is not None
         parts = []
         for name, param in params.items():
             is_shard, layout = self.place.is_sharded(self.layout, name, shapes[name]), layouts.get(name)
             if is_shard or layout is not None:
                 size = self._local_size(name, shapes[name])
-                parts.append((param, Part(size=size, group=ranks.digest, is_shard=is_shard, layout=layout)))
+                parts.append((param, Part(size=size, group=self.ranks.digest, is_shard=is_shard, layout=layout)))
         read_wholes(stage, parts)
 
     def _local_size(self, name: str, shape: Shape) -> tuple[int, ...]:

@@ -217,7 +217,7 @@ class GraphCompiler:
         # graph was compiled with must not live as long.
         self._compiled.clear()
         self._planned = self._final_context = None
-        del self.captured
+        del self.captured, self._stored  # the groups of ranks that agreed are not to live as long, either
         return result
 
     def _share(self, result: Compilation) -> None:

@@ -39,8 +39,8 @@ _V100 = Peaks(fp32=15.7, tf32=15.7, fp16=125.0, bf16=15.7)
 _A100 = Peaks(fp32=19.5, tf32=156.0, fp16=312.0, bf16=312.0)
 _H100 = Peaks(fp32=66.9, tf32=494.7, fp16=989.4, bf16=989.4)
 
-# Measured: examples/benchmarks/cluster_pricing.py compares the layers of examples/benchmarks/measured with them. An H200's 16-bit
-# products, memory, updates and link are those of examples/benchmarks/machines/h200.json.
+# Measured: examples/benchmarks/cluster_pricing.py compares the layers of examples/benchmarks/measured with them. An H200's
+# memory, updates and link are those of examples/benchmarks/machines/h200.json.
 _V100_SUSTAINED = (Sustained(peak="fp32", forward=0.95, backward=0.91),)
 _A100_SUSTAINED = (Sustained(peak="tf32", forward=0.79, backward=0.77),)
 _HOPPER_SUSTAINED = (Sustained(peak="tf32", forward=0.66, backward=0.44),)
@@ -154,7 +154,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         memory_gib=140.4,
         memory_gb_per_s=4800,
         peaks=_H100,
-        matmul_share=0.79,
+        matmul_share=0.72,
         sustained=_HOPPER_SUSTAINED,
         memory_share=0.74,
         update_share=0.63,

@@ -7,7 +7,8 @@ A machine that can be measured should be: `autohete doctor --save`.
 Matrix products
     ``matmul_share`` of the *dense* peak. Where a best rate is published, nine tenths of it, because a model's shapes are not the
     best ones. It is the most that torch.matmul reached in bf16 over many shapes (S. Bekman, "Machine Learning Engineering", table
-    of maximum achievable matmul FLOPS): A100 SXM 87%, H100 SXM 80%, GH200 84%, MI300X 51%. H200 is taken as H100.
+    of maximum achievable matmul FLOPS): A100 SXM 87%, H100 SXM 80%, GH200 84%, MI300X 51%. H200 is taken as H100;
+    one was measured at 80%, too.
     Where nothing is published: 0.8 for V100, and 0.6 for the cards whose power limit is far below what their peak takes (L40S,
     H100 PCIe). GeForce cards have 0.85, for their stated peak is that of a clock which they exceed.
     Where a device's layers have been measured, ``sustained`` has the shares of that kind of products in forward and in backward.
@@ -20,7 +21,8 @@ Matrix products
     ``bfloat16`` are with fp32 accumulation, which is what PyTorch asks for, half of the headline figure of GeForce cards.
 Device memory
     MEMORY_SHARE of the stated bandwidth, as STREAM reached on a GH200 (3.4 of 4 TB/s, arXiv 2407.07850). Where layers have been
-    measured, ``memory_share`` is what PyTorch's own kernels reached there: 0.80 on A100, 0.83 on V100, 0.72 on GH200. Capacity is
+    measured, ``memory_share`` is what PyTorch's own kernels reached there: 0.80 on A100, 0.83 on V100, 0.72 on GH200. An
+    H200 copied at 0.74. Capacity is
     what the driver leaves where error correction or spare rows take a part of the stated one (L40S, H200, GH200, A10G, L4, T4).
 Update
     An AdamW update moves UPDATE_BYTES a parameter at ``update_share`` of the stated bandwidth, measured for fused AdamW on the same
@@ -30,7 +32,8 @@ Launch
     is slower than the GPU take longer than this says, by the CPU, which no data sheet knows.
 Host link
     LINK_SHARE of the link's bandwidth in one direction (PCIe 3.0, 4.0, 5.0 x16: 15.75, 31.5, 63.0 GB/s), which is what
-    pinned copies reach. NVLink-C2C has 450 GB/s a direction, of which 375 up and 297 down were measured (same paper).
+    pinned copies reach. An H200's reached 54 GB/s up and 55 down. NVLink-C2C has 450 GB/s a direction, of which 375 up and 297
+    down were measured (same paper).
 Host
     Assumed: for data-centre cards one socket of a usual server of their time and its memory. A GeForce card has a desktop with
     as much memory as its platform takes. An update on the host moves UPDATE_BYTES a parameter at HOST_SHARE of the stated DRAM

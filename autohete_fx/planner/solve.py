@@ -108,7 +108,8 @@ LAST_RUNS = ((3, 0.4),)
 A round takes a third longer then. They end elsewhere than the others, of 12 layers often in a better place.
 """
 STAGNANT = 5e-4
-"""Runs of one kind end after one that made the step faster by less than this share, and annealing where no run has."""
+"""Runs of one kind end after one that made the step faster by less than this share. The last runs begin if those before them made
+it faster by more."""
 RUN_INSTEAD = 1.75
 """The share by which annealing does more where it begins at rounded shares that local search has not improved.
 
@@ -341,7 +342,7 @@ class _Found:
                 self._keep(search, search.improve(fitting[i]))
 
     def _anneal(self, search: Search, wasted_s: Seconds | None) -> Iterator[Rows]:
-        """Walk from what was found; yields the best of each kind of runs, the next of which begins when these are polished."""
+        """Walk from what was found; yields the best of each kind of runs, of which the next begins when these are polished."""
         share = ANNEALING_SHARE if self.num_blocks > PROGRAM_BLOCKS else POLISHING_SHARE
         share *= min(1.0, self.num_blocks / MANY_BLOCKS)
         if sends_at_once(self.problem):
@@ -364,7 +365,8 @@ class _Found:
                 if best_score <= enough_s or best_score > last_score * (1 - STAGNANT):
                     break
             yield from found[:_POLISHED]
-            if best_score <= enough_s or best_score > first_score * (1 - STAGNANT):
+            best_score = min(best_score, self.best_score)
+            if self._is_done or best_score <= enough_s or best_score > first_score * (1 - STAGNANT):
                 return
 
     def _anything(self) -> tuple[BlockDecision, ...]:

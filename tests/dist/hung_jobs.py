@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from autohete_fx import cluster
+from autohete_fx.cluster import unit
 from autohete_fx.errors import ClusterError
 from tests.dist.cluster_jobs import Model, joined, load, plan_of
 
@@ -45,8 +46,10 @@ def vanished() -> str:
 
 
 def unbuilt() -> str:
-    """The error of a rank where rank 1 cannot read the weights of its stage. No test waits for the timeout."""
-    plan, rank = plan_of([(1, 2, [2, 4]), (2, 1, [4])]), dist.get_rank()
+    """The error of a rank where rank 1 cannot read the weights of its stage, of which it has a shard. No test waits for the
+    timeout."""
+    unit.SMALLEST_COPY_BYTES = 512
+    plan, rank = plan_of([(2, 2, [4], 1, 2), (2, 1, [4])]), dist.get_rank()
     model = Model(3, False).state_dict()
 
     def weights(name: str) -> torch.Tensor:
@@ -55,7 +58,7 @@ def unbuilt() -> str:
         return model[name]
 
     try:
-        joined(plan, lambda: Model(3, False), weights=weights, timeout_s=NEVER_S)
+        joined(plan, lambda: Model(3, False), weights=weights, timeout_s=NEVER_S, backend="autohete")
     except (ClusterError, FileNotFoundError) as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -185,15 +185,32 @@ def test_an_update_that_a_more_urgent_one_interrupts_is_slowed_down_in_both_part
     assert last == pytest.approx(rest.end_s + lost_s, abs=1e-3)
 
 
-def test_an_update_that_waits_for_its_disk_neither_takes_longer_nor_makes_copies_take_longer():
+def test_states_on_disk_are_no_way_around_contention():
+    """An update whose states are on disk is never faster than one whose states are in RAM, and slower the slower the disk is. What
+    it computes takes longer beside copies, and that may still be less than the disk takes."""
     on_disk = BlockDecision(optimizer=Optimizer.DISK)
-    free = problem([cost()] * 2, schedule=Schedule(overlap=Overlap.STEP))
-    slow = slowed(MACHINE, update_h2d=0.5, h2d_update=0.5)
-    alone, beside = (simulate(replace(free, machine=machine), [on_disk] * 2) for machine in (MACHINE, slow))
-    assert alone.step_s == beside.step_s and alone.events == beside.events
-    assert durations_beside(replace(free, machine=slow), 0, on_disk)[Work.HOST_UPDATE] == 40 / 15
-    fast = replace(free, machine=replace(slow, disk_bytes_per_s=1e6))
-    assert simulate(fast, [on_disk] * 2).step_s > simulate(quiet(fast), [on_disk] * 2).step_s
+    slow = slowed(MACHINE, update_h2d=0.5, update_d2h=0.5, h2d_update=0.5)
+    for overlap in Overlap:
+        free = problem([cost()] * 4, machine=slow, schedule=Schedule(overlap=overlap))
+        in_ram = simulate(free, [ON_HOST] * 4).step_s
+        rates = (40.0, 79.0, 80.0, 81.0, 160.0, 1e6)
+        steps = [
+            simulate(replace(free, machine=replace(slow, disk_bytes_per_s=rate)), [on_disk] * 4).step_s
+            for rate in rates
+        ]
+        assert steps == pytest.approx(sorted(steps, reverse=True), rel=1e-3)
+        assert steps[-1] == pytest.approx(in_ram, rel=1e-3) and steps[0] > 1.1 * in_ram
+        assert abs(steps[1] - steps[3]) < 0.05 * steps[2], "a little more or less of a disk makes little difference"
+    waiting = problem([cost()], machine=replace(slow, disk_bytes_per_s=15.0))
+    alone, beside = (durations_beside(each, 0, on_disk)[Work.HOST_UPDATE] for each in (quiet(waiting), waiting))
+    assert alone == beside > durations_beside(waiting, 0, ON_HOST)[Work.HOST_UPDATE]
+
+
+def test_the_search_has_copies_of_updates_take_longer_where_the_host_updates_something():
+    slow = slowed(MACHINE, h2d_update=0.5, d2h_update=0.5)
+    free = problem([cost()], machine=slow, allow_streamed_optimizer=True)
+    for decision in (BlockDecision(optimizer=Optimizer.STREAMED), BlockDecision()):
+        assert durations_beside(free, 0, decision) == durations_beside(quiet(free), 0, decision)
 
 
 @pytest.mark.parametrize(

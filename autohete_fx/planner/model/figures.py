@@ -184,16 +184,15 @@ def uploaded_bytes(cost: BlockCost, decision: BlockDecision) -> int:
 
 def host_update_s(problem: Problem, block: int, decision: BlockDecision) -> float:
     """Seconds to update a block's parameters on the host: what the slower of computing and of the disk takes."""
+    return max(host_computed_s(problem, block, decision), disk_s(problem, block, decision))
+
+
+def host_computed_s(problem: Problem, block: int, decision: BlockDecision) -> float:
+    """Seconds of that which the host computes."""
     cost, machine = problem.costs[block], problem.machine
     lost_s = machine.copy_share * copy_s(machine, Lane.H2D, uploaded_bytes(cost, decision))
     computed_s = cost.updated_at(decision, *UPDATED_ON_HOST) / machine.host_update_params_per_s + lost_s
-    computed_s += cost.products_at(decision, *UPDATED_ON_HOST) / machine.host_products_per_s
-    return max(computed_s, disk_s(problem, block, decision))
-
-
-def waits_for_disk(problem: Problem, block: int, decision: BlockDecision) -> bool:
-    """Whether an update on the host takes as long as its states' way from the disk and back."""
-    return 0.0 < host_update_s(problem, block, decision) <= disk_s(problem, block, decision)
+    return computed_s + cost.products_at(decision, *UPDATED_ON_HOST) / machine.host_products_per_s
 
 
 def last_readers(problem: Problem) -> dict[int, int]:

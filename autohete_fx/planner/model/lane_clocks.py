@@ -68,10 +68,10 @@ class LaneClocks:
         self._numbers[lane, label, block] += 1
         return piece, seconds * self._factors.get(piece, 1.0)
 
-    def note(self, piece: Piece, start_s: float, end_s: float, *, contends: bool = True) -> None:
-        """Record when a piece of work, or a part of one, begins and ends. ``contends``: whether others may slow it down."""
+    def note(self, piece: Piece, start_s: float, end_s: float) -> None:
+        """Record when a piece of work, or a part of one, begins and ends."""
         self.busy[piece.lane] += end_s - start_s
-        if contends and self.machine.contention:
+        if self.machine.contention:
             self.times.append((piece, start_s, end_s))
         if self.keep_events and end_s > start_s:
             own = Event(lane=piece.lane, label=piece.label, block=piece.block, start_s=start_s, end_s=end_s)

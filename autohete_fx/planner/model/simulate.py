@@ -27,7 +27,7 @@ than others. Net works in the order of the program, on every rank in the same. A
 takes ``(n - 1) * net_latency_s + bytes * (n - 1) / n / net_bytes_per_s``.
 
 Contention. Where the machine has any (`Machine.contention`), pieces of work take longer beside those of other lanes, as
-`contention` says. An update that takes as long as its disk leaves others alone, and they leave it alone.
+`contention` says. An update whose states are on disk takes its computation's time then, or the disk's if that is longer.
 
 A copy up for b is due at the start of the forward of ``max(0, b - prefetch_distance)``. For backward, with reloads, it is due
 at the start of the backward of ``min(last, b + prefetch_distance)``. A copy down of b is waited for as many blocks after it.
@@ -78,14 +78,14 @@ from autohete_fx.planner.model.figures import (
     copy_s,
     device_update_s,
     disk_bytes,
+    disk_s,
     host_bytes,
-    host_update_s,
+    host_computed_s,
     most_staging_s,
     overlap_of,
     replicated_bytes,
     sends_at_once,
     staging_s,
-    waits_for_disk,
 )
 from autohete_fx.planner.model.shared_lane import SharedLane
 from autohete_fx.planner.model.simulation import (
@@ -246,12 +246,12 @@ class _Replay(BlockProgram):
         pieces: dict[int, Piece] = {}
         took_s, updated_at = dict[int, float](), dict[int, float]()
         for block in ready_at:
-            alone_s = host_update_s(self.problem, block, self.decisions[block])
-            pieces[block], took_s[block] = self.lanes.lengthened(Lane.UPDATE, "update", block, alone_s)
-        for block, begin, end in serve(ready_at, took_s, priority=self.problem.schedule.priority):
             own = self.problem, block, self.decisions[block]
-            self.lanes.note(pieces[block], begin, end, contends=not waits_for_disk(*own))
-            if disk_bytes(*own):
+            pieces[block], computed_s = self.lanes.lengthened(Lane.UPDATE, "update", block, host_computed_s(*own))
+            took_s[block] = max(computed_s, disk_s(*own))
+        for block, begin, end in serve(ready_at, took_s, priority=self.problem.schedule.priority):
+            self.lanes.note(pieces[block], begin, end)
+            if disk_bytes(self.problem, block, self.decisions[block]):
                 self.lanes.note(Piece(Lane.DISK, "disk", block, 0), begin, end)
             updated_at[block] = self.lanes.free_at[Lane.UPDATE] = end
         return updated_at

@@ -19,12 +19,12 @@ from autohete_fx.planner.model.figures import (
     collective_s,
     copy_s,
     device_update_s,
+    host_computed_s,
     host_update_s,
     overlap_of,
     sends_at_once,
     streamed_bytes,
     uploaded_bytes,
-    waits_for_disk,
     whole_of,
 )
 
@@ -310,15 +310,17 @@ def durations_beside(problem: Problem, block: int, decision: BlockDecision) -> D
             computed = _BESIDE.get(work.in_pass)
             if computed is not None:
                 found[computed] += (1 - machine.kept(Lane.COMPUTE, work.lane)) * found[work]
-        if work.moves and work.in_pass is Pass.UPDATES:
+        if work.moves and work.in_pass is Pass.UPDATES and found[Work.HOST_UPDATE]:
             found[work] /= machine.kept(work.lane, Lane.UPDATE)
-    if found[Work.HOST_UPDATE] and not waits_for_disk(problem, block, decision):
+    if found[Work.HOST_UPDATE]:
+        computed_s = host_computed_s(problem, block, decision)
         for lane in _COPYING:
             copied_s = sum(
                 found[work] for work in Work if work.lane is lane and work.in_pass in _MEETS[overlap_of(problem)]
             )
-            kept, update_s = machine.kept(Lane.UPDATE, lane), found[Work.HOST_UPDATE]
-            found[Work.HOST_UPDATE] = min(update_s / kept, update_s + (1 - kept) * copied_s)
+            kept = machine.kept(Lane.UPDATE, lane)
+            computed_s = min(computed_s / kept, computed_s + (1 - kept) * copied_s)
+        found[Work.HOST_UPDATE] = max(found[Work.HOST_UPDATE], computed_s)
     return Durations(tuple(found[work] for work in Work))
 
 
