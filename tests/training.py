@@ -269,6 +269,14 @@ def training_compilation() -> autohete_fx.Compilation:
     return next(c for c in reversed(autohete_fx.compilations()) if c.training)
 
 
+def assert_copies(name: str) -> None:
+    """The last compilation, of that plan, copies what the plan moves."""
+    kinds = {t.op for t in training_compilation().transfers}
+    wanted = {"offload": {"offload", "reload"}, "host-params": {"prefetch"}, "host-optimizer": {"offload"}}
+    assert kinds >= wanted.get(name, set())
+    assert bool(kinds) == (name not in IDLE)
+
+
 def assert_equal(given: list[Tensor], expected: list[Tensor], *, bitwise: bool) -> None:
     assert len(given) == len(expected)
     for ours_value, plain_value in zip(given, expected, strict=True):
