@@ -44,7 +44,8 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _copy(graph: fx.GraphModule) -> fx.GraphModule:
+def copied(graph: fx.GraphModule) -> fx.GraphModule:
+    """The graph as it is now; its nodes' metadata are shared."""
     with _quiet():
         return fx.GraphModule(graph, copy.deepcopy(graph.graph))
 
@@ -75,7 +76,7 @@ def capture(step: Callable[..., Any], *args: Any, dynamic: bool = False, in_plac
         inputs = graph_inputs(gm, example_inputs)
 
         def keep(graph: fx.GraphModule) -> None:
-            captured.append(Captured(_copy(graph), parameter_fqns(graph, inputs)))
+            captured.append(Captured(copied(graph), parameter_fqns(graph, inputs)))
 
         def inner(graph: fx.GraphModule, _inputs: Any, **kwargs: Any) -> Any:
             if kwargs.get("is_inference"):
@@ -130,7 +131,7 @@ def assert_sound(captured: Captured) -> BlockGraph:
 
 def strip(captured: Captured, *keys: str) -> Captured:
     """The same graph without some of its nodes' metadata."""
-    graph = _copy(captured.graph)
+    graph = copied(captured.graph)
     for node in graph.graph.nodes:
         for key in keys:
             node.meta.pop(key, None)

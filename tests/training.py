@@ -213,10 +213,7 @@ def plain(model: Model, inner: str, reference: Callable[[nn.Module], Any] | None
     )  # on a CPU device both are the same processor
     key = (inner, STEPS, on_host, reference, tuple(sorted(how.items(), key=lambda item: item[0])), _identity(model))
     if key not in _trained_plainly:
-        if inner == "inductor":
-            model.compile(backend="inductor")
-        elif not computes_alike(model):
-            model.compile(backend=node_by_node(model))
+        compile_plainly(model, inner)
         optimizer = ReferenceAdamW(model, on_host) if reference is None else reference(model)
         _trained_plainly[key] = train(model, optimizer, **how)
         torch._dynamo.reset()
@@ -224,6 +221,21 @@ def plain(model: Model, inner: str, reference: Callable[[nn.Module], Any] | None
 
 
 _trained_plainly: dict[Any, list[Tensor]] = {}
+
+
+def uncompiled(model: Model, made: Callable[[nn.Module], Any] = adamw, **how: Any) -> list[Tensor]:
+    """What eager code gives with our optimizer, whose states are all on the device then. It is for parameters in 16 bits, which
+    PyTorch's optimizers have no masters of, and a model without dropout (`computes_alike`)."""
+    assert not model.training
+    return train(model, made(model), **how)
+
+
+def compile_plainly(model: Model, inner: str) -> None:
+    """As training without us does whose kernels are those of ours with an inner backend."""
+    if inner == "inductor":
+        model.compile(backend="inductor")
+    elif not computes_alike(model):
+        model.compile(backend=node_by_node(model))
 
 
 def computes_alike(model: nn.Module) -> bool:
@@ -255,6 +267,14 @@ def stepped_on_host() -> frozenset[str]:
 def training_compilation() -> autohete_fx.Compilation:
     """The latest one of a training graph."""
     return next(c for c in reversed(autohete_fx.compilations()) if c.training)
+
+
+def assert_copies(name: str) -> None:
+    """The last compilation, of that plan, copies what the plan moves."""
+    kinds = {t.op for t in training_compilation().transfers}
+    wanted = {"offload": {"offload", "reload"}, "host-params": {"prefetch"}, "host-optimizer": {"offload"}}
+    assert kinds >= wanted.get(name, set())
+    assert bool(kinds) == (name not in IDLE)
 
 
 def assert_equal(given: list[Tensor], expected: list[Tensor], *, bitwise: bool) -> None:
@@ -306,7 +326,7 @@ def plain_run(device: str, inner: str, sizes: Sizes, on_host: frozenset[str] = f
     """What plain training gives, and its peak device bytes over every step."""
     foreign_bytes, peaks = device_live_bytes(device), []
     model = make(device, sizes)
-    model.compile(backend=node_by_node(model) if inner == "eager" else "inductor")
+    compile_plainly(model, inner)
     seen = train(model, ReferenceAdamW(model, on_host), sizes=sizes, peaks=peaks)
     torch._dynamo.reset()
     return seen, max(peaks) - foreign_bytes

@@ -1,4 +1,4 @@
-"""Real architectures with random weights: three steps at 60% of plain's peak, bitwise equal to ``aot_eager``."""
+"""Real architectures with random weights: their layers are blocks, and at 60% of plain's peak they are bitwise ``aot_eager``'s."""
 
 import gc
 from collections.abc import Callable
@@ -9,8 +9,10 @@ import torch
 import transformers as hf
 
 import autohete_fx
+from autohete_fx.capture.grouping import group_blocks
 from autohete_fx.internals import versions
 from tests import training
+from tests.joint_graphs import Captured, assert_sound, copied, layers
 
 pytestmark = pytest.mark.slow
 
@@ -38,26 +40,56 @@ OPT = {
 }
 GPT2 = {"vocab_size": 128, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "use_cache": False}
 BERT = {key: LLAMA[key] for key in list(LLAMA)[:5]} | {"max_position_embeddings": 128}
-T5 = {"vocab_size": 128, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "use_cache": False}
+T5 = {
+    "vocab_size": 128,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 3,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "use_cache": False,
+}
 
+BEYOND = {"gpt2": 0.03}
+"""The share of the predicted peak that a step may take beyond it, where it is more than 0.01. test_hf_peaks.py has GPT-2, too."""
 SHARE = 0.62 if versions.backward_holds_arguments() else 0.6
 """Of plain's peak. PyTorch 2.11 holds the gradient of the logits, too, which no plan moves."""
 
-MODELS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)),
-    "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**LLAMA, head_dim=16)),
-    "gemma": lambda: hf.GemmaForCausalLM(hf.GemmaConfig(**LLAMA, head_dim=16)),
-    "opt": lambda: hf.OPTForCausalLM(hf.OPTConfig(**OPT)),
-    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, bos_token_id=1, eos_token_id=2)),
-    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**LLAMA, num_local_experts=4)),
-    "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**BERT)),
-    "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5, decoder_start_token_id=0)),
+
+def stack(path: str, depth: int = 3) -> list[str]:
+    return [f"{path}.{index}" for index in range(depth)]
+
+
+MODELS: dict[str, tuple[Callable[[], Any], list[str], int]] = {
+    "llama": (lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)), stack("model.layers"), 1),
+    "qwen3": (lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**LLAMA, head_dim=16)), stack("model.layers"), 1),
+    "gemma": (lambda: hf.GemmaForCausalLM(hf.GemmaConfig(**LLAMA, head_dim=16)), stack("model.layers"), 1),
+    "opt": (lambda: hf.OPTForCausalLM(hf.OPTConfig(**OPT)), stack("model.decoder.layers"), 1),
+    "gpt2": (
+        lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, bos_token_id=1, eos_token_id=2)),
+        stack("transformer.h"),
+        1,
+    ),
+    "mixtral": (
+        lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**LLAMA, num_local_experts=4)),
+        stack("model.layers"),
+        1,
+    ),
+    "bert": (lambda: hf.BertForMaskedLM(hf.BertConfig(**BERT)), stack("bert.encoder.layer"), 1),
+    # The first layers compute the position biases that the others add to, and receive their gradients.
+    "t5": (
+        lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5, decoder_start_token_id=0)),
+        [*stack("encoder.block"), *stack("decoder.block", 2)],
+        5,
+    ),
 }
+"""Each with the paths of its layers, and how many kinds there are at most."""
 
 
 def make(name: str) -> Any:
     torch.manual_seed(0)
-    return MODELS[name]().train()
+    return MODELS[name][0]().train()
 
 
 def train(model: Any, optimizer: Any) -> tuple[list[torch.Tensor], int]:
@@ -82,13 +114,26 @@ def foreign_bytes() -> int:
         return meter.start_bytes
 
 
+@pytest.fixture
+def grouped(monkeypatch: pytest.MonkeyPatch) -> list[Captured]:
+    """The graphs that the backend divides into blocks."""
+    found: list[Captured] = []
+
+    def look(graph: torch.fx.GraphModule, param_fqns: dict[str, str]) -> Any:
+        found.append(Captured(copied(graph), param_fqns))
+        return group_blocks(graph, param_fqns)
+
+    monkeypatch.setattr("autohete_fx.compiler.training.group_blocks", look)
+    return found
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore")  # transformers' own
-def test_trains_equal_to_plain_within_a_share_of_its_memory(name: str):
+def test_trains_equal_to_plain_within_a_share_of_its_memory(name: str, grouped: list[Captured]):
     before = foreign_bytes()
     model = make(name)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    model.compile(backend="aot_eager")
+    model.compile(backend="aot_eager")  # eager code has other masks
     expected, plain_peak = train(model, optimizer)
     budget = int((plain_peak - before) * SHARE)
     del model, optimizer
@@ -102,4 +147,11 @@ def test_trains_equal_to_plain_within_a_share_of_its_memory(name: str):
     given, peak = train(model, optimizer)
     assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
     assert peak - before <= budget
-    assert any(c.training and c.device_budget_bytes == budget for c in autohete_fx.compilations())
+    found = training.training_compilation()
+    assert found.device_budget_bytes == budget
+    assert peak - before <= found.plan.peak_bytes * (1 + BEYOND.get(name, 0.01))
+    graph = max(map(assert_sound, grouped), key=lambda graph: len(graph.blocks))
+    _, paths, most_kinds = MODELS[name]
+    assert [block.module_fqn for block in layers(graph)] == paths
+    assert len({block.digest for block in layers(graph)}) <= most_kinds
+    assert all(block.backward_nodes for block in layers(graph))

@@ -1,4 +1,7 @@
-"""What a step allocates beyond its plan: real architectures with random weights, convolutions and 16-bit types among them."""
+"""What a step allocates beyond its plan: real architectures with random weights, convolutions and 16-bit types among them.
+
+test_hf.py has other families, in tight budgets.
+"""
 
 import gc
 from collections.abc import Callable
@@ -15,7 +18,7 @@ BEYOND = 0.01
 """The share of the predicted peak that a step may take beyond it."""
 SHARE = 0.75
 """A tight budget, of what a plan takes that keeps everything."""
-TIGHT = ("llama", "bert-bf16", "xlnet", "wav2vec2", "blip")
+TIGHT = ("bert-bf16", "xlnet", "wav2vec2", "blip")
 LOOP_BYTES = 2**12
 """Losses, which the loop keeps until the next."""
 STEPS = 2  # of which the first makes optimizer states
@@ -38,18 +41,7 @@ VISION: dict[str, Any] = {
     "image_size": IMAGE,
     "patch_size": 8,
 }
-OPT: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 128,
-    "ffn_dim": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 2 * TIME,
-    "word_embed_proj_dim": 128,
-    "use_cache": False,
-}
 GPT2: dict[str, Any] = {"vocab_size": VOCAB, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": TIME}
-T5: dict[str, Any] = {"vocab_size": VOCAB, "d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4}
 SPEECH: dict[str, Any] = {
     "vocab_size": 32,
     "hidden_size": 128,
@@ -127,40 +119,25 @@ def spectra() -> dict[str, torch.Tensor]:
 
 Made = tuple[Callable[[], Any], Callable[[], dict[str, torch.Tensor]]]
 FAMILIES: dict[str, Made] = {
-    "llama": (lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)), tokens),
-    "llama-bf16": (lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)).bfloat16(), tokens),
     "qwen3-fp16": (lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**DECODER, head_dim=32)).half(), tokens),
     "gemma3": (lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**DECODER, head_dim=32)), tokens),
-    "mixtral": (lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**DECODER, num_local_experts=4)), tokens),
     "gpt2": (
         lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, bos_token_id=1, eos_token_id=2, use_cache=False)),
         tokens,
     ),
-    "opt": (lambda: hf.OPTForCausalLM(hf.OPTConfig(**OPT)), tokens),
     "bloom": (lambda: hf.BloomForCausalLM(hf.BloomConfig(**BLOOM)), tokens),
-    "bert": (lambda: hf.BertForMaskedLM(hf.BertConfig(**TEXT)), tokens),
     "bert-bf16": (lambda: hf.BertForMaskedLM(hf.BertConfig(**TEXT)).bfloat16(), tokens),
-    "electra": (lambda: hf.ElectraForMaskedLM(hf.ElectraConfig(**TEXT, embedding_size=128)), tokens),
     "xlnet": (lambda: hf.XLNetLMHeadModel(hf.XLNetConfig(**XLNET)), tokens),
-    "t5": (lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5, decoder_start_token_id=0, use_cache=False)), tokens),
-    "bart": (lambda: hf.BartForConditionalGeneration(hf.BartConfig(**BART)), tokens),
     "whisper": (lambda: hf.WhisperForConditionalGeneration(hf.WhisperConfig(**WHISPER)), spectra),
     "wav2vec2": (lambda: hf.Wav2Vec2Model(hf.Wav2Vec2Config(**SPEECH)), sound),
-    "vit": (lambda: hf.ViTForImageClassification(hf.ViTConfig(**VISION)), images),
     "blip": (lambda: hf.BlipForConditionalGeneration(hf.BlipConfig(**BLIP)), captions),
     "dpt": (lambda: hf.DPTForDepthEstimation(hf.DPTConfig(**DPT)), images_alone),
-    "convnext": (lambda: hf.ConvNextForImageClassification(hf.ConvNextConfig(**CONVNEXT)), images),
     "convnext-bf16": (lambda: hf.ConvNextForImageClassification(hf.ConvNextConfig(**CONVNEXT)).bfloat16(), images),
     "resnet": (lambda: hf.ResNetForImageClassification(hf.ResNetConfig(**STAGES, embedding_size=32)), images),
     "segformer": (lambda: hf.SegformerForImageClassification(hf.SegformerConfig(**SEGFORMER)), images),
 }
 BLOOM: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 128, "n_layer": 2, "n_head": 4, "use_cache": False}
 XLNET: dict[str, Any] = {"vocab_size": VOCAB, "d_model": 128, "n_layer": 2, "n_head": 4, "d_inner": 512}
-BART: dict[str, Any] = {
-    key: WHISPER[key]
-    for key in WHISPER
-    if "mel" not in key and "positions" not in key and key != "decoder_start_token_id"
-} | {"max_position_embeddings": TIME, "decoder_start_token_id": 2}
 CONVNEXT: dict[str, Any] = {"num_stages": 2, **STAGES, "patch_size": 4}
 SEGFORMER: dict[str, Any] = {
     **STAGES,

@@ -103,7 +103,11 @@ def trained_plainly(compiled: bool) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(
-    "compiled", [pytest.param(False, id="eager"), pytest.param(True, id="inductor", marks=pytest.mark.slow)]
+    "compiled",
+    [
+        pytest.param(False, id="eager"),
+        pytest.param(True, id="inductor", marks=[pytest.mark.slow, pytest.mark.keeps_compiled]),
+    ],
 )
 @pytest.mark.parametrize("where", PLACES, ids=PLACE_IDS)
 def test_training_equals_torch_bitwise(where: tuple[Params, Optimizer], compiled: bool, tier: HostTier) -> None:

@@ -1,6 +1,5 @@
 """Training with Lion, Adam, SGD and Muon: equal to their references wherever states are, planned with their bytes and seconds."""
 
-import functools
 import gc
 from typing import Any
 
@@ -19,7 +18,7 @@ from tests import training
 from tests.held_updates import random_delays, use_lanes
 from tests.main_job import slow
 from tests.references import REFERENCES, adam, adamw, lion, momentum, muon, sgd
-from tests.training import Sizes, assert_equal, make, ours, train
+from tests.training import Sizes, assert_equal, make, ours
 
 
 def plain(made: Any, **how: Any) -> list[torch.Tensor]:
@@ -32,51 +31,36 @@ def planned(name: str, overlap: str | None) -> autohete_fx.Plan:
     return autohete_fx.Plan(labels=training.LABELS, decisions=training.PLANS[name], schedule=schedule)
 
 
+CLIPPING: dict[str, Any] = {"clip": True, "micro_batches": 2}
+
+
 @pytest.mark.parametrize(
-    ("made", "name", "overlap"),
-    [
-        (lion, "streamed", "step"),
-        slow(lion, "disk", "backward"),
-        slow(lion, "mixed", "backward"),
-        slow(lion, "host-optimizer", None),
-        slow(adam, "mixed", "step"),
-        slow(adam, "streamed", "step"),
-        slow(adam, "disk", "backward"),
-        slow(momentum, "mixed", "backward"),
-        slow(momentum, "streamed", "step"),
-        slow(momentum, "disk", "step"),
-        slow(sgd, "mixed", "backward"),
-        slow(sgd, "disk", "step"),
-        (muon, "mixed", "backward"),
-        slow(muon, "streamed", "step"),
-        slow(muon, "disk", "step"),
-        slow(muon, "keep", "step"),
+    ("made", "name", "overlap", "how"),
+    [  # edits and a second backward come too late for updates that start in backward
+        (lion, "streamed", "step", {}),
+        slow(lion, "disk", "step", CLIPPING),
+        slow(lion, "mixed", "backward", {}),
+        slow(lion, "host-optimizer", None, CLIPPING),
+        slow(adam, "streamed", "step", CLIPPING),
+        slow(adam, "disk", "backward", {}),
+        slow(momentum, "streamed", "step", {}),
+        slow(momentum, "disk", "step", CLIPPING),
+        slow(momentum, "mixed", "backward", {}),
+        slow(sgd, "disk", "backward", {}),
+        (muon, "mixed", "backward", {}),
+        slow(muon, "streamed", "step", CLIPPING),
+        slow(muon, "disk", "step", {}),
     ],
 )
 def test_training_is_bitwise_exact_under_random_delays(
-    made: Any, name: str, overlap: str | None, monkeypatch: pytest.MonkeyPatch
+    made: Any, name: str, overlap: str | None, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    """With dropout and fresh data. Losses, gradients, parameters and states are compared."""
+    """With dropout and fresh data. Losses, norms, gradients, parameters and states are compared. In each plan some states are on
+    the device, and some on the host, too."""
     monkeypatch.setattr(disk, "WINDOW_BYTES", 2**15)
     use_lanes(monkeypatch, is_host=False, pace=random_delays(0.002))
-    given = ours(make("cpu"), "eager", {"plan": planned(name, overlap)}, overlap, made)
-    assert_equal(given, plain(made), bitwise=True)
-
-
-@pytest.mark.parametrize(
-    ("made", "name"),
-    [
-        slow(lion, "streamed"),
-        slow(lion, "disk"),
-        slow(adam, "mixed"),
-        (momentum, "mixed"),
-    ],
-)
-def test_clipping_and_micro_batches(made: Any, name: str, monkeypatch: pytest.MonkeyPatch):
-    use_lanes(monkeypatch, is_host=False)
-    how = {"clip": True, "micro_batches": 2}
-    options = {"plan": planned(name, "step"), "micro_batches": 2}
-    given = ours(make("cpu"), "eager", options, "step", made, **how)
+    options = {"plan": planned(name, overlap), "micro_batches": how.get("micro_batches", 1)}
+    given = ours(make("cpu"), "eager", options, overlap, made, **how)
     assert_equal(given, plain(made, **how), bitwise=True)
 
 
@@ -84,62 +68,43 @@ def test_clipping_and_micro_batches(made: Any, name: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("made", "name"),
     [
-        *((lion, name) for name in ("mixed", "streamed", "disk")),
+        (lion, "streamed"),
+        (lion, "disk"),
         (adam, "mixed"),
         (momentum, "streamed"),
         (sgd, "disk"),
         (muon, "streamed"),
     ],
 )
-def test_a_bf16_model_trains_as_with_states_on_the_device(made: Any, name: str, monkeypatch: pytest.MonkeyPatch):
-    expected = kept_in_bf16(made)
-    use_lanes(monkeypatch, is_host=False, pace=random_delays(0.002))
-    assert_equal(trained_in_bf16(made, name), expected, bitwise=True)
-
-
-def trained_in_bf16(made: Any, name: str) -> list[torch.Tensor]:
+def test_a_bf16_model_trains_as_eager_code_does(made: Any, name: str, monkeypatch: pytest.MonkeyPatch):
+    """Without dropout, which rounds otherwise in graphs; `test_streamed.py` has it, beside a plan that keeps everything."""
     sizes = Sizes(width=128)  # 16-bit parameters of narrower layers are too small to move
-    return ours(make("cpu", sizes).bfloat16(), "eager", {"plan": planned(name, "step")}, "step", made, sizes=sizes)
+    model = make("cpu", sizes).bfloat16().eval()
+    expected = training.uncompiled(model, made, sizes=sizes)
+    use_lanes(monkeypatch, is_host=False, pace=random_delays(0.002))
+    model = make("cpu", sizes).bfloat16().eval()
+    given = ours(model, "eager", {"plan": planned(name, "step")}, "step", made, sizes=sizes)
+    assert_equal(given, expected, bitwise=True)
 
 
-@functools.cache
-def kept_in_bf16(made: Any) -> list[torch.Tensor]:
-    return trained_in_bf16(made, "keep")
-
-
-SIZES = Sizes(width=256, batch=4, time=32, layers=4)
-
-
-@functools.cache
-def plain_run(made: Any) -> tuple[list[torch.Tensor], int]:
-    """What the reference gives, and its peak device bytes over every step."""
-    training.warm_up("cpu")
-    foreign, peaks = device_live_bytes("cpu"), []
-    model = make("cpu", SIZES)
-    model.compile(backend="aot_eager")
-    values = train(model, REFERENCES[made](model), sizes=SIZES, peaks=peaks)
-    torch._dynamo.reset()
-    return values, max(peaks) - foreign
+SIZES = Sizes(width=256, batch=4, time=32)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "update_params_per_s", "expected"),
-    [
-        (lion, 1e6, Optimizer.STREAMED),
-        (lion, 1e9, Optimizer.HOST),
-        (adam, 1e6, Optimizer.STREAMED),
-        (momentum, 1e6, Optimizer.STREAMED),
-        (sgd, 1e9, Optimizer.HOST),
-        (muon, 1e9, Optimizer.HOST),
-    ],
+    [(lion, 1e6, Optimizer.STREAMED), (sgd, 1e9, Optimizer.HOST), (muon, 1e9, Optimizer.HOST)],
 )
 def test_solved_plans_keep_their_budgets(made: Any, update_params_per_s: float, expected: Optimizer):
     """On an emulated machine, whose host is slow enough that it pays to stream, or fast enough that it does not. Without states
-    there is nothing to stream: gradients go to the host, and parameters come from there."""
-    values, plain_peak = plain_run(made)
+    there is nothing to stream: gradients go to the host, and parameters come from there. Budgets are of eager training's peak."""
+    training.warm_up("cpu")
+    foreign, plain_peaks = device_live_bytes("cpu"), []
+    model = make("cpu", SIZES)
+    values = training.train(model, REFERENCES[made](model), sizes=SIZES, peaks=plain_peaks)
+    del model
     gc.collect()
-    budget = int(0.6 * plain_peak)
+    budget = int(0.65 * (max(plain_peaks) - foreign))
     speeds = Speeds(forward_s=2e-3, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, update_params_per_s=update_params_per_s)
     peaks = []
     with Emulation(speeds).running() as emulation:

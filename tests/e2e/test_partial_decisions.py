@@ -16,6 +16,7 @@ from autohete_fx.planner import given
 from autohete_fx.runtime.meter import device_live_bytes
 from autohete_fx.runtime.placement import placement_of
 from tests import training
+from tests.references import adamw
 from tests.training import KEPT, LABELS, Model, Sizes, assert_equal, batch, make, ours, plain
 
 SIZES = Sizes(width=128)  # every matrix is worth a copy
@@ -31,14 +32,6 @@ def layers(*decisions: BlockDecision) -> Plan:
 
 def labels(num_layers: int) -> tuple[str, ...]:
     return (*LABELS[: 1 + num_layers], LABELS[-1])
-
-
-with_fewer_for_inductor = pytest.mark.parametrize(
-    ("inner", "num_layers"),
-    [("eager", 3), pytest.param("inductor", 2, marks=pytest.mark.slow)],
-    ids=["eager", "inductor"],
-)
-"""Inductor takes its time for each layer."""
 
 
 def compiled(plan: Plan, inner: str = "eager", model: Model | None = None) -> Model:
@@ -81,32 +74,44 @@ def test_a_kept_copy_is_there_between_the_passes_and_is_fetched_once():
     assert len(copies("prefetch", "forward")) == fetches
 
 
+def gradients_of_two_forwards(model: Model) -> list[Tensor]:
+    """Of both passes together, which both begin before any ends."""
+    losses = [model(batch("cpu", step, sizes=SIZES)) for step in range(2)]
+    for loss in losses:
+        loss.backward()
+    return [training.copied(p.grad) for p in model.parameters() if p.grad is not None]
+
+
+HOST_UPDATED = dataclasses.replace(KEPT, optimizer=Optimizer.HOST)
+
+
 @pytest.mark.slow
-@with_fewer_for_inductor
-def test_the_peak_of_kept_copies_is_the_predicted_one(inner: str, num_layers: int):
+def test_the_peak_of_kept_copies_is_the_predicted_one():
     training.warm_up("cpu")
-    foreign_bytes, peaks, sizes = device_live_bytes("cpu"), [], Sizes(width=128, layers=num_layers)
-    decisions = (KEPT, *(dataclasses.replace(KEPT, optimizer=Optimizer.HOST),) * num_layers, KEPT)
-    plan = Plan(labels=labels(num_layers), decisions=decisions)
-    ours(make("cpu", sizes), inner, {"plan": plan}, sizes=sizes, peaks=peaks)
+    foreign_bytes, peaks = device_live_bytes("cpu"), []
+    plan = Plan(labels=LABELS, decisions=(KEPT, *(HOST_UPDATED,) * 3, KEPT))
+    ours(make("cpu", SIZES), "eager", {"plan": plan}, sizes=SIZES, peaks=peaks)
     assert training.training_compilation().plan.peak_bytes == pytest.approx(max(peaks) - foreign_bytes, rel=0.01)
 
 
-@with_fewer_for_inductor
-def test_two_forwards_before_a_backward_have_a_copy_each(inner: str, num_layers: int):
-    sizes = Sizes(layers=num_layers)
+def test_two_forwards_before_a_backward_have_a_copy_each():
+    given = gradients_of_two_forwards(compiled(layers(KEPT), model=make("cpu", SIZES).eval()))
+    assert_equal(given, gradients_of_two_forwards(make("cpu", SIZES).eval()), bitwise=True)
 
-    def gradients(model: Model) -> list[Tensor]:
-        losses = [model(batch("cpu", step)) for step in range(2)]
-        for loss in losses:
-            loss.backward()
-        return [training.copied(p.grad) for p in model.parameters() if p.grad is not None]
 
-    plan = Plan(labels=labels(num_layers), decisions=(BlockDecision(), *(KEPT,) * num_layers, BlockDecision()))
-    given = gradients(compiled(plan, inner, make("cpu", sizes).eval()))
-    torch._dynamo.reset()
-    expected = make("cpu", sizes).eval()  # draws nothing: Inductor's kernels are compared with eager ones, too
-    assert_equal(given, gradients(expected), bitwise=inner == "eager")
+@pytest.mark.slow
+def test_compiled_by_inductor_two_forwards_have_a_copy_each_and_training_the_predicted_peak():
+    """Without dropout, which Inductor draws otherwise than eager code."""
+    training.warm_up("cpu")
+    foreign_bytes, peaks, sizes = device_live_bytes("cpu"), [], dataclasses.replace(SIZES, layers=2)
+    plan = Plan(labels=labels(2), decisions=(KEPT, HOST_UPDATED, HOST_UPDATED, KEPT))
+    model = make("cpu", sizes).eval()
+    optimizer = adamw(model)
+    given = gradients_of_two_forwards(compiled(plan, "inductor", model))
+    optimizer.zero_grad()
+    assert_equal(given, gradients_of_two_forwards(make("cpu", sizes).eval()), bitwise=False)
+    training.train(model, optimizer, sizes=sizes, peaks=peaks)
+    assert training.training_compilation().plan.peak_bytes == pytest.approx(max(peaks) - foreign_bytes, rel=0.01)
 
 
 def with_a_shared_weight() -> Model:

@@ -60,7 +60,7 @@ before = rss_anon_bytes() - cpu_counter.live_bytes() - cpu_counter.kept_bytes()
 most, stop = 0, threading.Event()
 watcher = threading.Thread(target=watch)
 watcher.start()
-for _ in range(6):
+for _ in range(3):
     step()
 stop.set()
 watcher.join()

@@ -30,27 +30,21 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
     gate.opened.set()
 
 
-EVALUATING: dict[str, Any] = {"micro_batches": 2, "between": training.evaluate}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("overlap", "num_workers", "how"),
-    [  # edits and a second backward come too late for updates that start in backward
-        pytest.param("step", 4, {"clip": True}, id="step-4-clipping"),
-        pytest.param("step", 1, EVALUATING, id="step-1-evaluating"),
-        pytest.param("backward", 4, {}, id="backward-4"),
-        pytest.param("backward", 1, {}, id="backward-1"),
-        pytest.param(None, 1, {"clip": True}, id="none-1-clipping"),
-        pytest.param(None, 4, EVALUATING, id="none-4-evaluating"),
+    ("num_workers", "how"),
+    [
+        pytest.param(1, {"clip": True}, id="1-clipping"),
+        pytest.param(4, {"micro_batches": 2, "between": training.evaluate}, id="4-evaluating"),
     ],
 )
-def test_training_is_bitwise_exact_under_random_delays(
-    overlap: str | None, num_workers: int, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_training_without_overlap_is_bitwise_exact_under_random_delays(
+    num_workers: int, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
+    """test_overlap.py and test_overlap_backward.py have the same plan with updates that begin at the step and in backward."""
     use_lanes(monkeypatch, num_update_workers=num_workers, is_host=False, pace=random_delays())
-    options = {"plan": planned(overlap), "micro_batches": how.get("micro_batches", 1)}
-    given = ours(make("cpu"), "eager", options, overlap, **how)
+    options = {"plan": planned(None), "micro_batches": how.get("micro_batches", 1)}
+    given = ours(make("cpu"), "eager", options, None, **how)
     assert_equal(given, plain(make("cpu"), "eager", **how), bitwise=True)
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import autohete_fx
-from autohete_fx import cli
 from autohete_fx.ir import BlockGraph, Machine, Plan, Problem
 from autohete_fx.machine.devices import find_device, machine_of_spec
 from autohete_fx.options import Options
@@ -22,6 +21,7 @@ from autohete_fx.runtime.meter import MemoryMeter
 from autohete_fx.whatif.blueprint import read_model
 from autohete_fx.whatif.depth import shallow_layers
 from autohete_fx.whatif.trace import trace_model
+from tests.planned import plan
 
 TINY = {
     "model_type": "llama",
@@ -38,10 +38,6 @@ A100 = machine_of_spec(find_device("a100-40g"))
 def config(folder: Path, **changes: object) -> str:
     (folder / "config.json").write_text(json.dumps(TINY | changes))
     return str(folder / "config.json")
-
-
-def plan(*arguments: str) -> int:
-    return cli.main(["plan", "--batch", "2", "--seq", "64", "--time-limit", "1", *arguments])
 
 
 FACTORY = """

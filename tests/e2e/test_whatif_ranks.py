@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 import autohete_fx
-from autohete_fx import cli
 from autohete_fx.errors import ShardError
 from autohete_fx.ir import BlockGraph, Plan, Problem
 from autohete_fx.machine.devices import find_device, machine_of_spec
@@ -21,6 +20,7 @@ from autohete_fx.whatif.blueprint import read_model
 from autohete_fx.whatif.job import Job
 from autohete_fx.whatif.trace import trace_model
 from tests.dist import ranks
+from tests.planned import plan
 
 TINY = {
     "model_type": "llama",
@@ -47,10 +47,6 @@ def config(folder: Path, **changes: object) -> str:
     return str(folder / "config.json")
 
 
-def plan(*arguments: str) -> int:
-    return cli.main(["plan", "--batch", "2", "--seq", "64", "--time-limit", "1", *arguments])
-
-
 def trained() -> dict[str, Any]:
     """The problem that ranks solve which are there, but for their machine."""
     from autohete_fx.runtime.shard import shard
@@ -67,9 +63,9 @@ def trained() -> dict[str, Any]:
     given.solved_plan = keep
     model = shard(Layers(), mesh())
     optimizer = autohete_fx.AdamW(model.parameters())
-    model.compile(backend="autohete", options={**EAGER, "inner_backend": "inductor", "solver_time_limit_s": 1})
-    model(torch.zeros(64, 128)).backward()
-    optimizer.step()
+    options = {**EAGER, "inner_backend": "inductor", "solver_time_limit_s": 1}
+    autohete_fx.preview(model, torch.zeros(64, 128), options=options)
+    del optimizer
     return {} if not solved else comparable(solved[0])
 
 
@@ -121,7 +117,8 @@ def test_a_rank_computes_what_one_device_does_and_gathers_all_parameters(tmp_pat
 @pytest.mark.slow
 def test_a_plan_of_ranks_says_what_is_of_all_and_what_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     small = config(tmp_path)
-    assert plan(small, "--device", "a100-40g", "--ranks", "4", "--nodes", "2", "--micro-batches", "2") == 0
+    of_two_nodes = ("--device", "a100-40g", "--ranks", "4", "--nodes", "2", "--micro-batches", "2")
+    assert plan(small, *of_two_nodes) == 0
     out = capsys.readouterr().out
     for expected in (
         "batch 2 x 64 tokens x 2 micro-batches on each rank",
@@ -133,17 +130,17 @@ def test_a_plan_of_ranks_says_what_is_of_all_and_what_of_one(tmp_path: Path, cap
         "2x link between ranks",
     ):
         assert expected in out, expected
-    small = config(tmp_path, num_hidden_layers=1)
-    replicas = ("--ranks", "4", "--nodes", "2", "--replicas", "2", "--json")
-    assert plan(small, "--device", "a100-40g", *replicas) == 0
+    assert plan(small, *of_two_nodes, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["num_ranks"], found["num_replicas"], found["tokens"]) == (4, 2, 4 * 2 * 64)
-    assert plan(small, "--device", "a100-40g", "--ranks", "4", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["num_ranks"], found["num_nodes"], found["tokens"]) == (4, 1, 4 * 2 * 64)
+    assert (found["num_ranks"], found["num_nodes"], found["num_replicas"]) == (4, 2, 1)
+    assert found["tokens"] == 4 * 2 * 2 * 64
     assert found["tokens_per_s"] == pytest.approx(found["tokens"] / found["step_s"])
     assert found["binds"] in ("compute", "h2d", "d2h", "update", "net") and found["net_share"] >= 0
     assert all(each["tokens_per_s"] * each["step_s"] == pytest.approx(found["tokens"]) for each in found["more"])
+    small = config(tmp_path, num_hidden_layers=1)
+    assert plan(small, "--device", "a100-40g", "--ranks", "4", "--replicas", "2", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["num_ranks"], found["num_nodes"], found["num_replicas"], found["tokens"]) == (4, 1, 2, 4 * 2 * 64)
 
 
 @pytest.mark.slow
