@@ -1,6 +1,7 @@
 """Jobs that train a plan's pipelines, compared with one process that has the whole model and the whole batch."""
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -329,12 +330,32 @@ def leg(
     return found
 
 
+def legs(root: str, given: Sequence[tuple[Any, Sequence[str], int, str | None, Sequence[str]]]) -> list[dict[str, Any]]:
+    """`leg` of (rows, nodes, steps, cloud, what of ``root`` is lost before) in turn, and the steps saved on this rank's disk."""
+    found = []
+    for rows, nodes, steps, cloud, lost in given:
+        dist.barrier()
+        for path in (path for pattern in lost if dist.get_rank() == 0 for path in Path(root).glob(pattern)):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        dist.barrier()
+        row = leg(root, rows, nodes, steps, {"cloud": cloud})
+        saves = Path(root, nodes[dist.get_rank()]).glob("step-*")
+        found.append({**row, "steps saved": sorted(int(path.name.split("-")[1]) for path in saves)})
+    return found
+
+
 def states_on_hosts(root: str) -> list[dict[str, Any]]:
     """A job whose stages keep optimizer states on hosts, and plain ones that go on with it, and at last stages with states on
     disk."""
     placement.SMALLEST_COPY_BYTES = 512
     stages, nodes = [(2, 4, [2, 4])], ["a", "b"]
-    budget = {"memory_budget": 150_000, "allow": ["host_optimizer"], "inner_backend": "eager", "profile": "analytic"}
+    budget = {
+        "memory_budget": 150_000,
+        "allow": ["host_optimizer"],
+        "inner_backend": "eager",
+        "profile": "analytic",
+        "solver_time_limit_s": 1,
+    }
     found = []
     disk = {**budget, "allow": ["host_optimizer", "disk_optimizer"], "host_budget": 75_000}
     for steps, options in ((4, budget), (6, None), (8, disk)):

@@ -59,7 +59,7 @@ def within_budget(root: str) -> list[dict[str, Any]]:
         (8, [[2, 3, [4], 2, 2]], "aaaa", 115_000),
     ):
         torch._dynamo.reset()
-        ours = {"memory_budget": budget, "inner_backend": "eager", "profile": "analytic"}
+        ours = {"memory_budget": budget, "inner_backend": "eager", "profile": "analytic", "solver_time_limit_s": 1}
         row = leg(root, rows, list(nodes), steps, {}, "autohete", ours)
         found.append({**row, "given": budget, "peaks": [c.plan.peak_bytes for c in autohete_fx.compilations()]})
         dist.barrier()
@@ -118,7 +118,7 @@ def searched(folder: str) -> dict[str, Any]:
         max_grad_norm=cluster_jobs.CLIP,
         weights=lambda name: start[name],
         backend="autohete",
-        options={"inner_backend": "eager", "profile": "analytic"},
+        options={"inner_backend": "eager", "profile": "analytic", "solver_time_limit_s": 1},
         member=cluster.Member(node="node", gpu="cpu"),
         cache_dir=folder,
     )

@@ -42,11 +42,10 @@ def within_budget(root: str) -> list[dict[str, Any]]:
     found = []
     for steps, rows, nodes, budget in (
         (4, [[1, 3, [2, 4], 2]], "aabb", 80_000),
-        (6, [[1, 1, [4], 2], [1, 2, [1, 4]]], "aabc", 112_000),
-        (9, [[1, 2, [4], 2], [1, 1, [4]]], "aabc", 10**6),
+        (7, [[1, 2, [4], 2], [1, 1, [4]]], "aabc", 10**6),
     ):
         torch._dynamo.reset()
-        ours = {"memory_budget": budget, "inner_backend": "eager", "profile": "analytic"}
+        ours = {"memory_budget": budget, "inner_backend": "eager", "profile": "analytic", "solver_time_limit_s": 1}
         row = leg(root, rows, list(nodes), steps, {}, "autohete", ours)
         found.append({**row, "given": budget, "peaks": [c.plan.peak_bytes for c in autohete_fx.compilations()]})
         dist.barrier()

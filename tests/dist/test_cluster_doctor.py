@@ -28,7 +28,7 @@ def test_doctor_writes_a_cluster_that_plan_reads(tmp_path: Path, capsys: pytest.
     path = str(tmp_path / "cluster.json")
     doctor = ["-m", "autohete_fx.cli", "doctor", "--device", "cpu", "--cluster", path]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", *doctor],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *doctor],
         capture_output=True,
         text=True,
         timeout=600,  # on a busy machine
@@ -38,9 +38,9 @@ def test_doctor_writes_a_cluster_that_plan_reads(tmp_path: Path, capsys: pytest.
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("memory for plans") == done.stdout.count("pairs at once") == 1
     found = described(path)
-    assert [(node.gpu, node.gpus) for node in found.cluster.nodes] == [("cpu", 3)]
+    assert [(node.gpu, node.gpus) for node in found.cluster.nodes] == [("cpu", 2)]
     assert found.cluster.gpu("cpu").memory_bytes > 0 and found.specs["cpu"].peaks.fp32 > 0
     asked = ["--batch", "4", "--seq", "32", "--dtype", "fp32", "--max-tp", "1"]
     assert cli.main(["plan", "gpt2", "--cluster", path, *asked]) == 0
     shown = capsys.readouterr().out
-    assert "3 x cpu" in shown and "GB/s from each GPU to other nodes" not in shown
+    assert "2 x cpu" in shown and "GB/s from each GPU to other nodes" not in shown

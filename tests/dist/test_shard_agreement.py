@@ -138,7 +138,7 @@ def cached_code(folder: str) -> dict[str, Any]:
             shutil.rmtree(own / lost)
         counters["aot_autograd"].clear()
         with mock.patch.object(GraphCompiler, "_judge", missing_once):
-            model = step(depth=2, inner_backend="inductor")
+            model = step(depth=1, inner_backend="inductor")
         hits[lost] = counters["aot_autograd"]["autograd_cache_hit"]
         results.append([p.detach().clone() for p in model.parameters()])
     return {

@@ -8,27 +8,25 @@ import pytest
 from autohete_fx.cluster.plan import ClusterPlan
 from tests.dist.ranks import run
 from tests.dist.shard_jobs import LEGS, STEPS
-from tests.dist.test_cluster_job import DEPTH, EXACT, check, check_legs
+from tests.dist.test_cluster_job import EXACT, check, check_legs
 
 
 def plans() -> list[Any]:
     """(micro-batch, micro-batches, last layers of stages, degree and shards of all stages or by stage) of each pipeline."""
     return [
-        [(2, 3, [2, 4], 1, 2)],
-        [(2, 2, [4], 1, 2), (1, 3, [1, 4])],  # a whole beside shards
-        [(3, 2, [4], 1, 3), (1, 2, [4])],  # padded
-        [(2, 1, [4], 1, 2), (2, 2, [4], 1, 2)],
-        [(6, 2, [1, 4], 1, [1, 3])],  # unequal shards in a pipeline
-        [(2, 2, [2, 4], [1, 2], [2, 1])],  # to parts
-        [(2, 2, [4], 2, 2)],  # shards of parts
-        [(2, 2, [4], 1, 2), (1, 2, [4], 2)],  # shards beside parts
+        [(3, 2, [3], 1, 3), (1, 2, [3])],  # padded, beside a whole
+        [(2, 1, [3], 1, 2), (2, 2, [3], 1, 2)],
+        [(6, 2, [1, 3], 1, [1, 3])],  # unequal shards in a pipeline
+        [(2, 2, [1, 3], [1, 2], [2, 1])],  # to parts
+        [(2, 2, [3], 2, 2)],  # shards of parts
+        [(2, 2, [3], 1, 2), (1, 2, [3], 2)],  # shards beside parts
     ]
 
 
 @pytest.mark.slow
 def test_stages_of_shards_train_as_one_process_does(tmp_path: Path):
     cases: list[Any] = [
-        (DEPTH, index % 2 == 0, rows, "eager", "1f1b" if index else "gpipe", "torch", 3)
+        (2, index % 2 == 0, rows, "eager", "1f1b" if index != 2 else "gpipe", "torch", 3)
         for index, rows in enumerate(plans())
     ]
     root = tmp_path / "root"

@@ -14,7 +14,7 @@ import autohete_fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
 from autohete_fx.runtime.shard import shard
 from tests.dist import ranks
-from tests.dist.sharded import alone, differences, mesh, together
+from tests.dist.sharded import Small, alone, differences, mesh, together
 from tests.layers import EAGER
 
 DECISIONS = {
@@ -64,11 +64,12 @@ def furthest(given: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def plans() -> dict[str, Any]:
-    """How far each plan is from one process, and what its graphs have."""
-    expected, found = alone(ours, **HOW), {}
+    """How far each plan is from one process, and what its graphs have; SGD trains one, as AdamW hides the scale of gradients."""
+    expected, found = {each: alone(each, **HOW) for each in (ours, sgd)}, {}
     time.sleep(dist.get_rank())  # no rank waits for another but in what they exchange
-    for name in ("", *DECISIONS):
-        found[name] = furthest(together(ours, compiled=backend(name), **HOW), expected)
+    for name in DECISIONS:
+        optimizer_of = sgd if name == "recompute" else ours
+        found[name] = furthest(together(optimizer_of, compiled=backend(name), **HOW), expected[optimizer_of])
         compilation = autohete_fx.compilations()[-1]
         count = {graph: compilation.readable(graph).count for graph in ("forward", "backward")}
         found[f"{name} nodes"] = [
@@ -85,7 +86,6 @@ def plans() -> dict[str, Any]:
         ]
         found[f"{name} table"] = compilation.plan_table()
         found[f"{name} saved"] = compilation.plan.digest
-    found["sgd"] = furthest(together(sgd, compiled=backend("recompute"), **HOW), alone(sgd, **HOW))
     again = {"micro": 2, **HOW}
     found["accumulated"] = furthest(
         together(clipped, compiled=backend("mixed"), **again), alone(ours, clip=0.3, **again)
@@ -107,7 +107,7 @@ def test_two_ranks_train_bitwise_as_one_process_under_every_plan(tmp_path: Path)
         assert first[f"{name} collectives"] == [4, 0 if is_kept else 3, 4], name
         assert ("gathered again" in first[f"{name} table"]) is not is_kept
         assert fetches == [name in ("mixed", "host", "kept from host"), name in ("mixed", "host")], name
-    exact = {name: first[name] for name in ("", *DECISIONS, "sgd")}
+    exact = {name: first[name] for name in DECISIONS}
     assert not any(exact.values()), exact
     assert 0.0 < first["accumulated"] < 1e-13
 
@@ -124,7 +124,7 @@ def test_three_ranks_are_within_rounding(tmp_path: Path):
 
 def compiled() -> float:
     inductor = backend("mixed", inner_backend="inductor")
-    return furthest(together(sgd, compiled=inductor, **HOW), alone(sgd, backend="inductor", **HOW))
+    return furthest(together(sgd, kind=Small, compiled=inductor), alone(sgd, kind=Small, backend="inductor"))
 
 
 @pytest.mark.slow
@@ -185,6 +185,8 @@ def peaks() -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_sharded_step_keeps_its_budget_and_takes_what_was_predicted(tmp_path: Path):
     both = ranks.run("tests.dist.test_shard_plans.peaks", tmp_path)
+    planned = [[(each["plan"], each["decided"]) for each in found.values()] for found in both]
+    assert planned[0] == planned[1], "the first rank's plan is that of all"
     for found in both:
         # Gloo's copy of what a block gathers is counted until the gather is waited for, and may be gone long before.
         copied = sum(p.nbytes for p in Wide().layers[0].parameters())

@@ -13,7 +13,7 @@ from autohete_fx.ir import Overlap, Schedule
 from autohete_fx.runtime import placement
 from autohete_fx.runtime.lanes.lanes import Lanes
 from tests.dist import ranks
-from tests.dist.sharded import FAST, alone, make, mesh, refusal, together, tokens, whole
+from tests.dist.sharded import FAST, Small, alone, make, mesh, refusal, together, tokens, whole
 from tests.dist.test_shard_plans import BLOCKS, Wide, backend, furthest, ours, sgd
 
 REPLICATED = BlockDecision(replicates=True)
@@ -136,7 +136,7 @@ def fetched() -> list[float]:
 
 def by_inductor() -> float:
     """How far a replicated model compiled by Inductor is from one process. Memory that it reused would be told as a write."""
-    how: dict[str, Any] = {**HOW, "dropout": 0.0}
+    how: dict[str, Any] = {"kind": Small, "steps": 2, "micro": MICRO, "dropout": 0.0}
     return furthest(together(sgd, compiled=planned("all", inner_backend="inductor"), **how), alone(sgd, **how))
 
 

@@ -1,6 +1,5 @@
 """Stages of several GPUs train as one process does, beside stages of one GPU too; other plans go on with their saves."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -10,49 +9,29 @@ from tests.dist.ranks import run
 from tests.dist.tensor_parallel_jobs import LEGS, STEPS
 from tests.dist.test_cluster_job import DEPTH, EXACT, check, check_legs
 
-TRAINED = 10
-
 
 def plans() -> list[Any]:
     """(micro-batch, micro-batches, last layers of stages, GPUs of a stage or by stage) of each pipeline."""
     return [
-        [(2, 3, [4], 2)],
-        [(1, 3, [2, 4], 2)],
+        [(1, 3, [3, 4], 2)],  # the head alone
         [(2, 2, [4], 4)],
-        [(2, 3, [4], 2), (1, 2, [4])],  # two degrees
+        [(2, 2, [4], 2), (3, 2, [4]), (2, 3, [4])],  # two degrees
         [(1, 2, [4], 2), (1, 3, [1, 4])],  # of unequal depth and micro-batches
+        [(1, 4, [0, 2, 4], [1, 2, 1])],  # two degrees in a pipeline
         [(2, 1, [4], 2), (1, 2, [4], 2)],
-        [(1, 3, [1, 4], [2, 1])],  # two degrees in a pipeline
-        [(1, 4, [0, 2, 4], [1, 2, 1])],
         [(2, 2, [2, 4], [1, 2]), (1, 2, [4])],
     ]
-
-
-def drawn(count: int, ranks: int) -> list[Any]:
-    """Plans of up to so many ranks, at random, each with a stage of several GPUs."""
-    chance, found = random.Random(11), []
-    while len(found) < count:
-        free, rows = ranks, []
-        while free and (not rows or chance.random() < 0.8):
-            degree = chance.choice([1, 2, 2]) if free > 1 else 1
-            depth = chance.randint(1, min(free // degree, 3))
-            lasts = [*sorted(chance.sample(range(DEPTH + 1), depth - 1)), DEPTH + 1]
-            rows.append((chance.randint(1, 3), depth + chance.randint(0, 2), lasts, degree))
-            free -= depth * degree
-        if any(row[3] > 1 for row in rows):
-            found.append(rows)
-    return found
 
 
 @pytest.mark.slow
 def test_stages_of_several_gpus_train_as_one_process_does(tmp_path: Path):
     cases: list[Any] = [
-        (DEPTH, index % 2 == 0, rows, None, "gpipe" if index % 4 == 1 else "1f1b", "torch", TRAINED)
-        for index, rows in enumerate([*plans(), *drawn(4, 4)])
+        (DEPTH, index % 2 == 0, rows, None, "gpipe" if index % 4 == 1 else "1f1b", "torch")
+        for index, rows in enumerate(plans())
     ]
-    cases.append((0, True, [(1, 2, [3], 2), (2, 1, [3])], None, "1f1b", "torch", TRAINED))  # a transformers model
-    cases.append((0, True, [(1, 2, [1, 3], [2, 1])], None, "1f1b", "torch", TRAINED))
-    cases.append((DEPTH, True, [(2, 2, [4], 2), (1, 2, [4])], "aot_eager", "1f1b", "torch", TRAINED))
+    # A transformers model, whose tied weight is in stages of both degrees.
+    cases.append((0, True, [(1, 2, [1, 3], [2, 1]), (2, 1, [3])], None, "1f1b", "torch"))
+    cases.append((2, True, [(2, 2, [3], 2), (1, 2, [3])], "aot_eager", "1f1b", "torch"))
     root = tmp_path / "root"
     root.mkdir()
     found = run("tests.dist.tensor_parallel_jobs.trained", tmp_path, cases, str(root), num_ranks=4)
@@ -61,13 +40,13 @@ def test_stages_of_several_gpus_train_as_one_process_does(tmp_path: Path):
         wrong, unmatched = rank["errors"]
         assert "different gradients of 'inner.model.layers.0.self_attn.q_norm.weight'" in wrong
         assert "has no such module" in unmatched
-        for row, first in zip(rank["within"], (0, 4, 6), strict=True):
+        for row, first in zip(rank["within"], (0, 4), strict=True):
             assert row.get("first") == first, row
             assert max(row[key] for key in ("loss", "weights", "states")) < EXACT
             assert row["peaks"] and row["peaks"][-1] <= row["given"]
     assert any("host" in rank["within"][0]["states at"] for rank in found)
     # With room, sums start within the last backward, where several GPUs share layers after the step that compares gradients.
-    assert [rank["within"][2]["early"] for rank in found] == [[0, 2, 2], [0, 2, 2], [3, 3, 3], []]
+    assert [rank["within"][1]["early"] for rank in found] == [[0, 2, 2], [0, 2, 2], [3, 3, 3], []]
 
 
 @pytest.mark.slow
