@@ -241,13 +241,16 @@ def _unit_of(
     timeout: timedelta,
 ) -> Unit | None:
     """The unit of this rank; None where it has its layers alone. All ranks call it, because they make process groups together."""
-    meshes: dict[str, Any] = {}
+    meshes: dict[str, DeviceMesh] = {}
     for seats in deployment.peers():
         group: Any = dist.new_group([deployment.ranks[peer] for peer in seats], timeout=timeout)
         if seat in seats:
             along = "sharded" if seats[0].shard != seats[1].shard else "tensor_parallel"
             meshes[along] = DeviceMesh.from_group(group, device.type, mesh_dim_names=(along,))
-    return Unit(layout=layout, place=deployment.place(seat), **meshes) if seat and meshes else None
+    if not (seat and meshes):
+        return None
+    parallel, sharded = meshes.get("tensor_parallel"), meshes.get("sharded")
+    return Unit(layout=layout, place=deployment.place(seat), tensor_parallel=parallel, sharded=sharded)
 
 
 def _stage_of(

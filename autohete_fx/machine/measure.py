@@ -2,7 +2,7 @@
 
 Enters a device and a way to make host tensors; leaves a `Machine`. Timing takes about two seconds. It times products, copies
 within the device and both ways to host memory, AdamW steps on the device and on the host, and a file. An accelerator's lanes are
-timed beside each other as well, and beside updates on the host (`contention`), which takes some four seconds more. Each rate is the
+timed beside each other as well, and beside updates on the host (`contention`), which takes longer than all else. Each rate is the
 best of a few repeats after a warm-up: others on the machine only ever slow one down.
 
 A measurement may fall into a step that has a budget to keep. On CUDA it takes some 250 MiB, of what activations take later, and
