@@ -42,7 +42,7 @@ def main() -> None:
     dist.init_process_group("nccl" if setup.device == "cuda" else "gloo")
     is_first, ranks = dist.get_rank() == 0, dist.get_world_size()
     if setup.device == "cuda":
-        torch.cuda.set_device(dist.get_rank())
+        torch.cuda.set_device(dist.get_node_local_rank())
     plain: list[Run | None] = [None]
     if is_first:
         describe(setup, text)

@@ -33,12 +33,14 @@ _LEVEL_S, _FEWEST = 10.0, 3
 """A level is measured for so long at most, but for so many steps at least."""
 
 Emit = Callable[[dict[str, Any]], None]
+When = Callable[[str], None]
+"""Told that blocks are ``profiled`` or steps of a level are ``warm``; timing goes on when it returns."""
 
 
-def run_case(case: Case, emit: Emit) -> None:
-    """Train; ``emit`` gets a row a level."""
+def run_case(case: Case, emit: Emit, when: When = lambda what: None) -> None:
+    """Train; ``emit`` gets a row a level, and ``when`` is called as a stage of it begins."""
     try:
-        _run_levels(case, emit)
+        _run_levels(case, emit, when)
     except CannotRun as error:
         emit({"outcome": CANNOT_RUN, "reason": str(error)})
     except ModuleNotFoundError as error:
@@ -51,7 +53,7 @@ def run_case(case: Case, emit: Emit) -> None:
         emit({"outcome": DOES_NOT_FIT, "reason": str(error).splitlines()[0]})
 
 
-def _run_levels(case: Case, emit: Emit) -> None:
+def _run_levels(case: Case, emit: Emit, when: When) -> None:
     torch.set_float32_matmul_precision("high")
     if case.device.type == "cuda" and case.cap_bytes is not None:
         total = torch.cuda.get_device_properties(0).total_memory
@@ -62,7 +64,8 @@ def _run_levels(case: Case, emit: Emit) -> None:
     torch.manual_seed(0)
     system = system_class(case.system)(case)
     built_s = time.perf_counter() - began_s
-    run = _Run(case, system)
+    run = _Run(case, system, when)
+    system.when_profiled = lambda: when("profiled")
     for level in case.levels:
         system.set_level(level)
         emit({"outcome": FITS, "level": level, "build s": built_s, **run.measure(level)})
@@ -72,8 +75,9 @@ def _run_levels(case: Case, emit: Emit) -> None:
 class _Run:
     """Steps of one system; they go on from level to level."""
 
-    def __init__(self, case: Case, system: System) -> None:
+    def __init__(self, case: Case, system: System, when: When) -> None:
         self.case = case
+        self.when = when
         self.system = system
         self.text = load_text(None)
         self.steps = 0
@@ -86,11 +90,13 @@ class _Run:
             for _ in range(self.case.warm_up):
                 losses.append(self.step())
             ready_s = time.perf_counter()
+            self.when("warm")
+            timed_s = time.perf_counter()
             while len(step_s) < self.case.steps:
                 begin_s = time.perf_counter()
                 losses.append(self.step())
                 step_s.append(time.perf_counter() - begin_s)
-                if len(step_s) >= _FEWEST and time.perf_counter() - ready_s > _LEVEL_S:
+                if len(step_s) >= _FEWEST and time.perf_counter() - timed_s > _LEVEL_S:
                     break
         if self.case.dry and self.case.cap_bytes is not None and meter.peak_bytes > self.case.cap_bytes:
             raise RuntimeError(f"a CPU has no cap, and this took {format_bytes(meter.peak_bytes)}: as if out of memory")

@@ -22,6 +22,7 @@ from systems import Case
 
 from autohete_fx.runtime.tiers import ram
 
+_SUITE = Path(__file__).with_name("gpu_suite.py")
 _POLL_S = 0.2
 _HOST_RESERVE = 0.04
 """Of host memory: a process is ended before less than this is available, because the system would end any other one."""
@@ -41,11 +42,13 @@ class Processes:
         folder: for results.
         caches: for compiled code, the machine's figures, and plans.
         arguments: of the command line; the flags that a process needs are passed on.
+        script: whose ``--child`` a process runs.
     """
 
-    def __init__(self, folder: Path, caches: Path, arguments: argparse.Namespace) -> None:
+    def __init__(self, folder: Path, caches: Path, arguments: argparse.Namespace, script: Path = _SUITE) -> None:
         self.folder = folder
         self.caches = caches
+        self._script = script
         self._flags = ["--dry"] if arguments.dry else []
         self._count = 0
         self._environment = os.environ | {
@@ -56,26 +59,29 @@ class Processes:
             "TOKENIZERS_PARALLELISM": "false",
         }
 
-    def run(self, case: Case | str, limit_s: float) -> tuple[list[dict[str, Any]], Problem]:
-        """Rows in the order of the levels, whatever became of the process afterwards."""
+    def start(self, case: Case | str) -> "Started":
+        """A process of its own for a case, or for a word that the script knows."""
         self._count += 1
-        began_s = time.time()
         result, log = (self.folder / f"{self._count}.{end}" for end in ("jsonl", "log"))
         what = case if isinstance(case, str) else json.dumps(dataclasses.asdict(case))
-        script = Path(__file__).with_name("gpu_suite.py")
-        command = [sys.executable, str(script), "--child", what, "--result", str(result), *self._flags]
+        command = [sys.executable, str(self._script), "--child", what, "--result", str(result), *self._flags]
         with log.open("w") as output:
             process = subprocess.Popen(
                 command, env=self._environment, stdout=output, stderr=output, start_new_session=True
             )
-            try:
-                problem = _waited(process, limit_s)
-            finally:
-                _end(process)
-        if problem in (None, ENDED_WELL):
-            return _rows(result), problem or (FAILED, _last_words(log))
-        self._take_back(began_s)
-        return _rows(result), problem
+        return Started(process, result, log)
+
+    def run(self, case: Case | str, limit_s: float) -> tuple[list[dict[str, Any]], Problem]:
+        """Rows in the order of the levels, whatever became of the process afterwards."""
+        began_s = time.time()
+        started = self.start(case)
+        try:
+            problem = started.waited(limit_s)
+        finally:
+            started.end()
+        if problem[0] not in (ENDED_WELL[0], FAILED):
+            self._take_back(began_s)
+        return started.rows(), problem
 
     def _take_back(self, began_s: float) -> None:
         """Of the caches, what a process wrote that began then and was ended: a library of which there is a part, or a lock that it
@@ -86,24 +92,46 @@ class Processes:
             file.unlink()
 
 
-def _rows(result: Path) -> list[dict[str, Any]]:
-    """What a process reported. Of its last line there may be a part."""
-    lines = result.read_text().splitlines(keepends=True) if result.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """A process that runs a case.
 
+    Attributes:
+        process: leads a session of its own.
+        result: what it reports, a line of JSON each.
+        log: what it prints.
+    """
 
-def _waited(process: "subprocess.Popen[bytes]", limit_s: float) -> Problem | None:
-    """How a process ended; None where it failed by itself, which its log tells more of."""
-    end_s = time.monotonic() + limit_s
-    while process.poll() is None:
-        if time.monotonic() > end_s:
-            return OUT_OF_TIME, f"not done after {limit_s:.0f} s"
-        if _host_share() < _HOST_RESERVE:
-            return DOES_NOT_FIT, "host memory ran out"
-        time.sleep(_POLL_S)
-    if process.returncode == -signal.SIGKILL:
-        return DOES_NOT_FIT, "the system ended the process, which it does when host memory runs out"
-    return None if process.returncode else ENDED_WELL
+    process: "subprocess.Popen[bytes]"
+    result: Path
+    log: Path
+
+    @property
+    def has_ended(self) -> bool:
+        """By itself or not."""
+        return self.process.poll() is not None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What it has reported. Of its last line there may be a part."""
+        lines = self.result.read_text().splitlines(keepends=True) if self.result.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def waited(self, limit_s: float) -> Problem:
+        """How it ended, or that it did not in time."""
+        end_s = time.monotonic() + limit_s
+        while not self.has_ended:
+            if time.monotonic() > end_s:
+                return OUT_OF_TIME, f"not done after {limit_s:.0f} s"
+            if _host_share() < _HOST_RESERVE:
+                return DOES_NOT_FIT, "host memory ran out"
+            time.sleep(_POLL_S)
+        if self.process.returncode == -signal.SIGKILL:
+            return DOES_NOT_FIT, "the system ended the process, which it does when host memory runs out"
+        return (FAILED, _last_words(self.log)) if self.process.returncode else ENDED_WELL
+
+    def end(self) -> None:
+        """The process and all of its session."""
+        _end(self.process)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -1,6 +1,7 @@
 """Ranks that share a model, on GPUs: NCCL on memory of every tier, collectives behind late kernels, and whole training runs.
 
-The first two need one GPU, on which a single rank gathers from itself. The others need a GPU for each of two ranks.
+In the first two a single rank gathers from itself. The others have two, with a GPU each, or with one for both, between which NCCL
+then goes through sockets.
 """
 
 from collections.abc import Iterator
@@ -19,8 +20,6 @@ from tests.dist import ranks
 
 COUNT = 2**20
 LONG = 100_000_000  # cycles: some 50 milliseconds
-
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @pytest.fixture
@@ -63,14 +62,35 @@ def test_a_collective_is_behind_what_makes_its_source_and_ahead_of_what_reads_it
     session.close()
 
 
-@two_gpus
 def test_two_ranks_train_as_one_process_under_every_plan(tmp_path: Path):
     for found in ranks.run("tests.dist.test_shard_plans.plans", tmp_path, device="cuda"):
         apart = {name: value for name, value in found.items() if isinstance(value, float)}
         assert len(apart) > 6 and max(apart.values()) < 1e-9, apart
 
 
-@two_gpus
+@pytest.mark.slow
+def test_compiled_by_inductor_two_ranks_are_within_rounding(tmp_path: Path):
+    assert max(ranks.run("tests.dist.test_shard_plans.compiled", tmp_path, device="cuda")) < 1e-9
+
+
+@pytest.mark.slow
+def test_two_ranks_train_parameters_in_16_bits(tmp_path: Path):
+    for found in ranks.run("tests.dist.test_shard_uses.in_16_bits", tmp_path, device="cuda"):
+        assert max(found.values(), default=0.0) < 1e-2, found
+
+
+@pytest.mark.slow
+def test_evaluation_between_steps_sees_the_weights_of_the_step(tmp_path: Path):
+    for found in ranks.run("tests.dist.test_shard_uses.evaluated", tmp_path, device="cuda"):
+        assert max(found) < 1e-12, found
+
+
+@pytest.mark.slow
+def test_lengths_that_differ_by_rank_and_step(tmp_path: Path):
+    for found in ranks.run("tests.dist.test_shard_uses.lengths", tmp_path, device="cuda"):
+        assert max(found) < 1e-9, found
+
+
 def test_a_rank_learns_that_another_one_was_killed(tmp_path: Path):
     told = ranks.run("tests.dist.test_shard_uses.killed", tmp_path, survivors=[0], device="cuda")
     assert "ShardError" in told[0]

@@ -4,6 +4,7 @@ Ranks on the CPU are forked from processes that have imported PyTorch.
 """
 
 import atexit
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -32,7 +33,7 @@ def run(
     device: str = "cpu",
 ) -> list[Any]:
     """What ``function`` (``module.name``) returned on each rank, or on those that are to survive: values of JSON. Ranks meet
-    in a file of the folder, and have a device each."""
+    in a file of the folder. Each has a device, or all have the one that there is."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DEVICE_OF_RANKS": device}
     commands = [
         ["-W", "ignore", "-m", "tests.dist.ranks", function, str(folder), str(rank), str(num_ranks), json.dumps(args)]
@@ -50,19 +51,32 @@ def run(
 def _started(
     commands: Sequence[Sequence[str]], environment: dict[str, str]
 ) -> "list[subprocess.CompletedProcess[str]]":
-    """As ``run_together``, by processes that are no forks: those of a GPU."""
+    """As ``run_together``, by processes that are no forks: those of a GPU. NCCL refuses two ranks of one host on one GPU: they
+    are told to be on hosts of their own, which meet through the loopback."""
+    import torch
+
+    environment = {**environment, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    share_one = torch.cuda.device_count() < len(commands)
     processes = [
-        subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment, stdout=-1, stderr=-1, text=True)
-        for command in commands
+        subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env={**environment, "NCCL_HOSTID": str(rank)} if share_one else environment,
+            stdout=-1,
+            stderr=-1,
+            text=True,
+        )
+        for rank, command in enumerate(commands)
     ]
     try:
-        ended = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(TIMEOUT_S)
     finally:
         for process in processes:
             process.kill()
-    return [
-        subprocess.CompletedProcess(p.args, p.returncode, *texts) for p, texts in zip(processes, ended, strict=True)
-    ]
+    texts = [process.communicate() for process in processes]  # of one that was killed: what it has told so far
+    return [subprocess.CompletedProcess(p.args, p.returncode, *told) for p, told in zip(processes, texts, strict=True)]
 
 
 def run_each(functions: Sequence[Callable[[], Any]], folder: Path, num_ranks: int = 2) -> dict[str, list[Any]]:
@@ -93,7 +107,7 @@ def main(function: str, folder: str, rank: str, num_ranks: str, args: str) -> No
     backend = "gloo"
     if os.environ["DEVICE_OF_RANKS"] == "cuda":
         backend = "nccl"
-        torch.cuda.set_device(int(rank))
+        torch.cuda.set_device(int(rank) % torch.cuda.device_count())
     meeting = f"file://{folder}/{function}"
     dist.init_process_group(backend, init_method=meeting, rank=int(rank), world_size=int(num_ranks))
     module, _, name = function.rpartition(".")

@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,6 +161,7 @@ class System(ABC):
         case: what is trained.
         model, optimizer: as the system wants them; set by the constructor.
         level: the one that is measured.
+        when_profiled: called once nothing is timed any more to make a plan.
     """
 
     levels: ClassVar[tuple[str, ...]] = RECOMPUTE_LEVELS
@@ -171,6 +173,7 @@ class System(ABC):
     def __init__(self, case: Case) -> None:
         self.case = case
         self.level = case.levels[0]
+        self.when_profiled: Callable[[], None] = lambda: None
 
     @classmethod
     def reason_against(cls, case: Case) -> str:

@@ -80,6 +80,7 @@ class Ours(System):
 
     def _solve(self, problem: Problem, **how: Any) -> Plan:
         self._problems.append(problem)
+        self.when_profiled()
         return solve(problem, **how)
 
     def _compilation(self) -> autohete_fx.Compilation:
