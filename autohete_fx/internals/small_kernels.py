@@ -1,10 +1,16 @@
 """Small kernels from Inductor, without Dynamo: no guard, no recompilation, no interference with the user's ``torch._dynamo`` state.
 
-In: a function of flat tensors of one length, or of matrices of one height, which writes its results into its arguments. Out:
-compiled code that takes a list of such tensors of any length (from 2 to `LONGEST`) or height.
+In: a function of flat tensors of one length, which writes its results into its arguments. Out: compiled code that takes a list of
+such tensors of any length (from 2 to `LONGEST`).
+
+Where a kernel for a CPU has values of 16 bits, whole vectors of them are taken. Inductor would take as many values as a vector of
+fp32 has, and load and store half a vector of 16-bit ones under a mask. A load close after such a store waits for it: an update in
+place then takes up to twice the time.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +30,6 @@ def compile_kernel(
     device: torch.device,
     *,
     fixed: Sequence[tuple[int, torch.dtype]] = (),
-    row: tuple[int, int] | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Kernel:
     """Compile for one device.
@@ -33,7 +38,6 @@ def compile_kernel(
         function: takes the flat tensors, then the fixed ones.
         dtypes: of the flat tensors.
         fixed: lengths and dtypes of further arguments, whose length is always the same.
-        row: instead of flat tensors the function takes matrices, of rows of so many elements that begin so many apart.
         settings: of Inductor's configuration.
     """
     # Inductor is a slow import that not every training needs.
@@ -56,11 +60,32 @@ def compile_kernel(
     )
     with fake_mode:
         any_length = example.shape[0]
-        shape, strides = ((any_length,), (1,)) if row is None else ((any_length, row[0]), (row[1], 1))
-        inputs = [torch.empty_strided(shape, strides, dtype=dtype, device=device) for dtype in dtypes]
+        inputs = [torch.empty(any_length, dtype=dtype, device=device) for dtype in dtypes]
         inputs += [torch.empty(length, dtype=dtype, device=device) for length, dtype in fixed]
         graph = make_fx(function, decomposition_table=select_decomp_table())(*inputs)
     # The user's own Inductor passes are meant for the user's graphs.
     patches = {"post_grad_custom_pre_pass": None, "post_grad_custom_post_pass": None, **(settings or {})}
-    with fake_mode, V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)), config.patch(patches):
+    narrow = next((dtype for dtype in dtypes if device.type == "cpu" and dtype.itemsize == 2), None)
+    wide = nullcontext() if narrow is None else _whole_vectors_of(narrow)
+    with fake_mode, V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)), config.patch(patches), wide:
         return compile_fx_inner(graph, inputs, cpp_wrapper=config.cpp_wrapper)  # pyright: ignore[reportReturnType]
+
+
+@contextmanager
+def _whole_vectors_of(dtype: torch.dtype) -> Iterator[None]:
+    """Loops of the kernels that are compiled meanwhile take as many elements at once as a vector of this dtype has."""
+    from torch._inductor.codegen.cpp import TilingSelect
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    select = TilingSelect.select_tiling
+
+    @functools.wraps(select)
+    def selected(self: Any, *args: Any, **how: Any) -> Any:
+        factors, *others = select(self, *args, **how)
+        return [pick_vec_isa().nelements(dtype=dtype) for _ in factors], *others
+
+    TilingSelect.select_tiling = selected
+    try:
+        yield
+    finally:
+        TilingSelect.select_tiling = select

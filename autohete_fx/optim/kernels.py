@@ -39,11 +39,6 @@ _TEMPORARIES = 5
 _SMALL = 1 << 15
 """Up to this length one thread of a CPU does it all: waking the others takes as long."""
 
-_ROW = 32
-"""Beyond that a CPU takes two rows of so many elements at once, of 16-bit weights. Vectors of 16-bit values are half as wide as
-fp32's, and Inductor loads and stores them under a mask: a load close after a store waits for it, which takes most of the time of
-one row at a time."""
-
 
 def update(rule: Rule, weight: Tensor, grad: Tensor, states: Sequence[Tensor], coefs: Tensor) -> None:
     """One step of an element-wise rule, in place, on flat tensors of one device and size.
@@ -136,46 +131,18 @@ def _one(rule: Rule, *tensors: Tensor) -> tuple[()]:
     return _advance(rule, weight, grad, states, coefs)
 
 
-def _pair(rule: Rule, *tensors: Tensor) -> tuple[()]:
-    """Two passes, given by pairs of tensors and the coefficients."""
-    *pairs, coefs = tensors
-    for weight, grad, *states in (pairs[0::2], pairs[1::2]):
-        _advance(rule, weight, grad, states, coefs)
-    return ()
-
-
-def _in_pairs(pair: Kernel, single: Kernel) -> Kernel:
-    """A kernel of flat tensors: ``pair`` takes pairs of rows, and ``single`` what is left, which is never one element."""
-
-    def run(tensors: list[Tensor]) -> None:
-        *flat, coefs = tensors
-        left = flat[0].numel() % (2 * _ROW)
-        paired = flat[0].numel() - (left if left != 1 else left + 2 * _ROW)
-        if paired > 0:
-            pair([*(row for t in flat for row in t[:paired].view(-1, 2, _ROW).unbind(1)), coefs])
-        if left:
-            single([*(t[max(0, paired) :] for t in flat), coefs])
-
-    return run
-
-
 @functools.cache
 def _compiled(
     rule: Rule, weight_dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device, small: bool
 ) -> Kernel | None:
     """The pass by Inductor; None, with a warning, where Inductor cannot compile (no C++ compiler, say)."""
-    single = None
-    if device.type == "cpu" and not small:
-        single = _compiled(rule, weight_dtype, grad_dtype, device, True)
-        if single is None:
-            return None  # which has been said
+    if device.type == "cpu" and not small and _compiled(rule, weight_dtype, grad_dtype, device, True) is None:
+        return None  # which has been said
     try:
         # PyTorch's own deprecations; where a user made warnings errors, they would read as "cannot compile" here.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             kernel = _compile(rule, (weight_dtype, grad_dtype), device, small)
-            if single is not None and weight_dtype in HALF:
-                kernel = _in_pairs(kernel, single)
             _verify(kernel, rule, (weight_dtype, grad_dtype), device)
             return kernel
     except Exception as error:  # the toolchain's errors share no base class
@@ -194,21 +161,14 @@ def _compile(rule: Rule, dtypes: Sequence[torch.dtype], device: torch.device, sm
     is_mixed = dtypes[0] in HALF
     state = torch.float32 if is_mixed else dtypes[0]
     every = (*dtypes, *[state] * (len(rule.moments) + is_mixed))
-    compile_ = partial(compile_kernel, device=device, fixed=[(len(_examples(rule)), state)])
-    one = partial(_one, rule)
-    if device.type != "cpu":
-        return compile_(one, every)
     settings: dict[str, Any] = {}
-    if rule.may_contract:
-        settings["cpp.enable_floating_point_contract_flag"] = "fast"
-    if small:
-        return compile_(one, every, settings=settings | {"cpp.threads": 1})
-    # Threads are asked for at run time, so torch.set_num_threads is honoured without compiling again.
-    settings |= {"cpp_wrapper": True, "cpp.dynamic_threads": True}
-    if not is_mixed:
-        return compile_(one, every, settings=settings)
-    in_pairs = [dtype for dtype in every for _ in range(2)]
-    return compile_(partial(_pair, rule), in_pairs, row=(_ROW, 2 * _ROW), settings=settings)
+    if device.type == "cpu":
+        if rule.may_contract:
+            settings["cpp.enable_floating_point_contract_flag"] = "fast"
+        # Threads are asked for at run time, so torch.set_num_threads is honoured without compiling again.
+        settings |= {"cpp.threads": 1} if small else {"cpp_wrapper": True, "cpp.dynamic_threads": True}
+    fixed = [(len(_examples(rule)), state)]
+    return compile_kernel(partial(_one, rule), every, device, fixed=fixed, settings=settings)
 
 
 def _examples(rule: Rule) -> tuple[float, ...]:
