@@ -30,6 +30,7 @@ def compile_kernel(
     device: torch.device,
     *,
     fixed: Sequence[tuple[int, torch.dtype]] = (),
+    row: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Kernel:
     """Compile for one device.
@@ -38,6 +39,7 @@ def compile_kernel(
         function: takes the flat tensors, then the fixed ones.
         dtypes: of the flat tensors.
         fixed: lengths and dtypes of further arguments, whose length is always the same.
+        row: lengths are always a multiple of this, which the compiler then knows.
         settings: of Inductor's configuration.
     """
     # Inductor is a slow import that not every training needs.
@@ -60,7 +62,8 @@ def compile_kernel(
     )
     with fake_mode:
         any_length = example.shape[0]
-        inputs = [torch.empty(any_length, dtype=dtype, device=device) for dtype in dtypes]
+        shape = (any_length,) if row is None else (any_length, row)
+        inputs = [torch.empty(shape, dtype=dtype, device=device) for dtype in dtypes]
         inputs += [torch.empty(length, dtype=dtype, device=device) for length, dtype in fixed]
         graph = make_fx(function, decomposition_table=select_decomp_table())(*inputs)
     # The user's own Inductor passes are meant for the user's graphs.
@@ -68,7 +71,10 @@ def compile_kernel(
     narrow = next((dtype for dtype in dtypes if device.type == "cpu" and dtype.itemsize == 2), None)
     wide = nullcontext() if narrow is None else _whole_vectors_of(narrow)
     with fake_mode, V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)), config.patch(patches), wide:
-        return compile_fx_inner(graph, inputs, cpp_wrapper=config.cpp_wrapper)  # pyright: ignore[reportReturnType]
+        compiled: Any = compile_fx_inner(graph, inputs, cpp_wrapper=config.cpp_wrapper)
+    if row is None:
+        return compiled
+    return lambda tensors: compiled([*(t.view(-1, row) for t in tensors[: len(dtypes)]), *tensors[len(dtypes) :]])
 
 
 @contextmanager

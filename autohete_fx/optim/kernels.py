@@ -19,7 +19,7 @@ import functools
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,6 +39,13 @@ _TEMPORARIES = 5
 _SMALL = 1 << 15
 """Up to this length one thread of a CPU does it all: waking the others takes as long."""
 
+_ROW = 64
+"""Kernels for a GPU take multiples of this by whole vectors. Other lengths are read and written an element at a time. Where the
+parameter lives on the host, that goes over the link in many small accesses."""
+
+_Form = Literal["small", "large", "rows", "any"]
+"""Kernels of a pass: a CPU's for small and large tensors, a GPU's for rows of ``_ROW`` elements and for any length."""
+
 
 def update(rule: Rule, weight: Tensor, grad: Tensor, states: Sequence[Tensor], coefs: Tensor) -> None:
     """One step of an element-wise rule, in place, on flat tensors of one device and size.
@@ -52,8 +59,7 @@ def update(rule: Rule, weight: Tensor, grad: Tensor, states: Sequence[Tensor], c
     length = weight.numel()
     if not length:
         return
-    small = weight.device.type == "cpu" and length <= _SMALL
-    kernel = _compiled(rule, weight.dtype, grad.dtype, weight.device, small)
+    kernel = _compiled(rule, weight.dtype, grad.dtype, weight.device, _form_of(weight.device, length))
     tensors = (weight, grad, *states)
     # One element is a shape of its own for the tracer, and not worth a kernel.
     if kernel is None or length < 2:
@@ -67,10 +73,18 @@ def update(rule: Rule, weight: Tensor, grad: Tensor, states: Sequence[Tensor], c
         kernel([*parts, coefs])
 
 
-def prepare(rule: Rule, weight_dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device) -> None:
-    """Compile now what ``update`` will need, so that it cannot fail or warn half way through a step."""
-    for small in (False, True) if device.type == "cpu" else (False,):
-        _compiled(rule, weight_dtype, grad_dtype, device, small)
+def prepare(rule: Rule, weight_dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device, length: int) -> None:
+    """Compile now what ``update`` will need for a parameter of so many elements, and for its pieces. Nothing can fail or warn half
+    way through a step then."""
+    forms = {"small", "large"} if device.type == "cpu" else {"rows", _form_of(device, length)}
+    for form in sorted(forms):
+        _compiled(rule, weight_dtype, grad_dtype, device, form)
+
+
+def _form_of(device: torch.device, length: int) -> _Form:
+    if device.type == "cpu":
+        return "small" if length <= _SMALL else "large"
+    return "any" if length % _ROW else "rows"
 
 
 def reconcile_master(weight: Tensor, master: Tensor) -> None:
@@ -133,17 +147,18 @@ def _one(rule: Rule, *tensors: Tensor) -> tuple[()]:
 
 @functools.cache
 def _compiled(
-    rule: Rule, weight_dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device, small: bool
+    rule: Rule, weight_dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device, form: _Form
 ) -> Kernel | None:
     """The pass by Inductor; None, with a warning, where Inductor cannot compile (no C++ compiler, say)."""
-    if device.type == "cpu" and not small and _compiled(rule, weight_dtype, grad_dtype, device, True) is None:
+    first = "small" if device.type == "cpu" else "rows"
+    if form != first and _compiled(rule, weight_dtype, grad_dtype, device, first) is None:
         return None  # which has been said
     try:
         # PyTorch's own deprecations; where a user made warnings errors, they would read as "cannot compile" here.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            kernel = _compile(rule, (weight_dtype, grad_dtype), device, small)
-            _verify(kernel, rule, (weight_dtype, grad_dtype), device)
+            kernel = _compile(rule, (weight_dtype, grad_dtype), device, form)
+            _verify(kernel, rule, (weight_dtype, grad_dtype), device, 16 * _ROW if form == "rows" else 1003)
             return kernel
     except Exception as error:  # the toolchain's errors share no base class
         warnings.warn(
@@ -157,7 +172,7 @@ def _compiled(
         return None
 
 
-def _compile(rule: Rule, dtypes: Sequence[torch.dtype], device: torch.device, small: bool) -> Kernel:
+def _compile(rule: Rule, dtypes: Sequence[torch.dtype], device: torch.device, form: _Form) -> Kernel:
     is_mixed = dtypes[0] in HALF
     state = torch.float32 if is_mixed else dtypes[0]
     every = (*dtypes, *[state] * (len(rule.moments) + is_mixed))
@@ -166,9 +181,10 @@ def _compile(rule: Rule, dtypes: Sequence[torch.dtype], device: torch.device, sm
         if rule.may_contract:
             settings["cpp.enable_floating_point_contract_flag"] = "fast"
         # Threads are asked for at run time, so torch.set_num_threads is honoured without compiling again.
-        settings |= {"cpp.threads": 1} if small else {"cpp_wrapper": True, "cpp.dynamic_threads": True}
+        settings |= {"cpp.threads": 1} if form == "small" else {"cpp_wrapper": True, "cpp.dynamic_threads": True}
     fixed = [(len(_examples(rule)), state)]
-    return compile_kernel(partial(_one, rule), every, device, fixed=fixed, settings=settings)
+    row = _ROW if form == "rows" else None
+    return compile_kernel(partial(_one, rule), every, device, fixed=fixed, row=row, settings=settings)
 
 
 def _examples(rule: Rule) -> tuple[float, ...]:
@@ -176,13 +192,13 @@ def _examples(rule: Rule) -> tuple[float, ...]:
     return rule.coefficients(dict(rule.hyperparameters), 2.0)
 
 
-def _verify(kernel: Kernel, rule: Rule, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+def _verify(kernel: Kernel, rule: Rule, dtypes: Sequence[torch.dtype], device: torch.device, length: int) -> None:
     """Compare a kernel with the eager operations, edited weights included, before any parameter is trusted to it."""
     weight_dtype, grad_dtype = dtypes
     is_mixed = weight_dtype in HALF
     state = torch.float32 if is_mixed else weight_dtype
     generator = torch.Generator("cpu").manual_seed(0)
-    values = torch.randn(2 + len(rule.moments), 1003, generator=generator, dtype=state, device="cpu")
+    values = torch.randn(2 + len(rule.moments), length, generator=generator, dtype=state, device="cpu")
     value, grad, *moments = values
     weight = value.to(weight_dtype, copy=True)
     weight[::5] *= 1.5

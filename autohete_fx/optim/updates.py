@@ -58,7 +58,8 @@ def apply(
         if u.rule.is_elementwise and not uses_fused(u.rule, u.param):
             on_device = u.placement.tier is None or u.placement.is_streamed
             processor = u.param.device if on_device else torch.device("cpu")
-            prepare(u.rule, u.param.dtype, u.grad.dtype if needs_master(u.param) else u.param.dtype, processor)
+            grad_dtype = u.grad.dtype if needs_master(u.param) else u.param.dtype
+            prepare(u.rule, u.param.dtype, grad_dtype, processor, u.param.numel())
     here = [u for u in updates if u.placement.tier is None]
     by_pending: defaultdict[Updates | None, list[Update]] = defaultdict(list)
     for u in updates:

@@ -52,7 +52,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "LD_PRELOAD": str(library),
         "LD_LIBRARY_PATH": str(folder),
         "TRITON_LIBCUDA_PATH": str(folder),
-        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "inductor" / "triton"),
         "CUBLAS_WORKSPACE_CONFIG": ":0:0",  # what a budget does not count
         "AUTOHETE_CACHE_DIR": str(folder / "autohete"),  # of the machine's figures: they would be another's
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
@@ -107,3 +108,9 @@ def test_the_allocator_counts_what_the_plan_predicts(found: dict[str, Any]):
 def test_attention_takes_the_scratch_that_is_counted_for_it(found: dict[str, Any]):
     for counted, told in found["scratch"]:
         assert told == pytest.approx(counted, rel=0.1)  # the allocator hands out pieces up to 1 MiB too large
+
+
+def test_updates_read_and_write_whole_vectors(found: dict[str, Any]):
+    whole, others = found["accesses"]
+    assert any(".v4." in access for access in whole) and not any(access.endswith(".b16") for access in whole), whole
+    assert any(access.endswith(".b16") for access in others), others  # or the first would tell nothing

@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import os
+import re
+from pathlib import Path
+from unittest import mock
 
 import torch
 from torch._inductor import config
@@ -10,6 +14,8 @@ from torch._inductor.graph import GraphLowering
 import autohete_fx
 from autohete_fx.ir import Overlap, Schedule
 from autohete_fx.machine.budgets import tuning_bytes
+from autohete_fx.optim import kernels
+from autohete_fx.optim.adamw import ADAMW
 from autohete_fx.options import Options
 from autohete_fx.profiler.memory.scratch import gpu_attention_scratch_bytes
 from tests.training import Sizes, batch, make, plan, training_compilation
@@ -50,6 +56,22 @@ def scratch(name: str, dtype: torch.dtype, rows_first: bool, *size: int) -> tupl
     return counted, gpu_attention_scratch_bytes(f"aten._scaled_dot_product_{name}_attention_backward", arguments[:5])
 
 
+def accesses(length: int) -> list[str]:
+    """Instructions by which a GPU's kernel updates a parameter in bf16 of this length: those that read or write memory."""
+    folder, cuda = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]), torch.device("cuda", 0)
+    before = set(folder.rglob("*.ptx"))
+    grads = [torch.empty(length, dtype=torch.bfloat16, device=cuda) for _ in range(2)]
+    states = [torch.empty(length, device=cuda) for _ in range(3)]
+    coefs = torch.tensor(ADAMW.coefficients(dict(ADAMW.hyperparameters), 2.0), device=cuda)
+    with (
+        mock.patch.object(kernels, "_verify"),
+        config.patch(force_disable_caches=True),
+    ):  # which nothing would pass here
+        kernels.update(ADAMW, *grads, states, coefs)
+    texts = [file.read_text() for file in set(folder.rglob("*.ptx")) - before]
+    return sorted({word for text in texts for word in re.findall(r"(?:ld|st)\.global[\w.:]*", text)})
+
+
 def compiled(sizes: Sizes, overlap: Overlap) -> tuple[torch.nn.Module, autohete_fx.AdamW, list[str]]:
     """A model and its optimizer, under a plan with everything in it, and where the compiler's wrappers will be."""
     torch._dynamo.reset()
@@ -86,6 +108,7 @@ def main() -> None:
             c.readable(stage) for c in (compilation, training_compilation()) for stage in ("forward", "backward")
         ],
         "peaks": peaks,
+        "accesses": [accesses(length) for length in (4096, 4095)],
         "scratch": [scratch(*how) for how in ATTENTION],
         "predicted": compilation.plan.peak_bytes,
         "tuning": tuning_bytes(torch.device("cuda", 0), Options()),

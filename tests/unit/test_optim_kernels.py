@@ -198,7 +198,7 @@ def test_without_a_compiler_it_warns_once_and_is_exact(monkeypatch: pytest.Monke
 def test_a_kernel_that_computes_something_else_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_compile", lambda *_: lambda tensors: tensors[2].add_(1e-3))
     with pytest.warns(RuntimeWarning, match="disagrees with eager in"):
-        kernels.prepare(ADAMW, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
+        kernels.prepare(ADAMW, torch.bfloat16, torch.bfloat16, torch.device("cpu"), 1000)
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -207,7 +207,7 @@ def test_the_users_inductor_passes_are_left_alone() -> None:
         raise AssertionError("this pass is for the user's graphs")
 
     with inductor_config.patch(post_grad_custom_post_pass=refuse, post_grad_custom_pre_pass=refuse):
-        kernels.prepare(ADAMW, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
+        kernels.prepare(ADAMW, torch.bfloat16, torch.bfloat16, torch.device("cpu"), 1000)
         assert inductor_config.post_grad_custom_post_pass is refuse
 
 
@@ -217,7 +217,7 @@ def test_it_compiles_where_warnings_are_errors_and_under_other_defaults() -> Non
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            kernels.prepare(ADAMW, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
+            kernels.prepare(ADAMW, torch.bfloat16, torch.bfloat16, torch.device("cpu"), 1000)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -312,7 +312,7 @@ def test_staging_that_finds_no_room_changes_nothing(tmp_path: Path) -> None:
 def test_a_step_takes_no_device_memory_but_its_states(dtype: torch.dtype, where: Optimizer, tier: HostTier) -> None:
     params = [Parameter(torch.randn(512, 512).to(dtype)) for _ in range(4)]
     optimizer = AdamW(params)
-    kernels.prepare(ADAMW, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
+    kernels.prepare(ADAMW, torch.bfloat16, torch.bfloat16, torch.device("cpu"), 1000)
     gc.collect()  # what compiling leaves behind, fake tensors among it, is no business of the meter
     for p in params:
         place_param(p, Placement(params=Params.DEVICE, optimizer=where, tier=tier, block=0))
