@@ -6,6 +6,7 @@ Every process keeps its rows of the parameters, gradients and optimizer states, 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt_sharded.py --budget 200MiB --steps 50
 """
 
+import os
 import statistics
 import time
 from contextlib import nullcontext
@@ -42,7 +43,7 @@ def main() -> None:
     dist.init_process_group("nccl" if setup.device == "cuda" else "gloo")
     is_first, ranks = dist.get_rank() == 0, dist.get_world_size()
     if setup.device == "cuda":
-        torch.cuda.set_device(dist.get_node_local_rank())
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     plain: list[Run | None] = [None]
     if is_first:
         describe(setup, text)

@@ -1,26 +1,27 @@
 """What the pages quote of runs on a GPU; see `quotations`."""
 
 import json
+import statistics
 from collections.abc import Callable
 from typing import Any
 
 from quoting import RESULTS, listed, percent, read, table
 
 _HOW, _DEFAULT = "schedule or recomputation", "next forward, by priority"
-_RUN, _STEP, _LATER = "gpu_first_h200", "a step in between", "in between"
+_RUN = "gpu_turns_h200"
 _MACHINE = RESULTS.parent / "machines" / "h200.json"
+_BESIDE = ("alone", "h2d", "d2h", "h2d+d2h")
 
 
 def steps() -> str:
-    """Every row: the system, its step and its peak."""
-    rows = [row for row in read(_RUN).rows if "step s" in row]
+    """Every row that trained: the system, its step and its peak."""
+    rows = _trained()
     slowest = max(row["step s"] for row in rows)
     return table(
-        ("system", "code", "schedule or recomputation", "step", "of the slowest", "peak"),
+        ("system", _HOW, "step", "of the slowest", "peak"),
         [
             (
                 row["system"],
-                row["code"] or "-",
                 row[_HOW],
                 f"{1e3 * row['step s']:.0f} ms",
                 percent(row["step s"] / slowest),
@@ -33,52 +34,66 @@ def steps() -> str:
 
 def in_short() -> str:
     """Ours, as it trains by default, against the fastest rows of the others."""
-    rows = [row for row in read(_RUN).rows if "step s" in row]
-    (ours,) = (row["step s"] for row in rows if (row["code"], row[_HOW]) == (_LATER, _DEFAULT))
+    rows = _trained()
+    (ours,) = (row["step s"] for row in rows if row[_HOW] == _DEFAULT)
     fsdp, torchao = (min(row["step s"] for row in rows if row["system"] == name) for name in ("FSDP2", "torchao"))
     return f"{fsdp / ours:.1f} times as fast as FSDP2 and {torchao / ours:.1f} times as fast as torchao"
 
 
 def predicted() -> str:
-    """The first step as planned and as it was."""
-    (row,) = (row for row in read(_RUN).rows if row.get("predicted step s"))
-    step, peak = row["step s"] / row["predicted step s"], row["peak bytes"] / row["predicted peak bytes"] - 1
-    return f"{step:.1f} times as long as planned, with a peak {percent(peak)} above the plan's"
+    """How much longer steps are than planned, by schedule."""
+    rows = [row for row in _trained() if "predicted step s" in row]
+    found = [f"{row['step s'] / row['predicted step s']:.2f} ({row[_HOW]})" for row in rows]
+    return f"{listed(found)} times as long as planned"
 
 
 def above() -> str:
-    """How far the peaks of the later rows are above the plan that they replayed, while updates overlap."""
-    rows = [row for row in read(_RUN).rows if "step s" in row]
-    (planned,) = (row["predicted peak bytes"] for row in rows if row.get("predicted peak bytes"))
-    found = [row["peak bytes"] / planned - 1 for row in rows if row["code"] == _LATER and "inside" not in row[_HOW]]
-    return listed(map(percent, sorted(found)))
+    """How far the peaks are above the plans."""
+    rows = [row for row in _trained() if "predicted peak bytes" in row]
+    return f"{max(100 * (row['peak bytes'] / row['predicted peak bytes'] - 1) for row in rows):.2f}%"
 
 
 def losses() -> str:
     """How far the first losses of the others are from ours, as a share."""
-    rows = [row for row in read(_RUN).rows if "first losses" in row]
-    (ours,) = (row["first losses"] for row in rows if row["system"] == "ours")
+    rows = [row for row in _trained() if not row["first step"]]
+    ours = rows[0]["first losses"]
     shares = [abs(a / b - 1) for row in rows for a, b in zip(row["first losses"], ours, strict=True)]
     return f"{max(shares):.0e}"
 
 
-def link() -> str:
-    """Rates of the copies of a later step while they last."""
-    step = _content()[_STEP]
-    up, down = (_gb(step[f"bytes to the {where}"] / step[f"copies to the {where} s"]) for where in ("device", "host"))
-    return f"{up} to the device and {down} to the host"
+def host() -> str:
+    """Rates of the two kernels that update on the host, before the mend, alone and beside copies."""
+    found = _content()["host update"]
+    kernels = [name for name in found if isinstance(found[name], dict)]
+    return table(
+        ("billion parameters a second", "alone", "beside copies up", "down", "both ways"),
+        [(name, *(f"{found[name][beside] / 1e9:.1f}" for beside in _BESIDE)) for name in kernels],
+    )
 
 
-def parts() -> str:
-    """Where the time of a later step went."""
-    step = _content()[_STEP]
-    kernels, updates, up, down = (
-        f"{1e3 * step[f'{name} s']:.0f} ms"
-        for name in ("kernels on the computing stream", "host updates", "copies to the device", "copies to the host")
-    )
-    return (
-        f"kernels take {kernels} of it, updates on the host {updates}, copies to the device {up} and to the host {down}"
-    )
+def later() -> str:
+    """Steps of ours with the mended kernel, by their trace."""
+    seconds = _content()["later"]["steps s"]
+    return f"{1e3 * min(seconds):.0f} to {1e3 * max(seconds):.0f} ms, the median {1e3 * statistics.median(seconds):.0f}"
+
+
+def rates() -> str:
+    """Of updates on the host in training, before and since."""
+    found = _content()["later"]["params a second, matrices of 16 Mi"]
+    return f"{found['before'] / 1e9:.1f} and {found['since'] / 1e9:.1f} billion parameters a second"
+
+
+def still() -> str:
+    """How long copies stood still in a step of that run."""
+    return f"{1e3 * _content()['later']['longest copy of states s']:.0f} ms"
+
+
+def shared() -> str:
+    """The sharded example on two ranks of one card."""
+    found = _content()["two ranks on one card"]
+    peak, budget = (f"{found[name] / 2**20:.0f} MiB" for name in ("peak bytes", "budget bytes"))
+    step, planned = (f"{1e3 * found[name]:.0f} ms" for name in ("step s", "predicted step s"))
+    return f"{peak} of {budget}, by steps of {step} for {planned} as planned"
 
 
 def machine() -> str:
@@ -98,11 +113,15 @@ def machine() -> str:
             ("copies within the device", _gb(found["device_bytes_per_s"])),
             ("AdamW on the device", f"{found['device_update_params_per_s'] / 1e9:.0f} billion parameters a second"),
             (
-                "AdamW on 16 cores of the host",
+                "AdamW on 14 of 16 cores of the host",
                 f"{found['host_update_params_per_s'] / 1e9:.1f} billion parameters a second",
             ),
         ],
     )
+
+
+def _trained() -> list[dict[str, Any]]:
+    return [row for row in read(_RUN).rows if "step s" in row]
 
 
 def _content() -> dict[str, Any]:
@@ -119,8 +138,11 @@ FIGURES: dict[str, Callable[[], str]] = {
     "gpu.predicted": predicted,
     "gpu.above": above,
     "gpu.losses": losses,
-    "gpu.link": link,
-    "gpu.parts": parts,
+    "gpu.host": host,
+    "gpu.later": later,
+    "gpu.rates": rates,
+    "gpu.still": still,
+    "gpu.shared": shared,
     "gpu.machine": machine,
 }
 """By the name under which a page quotes it."""

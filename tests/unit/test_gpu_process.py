@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,38 +19,54 @@ def gpu_process(benchmarks: Path) -> Any:
     return gpu_process
 
 
+@pytest.fixture
+def started(gpu_process: Any, tmp_path: Path) -> Callable[[str], Any]:
+    """Runs a program in a session of its own."""
+    log = tmp_path / "1.log"
+    log.write_text("SomeError: a reason\n")
+
+    def start(program: str) -> Any:
+        process = subprocess.Popen([sys.executable, "-S", "-c", program], start_new_session=True)
+        return gpu_process.Started(process, tmp_path / "1.jsonl", log)
+
+    return start
+
+
 @pytest.mark.parametrize(
     ("program", "outcome"),
     [
         ("pass", ""),
         ("import time; time.sleep(60)", "out of time"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "does not fit"),
-        ("raise SystemExit(3)", None),
+        ("raise SystemExit(3)", "failed"),
     ],
 )
-def test_how_a_process_ended_is_told(gpu_process: Any, program: str, outcome: str | None):
-    process = subprocess.Popen([sys.executable, "-S", "-c", program], start_new_session=True)
-    problem = gpu_process._waited(process, 1.0)
-    gpu_process._end(process)
-    assert process.returncode is not None and (problem is None if outcome is None else problem[0] == outcome)
+def test_how_a_process_ended_is_told(started: Callable[[str], Any], program: str, outcome: str):
+    process = started(program)
+    problem = process.waited(1.0)
+    process.end()
+    assert process.has_ended and problem[0] == outcome
+    assert problem[1] == "SomeError: a reason" or outcome != "failed"
 
 
-def test_a_process_is_ended_before_the_host_runs_out_of_memory(gpu_process: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_process_is_ended_before_the_host_runs_out_of_memory(
+    gpu_process: Any, started: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(gpu_process.ram, "available_bytes", lambda: 1)
-    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], start_new_session=True)
-    assert gpu_process._waited(process, 60.0) == ("does not fit", "host memory ran out")
-    gpu_process._end(process)
+    process = started("import time; time.sleep(60)")
+    assert process.waited(60.0) == ("does not fit", "host memory ran out")
+    process.end()
 
 
-def test_what_a_process_started_ends_with_it_wherever_it_went(gpu_process: Any, tmp_path: Path):
+def test_what_a_process_started_ends_with_it_wherever_it_went(started: Callable[[str], Any], tmp_path: Path):
     """Compilers that a build tool starts are in process groups of their own."""
     sleep = "import subprocess, sys, time; {}; time.sleep(60)"
     inner = "subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'], process_group=0)"
     noted = f"open({str(tmp_path / 'pid')!r}, 'w').write(str({inner}.pid))"
-    process = subprocess.Popen([sys.executable, "-S", "-c", sleep.format(noted)], start_new_session=True)
+    process = started(sleep.format(noted))
     while not (path := tmp_path / "pid").exists() or not path.read_text():
         time.sleep(0.01)
-    gpu_process._end(process)
+    process.end()
     stat, end_s = Path(f"/proc/{path.read_text()}/stat"), time.monotonic() + 30
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX":
         assert time.monotonic() < end_s, "it lives on"
@@ -74,9 +91,30 @@ def test_what_an_ended_process_may_have_spoiled_is_not_used_again(
         os.utime(file, (began_s - 60, began_s - 60))
     processes._take_back(began_s)
     assert all(file.exists() for file in kept) and not any(file.exists() for file in (*spoiled, lock))
-    result = tmp_path / "1.jsonl"
-    result.write_text('{"outcome": "fits"}\n{"outcome": "fi')
-    assert gpu_process._rows(result) == [{"outcome": "fits"}]
+
+
+def test_a_row_that_was_being_written_is_left_out(started: Callable[[str], Any], tmp_path: Path):
+    process = started("pass")
+    (tmp_path / "1.jsonl").write_text('{"outcome": "fits"}\n{"outcome": "fi')
+    assert process.rows() == [{"outcome": "fits"}]
+    process.end()
+
+
+@pytest.mark.slow
+def test_systems_are_timed_when_all_are_warm(benchmarks: Path, tmp_path: Path):
+    """Of one that fails there is a reason, and the others go on."""
+    path = tmp_path / "turns.json"
+    words = ["--dry", "--no-inductor", "--cap", "8", "--steps", "3", "--systems", "ours", "fsdp2", "--json", str(path)]
+    ran = subprocess.run(
+        [sys.executable, str(benchmarks / "gpu_turns.py"), *words], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(path.read_text())["rows"]
+    ours = [row for row in found["rows"] if row["system"] == "ours"]
+    assert len(ours) == 3 and all(len(row["steps s"]) == 3 for row in ours)
+    assert [row["first step"] for row in ours] == [0, 6, 12]
+    (other,) = (row for row in found["rows"] if row["system"] == "fsdp2")
+    assert "out of memory" in other["reason"]
 
 
 def test_a_file_of_results_is_never_half_written(benchmarks: Path, tmp_path: Path):
