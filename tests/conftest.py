@@ -53,6 +53,9 @@ _LONGEST = (
     "cluster_store",
     "shard_replicated",
     "cluster_job",
+    "automatic",
+    "fsdp",
+    "cluster_hung",
     "shard_states",
 )
 

@@ -21,6 +21,7 @@ from torch import fx
 from torch._dynamo.exc import Unsupported as Unsupported
 
 from autohete_fx.errors import AutoHeteError
+from autohete_fx.internals.stack import on_one_chunk
 from autohete_fx.internals.traces import traces_objects
 
 _TORCH = Path(torch.__file__).parent
@@ -157,6 +158,7 @@ def on_cache_misses(
             given_up(frame.f_code, _frame.loop_break)
         return result
 
+    on_one_chunk(call)
     CatchErrorsWrapper.__call__ = call  # type: ignore[method-assign]
     _note_loop_breaks()
 
