@@ -37,6 +37,7 @@ from autohete_fx.cluster.tensor_parallel import TensorLayout, TpPlan, layout_of
 from autohete_fx.cluster.unit import Unit
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.cut_off import remove_cut_off_libraries
+from autohete_fx.internals.groups import mesh_of
 from autohete_fx.optim.base import PlannedOptimizer
 
 TIMEOUT_S = 300.0
@@ -246,7 +247,7 @@ def _unit_of(
         group: Any = dist.new_group([deployment.ranks[peer] for peer in seats], timeout=timeout)
         if seat in seats:
             along = "sharded" if seats[0].shard != seats[1].shard else "tensor_parallel"
-            meshes[along] = DeviceMesh.from_group(group, device.type, mesh_dim_names=(along,))
+            meshes[along] = mesh_of({along: group}, device.type)
     if not (seat and meshes):
         return None
     parallel, sharded = meshes.get("tensor_parallel"), meshes.get("sharded")

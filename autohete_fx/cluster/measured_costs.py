@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from autohete_fx.cache import device_name, load_text, store_text
 from autohete_fx.cluster.batches import Shape
@@ -34,6 +33,7 @@ from autohete_fx.cluster.split import AtMarks
 from autohete_fx.cluster.timed_layer import Measuring, TimedLayer, time_layer
 from autohete_fx.cluster.unit import Unit, UnitPlace
 from autohete_fx.errors import ClusterError
+from autohete_fx.internals.groups import mesh_of
 from autohete_fx.internals.modes import FakeTensorMode
 from autohete_fx.internals.versions import timeout_of
 from autohete_fx.ir.files import SavedAs, spelled
@@ -167,7 +167,7 @@ def _unit(units: Mapping[str, tuple[int, ...]], measuring: Measuring, device: to
         if len(ranks) > 1:
             group: Any = dist.new_group(list(ranks), timeout=timeout_of(dist.group.WORLD, device.type))
             if dist.get_rank() in ranks:
-                mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("tp",))
+                mesh = mesh_of({"tensor_parallel": group}, device.type)
                 place = UnitPlace(degree=len(ranks), part=ranks.index(dist.get_rank()))
                 mine = Unit(layout=measuring.layouts[len(ranks)], place=place, tensor_parallel=mesh)
     return mine

@@ -1,4 +1,4 @@
-"""Process groups that their members alone make, under names that all of them find alike.
+"""Process groups that their members alone make, under names that all of them find alike; meshes of groups.
 
 PyTorch names such a group by its ranks and by how many groups the process is in. Ranks of a job are in unlike numbers of groups:
 two of them would then wait for each other under two names, until the timeout.
@@ -6,11 +6,12 @@ two of them would then wait for each other under two names, until the timeout.
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 _made: Counter[tuple[int, ...]] = Counter()
 
@@ -33,3 +34,26 @@ def new_group_of(members: Sequence[int], **how: Any) -> dist.ProcessGroup:
         distributed_c10d._hash_ranks_to_str = named_by
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def mesh_of(
+    groups: Mapping[str, dist.ProcessGroup], device_type: str, numbers: Sequence[Any] | None = None
+) -> DeviceMesh:
+    """A mesh that is equal to no mesh of other groups.
+
+    PyTorch compares meshes by the ranks' numbers and the names of dimensions. It caches how an operator's result is laid out, and
+    with it the first equal mesh. Later jobs' collectives would go over process groups of the first job.
+
+    Args:
+        groups: by the name of a dimension, which ends with its group's name in the mesh.
+        device_type: of the mesh.
+        numbers: of ranks in the default group, nested; needed where there are several groups.
+
+    Returns:
+        A mesh of as many dimensions as groups.
+    """
+    names = tuple(f"{along}_{group.group_name}" for along, group in groups.items())
+    given: Any = list(groups.values())
+    if numbers is None:
+        (given,) = given
+    return DeviceMesh.from_group(given, device_type, numbers, mesh_dim_names=names)

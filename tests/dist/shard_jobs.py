@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import autohete_fx
 from autohete_fx import cluster
@@ -63,6 +64,21 @@ def within_budget(root: str) -> list[dict[str, Any]]:
         row = leg(root, rows, list(nodes), steps, {}, "autohete", ours)
         found.append({**row, "given": budget, "peaks": [c.plan.peak_bytes for c in autohete_fx.compilations()]})
         dist.barrier()
+    return found
+
+
+def after_others(root: str) -> list[dict[str, Any]]:
+    """By job in one process: shards of parts after a job in which two of the ranks had parts alone, and again after the process
+    groups of both are gone."""
+    unit.SMALLEST_COPY_BYTES = placement.SMALLEST_COPY_BYTES = SMALLEST_BYTES
+    ours = {"inner_backend": "eager", "profile": "analytic", "solver_time_limit_s": 1}
+    found = cluster_jobs.differences([(2, True, [(2, 2, [3], 1, 2), (1, 2, [3], 2)], "eager", "1f1b", "torch", 1)])
+    for steps in (3, 6):
+        torch._dynamo.reset()
+        found.append(leg(root, [[2, 3, [4], 2, 2]], list("aaaa"), steps, {}, "autohete", ours))
+        dist.barrier()
+        for group in set(distributed_c10d._world.pg_names) - {dist.group.WORLD}:
+            dist.destroy_process_group(group)
     return found
 
 

@@ -43,6 +43,16 @@ def test_stages_of_shards_train_as_one_process_does(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_jobs_of_one_process_have_graphs_and_process_groups_of_their_own(tmp_path: Path):
+    """Ranks of other pasts compile one graph, whose collectives do not go over process groups of an earlier job."""
+    root = tmp_path / "root"
+    root.mkdir()
+    for rank in run("tests.dist.shard_jobs.after_others", tmp_path, str(root), num_ranks=4):
+        assert [row["first"] for row in rank[1:]] == [0, 3]
+        assert max(row[key] for row in rank for key in ("loss", "weights", "states")) < EXACT
+
+
+@pytest.mark.slow
 def test_a_search_finds_shards_where_nothing_else_fits_and_its_job_equals_one_process(tmp_path: Path):
     found = run("tests.dist.shard_jobs.searched", tmp_path, str(tmp_path / "cache"), num_ranks=2)
     assert "does not fit on 2 x cpu" in found[0]["error"]

@@ -1,5 +1,7 @@
 """Modules whose parameters are parts of DTensors, in a process that is a rank of a fake group."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -7,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autohete_fx.internals.fake_group import fake_default_group
+from autohete_fx.internals.groups import mesh_of
 from autohete_fx.runtime.shard.layout import Layout
 from autohete_fx.runtime.shard.parts import Part
 from autohete_fx.runtime.shard.ranks import ranks_of
@@ -24,3 +27,14 @@ def test_what_a_module_reads_lies_over_its_own_mesh_though_an_equal_one_was_ther
             read_wholes(layer, [(layer.weight, Part(size=(2, 2), group=along.digest, is_shard=False, layout=layout))])
             whole: torch.Tensor = layer.weight
             assert isinstance(whole, DTensor) and whole.device_mesh is mesh
+
+
+def test_results_of_operators_lie_over_the_mesh_of_what_they_read():
+    """Not over that of an earlier job, whose results PyTorch keeps."""
+    with fake_default_group(2):
+        for _ in range(2):
+            group: Any = dist.new_group([0, 1])
+            mesh = mesh_of({"tp": group}, "cpu")
+            read = DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)
+            made = read.detach()
+            assert isinstance(made, DTensor) and made.device_mesh is mesh

@@ -6,7 +6,8 @@ of their own.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -28,8 +29,11 @@ def _gather(shard: Tensor, num_ranks: int, group: str) -> Tensor:
 
 
 def _reduce(grad: Tensor, num_ranks: int, group: str) -> Tensor:
-    mine = result_of(reduce, grad, num_ranks)
-    _reduce_scatter(mine, grad.contiguous(), op=dist.ReduceOp.AVG, group=ranks_by_digest(group).reduces)
+    mine, grad, over = result_of(reduce, grad, num_ranks), grad.contiguous(), ranks_by_digest(group).reduces
+    if grad.device.type == "cpu":
+        _ReduceOfCopy(mine, grad, over).wait()
+    else:
+        _reduce_scatter(mine, grad, op=dist.ReduceOp.AVG, group=over)
     return mine
 
 
@@ -37,7 +41,7 @@ def _issue_gather(
     src: Sequence[Tensor], num_ranks: int, group: str, session: str, after: Tensor | None = None
 ) -> Tensor:
     shards, wholes = [shard.contiguous() for shard in src], [result_of(gather, shard, num_ranks) for shard in src]
-    start = functools.partial(_start, _all_gather, wholes, shards, ranks_by_digest(group).group)
+    start = functools.partial(_start_gathers, wholes, shards, ranks_by_digest(group).group)
     return session_by_digest(session).issue_collective("gather", start, src, wholes, num_bytes=_num_bytes(wholes))
 
 
@@ -48,7 +52,7 @@ def _issue_gather_once(
     found = owner.wholes.current(src, ranks.rank)
     if found is None:
         wholes = [owner.wholes.memory_of(shard, num_ranks) for shard in src]
-        start = functools.partial(_start, _all_gather, wholes, [shard.contiguous() for shard in src], ranks.group)
+        start = functools.partial(_start_gathers, wholes, [shard.contiguous() for shard in src], ranks.group)
         found = wholes, owner.lanes.collective("gather", start, num_bytes=_num_bytes(wholes))
         owner.wholes.keep(src, *found)
     return owner.note_issued(src, *found)
@@ -58,22 +62,44 @@ def _issue_reduce(
     src: Sequence[Tensor], num_ranks: int, group: str, session: str, after: Tensor | None = None
 ) -> Tensor:
     grads, mine = [grad.contiguous() for grad in src], [result_of(reduce, grad, num_ranks) for grad in src]
-    average = functools.partial(_reduce_scatter, op=dist.ReduceOp.AVG)
-    start = functools.partial(_start, average, mine, grads, ranks_by_digest(group).reduces)
+    start = functools.partial(_start_reduces, mine, grads, ranks_by_digest(group).reduces)
     return session_by_digest(session).issue_collective("reduce", start, src, mine, num_bytes=_num_bytes(grads))
 
 
-def _start(
-    collective: Callable[..., object],
-    results: Sequence[Tensor],
-    sources: Sequence[Tensor],
-    group: dist.ProcessGroup,
-) -> Sequence[Work]:
-    """Start all of them as one."""
+def _start_gathers(results: Sequence[Tensor], sources: Sequence[Tensor], group: dist.ProcessGroup) -> Sequence[Work]:
+    """Start all of them as one; on a CPU each by itself, because gloo would first copy all shards into one."""
+    start = functools.partial(_all_gather, group=group, async_op=True)
+    pairs = zip(results, sources, strict=True)
+    if sources[0].device.type == "cpu":
+        return [start(*pair) for pair in pairs]
     with versions.coalescing(group) as together:
-        for result, source in zip(results, sources, strict=True):
-            collective(result, source, group=group, async_op=True)
+        for pair in pairs:
+            start(*pair)
     return together.works
+
+
+def _start_reduces(results: Sequence[Tensor], sources: Sequence[Tensor], group: dist.ProcessGroup) -> Sequence[Work]:
+    """Likewise."""
+    pairs = zip(results, sources, strict=True)
+    if sources[0].device.type == "cpu":
+        return [_ReduceOfCopy(*pair, group) for pair in pairs]
+    with versions.coalescing(group) as together:
+        for result, source in pairs:
+            _reduce_scatter(result, source, op=dist.ReduceOp.AVG, group=group, async_op=True)
+    return together.works
+
+
+class _ReduceOfCopy:
+    """As gloo reduces, but that the copy is gone when the reduce is over: gloo's thread lets go of its own some time later."""
+
+    def __init__(self, result: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
+        self._result, self._copy, self._rank = result, source.clone(), dist.get_rank(group)
+        self._work: Any = dist.all_reduce(self._copy, dist.ReduceOp.AVG, group, async_op=True)
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._result.copy_(self._copy.narrow(0, self._rank * len(self._result), len(self._result)))
+        self._copy.untyped_storage().resize_(0)
 
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:

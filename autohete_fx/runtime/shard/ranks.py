@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autohete_fx.errors import ShardError
 from autohete_fx.internals.fake_group import FAKE_BACKEND
-from autohete_fx.internals.groups import new_group_of
+from autohete_fx.internals.groups import mesh_of, new_group_of
 from autohete_fx.internals.modes import disable_current_modes, no_python_dispatcher
 from autohete_fx.internals.versions import timeout_of
 
@@ -56,7 +56,7 @@ class Ranks:
     control: dist.ProcessGroup
     number: int
     total: int
-    tensor_parallel: DeviceMesh | None = None
+    tensor_parallel: dist.ProcessGroup | None = None
 
     def exchange(self, value: Any) -> list[Any]:
         """The values that each member gives, in the order of their numbers. Values are pickled."""
@@ -71,7 +71,7 @@ class Ranks:
         """Overwrite a tensor by that of the first of those that hold it, or of all members, whose parts of layers do not matter."""
         dist.broadcast(tensor, group=self.everyone, group_src=0)
         if is_of_all and self.tensor_parallel is not None:
-            dist.broadcast(tensor, group=self.tensor_parallel.get_group(), group_src=0)
+            dist.broadcast(tensor, group=self.tensor_parallel, group_src=0)
 
 
 _known: dict[str, Ranks] = {}
@@ -188,12 +188,10 @@ def parallel_ranks_of(mesh: object, tensor_parallel: DeviceMesh) -> Ranks:
         )
     digest = f"tp{len(peers)}x{_digest_of(along.mesh, everywhere)}"
     known, across = _known.get(digest), tensor_parallel.get_group()
-    before = None if known is None or known.tensor_parallel is None else known.tensor_parallel.get_group()
-    if known is None or known.group is not along.group or before is not across:
-        groups = [across, *(along.mesh.get_group(dim) for dim in range(along.mesh.ndim))]
-        names = ("tensor_parallel", *(f"data_{dim}" for dim in range(along.mesh.ndim)))
+    if known is None or known.group is not along.group or known.tensor_parallel is not across:
+        data = {f"data_{dim}": along.mesh.get_group(dim) for dim in range(along.mesh.ndim)}
         with disable_current_modes():
-            both = DeviceMesh.from_group(groups, tensor_parallel.device_type, everywhere, mesh_dim_names=names)
+            both = mesh_of({"tensor_parallel": across, **data}, tensor_parallel.device_type, everywhere)
         control = _for_values(sorted(members), along.group, tensor_parallel.device_type)
         _known[digest] = dataclasses.replace(
             along,
@@ -202,7 +200,7 @@ def parallel_ranks_of(mesh: object, tensor_parallel: DeviceMesh) -> Ranks:
             control=control,
             number=dist.get_rank(control),
             total=len(members),
-            tensor_parallel=tensor_parallel,
+            tensor_parallel=across,
         )
     return _known[digest]
 

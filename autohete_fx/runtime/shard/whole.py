@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -125,7 +126,7 @@ def _taken_over(places: list[tuple[nn.Module, str, _Whole]]) -> str | None:
 
 
 def _bring_back(wholes: list[_Whole], ranks: Ranks, problem: str | None, *, is_raising: bool) -> None:
-    peers = 0 if ranks.tensor_parallel is None else ranks.tensor_parallel.get_local_rank()
+    peers = 0 if ranks.tensor_parallel is None else dist.get_rank(ranks.tensor_parallel)
     mine: _Report = (problem, peers, [] if problem else [(whole.before, _digest(whole.param)) for whole in wholes])
     everywhere = [mine] if ranks.total == 1 else ranks.exchange(mine)
     wrong = [f"rank {rank} {text}" for rank, (text, _, _) in enumerate(everywhere) if text]
