@@ -67,9 +67,9 @@ def update(rule: Rule, weight: Tensor, grad: Tensor, states: Sequence[Tensor], c
     if length <= LONGEST:
         kernel([*tensors, coefs])
         return
-    # Equal slices, so that none is a single element.
-    pieces = -(-length // LONGEST)
-    for parts in zip(*(t.chunk(pieces) for t in tensors), strict=True):
+    # About equal slices, so that none is a single element, and of whole rows.
+    size = -(-length // -(-length // LONGEST))
+    for parts in zip(*(t.split(-(-size // _ROW) * _ROW) for t in tensors), strict=True):
         kernel([*parts, coefs])
 
 

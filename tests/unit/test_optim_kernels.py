@@ -148,7 +148,7 @@ def test_long_tensors_go_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("left", [0, 1, 2, 33, 63])
-def test_pairs_of_rows_are_bitwise_what_small_slices_are(dtype: torch.dtype, left: int) -> None:
+def test_large_tensors_are_bitwise_what_small_slices_are(dtype: torch.dtype, left: int) -> None:
     """Where an element lies decides which kernel takes it, and must not decide its value."""
     whole, sliced = (states(kernels._SMALL + 64 + left, dtype) for _ in range(2))
     for tensors in (whole, sliced):
@@ -157,6 +157,18 @@ def test_pairs_of_rows_are_bitwise_what_small_slices_are(dtype: torch.dtype, lef
     for parts in zip(*(t.chunk(3) for t in sliced), strict=True):
         step_mixed(list(parts), GROUP, 3)
     for a, b in zip(whole, sliced, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("longest", [kernels.LONGEST, 35_000])
+def test_rows_are_bitwise_what_any_length_is(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU's kernels take them, here by a CPU; slices of long ones are whole rows, too."""
+    flat, in_rows = (states(64 * 1096, torch.bfloat16) for _ in range(2))
+    step_mixed(flat, GROUP, 3)
+    monkeypatch.setattr(kernels, "LONGEST", longest)
+    monkeypatch.setattr(kernels, "_form_of", lambda *_: "rows")
+    step_mixed(in_rows, GROUP, 3)
+    for a, b in zip(flat, in_rows, strict=True):
         assert torch.equal(a, b)
 
 
