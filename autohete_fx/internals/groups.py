@@ -5,6 +5,8 @@ two of them would then wait for each other under two names, until the timeout.
 """
 
 import hashlib
+import itertools
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,21 +41,32 @@ def new_group_of(members: Sequence[int], **how: Any) -> dist.ProcessGroup:
 def mesh_of(
     groups: Mapping[str, dist.ProcessGroup], device_type: str, numbers: Sequence[Any] | None = None
 ) -> DeviceMesh:
-    """A mesh that is equal to no mesh of other groups.
+    """A mesh that is equal to no mesh of other groups of this process, those included that were destroyed.
 
     PyTorch compares meshes by the ranks' numbers and the names of dimensions. It caches how an operator's result is laid out, and
     with it the first equal mesh. Later jobs' collectives would go over process groups of the first job.
 
     Args:
-        groups: by the name of a dimension, which ends with its group's name in the mesh.
+        groups: by the name of a dimension. In the mesh a number of its group in this process follows.
         device_type: of the mesh.
         numbers: of ranks in the default group, nested; needed where there are several groups.
 
     Returns:
         A mesh of as many dimensions as groups.
     """
-    names = tuple(f"{along}_{group.group_name}" for along, group in groups.items())
+    names = tuple(f"{along}_{_number_of(group)}" for along, group in groups.items())
     given: Any = list(groups.values())
     if numbers is None:
         (given,) = given
     return DeviceMesh.from_group(given, device_type, numbers, mesh_dim_names=names)
+
+
+def _number_of(group: dist.ProcessGroup) -> int:
+    """Its own for as long as there is this process. Names come again when the default group was destroyed and is made anew."""
+    if group not in _numbers:
+        _numbers[group] = next(_counted)
+    return _numbers[group]
+
+
+_numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+_counted = itertools.count()

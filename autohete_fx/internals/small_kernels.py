@@ -11,6 +11,7 @@ place then takes up to twice the time.
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -77,9 +78,32 @@ def compile_kernel(
     return lambda tensors: compiled([*(t.view(-1, row) for t in tensors[: len(dtypes)]), *tensors[len(dtypes) :]])
 
 
+_narrow: ContextVar[torch.dtype | None] = ContextVar("_narrow", default=None)
+"""Of the kernel that this thread compiles."""
+
+
 @contextmanager
 def _whole_vectors_of(dtype: torch.dtype) -> Iterator[None]:
-    """Loops of the kernels that are compiled meanwhile take as many elements at once as a vector of this dtype has."""
+    """Loops of the kernels that this thread compiles meanwhile take as many elements at once as a vector of this dtype has.
+
+    Inductor's cache keeps these kernels apart from others.
+    """
+    from torch.compiler import config
+
+    _let_tiling_be_chosen()
+    before = _narrow.set(dtype)
+    try:
+        with config.patch(  # pyright: ignore[reportAttributeAccessIssue]
+            cache_key_tag=f"{config.cache_key_tag} whole vectors of {dtype}"
+        ):
+            yield
+    finally:
+        _narrow.reset(before)
+
+
+@functools.cache
+def _let_tiling_be_chosen() -> None:
+    """Once and for good: other threads compile meanwhile, for which nothing changes."""
     from torch._inductor.codegen.cpp import TilingSelect
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
@@ -88,10 +112,9 @@ def _whole_vectors_of(dtype: torch.dtype) -> Iterator[None]:
     @functools.wraps(select)
     def selected(self: Any, *args: Any, **how: Any) -> Any:
         factors, *others = select(self, *args, **how)
-        return [pick_vec_isa().nelements(dtype=dtype) for _ in factors], *others
+        narrow = _narrow.get()
+        if narrow is not None:
+            factors = [pick_vec_isa().nelements(dtype=narrow) for _ in factors]
+        return factors, *others
 
     TilingSelect.select_tiling = selected
-    try:
-        yield
-    finally:
-        TilingSelect.select_tiling = select

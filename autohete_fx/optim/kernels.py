@@ -56,13 +56,13 @@ def update(rule: Rule, weight: Tensor, grad: Tensor, states: Sequence[Tensor], c
         states: of a 16-bit parameter its master, fp32; then the moments, fp32, or fp64 for an fp64 parameter.
         coefs: what ``rule.coefficients`` gives, in the dtype of the moments.
     """
-    length = weight.numel()
+    length, tensors = weight.numel(), (weight, grad, *states)
     if not length:
         return
-    kernel = _compiled(rule, weight.dtype, grad.dtype, weight.device, _form_of(weight.device, length))
-    tensors = (weight, grad, *states)
     # One element is a shape of its own for the tracer, and not worth a kernel.
-    if kernel is None or length < 2:
+    form = _form_of(weight.device, length)
+    kernel = _compiled(rule, weight.dtype, grad.dtype, weight.device, form) if length > 1 else None
+    if kernel is None:
         return _in_tiles(rule, tensors, coefs)
     if length <= LONGEST:
         kernel([*tensors, coefs])
@@ -77,7 +77,7 @@ def prepare(rule: Rule, weight_dtype: torch.dtype, grad_dtype: torch.dtype, devi
     """Compile now what ``update`` will need for a parameter of so many elements, and for its pieces. Nothing can fail or warn half
     way through a step then."""
     forms = {"small", "large"} if device.type == "cpu" else {"rows", _form_of(device, length)}
-    for form in sorted(forms):
+    for form in sorted(forms) if length > 1 else ():
         _compiled(rule, weight_dtype, grad_dtype, device, form)
 
 
@@ -158,7 +158,7 @@ def _compiled(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             kernel = _compile(rule, (weight_dtype, grad_dtype), device, form)
-            _verify(kernel, rule, (weight_dtype, grad_dtype), device, 16 * _ROW if form == "rows" else 1003)
+            _verify(kernel, rule, (weight_dtype, grad_dtype), device, 17 * _ROW if form == "rows" else 1003)
             return kernel
     except Exception as error:  # the toolchain's errors share no base class
         warnings.warn(

@@ -91,7 +91,8 @@ class _Run:
                 losses.append(self.step())
             ready_s = time.perf_counter()
             self.when("warm")
-            timed_s = time.perf_counter()
+            losses.append(self.step())  # what overlaps with a step may have ended since
+            began_at, timed_s = time.time(), time.perf_counter()
             while len(step_s) < self.case.steps:
                 begin_s = time.perf_counter()
                 losses.append(self.step())
@@ -108,6 +109,7 @@ class _Run:
             "micro batches": self.case.micro_batches,
             "step s": median_s,
             "steps s": step_s,
+            "timed at": [began_at, time.time()],
             "tokens/s": tokens / median_s,
             "warm-up s": ready_s - began_s,
             "peak bytes": meter.peak_bytes,

@@ -36,7 +36,7 @@ ENDED_WELL: Problem = ("", "")
 
 
 class Processes:
-    """Starts them one after another.
+    """Starts them. What `run` starts is waited for, ended in time, and before the host runs out of memory.
 
     Args:
         folder: for results.

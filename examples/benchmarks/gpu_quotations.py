@@ -84,8 +84,9 @@ def rates() -> str:
 
 
 def still() -> str:
-    """How long copies stood still in a step of that run."""
-    return f"{1e3 * _content()['later']['longest copy of states s']:.0f} ms"
+    """How long copies stood still in the steps of that run."""
+    longest = _content()["later"]["longest copy of states of each step s"]
+    return f"{1e3 * min(longest):.0f} to {1e3 * max(longest):.0f} ms"
 
 
 def shared() -> str:

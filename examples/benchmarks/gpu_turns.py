@@ -3,9 +3,9 @@
     python examples/benchmarks/gpu_turns.py --cap 12 --systems ours ours-backward fsdp2 torchao --caches .caches --json turns.json
     python examples/benchmarks/gpu_turns.py --dry --cap 8 --no-inductor       # tiny models on the CPU
 
-The machine is measured first, alone. Ours then times its blocks alone; the others begin when it has, and all compile beside each
-other. One whose first level is warm waits until all are, and for its turn. Later levels warm up within it. A case that has ended
-or failed leaves its rows and its reason.
+The machine is measured first, alone. Ours then times its blocks, each system of ours when the one before has. The others begin
+then, and all compile beside each other. One whose first level is warm waits until all are, and for its turn. What is not warm in
+time is ended before any turn. Later levels warm up within a turn. A case that has ended or failed leaves its rows and its reason.
 """
 
 import argparse
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpu_child import into, run_case, run_machine
 from gpu_process import Processes, Started
 from gpu_selection import described
-from results import environment, save
+from results import save
 from systems import OURS, SYSTEMS, Case, system_class
 from systems.base import SIZES
 
@@ -65,10 +65,9 @@ def main() -> None:
         caches = (arguments.caches or Path(folder) / "caches").resolve()
         caches.mkdir(parents=True, exist_ok=True)
         processes = Processes(Path(folder), caches, arguments, script=Path(__file__))
-        found: dict[str, Any] = {"environment": environment()}
         machine, problem = processes.run("machine", arguments.limit)
-        found["machine"] = machine[0] if machine else problem
-        take_turns(arguments, processes, Path(folder), lambda rows: save(arguments.json, {**found, "rows": rows}))
+        found = machine[0] if machine else problem
+        take_turns(arguments, processes, lambda rows: save(arguments.json, rows, **{"the machine": found}))
 
 
 def parsed() -> argparse.Namespace:
@@ -90,7 +89,7 @@ def parsed() -> argparse.Namespace:
 
 
 def take_turns(
-    arguments: argparse.Namespace, processes: Processes, folder: Path, keep: Callable[[list[dict[str, Any]]], None]
+    arguments: argparse.Namespace, processes: Processes, keep: Callable[[list[dict[str, Any]]], None]
 ) -> None:
     """Start all, time each alone, and keep what each has reported so far."""
     ends_s = time.monotonic() + arguments.limit
@@ -98,9 +97,13 @@ def take_turns(
     turns: dict[str, Turn] = {}
     rows: list[dict[str, Any]] = []
 
-    def wait_until(names: list[str], what: str) -> None:
-        """All of them told so or ended, or time is over."""
-        while time.monotonic() < ends_s and not all(turns[n].is_told(what) or started[n].has_ended for n in names):
+    def wait_until(names: list[str], *what: str) -> None:
+        """All of them told one of it or ended, or time is over."""
+
+        def is_so(name: str) -> bool:
+            return started[name].has_ended or any(map(turns[name].is_told, what))
+
+        while time.monotonic() < ends_s and not all(map(is_so, names)):
             time.sleep(_POLL_S)
 
     def start(name: str) -> None:
@@ -121,11 +124,14 @@ def take_turns(
         for name in sorted(arguments.systems, key=lambda name: name not in OURS):  # in order, and ours first
             start(name)
             if name in OURS:
-                wait_until([name], "profiled")
+                wait_until([name], "profiled", "warm")  # a plan in the cache needs no times
         wait_until(list(started), "warm")
+        late = {name: process.waited(0.0) for name, process in started.items() if not turns[name].is_told("warm")}
+        for name in late:
+            started[name].end()
         for name, process in started.items():
             turns[name].tell("go")
-            problem = process.waited(arguments.limit if turns[name].is_told("warm") else 0.0)
+            problem = late.get(name) or process.waited(arguments.limit)
             process.end()
             rows += [{"system": name, **row} for row in process.rows()]
             if problem[0]:

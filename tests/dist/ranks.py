@@ -12,7 +12,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -57,26 +59,28 @@ def _started(
 
     environment = {**environment, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     share_one = torch.cuda.device_count() < len(commands)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env={**environment, "NCCL_HOSTID": str(rank)} if share_one else environment,
-            stdout=-1,
-            stderr=-1,
-            text=True,
-        )
-        for rank, command in enumerate(commands)
-    ]
-    try:
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(TIMEOUT_S)
-    finally:
-        for process in processes:
-            process.kill()
-    texts = [process.communicate() for process in processes]  # of one that was killed: what it has told so far
-    return [subprocess.CompletedProcess(p.args, p.returncode, *told) for p, told in zip(processes, texts, strict=True)]
+    with tempfile.TemporaryDirectory() as folder:
+        written = [[Path(folder, f"{rank}.{kind}") for kind in ("out", "err")] for rank in range(len(commands))]
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, (command, (out, err)) in enumerate(zip(commands, written, strict=True)):
+                own = {**environment, "NCCL_HOSTID": str(rank)} if share_one else environment
+                with out.open("w") as output, err.open("w") as errors:
+                    processes.append(
+                        subprocess.Popen([sys.executable, *command], cwd=ROOT, env=own, stdout=output, stderr=errors)
+                    )
+            ends_at = time.monotonic() + TIMEOUT_S
+            for process in processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, ends_at - time.monotonic()))
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return [
+            subprocess.CompletedProcess(process.args, process.returncode, out.read_text(), err.read_text())
+            for process, (out, err) in zip(processes, written, strict=True)
+        ]
 
 
 def run_each(functions: Sequence[Callable[[], Any]], folder: Path, num_ranks: int = 2) -> dict[str, list[Any]]:

@@ -30,11 +30,13 @@ def test_what_a_module_reads_lies_over_its_own_mesh_though_an_equal_one_was_ther
 
 
 def test_results_of_operators_lie_over_the_mesh_of_what_they_read():
-    """Not over that of an earlier job, whose results PyTorch keeps."""
-    with fake_default_group(2):
-        for _ in range(2):
-            group: Any = dist.new_group([0, 1])
-            mesh = mesh_of({"tp": group}, "cpu")
-            read = DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)
-            made = read.detach()
-            assert isinstance(made, DTensor) and made.device_mesh is mesh
+    """Not over that of an earlier job, whose results PyTorch keeps, in the same world or in one that is gone."""
+    for _ in range(2):
+        with fake_default_group(2):
+            for _ in range(2):
+                group: Any = dist.new_group([0, 1])
+                mesh = mesh_of({"tp": group}, "cpu")
+                read = DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)
+                made = read.detach()
+                assert isinstance(made, DTensor) and made.device_mesh is mesh
+                assert mesh_of({"tp": group}, "cpu") == mesh
