@@ -15,8 +15,7 @@ def on_one_chunk(function: Callable[..., object]) -> None:
     Its own frame takes 1 MiB of addresses for as long as somebody keeps it, as tracebacks do; no memory but what calls touched.
 
     Python maps and frees chunks of 16 KiB as calls cross their ends. Where a loop makes its calls at an end, each takes 7 us and a
-    page fault. Tracing and rewriting graphs has many such loops, and compiling took up to a sixth longer by the depth that it was
-    called from.
+    page fault. Tracing and rewriting graphs has many such loops: tests that compile much took a sixth more of a core.
     """
     function = cast(FunctionType, function)
     function.__code__ = function.__code__.replace(co_stacksize=_SLOTS)

@@ -22,7 +22,7 @@ Matrix products
 Device memory
     MEMORY_SHARE of the stated bandwidth, as STREAM reached on a GH200 (3.4 of 4 TB/s, arXiv 2407.07850). Where layers have been
     measured, ``memory_share`` is what PyTorch's own kernels reached there: 0.80 on A100, 0.83 on V100, 0.72 on GH200. An
-    H200 copied at 0.74.
+    H200 copied at 0.74 and 0.75.
     Capacity is what the driver leaves where error correction or spare rows take a part of the stated one (L40S, H200, GH200,
     A10G, L4, T4).
 Update

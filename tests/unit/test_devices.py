@@ -85,7 +85,7 @@ def test_a_measured_card_is_as_fast_as_its_data_sheet_says():
     for rate in ("device_bytes_per_s", "device_update_params_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s"):
         assert getattr(told, rate) == pytest.approx(getattr(measured, rate), rel=0.02), rate
     for dtype in ("bfloat16", "float16"):  # nine tenths of what large square matrices reach
-        assert told.flops_per_s(dtype) == pytest.approx(0.9 * measured.flops_per_s(dtype), rel=0.06), dtype
+        assert told.flops_per_s(dtype) == pytest.approx(0.9 * measured.flops_per_s(dtype), rel=0.05), dtype
 
 
 def test_faster_devices_are_faster():

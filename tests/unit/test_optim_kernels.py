@@ -17,11 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autohete_fx.errors import HostMemoryError
 from autohete_fx.ir import Optimizer, Params
-from autohete_fx.optim import AdamW, kernels, updates
+from autohete_fx.optim import AdamW, kernels
 from autohete_fx.optim.adamw import ADAMW
-from autohete_fx.runtime.lanes.lanes import Lanes
 from autohete_fx.runtime.meter import MemoryMeter
 from autohete_fx.runtime.placement import Placement, place_param
 from autohete_fx.runtime.tiers.host import HostTier, open_tier
@@ -270,53 +268,6 @@ def test_the_gil_is_released() -> None:
         turns += 1
     thread.join()
     assert turns > 1000, "the main thread runs while the kernel does"
-
-
-@pytest.fixture
-def cpu_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on an accelerator: the CPU reaches only homes, and lanes run beside the caller."""
-    monkeypatch.setattr(updates, "Lanes", functools.partial(Lanes, in_background=True, is_host=False))
-
-
-@pytest.mark.usefixtures("cpu_apart")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("where", list(Params), ids=str)
-def test_staging_through_homes_is_exact(dtype: torch.dtype, where: Params, tier: HostTier) -> None:
-    """The way of an accelerator's host states, with some gradients in homes already, and an edit between steps."""
-    generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(s, generator=generator).to(dtype) for s in ((40, 30), (9,), (30, 40), (200, 300))]
-    values[2] = values[2].t().contiguous().t()
-    params = [Parameter(v.clone()) for v in values]
-    others = [Parameter(v.clone()) for v in values]
-    hosted, plain = AdamW(params, weight_decay=0.1), AdamW(others, weight_decay=0.1)
-    for block, p in enumerate(reversed(params)):
-        place_param(p, Placement(params=where, optimizer=Optimizer.HOST, tier=tier, block=block))
-    for step in range(4):
-        for p, o in zip(params, others, strict=True):
-            grad = torch.randn(p.shape, generator=generator).to(dtype)
-            o.grad = grad.clone()
-            p.grad = tier.empty_like(grad).copy_(grad) if p.dim() == 1 else grad
-            if step == 2:
-                p.data.mul_(1.5)
-                o.data.mul_(1.5)
-        hosted.step()
-        plain.step()
-        for p, o in zip(params, others, strict=True):
-            assert torch.equal(p, o) and tier.owns(p) == (where is Params.HOST)
-            torch.testing.assert_close(dict(hosted.state[p]), dict(plain.state[o]), rtol=0, atol=0)
-
-
-@pytest.mark.usefixtures("cpu_apart")
-def test_staging_that_finds_no_room_changes_nothing(tmp_path: Path) -> None:
-    tier = open_tier("cpu", str(tmp_path), 3 * 2**20)
-    params = [Parameter(torch.ones(100)), Parameter(torch.ones(1 << 18))]
-    optimizer = AdamW(params)
-    for p in params:
-        place_param(p, Placement(params=Params.DEVICE, optimizer=Optimizer.HOST, tier=tier, block=0))
-        p.grad = torch.ones_like(p)
-    with pytest.raises(HostMemoryError):
-        optimizer.step()
-    assert all(torch.equal(p, torch.ones_like(p)) and optimizer.state[p]["step"] == 0 for p in params)
 
 
 @pytest.mark.parametrize("where", (Optimizer.DEVICE, Optimizer.HOST), ids=str)

@@ -1,5 +1,6 @@
 """Host memory that updates of parameters on a device of its own need for staging: bounded, whichever lane is late."""
 
+import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch.nn import Parameter
 from autohete_fx.errors import HostMemoryError
 from autohete_fx.ir import Lane, Optimizer, Overlap, Params, Schedule
 from autohete_fx.optim import AdamW
+from autohete_fx.optim import updates as step_updates
 from autohete_fx.runtime.lanes.lanes import Lanes
 from autohete_fx.runtime.lanes.ticket import Ticket
 from autohete_fx.runtime.pending.fence import lower_fences
@@ -92,3 +94,50 @@ def test_memory_that_others_take_meanwhile_is_not_that_of_updates(
     lanes = Lanes("cpu", in_background=True, is_host=False, num_update_workers=num_workers)
     train(tier, lanes)
     lanes.close()
+
+
+@pytest.fixture
+def cpu_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator: the CPU reaches only homes, and lanes run beside the caller."""
+    monkeypatch.setattr(step_updates, "Lanes", functools.partial(Lanes, in_background=True, is_host=False))
+
+
+@pytest.mark.usefixtures("cpu_apart")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("where", list(Params), ids=str)
+def test_staging_through_homes_is_exact(dtype: torch.dtype, where: Params, tmp_path: Path) -> None:
+    """The way of an accelerator's host states, with some gradients in homes already, and an edit between steps."""
+    tier, generator = open_tier("cpu", str(tmp_path)), torch.Generator().manual_seed(0)
+    values = [torch.randn(s, generator=generator).to(dtype) for s in ((40, 30), (9,), (30, 40), (200, 300))]
+    values[2] = values[2].t().contiguous().t()
+    params = [Parameter(v.clone()) for v in values]
+    others = [Parameter(v.clone()) for v in values]
+    hosted, plain = AdamW(params, weight_decay=0.1), AdamW(others, weight_decay=0.1)
+    for block, p in enumerate(reversed(params)):
+        place_param(p, Placement(params=where, optimizer=Optimizer.HOST, tier=tier, block=block))
+    for step in range(4):
+        for p, o in zip(params, others, strict=True):
+            grad = torch.randn(p.shape, generator=generator).to(dtype)
+            o.grad = grad.clone()
+            p.grad = tier.empty_like(grad).copy_(grad) if p.dim() == 1 else grad
+            if step == 2:
+                p.data.mul_(1.5)
+                o.data.mul_(1.5)
+        hosted.step()
+        plain.step()
+        for p, o in zip(params, others, strict=True):
+            assert torch.equal(p, o) and tier.owns(p) == (where is Params.HOST)
+            torch.testing.assert_close(dict(hosted.state[p]), dict(plain.state[o]), rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("cpu_apart")
+def test_staging_that_finds_no_room_changes_nothing(tmp_path: Path) -> None:
+    tier = open_tier("cpu", str(tmp_path), 3 * 2**20)
+    params = [Parameter(torch.ones(100)), Parameter(torch.ones(1 << 18))]
+    optimizer = AdamW(params)
+    for p in params:
+        place_param(p, Placement(params=Params.DEVICE, optimizer=Optimizer.HOST, tier=tier, block=0))
+        p.grad = torch.ones_like(p)
+    with pytest.raises(HostMemoryError):
+        optimizer.step()
+    assert all(torch.equal(p, torch.ones_like(p)) and optimizer.state[p]["step"] == 0 for p in params)
