@@ -133,9 +133,8 @@ def fitted(
         except InfeasiblePlanError as error:
             if refused is not None or error.smallest_budget_bytes is None:
                 raise
-            # Corrections may have gone below what is possible: see what the plan of least peak really needs. The traceback
-            # goes: it and this frame would keep each other, and with them the batch, until garbage is collected.
-            refused, allowed = error.with_traceback(None), error.smallest_budget_bytes
+            # Corrections may have gone below what is possible: see what the plan of least peak really needs.
+            refused, allowed = _without_frames(error), error.smallest_budget_bytes
             continue
         made = rewrite(plan)
         if usable_bytes is None or allowed is None or made.plan.peak_bytes <= usable_bytes:
@@ -159,3 +158,13 @@ def fitted(
     if is_given or budget.is_hopeless(made.plan.peak_bytes):
         raise refusal
     return dataclasses.replace(made, refusal=refusal)
+
+
+def _without_frames(error: InfeasiblePlanError) -> InfeasiblePlanError:
+    """The error, to be kept in a frame of those that raised it.
+
+    They would keep each other, and with them the batch, until garbage is collected: by its traceback, and by that of the error that
+    was being handled when it was raised.
+    """
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)
