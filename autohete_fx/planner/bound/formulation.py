@@ -60,9 +60,13 @@ follows.
 
     U[i] >= R[i] + u[i]              what was updated on the host is copied afterwards (a = 1)
 
-Where a forward waits for updates, streamed states go home from the end of backward on, z[i] each, before anything else goes down.
+Kernels of the device's updates read and write parameters at home over the link, for l[b] of their seconds. Copies stand still
+meanwhile. L is the sum of l, and copies of updates go on when backward has ended for so long.
+
+Where a forward waits for updates, streamed states go home from then on, z[i] each, before anything else goes down.
 Z[i] is when those of 0..i are there, which i waits for:
 
+    Z[-1] >= end of backward + L,
     Z[i] >= Z[i-1] + z[i],   E[i] >= Z[i] + w[i],   D[i] >= Z[i] + w[i] + d[i],   E[n-1] >= Z[n-1] + d[0] + .. + d[n-1]
 
 A block without states waits for those of blocks before it, which these waited for already. A copy down waits for all, which no row
@@ -71,11 +75,11 @@ but the last says: a block that copies nothing down does not wait. No row knows 
 Copies up of updates may go in what time the up lane has left (`figures.sends_at_once`), and no pass issues them. Blocks that
 were updated on the host go when their update ends, streamed states from the end of backward on. Then u is without them. v[i]
 are the copies up of what was updated on the host, and s[i] those of the states. S[i] is the end of all copies up of blocks
-0..i, after backward's. In the place of the row above there are (`Program._add_copies_at_once`)
+0..i, after backward's and L. In the place of the row above there are (`Program._add_copies_at_once`)
 
     E[i] >= Q[i] + w[i],   D[i] >= Q[i] + w[i] + d[i],   Q[i] >= R[i] by priority,   Q[i] >= S[i]
     Q[i] >= Q[i-1],   Q[i] >= g[i] + v[0] + .. + v[i],   Q[i] >= g[i] + h[i] + v[i]
-    Q[i] >= end of backward + u[0] + s[0] + .. + u[i] + s[i]
+    Q[i] >= end of backward + L + u[0] + s[0] + .. + u[i] + s[i]
 
 Where updates start in backward by priority and no block gathers, `last_update` has more rows: after R[n-1] the last update has to
 go up.
@@ -112,10 +116,11 @@ is updated. The second is as above: i's copy down follows its work, which starts
 Where updates send at once it is one for a = 1 too. A block i starts no sooner than 0..i are updated and copied. The gradients
 of i land first among theirs, so none of v[0..i] begins before g[i]; v[i] follows the update of i. No states go up before the
 end of backward, and what the forward issues goes not before it begins, which is later. One lane thus copies all of these from
-then on. The up lane has done all of S[i] since backward began, or ended, if updates do not begin before. U counts only what the
-forward issues, for which the argument above holds whatever the lane does in between. All other rows hold in every replay.
-Memory at distance 1 is at most the memory at any distance, since an earlier issue only lengthens the life of a buffer. The
-plan's x and y are therefore feasible here, at an objective no larger than its simulated time.
+then on. The up lane has done all of S[i] since backward began, or ended, if updates do not begin before. Where its copies were
+done before L, S[i] ends before V, for which i waits anyway. U counts only what the forward issues, for which the argument above
+holds whatever the lane does in between. All other rows hold in every replay. Memory at distance 1 is at most the memory at any
+distance, since an earlier issue only lengthens the life of a buffer. The plan's x and y are therefore feasible here, at an
+objective no larger than its simulated time.
 
 Identical blocks are interchangeable in the sums of work but not in memory or in the chain of waits. No order is therefore
 imposed on them. Their symmetry is met outside. `starts` tries patterns, of which there are few however many blocks there are,
@@ -277,8 +282,9 @@ class Program(LastUpdateRows):
         issued, fetched = (kind.of(UPDATES_LANE.before) for kind in (BACKWARD_PASS, FORWARD_PASS))
         of_host: Linear = 0
         copied, of_lane, of_states = (self._time(f"{name}[-1]") for name in "QSW")
-        add(of_lane >= (backward_end if self.updates_begin_together else self._sum(everything, issued)))
-        add(of_states >= backward_end)
+        over_link = self._sum(everything, (Work.OVER_LINK,))
+        add(of_lane >= (backward_end if self.updates_begin_together else self._sum(everything, issued)) + over_link)
+        add(of_states >= backward_end + over_link)
         for block in everything:
             copies = self._sum([block], (*fetched, Work.UPLOAD), on_host=True)
             host = self._sum([block], (Work.HOST_UPDATE,))

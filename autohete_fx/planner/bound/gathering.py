@@ -93,7 +93,7 @@ class GatheringRows(Variables):
         may be streamed."""
         if self.overlap is Overlap.NONE or not any(place.streams for placed in self.placed for place in placed):
             return None
-        last: Linear = backward_end
+        last: Linear = backward_end + self._sum(range(self.num_blocks), (Work.OVER_LINK,))
         found = []
         for block in range(self.num_blocks):
             found.append(self._time(f"Z[{block}]"))

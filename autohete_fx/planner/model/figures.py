@@ -77,13 +77,20 @@ def device_update_s(problem: Problem, block: int, decision: BlockDecision, place
     """Seconds in which the device updates those of a block's parameters whose states are at ``place``. Where these are on the
     device, it reads and writes parameters at home there; what is streamed passes through it."""
     cost, machine = problem.costs[block], problem.machine
-    num_params = cost.part_at(cost.num_params, decision, place)
     seconds = cost.updated_at(decision, place) / machine.device_update_params_per_s
     seconds += cost.products_at(decision, place) / machine.flops_per_s(PRODUCTS_OF_UPDATES)
-    if place is Optimizer.DEVICE and decision.params is Params.HOST and num_params:
-        num_bytes = cost.param_bytes * num_params / cost.num_params
-        seconds += num_bytes / machine.h2d_bytes_per_s + num_bytes / machine.d2h_bytes_per_s
-    return seconds
+    return seconds + over_link_s(problem, block, decision) if place is Optimizer.DEVICE else seconds
+
+
+def over_link_s(problem: Problem, block: int, decision: BlockDecision) -> float:
+    """Seconds in which kernels of the device's updates read and write parameters at home: those whose states are on the device.
+    They take the link both ways, and copies stand still."""
+    cost, machine = problem.costs[block], problem.machine
+    num_params = cost.part_at(cost.num_params, decision, Optimizer.DEVICE)
+    if decision.params is not Params.HOST or not num_params:
+        return 0.0
+    num_bytes = cost.param_bytes * num_params / cost.num_params
+    return num_bytes / machine.h2d_bytes_per_s + num_bytes / machine.d2h_bytes_per_s
 
 
 def streamed_bytes(cost: BlockCost, decision: BlockDecision) -> int:

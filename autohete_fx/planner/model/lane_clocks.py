@@ -20,7 +20,7 @@ class LaneClocks:
         busy: seconds of work by lane.
         free_at: when each lane is done with what it was given; of the compute lane, the program's clock.
         events: pieces of work, where they are kept.
-        copied_up: begin and end of all copies up.
+        copied_up: begin and end of all copies up, and of what they stand still for.
         times: of all work that takes longer beside other work, where the machine has contention.
     """
 
@@ -104,6 +104,14 @@ class LaneClocks:
     def done_at(self, label: str, block: int) -> float:
         """When work is complete; now, if none is under way."""
         return self._done_at.get((label, block), self.clock)
+
+    def stop_copies(self, seconds: float) -> float:
+        """Let the lanes that copy stand still from now on, when they are done with what they were given; returns until when."""
+        begin = self.clock
+        if seconds:
+            self.free_at |= {lane: begin + seconds for lane in (Lane.H2D, Lane.D2H)}
+            self.copied_up.append((begin, begin + seconds))
+        return begin + seconds
 
     def share_up(self, lane: SharedLane) -> None:
         """From now on copies up take what is left of their lane."""

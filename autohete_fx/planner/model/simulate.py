@@ -16,6 +16,9 @@ that was issued before; it takes ``tensors * latency_s + bytes / bandwidth``. Co
                       was updated on the host and whose parameters are on the device is *uploaded* on h2d; streamed
                       optimizer states go up, with parameters at home, the device updates, they go back
 
+Parameters at home whose states are on the device are read and written over the link by the kernel that updates them. From the step
+on copies stand still for as long as that takes, whichever block's kernel comes first.
+
 Collectives. Where ranks hold shards of b's parameters, a *gather* of them is issued to lane net one block ahead, after the
 copies up due there. In forward that is at the start of ``max(0, b - 1)``, and in backward, where they are not kept, of
 ``min(last, b + 1)``. Replicated parameters are gathered in the first forward of a step alone. Before a gather the program waits for
@@ -82,6 +85,7 @@ from autohete_fx.planner.model.figures import (
     host_bytes,
     host_computed_s,
     most_staging_s,
+    over_link_s,
     overlap_of,
     replicated_bytes,
     sends_at_once,
@@ -209,6 +213,8 @@ class _Replay(BlockProgram):
             self.memory.hold("workspace of updates", -1, 0)
         self._average()
         stepped_at = self.lanes.clock
+        stopped_s = sum(over_link_s(self.problem, *each) for each in enumerate(self.decisions))
+        copies_from = self.lanes.stop_copies(stopped_s)
         for block, (cost, decision) in enumerate(zip(self.costs, self.decisions, strict=True)):
             here_s = device_update_s(self.problem, block, decision, Optimizer.DEVICE)
             self.lanes.work(Lane.COMPUTE, "update", block, here_s)
@@ -225,7 +231,7 @@ class _Replay(BlockProgram):
             return
         for block in range(self.num_blocks):
             self.memory.hold("gradients", block, 0)
-        self._send_states_home(stepped_at)
+        self._send_states_home(copies_from)
         if sends_at_once(self.problem):
             self.lanes.share_up(SharedLane(self.lanes.copied_up))
             for block in range(self.num_blocks):
@@ -256,15 +262,15 @@ class _Replay(BlockProgram):
             updated_at[block] = self.lanes.free_at[Lane.UPDATE] = end
         return updated_at
 
-    def _send_states_home(self, stepped_at: float) -> None:
-        """Streamed states go home one block after another. The last slot of a block leaves when all are up."""
+    def _send_states_home(self, begin_s: float) -> None:
+        """Streamed states go home from then on, one block after another. The last slot of a block leaves when all are up."""
         staged_s = sum(staging_s(self.problem, *each) for each in enumerate(self.decisions))
-        slot_s, up_at = min(staged_s, most_staging_s(self.machine)) / STAGING_SLOTS, stepped_at
+        slot_s, up_at = min(staged_s, most_staging_s(self.machine)) / STAGING_SLOTS, begin_s
         for block in range(self.num_blocks):
             if states := self._update_copies(block)[1]:
                 up_at += copy_s(self.machine, Lane.H2D, states)
                 home_s = copy_s(self.machine, Lane.D2H, states)
-                ready_at = max(stepped_at, up_at + min(slot_s, home_s) - home_s)
+                ready_at = max(begin_s, up_at + min(slot_s, home_s) - home_s)
                 self.home_at[block] = self.lanes.work(Lane.D2H, "states", block, home_s, ready_at)
 
     def _update_alone(self, block: int, updated_at: Mapping[int, float]) -> None:

@@ -21,6 +21,7 @@ from autohete_fx.planner.model.figures import (
     device_update_s,
     host_computed_s,
     host_update_s,
+    over_link_s,
     overlap_of,
     sends_at_once,
     streamed_bytes,
@@ -67,7 +68,8 @@ class Work(enum.Enum):
 
     ``FORWARD`` and ``BACKWARD`` include what copies take from computation, the latter recomputation as well. ``UPLOAD`` is what
     was updated on the host, ``STATES`` what is streamed, parameters at home with it. ``STATES_BACK`` is its way home, from the step
-    on where a forward waits for updates. ``GATHER_ONCE`` is of what is replicated.
+    on where a forward waits for updates. ``GATHER_ONCE`` is of what is replicated. ``OVER_LINK`` is the part of ``DEVICE_UPDATE``
+    while which copies stand still.
     """
 
     FORWARD = "forward", Pass.FORWARD, Lane.COMPUTE, Turn.WORK
@@ -86,6 +88,7 @@ class Work(enum.Enum):
     STATES = "states", Pass.UPDATES, Lane.H2D, Turn.AHEAD
     STATES_BACK = "states", Pass.UPDATES, Lane.D2H, Turn.AFTER
     DEVICE_UPDATE = "update", Pass.BETWEEN, Lane.COMPUTE, Turn.WORK
+    OVER_LINK = "update over the link", Pass.BETWEEN, Lane.COMPUTE, Turn.WORK
     HOST_UPDATE = "update", Pass.BETWEEN, Lane.UPDATE, Turn.WORK
     AVERAGE = "average", Pass.BETWEEN, Lane.NET, Turn.REDUCE
 
@@ -374,6 +377,7 @@ def _of_training(problem: Problem, block: int, decision: BlockDecision) -> dict[
         Work.STATES: up_s(streamed_bytes(cost, decision)),
         Work.STATES_BACK: down_s(streamed_bytes(cost, decision)),
         Work.DEVICE_UPDATE: device_update_s(problem, block, decision, Optimizer.DEVICE),
+        Work.OVER_LINK: over_link_s(problem, block, decision),
         Work.HOST_UPDATE: host_update_s(problem, block, decision) if cost.num_params else 0.0,
         Work.AVERAGE: average_s(problem, block, decision),
     }

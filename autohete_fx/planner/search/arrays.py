@@ -20,7 +20,7 @@ Rows = NDArray[np.int64]
 _FIRST, _BACKWARD = range(2)
 _WORK = 0
 _UP, _DOWN = map(COPY_LANES.index, (UPDATES_LANE, GRADIENTS_LANE))
-_DEVICE, _HOST, _UPLOADS, _STATES, _WAITS, _AVERAGE, _UP_FIRST, _HOME, _STAGED = range(9)
+_DEVICE, _HOST, _UPLOADS, _STATES, _WAITS, _AVERAGE, _UP_FIRST, _HOME, _STAGED, _OVER_LINK = range(10)
 
 
 class Rules(NamedTuple):
@@ -57,8 +57,9 @@ class Tables(NamedTuple):
         distance: prefetch distances by block and setting, 0 where nothing is copied.
         updates: by kind, block and setting, seconds of updates on the device and on the host, and of uploads and streamed
             states outside of passes. It has 0 where the first pass's copies up wait for an update on the host, else NEVER. It
-            also has the seconds of the mean over replicas, before which no update begins. Last come those of streamed states on
-            their way up and home beside the first pass, and of their staging.
+            also has the seconds of the mean over replicas, before which no update begins. Then come those of streamed states on
+            their way up and home beside the first pass, and of their staging. The last are those in which the device's updates
+            have the link.
         gathering: what passes with collectives have besides; None where there are none.
     """
 
@@ -197,7 +198,12 @@ class Assignments:
     def _home_now(self) -> Home | None:
         """Streamed states on their way home; None where there are none."""
         slot_s = np.minimum(self._updates[_STAGED].sum(axis=0), self.rules.most_staging_s) / STAGING_SLOTS
-        return self._home.update(self._updates[_UP_FIRST], self._updates[_HOME], self._first[_DOWN].down, slot_s)
+        up, took, down = self._updates[_UP_FIRST], self._updates[_HOME], self._first[_DOWN].down
+        return self._home.update(up, took, down, slot_s, self._copies_from())
+
+    def _copies_from(self) -> Seconds:
+        """When copies go on, which the device's updates have stopped."""
+        return self._updates[_OVER_LINK].sum(axis=0)
 
     def _until(self, start: Seconds) -> Seconds:
         """When what the first pass copies up is updated, where all updates begin together; NEVER for what waits for no update."""
@@ -221,9 +227,10 @@ class Assignments:
             issued_s = issued_s + of_first.ahead.sum(axis=0)
         begins = landed[::-1, own] - ended if rules.early else np.zeros_like(updates[_HOST])
         ready = each_updated(begins, updates[_HOST], priority=rules.priority)
-        ready = idle_time(ready, list(busy))
+        copies_from = self._copies_from()
+        ready = idle_time(ready, [*busy, (copies_from, copies_from)])
         figures = self._figures[_WORK][:, own], down.down, down.down_never
-        shared = SharedUp(issued_s, ready, (updates[_UPLOADS], updates[_STATES]), figures[0].dtype)
+        shared = SharedUp(issued_s, ready, (updates[_UPLOADS], updates[_STATES]), copies_from, figures[0].dtype)
         if gathering is None:
             return run_shared(figures, up.up, self.distances, start=start, shared=shared, home=self._home_now())
         return run_shared_gathering(

@@ -140,7 +140,7 @@ class Home:
         self._all = tuple(np.empty((positions, count), dtype) for _ in range(2))
         self._blocks, self._down = map(list, self._all)
 
-    def update(self, up: Seconds, took: Seconds, down: Seconds, slot_s: Seconds) -> "Home | None":
+    def update(self, up: Seconds, took: Seconds, down: Seconds, slot_s: Seconds, begin: Seconds) -> "Home | None":
         """Returns itself, or None where no states are on their way.
 
         Args:
@@ -148,13 +148,14 @@ class Home:
             took: likewise home. The last slot of a block's leaves when all are up.
             down: those that other copies down take; these begin when all states are home.
             slot_s: by column, those of a slot of states.
+            begin: by column, when the first begin.
         """
         if not took.any():
             return None
         blocks, leaves = self._all
         np.add.accumulate(took, axis=0, out=blocks)
         late = np.add.accumulate(up, axis=0) + np.minimum(took, slot_s) - blocks
-        blocks += np.maximum(np.maximum.accumulate(late, axis=0), 0.0)
+        blocks += np.maximum(np.maximum.accumulate(late, axis=0), 0.0) + begin
         leaves[:] = np.where(down > 0, blocks[-1], NEVER)
         return self
 
@@ -228,14 +229,21 @@ class SharedUp:
     """
 
     def __init__(
-        self, issued_s: Seconds, ready: Seconds, updates_s: tuple[Seconds, Seconds], dtype: np.dtype[Any]
+        self,
+        issued_s: Seconds,
+        ready: Seconds,
+        updates_s: tuple[Seconds, Seconds],
+        begin: Seconds,
+        dtype: np.dtype[Any],
     ) -> None:
         """
         Args:
             issued_s: by block and column what the forward itself copies up.
             ready: by block and column when an update on the host is done, NEVER for none. Time counts when the lane is idle but
                 for what it is given here.
-            updates_s: what updates copy up: uploads, which come when they are ready, and streamed states, which come at 0.
+            updates_s: what updates copy up: uploads, which come when they are ready, and streamed states, which come first of all
+                that comes after backward.
+            begin: by column, when they do, and nothing else comes before.
             dtype: of all times.
         """
         uploads_s, self._states_s = updates_s
@@ -245,6 +253,7 @@ class SharedUp:
         self._through, self._spare = np.empty(shape, dtype), np.empty(shape, dtype)
         self._later = np.empty(shape, dtype=bool)
         self._since, self._all_states_s, self._all_s = np.zeros((3, shape[1]), dtype)
+        self._begin = begin.astype(dtype)
         self._streams = bool(self._states_s.any())
 
     def issue(self, at: int, clock: Seconds, is_issued: NDArray[np.bool_]) -> None:
@@ -256,7 +265,7 @@ class SharedUp:
         comes, copies_s, through, later, spare = self._comes, self._copies_s, self._through, self._later, self._spare
         states_s = self._states_s
         self._all_states_s += states_s[i]
-        self._since += np.where(comes[i] >= 0, copies_s[i], 0.0)
+        self._since += np.where(comes[i] >= self._begin, copies_s[i], 0.0)
         np.less_equal(comes[:i], comes[i], out=later[:i])
         np.multiply(later[:i], copies_s[i], out=spare[:i])
         np.add(through[:i], spare[:i], out=through[:i])
@@ -265,8 +274,8 @@ class SharedUp:
         through[i] += self._all_s - spare[:i].sum(axis=0)
         self._all_s += copies_s[i]
         if self._streams:
-            np.less_equal(comes[: i + 1], 0.0, out=later[: i + 1])
+            np.less_equal(comes[: i + 1], self._begin, out=later[: i + 1])
             np.multiply(later[:i], states_s[i], out=spare[:i])
             np.add(through[:i], spare[:i], out=through[:i])
             through[i] += later[i] * self._all_states_s
-        return np.maximum(through[: i + 1].max(axis=0), self._all_states_s + self._since)
+        return np.maximum(through[: i + 1].max(axis=0), self._begin + self._all_states_s + self._since)

@@ -124,6 +124,7 @@ class Replays:
                     self.takes((Work.AVERAGE,)),
                     *(self.takes((work,)) * (not synchronous) for work in (Work.STATES, Work.STATES_BACK)),
                     staged_s,
+                    self.takes((Work.OVER_LINK,)),
                 ]
             ),
             gathering=gathering,
