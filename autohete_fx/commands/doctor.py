@@ -13,6 +13,7 @@ from autohete_fx.machine.described import link_text, machine_text
 from autohete_fx.machine.link import Link, measure_link
 from autohete_fx.machine.measure import measure_machine
 from autohete_fx.machine.net import Exchange, leave_job, measure_net, measure_net_contention, ranks_of_job
+from autohete_fx.optim.adamw import mixed_step
 from autohete_fx.options import Options
 from autohete_fx.report.stages import Stages
 from autohete_fx.runtime.shard.ranks import Ranks
@@ -53,7 +54,8 @@ def doctor(parsed: argparse.Namespace) -> str:
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # torchrun leaves one; plans divide what all of them do
     with Stages() as stages:
         stages.begin("measuring")
-        machine, link = measure_machine(device, offload_dir=offload_dir), link_of(device)
+        machine = measure_machine(device, offload_dir=offload_dir, mixed_step=mixed_step)
+        link = link_of(device)
     if ranks is not None:
         ranks.exchange(None)
         rate, latency_s = measure_net(ranks, device, _exchange(ranks))

@@ -100,6 +100,12 @@ def update_share(param: torch.nn.Parameter) -> float:
     return 1.0 if owner is None else owner.update_share_of(param)
 
 
+def is_mixed(param: torch.nn.Parameter) -> bool:
+    """Whether the kernel for 16-bit parameters will update it."""
+    owner = optimizer_of(param) if param.requires_grad else None
+    return owner is not None and owner.uses_mixed(param)
+
+
 def product_flops(param: torch.nn.Parameter) -> float:
     """Floating point operations of matrix products in an update."""
     owner = optimizer_of(param) if param.requires_grad else None
@@ -157,6 +163,7 @@ def param_infos(
             requires_grad=param.requires_grad,
             state_bytes=state_bytes(param),
             update_share=update_share(param),
+            is_mixed=is_mixed(param),
             product_flops=product_flops(param),
         )
     return infos

@@ -53,6 +53,7 @@ class BlockCost:
         trained_states: bytes of the optimizer states of each of ``trained``, in its order; empty where they are as its elements.
         product_flops: operations of matrix products in the update of each of ``trained``, in its order; empty for none.
         update_share: bytes that an update of ``num_params`` reads and writes, over those of an AdamW update, whose rates are known.
+        mixed_share: of these bytes, those of updates by the kernel for 16-bit parameters.
         partial: the costs of those `PARTIAL` treatments that free something here.
         num_param_tensors, num_grad_tensors: in how many copies the parameters move, and their gradients.
         gathered_bytes: the whole parameters that the block's forward reads and ranks hold shards of, before any cast. They are
@@ -80,6 +81,7 @@ class BlockCost:
     trained_states: tuple[int, ...] = ()
     product_flops: tuple[float, ...] = ()
     update_share: float = 1.0
+    mixed_share: float = 0.0
     partial: tuple[tuple[Activations, ActivationCost], ...] = ()
     num_param_tensors: int = 1
     num_grad_tensors: int = 1

@@ -41,7 +41,9 @@ class Machine:
         device_bytes_per_s: bandwidth of device memory (read plus write).
         h2d_bytes_per_s, d2h_bytes_per_s: large copies up and down.
         disk_bytes_per_s: large transfers, as much read as written; 0 where nothing can be written.
-        device_update_params_per_s, host_update_params_per_s: AdamW updates, in parameters.
+        device_update_params_per_s, host_update_params_per_s: AdamW updates, in parameters of fp32.
+        mixed_update_speed: rate of the host's updates of 16-bit parameters with fp32 masters, over that of fp32 ones; 0 where
+            nobody knows: as fast (`updates_per_s`).
         latency_s: fixed cost of one transfer, which moves one tensor.
         copy_share: of a second of copying, the seconds by which it lengthens computation meanwhile. 0 where copies have an
             engine of their own; 1 where the processors that compute do the copying.
@@ -74,12 +76,21 @@ class Machine:
     backward_flops_per_s: tuple[tuple[str, float], ...] = ()
     launch_s: float = 0.0
     host_flops_per_s: float = 0.0
+    mixed_update_speed: float = 0.0
     contention: tuple[tuple[str, str, float], ...] = ()
 
     def kept(self, lane: Lane, beside: Lane) -> float:
         """The share of its rate that a lane keeps while another works."""
         pair = lane.value, beside.value
         return next((rate for *lanes, rate in self.contention if tuple(lanes) == pair), 1.0)
+
+    def updates_per_s(self, *, on_host: bool, mixed_share: float) -> float:
+        """AdamW updates a second, in parameters, where a share of the updates is of 16-bit ones. On a device that is the host both
+        are by the same kernels."""
+        rate = self.host_update_params_per_s if on_host else self.device_update_params_per_s
+        if not (mixed_share and self.mixed_update_speed and (on_host or self.device_type == "cpu")):
+            return rate
+        return rate / (1 - mixed_share + mixed_share / self.mixed_update_speed)
 
     @property
     def host_products_per_s(self) -> float:
@@ -137,7 +148,14 @@ _RATES = (
     "host_update_params_per_s",
 )
 _MAY_BE_ZERO = ("disk_bytes_per_s", "latency_s", "copy_share")
-_MAY_LACK = ("net_bytes_per_s", "net_latency_s", "replica_net_bytes_per_s", "launch_s", "host_flops_per_s")
+_MAY_LACK = (
+    "net_bytes_per_s",
+    "net_latency_s",
+    "replica_net_bytes_per_s",
+    "launch_s",
+    "host_flops_per_s",
+    "mixed_update_speed",
+)
 """0 where a file does not say: those of machines that were measured, and alone, do not."""
 
 

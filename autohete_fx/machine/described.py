@@ -10,7 +10,12 @@ def machine_text(machine: Machine) -> str:
     """Capacities and rates of a machine, one a line."""
     tiers = (("device memory", machine.device_bytes), ("host memory", machine.host_bytes), ("disk", machine.disk_bytes))
     rates = tuple((name, getattr(machine, figure)) for figure, name in BANDWIDTHS.items())
-    updates = (("on the device", machine.device_update_params_per_s), ("on the host", machine.host_update_params_per_s))
+    mixed = machine.updates_per_s(on_host=True, mixed_share=1.0) if machine.mixed_update_speed else 0.0
+    updates = (
+        ("on the device", machine.device_update_params_per_s),
+        ("on the host", machine.host_update_params_per_s),
+        ("on the host, 16 bits", mixed),
+    )
     return "\n".join(
         [
             f"{machine.device_name} ({machine.device_type})",

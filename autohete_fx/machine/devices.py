@@ -39,8 +39,8 @@ Host
     Assumed: for data-centre cards one socket of a usual server of their time and its memory. A GeForce card has a desktop with
     as much memory as its platform takes. An update on the host moves UPDATE_BYTES a parameter at HOST_SHARE of the stated DRAM
     bandwidth. The bytes are the fp32 master and moments, read and written, the gradient read and a 16-bit weight written; pure
-    fp32 has as many. STREAM reaches about 0.8 of the bandwidth, our AdamW about 0.9 of STREAM. Matrix products there, which
-    Muon's updates take, are assumed to do `ASSUMED_HOST_FLOPS_PER_S`.
+    fp32 has as many. Both are taken to be as fast. STREAM reaches about 0.8 of the bandwidth, our AdamW about 0.9 of STREAM. Matrix
+    products there, which Muon's updates take, are assumed to do `ASSUMED_HOST_FLOPS_PER_S`.
 Net
     Between GPUs of a node, bytes a second that one sends in a ring. NVLink of A100 has 240 of 300 GB/s a direction, of H100 370 of
     450 (``torch/_inductor/comm_analysis.py``). Other NVLinks and Infinity Fabric have NET_SHARE of what they state, an assumption.

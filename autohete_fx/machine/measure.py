@@ -5,11 +5,15 @@ within the device and both ways to host memory, AdamW steps on the device and on
 timed beside each other as well, and beside updates on the host (`contention`), which takes longer than all else. Each rate is the
 best of a few repeats after a warm-up: others on the machine only ever slow one down.
 
+A kernel of ours updates 16-bit parameters, which takes seconds to compile. It is timed where there are such parameters, given what
+updates them. Training then finds it.
+
 A measurement may fall into a step that has a budget to keep. On CUDA it takes some 250 MiB, of what activations take later, and
 640 MiB of pinned host memory. For a CPU device, where a budget may be smaller than that, every tensor timed here lies in mapped
 host memory. There a 16-bit product may take 3 MiB of scratch, a copy to the device 1 MiB, and the disk's window 4 MiB.
 """
 
+import contextlib
 import errno
 import functools
 import itertools
@@ -18,7 +22,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +60,9 @@ MakeHostTensor = Callable[[int], torch.Tensor]
 
 IssueCopy = Callable[[Lane, torch.Tensor], Callable[[], torch.Tensor]]
 """Starts a copy of a tensor on a lane, as training does, and returns what waits for it and gives the copy."""
+
+MixedStep = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], Callable[[], None]]
+"""From a flat 16-bit parameter, its gradient and its states in fp32, master first, to what updates it as training does."""
 
 
 def device_capacity_bytes(device: torch.device) -> int:
@@ -261,6 +268,23 @@ def _host_figures(device: torch.device, make: MakeTensor) -> dict[str, Any]:
         }
 
 
+def _mixed_update_speed(device: torch.device, make: MakeTensor, mixed_step: MixedStep) -> float:
+    """Rate of the host's updates of 16-bit parameters, over that of fp32 ones, in the same memory."""
+    host = torch.device("cpu")
+
+    def timed() -> float:
+        updated = _updated(make, _UPDATE_PARAMS["cpu"] if device.type == "cpu" else _SERVER_UPDATE_PARAMS)
+        full_s = best_seconds(host, _fused_step(host, updated))
+        master, grads, *moments = updated
+        weight, grad = grads.view(torch.bfloat16).fill_(0.01).chunk(2)
+        return full_s / best_seconds(host, mixed_step(weight, grad, (master, *moments)))
+
+    if device.type == "cpu":
+        return timed()
+    with update_team() as team:
+        return team.submit(timed).result()
+
+
 def _host_product_rate() -> float:
     """Floating point operations a second of bf16 products on the host."""
     left, product = (torch.ones(_HOST_PRODUCT, _HOST_PRODUCT, dtype=torch.bfloat16) for _ in range(2))
@@ -312,6 +336,7 @@ def measure_machine(
     issue_copy: IssueCopy | None = None,
     copies_run_beside: bool = True,
     offload_dir: str | None = None,
+    mixed_step: MixedStep | None = None,
 ) -> Machine:
     """Time the machine.
 
@@ -323,21 +348,9 @@ def measure_machine(
         copies_run_beside: CPU only: whether computation goes on while copies so issued run; what it loses to them is
             timed. Else it stands still for as long as they take.
         offload_dir: directory of states on disk, and of host memory for a CPU device; the temporary directory where None.
+        mixed_step: updates 16-bit parameters; None where nobody asks how fast.
     """
-    # the caller may be in the middle of tracing: nothing here may be traced or recorded for backward
-    real = unset_fake_temporarily()
-    with real, torch.no_grad(), tempfile.TemporaryDirectory(dir=offload_dir) as place:
-        if make_host_tensor is None:
-            names = (os.path.join(place, str(n)) for n in itertools.count())
-            make_host_tensor = (
-                functools.partial(_plain_host_tensor, device)
-                if device.type == "cuda"
-                else lambda n: torch.from_file(next(names), shared=True, size=n, dtype=torch.uint8)
-            )
-        allocate_host = make_host_tensor
-
-        def make_on_host(numel: int, dtype: torch.dtype) -> torch.Tensor:
-            return allocate_host(numel * dtype.itemsize).view(-1).view(dtype)
+    with _measuring(device, make_host_tensor, offload_dir) as make_on_host:
 
         def make_on_device(numel: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(numel, dtype=dtype, device=device)
@@ -365,8 +378,27 @@ def measure_machine(
             device_bytes_per_s=_device_bandwidth(device, make),
             disk_bytes_per_s=measure_disk(offload_dir),
             device_update_params_per_s=update_rate,
+            mixed_update_speed=_mixed_update_speed(device, make_on_host, mixed_step) if mixed_step is not None else 0.0,
             **figures,
         )
+
+
+@contextlib.contextmanager
+def _measuring(
+    device: torch.device, make_host_tensor: MakeHostTensor | None, offload_dir: str | None
+) -> Iterator[MakeTensor]:
+    """What makes tensors in host memory. The caller may be tracing: nothing here is traced, nor recorded for backward."""
+    real = unset_fake_temporarily()
+    with real, torch.no_grad(), tempfile.TemporaryDirectory(dir=offload_dir) as place:
+        if make_host_tensor is None:
+            names = (os.path.join(place, str(n)) for n in itertools.count())
+            make_host_tensor = (
+                functools.partial(_plain_host_tensor, device)
+                if device.type == "cuda"
+                else lambda n: torch.from_file(next(names), shared=True, size=n, dtype=torch.uint8)
+            )
+        allocate_host = make_host_tensor
+        yield lambda numel, dtype: allocate_host(numel * dtype.itemsize).view(-1).view(dtype)
 
 
 def load_or_measure_machine(
@@ -376,8 +408,13 @@ def load_or_measure_machine(
     issue_copy: IssueCopy | None = None,
     copies_run_beside: bool = True,
     offload_dir: str | None = None,
+    mixed_step: MixedStep | None = None,
 ) -> Machine:
-    """The machine's figures from the cache, timed where it has none. Capacities are always today's."""
+    """The machine's figures from the cache, timed where it has none. Capacities are always today's.
+
+    Without ``mixed_step`` they do not say how fast 16-bit parameters are updated, even where the cache does. That was timed for
+    another model, and keys of this one's plans are to stay as they are.
+    """
     key = machine_key(device, offload_dir)
     machine = load_machine(key)
     if machine is None:
@@ -387,11 +424,17 @@ def load_or_measure_machine(
             issue_copy=issue_copy,
             copies_run_beside=copies_run_beside,
             offload_dir=offload_dir,
+            mixed_step=mixed_step,
         )
+        store_machine(key, machine)
+    elif mixed_step is not None and not machine.mixed_update_speed:
+        with _measuring(device, make_host_tensor, offload_dir) as make:
+            machine = replace(machine, mixed_update_speed=_mixed_update_speed(device, make, mixed_step))
         store_machine(key, machine)
     return replace(
         machine,
         device_bytes=device_capacity_bytes(device),
         host_bytes=host_capacity_bytes(device, offload_dir),
         disk_bytes=disk_capacity_bytes(offload_dir),
+        mixed_update_speed=machine.mixed_update_speed if mixed_step is not None else 0.0,
     )

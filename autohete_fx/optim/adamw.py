@@ -8,7 +8,8 @@
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from autohete_fx.optim.arguments import check_at_least_0, checked_betas, refuse
 from autohete_fx.optim.base import PlannedOptimizer
+from autohete_fx.optim.kernels import update
 from autohete_fx.optim.rule import Group, Rule
 
 
@@ -139,6 +141,12 @@ ADAMW = Rule(
     ),
     foreign=_foreign,
 )
+
+
+def mixed_step(weight: Tensor, grad: Tensor, states: Sequence[Tensor]) -> Callable[[], None]:
+    """A step of a flat 16-bit parameter with its master and moments, by the kernel that does it in training, to be timed."""
+    coefs = torch.tensor(ADAMW.coefficients(dict(ADAMW.hyperparameters), 2.0), device=weight.device)
+    return partial(update, ADAMW, weight, grad, states, coefs)
 
 
 class AdamW(PlannedOptimizer):

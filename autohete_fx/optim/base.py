@@ -37,6 +37,7 @@ from autohete_fx.optim.state import (
     state_placement_of,
     update_share,
     update_workspace_bytes,
+    uses_mixed,
 )
 from autohete_fx.optim.updates import apply
 from autohete_fx.runtime.held import held, whole_of
@@ -329,6 +330,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def update_share_of(self, param: Tensor) -> float:
         """Bytes that an update of ``param`` reads and writes, over those of an AdamW update."""
         return update_share(self.rule_of(param), param)
+
+    def uses_mixed(self, param: Tensor) -> bool:
+        """Whether the kernel for 16-bit parameters updates ``param``."""
+        return uses_mixed(self.rule_of(param), param)
 
     def product_flops_of(self, param: Tensor) -> float:
         """Floating point operations of matrix products in an update of ``param``."""

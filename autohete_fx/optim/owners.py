@@ -55,6 +55,10 @@ class Owner(Protocol):
         """Bytes that an update of ``param`` reads and writes, over those of an AdamW update."""
         ...
 
+    def uses_mixed(self, param: Tensor) -> bool:
+        """Whether the kernel for 16-bit parameters updates ``param``."""
+        ...
+
     def product_flops_of(self, param: Tensor) -> float:
         """Floating point operations of matrix products in an update of ``param``."""
         ...

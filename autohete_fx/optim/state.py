@@ -122,6 +122,11 @@ def uses_fused(rule: Rule, param: Tensor) -> bool:
     return rule.fused is not None and not needs_master(param)
 
 
+def uses_mixed(rule: Rule, param: Tensor) -> bool:
+    """Whether our kernel for 16-bit parameters with fp32 masters updates the parameter (`kernels`)."""
+    return rule.is_elementwise and needs_master(param)
+
+
 def layout_of(param: Tensor) -> tuple[int, ...]:
     """Strides of the parameter's states: its own where it is dense, so that all may be walked in memory order."""
     if param.is_contiguous() or is_dense(param.shape, param.stride()):

@@ -84,6 +84,7 @@ class _Owned:
     trained_states: tuple[int, ...] = ()
     product_flops: tuple[float, ...] = ()
     update_share: float = 1.0
+    mixed_share: float = 0.0
     num_param_tensors: int = 1
     num_grad_tensors: int = 1
 
@@ -119,6 +120,7 @@ def _owned(partition: Partition) -> list[_Owned]:
                 trained_states=tuple(info.state_bytes for info in trained) if not is_even else (),
                 product_flops=tuple(flops) if any(flops := [info.product_flops for info in trained]) else (),
                 update_share=_update_share(trained),
+                mixed_share=_mixed_share(trained),
                 num_param_tensors=max(1, len(infos)),
                 num_grad_tensors=max(1, len(trained)),
             )
@@ -132,6 +134,12 @@ def _update_share(trained: Sequence[ParamInfo]) -> float:
     if len(shares) < 2:
         return next(iter(shares), 1.0)
     return sum(info.update_share * info.num_elements for info in trained) / sum(info.num_elements for info in trained)
+
+
+def _mixed_share(trained: Sequence[ParamInfo]) -> float:
+    """Over all that updates read and write."""
+    of_kind = [sum(i.update_share * i.num_elements for i in trained if i.is_mixed is kind) for kind in (True, False)]
+    return of_kind[0] / sum(of_kind) if of_kind[0] else 0.0
 
 
 def _phases(trace: MemoryTrace, graph_module: fx.GraphModule, placed: Mapping[str, int], *, reverse: bool) -> list[int]:
@@ -241,6 +249,7 @@ def costs_from_times(partition: Partition, times: tuple[BlockTimes, ...]) -> tup
                 trained_states=params.trained_states,
                 product_flops=params.product_flops,
                 update_share=params.update_share,
+                mixed_share=params.mixed_share,
                 num_param_tensors=params.num_param_tensors,
                 num_grad_tensors=params.num_grad_tensors,
                 gathered_bytes=moved.gathered_bytes,

@@ -32,6 +32,7 @@ class ParamInfo:
         state_bytes: optimizer states of a trained parameter, master weights included.
         product_flops: floating point operations of matrix products in its update.
         update_share: bytes that its update reads and writes, over those of an AdamW update.
+        is_mixed: its update is by the kernel for 16-bit parameters.
     """
 
     fqn: str
@@ -40,6 +41,7 @@ class ParamInfo:
     requires_grad: bool
     state_bytes: int
     update_share: float = 1.0
+    is_mixed: bool = False
     product_flops: float = 0.0
 
 

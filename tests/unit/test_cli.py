@@ -16,6 +16,7 @@ import torch
 from autohete_fx import cli
 from autohete_fx.commands import doctor
 from autohete_fx.ir import BlockDecision, Machine, Params, Plan
+from autohete_fx.optim.adamw import mixed_step
 from autohete_fx.report import plan_table
 from autohete_fx.report.why import why
 from tests.planner_problems import MACHINE
@@ -132,11 +133,12 @@ def test_doctor_prints_what_was_measured_and_saves_it(
         device_update_params_per_s=7e8,
         host_update_params_per_s=5e8,
         latency_s=2e-6,
+        mixed_update_speed=0.5,
     )
     asked = []
 
-    def measured(device: object, *, offload_dir: str | None) -> Machine:
-        asked.append((str(device), offload_dir))
+    def measured(device: object, *, offload_dir: str | None, mixed_step: object) -> Machine:
+        asked.append((str(device), offload_dir, mixed_step))
         return machine
 
     monkeypatch.setattr(doctor, "measure_machine", measured)
@@ -145,12 +147,13 @@ def test_doctor_prints_what_was_measured_and_saves_it(
     assert Machine.load(tmp_path / "machine.json") == machine
     out = capsys.readouterr().out
     rows = {tuple(line.split("  ")[1:2]): line.split()[-2:] for line in out.splitlines() if line.startswith("  ")}
-    assert asked == [("cpu", str(tmp_path))] and "Abacus (cpu)" in out
+    assert asked == [("cpu", str(tmp_path), mixed_step)] and "Abacus (cpu)" in out
     assert rows["device memory",] == ["8.00", "GiB"] and rows["host memory",] == ["1.00", "TiB"]
     assert rows["matmul, float32",] == ["1.50", "TFLOP/s"]
     assert rows["copy to device, bandwidth",] == ["1.00", "GiB/s"]
     assert rows["copy to host, bandwidth",] == ["512", "MiB/s"]
     assert rows["AdamW on the host",] == ["M", "parameters/s"] and "500 M" in out
+    assert rows["AdamW on the host, 16 bits",] == ["M", "parameters/s"] and "250 M" in out
     assert rows["latency of a transfer",] == ["2.00", "us"]
     assert "disk" not in out  # there is none below a CPU device's
     assert "both ways at once           not applicable" in out

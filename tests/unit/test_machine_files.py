@@ -36,6 +36,7 @@ def machines(draw: st.DrawFn) -> Machine:
         backward_flops_per_s=tuple(draw(st.lists(st.tuples(st.text(max_size=9), rates), max_size=3))),
         launch_s=draw(st.floats(0, 1)),
         host_flops_per_s=draw(st.floats(0, 1e18)),
+        mixed_update_speed=draw(st.floats(0, 10)),
         contention=draw(
             st.sampled_from([(), (("h2d", "d2h", 0.66), ("compute", "net", 1.0)), (("update", "h2d", 0.5),)])
         ),
@@ -82,6 +83,7 @@ def changed(change: Callable[[dict[str, Any]], object]) -> str:
         (changed(lambda raw: raw.update(contention=[["h2d", "d2h", 1.5]])), "expected a rate of at most 1"),
         (changed(lambda raw: raw.update(contention=[["h2d", "d2h", 0]])), "contention is 0; expected more than 0"),
         (changed(lambda raw: raw.update(launch_s=-1)), "launch_s is -1; expected at least 0"),
+        (changed(lambda raw: raw.update(mixed_update_speed=-1)), "mixed_update_speed is -1; expected at least 0"),
     ],
 )
 def test_what_is_no_machine_is_refused_by_file_and_fault(text: str, message: str, tmp_path: Path):
@@ -93,11 +95,12 @@ def test_what_is_no_machine_is_refused_by_file_and_fault(text: str, message: str
 
 
 def test_a_file_from_before_backward_had_rates_of_its_own_is_read():
-    absent = ("backward_flops_per_s", "launch_s", "net_bytes_per_s", "host_flops_per_s")
+    absent = ("backward_flops_per_s", "launch_s", "net_bytes_per_s", "host_flops_per_s", "mixed_update_speed")
     text = changed(lambda raw: [raw.pop(name) for name in absent])
     machine = Machine.from_json(text)
     assert machine.flops_per_s("bfloat16", backward=True) == machine.flops_per_s("bfloat16") == 1e14
     assert machine.launch_s == 0
+    assert machine.updates_per_s(on_host=True, mixed_share=1.0) == machine.host_update_params_per_s
 
 
 def test_a_saved_file_is_read_and_an_absent_one_is_named(tmp_path: Path):

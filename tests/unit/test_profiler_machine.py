@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autohete_fx.ir import Lane
+from autohete_fx.ir import Lane, Machine
 from autohete_fx.machine import measure as machine_module
 from autohete_fx.machine.contention import LaneWork
+from autohete_fx.machine.described import machine_text
 from autohete_fx.machine.measure import (
     device_capacity_bytes,
     disk_capacity_bytes,
@@ -25,6 +26,7 @@ from autohete_fx.machine.measure import (
     measure_disk,
     measure_machine,
 )
+from autohete_fx.optim.adamw import ADAMW, AdamW, mixed_step
 from autohete_fx.runtime.lanes.team import update_threads
 
 CPU = torch.device("cpu")
@@ -194,6 +196,74 @@ def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(machine_module, "measure_machine", never)
     again = load_or_measure_machine(CPU, offload_dir=str(tmp_path))
     assert replace(again, host_bytes=0, disk_bytes=0) == replace(first, host_bytes=0, disk_bytes=0)
+
+
+def test_updates_of_16_bit_parameters_are_timed_once_and_only_for_those_who_have_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = load_or_measure_machine(CPU, offload_dir=str(tmp_path))
+    asked = load_or_measure_machine(CPU, offload_dir=str(tmp_path), mixed_step=mixed_step)
+    assert first.mixed_update_speed == 0.0 and 0.05 < asked.mixed_update_speed < 20.0
+    assert without_capacities(replace(asked, mixed_update_speed=0.0)) == without_capacities(first)
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(machine_module, "measure_machine", never)
+    monkeypatch.setattr(machine_module, "_mixed_update_speed", never)
+    again = load_or_measure_machine(CPU, offload_dir=str(tmp_path), mixed_step=mixed_step)
+    assert without_capacities(again) == without_capacities(asked)
+    others = load_or_measure_machine(CPU, offload_dir=str(tmp_path))
+    assert without_capacities(others) == without_capacities(first), "plans of other models change"
+
+
+def test_all_of_it_at_once(tmp_path: Path) -> None:
+    found = measure_machine(CPU, offload_dir=str(tmp_path), mixed_step=mixed_step)
+    assert 0.05 < found.mixed_update_speed < 20.0
+    assert f"{'AdamW on the host, 16 bits':<28}" in machine_text(found)
+
+
+def test_beside_a_gpu_the_team_of_updates_does_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On what a host's update of a 16-bit parameter reads and writes, in memory of homes."""
+    made: list[torch.Tensor] = []
+    seen: list[tuple[torch.Tensor, ...]] = []
+    threads: list[int] = []
+
+    def make(count: int, dtype: torch.dtype) -> torch.Tensor:
+        made.append(torch.empty(count, dtype=dtype))
+        return made[-1]
+
+    def step(weight: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor]) -> Callable[[], None]:
+        seen.append((weight, grad, *states))
+        return lambda: threads.append(torch.get_num_threads())
+
+    monkeypatch.setattr(machine_module, "_SERVER_UPDATE_PARAMS", 2**13)
+    assert machine_module._mixed_update_speed(torch.device("cuda"), make, step) > 0.0
+    assert {*threads} == {update_threads()} and {t.numel() for t in seen[0]} == {2**13}
+    assert [t.dtype for t in seen[0]] == [torch.bfloat16] * 2 + [torch.float32] * 3
+    homes = {t.untyped_storage().data_ptr() for t in made}
+    assert len(made) == 4 and {t.untyped_storage().data_ptr() for t in seen[0]} == homes
+
+
+def test_what_is_timed_is_what_trains() -> None:
+    """The step of AdamW of a bf16 parameter, bit by bit."""
+    start = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    param = torch.nn.Parameter(start.bfloat16())
+    param.grad = torch.full_like(param, 0.5)
+    mine = [param.detach().clone(), param.grad.clone(), param.detach().float(), torch.zeros(5000), torch.zeros(5000)]
+    group = dict(ADAMW.hyperparameters)
+    trained = AdamW([param], **group)
+    mixed_step(mine[0], mine[1], mine[2:])()  # of a second step
+    state = {"step": torch.tensor(1.0), "master": param.detach().float()}
+    trained.state[param] = {**state, "exp_avg": torch.zeros(5000), "exp_avg_sq": torch.zeros(5000)}
+    trained.step()
+    assert torch.equal(param, mine[0]) and not torch.equal(param, start.bfloat16())
+    for name, expected in zip(("master", "exp_avg", "exp_avg_sq"), mine[2:], strict=True):
+        assert torch.equal(trained.state[param][name], expected), name
+
+
+def without_capacities(machine: Machine) -> Machine:
+    return replace(machine, host_bytes=0, disk_bytes=0)
 
 
 def test_figures_depend_on_the_number_of_threads() -> None:

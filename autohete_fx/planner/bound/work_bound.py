@@ -8,8 +8,8 @@ def work_bound_s(problem: Problem) -> float:
     """The seconds that no plan can beat: all blocks computed, all parameters updated where that is fastest.
 
     On a CPU device host and device updates take the same cores. On a CUDA device they overlap, at best perfectly, and under an
-    overlapping schedule those on the host also overlap the passes. Matrix products of updates are counted on a CPU device only:
-    elsewhere they make the bound no tighter than it is without.
+    overlapping schedule those on the host also overlap the passes. All updates are as fast as those of the fastest block. Matrix
+    products of updates are counted on a CPU device only: elsewhere they make the bound no tighter than it is without.
     """
     forward_s = sum(cost.forward_s for cost in problem.costs)
     if not problem.training:
@@ -17,7 +17,10 @@ def work_bound_s(problem: Problem) -> float:
     machine = problem.machine
     passes_s = problem.micro_batches * (forward_s + sum(cost.backward_s for cost in problem.costs))
     num_updates = sum(cost.update_share * cost.num_params for cost in problem.costs)
-    on_device, on_host = machine.device_update_params_per_s, machine.host_update_params_per_s
+    on_device, on_host = (
+        max((machine.updates_per_s(on_host=host, mixed_share=cost.mixed_share) for cost in problem.costs), default=1.0)
+        for host in (False, True)
+    )
     if machine.device_type == "cpu":
         flops = sum(sum(cost.product_flops) for cost in problem.costs)
         products_s = flops / max(machine.flops_per_s(PRODUCTS_OF_UPDATES), machine.host_products_per_s)

@@ -77,7 +77,7 @@ def device_update_s(problem: Problem, block: int, decision: BlockDecision, place
     """Seconds in which the device updates those of a block's parameters whose states are at ``place``. Where these are on the
     device, it reads and writes parameters at home there; what is streamed passes through it."""
     cost, machine = problem.costs[block], problem.machine
-    seconds = cost.updated_at(decision, place) / machine.device_update_params_per_s
+    seconds = cost.updated_at(decision, place) / machine.updates_per_s(on_host=False, mixed_share=cost.mixed_share)
     seconds += cost.products_at(decision, place) / machine.flops_per_s(PRODUCTS_OF_UPDATES)
     return seconds + over_link_s(problem, block, decision) if place is Optimizer.DEVICE else seconds
 
@@ -198,7 +198,8 @@ def host_computed_s(problem: Problem, block: int, decision: BlockDecision) -> fl
     """Seconds of that which the host computes."""
     cost, machine = problem.costs[block], problem.machine
     lost_s = machine.copy_share * copy_s(machine, Lane.H2D, uploaded_bytes(cost, decision))
-    computed_s = cost.updated_at(decision, *UPDATED_ON_HOST) / machine.host_update_params_per_s + lost_s
+    rate = machine.updates_per_s(on_host=True, mixed_share=cost.mixed_share)
+    computed_s = cost.updated_at(decision, *UPDATED_ON_HOST) / rate + lost_s
     return computed_s + cost.products_at(decision, *UPDATED_ON_HOST) / machine.host_products_per_s
 
 
