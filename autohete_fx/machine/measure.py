@@ -14,10 +14,8 @@ host memory. There a 16-bit product may take 3 MiB of scratch, a copy to the dev
 """
 
 import contextlib
-import errno
 import functools
 import itertools
-import mmap
 import os
 import shutil
 import tempfile
@@ -32,6 +30,7 @@ from autohete_fx.cache import device_name, load_machine, machine_key, store_mach
 from autohete_fx.internals.modes import unset_fake_temporarily
 from autohete_fx.ir import Lane, Machine
 from autohete_fx.machine.contention import OnThread, measure_contention, work_of
+from autohete_fx.machine.disk_rate import measure_disk
 from autohete_fx.runtime.lanes.team import update_team
 from autohete_fx.runtime.tiers import ram
 
@@ -52,9 +51,6 @@ _HOST_PRODUCT = 2048
 _PRODUCTS = {"cpu": 1, "cuda": 8}
 """At a time: one of a GPU takes hardly longer than to launch it and to see that it is done."""
 _PRODUCT_SIZE = {"cpu": 768, "cuda": 4096}
-_DISK_BYTES = 32 * 2**20
-_DISK_WINDOW_BYTES = 4 * 2**20
-_DISK_REPEATS = 3
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 MakeHostTensor = Callable[[int], torch.Tensor]
@@ -293,40 +289,6 @@ def _host_product_rate() -> float:
     """Floating point operations a second of bf16 products on the host."""
     left, product = (torch.ones(_HOST_PRODUCT, _HOST_PRODUCT, dtype=torch.bfloat16) for _ in range(2))
     return 2.0 * _HOST_PRODUCT**3 / best_seconds(torch.device("cpu"), lambda: torch.mm(left, left, out=product))
-
-
-def measure_disk(directory: str | None = None) -> float:
-    """Bytes per second of a file in a directory that is written, and read when it has left RAM.
-
-    They are rounded, for disks differ from moment to moment. 0 where there is no room for the file.
-    """
-    best = {"written": float("inf"), "read": float("inf")}
-    try:
-        with tempfile.TemporaryFile(dir=directory) as file, mmap.mmap(-1, _DISK_WINDOW_BYTES) as window:
-            window.write(b"1" * len(window))
-            os.posix_fallocate(file.fileno(), 0, _DISK_BYTES)
-            for _ in range(_DISK_REPEATS):
-                for what, seconds in _disk_seconds(file.fileno(), window).items():
-                    best[what] = min(best[what], seconds)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        return 0.0
-    return float(f"{2 * _DISK_BYTES / sum(best.values()):.2g}")
-
-
-def _disk_seconds(file: int, window: mmap.mmap) -> dict[str, float]:
-    starts = range(0, _DISK_BYTES, len(window))
-    begin = time.perf_counter()
-    for start in starts:
-        os.pwrite(file, window, start)
-    os.fdatasync(file)
-    written = time.perf_counter()
-    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    begin_reading = time.perf_counter()
-    for start in starts:
-        os.preadv(file, [window], start)
-    return {"written": written - begin, "read": time.perf_counter() - begin_reading}
 
 
 def _plain_host_tensor(device: torch.device, num_bytes: int) -> torch.Tensor:

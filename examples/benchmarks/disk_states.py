@@ -32,7 +32,7 @@ from torch import Tensor, nn
 import autohete_fx
 from autohete_fx import Optimizer
 from autohete_fx.ir import Lane
-from autohete_fx.machine.measure import measure_disk
+from autohete_fx.machine.disk_rate import measure_disk
 from autohete_fx.runtime.disk import RESIDENT_BYTES, WINDOW_BYTES
 from autohete_fx.runtime.placement import placement_of
 

@@ -17,13 +17,13 @@ from autohete_fx.ir import Lane, Machine
 from autohete_fx.machine import measure as machine_module
 from autohete_fx.machine.contention import LaneWork
 from autohete_fx.machine.described import machine_text
+from autohete_fx.machine.disk_rate import measure_disk
 from autohete_fx.machine.measure import (
     device_capacity_bytes,
     disk_capacity_bytes,
     host_capacity_bytes,
     load_or_measure_machine,
     machine_key,
-    measure_disk,
     measure_machine,
 )
 from autohete_fx.optim.adamw import ADAMW, AdamW, mixed_step
