@@ -51,34 +51,24 @@ def refusal() -> str:
 
 
 def within_budget(root: str) -> list[dict[str, Any]]:
-    """A job whose shards do not all fit, and one of another plan that goes on with its save."""
+    """A job whose shards do not all fit, and others that go on with its save: of another plan; of shards of parts, after jobs in
+    which two of the ranks had parts alone; and of those again after the process groups of all are gone."""
     placement.SMALLEST_COPY_BYTES = SMALLEST_BYTES
     found = []
     for steps, rows, nodes, budget in (
         (4, [[2, 3, [2, 4], 1, 2]], "aabb", 112_000),
         (6, [[2, 2, [4], 1, 2], [1, 2, [1, 4]]], "aabc", 150_000),
         (8, [[2, 3, [4], 2, 2]], "aaaa", 115_000),
+        (10, [[2, 3, [4], 2, 2]], "aaaa", 10**6),
     ):
         torch._dynamo.reset()
         ours = {"memory_budget": budget, "inner_backend": "eager", "profile": "analytic", "solver_time_limit_s": 1}
         row = leg(root, rows, list(nodes), steps, {}, "autohete", ours)
         found.append({**row, "given": budget, "peaks": [c.plan.peak_bytes for c in autohete_fx.compilations()]})
         dist.barrier()
-    return found
-
-
-def after_others(root: str) -> list[dict[str, Any]]:
-    """By job in one process: shards of parts after a job in which two of the ranks had parts alone, and again after the process
-    groups of both are gone."""
-    unit.SMALLEST_COPY_BYTES = placement.SMALLEST_COPY_BYTES = SMALLEST_BYTES
-    ours = {"inner_backend": "eager", "profile": "analytic", "solver_time_limit_s": 1}
-    found = cluster_jobs.differences([(2, True, [(2, 2, [3], 1, 2), (1, 2, [3], 2)], "eager", "1f1b", "torch", 1)])
-    for steps in (3, 6):
-        torch._dynamo.reset()
-        found.append(leg(root, [[2, 3, [4], 2, 2]], list("aaaa"), steps, {}, "autohete", ours))
-        dist.barrier()
-        for group in set(distributed_c10d._world.pg_names) - {dist.group.WORLD}:
-            dist.destroy_process_group(group)
+        if steps == 8:
+            for group in set(distributed_c10d._world.pg_names) - {dist.group.WORLD}:
+                dist.destroy_process_group(group)
     return found
 
 
