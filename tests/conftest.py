@@ -41,22 +41,24 @@ pytest.register_assert_rewrite("tests.main_job", "tests.placed_job", "tests.trai
 
 _ORDER = ("unit", "graph", "e2e", "dist", "cuda")
 _LONGEST = (
-    "chaos",
     "shard_job",
     "tensor_parallel",
-    "tensor_parallel_job",
-    "shard_agreement",
-    "shard_plans",
-    "test_shard",
-    "cluster_doctor",
-    "shard_uses",
-    "cluster_store",
-    "shard_replicated",
     "cluster_job",
+    "chaos",
+    "shard_plans",
+    "shard_uses",
+    "shard_agreement",
+    "tensor_parallel_job",
+    "shard_replicas",
+    "test_shard",
+    "shard_replicated",
+    "cluster_doctor",
+    "cluster_store",
+    "cluster_split",
     "automatic",
+    "shard_states",
     "fsdp",
     "cluster_hung",
-    "shard_states",
 )
 
 
