@@ -51,6 +51,8 @@ _HOST_PRODUCT = 2048
 _PRODUCTS = {"cpu": 1, "cuda": 8}
 """At a time: one of a GPU takes hardly longer than to launch it and to see that it is done."""
 _PRODUCT_SIZE = {"cpu": 768, "cuda": 4096}
+_SLOW_S, _TOO_SLOW_S = 0.02, 0.2
+"""Where a product is expected to take the first, one of a third of its size is timed; where the second, a small one tells."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 MakeHostTensor = Callable[[int], torch.Tensor]
@@ -125,19 +127,27 @@ def _product_rates(device: torch.device, make: MakeTensor) -> tuple[tuple[str, f
     size = _PRODUCT_SIZE.get(device.type, 1024)
     rates = []
     for dtype in _DTYPES:
-        # without hardware for it, a 16-bit product on a CPU is slower by orders: time a small one first
-        for side in (size,) if dtype is torch.float32 else (size // 8, size):
-            left, right, product = (
-                make(side**2, dtype).uniform_(-1, 1, generator=random).view(side, side) for _ in range(3)
-            )
-            run = functools.partial(_repeated, _PRODUCTS.get(device.type, 1), left, right, product)
-            # a small one is over sooner than a busy machine lets all its threads run: one of many is not held up
-            repeats = _REPEATS if side == size else _SMALL_REPEATS
-            rate = 2 * side**3 * _PRODUCTS.get(device.type, 1) / best_seconds(device, run, repeats=repeats)
-            if side < size and 2 * size**3 / rate > 0.2:
-                break
+        side = size
+        if dtype is not torch.float32:
+            # without hardware for it, a 16-bit product on a CPU is slower by orders: time a small one first. It is over sooner than
+            # a busy machine lets all its threads run: one of many is not held up
+            rate = _product_rate(device, make, dtype, size // 8, random, repeats=_SMALL_REPEATS)
+            expected_s = 2 * size**3 / rate
+            side = 0 if expected_s > _TOO_SLOW_S else size // 3 if expected_s > _SLOW_S else size
+        if side:
+            rate = _product_rate(device, make, dtype, side, random)
         rates.append((str(dtype).removeprefix("torch."), rate))
     return tuple(rates)
+
+
+def _product_rate(
+    device: torch.device, make: MakeTensor, dtype: torch.dtype, side: int, random: torch.Generator, **how: int
+) -> float:
+    """Floating point operations a second of a square product."""
+    count = _PRODUCTS.get(device.type, 1)
+    left, right, product = (make(side**2, dtype).uniform_(-1, 1, generator=random).view(side, side) for _ in range(3))
+    run = functools.partial(_repeated, count, left, right, product)
+    return 2 * side**3 * count / best_seconds(device, run, **how)
 
 
 def _repeated(count: int, left: torch.Tensor, right: torch.Tensor, product: torch.Tensor) -> None:

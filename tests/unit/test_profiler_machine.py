@@ -128,6 +128,21 @@ def test_products_are_of_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None
     assert min(spreads) > 0.5
 
 
+@pytest.mark.parametrize(("rate", "sides"), [(1e12, (96, 768)), (2e10, (96, 256)), (1e9, (96,))])
+def test_slow_products_are_timed_small(rate: float, sides: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first plan does not wait seconds for 16-bit products that a CPU has no instructions for."""
+    asked: dict[torch.dtype, list[int]] = {}
+
+    def timed(_: object, make: object, dtype: torch.dtype, side: int, *rest: object, **how: int) -> float:
+        asked.setdefault(dtype, []).append(side)
+        return rate * 96 / side
+
+    monkeypatch.setattr(machine_module, "_product_rate", timed)
+    rates = machine_module._product_rates(CPU, lambda count, dtype: torch.empty(count, dtype=dtype))
+    assert asked == {torch.float32: [768], torch.bfloat16: [*sides], torch.float16: [*sides]}
+    assert rates == tuple((str(dtype)[6:], rate * 96 / asked[dtype][-1]) for dtype in asked)
+
+
 @pytest.mark.parametrize("in_inference_mode", [False, True])
 def test_beside_a_gpu_the_host_updates_all_parts_by_turns_with_its_team(
     in_inference_mode: bool, monkeypatch: pytest.MonkeyPatch
