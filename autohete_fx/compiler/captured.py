@@ -28,7 +28,6 @@ from autohete_fx.compiler.model import Model, origin_of, siblings_of
 from autohete_fx.compiler.problem import (
     NOTE_ON_SHARDS,
     Limits,
-    is_mixed,
     leaving_parameters,
     make_problem,
     note_on_reduction,
@@ -44,7 +43,6 @@ from autohete_fx.compiler.shares import Origin, Unsettled
 from autohete_fx.internals import dynamo, versions
 from autohete_fx.ir import BlockGraph, Problem, Profile
 from autohete_fx.machine.budgets import device_budget_bytes, host_budget_bytes, machine_of, tuning_bytes
-from autohete_fx.optim.adamw import mixed_step
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.profiler import ParamInfo
@@ -106,8 +104,7 @@ class CapturedGraph:
         self.listening_bytes = _listening_bytes(self.params.values())
         self._may_be_followed = self._may_follow()
         self.trained_bytes = trained_bytes(self.params.values()) if model.is_placed else 0
-        updates_mixed = torch.is_grad_enabled() and any(map(is_mixed, self.params.values()))
-        self.machine = machine_of(self.device, model.session, options, mixed_step if updates_mixed else None)
+        self.machine = machine_of(self.device, model.session, options)
         self.bucket_bytes = versions.ddp_bucket_bytes()
         self.host_bytes = host_budget_bytes(self.device, options)
         self.agreement = Agreement(self.params.values())

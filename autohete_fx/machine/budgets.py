@@ -10,7 +10,7 @@ import torch
 
 from autohete_fx.graph import ops
 from autohete_fx.ir import Lane, Machine
-from autohete_fx.machine.measure import MixedStep, device_capacity_bytes, host_capacity_bytes, load_or_measure_machine
+from autohete_fx.machine.measure import device_capacity_bytes, host_capacity_bytes, load_or_measure_machine
 from autohete_fx.options import Options, resolve_bytes
 from autohete_fx.runtime.lanes.lanes import has_spare_core
 from autohete_fx.runtime.session import Session
@@ -64,13 +64,8 @@ def host_budget_bytes(device: torch.device, options: Options) -> int | None:
     return total - total // 8 if device.type == "cuda" else total
 
 
-def machine_of(
-    device: torch.device, session: Session, options: Options, mixed_step: MixedStep | None = None
-) -> Machine:
-    """The machine's rates, measured once and cached; those of host memory and disk where the options put them.
-
-    ``mixed_step``: where there are 16-bit parameters to update.
-    """
+def machine_of(device: torch.device, session: Session, options: Options) -> Machine:
+    """The machine's rates, measured once and cached; those of host memory and disk where the options put them."""
     # Not the session's: what is measured may be more than its host budget, and would stay reserved.
     tier = functools.cache(lambda: open_tier(device, options.offload_dir))
 
@@ -89,5 +84,4 @@ def machine_of(
         issue_copy=issue_copy,
         copies_run_beside=has_spare_core(),
         offload_dir=options.offload_dir,
-        mixed_step=mixed_step,
     )

@@ -5,8 +5,8 @@ within the device and both ways to host memory, AdamW steps on the device and on
 timed beside each other as well, and beside updates on the host (`contention`), which takes longer than all else. Each rate is the
 best of a few repeats after a warm-up: others on the machine only ever slow one down.
 
-A kernel of ours updates 16-bit parameters, which takes seconds to compile. It is timed where there are such parameters, given what
-updates them. Training then finds it.
+A kernel of ours updates 16-bit parameters. `autohete doctor` gives it to be timed. No first plan waits for that: compilers take
+seconds, and on a busy machine a ratio of two rates tells little.
 
 A measurement may fall into a step that has a budget to keep. On CUDA it takes some 250 MiB, of what activations take later, and
 640 MiB of pinned host memory. For a CPU device, where a budget may be smaller than that, every tensor timed here lies in mapped
@@ -35,7 +35,7 @@ from autohete_fx.runtime.lanes.team import update_team
 from autohete_fx.runtime.tiers import ram
 
 _REPEATS, _SMALL_REPEATS = 4, 40
-_ROUNDS = 8
+_ROUNDS, _ROUNDS_S = 8, 4.0
 _COPY_BYTES = {"cpu": 24 * 2**20, "cuda": 128 * 2**20}
 _TRANSFER_BYTES = 2**20
 """On a CPU device: what a training step moves at a time."""
@@ -284,8 +284,10 @@ def _mixed_update_speed(device: torch.device, make: MakeTensor, mixed_step: Mixe
         master, grads, *moments = updated
         weight, grad = grads.view(torch.bfloat16).fill_(0.01).chunk(2)
         steps = _fused_step(host, updated), mixed_step(weight, grad, (master, *moments))
-        # By turns: who else works here for a while holds up both.
-        rounds = [[best_seconds(host, step, repeats=1) for step in steps] for _ in range(_ROUNDS)]
+        # By turns: who else works here for a while holds up both. Without a compiler the kernel takes many times as long.
+        deadline, rounds = time.perf_counter() + _ROUNDS_S, list[list[float]]()
+        while not rounds or (len(rounds) < _ROUNDS and time.perf_counter() < deadline):
+            rounds.append([best_seconds(host, step, repeats=1) for step in steps])
         full_s, mixed_s = (min(seconds) for seconds in zip(*rounds, strict=True))
         return full_s / mixed_s
 
@@ -384,13 +386,8 @@ def load_or_measure_machine(
     issue_copy: IssueCopy | None = None,
     copies_run_beside: bool = True,
     offload_dir: str | None = None,
-    mixed_step: MixedStep | None = None,
 ) -> Machine:
-    """The machine's figures from the cache, timed where it has none. Capacities are always today's.
-
-    Without ``mixed_step`` they do not say how fast 16-bit parameters are updated, even where the cache does. That was timed for
-    another model, and keys of this one's plans are to stay as they are.
-    """
+    """The machine's figures from the cache, timed where it has none. Capacities are always today's."""
     key = machine_key(device, offload_dir)
     machine = load_machine(key)
     if machine is None:
@@ -400,17 +397,11 @@ def load_or_measure_machine(
             issue_copy=issue_copy,
             copies_run_beside=copies_run_beside,
             offload_dir=offload_dir,
-            mixed_step=mixed_step,
         )
-        store_machine(key, machine)
-    elif mixed_step is not None and not machine.mixed_update_speed:
-        with _measuring(device, make_host_tensor, offload_dir) as make:
-            machine = replace(machine, mixed_update_speed=_mixed_update_speed(device, make, mixed_step))
         store_machine(key, machine)
     return replace(
         machine,
         device_bytes=device_capacity_bytes(device),
         host_bytes=host_capacity_bytes(device, offload_dir),
         disk_bytes=disk_capacity_bytes(offload_dir),
-        mixed_update_speed=machine.mixed_update_speed if mixed_step is not None else 0.0,
     )

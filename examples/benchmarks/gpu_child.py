@@ -26,7 +26,6 @@ from autohete_fx.commands.doctor import link_of
 from autohete_fx.errors import HostMemoryError, InfeasiblePlanError
 from autohete_fx.ir import Machine
 from autohete_fx.machine.measure import load_or_measure_machine
-from autohete_fx.optim.adamw import mixed_step
 from autohete_fx.report import format_bytes
 
 FITS, DOES_NOT_FIT, CANNOT_RUN, FAILED, OUT_OF_TIME = "fits", "does not fit", "cannot run", "failed", "out of time"
@@ -149,7 +148,7 @@ def batch_of(case: Case, text: Text, step: int) -> tuple[Tensor, Tensor]:
 
 def run_machine(device: torch.device, emit: Emit) -> None:
     """The figures that `autohete doctor` finds, which runs after this one find in the cache, and more."""
-    machine, link = load_or_measure_machine(device, mixed_step=mixed_step), link_of(device)
+    machine, link = load_or_measure_machine(device), link_of(device)
     emit({"machine": json.loads(machine.to_json()), **_host_bandwidth(device), "link": link and asdict(link)})
 
 

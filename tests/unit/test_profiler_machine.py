@@ -213,25 +213,6 @@ def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert replace(again, host_bytes=0, disk_bytes=0) == replace(first, host_bytes=0, disk_bytes=0)
 
 
-def test_updates_of_16_bit_parameters_are_timed_once_and_only_for_those_who_have_any(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = load_or_measure_machine(CPU, offload_dir=str(tmp_path))
-    asked = load_or_measure_machine(CPU, offload_dir=str(tmp_path), mixed_step=mixed_step)
-    assert first.mixed_update_speed == 0.0 and 0.05 < asked.mixed_update_speed < 20.0
-    assert without_capacities(replace(asked, mixed_update_speed=0.0)) == without_capacities(first)
-
-    def never(*_: object, **__: object) -> None:
-        raise AssertionError("measured again")
-
-    monkeypatch.setattr(machine_module, "measure_machine", never)
-    monkeypatch.setattr(machine_module, "_mixed_update_speed", never)
-    again = load_or_measure_machine(CPU, offload_dir=str(tmp_path), mixed_step=mixed_step)
-    assert without_capacities(again) == without_capacities(asked)
-    others = load_or_measure_machine(CPU, offload_dir=str(tmp_path))
-    assert without_capacities(others) == without_capacities(first), "plans of other models change"
-
-
 def test_all_of_it_at_once(tmp_path: Path) -> None:
     found = measure_machine(CPU, offload_dir=str(tmp_path), mixed_step=mixed_step)
     assert 0.05 < found.mixed_update_speed < 20.0
