@@ -13,14 +13,13 @@ A measurement may fall into a step that has a budget to keep. On CUDA it takes s
 host memory. There a 16-bit product may take 3 MiB of scratch, a copy to the device 1 MiB, and the disk's window 4 MiB.
 """
 
-import contextlib
 import functools
 import itertools
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -328,7 +327,20 @@ def measure_machine(
         offload_dir: directory of states on disk, and of host memory for a CPU device; the temporary directory where None.
         mixed_step: updates 16-bit parameters; None where nobody asks how fast.
     """
-    with _measuring(device, make_host_tensor, offload_dir) as make_on_host:
+    # the caller may be in the middle of tracing: nothing here may be traced or recorded for backward
+    real = unset_fake_temporarily()
+    with real, torch.no_grad(), tempfile.TemporaryDirectory(dir=offload_dir) as place:
+        if make_host_tensor is None:
+            names = (os.path.join(place, str(n)) for n in itertools.count())
+            make_host_tensor = (
+                functools.partial(_plain_host_tensor, device)
+                if device.type == "cuda"
+                else lambda n: torch.from_file(next(names), shared=True, size=n, dtype=torch.uint8)
+            )
+        allocate_host = make_host_tensor
+
+        def make_on_host(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            return allocate_host(numel * dtype.itemsize).view(-1).view(dtype)
 
         def make_on_device(numel: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(numel, dtype=dtype, device=device)
@@ -359,24 +371,6 @@ def measure_machine(
             mixed_update_speed=_mixed_update_speed(device, make_on_host, mixed_step) if mixed_step is not None else 0.0,
             **figures,
         )
-
-
-@contextlib.contextmanager
-def _measuring(
-    device: torch.device, make_host_tensor: MakeHostTensor | None, offload_dir: str | None
-) -> Iterator[MakeTensor]:
-    """What makes tensors in host memory. The caller may be tracing: nothing here is traced, nor recorded for backward."""
-    real = unset_fake_temporarily()
-    with real, torch.no_grad(), tempfile.TemporaryDirectory(dir=offload_dir) as place:
-        if make_host_tensor is None:
-            names = (os.path.join(place, str(n)) for n in itertools.count())
-            make_host_tensor = (
-                functools.partial(_plain_host_tensor, device)
-                if device.type == "cuda"
-                else lambda n: torch.from_file(next(names), shared=True, size=n, dtype=torch.uint8)
-            )
-        allocate_host = make_host_tensor
-        yield lambda numel, dtype: allocate_host(numel * dtype.itemsize).view(-1).view(dtype)
 
 
 def load_or_measure_machine(

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autohete_fx.ir import Lane, Machine
+from autohete_fx.ir import Lane
 from autohete_fx.machine import measure as machine_module
 from autohete_fx.machine.contention import LaneWork
 from autohete_fx.machine.described import machine_text
@@ -256,10 +256,6 @@ def test_what_is_timed_is_what_trains() -> None:
     assert torch.equal(param, mine[0]) and not torch.equal(param, start.bfloat16())
     for name, expected in zip(("master", "exp_avg", "exp_avg_sq"), mine[2:], strict=True):
         assert torch.equal(trained.state[param][name], expected), name
-
-
-def without_capacities(machine: Machine) -> Machine:
-    return replace(machine, host_bytes=0, disk_bytes=0)
 
 
 def test_figures_depend_on_the_number_of_threads() -> None:
