@@ -34,7 +34,7 @@ def measure_cluster(path: str | Path, device_type: str) -> str:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ClusterError(
             "--cluster was given to a single process. Expected was one process for each GPU of the cluster, started by torchrun."
-            f" Run torchrun --nproc-per-node GPUS -m autohete_fx.cli doctor --cluster {path} on every node"
+            f" Run torchrun --nproc-per-node GPUS -m autohete_fx doctor --cluster {path} on every node"
         )
     device = torch.device(device_type)
     if device_type == "cuda":

@@ -63,7 +63,7 @@ class Job:
         if spec is None and not machine.net_bytes_per_s:
             raise OptionError(
                 f"--ranks {self.num_ranks} was given with a machine file that has no rate of the link between ranks. Expected was a"
-                " machine that several ranks have measured. Measure it by `torchrun --nproc-per-node N -m autohete_fx.cli doctor"
+                " machine that several ranks have measured. Measure it by `torchrun --nproc-per-node N -m autohete_fx doctor"
                 " --save FILE`, or name a --device"
             )
         inside, latency_s = machine.net_bytes_per_s, machine.net_latency_s

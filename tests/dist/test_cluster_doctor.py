@@ -26,7 +26,7 @@ def test_all_ranks_measure_one_cluster_and_the_next_ones_read_it(tmp_path: Path)
 @pytest.mark.slow
 def test_doctor_writes_a_cluster_that_plan_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = str(tmp_path / "cluster.json")
-    doctor = ["-m", "autohete_fx.cli", "doctor", "--device", "cpu", "--cluster", path]
+    doctor = ["-m", "autohete_fx", "doctor", "--device", "cpu", "--cluster", path]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *doctor],
         capture_output=True,

@@ -106,7 +106,7 @@ def test_versions_are_those_of_the_package_and_of_pytorch(capsys: pytest.Capture
 def test_the_command_ends_without_a_traceback(tmp_path: Path):
     """As a user runs it."""
     done = subprocess.run(
-        [sys.executable, "-m", "autohete_fx.cli", "show", str(tmp_path / "absent.json")],
+        [sys.executable, "-m", "autohete_fx", "show", str(tmp_path / "absent.json")],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])},
