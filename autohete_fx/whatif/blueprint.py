@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from autohete_fx.errors import OptionError
 from autohete_fx.internals.modes import FakeTensorMode
+from autohete_fx.internals.modules import converted_by_replacing
 from autohete_fx.whatif.architectures import find_architecture, require_transformers
 
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop")
@@ -193,7 +194,7 @@ def _from_factory(text: str, path: str, factory: str, batch: int, seq: int, dtyp
 
     def build(mode: FakeTensorMode, num_layers: int | None) -> Sketch:
         assert num_layers is None, "a factory's layers cannot be counted"
-        with mode:
+        with mode, converted_by_replacing():
             made = _call_factory(text, path, factory)
             module, *rest = made if isinstance(made, tuple) and made else (made,)
             if not isinstance(module, nn.Module):
@@ -202,7 +203,7 @@ def _from_factory(text: str, path: str, factory: str, batch: int, seq: int, dtyp
                 )
             module.train()
             if dtype is not None:
-                _cast(module, dtype)
+                module.to(dtype)
             given = rest[0] if rest else torch.zeros(batch, seq, dtype=torch.int64)
             names = tuple(given) if isinstance(given, Mapping) else ()
             inputs = tuple(given.values()) if names else given if isinstance(given, tuple) else (given,)
@@ -214,20 +215,6 @@ def _from_factory(text: str, path: str, factory: str, batch: int, seq: int, dtyp
             return Sketch(module=module, loss=_loss_of_outputs(text, module, names, inputs, hint), inputs=inputs)
 
     return Blueprint(name=text, num_layers=None, period=1, build=build)
-
-
-def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """``module.to(dtype)``, which refuses parameters without data; tied ones stay tied."""
-    cast: dict[Tensor, nn.Parameter] = {}
-    for part in module.modules():
-        for name, param in part.named_parameters(recurse=False):
-            if param.is_floating_point():
-                if param not in cast:
-                    cast[param] = nn.Parameter(param.detach().to(dtype), requires_grad=param.requires_grad)
-                setattr(part, name, cast[param])
-        for name, buffer in part.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                setattr(part, name, buffer.to(dtype))
 
 
 def _call_factory(text: str, path: str, factory: str) -> object:

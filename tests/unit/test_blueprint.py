@@ -94,6 +94,11 @@ def tied():
     model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50, bias=False))
     model[1].weight = model[0].weight
     return model
+def converted():
+    model = tied()
+    model[0].register_buffer("scale", torch.ones(3))
+    assert model.to(torch.float16).bfloat16() is model
+    return model
 def no_module():
     return 3
 def nothing():
@@ -120,6 +125,8 @@ def test_factories_give_modules_and_inputs(tmp_path: Path):
     assert {p.dtype for p in sketch.module.parameters()} == {torch.bfloat16}
     tied = build(read(f"{file}:tied", dtype=torch.bfloat16)).module
     assert len(list(tied.parameters())) == 1
+    converted = build(read(f"{file}:converted")).module
+    assert [t.dtype for t in (*converted.parameters(), *converted.buffers())] == [torch.bfloat16] * 2
 
 
 def test_what_is_no_model_is_refused_with_what_to_do(tmp_path: Path):
