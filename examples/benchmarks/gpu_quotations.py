@@ -47,6 +47,13 @@ def predicted() -> str:
     return f"{listed(found)} times as long as planned"
 
 
+def replayed() -> str:
+    """The same with the rate of the kernel that updated 16-bit weights, which plans did not know."""
+    steps = _content()["replayed"]["step s"]
+    rows = [row for row in _trained() if row[_HOW] in steps and "predicted step s" in row]
+    return " and ".join(f"{row['step s'] / steps[row[_HOW]]['with']:.2f}" for row in rows)
+
+
 def above() -> str:
     """How far the peaks are above the plans."""
     rows = [row for row in _trained() if "predicted peak bytes" in row]
@@ -137,6 +144,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "gpu.steps": steps,
     "gpu.short": in_short,
     "gpu.predicted": predicted,
+    "gpu.replayed": replayed,
     "gpu.above": above,
     "gpu.losses": losses,
     "gpu.host": host,
