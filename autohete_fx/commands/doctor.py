@@ -13,6 +13,7 @@ from autohete_fx.machine.described import link_text, machine_text
 from autohete_fx.machine.link import Link, measure_link
 from autohete_fx.machine.measure import measure_machine
 from autohete_fx.machine.net import Exchange, leave_job, measure_net, measure_net_contention, ranks_of_job
+from autohete_fx.machine.update_rates import remember_mixed_update_speed
 from autohete_fx.optim.adamw import mixed_step
 from autohete_fx.options import Options
 from autohete_fx.report.stages import Stages
@@ -55,6 +56,7 @@ def doctor(parsed: argparse.Namespace) -> str:
     with Stages() as stages:
         stages.begin("measuring")
         machine = measure_machine(device, offload_dir=offload_dir, mixed_step=mixed_step)
+        remember_mixed_update_speed(device, machine)
         link = link_of(device)
     if ranks is not None:
         ranks.exchange(None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autohete_fx.machine.measure import best_seconds
+from autohete_fx.machine.timing import best_seconds
 
 _BYTES = 2**27
 

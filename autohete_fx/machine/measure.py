@@ -5,9 +5,6 @@ within the device and both ways to host memory, AdamW steps on the device and on
 timed beside each other as well, and beside updates on the host (`contention`), which takes longer than all else. Each rate is the
 best of a few repeats after a warm-up: others on the machine only ever slow one down.
 
-A kernel of ours updates 16-bit parameters. `autohete doctor` gives it to be timed. No first plan waits for that: compilers take
-seconds, and on a busy machine a ratio of two rates tells little.
-
 A measurement may fall into a step that has a budget to keep. On CUDA it takes some 250 MiB, of what activations take later, and
 640 MiB of pinned host memory. For a CPU device, where a budget may be smaller than that, every tensor timed here lies in mapped
 host memory. There a 16-bit product may take 3 MiB of scratch, a copy to the device 1 MiB, and the disk's window 4 MiB.
@@ -18,8 +15,7 @@ import itertools
 import os
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,25 +24,23 @@ import torch
 from autohete_fx.cache import device_name, load_machine, machine_key, store_machine
 from autohete_fx.internals.modes import unset_fake_temporarily
 from autohete_fx.ir import Lane, Machine
-from autohete_fx.machine.contention import OnThread, measure_contention, work_of
 from autohete_fx.machine.disk_rate import measure_disk
-from autohete_fx.runtime.lanes.team import update_team
+from autohete_fx.machine.timing import MakeTensor, best_seconds
+from autohete_fx.machine.update_rates import (
+    MixedStep,
+    host_figures,
+    mixed_update_speed,
+    remembered_mixed_update_speed,
+    update_rate,
+)
 from autohete_fx.runtime.tiers import ram
 
-_REPEATS, _SMALL_REPEATS = 4, 40
-_ROUNDS, _ROUNDS_S = 8, 4.0
+_SMALL_REPEATS = 40
 _COPY_BYTES = {"cpu": 24 * 2**20, "cuda": 128 * 2**20}
 _TRANSFER_BYTES = 2**20
 """On a CPU device: what a training step moves at a time."""
 # On a GPU more than its caches hold, and enough to hide what a launch costs.
 _STREAM_BYTES = {"cpu": 24 * 2**20, "cuda": 128 * 2**20}
-# Parameters, gradients and moments together more than a cache holds; beside a GPU that is the cache of a server.
-_UPDATE_PARAMS = {"cpu": 2**22, "cuda": 2**24}
-_SERVER_UPDATE_PARAMS = 2**25
-_UPDATE_PARTS = 8
-"""Beside other lanes they are updated in so many parts, by turns: each takes milliseconds, and all are more than a cache holds."""
-_HOST_PRODUCT = 2048
-"""Rows and columns of matrices that the host multiplies beside a GPU."""
 _PRODUCTS = {"cpu": 1, "cuda": 8}
 """At a time: one of a GPU takes hardly longer than to launch it and to see that it is done."""
 _PRODUCT_SIZE = {"cpu": 768, "cuda": 4096}
@@ -58,9 +52,6 @@ MakeHostTensor = Callable[[int], torch.Tensor]
 
 IssueCopy = Callable[[Lane, torch.Tensor], Callable[[], torch.Tensor]]
 """Starts a copy of a tensor on a lane, as training does, and returns what waits for it and gives the copy."""
-
-MixedStep = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], Callable[[], None]]
-"""From a flat 16-bit parameter, its gradient and its states in fp32, master first, to what updates it as training does."""
 
 
 def device_capacity_bytes(device: torch.device) -> int:
@@ -97,27 +88,6 @@ def _is_in_ram(directory: str) -> bool:
     with open("/proc/self/mountinfo") as lines:
         mounts = (line.split() for line in lines)
         return any(each[2] == number and each[each.index("-") + 1] in ("tmpfs", "ramfs") for each in mounts)
-
-
-def best_seconds(device: torch.device, run: Callable[[], object], *, repeats: int = _REPEATS) -> float:
-    """Best of a few timed runs, after one that warms up."""
-    best = float("inf")
-    for _ in range(repeats + 1):
-        _synchronize(device)
-        started = time.perf_counter()
-        run()
-        _synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return max(best, 1e-9)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-MakeTensor = Callable[[int, torch.dtype], torch.Tensor]
-"""A number of elements and a dtype to a 1-d tensor without contents."""
 
 
 def _product_rates(device: torch.device, make: MakeTensor) -> tuple[tuple[str, float], ...]:
@@ -200,7 +170,7 @@ class _Transfers:
         return min(2.0, max(0.0, (best_seconds(device, run) - count * compute_s) / alone_s))
 
 
-def _copy_figures(device: torch.device, make: "MakeTensor", issue: IssueCopy, beside: bool) -> dict[str, float]:
+def _copy_figures(device: torch.device, make: MakeTensor, issue: IssueCopy, beside: bool) -> dict[str, float]:
     """Rates of a CPU device's copies, what each costs whatever its size, and what computation loses to them."""
     num_bytes = _COPY_BYTES["cpu"]
     count = num_bytes // _TRANSFER_BYTES
@@ -220,86 +190,6 @@ def _copy_figures(device: torch.device, make: "MakeTensor", issue: IssueCopy, be
         if not beside
         else transfers.share_lost(device, down_s, lambda: torch.mm(left, right, out=product)),
     }
-
-
-def _updated(make: MakeTensor, count: int) -> list[torch.Tensor]:
-    """So many parameters in fp32, with gradients and both averages."""
-    return [make(count, torch.float32).fill_(0.01) for _ in range(4)]
-
-
-def _fused_step(device: torch.device, updated: Iterable[torch.Tensor]) -> Callable[[], None]:
-    """A fused AdamW step of parameters, which are given with gradients and both averages."""
-    params, grads, averages, squares = ([each] for each in updated)
-    steps = [torch.ones((), device=device)]
-
-    def step() -> None:
-        torch.ops.aten._fused_adamw_.default(
-            params,
-            grads,
-            averages,
-            squares,
-            [],
-            steps,
-            lr=1e-3,
-            beta1=0.9,
-            beta2=0.999,
-            weight_decay=0.01,
-            eps=1e-8,
-            amsgrad=False,
-            maximize=False,
-        )
-
-    return step
-
-
-def _update_rate(device: torch.device, updated: Sequence[torch.Tensor]) -> float:
-    """Parameters per second of such steps."""
-    return updated[0].numel() / best_seconds(device, _fused_step(device, updated))
-
-
-def _host_figures(device: torch.device, make: MakeTensor) -> dict[str, Any]:
-    """What an accelerator's host does with the team of updates, and which lanes slow which others down."""
-    host = torch.device("cpu")
-    with update_team() as team:
-        # Made by the thread that writes them: no other may write a tensor of inference mode, in which a program may measure.
-        updated = team.submit(_updated, make, _SERVER_UPDATE_PARAMS).result()
-        rate = team.submit(_update_rate, host, updated).result()
-        parts = zip(*(each.chunk(_UPDATE_PARTS) for each in updated), strict=True)
-        turns = itertools.cycle([_fused_step(host, part) for part in parts])
-        work = {**work_of(device, make), Lane.UPDATE: OnThread(team, lambda: next(turns)())}
-        return {
-            "host_update_params_per_s": rate,
-            "host_flops_per_s": team.submit(_host_product_rate).result(),
-            "contention": measure_contention(device, work),
-        }
-
-
-def _mixed_update_speed(device: torch.device, make: MakeTensor, mixed_step: MixedStep) -> float:
-    """Rate of the host's updates of 16-bit parameters, over that of fp32 ones, in the same memory."""
-    host = torch.device("cpu")
-
-    def timed() -> float:
-        updated = _updated(make, _UPDATE_PARAMS["cpu"] if device.type == "cpu" else _SERVER_UPDATE_PARAMS)
-        master, grads, *moments = updated
-        weight, grad = grads.view(torch.bfloat16).fill_(0.01).chunk(2)
-        steps = _fused_step(host, updated), mixed_step(weight, grad, (master, *moments))
-        # By turns: who else works here for a while holds up both. Without a compiler the kernel takes many times as long.
-        deadline, rounds = time.perf_counter() + _ROUNDS_S, list[list[float]]()
-        while not rounds or (len(rounds) < _ROUNDS and time.perf_counter() < deadline):
-            rounds.append([best_seconds(host, step, repeats=1) for step in steps])
-        full_s, mixed_s = (min(seconds) for seconds in zip(*rounds, strict=True))
-        return full_s / mixed_s
-
-    if device.type == "cpu":
-        return timed()
-    with update_team() as team:
-        return team.submit(timed).result()
-
-
-def _host_product_rate() -> float:
-    """Floating point operations a second of bf16 products on the host."""
-    left, product = (torch.ones(_HOST_PRODUCT, _HOST_PRODUCT, dtype=torch.bfloat16) for _ in range(2))
-    return 2.0 * _HOST_PRODUCT**3 / best_seconds(torch.device("cpu"), lambda: torch.mm(left, left, out=product))
 
 
 def _plain_host_tensor(device: torch.device, num_bytes: int) -> torch.Tensor:
@@ -353,10 +243,10 @@ def measure_machine(
         copies = {"h2d_bytes_per_s": up, "d2h_bytes_per_s": down, "latency_s": latency}
         if device.type == "cpu" and issue_copy is not None:
             copies = _copy_figures(device, make, issue_copy, copies_run_beside)
-        update_rate = _update_rate(device, _updated(make, _UPDATE_PARAMS.get(device.type, _UPDATE_PARAMS["cuda"])))
-        figures: dict[str, Any] = {**copies, "host_update_params_per_s": update_rate}
+        updates = update_rate(device, make)
+        figures: dict[str, Any] = {**copies, "host_update_params_per_s": updates}
         if device.type != "cpu":
-            figures |= _host_figures(device, make_on_host)
+            figures |= host_figures(device, make_on_host)
         return Machine(
             device_name=device_name(device.type, device.index),
             device_type=device.type,
@@ -367,8 +257,8 @@ def measure_machine(
             backward_flops_per_s=(),
             device_bytes_per_s=_device_bandwidth(device, make),
             disk_bytes_per_s=measure_disk(offload_dir),
-            device_update_params_per_s=update_rate,
-            mixed_update_speed=_mixed_update_speed(device, make_on_host, mixed_step) if mixed_step is not None else 0.0,
+            device_update_params_per_s=updates,
+            mixed_update_speed=mixed_update_speed(device, make_on_host, mixed_step) if mixed_step is not None else 0.0,
             **figures,
         )
 
@@ -381,7 +271,10 @@ def load_or_measure_machine(
     copies_run_beside: bool = True,
     offload_dir: str | None = None,
 ) -> Machine:
-    """The machine's figures from the cache, timed where it has none. Capacities are always today's."""
+    """The machine's figures from the cache, timed where it has none. Capacities are always today's.
+
+    The speed of 16-bit updates is that which `autohete doctor` found, if it did.
+    """
     key = machine_key(device, offload_dir)
     machine = load_machine(key)
     if machine is None:
@@ -398,4 +291,5 @@ def load_or_measure_machine(
         device_bytes=device_capacity_bytes(device),
         host_bytes=host_capacity_bytes(device, offload_dir),
         disk_bytes=disk_capacity_bytes(offload_dir),
+        mixed_update_speed=remembered_mixed_update_speed(device),
     )

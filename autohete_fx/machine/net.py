@@ -29,7 +29,7 @@ from autohete_fx.cache import load_text, machine_key, store_text
 from autohete_fx.internals.modes import no_python_dispatcher, unset_fake_temporarily
 from autohete_fx.ir import Lane, Machine
 from autohete_fx.machine.contention import OnStream, measure_contention, work_of
-from autohete_fx.machine.measure import best_seconds
+from autohete_fx.machine.timing import best_seconds
 from autohete_fx.runtime.shard.ranks import Ranks, forget_ranks, ranks_of
 
 __all__ = [

@@ -71,6 +71,7 @@ def doctored(path: str) -> None:
     dist.broadcast_object_list(port)
     dist.destroy_process_group()
     os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{count}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port[0]}"}
+    os.environ["AUTOHETE_CACHE_DIR"] = os.path.dirname(path)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert cli.main(["doctor", "--device", "cpu", "--save", path]) == 0
     print(json.dumps(printed.getvalue()), flush=True)

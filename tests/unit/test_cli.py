@@ -16,6 +16,7 @@ import torch
 from autohete_fx import cli
 from autohete_fx.commands import doctor
 from autohete_fx.ir import BlockDecision, Machine, Params, Plan
+from autohete_fx.machine import measure
 from autohete_fx.optim.adamw import mixed_step
 from autohete_fx.report import plan_table
 from autohete_fx.report.why import why
@@ -116,7 +117,8 @@ def test_the_command_ends_without_a_traceback(tmp_path: Path):
     assert done.stderr.count("\n") == 1
 
 
-def test_doctor_prints_what_was_measured_and_saves_it(
+@pytest.mark.usefixtures("fresh_cache")
+def test_doctor_prints_what_was_measured_saves_it_and_lets_compilations_know(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     machine = Machine(
@@ -148,6 +150,8 @@ def test_doctor_prints_what_was_measured_and_saves_it(
     out = capsys.readouterr().out
     rows = {tuple(line.split("  ")[1:2]): line.split()[-2:] for line in out.splitlines() if line.startswith("  ")}
     assert asked == [("cpu", str(tmp_path), mixed_step)] and "Abacus (cpu)" in out
+    monkeypatch.setattr(measure, "measure_machine", lambda *args, **kwargs: replace(machine, mixed_update_speed=0.0))
+    assert measure.load_or_measure_machine(torch.device("cpu")).mixed_update_speed == 0.5
     assert rows["device memory",] == ["8.00", "GiB"] and rows["host memory",] == ["1.00", "TiB"]
     assert rows["matmul, float32",] == ["1.50", "TFLOP/s"]
     assert rows["copy to device, bandwidth",] == ["1.00", "GiB/s"]
@@ -166,6 +170,7 @@ def test_doctor_prints_what_was_measured_and_saves_it(
     assert "its directory does not exist" in capsys.readouterr().err and not asked, "said before anything is measured"
 
 
+@pytest.mark.usefixtures("fresh_cache")
 def test_doctor_of_ranks_lists_updates_beside_copies_as_the_first_one_timed_them_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -15,6 +15,7 @@ import torch
 
 from autohete_fx.ir import Lane
 from autohete_fx.machine import measure as machine_module
+from autohete_fx.machine import timing, update_rates
 from autohete_fx.machine.contention import LaneWork
 from autohete_fx.machine.described import machine_text
 from autohete_fx.machine.disk_rate import measure_disk
@@ -102,7 +103,7 @@ def test_what_a_copy_costs_whatever_its_size_is_no_part_of_the_rates(
         now_s += latency_s + src.nbytes / bytes_per_s
         return src.clone
 
-    monkeypatch.setattr(machine_module, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=clock))
     found = measure_machine(CPU, issue_copy=issue, copies_run_beside=False, offload_dir=str(tmp_path))
     assert found.latency_s == pytest.approx(latency_s, rel=1e-3)  # 64 bytes are part of it
     assert (found.h2d_bytes_per_s, found.d2h_bytes_per_s) == pytest.approx((bytes_per_s, bytes_per_s), rel=1e-3)
@@ -165,20 +166,20 @@ def test_beside_a_gpu_the_host_updates_all_parts_by_turns_with_its_team(
             assert (params != before).all(dim=1).tolist() == [part < expected for part in range(8)]
         return pairs
 
-    monkeypatch.setattr(machine_module, "work_of", lambda device, make: {})
-    monkeypatch.setattr(machine_module, "measure_contention", measure)
-    monkeypatch.setattr(machine_module, "_SERVER_UPDATE_PARAMS", 2**13)
-    monkeypatch.setattr(machine_module, "_HOST_PRODUCT", 64)
+    monkeypatch.setattr(update_rates, "work_of", lambda device, make: {})
+    monkeypatch.setattr(update_rates, "measure_contention", measure)
+    monkeypatch.setattr(update_rates, "_SERVER_UPDATE_PARAMS", 2**13)
+    monkeypatch.setattr(update_rates, "_HOST_PRODUCT", 64)
     with torch.inference_mode(in_inference_mode):
-        found = machine_module._host_figures(torch.device("cuda"), make)
+        found = update_rates.host_figures(torch.device("cuda"), make)
     assert found["contention"] == pairs and set(teams) == {update_threads()}
     assert found["host_update_params_per_s"] > 1e5 and found["host_flops_per_s"] > 1e6
 
 
 def test_the_interpreter_is_free_while_the_host_updates() -> None:
     """Or launches that wait for it would count as contention."""
-    step = machine_module._fused_step(
-        CPU, machine_module._updated(lambda count, dtype: torch.empty(count, dtype=dtype), 2**21)
+    step = update_rates._fused_step(
+        CPU, update_rates._updated(lambda count, dtype: torch.empty(count, dtype=dtype), 2**21)
     )
 
     def goes_on_beside() -> bool:
@@ -233,8 +234,8 @@ def test_beside_a_gpu_the_team_of_updates_does_them(monkeypatch: pytest.MonkeyPa
         seen.append((weight, grad, *states))
         return lambda: threads.append(torch.get_num_threads())
 
-    monkeypatch.setattr(machine_module, "_SERVER_UPDATE_PARAMS", 2**13)
-    assert machine_module._mixed_update_speed(torch.device("cuda"), make, step) > 0.0
+    monkeypatch.setattr(update_rates, "_SERVER_UPDATE_PARAMS", 2**13)
+    assert update_rates.mixed_update_speed(torch.device("cuda"), make, step) > 0.0
     assert {*threads} == {update_threads()} and {t.numel() for t in seen[0]} == {2**13}
     assert [t.dtype for t in seen[0]] == [torch.bfloat16] * 2 + [torch.float32] * 3
     homes = {t.untyped_storage().data_ptr() for t in made}
