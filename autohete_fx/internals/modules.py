@@ -1,12 +1,9 @@
-"""Modules: what stands in the place of their calls, whether Dynamo compiled them, and how they are converted without memory."""
+"""Calls of modules: what stands in their place, and whether Dynamo compiled them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 _CALL = (
     "_compiled_call_impl"  # the attribute of a module that a call of it runs instead of its forward, where it has one
@@ -40,25 +37,11 @@ def is_wrapper_of_dynamo(module: nn.Module) -> bool:
     return isinstance(module, OptimizedModule)
 
 
-@contextmanager
-def converted_by_replacing() -> Iterator[None]:
-    """Meanwhile conversions of modules, such as ``module.to(dtype)``, replace parameters. Tied ones stay tied.
+def not_compiled(module: nn.Module) -> nn.Module:
+    """The module of which ``torch.compile`` may have made this one, with calls of all its parts as they were."""
+    from torch._dynamo.eval_frame import OptimizedModule
 
-    PyTorch swaps the contents of two fake tensors, which it refuses where anything has a weak reference to one of them.
-    """
-    replaced: dict[Tensor, nn.Parameter] = {}
-
-    def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        for child in module.children() if recurse else ():
-            child._apply(fn)
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            if param not in replaced:
-                with torch.no_grad():
-                    replaced[param] = nn.Parameter(fn(param), requires_grad=param.requires_grad)
-            setattr(module, name, replaced[param])
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            setattr(module, name, fn(buffer))
-        return module
-
-    with mock.patch.object(nn.Module, "_apply", apply):
-        yield
+    module = module._orig_mod if isinstance(module, OptimizedModule) else module
+    for part in module.modules():
+        take_from_call(part)
+    return module

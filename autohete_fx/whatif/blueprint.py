@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autohete_fx.errors import OptionError
 from autohete_fx.internals.modes import FakeTensorMode
-from autohete_fx.internals.modules import converted_by_replacing
+from autohete_fx.internals.modules import not_compiled
 from autohete_fx.whatif.architectures import find_architecture, require_transformers
 
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop")
@@ -194,19 +194,22 @@ def _from_factory(text: str, path: str, factory: str, batch: int, seq: int, dtyp
 
     def build(mode: FakeTensorMode, num_layers: int | None) -> Sketch:
         assert num_layers is None, "a factory's layers cannot be counted"
-        with mode, converted_by_replacing():
-            made = _call_factory(text, path, factory)
-            module, *rest = made if isinstance(made, tuple) and made else (made,)
-            if not isinstance(module, nn.Module):
-                raise OptionError(
-                    f"{text} returned {type(module).__name__}; expected a torch.nn.Module, or a tuple of one and its inputs"
-                )
-            module.train()
-            if dtype is not None:
-                module.to(dtype)
-            given = rest[0] if rest else torch.zeros(batch, seq, dtype=torch.int64)
-            names = tuple(given) if isinstance(given, Mapping) else ()
-            inputs = tuple(given.values()) if names else given if isinstance(given, tuple) else (given,)
+        made = _call_factory(text, path, factory)
+        module, *rest = made if isinstance(made, tuple) and made else (made,)
+        if not isinstance(module, nn.Module):
+            raise OptionError(
+                f"{text} returned {type(module).__name__}; expected a torch.nn.Module, or a tuple of one and its inputs"
+            )
+        module = not_compiled(module).train()
+        if dtype is not None:
+            module.to(dtype)
+        given = rest[0] if rest else torch.zeros(batch, seq, dtype=torch.int64)
+        names = tuple(given) if isinstance(given, Mapping) else ()
+        values = tuple(given.values()) if names else given if isinstance(given, tuple) else (given,)
+        with mode:
+            fakes = _Fakes()
+            fakes.put_into(module)
+            inputs = tuple(fakes.of(value) if isinstance(value, Tensor) else value for value in values)
             hint = (
                 "inputs are a tuple, or a dictionary of named ones"
                 if rest
@@ -217,17 +220,41 @@ def _from_factory(text: str, path: str, factory: str, batch: int, seq: int, dtyp
     return Blueprint(name=text, num_layers=None, period=1, build=build)
 
 
+class _Fakes:
+    """Tensors without memory on the CPU, of a fake mode that is on, for others; one for each."""
+
+    def __init__(self) -> None:
+        self._made: dict[Tensor, Tensor] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The tensor in this one's place."""
+        if tensor not in self._made:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            self._made[tensor] = nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
+        return self._made[tensor]
+
+    def put_into(self, module: nn.Module) -> None:
+        """Replace parameters, buffers and other attributes of all parts. Tied parameters stay tied."""
+        for part in module.modules():
+            for name, value in (*part._parameters.items(), *part._buffers.items(), *vars(part).items()):
+                if isinstance(value, Tensor):
+                    setattr(part, name, self.of(value))
+
+
 def _call_factory(text: str, path: str, factory: str) -> object:
     spec = importlib.util.spec_from_file_location(f"autohete_fx_factory_{Path(path).stem}", path)
     assert spec is not None and spec.loader is not None, "the path ends with .py"
     source = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # Dynamo looks globals up by module
     try:
         spec.loader.exec_module(source)
-        return getattr(source, factory)()
+        with torch.device("meta"):
+            return getattr(source, factory)()
     except Exception as error:
         raise OptionError(
-            f"{text} could not be built: {type(error).__name__}: {_first_line(error)}. Expected was a function that is called"
-            " without arguments, on the CPU, with tensors that have no data. Correct it"
+            f"{text} could not be built: {type(error).__name__}: {_first_line(error)}. Expected was a function that can be"
+            ' called without arguments under torch.device("meta"), where tensors have no data, and that asks for no GPU.'
+            " Correct it"
         ) from error
 
 
@@ -242,19 +269,23 @@ def _loss_of_outputs(
             f"the module of {text} cannot be called with {', '.join(_shown(i) for i in inputs)}:"
             f" {type(error).__name__}: {_first_line(error)}; {hint}"
         ) from error
-    tokens = inputs[0]
+    tokens, logits = inputs[0], getattr(outputs, "logits", outputs)
     # Each has the module itself in its closure: by the path to it layers are named.
     if isinstance(getattr(outputs, "loss", None), Tensor):
         return lambda *args: _called(module, names, args).loss
     if isinstance(outputs, Tensor) and outputs.dim() == 0:
         return lambda *args: _called(module, names, args)
-    if isinstance(outputs, Tensor) and isinstance(tokens, Tensor) and outputs.shape[:-1] == tokens.shape:
-        return lambda *args: nn.functional.cross_entropy(
-            _called(module, names, args).flatten(0, -2).float(), args[0].flatten()
-        )
+    if isinstance(logits, Tensor) and isinstance(tokens, Tensor) and logits.shape[:-1] == tokens.shape:
+
+        def next_tokens(*args: Any) -> Tensor:
+            outputs = _called(module, names, args)
+            logits = outputs if isinstance(outputs, Tensor) else outputs.logits
+            return nn.functional.cross_entropy(logits.flatten(0, -2).float(), args[0].flatten())
+
+        return next_tokens
     raise OptionError(
-        f"the module of {text} returns {_shown(outputs)}; expected a scalar loss, an object with a loss, or logits of one row"
-        " a token of its first input"
+        f"the module of {text} returns {_shown(outputs)}; expected a scalar loss, an object with a loss or logits, or"
+        " logits: one row a token of its first input"
     )
 
 

@@ -99,6 +99,23 @@ def converted():
     model[0].register_buffer("scale", torch.ones(3))
     assert model.to(torch.float16).bfloat16() is model
     return model
+class Output:
+    def __init__(self, logits):
+        self.loss, self.logits = None, logits
+class WithLogits(nn.Module):  # as models of transformers return, with attributes and constants as in vision models
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+        self.scale = torch.ones(16)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3, device="cpu")]
+    def forward(self, tokens):
+        return Output(self.head(self.embed(tokens) * self.scale))
+def with_logits():
+    return WithLogits()
+def compiled():
+    model = module()
+    model[1].compile()
+    return torch.compile(model)
 def no_module():
     return 3
 def nothing():
@@ -125,6 +142,10 @@ def test_factories_give_modules_and_inputs(tmp_path: Path):
     assert {p.dtype for p in sketch.module.parameters()} == {torch.bfloat16}
     tied = build(read(f"{file}:tied", dtype=torch.bfloat16)).module
     assert len(list(tied.parameters())) == 1
+    logits = build(read(f"{file}:with_logits"))
+    assert logits.loss(*logits.inputs).shape == () and isinstance(logits.module.scale, FakeTensor)
+    compiled = build(read(f"{file}:compiled"))
+    assert type(compiled.module).__name__ == "Sequential" and compiled.loss(*compiled.inputs).shape == ()
     converted = build(read(f"{file}:converted")).module
     assert [t.dtype for t in (*converted.parameters(), *converted.buffers())] == [torch.bfloat16] * 2
 
@@ -155,7 +176,7 @@ def test_what_is_no_model_is_refused_with_what_to_do(tmp_path: Path):
         (write(tmp_path, "seq2seq.json", '{"model_type": "t5"}'), "cannot be built as a causal language model"),
         (file, "names no function; expected file.py:factory"),
         (f"{file}:absent", "could not be built: AttributeError.*absent"),
-        (f"{file}:broken", "could not be built.*tensors that have no data"),
+        (f"{file}:broken", "could not be built.*tensors have no data"),
         (f"{file}:no_module", "returned int; expected a torch.nn.Module"),
         (f"{file}:nothing", "returned tuple; expected a torch.nn.Module"),
         (f"{file}:wrong_inputs", r"cannot be called with a tensor of shape \(2, 8\).*return \(module, inputs\)"),
