@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
@@ -21,6 +22,9 @@ from autohete_fx.ir import (
 from autohete_fx.planner.bound.formulation import Program
 from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE, joined
 from autohete_fx.planner.model.simulate import simulate
+from autohete_fx.planner.model.simulation import Simulation
+from autohete_fx.planner.search.arrays import Rows
+from autohete_fx.planner.search.replays import Replays
 
 MACHINE = Machine(
     device_name="test",
@@ -228,3 +232,32 @@ def program_of(free: Problem, decisions: Sequence[BlockDecision], *, held: int =
             program.model.add(variable == value)
     program.minimize_step(ahead=held if held > 1 else MAX_PREFETCH_DISTANCE)
     return program
+
+
+@st.composite
+def updated_anywhere(draw: st.DrawFn) -> Problem:
+    """Problems without budgets whose blocks may be updated anywhere, with any overlap of updates, on a device with a link."""
+    free = problems(most_blocks=5, budgets=False)
+    given = draw(free | sharded(free, budgets=False))
+    return dataclasses.replace(
+        given,
+        training=True,
+        costs=tuple(dataclasses.replace(own, param_bytes=own.param_bytes + 40) for own in given.costs),
+        machine=dataclasses.replace(given.machine, device_type="cuda"),
+        schedule=Schedule(overlap=draw(st.sampled_from(Overlap)), priority=draw(st.booleans())),
+        allow_host_params=True,
+        allow_host_optimizer=True,
+        allow_streamed_optimizer=True,
+        allow_offload_activations=True,
+    )
+
+
+def judged(replays: Replays, rows: Rows, *, bounded: int) -> list[Simulation]:
+    """Replays of assignments by the simulator, which the search's are to equal. The program is to bound the first ``bounded``."""
+    decisions = [list(replays.decisions(row)) for row in rows]
+    found = [simulate(replays.problem, made) for made in decisions]
+    assert replays.seconds(rows) == pytest.approx([replayed.step_s for replayed in found], rel=1e-9)
+    for made, replayed in zip(decisions[:bounded], found, strict=False):
+        answer = program_of(replays.problem, made).solve(limit_s=10, deadline=float("inf"), in_seconds=True)
+        assert answer.decisions is not None and 0 < answer.bound <= replayed.step_s * (1 + 1e-9)
+    return found

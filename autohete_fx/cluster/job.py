@@ -28,7 +28,7 @@ from autohete_fx.cluster.saving import Saved, Saver
 from autohete_fx.cluster.stage_module import Loss, StageModule
 from autohete_fx.cluster.stage_run import Load, StageRun
 from autohete_fx.cluster.store import Save, Store, states_of
-from autohete_fx.cluster.sums import GradientSums, clip_factor
+from autohete_fx.cluster.sums import GradientSums, SumGroups, clip_factor
 from autohete_fx.cluster.tensor_parallel import TensorLayout, check_whole
 from autohete_fx.cluster.unit import Unit
 from autohete_fx.errors import AutoHeteError, ClusterError
@@ -136,7 +136,7 @@ class Job:
         run: StageRun | None,
         group: dist.ProcessGroup | None,
         watch: dist.ProcessGroup | None = None,
-        timeout: timedelta | None = None,
+        groups: SumGroups,
         store: Store | None,
         generation: str,
         job_log: JobLog,
@@ -152,7 +152,7 @@ class Job:
         self.held: dict[str, Piece] = deployment.held(seat, layer_map, layout) if seat else {}
         self._owners = deployment.owners(layer_map, layout)
         shares = unit.shares(layer_map.shapes, self.held) if unit else {}
-        self._sums = GradientSums(self._owners, layer_map, self.params, self.held, shares, timeout)
+        self._sums = GradientSums(self._owners, groups, layer_map, self.params, self.held, shares)
         if stage:
             self._sums.overlap(stage.named())
         self._store, self.saver = store, None

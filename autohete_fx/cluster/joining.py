@@ -33,6 +33,7 @@ from autohete_fx.cluster.stage import Weights, build_stage
 from autohete_fx.cluster.stage_module import Loss, StageModule
 from autohete_fx.cluster.stage_run import StageRun, pipeline_groups
 from autohete_fx.cluster.store import Store, restore_states
+from autohete_fx.cluster.sums import sum_groups
 from autohete_fx.cluster.tensor_parallel import TensorLayout, TpPlan, layout_of
 from autohete_fx.cluster.unit import Unit
 from autohete_fx.errors import ClusterError
@@ -105,7 +106,7 @@ def join(
 
     Raises:
         ClusterError: the plan does not fit the model, the batch or the ranks; no plan fits the memory; or the store has no
-            complete save. Also where another rank could not build its stage.
+            complete save. Also where another rank could not begin.
     """
     start = time.perf_counter()
     batch = batch_of(example)
@@ -162,7 +163,7 @@ def join(
     watch: Any = dist.new_group(backend="gloo", timeout=timeout)
     layout = layout_of(build_model, layer_map, {stage.tp for _, _, stage in plan.stages()}, tp_plan)
     unit = _unit_of(deployment, seat, layout, device, timeout)
-    groups = pipeline_groups(deployment, timeout)
+    groups, summing = pipeline_groups(deployment, timeout), sum_groups(deployment.owners(layer_map, layout), timeout)
     needs = list(deployment.held(seat, layer_map, layout).values()) if seat else []
     restored = restore(store, needs, list(layer_map.readers), members[rank].node, group) if store else None
     if restored:
@@ -178,45 +179,49 @@ def join(
     )
     if unit is not None:
         unit = unit.with_ranks()
-    stage = _on_each_rank(
-        lambda: _stage_of(recipe, deployment, seat, layer_map, device, weights, unit) if seat else None, members, group
-    )
-    run = None
-    if seat and stage:
-        run = StageRun(
-            stage,
-            compiled(stage, _stage_options(deployment, seat, memory_budget) if _is_autohete(backend) else None),
-            seat=seat,
-            deployment=deployment,
-            layer_map=layer_map,
-            groups=groups,
-            example=batch,
-            device=device,
+
+    def begun() -> Job:
+        """This rank's part of the job, which it makes alone."""
+        stage = _stage_of(recipe, deployment, seat, layer_map, device, weights, unit) if seat else None
+        run = None
+        if seat and stage:
+            run = StageRun(
+                stage,
+                compiled(stage, _stage_options(deployment, seat, memory_budget) if _is_autohete(backend) else None),
+                seat=seat,
+                deployment=deployment,
+                layer_map=layer_map,
+                groups=groups,
+                example=batch,
+                device=device,
+            )
+        job = Job(
+            recipe,
+            deployment,
+            members,
+            layer_map,
+            layout=layout,
+            unit=unit,
+            stage=stage,
+            run=run,
+            group=group,
+            watch=watch,
+            groups=summing,
+            store=store,
+            generation=said[0][1],
+            job_log=job_log,
+            began=restored.save if restored else None,
         )
-    job = Job(
-        recipe,
-        deployment,
-        members,
-        layer_map,
-        layout=layout,
-        unit=unit,
-        stage=stage,
-        run=run,
-        group=group,
-        watch=watch,
-        timeout=timeout,
-        store=store,
-        generation=said[0][1],
-        job_log=job_log,
-        began=restored.save if restored else None,
-    )
-    if not (_is_autohete(backend) and isinstance(job.optimizer, PlannedOptimizer | None)):
-        warn_of_offloads(plan, job.optimizer)
-    if not _is_autohete(backend):
-        warn_of_wholes(plan, str(getattr(backend, "__name__", backend)))
-    if restored is not None:
-        job.step = restored.step
-        restore_states(job.params, job.optimizer, restored.tensors, job.held)
+        if not (_is_autohete(backend) and isinstance(job.optimizer, PlannedOptimizer | None)):
+            warn_of_offloads(plan, job.optimizer)
+        if not _is_autohete(backend):
+            warn_of_wholes(plan, str(getattr(backend, "__name__", backend)))
+        if restored is not None:
+            job.step = restored.step
+            restore_states(job.params, job.optimizer, restored.tensors, job.held)
+        return job
+
+    job = _on_each_rank(begun, members, group)
     _report(job, job_log, restored, group, time.perf_counter() - start, [row[2] for row in said])
     if backend is not None:
         job_log.say("the first step compiles the stages, where no cache has them")
@@ -279,9 +284,7 @@ def _stage_of(
     )
 
 
-def _on_each_rank(
-    make: Callable[[], StageModule | None], members: Sequence[Member], group: dist.ProcessGroup | None
-) -> StageModule | None:
+def _on_each_rank(make: Callable[[], Job], members: Sequence[Member], group: dist.ProcessGroup | None) -> Job:
     """What this rank makes by itself, once all have made theirs. Where one fails, none waits for it: each raises its words."""
 
     def told(words: str) -> list[str]:
@@ -298,8 +301,8 @@ def _on_each_rank(
     for rank, words in enumerate(told("")):
         if words:
             raise ClusterError(
-                f"rank {rank}, on node {members[rank].node}, could not build its stage. Expected were stages on all ranks. Mend"
-                f" what it says, and start all of them again: {words}"
+                f"rank {rank}, on node {members[rank].node}, could not begin its part of the job. Expected was that all ranks"
+                f" can. Mend what it says, and start all of them again: {words}"
             )
     return made
 

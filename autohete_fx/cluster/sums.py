@@ -62,18 +62,35 @@ class _Sum:
     bucket: _Bucket
 
 
-class GradientSums:
-    """Sums of one rank.
+SumGroups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
+"""By owners: their group; None on a rank that is none of them."""
 
-    All ranks make one, at the same time, because they make process groups together.
+
+def sum_groups(owners: Owners, timeout: timedelta | None = None) -> SumGroups:
+    """The groups over which gradients are summed. All ranks call it.
 
     Args:
         owners: by piece of a parameter, the ranks that hold it.
+        timeout: after which a rank that does not answer is an error; None: PyTorch's.
+    """
+    found: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    for ranks in sorted(set(owners.values())):
+        if len(ranks) > 1:
+            group: Any = dist.new_group(list(ranks), timeout=timeout)
+            found[ranks] = group if dist.get_rank() in ranks else None
+    return found
+
+
+class GradientSums:
+    """Sums of one rank.
+
+    Args:
+        owners: by piece of a parameter, the ranks that hold it.
+        groups: of `sum_groups`.
         layer_map: of the model.
         params: those of this rank.
         held: the pieces that they are.
         shares: by name of a parameter, this rank's part in the gradient of its unit; 1 where it is not there.
-        timeout: after which a rank that does not answer is an error; None: PyTorch's.
 
     Attributes:
         device_bytes: that sums take beside gradients and a copy of them.
@@ -82,20 +99,15 @@ class GradientSums:
     def __init__(
         self,
         owners: Owners,
+        groups: SumGroups,
         layer_map: LayerMap,
         params: Mapping[str, nn.Parameter],
         held: Held,
         shares: Mapping[str, float] | None = None,
-        timeout: timedelta | None = None,
     ) -> None:
         rank = dist.get_rank()
         self._params = {name: param for name, param in params.items() if param.requires_grad}
-        self._held, self._shares = held, shares or {}
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        for ranks in sorted(set(owners.values())):
-            if len(ranks) > 1:
-                group: Any = dist.new_group(list(ranks), timeout=timeout)
-                self._groups[ranks] = group if rank in ranks else None
+        self._held, self._shares, self._groups = held, shares or {}, groups
         last: dict[tuple[int, ...], int] = {}
         for piece, ranks in owners.items():
             last[ranks] = max(last.get(ranks, 0), min(layer_map.readers[piece.name], default=0))

@@ -88,6 +88,13 @@ class CapturedGraph:
         self.awaited = frozenset(
             name for name, param in self.params.items() if param.requires_grad and listener_of(param) is not None
         )
+        self.agreement = Agreement(self.params.values())
+        with self.agreement.announced():
+            self._look()
+
+    def _look(self) -> None:
+        """At what the graph is beside others of the model, and at the machine, which is measured where no cache has its figures."""
+        gm, inputs, options, model = self.gm, self.inputs, self.options, self.model
         self.origin = origin_of(inputs)
         self.device = model.session.device
         self.budget_bytes = device_budget_bytes(self.device, options)
@@ -107,7 +114,6 @@ class CapturedGraph:
         self.machine = machine_of(self.device, model.session, options)
         self.bucket_bytes = versions.ddp_bucket_bytes()
         self.host_bytes = host_budget_bytes(self.device, options)
-        self.agreement = Agreement(self.params.values())
 
     def agree(self) -> None:
         """With the other ranks that hold the parameters, on what decides the plan. Raises ShardError where they cannot."""

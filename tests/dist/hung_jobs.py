@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from autohete_fx import cluster
 from autohete_fx.cluster import unit
@@ -45,9 +46,9 @@ def vanished() -> str:
     return ""
 
 
-def unbuilt() -> str:
-    """The error of a rank where rank 1 cannot read the weights of its stage, of which it has a shard. No test waits for the
-    timeout."""
+def unable() -> list[str]:
+    """The errors of a rank where rank 1 cannot read the weights of its stage, of which it has a shard, and where it has the stage
+    and cannot make its optimizer. No test waits for the timeout."""
     unit.SMALLEST_COPY_BYTES = 512
     plan, rank = plan_of([(2, 2, [4], 1, 2), (2, 1, [4])]), dist.get_rank()
     model = Model(3, False).state_dict()
@@ -57,11 +58,16 @@ def unbuilt() -> str:
             raise FileNotFoundError("part-2.safetensors")
         return model[name]
 
-    try:
-        joined(plan, lambda: Model(3, False), weights=weights, timeout_s=NEVER_S, backend="autohete")
-    except (ClusterError, FileNotFoundError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    def optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=-1.0 if rank == 1 else 1.0)
+
+    found = []
+    for how in ({"weights": weights}, {"optimizer": optimizer}):
+        try:
+            joined(plan, lambda: Model(3, False), timeout_s=NEVER_S, backend="autohete", **how)
+        except (ClusterError, FileNotFoundError, ValueError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
 
 
 def errors(root: str, hung: int = 1) -> str:

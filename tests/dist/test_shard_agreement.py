@@ -14,8 +14,11 @@ from torch import fx, nn
 from torch._dynamo.utils import counters
 
 import autohete_fx
+from autohete_fx.compiler import captured
 from autohete_fx.compiler.agreement import Agreement
 from autohete_fx.compiler.graph import GraphCompiler
+from autohete_fx.ir import Machine
+from autohete_fx.machine.budgets import machine_of
 from autohete_fx.runtime.shard import shard
 from tests.dist import ranks
 from tests.dist.sharded import mesh, refusal
@@ -49,11 +52,19 @@ def fails_on_the_second(gm: fx.GraphModule, context: object) -> None:
         raise ValueError("not here")
 
 
+def machine_of_the_first(*given: Any) -> Machine:
+    if dist.get_rank() == 1:
+        raise autohete_fx.AutoHeteError("no room to measure")
+    return machine_of(*given)
+
+
 def disagreements() -> dict[str, Any]:
     rank, found = dist.get_rank(), {}
     found["options"] = refusal(lambda: step(memory_budget=(20 + rank) << 20))
     found["graph"] = refusal(lambda: step(batch=64 + rank))
     found["failure"] = refusal(lambda: step(passes={"joint": [fails_on_the_second]}))
+    with mock.patch.object(captured, "machine_of", machine_of_the_first):
+        found["unmeasured"] = refusal(step)
     found["infeasible"] = refusal(lambda: step(memory_budget=1 << 18))
     found["fine"] = refusal(step)
     agreement = Agreement(made().parameters())
@@ -78,6 +89,9 @@ def test_ranks_that_differ_get_errors_that_name_it(of_two: dict[str, list[Any]])
         assert "differ in the graph: inputs is [[64, 128]] on rank 0; [[65, 128]] on rank 1" in found["graph"]
         assert ("rank 1 failed: PassError" if rank == 0 else "PassError: the pass fails_on_the_second") in found[
             "failure"
+        ]
+        assert ("rank 1 failed: AutoHeteError: no room" if rank == 0 else "AutoHeteError: no room") in found[
+            "unmeasured"
         ]
         assert found["infeasible"].startswith("InfeasiblePlanError") and found["fine"] == "went on"
         assert found["numbers"] == [9, 7, 1, 9, "of rank 0", "same", None, None]

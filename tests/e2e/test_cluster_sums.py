@@ -15,7 +15,7 @@ from autohete_fx.cluster import sums
 from autohete_fx.cluster.batches import batch_of
 from autohete_fx.cluster.layers import map_layers
 from autohete_fx.cluster.pieces import Piece
-from autohete_fx.cluster.sums import GradientSums
+from autohete_fx.cluster.sums import GradientSums, sum_groups
 from autohete_fx.compiler.agreement import Agreement
 from autohete_fx.internals.fake_group import fake_default_group
 from autohete_fx.runtime.announced import listen
@@ -80,7 +80,8 @@ def test_sums_of_a_compiled_stage_start_within_its_last_backward(
     seen: list[str] = []
     with fake_default_group(2):
         pieces = {name: Piece(name) for name in params}
-        found = GradientSums(dict.fromkeys(pieces.values(), (0, 1)), layer_map, params, pieces)
+        owners = dict.fromkeys(pieces.values(), (0, 1))
+        found = GradientSums(owners, sum_groups(owners), layer_map, params, pieces)
         found.overlap(params)
         summed = sums.dist.all_reduce
         monkeypatch.setattr(sums.dist, "all_reduce", lambda *a, **k: (seen.append("sum"), summed(*a, **k))[1])
@@ -134,7 +135,8 @@ def test_gradients_that_are_one_tensor_are_summed_each(inner: str):
     layer_map: Any = SimpleNamespace(readers={name: frozenset({0}) for name in params})
     with fake_default_group(2):
         pieces = {name: Piece(name) for name in params}
-        found = GradientSums(dict.fromkeys(pieces.values(), (0, 1)), layer_map, params, pieces)
+        owners = dict.fromkeys(pieces.values(), (0, 1))
+        found = GradientSums(owners, sum_groups(owners), layer_map, params, pieces)
         found.overlap(params)
         options = {"inner_backend": inner, "micro_batches": 3, "profile": "analytic"}
         compiled = torch.compile(model, backend="autohete", options=options)
@@ -166,7 +168,8 @@ def test_buckets_and_copies_of_gradients_are_counted(micro_batches: int, monkeyp
     optimizer = autohete_fx.AdamW(list(params.values()), lr=0.1)
     with fake_default_group(2), autohete_fx.MemoryMeter("cpu") as meter:
         pieces = {name: Piece(name) for name in params}
-        found = GradientSums(dict.fromkeys(pieces.values(), (0, 1)), layer_map, params, pieces)
+        owners = dict.fromkeys(pieces.values(), (0, 1))
+        found = GradientSums(owners, sum_groups(owners), layer_map, params, pieces)
         found.overlap(params)
         options = {"inner_backend": "eager", "micro_batches": micro_batches, "memory_budget": "1GiB", "allow": []}
         compiled = torch.compile(Wrapped(model), backend="autohete", options=options)

@@ -13,7 +13,7 @@ from autohete_fx.cluster import sums
 from autohete_fx.cluster.batches import batch_of
 from autohete_fx.cluster.layers import map_layers
 from autohete_fx.cluster.pieces import Cut, Piece
-from autohete_fx.cluster.sums import GradientSums, clip_factor
+from autohete_fx.cluster.sums import GradientSums, clip_factor, sum_groups
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.fake_group import fake_default_group
 from autohete_fx.runtime.held import held
@@ -27,7 +27,7 @@ def test_a_parameter_that_no_rank_reached_has_no_gradient_and_an_optimizer_leave
     owners = {Piece("norm.weight"): (0, 1), Piece("norm.bias"): (0, 1), halves[0]: (0, 1), halves[1]: (0, 2)}
     params["norm.weight"].grad = torch.full((4, 2), 3.0)
     with fake_default_group(3):
-        GradientSums(owners, layer_map, params, {name: Piece(name) for name in params}).reduce()
+        GradientSums(owners, sum_groups(owners), layer_map, params, {name: Piece(name) for name in params}).reduce()
     assert params["norm.bias"].grad is None and params["head.weight"].grad is None
     torch.testing.assert_close(params["norm.weight"].grad, torch.full((4, 2), 3.0), rtol=0, atol=0)
 
@@ -52,7 +52,7 @@ def test_sums_start_within_the_last_backward_pass_in_one_order(monkeypatch: pyte
     owners = {Piece(name): (0, 1) for name in params}
     seen: list[str] = []
     with fake_default_group(2):
-        found = GradientSums(owners, layer_map, params, {name: Piece(name) for name in params})
+        found = GradientSums(owners, sum_groups(owners), layer_map, params, {name: Piece(name) for name in params})
         found.overlap(params)
         summed = sums.dist.all_reduce
         monkeypatch.setattr(sums.dist, "all_reduce", lambda *a, **k: (seen.append("sum"), summed(*a, **k))[1])
@@ -84,7 +84,8 @@ def test_a_gradient_that_grows_after_its_sum_may_have_begun_is_an_error():
     layer_map = map_layers(GPT, batch_of(torch.zeros(1, 4, dtype=torch.long)))
     params = {"norm.weight": nn.Parameter(torch.ones(4, 2))}
     with fake_default_group(2):
-        found = GradientSums({Piece("norm.weight"): (0, 1)}, layer_map, params, {name: Piece(name) for name in params})
+        owners = {Piece("norm.weight"): (0, 1)}
+        found = GradientSums(owners, sum_groups(owners), layer_map, params, {name: Piece(name) for name in params})
         found.overlap(params)
         loss = params["norm.weight"].sum()
         found.begin_last([loss])
@@ -105,7 +106,8 @@ def test_gradients_of_a_unit_are_summed_within_its_last_backward_pass_too():
         placed = []
         params["norm.weight"].register_post_accumulate_grad_hook(lambda param: placed.append(param.grad.placements))
         parts, pieces = {name: held(param) for name, param in params.items()}, {name: Piece(name) for name in params}
-        found = GradientSums(dict.fromkeys(pieces.values(), (0, 1)), layer_map, parts, pieces)
+        owners = dict.fromkeys(pieces.values(), (0, 1))
+        found = GradientSums(owners, sum_groups(owners), layer_map, parts, pieces)
         found.overlap(params)
         for _ in range(2):
             total = {name: torch.zeros_like(part) for name, part in parts.items()}

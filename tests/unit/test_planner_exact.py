@@ -34,11 +34,13 @@ from autohete_fx.planner.model.figures import disk_bytes, host_bytes, overlap_of
 from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.model.work import (
     BACKWARD_PASS,
+    BY_DEVICE,
     FORWARD_PASS,
     SENT,
     PassKind,
     Turn,
     Work,
+    copies_of_updated,
     durations,
     updating_pass,
 )
@@ -242,10 +244,10 @@ def least_seconds(limited: Problem, rows: NDArray[np.int64]) -> NDArray[np.float
     if not limited.training:
         return forward
     backward, landed = one_pass(BACKWARD_PASS)
-    device_end, host = backward + table(Work.DEVICE_UPDATE).sum(axis=0), table(Work.HOST_UPDATE)
+    device_end, host = backward + table(*BY_DEVICE).sum(axis=0), table(Work.HOST_UPDATE)
     begin = landed if early else np.broadcast_to(device_end if on_cpu else backward, landed.shape)
     updated = np.maximum.accumulate(begin + np.cumsum(host, axis=0), axis=0)
-    waits = updated if limited.schedule.priority else 0.0
+    waits = np.where(table(*copies_of_updated(limited)) > 0, updated, 0.0) if limited.schedule.priority else 0.0
     if at_once:
         uploads = table(Work.UPLOAD)
         own = np.where(uploads > 0, begin + host + uploads, 0.0)

@@ -12,7 +12,7 @@ from autohete_fx.planner.model.figures import device_update_s, over_link_s
 from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.model.simulation import Event, Simulation
 from autohete_fx.planner.search.replays import Replays
-from tests.planner_problems import MACHINE, QUIET, cost, problem, problems, program_of, sharded
+from tests.planner_problems import MACHINE, QUIET, cost, judged, problem, updated_anywhere
 
 AT_HOME, ON_HOST = BlockDecision(params=Params.HOST), BlockDecision(optimizer=Optimizer.HOST)
 STREAMED = BlockDecision(optimizer=Optimizer.STREAMED)
@@ -37,7 +37,7 @@ def first(replayed: Simulation, lane: Lane, label: str) -> Event:
 def test_what_is_updated_at_home_takes_the_link_both_ways():
     free = given_problem(Overlap.STEP)
     assert over_link_s(free, 2, AT_HOME) == pytest.approx(LINK_S)
-    assert device_update_s(free, 2, AT_HOME, Optimizer.DEVICE) == pytest.approx(0.5 + LINK_S)
+    assert device_update_s(free, 2, AT_HOME, Optimizer.DEVICE) == pytest.approx(0.5)
     on_device, on_host = (dataclasses.replace(each, params=Params.HOST) for each in (STREAMED, ON_HOST))
     for decision in (BlockDecision(), on_device, on_host, STREAMED):
         assert over_link_s(free, 2, decision) == 0.0
@@ -66,36 +66,11 @@ def test_uploads_of_updates_wait_and_the_host_updates_on(priority: bool):
 
 
 @settings(max_examples=80, **QUIET)
-@given(
-    problems(most_blocks=5, budgets=False) | sharded(problems(most_blocks=5, budgets=False), budgets=False),
-    st.sampled_from(Overlap),
-    st.booleans(),
-    st.integers(0, 2**32 - 1),
-)
-def test_the_search_replays_them_and_the_bound_knows_no_more(
-    free: Problem, overlap: Overlap, priority: bool, seed: int
-):
+@given(updated_anywhere(), st.integers(0, 2**32 - 1))
+def test_the_search_replays_them_and_the_bound_knows_no_more(free: Problem, seed: int):
     """Whatever else blocks do, as long as one is updated at home."""
-    given = dataclasses.replace(
-        free,
-        training=True,
-        costs=tuple(dataclasses.replace(own, param_bytes=own.param_bytes + 40) for own in free.costs),
-        machine=dataclasses.replace(free.machine, device_type="cuda"),
-        schedule=Schedule(overlap=overlap, priority=priority),
-        allow_host_params=True,
-        allow_host_optimizer=True,
-        allow_streamed_optimizer=True,
-    )
-    replays, random = Replays(given), np.random.default_rng(seed)
+    replays, random = Replays(free), np.random.default_rng(seed)
     rows = np.array([[random.integers(len(of_block)) for of_block in replays.settings] for _ in range(12)])
-    at = int(random.integers(len(given.costs)))
-    rows[:, at] = [i for i, s in enumerate(replays.settings[at]) if over_link_s(given, at, s)][:1] or rows[:, at]
-    for row, seconds in zip(rows, replays.seconds(rows), strict=True):
-        made = list(replays.decisions(row))
-        step_s = simulate(given, made, events=False).step_s
-        assert seconds == pytest.approx(step_s, rel=1e-9)
-    for row in rows[:2]:
-        made = list(replays.decisions(row))
-        step_s = simulate(given, made, events=False).step_s
-        answer = program_of(given, made).solve(limit_s=10, deadline=float("inf"), in_seconds=True)
-        assert answer.decisions is not None and 0 < answer.bound <= step_s * (1 + 1e-9)
+    at = int(random.integers(len(free.costs)))
+    rows[:, at] = [i for i, s in enumerate(replays.settings[at]) if over_link_s(free, at, s)][:1] or rows[:, at]
+    judged(replays, rows, bounded=2)

@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from autohete_fx.errors import ShardError
 from autohete_fx.internals.fake_group import fake_default_group
 from autohete_fx.internals.groups import mesh_of
 from autohete_fx.runtime.shard.layout import Layout
@@ -40,3 +43,19 @@ def test_results_of_operators_lie_over_the_mesh_of_what_they_read():
                 made = read.detach()
                 assert isinstance(made, DTensor) and made.device_mesh is mesh
                 assert mesh_of({"tp": group}, "cpu") == mesh
+
+
+def test_a_mesh_that_pytorch_takes_for_one_whose_groups_are_gone_is_refused_and_one_of_another_name_is_not():
+    def weight(*names: str) -> DTensor:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)[names[-1]]
+        placed = parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel()).weight
+        assert isinstance(placed, DTensor)
+        return placed
+
+    with fake_default_group(4):
+        ranks = ranks_of(weight("dp", "tp").device_mesh)
+        assert ranks_of(weight("dp", "tp").device_mesh) is ranks
+        dist.destroy_process_group(ranks.group)
+        with pytest.raises(ShardError, match=r"group was destroyed: .*give the new one other names"):
+            ranks_of(weight("dp", "tp").device_mesh)
+        assert ranks_of(weight("dp_2", "tp_2").device_mesh).group is not ranks.group

@@ -42,8 +42,7 @@ def test_lanes_of_the_simulator_are_busy_for_what_the_table_says(free: Problem):
         took = durations(free, block, decision)
         for work in Work:
             each = passes if work.in_pass in (Pass.FORWARD, Pass.BACKWARD) else 1
-            if work is not Work.OVER_LINK:  # which is a part of another one
-                expected[work.lane] += each * took[work]
+            expected[work.lane] += each * took[work]
     for lane_time in replayed.busy_s:
         if lane_time.lane is not Lane.DISK:  # which works within the update
             assert lane_time.busy_s == pytest.approx(expected[lane_time.lane], rel=1e-9, abs=1e-9), lane_time.lane

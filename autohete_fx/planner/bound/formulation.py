@@ -43,46 +43,27 @@ Where ranks share blocks, a pass has a lane for collectives as well: `gathering`
 Replicas average gradients between the last backward and the updates, while nothing else runs: that is one sum, which the objective
 has besides.
 
-Time of the updates (`Program._add_updates`), from the end of the last backward on. V is when the device has done its own, which
-is one sum. R[b] is when the update lane has done blocks 0..b, with h[b] its work, and P[b] the sum of h[0..b]. It may begin at
-g[b]. Where updates start in backward, that is when the gradients are there, D of backward. Else it is when backward ends (on a
-CPU device V).
+Updates have their rows in `updates` (`UpdateRows`). V is when the device has done its own, and R[b] when the update lane has done
+blocks 0..b. K[b] is when it has done those of them after whose updates parameters go up. Where a forward waits for updates, Z[b] is
+when streamed states of 0..b are home again.
 
-    V >= end of backward + sum over b of device update[b]
-    R[b] >= R[b-1],   R[b] >= g[b] + P[b]                         the most urgent block first
-
-The second is the last of 0..b to come and to find the lane busy with them from then on: later ones go first. Without
-priority blocks are updated as gradients come: R[b] >= R[b+1] + h[b], R[b] >= g[b] + h[b].
-
-A pass that waits for updates (`Program._add_pass` with R) begins at V. It is a forward, its w, u, d with those of the updates
+A pass that waits for updates (`Program._add_pass` with K) begins at V. It is a forward, its w, u, d with those of the updates
 added. Under a synchronous schedule it is a pass of these alone, at whose end R[n-1] has to be, too, and which a forward
 follows.
 
-    U[i] >= R[i] + u[i]              what was updated on the host is copied afterwards (a = 1)
+    U[i] >= K[i] + u[i]              what was updated on the host is copied afterwards (a = 1)
 
-Kernels of the device's updates read and write parameters at home over the link, for l[b] of their seconds. Copies stand still
-meanwhile. L is the sum of l, and copies of updates go on when backward has ended for so long.
+Before anything else goes down, streamed states go home, and i waits for those of 0..i:
 
-Where a forward waits for updates, streamed states go home from then on, z[i] each, before anything else goes down.
-Z[i] is when those of 0..i are there, which i waits for:
-
-    Z[-1] >= end of backward + L,
-    Z[i] >= Z[i-1] + z[i],   E[i] >= Z[i] + w[i],   D[i] >= Z[i] + w[i] + d[i],   E[n-1] >= Z[n-1] + d[0] + .. + d[n-1]
+    E[i] >= Z[i] + w[i],   D[i] >= Z[i] + w[i] + d[i],   E[n-1] >= Z[n-1] + d[0] + .. + d[n-1]
 
 A block without states waits for those of blocks before it, which these waited for already. A copy down waits for all, which no row
 but the last says: a block that copies nothing down does not wait. No row knows that the last slot goes home when all are up.
 
-Copies up of updates may go in what time the up lane has left (`figures.sends_at_once`), and no pass issues them. Blocks that
-were updated on the host go when their update ends, streamed states from the end of backward on. Then u is without them. v[i]
-are the copies up of what was updated on the host, and s[i] those of the states. S[i] is the end of all copies up of blocks
-0..i, after backward's and L. In the place of the row above there are (`Program._add_copies_at_once`)
+Where no pass issues copies up of updates, Q[i] is when those that i waits for are there, and u is without them. In the place of
+the row above there are
 
-    E[i] >= Q[i] + w[i],   D[i] >= Q[i] + w[i] + d[i],   Q[i] >= R[i] by priority,   Q[i] >= S[i]
-    Q[i] >= Q[i-1],   Q[i] >= g[i] + v[0] + .. + v[i],   Q[i] >= g[i] + h[i] + v[i]
-    Q[i] >= end of backward + L + u[0] + s[0] + .. + u[i] + s[i]
-
-Where updates start in backward by priority and no block gathers, `last_update` has more rows: after R[n-1] the last update has to
-go up.
+    E[i] >= Q[i] + w[i],   D[i] >= Q[i] + w[i] + d[i]
 
 Objective (`Program.minimize_step`): micro_batches times a forward and a backward. The first forward is the pass that waits for
 updates or has that pass before it, and it alone gathers what is replicated (`work.forward_passes`). For a = 1 the program decides,
@@ -92,13 +73,13 @@ For a = 1 the program is the simulator, unless updates send at once, or states a
 distance 1 copies are queued in the order in which blocks need them. For fixed x and y the simulated times are therefore the
 least solution of the inequalities above. Each time is the largest of the right sides. Where a block has no copy, its U and D
 add no wait. U[i] is then the larger of U[i-1], for which i-1 waited already, and E[i-2]. D[i] is the larger of D[i-1], for
-which the wait at the end of i comes first, and the end of work. Where it is not updated on the host, R[i] is that of the last
-block before it that is, or no later than V. For the copy of that block i-1 waited already. Lanes are idle where a pass begins
+which the wait at the end of i comes first, and the end of work. Where it uploads nothing, K[i] is that of the last
+block before it that does, or no later than V. For the copy of that block i-1 waited already. Lanes are idle where a pass begins
 that waits for no update. Each pass ends by waiting for all copies it made, and used all copies that it fetched; so their times
-add up. Without priority R is not in that order: then the program has the end of all updates only, and bounds the simulator.
+add up. Without priority K is not in that order: then the program has the end of all updates only, and bounds the simulator.
 
 For larger a, where the program decides, all blocks copy a blocks ahead. Copies are queued in their order there, too, so the row
-of a = 1 after R holds. All copies down wait until all states are home, as they do where the first blocks offload. Passes that
+of a = 1 after K holds. All copies down wait until all states are home, as they do where the first blocks offload. Passes that
 gather have no such rows:
 
     D[0] >= Z[n-1] + d[0]
@@ -108,19 +89,14 @@ For every j <= i the copies that the blocks j..i need are issued after the work 
 complete before i starts, in whatever order. Therefore i starts no sooner than E[j-1-a] + u[j] + ... + u[i], and the largest of
 these is the least U[i]. Copies of what was updated on the host may be overtaken by others at larger distances, so for these
 
-    E[i] >= Q[i] + w[i],   D[i] >= Q[i] + w[i] + d[i],   Q[i] >= R[i] + v[i],   Q[i] >= Q[i-1] + v[i]
+    E[i] >= Q[i] + w[i],   D[i] >= Q[i] + w[i] + d[i],   Q[i] >= K[i] + v[i],   Q[i] >= Q[i-1] + v[i]
 
 with v[i] the seconds of such copies only. Then blocks are updated in their order, and those updated after c are copied after c
 is updated. The second is as above: i's copy down follows its work, which starts once it has what it needs.
 
-Where updates send at once it is one for a = 1 too. A block i starts no sooner than 0..i are updated and copied. The gradients
-of i land first among theirs, so none of v[0..i] begins before g[i]; v[i] follows the update of i. No states go up before the
-end of backward, and what the forward issues goes not before it begins, which is later. One lane thus copies all of these from
-then on. The up lane has done all of S[i] since backward began, or ended, if updates do not begin before. Where its copies were
-done before L, S[i] ends before V, for which i waits anyway. U counts only what the forward issues, for which the argument above
-holds whatever the lane does in between. All other rows hold in every replay. Memory at distance 1 is at most the memory at any
-distance, since an earlier issue only lengthens the life of a buffer. The plan's x and y are therefore feasible here, at an
-objective no larger than its simulated time.
+Where updates send at once it is one for a = 1 too, as `updates` says. All other rows hold in every replay. Memory at distance 1
+is at most the memory at any distance, since an earlier issue only lengthens the life of a buffer. The plan's x and y are
+therefore feasible here, at an objective no larger than its simulated time.
 
 Identical blocks are interchangeable in the sums of work but not in memory or in the chain of waits. No order is therefore
 imposed on them. Their symmetry is met outside. `starts` tries patterns, of which there are few however many blocks there are,
@@ -136,7 +112,7 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from autohete_fx.ir import BlockDecision, Problem
-from autohete_fx.planner.bound.last_update import LastUpdateRows
+from autohete_fx.planner.bound.updates import UpdateRows
 from autohete_fx.planner.bound.variables import Linear
 from autohete_fx.planner.model.choices import joined
 from autohete_fx.planner.model.device_use import device_bytes
@@ -144,7 +120,6 @@ from autohete_fx.planner.model.figures import disk_bytes, host_bytes
 from autohete_fx.planner.model.work import (
     BACKWARD_PASS,
     COPY_LANES,
-    FORWARD_PASS,
     GRADIENTS_LANE,
     UPDATES_LANE,
     PassKind,
@@ -174,7 +149,7 @@ class Answer:
     exhausted: bool
 
 
-class Program(LastUpdateRows):
+class Program(UpdateRows):
     """One integer program over a problem with at least one block; build, set one objective, solve. Device memory is that of plans
     at prefetch distance ``held``: only for 1 the program bounds others, and for more it decides (a = ``held``)."""
 
@@ -222,8 +197,8 @@ class Program(LastUpdateRows):
     ) -> tuple[cp_model.IntVar, list[cp_model.IntVar]]:
         """Rows of one pass; returns when it ends, and when each block has landed: its work and copies down are done.
 
-        ``updated``: when the update lane has done each block and those before it. ``copied``: when what they need and no pass
-        issues is there. ``home``: when its streamed states are, and those of the blocks before it.
+        ``updated``: when the update lane has done those of each block and the blocks before it that are copied up then.
+        ``copied``: when what they need and no pass issues is there. ``home``: when their streamed states are home.
         """
         if self._gathers(kind):
             return self._add_gathering_pass(kind, ahead, begin=begin, updated=updated, copied=copied, home=home)
@@ -274,61 +249,6 @@ class Program(LastUpdateRows):
         landed = downs[GRADIENTS_LANE]
         return ends[-1], landed[::-1] if kind.reverse else landed
 
-    def _add_copies_at_once(
-        self, backward_end: Linear, landed: Sequence[Linear], updated: Sequence[Linear]
-    ) -> list[cp_model.IntVar]:
-        """Rows of what updates copy up where no pass issues it; returns Q."""
-        everything, found, add = range(self.num_blocks), [], self.model.add
-        issued, fetched = (kind.of(UPDATES_LANE.before) for kind in (BACKWARD_PASS, FORWARD_PASS))
-        of_host: Linear = 0
-        copied, of_lane, of_states = (self._time(f"{name}[-1]") for name in "QSW")
-        over_link = self._sum(everything, (Work.OVER_LINK,))
-        add(of_lane >= (backward_end if self.updates_begin_together else self._sum(everything, issued)) + over_link)
-        add(of_states >= backward_end + over_link)
-        for block in everything:
-            copies = self._sum([block], (*fetched, Work.UPLOAD), on_host=True)
-            host = self._sum([block], (Work.HOST_UPDATE,))
-            last_copied, copied = copied, self._time(f"Q[{block}]")
-            of_lane_before, of_lane = of_lane, self._time(f"S[{block}]")
-            of_states_before, of_states = of_states, self._time(f"W[{block}]")
-            of_host_before, of_host = of_host, self._time(f"v[{block}]")
-            add(of_lane >= of_lane_before + self._sum([block], (Work.UPLOAD, *fetched, Work.STATES)))
-            add(of_states >= of_states_before + self._sum([block], (*fetched, Work.STATES)))
-            add(of_host >= of_host_before + copies)
-            for least in (last_copied, of_lane, of_states, landed[block] + of_host, landed[block] + host + copies):
-                add(copied >= least)
-            if self.problem.schedule.priority:
-                add(copied >= updated[block])
-            found.append(copied)
-        if self.knows_last_update:
-            add(copied >= updated[-1] + self._add_last_update(landed))
-        return found
-
-    def _add_updates(
-        self, backward_end: Linear, landed: Sequence[Linear]
-    ) -> tuple[cp_model.IntVar, list[cp_model.IntVar]]:
-        """Rows of the updates; returns V, and R by block, which without priority is of no block before the last."""
-        add, everything = self.model.add, range(self.num_blocks)
-        device_end = self._time("V")
-        add(device_end >= backward_end + self._sum(everything, (Work.DEVICE_UPDATE,)))
-        start = device_end if self.problem.machine.device_type == "cpu" else backward_end
-        updated = [self._time(f"R[{block}]") for block in everything]
-        total: Linear = 0
-        for block in everything if self.problem.schedule.priority else reversed(everything):
-            begin = start if self.updates_begin_together else landed[block]
-            host = self._sum([block], (Work.HOST_UPDATE,))
-            if self.problem.schedule.priority:
-                total_before, total = total, self._time(f"P[{block}]")
-                add(total >= total_before + host)
-                add(updated[block] >= begin + total)
-                if block:
-                    add(updated[block] >= updated[block - 1])
-            else:
-                add(updated[block] >= begin + host)
-                if block + 1 < self.num_blocks:
-                    add(updated[block] >= updated[block + 1] + host)
-        return device_end, updated
-
     def _add_step(self, ahead: int) -> Linear:
         """Rows of a whole step; returns its ticks."""
         problem = self.problem
@@ -336,8 +256,8 @@ class Program(LastUpdateRows):
         if not problem.training:
             return forwards
         backward, landed = self._add_pass(BACKWARD_PASS, ahead)
-        device_end, updated = self._add_updates(backward, landed)
-        ready, copied = updated if problem.schedule.priority else None, None
+        device_end, updated, uploaded = self._add_updates(backward, landed)
+        ready, copied = uploaded if problem.schedule.priority else None, None
         if self.sends_at_once:
             begin = [backward] * self.num_blocks if self.updates_begin_together else landed
             ready, copied = None, self._add_copies_at_once(backward, begin, updated)

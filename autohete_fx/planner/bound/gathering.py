@@ -29,8 +29,8 @@ Copies down of what is reduced follow N[i] and F[i+1] and are waited for a block
     D[i] >= F[i] + d[i],  D[i] >= N[i-1] + d[i],  E[i+a] >= D[i]       where it does not
     D[i] >= D[i-1] + d[i],  E[n-1] >= D[n-1]
 
-Z[i] is when streamed states are home, as in `formulation`, and is wherever Q is. Q is the chain of copies of what was updated on
-the host. `formulation` has it where it bounds distances above 1, and for what updates send at once. A forward waits for blocks
+Z[i] is when streamed states are home, as in `updates`, and is wherever Q is. Q is the chain of copies of what was updated on
+the host. `formulation` has it where it bounds distances above 1, and `updates` for what is sent at once. A forward waits for blocks
 in their order, so that all up to i have what they need at A[i].
 
 These rows bound all plans with prefetch distances up to a. Net works in the order of the program, so its rows are what happens.
@@ -43,7 +43,6 @@ from collections.abc import Iterable, Sequence
 
 from ortools.sat.python import cp_model
 
-from autohete_fx.ir import Overlap
 from autohete_fx.planner.bound.variables import Linear, Variables
 from autohete_fx.planner.model.work import GRADIENTS_LANE, UPDATES_LANE, PassKind, Work, slots_of
 
@@ -83,23 +82,10 @@ class GatheringRows(Variables):
 
     def _add_copies_of_updated(self, block: int, kind: PassKind, updated: Linear, previous: Linear) -> cp_model.IntVar:
         """The chain Q, where copies may overtake others."""
-        copied, copies = self._time(f"Q[{block}]"), self._sum([block], kind.of(UPDATES_LANE.before), on_host=True)
+        copied, copies = self._time(f"Q[{block}]"), self._sum([block], kind.of(UPDATES_LANE.before), waiting=True)
         self.model.add(copied >= updated + copies)
         self.model.add(copied >= previous + copies)
         return copied
-
-    def _add_way_home(self, backward_end: Linear) -> list[cp_model.IntVar] | None:
-        """Rows of streamed states on their way home beside a forward; returns Z. None where there is no such forward, or nothing
-        may be streamed."""
-        if self.overlap is Overlap.NONE or not any(place.streams for placed in self.placed for place in placed):
-            return None
-        last: Linear = backward_end + self._sum(range(self.num_blocks), (Work.OVER_LINK,))
-        found = []
-        for block in range(self.num_blocks):
-            found.append(self._time(f"Z[{block}]"))
-            self.model.add(found[-1] >= last + self._sum([block], (Work.STATES_BACK,)))
-            last = found[-1]
-        return found
 
 
 class _Pass:

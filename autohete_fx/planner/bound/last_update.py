@@ -2,7 +2,7 @@
 
 No block gathers or reduces there. A gather waits for its block's update while the block before works, which makes tails shorter.
 
-Let j be the last block. The rows of `formulation` have R[j], when all of 0..j are updated, and j starts no sooner. After that what
+Let j be the last block. The rows of `updates` have R[j], when all of 0..j are updated, and j starts no sooner. After that what
 was updated last has to go up, and the blocks from it on work before j. A block's tail says how long that takes at least,
 
     t[b,l] = the copy up of b's place l + w[b] + .. + w[j-1],
@@ -67,7 +67,7 @@ class LastUpdateRows(GatheringRows):
         last: dict[int, list[cp_model.IntVar]] = {}
         terms, weights = [none], [other]
         for block, tail in tails.items():
-            options = np.flatnonzero(self.on_host[block])
+            options = np.flatnonzero(self.waiting[block])
             last[block] = [self.model.new_bool_var(f"L[{block},{option}]") for option in options]
             for option, variable in zip(options, last[block], strict=True):
                 add(variable <= self.chosen[block][option])
@@ -100,7 +100,7 @@ class LastUpdateRows(GatheringRows):
         late = work_before + max(0, up_before - self._least(end, BACKWARD_PASS.computes))
         gradients, updates = self._ticks(end, down), self._ticks(end, (Work.HOST_UPDATE,))
         longer = updates > np.maximum(0, late - gradients) + down_before + _ROUNDED
-        return [int(option) for option in np.flatnonzero(self.on_host[end] & longer)]
+        return [int(option) for option in np.flatnonzero(self.waiting[end] & longer)]
 
     def _tails(self) -> tuple[dict[int, NDArray[np.int64]], int]:
         """By block, of the last ones, the tail of each option; and of all others the least."""
@@ -114,5 +114,5 @@ class LastUpdateRows(GatheringRows):
             if end - block < LAST_BLOCKS:
                 tails[block] = tail
             else:
-                other = min(other, int(tail[self.on_host[block]].min(initial=other)))
+                other = min(other, int(tail[self.waiting[block]].min(initial=other)))
         return {block: np.minimum(tail, work) for block, tail in tails.items()}, min(other, work)

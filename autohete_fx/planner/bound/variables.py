@@ -19,6 +19,7 @@ from autohete_fx.planner.model.work import (
     MOVED_ONCE,
     Work,
     added_up,
+    copies_of_updated,
     durations,
 )
 
@@ -47,9 +48,10 @@ class Variables:
         self.updates_begin_together = self.overlap is not Overlap.BACKWARD
         self.sends_at_once = sends_at_once(problem)
         self._seconds = [self._seconds_of(block) for block in range(self.num_blocks)]
-        self.on_host = [
-            np.array([*[False] * len(treated), *[place.updates_on_host for place in placed]])
-            for treated, placed in zip(self.treated, self.placed, strict=True)
+        self.streams = any(place.streams for placed in self.placed for place in placed)
+        copied = [work.index for work in copies_of_updated(problem)]
+        self.waiting = [  # by option, whether any copies up wait for an update on the host
+            (seconds[Work.HOST_UPDATE.index] > 0) & (seconds[copied].sum(axis=0) > 0) for seconds in self._seconds
         ]
         self.chosen: list[list[cp_model.IntVar]] = []
         self._add_choices()
@@ -106,12 +108,12 @@ class Variables:
                 weights.append(int(values[option]))
         return cp_model.LinearExpr.weighted_sum(variables, weights)
 
-    def _sum(self, blocks: Iterable[int], works: Iterable[Work], *, on_host: bool = False) -> Linear:
-        """Ticks of some blocks' work; only of options that update on the host if asked."""
+    def _sum(self, blocks: Iterable[int], works: Iterable[Work], *, waiting: bool = False) -> Linear:
+        """Ticks of some blocks' work; if asked, only of options of which copies up wait for an update on the host."""
         listed, summed = list(blocks), tuple(works)
         values = [self._ticks(block, summed) for block in listed]
-        if on_host:
-            values = [ticks * self.on_host[block] for block, ticks in zip(listed, values, strict=True)]
+        if waiting:
+            values = [ticks * self.waiting[block] for block, ticks in zip(listed, values, strict=True)]
         return self._weighted(values, listed)
 
     def _number(self, name: str, unit: int) -> cp_model.IntVar:

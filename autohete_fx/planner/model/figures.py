@@ -75,11 +75,10 @@ def disk_bytes(problem: Problem, block: int, decision: BlockDecision) -> int:
 
 def device_update_s(problem: Problem, block: int, decision: BlockDecision, place: Optimizer) -> float:
     """Seconds in which the device updates those of a block's parameters whose states are at ``place``. Where these are on the
-    device, it reads and writes parameters at home there; what is streamed passes through it."""
+    device, parameters at home take `over_link_s` besides."""
     cost, machine = problem.costs[block], problem.machine
     seconds = cost.updated_at(decision, place) / machine.updates_per_s(on_host=False, mixed_share=cost.mixed_share)
-    seconds += cost.products_at(decision, place) / machine.flops_per_s(PRODUCTS_OF_UPDATES)
-    return seconds + over_link_s(problem, block, decision) if place is Optimizer.DEVICE else seconds
+    return seconds + cost.products_at(decision, place) / machine.flops_per_s(PRODUCTS_OF_UPDATES)
 
 
 def over_link_s(problem: Problem, block: int, decision: BlockDecision) -> float:

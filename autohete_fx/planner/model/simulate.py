@@ -213,11 +213,11 @@ class _Replay(BlockProgram):
             self.memory.hold("workspace of updates", -1, 0)
         self._average()
         stepped_at = self.lanes.clock
-        stopped_s = sum(over_link_s(self.problem, *each) for each in enumerate(self.decisions))
-        copies_from = self.lanes.stop_copies(stopped_s)
+        over_link = [over_link_s(self.problem, *each) for each in enumerate(self.decisions)]
+        copies_from = self.lanes.stop_copies(sum(over_link))
         for block, (cost, decision) in enumerate(zip(self.costs, self.decisions, strict=True)):
             here_s = device_update_s(self.problem, block, decision, Optimizer.DEVICE)
-            self.lanes.work(Lane.COMPUTE, "update", block, here_s)
+            self.lanes.work(Lane.COMPUTE, "update", block, here_s + over_link[block])
             if decision.streams:
                 streamed = self._part_at(block, cost.grad_bytes, Optimizer.STREAMED)
                 self.memory.hold("gradients", block, cost.grad_bytes - streamed)

@@ -68,8 +68,8 @@ class Work(enum.Enum):
 
     ``FORWARD`` and ``BACKWARD`` include what copies take from computation, the latter recomputation as well. ``UPLOAD`` is what
     was updated on the host, ``STATES`` what is streamed, parameters at home with it. ``STATES_BACK`` is its way home, from the step
-    on where a forward waits for updates. ``GATHER_ONCE`` is of what is replicated. ``OVER_LINK`` is the part of ``DEVICE_UPDATE``
-    while which copies stand still.
+    on where a forward waits for updates. ``GATHER_ONCE`` is of what is replicated. ``OVER_LINK`` is what ``DEVICE_UPDATE`` takes
+    longer where parameters are at home.
     """
 
     FORWARD = "forward", Pass.FORWARD, Lane.COMPUTE, Turn.WORK
@@ -109,6 +109,8 @@ class Work(enum.Enum):
 
 SENT = Work.UPLOAD, Work.STATES
 """Copies up of updates, which a pass need not issue (`figures.sends_at_once`)."""
+BY_DEVICE = Work.DEVICE_UPDATE, Work.OVER_LINK
+"""Updates that the device does by itself; copies stand still for as long as the second takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +183,11 @@ def updating_pass(problem: Problem) -> PassKind:
     if overlap_of(problem) is Overlap.NONE:
         return UPDATES_PASS
     return _FORWARD_AND_SENT_UPDATES if sends_at_once(problem) else _FORWARD_AND_UPDATES
+
+
+def copies_of_updated(problem: Problem) -> tuple[Work, ...]:
+    """The copies up that wait for their block's update on the host. A pass of updates alone fetches no parameters."""
+    return (Work.UPLOAD,) if overlap_of(problem) is Overlap.NONE else (Work.FETCH, Work.UPLOAD)
 
 
 def forward_passes(problem: Problem) -> tuple[tuple[PassKind, int], ...]:

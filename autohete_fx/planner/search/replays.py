@@ -29,12 +29,14 @@ from autohete_fx.planner.model.figures import (
 )
 from autohete_fx.planner.model.work import (
     BACKWARD_PASS,
+    BY_DEVICE,
     COPY_LANES,
     FORWARD_PASS,
     SENT,
     PassKind,
     Work,
     added_up,
+    copies_of_updated,
     durations_beside,
     forward_passes,
     slots_of,
@@ -77,15 +79,15 @@ class Replays:
         self.distance = np.array([[s.prefetch_distance for s in settings] for settings in padded])
         tables = np.array([self._figures(b, of_block, width) for b, of_block in enumerate(allowed)]).transpose(2, 0, 1)
         self._took = tables[: len(Work)]
-        self.copies_s, *elsewhere, on_host, staged = tables[len(Work) :]
+        self.copies_s, *elsewhere, staged = tables[len(Work) :]
         self.elsewhere = np.stack(elsewhere).astype(np.int64)
-        self.tables = self._pass_tables(on_host > 0, staged)
+        self.tables = self._pass_tables(staged)
 
     def takes(self, works: Iterable[Work]) -> Seconds:
         """Seconds of some work, all together, by block and setting."""
         return _added(self._took, works)
 
-    def _pass_tables(self, on_host: NDArray[np.bool_], staged_s: Seconds) -> Tables:
+    def _pass_tables(self, staged_s: Seconds) -> Tables:
         """Of the passes of a step: what waits for updates; the last backward; forwards, where the first is not that."""
         problem, overlap = self.problem, overlap_of(self.problem)
         synchronous, at_once = overlap is Overlap.NONE, sends_at_once(problem)
@@ -98,9 +100,8 @@ class Replays:
         lanes = np.stack(
             [[self.takes(kind.computes), *(self.takes(kind.of(side)) for side in sides)] for kind in kinds]
         )
-        updated_up = self.takes((Work.UPLOAD,) if synchronous else (Work.FETCH, Work.UPLOAD))
         host_update = self.takes((Work.HOST_UPDATE,))
-        waits = on_host & (host_update > 0) & (updated_up > 0)
+        waits = (host_update > 0) & (self.takes(copies_of_updated(problem)) > 0)
         gathering = self._gathering(lanes, kinds)
         return Tables(
             rules=Rules(
@@ -117,7 +118,7 @@ class Replays:
             distance=self.distance * _is_copied(lanes, gathering),
             updates=np.stack(
                 [
-                    self.takes((Work.DEVICE_UPDATE,)),
+                    self.takes(BY_DEVICE),
                     host_update,
                     *(self.takes((work,)) * at_once for work in SENT),
                     np.where(waits, 0.0, NEVER),
@@ -156,13 +157,13 @@ class Replays:
 
     def _figures(self, block: int, options: Sequence[BlockDecision], width: int) -> NDArray[np.float64]:
         """What each setting takes, which its distance does not change: durations, all its copies, bytes on the host and on
-        disk, whether it updates on the host, and seconds of its staging."""
+        disk, and seconds of its staging."""
         rows = []
         for option in options:
             took = durations_beside(self.problem, block, option)
             elsewhere = host_bytes(self.problem, block, option), disk_bytes(self.problem, block, option)
-            rest = *elsewhere, option.updates_on_host, staging_s(self.problem, block, option)
-            rows.append((*took.seconds, took.moving_s(self.micro_batches), *rest))
+            staged_s = staging_s(self.problem, block, option)
+            rows.append((*took.seconds, took.moving_s(self.micro_batches), *elsewhere, staged_s))
         figures = np.repeat(rows, [len(self._distances(option)) for option in options], axis=0)
         return np.concatenate([figures, np.repeat(figures[:1], width - len(figures), axis=0)])
 

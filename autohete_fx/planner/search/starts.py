@@ -15,7 +15,7 @@ import numpy as np
 
 from autohete_fx.ir import BlockDecision, Optimizer, Params, Problem
 from autohete_fx.planner.model.choices import choices, copies, joined
-from autohete_fx.planner.model.work import Pass, Work
+from autohete_fx.planner.model.work import BY_DEVICE, Pass, Work
 from autohete_fx.planner.search.arrays import Rows
 from autohete_fx.planner.search.improve import Search
 from autohete_fx.planner.search.passes import Seconds
@@ -108,7 +108,7 @@ def _busiest_s(replays: Replays, rows: Rows) -> Seconds:
         works = [work for work in Work if work.in_pass in passes]
         return np.maximum.reduce([all_blocks(w for w in works if w.lane is lane) for lane in {w.lane for w in works}])
 
-    updates_s = np.maximum(all_blocks((Work.DEVICE_UPDATE,)) + busiest(Pass.UPDATES), all_blocks((Work.HOST_UPDATE,)))
+    updates_s = np.maximum(all_blocks(BY_DEVICE) + busiest(Pass.UPDATES), all_blocks((Work.HOST_UPDATE,)))
     forward_s = busiest(Pass.FORWARD)
     once_s = busiest(Pass.FORWARD, Pass.FIRST_FORWARD) - forward_s
     return replays.micro_batches * (forward_s + busiest(Pass.BACKWARD)) + once_s + updates_s

@@ -81,7 +81,7 @@ def ranks_of(mesh: object) -> Ranks:
     """The ranks of a mesh, which ops find from now on.
 
     Raises:
-        ShardError: it is no mesh of one or two dimensions with this process in it.
+        ShardError: it is no mesh of one or two dimensions with this process in it, or its process groups are gone.
     """
     if not isinstance(mesh, DeviceMesh):
         raise ShardError(
@@ -102,10 +102,24 @@ def ranks_of(mesh: object) -> Ranks:
     with disable_current_modes():  # a mesh keeps numbers in a tensor, which a model without memory is not to meet
         numbers = mesh.mesh.tolist()
     digest = _digest_of(mesh, numbers)
-    known, group = _known.get(digest), mesh.get_group(mesh.ndim - 1)
+    known, group = _known.get(digest), _group_of(mesh)
     if known is None or known.group is not group:
         known = _known[digest] = _ranks(digest, mesh, group, numbers)
     return known
+
+
+def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """That of the last dimension. Parameters may be on an earlier mesh than was given: PyTorch keeps the first of equal ones."""
+    try:
+        group = mesh.get_group(mesh.ndim - 1)
+        dist.get_backend(group)
+    except (RuntimeError, ValueError) as error:
+        raise ShardError(
+            f"parameters are on a mesh whose process group was destroyed: {mesh}. Expected was a mesh of groups that there are."
+            " PyTorch keeps the first of equal meshes, so give the new one other names: init_device_mesh(...,"
+            ' mesh_dim_names=("tp_2",))'
+        ) from error
+    return group
 
 
 @atexit.register
