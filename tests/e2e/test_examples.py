@@ -33,20 +33,26 @@ def test_passes_compose_both_ways_with_one_loss():
     assert "Inductor's hook" in text and "blocks recomputed" in text
 
 
-def test_the_demo_trains_within_its_budget(tmp_path: Path):
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options of both demos, whose plain half the first of them runs."""
+    sizes = "--device cpu --layers 2 --width 96 --plain-steps 4 --sample-bytes 20".split()
+    return [*sizes, "--plain", str(tmp_path_factory.mktemp("demo") / "plain.json")]
+
+
+def test_the_demo_trains_within_its_budget(tmp_path: Path, demo: list[str]):
     """It exits with an error where the measured peak is above the budget."""
-    sizes = "--layers 2 --width 96 --steps 8 --plain-steps 4 --sample-bytes 20 --budget 70%".split()
-    text = output_of("train_gpt.py", "--device", "cpu", "--report", str(tmp_path), *sizes)
+    text = output_of("train_gpt.py", *demo, "--steps", "8", "--budget", "70%", "--report", str(tmp_path))
     share = re.search(r"measured peak ([\d.]+)% of it", text)
     assert share is not None and float(share[1]) <= 100
     assert "what the model writes" in text and "predicted" in text
     assert f"a page of the run: {tmp_path / 'report.html'}" in text and (tmp_path / "report.html").is_file()
 
 
-def test_two_processes_train_the_demo_within_their_budgets():
-    sizes = "--layers 2 --width 96 --steps 6 --plain-steps 4 --sample-bytes 20 --device cpu --budget 75%".split()
+def test_two_processes_train_the_demo_within_their_budgets(demo: list[str]):
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    finished = run_python([*command, str(EXAMPLES / "train_gpt_sharded.py"), *sizes])
+    script = str(EXAMPLES / "train_gpt_sharded.py")
+    finished = run_python([*command, script, *demo, "--steps", "6", "--budget", "75%"])
     assert finished.returncode == 0, finished.stderr
     shown = re.search(r"budget (\S+ \w+), measured peaks (\S+ \w+), (\S+ \w+)\n", finished.stdout)
     assert shown is not None, finished.stdout
