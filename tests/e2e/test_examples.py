@@ -64,11 +64,15 @@ def test_the_gpu_suite_runs_dry_and_a_system_that_dies_loses_nothing_else(tmp_pa
     (tmp_path / "torchao").mkdir()
     (tmp_path / "torchao" / "__init__.py").write_text("import os\nos._exit(7)\n")
     (tmp_path / "deepspeed.py").write_text("raise ModuleNotFoundError('no such package', name='deepspeed')\n")
-    result = tmp_path / "gpu.json"
+    result, caches, kernels = tmp_path / "gpu.json", tmp_path / "caches", Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    kernels.mkdir(exist_ok=True)
+    caches.mkdir()
+    (caches / "torchinductor").symlink_to(kernels)  # what other tests have compiled
     selection = "--dry --no-inductor --parts compare --sizes 1b --caps full --batches 2 --clip off --steps 3".split()
     systems = ["--systems", "torchao", "zero-offload", "compile", "ours"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    text = output_of("benchmarks/gpu_suite.py", *selection, *systems, "--json", str(result), environment=environment)
+    files = ["--json", str(result), "--caches", str(caches)]
+    text = output_of("benchmarks/gpu_suite.py", *selection, *systems, *files, environment=environment)
     rows = {row["system"]: row for row in json.loads(result.read_text())["rows"]["compare"]}
     outcomes = {name: row["outcome"] for name, row in rows.items()}
     assert outcomes == {"torchao": "failed", "zero-offload": "cannot run", "compile": "fits", "ours": "fits"}
