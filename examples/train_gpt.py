@@ -97,7 +97,7 @@ def main() -> None:
         return
     describe(setup, text)
     print(f"measuring plain torch.compile for {arguments.plain_steps} steps ...", flush=True)
-    plain = measure_plain_in_subprocess()
+    plain = plain_run(arguments.plain)
     print(f"plain torch.compile: peak {format_bytes(plain.peak_bytes)}, {plain.typical_step_s:.3f} s a step")
     budget_bytes = resolve_bytes(arguments.budget, plain.peak_bytes)
     print(f"memory budget: {format_bytes(budget_bytes)} ({budget_bytes / plain.peak_bytes:.0%} of plain)")
@@ -149,6 +149,9 @@ def parse_arguments() -> argparse.Namespace:
         default=REPORT,
         metavar="DIR",
         help="where the report of the run is written; default build/demo",
+    )
+    parser.add_argument(
+        "--plain", type=Path, metavar="FILE", help="plain's measurements at these sizes; taken if there is no such file"
     )
     parser.add_argument("--backend", default="autohete", help=argparse.SUPPRESS)
     parser.add_argument("--plain-result", type=Path, help=argparse.SUPPRESS)
@@ -273,13 +276,14 @@ def train_plain(setup: Setup, text: Text, steps: int) -> Run:
     return train(setup, text, model, optimizer, steps)
 
 
-def measure_plain_in_subprocess() -> Run:
-    """Run this script's plain phase in a process of its own, so that the phases share no memory."""
+def plain_run(kept: Path | None) -> Run:
+    """This script's plain phase, run in a process of its own, so that the phases share no memory; or what a file kept of it."""
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "plain.json"
-        finished = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--plain-result", str(result)], check=False)
-        if finished.returncode:
-            sys.exit("plain torch.compile failed; try a smaller --batch or --layers")
+        result = kept or Path(folder) / "plain.json"
+        if not result.is_file():
+            command = [sys.executable, __file__, *sys.argv[1:], "--plain-result", str(result)]
+            if subprocess.run(command, check=False).returncode:
+                sys.exit("plain torch.compile failed; try a smaller --batch or --layers")
         raw = json.loads(result.read_text())
     return Run(step_s=tuple(raw["step_s"]), losses=tuple(raw["losses"]), peak_bytes=raw["peak_bytes"])
 

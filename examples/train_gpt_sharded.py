@@ -25,9 +25,9 @@ from train_gpt import (
     describe,
     learning_rate_factor,
     load_text,
-    measure_plain_in_subprocess,
     new_model,
     parse_arguments,
+    plain_run,
     sample,
 )
 
@@ -48,7 +48,7 @@ def main() -> None:
     if is_first:
         describe(setup, text)
         print(f"measuring plain torch.compile on one process for {arguments.plain_steps} steps ...", flush=True)
-        plain = [measure_plain_in_subprocess()]
+        plain = [plain_run(arguments.plain)]
     dist.broadcast_object_list(plain, src=0)
     (alone,) = plain
     assert alone is not None

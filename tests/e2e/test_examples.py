@@ -33,20 +33,26 @@ def test_passes_compose_both_ways_with_one_loss():
     assert "Inductor's hook" in text and "blocks recomputed" in text
 
 
-def test_the_demo_trains_within_its_budget(tmp_path: Path):
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options of both demos, whose plain half the first of them runs."""
+    sizes = "--device cpu --layers 2 --width 96 --plain-steps 4 --sample-bytes 20".split()
+    return [*sizes, "--plain", str(tmp_path_factory.mktemp("demo") / "plain.json")]
+
+
+def test_the_demo_trains_within_its_budget(tmp_path: Path, demo: list[str]):
     """It exits with an error where the measured peak is above the budget."""
-    sizes = "--layers 2 --width 96 --steps 8 --plain-steps 4 --sample-bytes 20 --budget 70%".split()
-    text = output_of("train_gpt.py", "--device", "cpu", "--report", str(tmp_path), *sizes)
+    text = output_of("train_gpt.py", *demo, "--steps", "8", "--budget", "70%", "--report", str(tmp_path))
     share = re.search(r"measured peak ([\d.]+)% of it", text)
     assert share is not None and float(share[1]) <= 100
     assert "what the model writes" in text and "predicted" in text
     assert f"a page of the run: {tmp_path / 'report.html'}" in text and (tmp_path / "report.html").is_file()
 
 
-def test_two_processes_train_the_demo_within_their_budgets():
-    sizes = "--layers 2 --width 96 --steps 6 --plain-steps 4 --sample-bytes 20 --device cpu --budget 75%".split()
+def test_two_processes_train_the_demo_within_their_budgets(demo: list[str]):
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    finished = run_python([*command, str(EXAMPLES / "train_gpt_sharded.py"), *sizes])
+    script = str(EXAMPLES / "train_gpt_sharded.py")
+    finished = run_python([*command, script, *demo, "--steps", "6", "--budget", "75%"])
     assert finished.returncode == 0, finished.stderr
     shown = re.search(r"budget (\S+ \w+), measured peaks (\S+ \w+), (\S+ \w+)\n", finished.stdout)
     assert shown is not None, finished.stdout
@@ -58,11 +64,15 @@ def test_the_gpu_suite_runs_dry_and_a_system_that_dies_loses_nothing_else(tmp_pa
     (tmp_path / "torchao").mkdir()
     (tmp_path / "torchao" / "__init__.py").write_text("import os\nos._exit(7)\n")
     (tmp_path / "deepspeed.py").write_text("raise ModuleNotFoundError('no such package', name='deepspeed')\n")
-    result = tmp_path / "gpu.json"
+    result, caches, kernels = tmp_path / "gpu.json", tmp_path / "caches", Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    kernels.mkdir(exist_ok=True)
+    caches.mkdir()
+    (caches / "torchinductor").symlink_to(kernels)  # what other tests have compiled
     selection = "--dry --no-inductor --parts compare --sizes 1b --caps full --batches 2 --clip off --steps 3".split()
     systems = ["--systems", "torchao", "zero-offload", "compile", "ours"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    text = output_of("benchmarks/gpu_suite.py", *selection, *systems, "--json", str(result), environment=environment)
+    files = ["--json", str(result), "--caches", str(caches)]
+    text = output_of("benchmarks/gpu_suite.py", *selection, *systems, *files, environment=environment)
     rows = {row["system"]: row for row in json.loads(result.read_text())["rows"]["compare"]}
     outcomes = {name: row["outcome"] for name, row in rows.items()}
     assert outcomes == {"torchao": "failed", "zero-offload": "cannot run", "compile": "fits", "ours": "fits"}
