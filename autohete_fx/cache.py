@@ -127,15 +127,15 @@ def machine_key(device: "torch.device", offload_dir: str | None = None) -> str:
     import torch
 
     directory = offload_dir or tempfile.gettempdir()
-    parts = [
-        device_name(device.type, device.index),
-        device.type,
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        torch.get_num_threads(),
-        torch.__version__,
-        os.stat(directory).st_dev,
-    ]
-    return "|".join(map(str, parts))
+    return "|".join([hardware_key(device), str(torch.get_num_threads()), str(os.stat(directory).st_dev)])
+
+
+def hardware_key(device: "torch.device") -> str:
+    """Device, cores and torch, which are the same in all processes."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return "|".join([device_name(device.type, device.index), device.type, str(cores), torch.__version__])
 
 
 @functools.cache

@@ -139,3 +139,7 @@ def _plan(parsed: argparse.Namespace) -> str:
     from autohete_fx.commands.plan import plan
 
     return plan(parsed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

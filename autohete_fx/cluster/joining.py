@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -147,7 +147,8 @@ def join(
         say=job_log.say,
     )
     if not isinstance(plan, ClusterPlan):
-        plan = plan(members, map_layers(build_model, batch.of_samples(1)))
+        find = plan
+        plan = _on_each_rank(lambda: find(members, map_layers(build_model, batch.of_samples(1))), members, group)
     if plan.global_batch != global_batch:
         raise ClusterError(
             f"the plan has a global batch of {plan.global_batch} samples, and {global_batch} were given. Expected were equal ones."
@@ -156,12 +157,18 @@ def join(
     deployment = deploy(plan, members)
     seat = deployment.seat(rank)
     samples = len(deployment.rows(seat)) if seat else plan.pipelines[0].micro_batch
-    layer_map = map_layers(build_model, batch.of_samples(samples))
-    name = getattr(build_model, "__name__", "the model")
-    check_runs(plan, layer_map, name, samples=samples, is_compiled=backend is not None)
+    degrees = {stage.tp for _, _, stage in plan.stages()}
+
+    def looked() -> tuple[LayerMap, TensorLayout]:
+        """At the model, which every rank builds for itself."""
+        layer_map = map_layers(build_model, batch.of_samples(samples))
+        name = getattr(build_model, "__name__", "the model")
+        check_runs(plan, layer_map, name, samples=samples, is_compiled=backend is not None)
+        return layer_map, layout_of(build_model, layer_map, degrees, tp_plan)
+
+    layer_map, layout = _on_each_rank(looked, members, group)
     timeout = timedelta(seconds=timeout_s)
     watch: Any = dist.new_group(backend="gloo", timeout=timeout)
-    layout = layout_of(build_model, layer_map, {stage.tp for _, _, stage in plan.stages()}, tp_plan)
     unit = _unit_of(deployment, seat, layout, device, timeout)
     groups, summing = pipeline_groups(deployment, timeout), sum_groups(deployment.owners(layer_map, layout), timeout)
     needs = list(deployment.held(seat, layer_map, layout).values()) if seat else []
@@ -284,7 +291,10 @@ def _stage_of(
     )
 
 
-def _on_each_rank(make: Callable[[], Job], members: Sequence[Member], group: dist.ProcessGroup | None) -> Job:
+_Made = TypeVar("_Made")
+
+
+def _on_each_rank(make: Callable[[], _Made], members: Sequence[Member], group: dist.ProcessGroup | None) -> _Made:
     """What this rank makes by itself, once all have made theirs. Where one fails, none waits for it: each raises its words."""
 
     def told(words: str) -> list[str]:

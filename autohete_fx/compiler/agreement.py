@@ -174,7 +174,8 @@ class Agreement:
         except BaseException as error:
             if self._ranks is not None and not self._is_over:
                 self._is_over = True
-                self._ranks.exchange((_FAILED, f"{type(error).__name__}: {error}"))
+                with contextlib.suppress(RuntimeError):  # where none of them listens: what is wrong here counts
+                    self._ranks.exchange((_FAILED, f"{type(error).__name__}: {error}"))
             raise
 
 

@@ -1,10 +1,15 @@
 """Modes that stand between a call of PyTorch's and its kernel, and tensors without memory."""
 
+from typing import Any
+
+import torch
+from torch import Tensor
 from torch._C import DisableTorchFunction, _get_function_stack_at, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._dispatch.python import no_python_dispatcher
 from torch._guards import compile_context, detect_fake_mode, tracing
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
 from torch.overrides import _pop_mode as pop_function_mode
 from torch.overrides import _push_mode as push_function_mode
 from torch.utils._device import DeviceContext
@@ -17,6 +22,7 @@ __all__ = [
     "DisableTorchFunction",
     "FakeTensor",
     "FakeTensorMode",
+    "StayOnMeta",
     "TorchDispatchMode",
     "compile_context",
     "detect_fake_mode",
@@ -40,6 +46,20 @@ class CopiedFakeTensorMode(FakeTensorMode):
 
     def __deepcopy__(self, memo: dict[int, object]) -> "CopiedFakeTensorMode":
         return self
+
+
+class StayOnMeta(TorchFunctionMode):
+    """Tensors without data stay where they are when a program converts them, or a module, to a device."""
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in (Tensor.to, Tensor.cpu, Tensor.cuda) or not args[0].is_meta:
+            return func(*args, **kwargs)
+        given = (*args[1:], *kwargs.values())
+        like = next((each for each in given if isinstance(each, Tensor)), args[0])
+        return args[0].type(next((each for each in given if isinstance(each, torch.dtype)), like.dtype))
 
 
 def function_modes() -> list[object]:

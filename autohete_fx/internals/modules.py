@@ -38,10 +38,6 @@ def is_wrapper_of_dynamo(module: nn.Module) -> bool:
 
 
 def not_compiled(module: nn.Module) -> nn.Module:
-    """The module of which ``torch.compile`` may have made this one, with calls of all its parts as they were."""
-    from torch._dynamo.eval_frame import OptimizedModule
-
-    module = module._orig_mod if isinstance(module, OptimizedModule) else module
-    for part in module.modules():
-        take_from_call(part)
-    return module
+    """The module of which ``torch.compile`` may have made this one."""
+    wrapper: Any = module
+    return wrapper._orig_mod if is_wrapper_of_dynamo(module) else module

@@ -1,5 +1,7 @@
-"""Storages over given memory, PyTorch's grouping of tensors for its foreach kernels, the backward that runs, and the local tensor
-of a DTensor."""
+"""Storages over given memory, PyTorch's grouping of tensors for its foreach kernels, and the backward that runs.
+
+Also the local tensor of a DTensor, and which tensors wrap others.
+"""
 
 from typing import Any
 
@@ -8,12 +10,14 @@ from torch._C import _current_autograd_node as current_autograd_node
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_by_device_and_dtype
 from torch.utils._foreach_utils import _has_foreach_support as has_foreach_support
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_made_of_tensors
 
 __all__ = [
     "current_autograd_node",
     "current_graph_task_id",
     "group_by_device_and_dtype",
     "has_foreach_support",
+    "is_made_of_tensors",
     "local_of",
     "storage_at",
 ]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autohete_fx.cache import load_text, machine_key, store_text
+from autohete_fx.cache import hardware_key, load_text, store_text
 from autohete_fx.ir import Lane, Machine
 from autohete_fx.machine.contention import OnThread, measure_contention, work_of
 from autohete_fx.machine.timing import MakeTensor, best_seconds
@@ -118,10 +118,16 @@ def _host_product_rate() -> float:
 
 
 def remember_mixed_update_speed(device: torch.device, machine: Machine) -> None:
-    """Let compilations on this machine know the figure, too."""
-    store_text(_MIXED, machine_key(device), str(machine.mixed_update_speed))
+    """Let compilations on this machine know the figure, too, whatever their threads.
+
+    It is rounded: what was planned by another figure is planned again.
+    """
+    store_text(_MIXED, hardware_key(device), f"{machine.mixed_update_speed:.2g}")
 
 
 def remembered_mixed_update_speed(device: torch.device) -> float:
     """The figure that is remembered of this machine; 0 where none is."""
-    return float(load_text(_MIXED, machine_key(device)) or 0.0)
+    try:
+        return float(load_text(_MIXED, hardware_key(device)) or 0.0)
+    except ValueError:
+        return 0.0

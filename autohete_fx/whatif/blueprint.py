@@ -11,18 +11,21 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autohete_fx.errors import OptionError
-from autohete_fx.internals.modes import FakeTensorMode
+from autohete_fx.internals.modes import FakeTensorMode, StayOnMeta
 from autohete_fx.internals.modules import not_compiled
+from autohete_fx.internals.tensors import is_made_of_tensors
 from autohete_fx.whatif.architectures import find_architecture, require_transformers
 
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop")
 _LONGEST_LINE = 160
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +197,7 @@ def _from_factory(text: str, path: str, factory: str, batch: int, seq: int, dtyp
 
     def build(mode: FakeTensorMode, num_layers: int | None) -> Sketch:
         assert num_layers is None, "a factory's layers cannot be counted"
-        made = _call_factory(text, path, factory)
+        source, made = _made_by(text, path, factory)
         module, *rest = made if isinstance(made, tuple) and made else (made,)
         if not isinstance(module, nn.Module):
             raise OptionError(
@@ -203,59 +206,79 @@ def _from_factory(text: str, path: str, factory: str, batch: int, seq: int, dtyp
         module = not_compiled(module).train()
         if dtype is not None:
             module.to(dtype)
-        given = rest[0] if rest else torch.zeros(batch, seq, dtype=torch.int64)
+        given = rest[0] if rest else torch.zeros(batch, seq, dtype=torch.int64, device="cpu")
         names = tuple(given) if isinstance(given, Mapping) else ()
-        values = tuple(given.values()) if names else given if isinstance(given, tuple) else (given,)
-        with mode:
-            fakes = _Fakes()
-            fakes.put_into(module)
-            inputs = tuple(fakes.of(value) if isinstance(value, Tensor) else value for value in values)
-            hint = (
-                "inputs are a tuple, or a dictionary of named ones"
-                if rest
-                else "let the factory return (module, inputs)"
-            )
+        inputs = tuple(given.values()) if names else given if isinstance(given, tuple) else (given,)
+        hint = (
+            "inputs are a tuple, or a dictionary of named ones" if rest else "let the factory return (module, inputs)"
+        )
+        # What is compiled inside of the module would compute with tensors that have no data.
+        with mode, torch.compiler.set_stance("force_eager"):
+            try:
+                inputs = _faked(text, module, source, inputs)
+            except (RuntimeError, ValueError) as error:
+                raise OptionError(
+                    f"the tensors of {text} cannot be had without data: {_first_line(error)}. Expected were dense ones of known"
+                    " shapes. Let the factory make such a model"
+                ) from error
             return Sketch(module=module, loss=_loss_of_outputs(text, module, names, inputs, hint), inputs=inputs)
 
     return Blueprint(name=text, num_layers=None, period=1, build=build)
 
 
-class _Fakes:
-    """Tensors without memory on the CPU, of a fake mode that is on, for others; one for each."""
-
-    def __init__(self) -> None:
-        self._made: dict[Tensor, Tensor] = {}
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The tensor in this one's place."""
-        if tensor not in self._made:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            self._made[tensor] = nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
-        return self._made[tensor]
-
-    def put_into(self, module: nn.Module) -> None:
-        """Replace parameters, buffers and other attributes of all parts. Tied parameters stay tied."""
-        for part in module.modules():
-            for name, value in (*part._parameters.items(), *part._buffers.items(), *vars(part).items()):
-                if isinstance(value, Tensor):
-                    setattr(part, name, self.of(value))
-
-
-def _call_factory(text: str, path: str, factory: str) -> object:
+def _made_by(text: str, path: str, factory: str) -> tuple[ModuleType, object]:
+    """The file as a module, and what its factory returns."""
     spec = importlib.util.spec_from_file_location(f"autohete_fx_factory_{Path(path).stem}", path)
     assert spec is not None and spec.loader is not None, "the path ends with .py"
     source = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # Dynamo looks globals up by module
     try:
-        spec.loader.exec_module(source)
-        with torch.device("meta"):
-            return getattr(source, factory)()
+        with torch.device("meta"), StayOnMeta():
+            spec.loader.exec_module(source)
+            return source, getattr(source, factory)()
     except Exception as error:
         raise OptionError(
             f"{text} could not be built: {type(error).__name__}: {_first_line(error)}. Expected was a function that can be"
-            ' called without arguments under torch.device("meta"), where tensors have no data, and that asks for no GPU.'
-            " Correct it"
+            ' called without arguments under torch.device("meta"), where tensors have no data. Correct it, or give tensors'
+            ' whose values it needs device="cpu"'
         ) from error
+
+
+def _faked(text: str, module: nn.Module, source: ModuleType, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs with tensors of the fake mode that is on in the place of theirs, as the module and its file have them then."""
+    made: dict[Tensor, Tensor] = {}
+
+    def of(tensor: Tensor) -> Tensor:
+        if tensor not in made:
+            if is_made_of_tensors(tensor):
+                raise OptionError(
+                    f"{text} has a tensor of type {type(tensor).__name__}; expected plain ones. Quantize or distribute the model"
+                    " where it is trained"
+                )
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[tensor] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
+        return made[tensor]
+
+    for part in module.modules():
+        others = [(name, value) for name, value in vars(part).items() if name not in _OF_EVERY_MODULE]
+        for name, value in (*part._parameters.items(), *part._buffers.items(), *others):
+            if isinstance(value, Tensor | list | tuple | dict):
+                setattr(part, name, _mapped(of, value))
+    for name, value in vars(source).items():
+        if isinstance(value, Tensor):
+            setattr(source, name, of(value))
+    return _mapped(of, inputs)
+
+
+def _mapped(of: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A value with others in the place of tensors, also of those in lists, tuples and dictionaries."""
+    if isinstance(value, Tensor):
+        return of(value)
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(of, each) for each in value)
+    if type(value) is dict:
+        return {key: _mapped(of, each) for key, each in value.items()}
+    return value
 
 
 def _loss_of_outputs(
@@ -269,24 +292,34 @@ def _loss_of_outputs(
             f"the module of {text} cannot be called with {', '.join(_shown(i) for i in inputs)}:"
             f" {type(error).__name__}: {_first_line(error)}; {hint}"
         ) from error
-    tokens, logits = inputs[0], getattr(outputs, "logits", outputs)
     # Each has the module itself in its closure: by the path to it layers are named.
-    if isinstance(getattr(outputs, "loss", None), Tensor):
-        return lambda *args: _called(module, names, args).loss
-    if isinstance(outputs, Tensor) and outputs.dim() == 0:
-        return lambda *args: _called(module, names, args)
-    if isinstance(logits, Tensor) and isinstance(tokens, Tensor) and logits.shape[:-1] == tokens.shape:
-
-        def next_tokens(*args: Any) -> Tensor:
-            outputs = _called(module, names, args)
-            logits = outputs if isinstance(outputs, Tensor) else outputs.logits
-            return nn.functional.cross_entropy(logits.flatten(0, -2).float(), args[0].flatten())
-
-        return next_tokens
+    find_loss, find_logits = (_finder(outputs, name) for name in ("loss", "logits"))
+    if find_loss is not None and not find_loss(outputs).dim():
+        return lambda *args: find_loss(_called(module, names, args))
+    tokens = inputs[0]
+    if find_logits is not None and isinstance(tokens, Tensor) and find_logits(outputs).shape[:-1] == tokens.shape:
+        return lambda *args: nn.functional.cross_entropy(
+            find_logits(_called(module, names, args)).flatten(0, -2).float(), args[0].flatten()
+        )
     raise OptionError(
-        f"the module of {text} returns {_shown(outputs)}; expected a scalar loss, an object with a loss or logits, or"
-        " logits: one row a token of its first input"
+        f"the module of {text} returns {_shown(outputs)}; expected a scalar loss, alone, as a tuple's only scalar or by that"
+        " name. Logits will do, too, with one row a token of the first input"
     )
+
+
+def _finder(outputs: Any, name: str) -> Callable[[Any], Tensor] | None:
+    """How a tensor is found in what a module returns: itself, by name, or as a tuple's only scalar; None where there is none."""
+    if isinstance(outputs, Tensor):
+        return lambda outputs: outputs
+    if isinstance(getattr(outputs, name, None), Tensor):
+        return lambda outputs: getattr(outputs, name)
+    if isinstance(outputs, Mapping) and isinstance(outputs.get(name), Tensor):
+        return lambda outputs: outputs[name]
+    if isinstance(outputs, tuple):
+        scalars = [at for at, each in enumerate(outputs) if isinstance(each, Tensor) and not each.dim()]
+        if len(scalars) == 1:
+            return lambda outputs: outputs[scalars[0]]
+    return None
 
 
 def _called(module: nn.Module, names: tuple[str, ...], args: tuple[Any, ...]) -> Any:

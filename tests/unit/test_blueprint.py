@@ -102,20 +102,40 @@ def converted():
 class Output:
     def __init__(self, logits):
         self.loss, self.logits = None, logits
-class WithLogits(nn.Module):  # as models of transformers return, with attributes and constants as in vision models
-    def __init__(self):
+RATE = torch.full((), 0.5)
+class Returning(nn.Module):  # as models of transformers are, with constants as in vision models, and tensors wherever there are any
+    def __init__(self, make):
         super().__init__()
-        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
-        self.scale = torch.ones(16)
+        self.make, self.embed, self.head = make, nn.Embedding(50, 16), nn.Linear(16, 50)
+        self.scale, self.more = torch.ones(16), {"scales": [torch.ones(16)]}
         self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3, device="cpu")]
     def forward(self, tokens):
-        return Output(self.head(self.embed(tokens) * self.scale))
+        return self.make(self.head(self.embed(tokens) * self.scale * self.more["scales"][0] * RATE))
 def with_logits():
-    return WithLogits()
+    return Returning(Output)
+def with_names():
+    return Returning(lambda logits: {"logits": logits, "loss": logits.mean()})
+def with_a_loss_beside():
+    return Returning(lambda logits: (logits, logits.mean()))
+def on_a_device():
+    return Returning(Output).to("cuda").cpu().cuda()
+def nested():
+    return Nested(), ({"x": [torch.randn(3, 4)]},)
+class Nested(Loss):
+    def forward(self, batch):
+        return super().forward(batch["x"][0])
+@torch.compile
+def act(x):
+    return x.sin()
 def compiled():
-    model = module()
+    model = nn.Sequential(torch.compile(nn.Embedding(50, 16)), nn.Linear(16, 50))
+    model[1].register_forward_hook(lambda module, inputs, output: act(output))
     model[1].compile()
     return torch.compile(model)
+def unknown_shapes():
+    return nn.Sequential(nn.Embedding(50, 16), nn.LazyLinear(50))
+def two_scalars():
+    return Returning(lambda logits: (logits.mean(), logits.sum()))
 def no_module():
     return 3
 def nothing():
@@ -142,10 +162,11 @@ def test_factories_give_modules_and_inputs(tmp_path: Path):
     assert {p.dtype for p in sketch.module.parameters()} == {torch.bfloat16}
     tied = build(read(f"{file}:tied", dtype=torch.bfloat16)).module
     assert len(list(tied.parameters())) == 1
-    logits = build(read(f"{file}:with_logits"))
-    assert logits.loss(*logits.inputs).shape == () and isinstance(logits.module.scale, FakeTensor)
-    compiled = build(read(f"{file}:compiled"))
-    assert type(compiled.module).__name__ == "Sequential" and compiled.loss(*compiled.inputs).shape == ()
+    for name in ("with_logits", "with_names", "with_a_loss_beside", "on_a_device", "nested", "compiled"):
+        sketch = build(read(f"{file}:{name}"))
+        with torch.compiler.set_stance("force_eager"):
+            assert sketch.loss(*sketch.inputs).shape == (), name
+        assert type(sketch.module).__name__ in ("Returning", "Nested", "Sequential"), name
     converted = build(read(f"{file}:converted")).module
     assert [t.dtype for t in (*converted.parameters(), *converted.buffers())] == [torch.bfloat16] * 2
 
@@ -177,6 +198,8 @@ def test_what_is_no_model_is_refused_with_what_to_do(tmp_path: Path):
         (file, "names no function; expected file.py:factory"),
         (f"{file}:absent", "could not be built: AttributeError.*absent"),
         (f"{file}:broken", "could not be built.*tensors have no data"),
+        (f"{file}:unknown_shapes", "cannot be had without data.*known shapes"),
+        (f"{file}:two_scalars", "returns tuple; expected a scalar loss, alone, as a tuple's only scalar"),
         (f"{file}:no_module", "returned int; expected a torch.nn.Module"),
         (f"{file}:nothing", "returned tuple; expected a torch.nn.Module"),
         (f"{file}:wrong_inputs", r"cannot be called with a tensor of shape \(2, 8\).*return \(module, inputs\)"),

@@ -151,6 +151,7 @@ def test_doctor_prints_what_was_measured_saves_it_and_lets_compilations_know(
     rows = {tuple(line.split("  ")[1:2]): line.split()[-2:] for line in out.splitlines() if line.startswith("  ")}
     assert asked == [("cpu", str(tmp_path), mixed_step)] and "Abacus (cpu)" in out
     monkeypatch.setattr(measure, "measure_machine", lambda *args, **kwargs: replace(machine, mixed_update_speed=0.0))
+    monkeypatch.setattr("torch.get_num_threads", lambda: 17)  # those of a job by torchrun are others
     assert measure.load_or_measure_machine(torch.device("cpu")).mixed_update_speed == 0.5
     assert rows["device memory",] == ["8.00", "GiB"] and rows["host memory",] == ["1.00", "TiB"]
     assert rows["matmul, float32",] == ["1.50", "TFLOP/s"]

@@ -102,24 +102,30 @@ def ranks_of(mesh: object) -> Ranks:
     with disable_current_modes():  # a mesh keeps numbers in a tensor, which a model without memory is not to meet
         numbers = mesh.mesh.tolist()
     digest = _digest_of(mesh, numbers)
-    known, group = _known.get(digest), _group_of(mesh)
+    known, group = _known.get(digest), _group_of(mesh, numbers if mesh.ndim == 1 else numbers[coordinate[0]])
     if known is None or known.group is not group:
         known = _known[digest] = _ranks(digest, mesh, group, numbers)
     return known
 
 
-def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """That of the last dimension. Parameters may be on an earlier mesh than was given: PyTorch keeps the first of equal ones."""
+def _group_of(mesh: DeviceMesh, numbers: list[int]) -> dist.ProcessGroup:
+    """That of the last dimension, whose ranks have these numbers.
+
+    Parameters may be on an earlier mesh than was given: PyTorch keeps the first of equal ones, and finds groups by name.
+    """
     try:
         group = mesh.get_group(mesh.ndim - 1)
-        dist.get_backend(group)
-    except (RuntimeError, ValueError) as error:
-        raise ShardError(
-            f"parameters are on a mesh whose process group was destroyed: {mesh}. Expected was a mesh of groups that there are."
-            " PyTorch keeps the first of equal meshes, so give the new one other names: init_device_mesh(...,"
-            ' mesh_dim_names=("tp_2",))'
-        ) from error
-    return group
+        found = dist.get_process_group_ranks(group)
+        if found == numbers:
+            return group
+        reason: object = f"a group of that name has ranks {found}"
+    except (RuntimeError, ValueError, KeyError) as error:
+        reason = error
+    raise ShardError(
+        f"parameters are on a mesh whose process group is not there: {mesh}, {reason}. Expected was one with groups that there are."
+        " PyTorch keeps the first of equal meshes. If its groups were destroyed, give the new one other names:"
+        ' init_device_mesh(..., mesh_dim_names=("tp_2",))'
+    )
 
 
 @atexit.register
