@@ -102,10 +102,10 @@ FEW_RUNS = (1, 0.25), (0, 1.0), (2, 0.5)
 The first tells soon whether there is something to find. A dozen blocks, of which one run in four ends 0.2% above the others
 whatever its work, get another.
 """
-LAST_RUNS = ((3, 0.4),)
+LAST_RUNS = (3, 0.4), (4, 0.4), (5, 0.4)
 """Likewise those after these, in which walks give all prefetch distances.
 
-A round takes a third longer then. They end elsewhere than the others, of 12 layers often in a better place.
+A round takes a third longer then. They end elsewhere than the others, of 12 layers often in a better place, and each elsewhere.
 """
 STAGNANT = 5e-4
 """Runs of one kind end after one that made the step faster by less than this share. The last runs begin if those before them made
