@@ -92,12 +92,18 @@ def main() -> None:
     if arguments.plain_result:
         run = train_plain(setup, text, arguments.plain_steps)
         arguments.plain_result.write_text(
-            json.dumps({"step_s": run.step_s, "losses": run.losses, "peak_bytes": run.peak_bytes})
+            json.dumps(
+                {
+                    "step_s": run.step_s,
+                    "losses": run.losses,
+                    "peak_bytes": run.peak_bytes,
+                    "of": sizes_of(setup, arguments),
+                }
+            )
         )
         return
     describe(setup, text)
-    print(f"measuring plain torch.compile for {arguments.plain_steps} steps ...", flush=True)
-    plain = plain_run(arguments.plain)
+    plain = plain_run(setup, arguments)
     print(f"plain torch.compile: peak {format_bytes(plain.peak_bytes)}, {plain.typical_step_s:.3f} s a step")
     budget_bytes = resolve_bytes(arguments.budget, plain.peak_bytes)
     print(f"memory budget: {format_bytes(budget_bytes)} ({budget_bytes / plain.peak_bytes:.0%} of plain)")
@@ -276,15 +282,25 @@ def train_plain(setup: Setup, text: Text, steps: int) -> Run:
     return train(setup, text, model, optimizer, steps)
 
 
-def plain_run(kept: Path | None) -> Run:
+def sizes_of(setup: Setup, arguments: argparse.Namespace) -> str:
+    """What plain's measurements depend on."""
+    return f"{setup.device}, batch {setup.batch}, {arguments.plain_steps} steps, {arguments.text}, {setup.model}"
+
+
+def plain_run(setup: Setup, arguments: argparse.Namespace) -> Run:
     """This script's plain phase, run in a process of its own, so that the phases share no memory; or what a file kept of it."""
     with tempfile.TemporaryDirectory() as folder:
-        result = kept or Path(folder) / "plain.json"
+        result = arguments.plain or Path(folder) / "plain.json"
         if not result.is_file():
+            print(f"measuring plain torch.compile on one process for {arguments.plain_steps} steps ...", flush=True)
             command = [sys.executable, __file__, *sys.argv[1:], "--plain-result", str(result)]
             if subprocess.run(command, check=False).returncode:
                 sys.exit("plain torch.compile failed; try a smaller --batch or --layers")
         raw = json.loads(result.read_text())
+        if raw["of"] != sizes_of(setup, arguments):
+            sys.exit(
+                f"--plain {result} was measured of {raw['of']}, this run is of {sizes_of(setup, arguments)}; give another file"
+            )
     return Run(step_s=tuple(raw["step_s"]), losses=tuple(raw["losses"]), peak_bytes=raw["peak_bytes"])
 
 

@@ -47,8 +47,7 @@ def main() -> None:
     plain: list[Run | None] = [None]
     if is_first:
         describe(setup, text)
-        print(f"measuring plain torch.compile on one process for {arguments.plain_steps} steps ...", flush=True)
-        plain = [plain_run(arguments.plain)]
+        plain = [plain_run(setup, arguments)]
     dist.broadcast_object_list(plain, src=0)
     (alone,) = plain
     assert alone is not None

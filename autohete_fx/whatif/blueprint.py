@@ -271,13 +271,15 @@ def _faked(text: str, module: nn.Module, source: ModuleType, inputs: tuple[Any, 
 
 
 def _mapped(of: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """A value with others in the place of tensors, also of those in lists, tuples and dictionaries."""
+    """A value with others in the place of its tensors. Lists and dictionaries stay the same ones."""
     if isinstance(value, Tensor):
         return of(value)
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(of, each) for each in value)
+    if type(value) is tuple:
+        return tuple(_mapped(of, each) for each in value)
+    if type(value) is list:
+        value[:] = [_mapped(of, each) for each in value]
     if type(value) is dict:
-        return {key: _mapped(of, each) for key, each in value.items()}
+        value.update({key: _mapped(of, each) for key, each in value.items()})
     return value
 
 
