@@ -12,7 +12,8 @@ import functools
 import gc
 import hashlib
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -306,6 +307,25 @@ def frozen(model: Model) -> Model:
     for parameter in model.layers[1].parameters():
         parameter.requires_grad_(False)
     return model
+
+
+@contextlib.contextmanager
+def in_one_order(device: str) -> Iterator[None]:
+    """A GPU's kernels add up in the same order each time. Else an embedding's gradient is added up by whoever comes first, where
+    few rows are looked up often. What PyTorch has no such kernel for, it warns of."""
+    if device == "cpu":
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings: Any = torch.utils.deterministic
+    before, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        settings.fill_uninitialized_memory = before
 
 
 def warm_up(device: str) -> None:
