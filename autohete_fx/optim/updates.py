@@ -37,6 +37,7 @@ from autohete_fx.optim.staging import GradientBuffers, shaped
 from autohete_fx.optim.state import STEP, layout_of, needs_master, uses_fused
 from autohete_fx.optim.streamed import Staging, Stream, can_stream
 from autohete_fx.runtime.lanes.lanes import Lanes
+from autohete_fx.runtime.lanes.team import let_go_of_team
 from autohete_fx.runtime.lanes.ticket import Ticket
 from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.tiers.host import HostTier, host_view
@@ -180,6 +181,8 @@ def start(
     ``pending`` learns which are under way; without one the caller waits for these tickets. Without a priority the schedule's
     order is that of the blocks. Copies up always go in their order.
     """
+    if ready.lanes.device.type != "cpu":
+        let_go_of_team()
     first, coefs = (ready_at or ready.lanes.now(), *after), Coefficients()
     groups = {id(u.group): frozen(u.group) for u, _ in ready.updates}
     has_priority = pending is None or pending.schedule.priority

@@ -1,7 +1,9 @@
 """The team of threads that updates on the host beside an accelerator."""
 
 import os
+import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -31,3 +33,31 @@ def test_no_other_thread_computes_with_fewer(monkeypatch: pytest.MonkeyPatch):
     thread.start()
     thread.join()
     assert torch.get_num_threads() == before and later == [before]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are listed by the system")
+def test_a_thread_lets_go_of_those_it_computes_with_and_computes_again():
+    before, gone, found = torch.get_num_threads(), list[bool](), list[float]()
+
+    def threads() -> set[str]:
+        return set(os.listdir("/proc/self/task"))
+
+    def computes() -> None:
+        torch.set_num_threads(3)
+        alone = threads()
+        found.append(torch.ones(1 << 20).sum().item())
+        mine = threads() - alone
+        assert len(mine) >= 2
+        team.let_go_of_team()
+        deadline = time.monotonic() + 10.0  # they end by themselves
+        while len(mine & threads()) > len(mine) - 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        gone.append(len(mine & threads()) <= len(mine) - 2)
+        found.append(torch.ones(1 << 20).sum().item())
+        team.let_go_of_team()
+
+    thread = threading.Thread(target=computes)
+    thread.start()
+    thread.join()
+    torch.set_num_threads(before)
+    assert gone == [True] and found == [1 << 20] * 2

@@ -2,11 +2,17 @@
 
 In: the cores of this process. Out: a team that leaves some of them to the threads that launch kernels and issue copies. An update
 ends with its slowest thread. One that shares its core with a launching thread holds up both, many times in each update.
+
+GNU's OpenMP has the idle threads of a team spin for some milliseconds, until the next update. Where a process has more such threads
+than cores, idle ones sleep at once, and each update begins by waking one after the other. A second team is enough for that. One
+large operation on the CPU, such as a model's initialisation, makes one of the thread that launches.
 """
 
+import ctypes
+import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -14,6 +20,8 @@ import torch
 
 _LEFT = 8
 """One core in so many is left to others, and at least one."""
+_SOFT = 1
+"""``omp_pause_soft``: what threads have set stays."""
 
 
 def num_cores() -> int:
@@ -37,6 +45,23 @@ def use_update_team() -> None:
     other = threading.Thread(target=torch.set_num_threads, args=(before,))
     other.start()
     other.join()
+
+
+def let_go_of_team() -> None:
+    """End the threads that this one computes with. New ones come with its next large operation on the CPU."""
+    pause = _pause_resources()
+    if pause is not None:
+        pause(_SOFT)
+
+
+@functools.cache
+def _pause_resources() -> Callable[[int], int] | None:
+    """OpenMP's own; None where PyTorch computes without GNU's OpenMP."""
+    try:
+        library = ctypes.PyDLL("libgomp.so.1", mode=os.RTLD_NOLOAD)
+        return library.omp_pause_resource_all
+    except (OSError, AttributeError):  # no such system, no such library, or one older than OpenMP 5
+        return None
 
 
 @contextmanager
