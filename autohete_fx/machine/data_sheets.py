@@ -17,7 +17,7 @@ def _pcie(generation: int, gb_per_s: float) -> Link:
 
 
 _PCIE_3, _PCIE_4, _PCIE_5 = _pcie(3, 15.75), _pcie(4, 31.5), _pcie(5, 63.0)
-_PCIE_5_H200 = Link(name="PCIe 5.0 x16", gb_per_s=63.0, h2d_gb_per_s=54.0, d2h_gb_per_s=55.0)
+_PCIE_5_H200 = Link(name="PCIe 5.0 x16", gb_per_s=63.0, h2d_gb_per_s=54.5, d2h_gb_per_s=55.0)
 _C2C = Link(name="NVLink-C2C", gb_per_s=450.0, h2d_gb_per_s=375.0, d2h_gb_per_s=297.0)
 
 _NVLINK_2 = Net(name="NVLink 2", gb_per_s=150.0, reached_gb_per_s=NET_SHARE * 150.0)
@@ -157,7 +157,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         matmul_share=0.71,
         sustained=_HOPPER_SUSTAINED,
         memory_share=0.74,
-        update_share=0.63,
+        update_share=0.64,
         link=_PCIE_5_H200,
         host=_SAPPHIRE,
         net=_NVLINK_4,

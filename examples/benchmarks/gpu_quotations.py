@@ -1,7 +1,6 @@
 """What the pages quote of runs on a GPU; see `quotations`."""
 
 import json
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,6 @@ from quoting import RESULTS, listed, percent, read, table
 _HOW, _DEFAULT = "schedule or recomputation", "next forward, by priority"
 _RUN = "gpu_turns_h200"
 _MACHINE = RESULTS.parent / "machines" / "h200.json"
-_BESIDE = ("alone", "h2d", "d2h", "h2d+d2h")
 
 
 def steps() -> str:
@@ -47,13 +45,6 @@ def predicted() -> str:
     return f"{listed(found)} times as long as planned"
 
 
-def replayed() -> str:
-    """The same with the rate of the kernel that updated 16-bit weights, which plans did not know."""
-    steps = _content()["replayed"]["step s"]
-    rows = [row for row in _trained() if row[_HOW] in steps and "predicted step s" in row]
-    return " and ".join(f"{row['step s'] / steps[row[_HOW]]['with']:.2f}" for row in rows)
-
-
 def above() -> str:
     """How far the peaks are above the plans."""
     rows = [row for row in _trained() if "predicted peak bytes" in row]
@@ -68,32 +59,44 @@ def losses() -> str:
     return f"{max(shares):.0e}"
 
 
-def host() -> str:
-    """Rates of the two kernels that update on the host, before the mend, alone and beside copies."""
-    found = _content()["host update"]
-    kernels = [name for name in found if isinstance(found[name], dict)]
-    return table(
-        ("billion parameters a second", "alone", "beside copies up", "down", "both ways"),
-        [(name, *(f"{found[name][beside] / 1e9:.1f}" for beside in _BESIDE)) for name in kernels],
-    )
-
-
-def later() -> str:
-    """Steps of ours with the mended kernel, by their trace."""
-    seconds = _content()["later"]["steps s"]
-    return f"{1e3 * min(seconds):.0f} to {1e3 * max(seconds):.0f} ms, the median {1e3 * statistics.median(seconds):.0f}"
-
-
-def rates() -> str:
-    """Of updates on the host in training, before and since."""
-    found = _content()["later"]["params a second, matrices of 16 Mi"]
-    return f"{found['before'] / 1e9:.1f} and {found['since'] / 1e9:.1f} billion parameters a second"
+def before() -> str:
+    """Steps of the same schedules on an earlier day."""
+    found = _content()["before"]["step s"]
+    rows = [row for row in _trained() if "predicted step s" in row]
+    return " and ".join(f"{1e3 * found[row[_HOW]]:.0f} ms" for row in rows)
 
 
 def still() -> str:
-    """How long copies stood still in the steps of that run."""
-    longest = _content()["later"]["longest copy of states of each step s"]
-    return f"{1e3 * min(longest):.0f} to {1e3 * max(longest):.0f} ms"
+    """The longest copies of states, before and now."""
+    content = _content()
+    longest = max(content["before"]["longest copy of states s"])
+    return f"{1e3 * content['longest copy of states s']:.0f} ms at most, {1e3 * longest:.0f} before"
+
+
+def updates() -> str:
+    """Rates of updates on the host in training, by the size of the parameter."""
+    found = _content()["updates"]["params a second"]
+    return table(
+        ("millions of parameters", "milliseconds", "billions a second"),
+        [(f"{int(n) / 1e6:.1f}", f"{1e3 * int(n) / rate:.1f}", f"{rate / 1e9:.1f}") for n, rate in found.items()],
+    )
+
+
+def woken() -> str:
+    """What waking one thread costs an update, on a machine of two cores."""
+    found = _content()["one thread is woken"]
+    return f"{1e3 * found['with another team s']:.2f} ms instead of {1e3 * found['without s']:.2f}"
+
+
+def everything() -> str:
+    """Steps where all fits the card, by plain PyTorch and by ours."""
+    found = _content()["all on the card"]
+    return f"{1e3 * found['torch.compile s']:.0f} ms by `torch.compile`, {1e3 * found['ours s']:.0f} ms by ours"
+
+
+def everything_in_little() -> str:
+    """Steps of ours on that card within the cap of the table."""
+    return " and ".join(f"{1e3 * each:.0f}" for each in sorted(_content()["all on the card"]["ours in 12 GB s"]))
 
 
 def shared() -> str:
@@ -122,7 +125,8 @@ def machine() -> str:
             ("AdamW on the device", f"{found['device_update_params_per_s'] / 1e9:.0f} billion parameters a second"),
             (
                 "AdamW on 14 of 16 cores of the host",
-                f"{found['host_update_params_per_s'] / 1e9:.1f} billion parameters a second",
+                f"{_billions(found)} billion parameters a second, "
+                f"{_billions(found, found['mixed_update_speed'])} of 16-bit ones",
             ),
         ],
     )
@@ -136,6 +140,10 @@ def _content() -> dict[str, Any]:
     return json.loads((RESULTS / f"{_RUN}.json").read_text())
 
 
+def _billions(found: dict[str, Any], speed: float = 1.0) -> str:
+    return f"{speed * found['host_update_params_per_s'] / 1e9:.1f}"
+
+
 def _gb(rate: float) -> str:
     return f"{rate / 1e9:.0f} GB/s"
 
@@ -144,13 +152,14 @@ FIGURES: dict[str, Callable[[], str]] = {
     "gpu.steps": steps,
     "gpu.short": in_short,
     "gpu.predicted": predicted,
-    "gpu.replayed": replayed,
     "gpu.above": above,
     "gpu.losses": losses,
-    "gpu.host": host,
-    "gpu.later": later,
-    "gpu.rates": rates,
+    "gpu.before": before,
     "gpu.still": still,
+    "gpu.updates": updates,
+    "gpu.woken": woken,
+    "gpu.all": everything,
+    "gpu.little": everything_in_little,
     "gpu.shared": shared,
     "gpu.machine": machine,
 }
