@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import fx
 
-from autohete_fx.capture.inputs import graph_inputs
+from autohete_fx.capture.inputs import GraphInput, graph_inputs, parameters_of
 from autohete_fx.compiler import assumptions
+from autohete_fx.compiler.agreement import Agreement
+from autohete_fx.compiler.captured import CapturedGraph
 from autohete_fx.compiler.compilation import record
 from autohete_fx.compiler.graph import GraphCompiler
 from autohete_fx.compiler.model import find_model, graph_key, held_inputs
@@ -51,22 +53,32 @@ def _autohete(
         InfeasiblePlanError: no plan fits the budget.
         PlanError: the given plan does not fit the graph.
     """
+    began_s = time.perf_counter()
+    logs.follow()
+    calls.note_compiled_graph(tensors_in(example_inputs))
     try:
-        return _compile(gm, example_inputs, Options.from_user(options, mode))
+        inputs = held_inputs(graph_inputs(gm, example_inputs, calls.modules_called()))
+        agreement = Agreement(parameters_of(inputs).values())
+        with agreement.announced():
+            return _compile(gm, example_inputs, inputs, Options.from_user(options, mode), agreement, began_s)
     except AutoHeteError as error:
         raise dynamo.surfacing(error) from error.__cause__
 
 
-def _compile(gm: fx.GraphModule, example_inputs: Sequence[object], chosen: Options) -> Callable[..., object]:
-    began = time.perf_counter()
-    logs.follow()
-    calls.note_compiled_graph(tensors_in(example_inputs))
-    inputs = held_inputs(graph_inputs(gm, example_inputs, calls.modules_called()))
+def _compile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[object],
+    inputs: Sequence[GraphInput],
+    chosen: Options,
+    agreement: Agreement,
+    began_s: float,
+) -> Callable[..., object]:
     model = find_model(gm, inputs, chosen)
     options = dataclasses.replace(chosen, micro_batches=max(chosen.micro_batches, model.micro_batches))
-    compiler = GraphCompiler(gm=gm, inputs=inputs, options=options, model=model)
+    captured = CapturedGraph(gm=gm, inputs=inputs, options=options, model=model, agreement=agreement)
+    compiler = GraphCompiler(captured)
     compiled = compiler.compile(example_inputs)  # group, profile, plan, rewrite, and the inner compiler
-    compilation = compiler.finish(time.perf_counter() - began)  # parameters move to where the plan has them
+    compilation = compiler.finish(time.perf_counter() - began_s)  # parameters move to where the plan has them
     compilation = timed(compilation, model.session, options.micro_batches)
     compilation = reported(compilation, options.report_dir, model.session.device, graph_key(inputs))
     record(compilation)

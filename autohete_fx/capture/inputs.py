@@ -134,6 +134,11 @@ def is_symbolic(tensor: torch.Tensor) -> bool:
     return any(not isinstance(size, int) for size in tensor.shape)
 
 
+def parameters_of(inputs: Sequence[GraphInput]) -> dict[str, torch.nn.Parameter]:
+    """The parameters among the inputs, by name."""
+    return {i.name: i.tensor for i in inputs if i.is_parameter and isinstance(i.tensor, torch.nn.Parameter)}
+
+
 def device_of(inputs: Sequence[GraphInput]) -> torch.device:
     """Where the graph computes: the accelerator if any input is on one."""
     devices = [item.tensor.device for item in inputs if item.tensor is not None]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from autohete_fx.cluster.deploy import Member
 from autohete_fx.cluster.described import save_measured
 from autohete_fx.cluster.joining import this_member
+from autohete_fx.cluster.measured_costs import or_error
 from autohete_fx.cluster.measured_links import measured_cluster
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.errors import ClusterError
@@ -29,7 +30,7 @@ def measure_cluster(path: str | Path, device_type: str) -> str:
         device_type: ``cpu`` or ``cuda``.
 
     Raises:
-        ClusterError: torchrun has not started this process, or the file cannot be written.
+        ClusterError: torchrun has not started this process, a rank could not measure, or the file cannot be written.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ClusterError(
@@ -70,18 +71,24 @@ def _measured(path: str | Path, device: torch.device) -> str:
 
 
 def _machines(members: Sequence[Member], device: torch.device) -> dict[str, Machine]:
-    """The machine of each type of GPU, measured by its first rank while the others wait."""
+    """The machine of each type of GPU, measured by its first rank while the others wait. All raise ClusterError where one fails."""
     rank = dist.get_rank()
     first = {member.gpu: r for r, member in reversed(list(enumerate(members)))}
-    mine: Machine | None = None
+    mine: Machine | str | None = None
     if rank in first.values():
         if device.type == "cuda":
             torch.set_num_threads(len(os.sched_getaffinity(0)))  # torchrun leaves one; plans divide what all of them do
-        mine = measure_machine(device)
-    rows: list[Machine | None] = [None] * len(members)
+        mine = or_error(lambda: measure_machine(device))
+    rows: list[Machine | str | None] = [None] * len(members)
     dist.all_gather_object(rows, mine)
+    failed = next((f"rank {r}: {row}" for r, row in enumerate(rows) if isinstance(row, str)), None)
+    if failed is not None:
+        raise ClusterError(
+            f"the cluster could not be measured. {failed}. Expected was a measurement of each type of GPU by its first rank."
+            " Run doctor alone on that rank's node, which shows more of what is wrong"
+        )
     found = {gpu: rows[r] for gpu, r in first.items()}
-    return {gpu: machine for gpu, machine in found.items() if machine is not None}
+    return {gpu: machine for gpu, machine in found.items() if isinstance(machine, Machine)}
 
 
 def cluster_text(cluster: Cluster, machines: dict[str, Machine]) -> str:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -126,7 +126,7 @@ def measured_costs(
         left = each
         unit = _unit({gpu: units[gpu, degree] for gpu in sorted(missing) if (gpu, degree) in units}, measuring, device)
         if mine in missing and rank in units.get((mine, degree), ()) and isinstance(known, list):
-            known = _or_error(lambda known=known, unit=unit: [*known, measure(measuring, kinds, device, meet, unit)])
+            known = or_error(lambda known=known, unit=unit: [*known, measure(measuring, kinds, device, meet, unit)])
         while left:
             meet()
     rows = _exchanged(known, group)
@@ -141,6 +141,7 @@ def measured_costs(
     return _table(model, kinds, layer_map, found, device)
 
 
+_Figures = TypeVar("_Figures")
 Known = list[GpuCosts] | str
 """A rank's figures, of one or more degrees of tensor parallelism, or an error's words."""
 Units = dict[tuple[str, int], tuple[int, ...]]
@@ -194,10 +195,10 @@ def _merged(members: Sequence[Member], rows: Sequence[Known]) -> dict[str, GpuCo
     return found
 
 
-def _or_error(measured: Callable[[], list[GpuCosts]]) -> Known:
+def or_error(measure: Callable[[], _Figures]) -> _Figures | str:
     """The figures, or an error's words for the other ranks, which would wait for ever."""
     try:
-        return measured()
+        return measure()
     except Exception as error:  # whatever it is, all ranks raise it
         return f"{type(error).__name__}: {error}"
 

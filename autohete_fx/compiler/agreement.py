@@ -168,9 +168,10 @@ class Agreement:
 
     @contextlib.contextmanager
     def announced(self) -> Iterator[None]:
-        """Around all that is exchanged: where this rank fails, the others learn it at their next exchange."""
+        """Around a compilation: where this rank fails, the others learn it at their next exchange. The last one is at the end."""
         try:
             yield
+            self.exchange("end", None)
         except BaseException as error:
             if self._ranks is not None and not self._is_over:
                 self._is_over = True

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autohete_fx.cache import sources_digest
-from autohete_fx.capture.inputs import GraphInput
+from autohete_fx.capture.inputs import GraphInput, parameters_of
 from autohete_fx.compiler.agreement import Agreement
 from autohete_fx.compiler.compilation import Share
 from autohete_fx.compiler.fixed_bytes import (
@@ -74,27 +74,27 @@ class CapturedGraph:
         agreement: with other ranks that hold the parameters.
     """
 
-    def __init__(self, *, gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options, model: Model) -> None:
+    def __init__(
+        self,
+        *,
+        gm: fx.GraphModule,
+        inputs: Sequence[GraphInput],
+        options: Options,
+        model: Model,
+        agreement: Agreement,
+    ) -> None:
         self.gm = gm
         self.inputs = inputs
         self.options = options
         self.model = model
-        self.params: dict[str, torch.nn.Parameter] = {
-            i.name: i.tensor for i in inputs if i.is_parameter and isinstance(i.tensor, torch.nn.Parameter)
-        }
+        self.params = parameters_of(inputs)
         self.sharded = frozenset(i.name for i in inputs if i.is_sharded)
         for name in self.sharded & self.params.keys():
             keep_in_place(self.params[name])
         self.awaited = frozenset(
             name for name, param in self.params.items() if param.requires_grad and listener_of(param) is not None
         )
-        self.agreement = Agreement(self.params.values())
-        with self.agreement.announced():
-            self._look()
-
-    def _look(self) -> None:
-        """At what the graph is beside others of the model, and at the machine, which is measured where no cache has its figures."""
-        gm, inputs, options, model = self.gm, self.inputs, self.options, self.model
+        self.agreement = agreement
         self.origin = origin_of(inputs)
         self.device = model.session.device
         self.budget_bytes = device_budget_bytes(self.device, options)

@@ -19,13 +19,11 @@ from typing import Any, TypeVar
 from torch import fx
 
 from autohete_fx import passes
-from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compiler import rewriting
 from autohete_fx.compiler.captured import CapturedGraph
 from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.compiler.fitting import Budget, Planned, Rewritten
 from autohete_fx.compiler.inference import InferencePlanner
-from autohete_fx.compiler.model import Model
 from autohete_fx.compiler.parameters import place_parameters
 from autohete_fx.compiler.shares import Unsettled
 from autohete_fx.compiler.stored import StoredPlan
@@ -43,7 +41,6 @@ from autohete_fx.internals.inductor import (
     run_without_code,
 )
 from autohete_fx.ir.sizes import format_bytes
-from autohete_fx.options import Options
 from autohete_fx.passes import PIPELINE, PassContext, Stage
 from autohete_fx.planner import given
 from autohete_fx.planner.infeasible import advice_of, broken_up
@@ -71,10 +68,10 @@ _UNJUDGED = (
 class GraphCompiler:
     """State of one call of the backend."""
 
-    def __init__(self, *, gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options, model: Model) -> None:
-        if options.inner_backend == "inductor":
+    def __init__(self, captured: CapturedGraph) -> None:
+        if captured.options.inner_backend == "inductor":
             refuse_other_partitioner()
-        self.captured = CapturedGraph(gm=gm, inputs=inputs, options=options, model=model)
+        self.captured = captured
         self.compilation: Compilation | None = None
         self._planned: Rewritten | None = None
         self._seconds: dict[str, float] = {}
@@ -103,16 +100,15 @@ class GraphCompiler:
     def _agreeing(self) -> Iterator[None]:
         """Around what all ranks do alike that hold the parameters."""
         agreement = self.captured.agreement
-        with agreement.announced():
-            self.captured.agree()
-            self._stored = StoredPlan(self.captured.key(), agreement)
-            yield
-            if agreement.is_shared:
-                made = self.compilation or self._stored.compilation
-                text = "" if made is None else agreement.described(made)
-                # A pass without an identity has one in each process, and so have symbols of sizes their names.
-                text = re.sub(r"\bs\d+\b", "", text.replace(self.captured.model.session.digest, ""))
-                agreement.same("rewritten graphs", {"digest": hashlib.sha256(text.encode()).hexdigest()[:12]})
+        self.captured.agree()
+        self._stored = StoredPlan(self.captured.key(), agreement)
+        yield
+        if agreement.is_shared:
+            made = self.compilation or self._stored.compilation
+            text = "" if made is None else agreement.described(made)
+            # A pass without an identity has one in each process, and so have symbols of sizes their names.
+            text = re.sub(r"\bs\d+\b", "", text.replace(self.captured.model.session.digest, ""))
+            agreement.same("rewritten graphs", {"digest": hashlib.sha256(text.encode()).hexdigest()[:12]})
 
     @property
     def _keeps_freed(self) -> bool:

@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import fx
 
-from autohete_fx.capture.inputs import graph_inputs
+from autohete_fx.capture.inputs import graph_inputs, parameters_of
+from autohete_fx.compiler.agreement import Agreement
+from autohete_fx.compiler.captured import CapturedGraph
 from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.compiler.graph import GraphCompiler
 from autohete_fx.compiler.model import graph_key, held_inputs, new_model
@@ -50,10 +52,12 @@ def preview(
         sources = held_inputs(graph_inputs(gm, example_inputs, calls.modules_called()))
         owner = new_model(gm, sources, chosen)
         try:
-            compiler = GraphCompiler(gm=gm, inputs=sources, options=chosen, model=owner)
-            compilation = compiler.look(example_inputs)
-            found.append(reported(compilation, chosen.report_dir, owner.session.device, graph_key(sources)))
-            tell(compilation)
+            agreement = Agreement(parameters_of(sources).values())
+            with agreement.announced():
+                captured = CapturedGraph(gm=gm, inputs=sources, options=chosen, model=owner, agreement=agreement)
+                compilation = GraphCompiler(captured).look(example_inputs)
+                found.append(reported(compilation, chosen.report_dir, owner.session.device, graph_key(sources)))
+                tell(compilation)
         except AutoHeteError as error:
             raise dynamo.surfacing(error) from error.__cause__
         finally:

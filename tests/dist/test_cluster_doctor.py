@@ -3,12 +3,19 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from autohete_fx import cli
+from autohete_fx.cluster import doctor
 from autohete_fx.cluster.described import described
+from autohete_fx.errors import ClusterError
+from autohete_fx.internals.versions import timeout_of
 from tests.dist.ranks import run
 
 
@@ -23,12 +30,30 @@ def test_all_ranks_measure_one_cluster_and_the_next_ones_read_it(tmp_path: Path)
     assert found[0]["memory"] == [1000, 1000] and [row["timed"] for row in found] == [1, 1, 1, 1]
 
 
+def unmeasured(path: str) -> dict[str, Any]:
+    """Of a cluster whose first rank cannot measure what it runs on: the error, seconds until then, and of those a group waits."""
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": "2"}
+    no_memory, began = mock.Mock(side_effect=MemoryError("no room")), time.monotonic()
+    with mock.patch.object(doctor, "measure_machine", no_memory), pytest.raises(ClusterError) as caught:
+        doctor.measure_cluster(path, "cpu")
+    group_s = timeout_of(dist.group.WORLD, "cpu").total_seconds()
+    return {"error": str(caught.value), "seconds": time.monotonic() - began, "group_s": group_s}
+
+
+def test_a_rank_that_cannot_measure_is_named_at_once(tmp_path: Path):
+    path = tmp_path / "cluster.json"
+    for found in run("tests.dist.test_cluster_doctor.unmeasured", tmp_path, str(path)):
+        assert "could not be measured. rank 0: MemoryError: no room." in found["error"]
+        assert found["seconds"] < 60 < found["group_s"] / 10
+    assert not path.exists()
+
+
 @pytest.mark.slow
 def test_doctor_writes_a_cluster_that_plan_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = str(tmp_path / "cluster.json")
-    doctor = ["-m", "autohete_fx", "doctor", "--device", "cpu", "--cluster", path]
+    command = ["-m", "autohete_fx", "doctor", "--device", "cpu", "--cluster", path]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *doctor],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command],
         capture_output=True,
         text=True,
         timeout=600,  # on a busy machine

@@ -1,8 +1,10 @@
 """Ranks that do not agree while they compile: all of them get an error that names what differs, in time."""
 
+import contextlib
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,11 +16,12 @@ from torch import fx, nn
 from torch._dynamo.utils import counters
 
 import autohete_fx
-from autohete_fx.compiler import captured
+from autohete_fx import backend
+from autohete_fx.compiler import captured, graph
 from autohete_fx.compiler.agreement import Agreement
 from autohete_fx.compiler.graph import GraphCompiler
-from autohete_fx.ir import Machine
-from autohete_fx.machine.budgets import machine_of
+from autohete_fx.internals.versions import timeout_of
+from autohete_fx.runtime import cpu_counter
 from autohete_fx.runtime.shard import shard
 from tests.dist import ranks
 from tests.dist.sharded import mesh, refusal
@@ -27,7 +30,8 @@ from tests.layers import EAGER, Layers
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    return ranks.run_each([disagreements, one_cache, changed_gradients], tmp_path_factory.mktemp("ranks"))
+    functions = [disagreements, failures, one_cache, changed_gradients]
+    return ranks.run_each(functions, tmp_path_factory.mktemp("ranks"))
 
 
 def made(depth: int = 4) -> nn.Module:
@@ -52,19 +56,11 @@ def fails_on_the_second(gm: fx.GraphModule, context: object) -> None:
         raise ValueError("not here")
 
 
-def machine_of_the_first(*given: Any) -> Machine:
-    if dist.get_rank() == 1:
-        raise autohete_fx.AutoHeteError("no room to measure")
-    return machine_of(*given)
-
-
 def disagreements() -> dict[str, Any]:
     rank, found = dist.get_rank(), {}
     found["options"] = refusal(lambda: step(memory_budget=(20 + rank) << 20))
     found["graph"] = refusal(lambda: step(batch=64 + rank))
     found["failure"] = refusal(lambda: step(passes={"joint": [fails_on_the_second]}))
-    with mock.patch.object(captured, "machine_of", machine_of_the_first):
-        found["unmeasured"] = refusal(step)
     found["infeasible"] = refusal(lambda: step(memory_budget=1 << 18))
     found["fine"] = refusal(step)
     agreement = Agreement(made().parameters())
@@ -90,12 +86,48 @@ def test_ranks_that_differ_get_errors_that_name_it(of_two: dict[str, list[Any]])
         assert ("rank 1 failed: PassError" if rank == 0 else "PassError: the pass fails_on_the_second") in found[
             "failure"
         ]
-        assert ("rank 1 failed: AutoHeteError: no room" if rank == 0 else "AutoHeteError: no room") in found[
-            "unmeasured"
-        ]
         assert found["infeasible"].startswith("InfeasiblePlanError") and found["fine"] == "went on"
         assert found["numbers"] == [9, 7, 1, 9, "of rank 0", "same", None, None]
         assert "rank 0 profile; rank 1 plan" in found["places"]
+
+
+PARTS = {
+    "model": (backend, "find_model"),
+    "machine": (captured, "machine_of"),
+    "allocator": (cpu_counter, "keep_freed"),
+    "placement": (graph, "place_parameters"),
+    "report": (backend, "reported"),
+}
+"""Of a compilation, in order: a module, and the function that it calls for that."""
+
+
+def failures() -> dict[str, Any]:
+    """By where the second rank fails, the errors of this rank, seconds until then, and of those that a group waits."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise autohete_fx.AutoHeteError(f"no {where}")
+
+    second, found = dist.get_rank() == 1, {}
+    for where in ("options", *PARTS):
+        options: dict[str, Any] = {"inner_backend": "nonsense"} if second and where == "options" else {}
+        patched = mock.patch.object(*PARTS[where], fail) if second and where in PARTS else None
+        began = time.monotonic()
+        with patched or contextlib.nullcontext():
+            found[where] = refusal(lambda options=options: step(memory_budget=20 << 20, **options))
+        found[f"{where}_s"] = time.monotonic() - began
+    return {**found, "fine": refusal(step), "group_s": timeout_of(dist.group.WORLD, "cpu").total_seconds()}
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_anywhere_in_a_compilation_is_named_at_once(of_two: dict[str, list[Any]]):
+    first, second = of_two["failures"]
+    errors = {where: f"AutoHeteError: no {where}" for where in PARTS}
+    for where, error in {"options": "OptionError: unknown value of option 'inner_backend'", **errors}.items():
+        assert second[where].startswith(error)
+        assert first[where].startswith("ShardError") and f"rank 1 failed: {error}" in first[where]
+    assert first["fine"] == second["fine"] == "went on"
+    waited_s = [found[f"{where}_s"] for found in (first, second) for where in ("options", *errors)]
+    assert max(waited_s) < 60 < first["group_s"] / 10
 
 
 def changed_gradients() -> list[str]:

@@ -3,6 +3,7 @@
 import functools
 import gc
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
 from autohete_fx.graph.collectives import issue_gather, issue_reduce, result_of
+from autohete_fx.ir import Lane
 from autohete_fx.profiler.memory.scratch import collective_scratch_bytes
 from autohete_fx.runtime.lanes.net import run_collective
 from autohete_fx.runtime.shard import kernels, shard
+from autohete_fx.runtime.shard.parts import part_of
 from tests.dist import ranks
 from tests.dist.sharded import Small, alone, differences, mesh, together
 from tests.layers import EAGER
@@ -205,6 +208,29 @@ def test_a_sharded_step_keeps_its_budget_and_takes_what_was_predicted(tmp_path: 
             assert found[name]["peak"] <= found[name]["budget"], found
             assert found[name]["plan"] <= found[name]["budget"], found
             assert found[name]["decided"] != found["free"]["decided"]
+
+
+def messages() -> list[dict[str, int]]:
+    """Of a step, the collectives that the plan counts, and the messages that are sent over each group."""
+    model = shard(Wide(), mesh())
+    optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-3)
+    model.compile(**backend())
+    part = part_of(next(model.parameters()))
+    assert part is not None
+    groups, counts = {"gather": part.ranks.group, "reduce": part.ranks.reduces}, []
+    for _ in range(3):
+        counts.append({name: group._get_sequence_number_for_group() for name, group in groups.items()})
+        model(torch.ones(512, 256)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    planned = Counter(e.label for e in autohete_fx.compilations()[-1].events if e.lane is Lane.NET)
+    return [dict(planned), {name: counts[2][name] - counts[1][name] for name in groups}]
+
+
+def test_a_step_sends_as_many_messages_as_its_plan_counts(tmp_path: Path):
+    for planned, sent in ranks.run("tests.dist.test_shard_plans.messages", tmp_path):
+        assert planned["reduce"] == 6 and planned["gather"] >= 6  # of six blocks
+        assert sent == {"gather": planned["gather"] + 1, "reduce": 6}  # small gradients have one mean
 
 
 def copies() -> list[list[Any]]:

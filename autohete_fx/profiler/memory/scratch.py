@@ -72,15 +72,13 @@ def scratch_bytes(target: object, args: Any, kwargs: Any) -> int:
 
 
 def collective_scratch_bytes(target: object, args: Sequence[Any]) -> int:
-    """Bytes that a collective on a CPU takes, where gloo works on a copy of the whole. NCCL works in place."""
+    """Bytes that a collective on a CPU takes for a tensor. Gloo works on a copy of the whole, and gathers several from copies of
+    the shards. NCCL works in place."""
     tensor, num_ranks = args[0], args[1]
     if tensor.device.type != "cpu":
         return 0
-    return (
-        math.prod(map(hint, tensor.shape))
-        * tensor.element_size()
-        * (num_ranks if target in (gather, *ISSUING_GATHERS) else 1)
-    )
+    copies = num_ranks + 1 if target in ISSUING_GATHERS else num_ranks if target is gather else 1
+    return math.prod(map(hint, tensor.shape)) * tensor.element_size() * copies
 
 
 def _functional_scratch_bytes(name: str, args: Sequence[Any]) -> int:

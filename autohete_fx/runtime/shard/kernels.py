@@ -9,6 +9,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -31,7 +32,7 @@ def _gather(shard: Tensor, num_ranks: int, group: str) -> Tensor:
 def _reduce(grad: Tensor, num_ranks: int, group: str) -> Tensor:
     mine, grad, over = result_of(reduce, grad, num_ranks), grad.contiguous(), ranks_by_digest(group).reduces
     if grad.device.type == "cpu":
-        _ReduceOfCopy(mine, grad, over).wait()
+        _ReduceOfCopy([mine], [grad], over).wait()
     else:
         _reduce_scatter(mine, grad, op=dist.ReduceOp.AVG, group=over)
     return mine
@@ -67,38 +68,36 @@ def _issue_reduce(
 
 
 def _start_gathers(results: Sequence[Tensor], sources: Sequence[Tensor], group: dist.ProcessGroup) -> Sequence[Work]:
-    """Start all of them as one; on a CPU each by itself, because gloo would first copy all shards into one."""
-    start = functools.partial(_all_gather, group=group, async_op=True)
-    pairs = zip(results, sources, strict=True)
-    if sources[0].device.type == "cpu":
-        return [start(*pair) for pair in pairs]
+    """Start all of them as one."""
     with versions.coalescing(group) as together:
-        for pair in pairs:
-            start(*pair)
+        for result, source in zip(results, sources, strict=True):
+            _all_gather(result, source, group=group, async_op=True)
     return together.works
 
 
 def _start_reduces(results: Sequence[Tensor], sources: Sequence[Tensor], group: dist.ProcessGroup) -> Sequence[Work]:
     """Likewise."""
-    pairs = zip(results, sources, strict=True)
     if sources[0].device.type == "cpu":
-        return [_ReduceOfCopy(*pair, group) for pair in pairs]
+        return [_ReduceOfCopy(results, sources, group)]
     with versions.coalescing(group) as together:
-        for result, source in pairs:
+        for result, source in zip(results, sources, strict=True):
             _reduce_scatter(result, source, op=dist.ReduceOp.AVG, group=group, async_op=True)
     return together.works
 
 
 class _ReduceOfCopy:
-    """As gloo reduces, but that the copy is gone when the reduce is over: gloo's thread lets go of its own some time later."""
+    """As gloo reduces, but all in one message, and the copy is gone when that is over. Gloo's thread lets go of its own some time
+    later."""
 
-    def __init__(self, result: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
-        self._result, self._copy, self._rank = result, source.clone(), dist.get_rank(group)
+    def __init__(self, results: Sequence[Tensor], sources: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        self._results, self._sizes, self._rank = results, [each.numel() for each in sources], dist.get_rank(group)
+        self._copy = torch.cat([each.flatten() for each in sources])
         self._work: Any = dist.all_reduce(self._copy, dist.ReduceOp.AVG, group, async_op=True)
 
     def wait(self) -> None:
         self._work.wait()
-        self._result.copy_(self._copy.narrow(0, self._rank * len(self._result), len(self._result)))
+        for result, mean in zip(self._results, self._copy.split(self._sizes), strict=True):
+            result.copy_(mean.narrow(0, self._rank * result.numel(), result.numel()).view_as(result))
         self._copy.untyped_storage().resize_(0)
 
 

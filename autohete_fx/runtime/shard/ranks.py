@@ -111,7 +111,8 @@ def ranks_of(mesh: object) -> Ranks:
 def _group_of(mesh: DeviceMesh, numbers: list[int]) -> dist.ProcessGroup:
     """That of the last dimension, whose ranks have these numbers.
 
-    Parameters may be on an earlier mesh than was given: PyTorch keeps the first of equal ones, and finds groups by name.
+    Parameters may be on an earlier mesh than was given: PyTorch keeps the first of equal ones, and finds groups by name. Either's
+    group will do while it lives: it has the same ranks in the same order. All models on equal meshes go over the latest one's.
     """
     try:
         group = mesh.get_group(mesh.ndim - 1)
