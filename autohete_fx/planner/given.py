@@ -6,6 +6,7 @@ In: a `Problem` and what is to be decided. Out: a `Plan` with what is predicted 
 
 import dataclasses
 import time
+from collections.abc import Sequence
 
 from autohete_fx.errors import PlanError
 from autohete_fx.ir import (
@@ -100,9 +101,11 @@ def _refuse_keeping_nothing(label: str, decision: BlockDecision, problem: Proble
         )
 
 
-def solved_plan(problem: Problem, graph: BlockGraph, *, time_limit_s: float) -> Plan:
-    """The solver's plan. Raises InfeasiblePlanError where none fits."""
-    plan = solve(problem, time_limit_s=time_limit_s)
+def solved_plan(
+    problem: Problem, graph: BlockGraph, *, time_limit_s: float, near: Sequence[tuple[BlockDecision, ...]] = ()
+) -> Plan:
+    """The solver's plan, which may be near others. Raises InfeasiblePlanError where none fits."""
+    plan = solve(problem, time_limit_s=time_limit_s, near=near)
     return dataclasses.replace(plan, block_digests=tuple(block.digest for block in graph.blocks))
 
 

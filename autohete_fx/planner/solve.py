@@ -9,6 +9,7 @@
     for more than a few blocks, cutting planes and branches beside the search                -> a better bound
     for a few blocks, the programs that bound and decide, and their decisions improved
     random changes to all of these, and exchanges among them (`anneal`), the best improved   -> the plan
+    where work takes longer beside other work, as long as it does under that plan: the same  -> a better one
     nothing fits                                                                -> InfeasiblePlanError (`infeasible`)
 
 The search ends early where the best plan has reached the bound. Whatever found it, a plan is replayed by `simulate`, which
@@ -38,6 +39,7 @@ from autohete_fx.planner.reasons import reasons_of
 from autohete_fx.planner.search.anneal import anneal, terms_of
 from autohete_fx.planner.search.arrays import Rows
 from autohete_fx.planner.search.improve import Search
+from autohete_fx.planner.search.lengthening import Lengthening, lengthening
 from autohete_fx.planner.search.passes import Seconds
 from autohete_fx.planner.search.replays import Replays
 from autohete_fx.planner.search.rounding import rounded, supported_choices, wasted_seconds
@@ -54,6 +56,9 @@ there are no programs, and at the end.
 All shares together stay well below the limit. The clock would make plans depend on the load. It thus ends the search only where
 the machine is slow or busy for that many blocks.
 """
+BESIDE_SHARES = 0.3, 0.1, 0.1, 0.1, 0.1, 0.1
+"""Shares of that work where the machine has contention. The first is for annealing as soon as there is a plan, which says how long
+work takes beside other work. The others are for each time that the best plan so far says so again."""
 RELAXATION_SHARE = 0.5
 """The share of the time limit, by the clock, for the relaxation.
 
@@ -122,12 +127,19 @@ MOST_CHOICES = 200_000
 
 Without a relaxation it is among those of patterns.
 """
-_STARTS, _IMPROVED_STARTS, _ROUNDINGS, _POLISHED = 12, 2, 2, 3
+_STARTS, _IMPROVED_STARTS, _ROUNDINGS, _POLISHED, _JUDGED = 12, 2, 2, 3, 10
 
 
-def solve(problem: Problem, *, time_limit_s: float = 10.0, explains: bool = True) -> Plan:
+def solve(
+    problem: Problem,
+    *,
+    time_limit_s: float = 10.0,
+    explains: bool = True,
+    near: Sequence[tuple[BlockDecision, ...]] = (),
+) -> Plan:
     """The fastest plan found that keeps the budgets. ``explains``: whether it says why, which takes a part of the time.
 
+    ``near`` are decisions from which a good plan is near, though they may not keep the budgets.
     Equal problems get equal decisions, because work is counted, not timed. On a machine so slow that ``time_limit_s`` comes
     first (seconds of the clock, for all of it but tables and patterns), they may differ. Relaxations and dives have a share of it.
     ``Plan.status`` is ``optimal`` where ``Plan.gap`` is at most ``OPTIMAL_GAP``, else ``feasible``.
@@ -135,7 +147,7 @@ def solve(problem: Problem, *, time_limit_s: float = 10.0, explains: bool = True
     Raises InfeasiblePlanError where no plan keeps the budgets.
     """
     began = time.monotonic()
-    decisions, bound_s = _solved(problem, time_limit_s)
+    decisions, bound_s = _solved(problem, time_limit_s, near)
     plan = evaluate(problem, decisions, "feasible")
     assert fits(problem, plan), "the search's memory and the replay's disagree"
     bound_s = min(bound_s, plan.step_s)
@@ -156,7 +168,9 @@ def proven(problem: Problem, plan: Plan, *, time_limit_s: float) -> Plan:
     return replace(plan, lower_bound_s=bound_s, gap=gap, status="optimal" if gap <= OPTIMAL_GAP else plan.status)
 
 
-def _solved(problem: Problem, time_limit_s: float) -> tuple[tuple[BlockDecision, ...], float]:
+def _solved(
+    problem: Problem, time_limit_s: float, near: Sequence[tuple[BlockDecision, ...]]
+) -> tuple[tuple[BlockDecision, ...], float]:
     """Decisions that keep the budgets and a lower bound in seconds."""
     stay = tuple(choices(problem, block)[0] for block in range(len(problem.costs)))
     replayed = simulate(problem, stay, events=False)
@@ -167,7 +181,7 @@ def _solved(problem: Problem, time_limit_s: float) -> tuple[tuple[BlockDecision,
     deadline = time.monotonic() + (1 - REASONS_SHARE) * time_limit_s
     if not problem.costs:
         raise infeasible(problem, deadline=deadline)
-    found = _Found(problem, time_limit_s, deadline)
+    found = _Found(problem, time_limit_s, deadline, near)
     found.look(bound_s)
     best, best_s = found.judged()
     if stays and replayed.step_s <= best_s * (1 + OPTIMAL_GAP):
@@ -183,8 +197,14 @@ def _is_mixture(shares: NDArray[np.float64]) -> bool:
 class _Found:
     """The best decisions and the best bound so far."""
 
-    def __init__(self, problem: Problem, time_limit_s: float, deadline: float) -> None:
-        self.problem, self.time_limit_s, self.deadline = problem, time_limit_s, deadline
+    def __init__(
+        self,
+        problem: Problem,
+        time_limit_s: float,
+        deadline: float,
+        given: Sequence[tuple[BlockDecision, ...]],
+    ) -> None:
+        self.problem, self.time_limit_s, self.deadline, self.given = problem, time_limit_s, deadline, given
         self.num_blocks = len(problem.costs)
         self.best: tuple[BlockDecision, ...] = ()
         self.patterns: list[tuple[BlockDecision, ...]] = []  # that keep the budgets, and differ
@@ -192,11 +212,15 @@ class _Found:
         self.best_s = self.best_score = float("inf")
         self.bound_s = self.relaxed_s = 0.0
         self.shares: list[tuple[NDArray[np.float64], ...]] = []  # of the relaxation, and with whole numbers for lumps
+        self.lengthening: Lengthening = {}
+        self.scores: dict[tuple[BlockDecision, ...], float] = {}  # of what was found since that is so
+        self.judged_s: dict[tuple[BlockDecision, ...], float] = {}  # by the simulator
 
     def look(self, bound_s: float) -> None:
         """Search, with a bound to begin with. Raises InfeasiblePlanError."""
         self.bound_s = bound_s
         self._look_at_patterns()
+        self._learn()
         bounding = Program(self.problem)
         bounding.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
         every = sum(len(choices(self.problem, block)) for block in range(self.num_blocks)) * self.num_blocks
@@ -213,23 +237,37 @@ class _Found:
         search = self._search(options)
         if relaxed is not None:
             self._look_near(search)
+            self._learn()
+            search = self._begun(search.replays)
         if self._is_enough or self.num_blocks <= PROGRAM_BLOCKS:
             for ahead, share in ((MAX_PREFETCH_DISTANCE, BOUND_SHARE), (1, DECIDE_SHARE)):
                 self._solve_program(search, ahead, share)
             self._search_far(search, relaxed)
+            self._search_beside(search)
             return
         with ThreadPoolExecutor(1) as beside:
             branched = beside.submit(self._branch, bounding)
             self._search_far(search, relaxed)
+            self._search_beside(search)
             self.bound_s = max(self.bound_s, branched.result().bound_s)
 
     def judged(self) -> tuple[tuple[BlockDecision, ...], float]:
-        """The best and its step. Contention the search estimates only: then the simulator chooses among it and patterns."""
+        """The best and its step. Contention the search estimates only: then the simulator chooses among the best."""
+        self._learn()
+        return self.best, self.best_s
+
+    def _learn(self) -> None:
+        """Where the machine has contention, let the simulator choose among what was found, and tell how long work takes there."""
         if not self.problem.machine.contention:
-            return self.best, self.best_s
-        found = {each: simulate(self.problem, each, events=False).step_s for each in (self.best, *self.patterns)}
-        best = min(found, key=lambda each: found[each])
-        return best, found[best]
+            return
+        for each in sorted(self.scores, key=lambda each: self.scores[each])[:_JUDGED]:
+            if each not in self.judged_s:
+                self.judged_s[each] = simulate(self.problem, each, events=False).step_s
+        self.scores.clear()
+        if self.judged_s:
+            self.best = min(self.judged_s, key=lambda each: self.judged_s[each])
+            self.best_s = self.judged_s[self.best]
+            self.lengthening = lengthening(self.problem, self.best)
 
     def _branch(self, bounding: Program) -> Branched:
         """A better bound. Where there was no time for a relaxation, there is none for branches on many blocks."""
@@ -252,6 +290,22 @@ class _Found:
         for row in self._anneal(search, wasted_s):
             self._allow(search, POLISHING_SHARE / _POLISHED)
             self._keep(search, search.improve(row))
+
+    def _search_beside(self, search: Search) -> None:
+        """Anneal and polish again, with work that takes as long as it does beside other work under the best plan so far."""
+        for seed, share in enumerate(BESIDE_SHARES[1:] if self.problem.machine.contention else ()):
+            self._learn()
+            if self._is_done:
+                return
+            search = self._begun(search.replays)
+            best = sorted(self.judged_s, key=lambda each: self.judged_s[each])[:_POLISHED]
+            begin = np.array([search.replays.row(each) for each in best])
+            terms = terms_of(search.replays, None, 0.0, None)
+            found = anneal(search, terms, begin, work=int(share * self._annealed), seed=seed)
+            order = np.argsort(search.score(found), kind="stable")
+            for row in np.concatenate([begin[:1], found[order[:_POLISHED]]]):
+                self._allow(search, POLISHING_SHARE / _POLISHED)
+                self._keep(search, search.improve(row))
 
     @property
     def _is_best(self) -> bool:
@@ -280,13 +334,31 @@ class _Found:
         gathers = any(whole_of(self.problem, block) != Whole() for block in range(self.num_blocks))
         return GATHERING if gathers else 1
 
+    @property
+    def _annealed(self) -> float:
+        """The work of annealing, all together."""
+        share = ANNEALING_SHARE if self.num_blocks > PROGRAM_BLOCKS else POLISHING_SHARE
+        share *= min(1.0, self.num_blocks / MANY_BLOCKS)
+        if sends_at_once(self.problem):
+            share /= max(SHARED_LANE, self.num_blocks / SHARED_LANE_BLOCKS)
+        share *= (RUN_INSTEAD if self._walks_first else 1) / self._slower
+        return share * self.time_limit_s * WALKED_BLOCKS_PER_SECOND
+
     def _search(self, options: Sequence[Sequence[BlockDecision]] | None) -> Search:
         """A search among ``options``, or all choices, and always those of what was found so far."""
         if options is not None and self.best:
-            known = zip(*(self.best, *self.patterns), strict=True)
+            known = zip(*(self.best, *self.patterns, *self.given), strict=True)
             near = [[replace(d, prefetch_distance=1) for d in of_block] for of_block in known]
             options = [list(dict.fromkeys([*of_block, *more])) for of_block, more in zip(options, near, strict=True)]
-        return Search(Replays(self.problem, options), deadline=self.deadline)
+        return self._begun(Replays(self.problem, options))
+
+    def _begun(self, replays: Replays) -> Search:
+        """A search with what is known of contention, from the best so far."""
+        search = Search(replays.beside(self.lengthening), deadline=self.deadline)
+        if self.best:
+            row = search.replays.row(self.best)[None]
+            self.best_score, self.best_s = float(search.score(row)[0]), float(search.replays.seconds(row)[0])
+        return search
 
     def _look_at_patterns(self) -> None:
         search = self._search(simple_choices(self.problem))
@@ -327,7 +399,8 @@ class _Found:
         """Round the relaxation, and search from there."""
         self._allow(search, ROUNDING_SHARE)
         distances = range(1, search.replays.farthest + 1)
-        near = dict.fromkeys(each for shares in self.shares[::-1] for each in rounded(self.problem, shares, distances))
+        roundings = (each for shares in self.shares[::-1] for each in rounded(self.problem, shares, distances))
+        near = dict.fromkeys((*self.given, *roundings))
         fitting = [row for row in (search.repair(search.replays.row(each)) for each in near) if row is not None]
         if not fitting:
             return
@@ -343,12 +416,8 @@ class _Found:
 
     def _anneal(self, search: Search, wasted_s: Seconds | None) -> Iterator[Rows]:
         """Walk from what was found; yields the best of each kind of runs, of which the next begins when these are polished."""
-        share = ANNEALING_SHARE if self.num_blocks > PROGRAM_BLOCKS else POLISHING_SHARE
-        share *= min(1.0, self.num_blocks / MANY_BLOCKS)
-        if sends_at_once(self.problem):
-            share /= max(SHARED_LANE, self.num_blocks / SHARED_LANE_BLOCKS)
-        share *= (RUN_INSTEAD if self._walks_first else 1) / self._slower
-        work, enough_s = share * self.time_limit_s * WALKED_BLOCKS_PER_SECOND, self.bound_s * (1 + ENOUGH)
+        work, enough_s = self._annealed, self.bound_s * (1 + ENOUGH)
+        work *= BESIDE_SHARES[0] if self.problem.machine.contention else 1
         begin = np.array([search.replays.row(each) for each in (self.best, *self.patterns, *self.near)])
         far, relaxed_s = range(1, search.replays.farthest + 1), self.relaxed_s if wasted_s is not None else 0.0
         few = PROGRAM_BLOCKS < self.num_blocks <= MANY_BLOCKS
@@ -394,6 +463,8 @@ class _Found:
 
     def _keep(self, search: Search, row: Rows) -> None:
         score = float(search.score(row[None])[0])
+        if self.problem.machine.contention:
+            self.scores[search.replays.decisions(row)] = score
         if score < self.best_score:
             self.best, self.best_score = search.replays.decisions(row), score
             self.best_s = float(search.replays.seconds(row[None])[0])

@@ -17,8 +17,10 @@ from autohete_fx.planner.model import simulate as judge
 from autohete_fx.planner.model.choices import choices
 from autohete_fx.planner.model.contention import Factors, Piece, Times, factors_of, settled
 from autohete_fx.planner.model.simulate import simulate
-from autohete_fx.planner.model.work import Work, durations_beside
+from autohete_fx.planner.model.work import Work
 from autohete_fx.planner.reasons import reasons_of
+from autohete_fx.planner.search.lengthening import lengthening
+from autohete_fx.planner.search.replays import Replays
 from autohete_fx.planner.solve import solve
 from tests.planner_problems import MACHINE, QUIET, cost, problem, problems, sharded
 from tests.unit.test_planner_collectives import AGAIN, RING, shared, times
@@ -201,38 +203,35 @@ def test_states_on_disk_are_no_way_around_contention():
         assert steps == pytest.approx(sorted(steps, reverse=True), rel=1e-3)
         assert steps[-1] == pytest.approx(in_ram, rel=1e-3) and steps[0] > 1.1 * in_ram
         assert abs(steps[1] - steps[3]) < 0.05 * steps[2], "a little more or less of a disk makes little difference"
-    waiting = problem([cost()], machine=replace(slow, disk_bytes_per_s=15.0))
-    alone, beside = (durations_beside(each, 0, on_disk)[Work.HOST_UPDATE] for each in (quiet(waiting), waiting))
-    assert alone == beside > durations_beside(waiting, 0, ON_HOST)[Work.HOST_UPDATE]
 
 
-def test_the_search_has_copies_of_updates_take_longer_where_the_host_updates_something():
-    slow = slowed(MACHINE, h2d_update=0.5, d2h_update=0.5)
-    free = problem([cost()], machine=slow, allow_streamed_optimizer=True)
-    for decision in (BlockDecision(optimizer=Optimizer.STREAMED), BlockDecision()):
-        assert durations_beside(free, 0, decision) == durations_beside(quiet(free), 0, decision)
+def test_the_search_has_work_take_as_long_as_it_does_beside_other_work():
+    """Replays with the factors of decisions take as long as the simulator says of them, and without these they do not."""
+    slow = slowed(MACHINE, update_h2d=0.5, update_d2h=0.6, h2d_update=0.7, h2d_d2h=0.8, d2h_h2d=0.8)
+    found = []
+    for overlap in Overlap:
+        free = problem([cost()] * 5, machine=slow, schedule=Schedule(overlap=overlap), allow_streamed_optimizer=True)
+        decisions = [ON_HOST, BlockDecision(optimizer=Optimizer.STREAMED), BlockDecision(), ON_HOST, ON_HOST]
+        replays = Replays(free)
+        row, step_s = replays.row(decisions)[None], simulate(free, decisions).step_s
+        factors = lengthening(free, decisions)
+        assert min(factors.values()) >= 1.0 and factors[Work.HOST_UPDATE] > 1.05
+        assert replays.beside(factors).seconds(row)[0] == pytest.approx(step_s, rel=0.02)
+        assert replays.seconds(row)[0] == pytest.approx(simulate(quiet(free), decisions).step_s)
+        assert replays.beside({}).seconds(row)[0] == replays.seconds(row)[0]
+        assert lengthening(quiet(free), decisions) == {}
+        found.append(step_s / float(replays.seconds(row)[0]))
+    assert max(found) > 1.03
 
 
-@pytest.mark.parametrize(
-    ("overlap", "changes", "kept", "expected_s"),
-    [
-        (Overlap.STEP, {}, {}, (0.5, 0.2)),
-        (Overlap.STEP, {}, {"update_h2d": 0.5}, (0.5 + 0.5 * 0.2, 0.2)),
-        (Overlap.STEP, {}, {"update_d2h": 0.5}, (0.5, 0.2)),
-        (Overlap.BACKWARD, {}, {"update_d2h": 0.5}, (0.5 + 0.5 * 0.2, 0.2)),
-        (Overlap.STEP, {}, {"h2d_update": 0.5}, (0.5, 0.2 / 0.5)),
-        (Overlap.NONE, {}, {"update_h2d": 0.5, "h2d_update": 0.5}, (0.5 + 0.5 * 0.4, 0.4)),
-        # No longer than beside copies all the time.
-        (Overlap.STEP, {"param_bytes": 500}, {"update_h2d": 0.5}, (0.5 / 0.5, 5.0)),
-    ],
-)
-def test_the_search_takes_an_update_to_run_beside_its_blocks_copies(
-    overlap: Overlap, changes: dict[str, int], kept: dict[str, float], expected_s: tuple[float, float]
-):
-    found = durations_beside(
-        problem([cost(**changes)], machine=slowed(MACHINE, **kept), schedule=Schedule(overlap=overlap)), 0, ON_HOST
-    )
-    assert (found[Work.HOST_UPDATE], found[Work.UPLOAD]) == pytest.approx(expected_s)
+def test_an_update_that_waits_for_its_disk_takes_no_longer_in_the_search_beside_copies():
+    waiting = problem([cost()] * 2, machine=replace(MACHINE, disk_bytes_per_s=15.0))
+    on_disk = BlockDecision(optimizer=Optimizer.DISK)
+    replays = Replays(waiting, [[ON_HOST, on_disk]] * 2)
+    slower = replays.beside({Work.HOST_UPDATE: 2.0})
+    for decision, takes_longer in ((on_disk, False), (ON_HOST, True)):
+        row = replays.row([decision] * 2)[None]
+        assert (slower.seconds(row)[0] > replays.seconds(row)[0]) == takes_longer
 
 
 def test_fewer_updates_are_left_to_a_host_that_copies_slow_down():

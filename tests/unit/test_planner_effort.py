@@ -78,6 +78,38 @@ def test_a_run_without_a_gain_is_followed_by_walks_that_give_all_distances(
     assert [seed for seed, _ in runs] == [planner.FEW_RUNS[0][0], planner.FEW_RUNS[1][0], planner.LAST_RUNS[0][0]]
 
 
+def test_decisions_of_a_problem_that_is_near_are_where_the_search_begins(monkeypatch: pytest.MonkeyPatch):
+    """Of a budget that is a hundredth larger. Nothing walks the second time."""
+    plan = planner.solve(dozen(), time_limit_s=10, explains=False)
+    monkeypatch.setattr(planner, "anneal", lambda search, terms, starts, **how: starts)
+    monkeypatch.setattr(planner, "BRANCHES_PER_SECOND", 0)
+    smaller = dozen(share=0.495)
+    begun, anew = (planner.solve(smaller, time_limit_s=1, explains=False, near=near) for near in ([plan.decisions], []))
+    assert begun.peak_bytes <= (smaller.device_budget_bytes or 0)
+    assert begun.step_s < anew.step_s and begun.step_s < 1.02 * plan.step_s
+
+
+def test_where_work_slows_down_other_work_the_search_learns_by_how_much_and_goes_on(
+    runs: list[tuple[int, list[int]]], monkeypatch: pytest.MonkeyPatch
+):
+    """Each time from what the simulator says of the best so far, which it judges in the end."""
+    learned, lengthening = [], planner.lengthening
+
+    def noted(given: Problem, decisions: Any) -> Any:
+        learned.append(simulate(given, decisions, events=False).step_s)
+        return lengthening(given, decisions)
+
+    monkeypatch.setattr(planner, "lengthening", noted)
+    contention = tuple((a, b, 0.6) for a in ("h2d", "d2h", "update") for b in ("h2d", "d2h", "update") if a != b)
+    slow = dataclasses.replace(dozen(), machine=dataclasses.replace(MACHINE, contention=contention))
+    plan = planner.solve(slow, time_limit_s=10, explains=False)
+    assert len(learned) >= len(planner.BESIDE_SHARES) + 1 and learned == sorted(learned, reverse=True)
+    assert plan.step_s == learned[-1] < learned[0]
+    assert [seed for seed, _ in runs][-len(planner.BESIDE_SHARES) + 1 :] == list(range(len(planner.BESIDE_SHARES) - 1))
+    blind = planner.solve(dozen(), time_limit_s=10, explains=False)
+    assert plan.step_s < simulate(slow, blind.decisions, events=False).step_s
+
+
 def test_whole_numbers_at_the_ends_prove_more_and_no_more_than_is_true():
     """Alike blocks share out what is a mixture, but for the first ones, for which others wait, and the last ones, which wait."""
     layer = cost(

@@ -110,12 +110,24 @@ def simulate(problem: Problem, decisions: Sequence[BlockDecision], *, events: bo
     assert len(decisions) == len(problem.costs), "one decision a block"
     assert all(decision.prefetch_distance >= 1 for decision in decisions), "a copy is issued at least one block ahead"
 
-    def times(factors: Factors) -> Sequence[Times]:
-        replay = _Replay(problem, decisions, False, factors)
-        replay.run()
-        return replay.lanes.times
+    return _Replay(problem, decisions, events, _settled(problem, decisions)).run()
 
-    return _Replay(problem, decisions, events, settled(problem.machine, times)).run()
+
+def seconds_beside(problem: Problem, decisions: Sequence[BlockDecision]) -> list[tuple[Piece, float, float]]:
+    """Each piece of a step's work, or part of one, with its seconds alone and beside the others. Empty without contention."""
+    factors = _settled(problem, decisions)
+    times = _times(problem, decisions, factors)
+    return [(piece, (end - begin) / factors.get(piece, 1.0), end - begin) for piece, begin, end in times]
+
+
+def _settled(problem: Problem, decisions: Sequence[BlockDecision]) -> Factors:
+    return settled(problem.machine, lambda factors: _times(problem, decisions, factors))
+
+
+def _times(problem: Problem, decisions: Sequence[BlockDecision], factors: Factors) -> Sequence[Times]:
+    replay = _Replay(problem, decisions, False, factors)
+    replay.run()
+    return replay.lanes.times
 
 
 class _Replay(BlockProgram):

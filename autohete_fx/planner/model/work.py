@@ -19,7 +19,6 @@ from autohete_fx.planner.model.figures import (
     collective_s,
     copy_s,
     device_update_s,
-    host_computed_s,
     host_update_s,
     over_link_s,
     overlap_of,
@@ -301,48 +300,6 @@ def durations(problem: Problem, block: int, decision: BlockDecision) -> Duration
     """The seconds of a block's work, as if nothing else worked meanwhile."""
     found = _of_training(problem, block, decision) if problem.training else _of_inference(problem, block, decision)
     return Durations(tuple(found.get(work, 0.0) for work in Work))
-
-
-def durations_beside(problem: Problem, block: int, decision: BlockDecision) -> Durations:
-    """Likewise, about as long as they take beside other work: the search's measure, where the machine has contention.
-
-    Copies and collectives are taken to run beside computation, and computation beside all those of its block and pass. Copies of
-    updates run beside updates on the host, and an update beside its block's copies of the passes that it overlaps with. The
-    simulator knows better (`contention`), and judges.
-    """
-    alone, machine = durations(problem, block, decision), problem.machine
-    if not machine.contention:
-        return alone
-    found = {work: alone[work] for work in Work}
-    for work in Work:
-        if work.moves:
-            found[work] /= machine.kept(work.lane, Lane.COMPUTE)
-            computed = _BESIDE.get(work.in_pass)
-            if computed is not None:
-                found[computed] += (1 - machine.kept(Lane.COMPUTE, work.lane)) * found[work]
-        if work.moves and work.in_pass is Pass.UPDATES and found[Work.HOST_UPDATE]:
-            found[work] /= machine.kept(work.lane, Lane.UPDATE)
-    if found[Work.HOST_UPDATE]:
-        computed_s = host_computed_s(problem, block, decision)
-        for lane in _COPYING:
-            copied_s = sum(
-                found[work] for work in Work if work.lane is lane and work.in_pass in _MEETS[overlap_of(problem)]
-            )
-            kept = machine.kept(Lane.UPDATE, lane)
-            computed_s = min(computed_s / kept, computed_s + (1 - kept) * copied_s)
-        found[Work.HOST_UPDATE] = max(found[Work.HOST_UPDATE], computed_s)
-    return Durations(tuple(found[work] for work in Work))
-
-
-_BESIDE = {Pass.FORWARD: Work.FORWARD, Pass.BACKWARD: Work.BACKWARD}
-"""The computation of a pass."""
-_COPYING = tuple(lane for lane in Lane if lane.copies)
-_MEETS = {
-    Overlap.NONE: (Pass.UPDATES,),
-    Overlap.STEP: (Pass.UPDATES, Pass.FORWARD),
-    Overlap.BACKWARD: (Pass.UPDATES, Pass.FORWARD, Pass.BACKWARD),
-}
-"""The passes whose copies updates on the host meet."""
 
 
 def _of_inference(problem: Problem, block: int, decision: BlockDecision) -> dict[Work, float]:

@@ -3,9 +3,10 @@
 A *setting* is a decision of one block with its prefetch distance. `Replays.settings` lists those of every block, and an
 assignment is a row of indices into these lists, one a block. Seconds follow the program of `simulate` exactly, lane by lane,
 but without events (`arrays`); memory is a sum of `device_use.device_bytes`. Tests hold both to `simulate`, which stays the
-judge of what is returned. Contention is an estimate here (`work.durations_beside`).
+judge of what is returned. Contention is an estimate here (`lengthening`).
 """
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -20,6 +21,7 @@ from autohete_fx.planner.model.figures import (
     Whole,
     disk_bytes,
     host_bytes,
+    host_computed_s,
     limits_of,
     most_staging_s,
     overlap_of,
@@ -37,13 +39,14 @@ from autohete_fx.planner.model.work import (
     Work,
     added_up,
     copies_of_updated,
-    durations_beside,
+    durations,
     forward_passes,
     slots_of,
     updating_pass,
 )
 from autohete_fx.planner.search.arrays import Assignments, Rows, Rules, Tables
 from autohete_fx.planner.search.gathering import GATHERING_KINDS, Gathering
+from autohete_fx.planner.search.lengthening import Lengthening
 from autohete_fx.planner.search.passes import NEVER, Seconds
 
 _SIDE_BY_SIDE = 1024
@@ -78,16 +81,30 @@ class Replays:
         )
         self.distance = np.array([[s.prefetch_distance for s in settings] for settings in padded])
         tables = np.array([self._figures(b, of_block, width) for b, of_block in enumerate(allowed)]).transpose(2, 0, 1)
-        self._took = tables[: len(Work)]
-        self.copies_s, *elsewhere, staged = tables[len(Work) :]
+        self._alone = tables[: len(Work)]
+        self.copies_s, *elsewhere, self._staged_s, self._computed_s = tables[len(Work) :]
         self.elsewhere = np.stack(elsewhere).astype(np.int64)
-        self.tables = self._pass_tables(staged)
+        self._lengthen({})
+
+    def beside(self, lengthening: Lengthening) -> "Replays":
+        """Those with work that takes so much longer than alone."""
+        found = copy.copy(self)
+        found._lengthen(lengthening)
+        return found
+
+    def _lengthen(self, lengthening: Lengthening) -> None:
+        factors = np.array([lengthening.get(work, 1.0) for work in Work])
+        self._took = self._alone * factors[:, None, None]
+        # An update whose states are on disk waits for that, however long it computes.
+        alone, computed = self._alone[Work.HOST_UPDATE.index], self._computed_s * factors[Work.HOST_UPDATE.index]
+        self._took[Work.HOST_UPDATE.index] = np.maximum(alone, np.where(alone > 0, computed, 0.0))
+        self.tables = self._pass_tables()
 
     def takes(self, works: Iterable[Work]) -> Seconds:
         """Seconds of some work, all together, by block and setting."""
         return _added(self._took, works)
 
-    def _pass_tables(self, staged_s: Seconds) -> Tables:
+    def _pass_tables(self) -> Tables:
         """Of the passes of a step: what waits for updates; the last backward; forwards, where the first is not that."""
         problem, overlap = self.problem, overlap_of(self.problem)
         synchronous, at_once = overlap is Overlap.NONE, sends_at_once(problem)
@@ -124,7 +141,7 @@ class Replays:
                     np.where(waits, 0.0, NEVER),
                     self.takes((Work.AVERAGE,)),
                     *(self.takes((work,)) * (not synchronous) for work in (Work.STATES, Work.STATES_BACK)),
-                    staged_s,
+                    self._staged_s,
                     self.takes((Work.OVER_LINK,)),
                 ]
             ),
@@ -157,13 +174,13 @@ class Replays:
 
     def _figures(self, block: int, options: Sequence[BlockDecision], width: int) -> NDArray[np.float64]:
         """What each setting takes, which its distance does not change: durations, all its copies, bytes on the host and on
-        disk, and seconds of its staging."""
+        disk, seconds of its staging, and what its update on the host computes."""
         rows = []
         for option in options:
-            took = durations_beside(self.problem, block, option)
+            took = durations(self.problem, block, option)
             elsewhere = host_bytes(self.problem, block, option), disk_bytes(self.problem, block, option)
-            staged_s = staging_s(self.problem, block, option)
-            rows.append((*took.seconds, took.moving_s(self.micro_batches), *elsewhere, staged_s))
+            seconds = staging_s(self.problem, block, option), host_computed_s(self.problem, block, option)
+            rows.append((*took.seconds, took.moving_s(self.micro_batches), *elsewhere, *seconds))
         figures = np.repeat(rows, [len(self._distances(option)) for option in options], axis=0)
         return np.concatenate([figures, np.repeat(figures[:1], width - len(figures), axis=0)])
 
