@@ -142,8 +142,9 @@ def _seconds(ranks: Ranks, device: torch.device, num_rows: int) -> float:
 
 def figures_of(sizes: Sequence[int], seconds: Sequence[float], num_ranks: int) -> tuple[float, float]:
     """Rate and latency that explain the seconds of a small whole and a large one. A large one that took hardly longer says that the
-    rate is high, not that it has no end."""
+    rate is high, not that it has no end. Those of one rank, which sends nothing, are of a copy."""
     (small, large), (small_s, large_s) = sizes, seconds
+    messages = max(1, num_ranks - 1)
     per_byte_s = max(large_s - small_s, large_s / 4) / (large - small)
-    rate = (num_ranks - 1) / num_ranks / per_byte_s
-    return rate, max(0.0, small_s - small * per_byte_s) / (num_ranks - 1)
+    rate = messages / num_ranks / per_byte_s
+    return rate, max(0.0, small_s - small * per_byte_s) / messages

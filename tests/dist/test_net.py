@@ -84,3 +84,8 @@ def test_doctor_of_two_ranks_prints_and_saves_it_once(tmp_path: Path):
     assert printed.count("link to other ranks") == printed.count("latency between ranks") == 1 and not other.strip()
     saved = Machine.load(tmp_path / "machine.json")
     assert saved.net_bytes_per_s > 0 and json.loads((tmp_path / "machine.json").read_text())["net_latency_s"] >= 0
+
+
+def test_one_rank_has_the_figures_of_a_copy():
+    """As the mesh of a model may have whose layers are parallel on as many ranks as there are."""
+    assert figures_of((1000, 3000), (3e-6, 5e-6), 1) == pytest.approx((1e9, 2e-6))
