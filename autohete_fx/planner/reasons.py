@@ -31,6 +31,7 @@ from autohete_fx.planner.model.simulation import BACKWARD, FORWARD, OPTIMIZER_ST
 from autohete_fx.planner.model.work import COPY_WEIGHT
 from autohete_fx.planner.search.arrays import Rows
 from autohete_fx.planner.search.improve import LEAST_GAIN
+from autohete_fx.planner.search.lengthening import lengthening
 from autohete_fx.planner.search.passes import Seconds
 from autohete_fx.planner.search.replays import Replays
 
@@ -78,7 +79,7 @@ class _Changes:
     def __init__(self, problem: Problem, decisions: Sequence[BlockDecision], step_s: float) -> None:
         """``step_s``: of the decisions, by the simulator."""
         self.problem = problem
-        self.replays = replays = Replays(problem, _options(problem, decisions))
+        self.replays = replays = Replays(problem, _options(problem, decisions)).beside(lengthening(problem, decisions))
         self.row = replays.row(decisions)
         chosen = [_choice(settings[i]) for settings, i in zip(replays.settings, self.row, strict=True)]
         others = [

@@ -19,7 +19,7 @@ the updates, so keeping everything is not a lower bound on time, and is not said
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -59,6 +59,11 @@ the machine is slow or busy for that many blocks.
 BESIDE_SHARES = 0.3, 0.1, 0.1, 0.1, 0.1, 0.1
 """Shares of that work where the machine has contention. The first is for annealing as soon as there is a plan, which says how long
 work takes beside other work. The others are for each time that the best plan so far says so again."""
+JUDGING_SHARE, JUDGED_BLOCKS_PER_SECOND = 0.03, 600
+"""The share of the time limit for the simulator's judgement, each time, and its rate with contention: blocks times micro-batches.
+
+Where that is not enough for one plan, the search knows nothing of contention, and the simulator judges a few in the end.
+"""
 RELAXATION_SHARE = 0.5
 """The share of the time limit, by the clock, for the relaxation.
 
@@ -127,7 +132,7 @@ MOST_CHOICES = 200_000
 
 Without a relaxation it is among those of patterns.
 """
-_STARTS, _IMPROVED_STARTS, _ROUNDINGS, _POLISHED, _JUDGED = 12, 2, 2, 3, 10
+_STARTS, _IMPROVED_STARTS, _ROUNDINGS, _POLISHED, _FEWEST_JUDGED, _JUDGED = 12, 2, 2, 3, 3, 10
 
 
 def solve(
@@ -194,6 +199,11 @@ def _is_mixture(shares: NDArray[np.float64]) -> bool:
     return bool(((shares > LEAST_MIXED) & (shares < 1 - LEAST_MIXED)).any())
 
 
+def _is_among(decision: BlockDecision, allowed: Container[BlockDecision]) -> bool:
+    """Whether it is one of these, at whatever distance."""
+    return replace(decision, prefetch_distance=1) in allowed
+
+
 class _Found:
     """The best decisions and the best bound so far."""
 
@@ -204,8 +214,10 @@ class _Found:
         deadline: float,
         given: Sequence[tuple[BlockDecision, ...]],
     ) -> None:
-        self.problem, self.time_limit_s, self.deadline, self.given = problem, time_limit_s, deadline, given
+        self.problem, self.time_limit_s, self.deadline = problem, time_limit_s, deadline
         self.num_blocks = len(problem.costs)
+        allowed = [set(choices(problem, block)) for block in range(self.num_blocks)]
+        self.given = [each for each in given if all(map(_is_among, each, allowed))]
         self.best: tuple[BlockDecision, ...] = ()
         self.patterns: list[tuple[BlockDecision, ...]] = []  # that keep the budgets, and differ
         self.near: list[tuple[BlockDecision, ...]] = []  # likewise, the relaxation
@@ -253,20 +265,36 @@ class _Found:
 
     def judged(self) -> tuple[tuple[BlockDecision, ...], float]:
         """The best and its step. Contention the search estimates only: then the simulator chooses among the best."""
-        self._learn()
+        if self.problem.machine.contention:
+            self._judge(max(_FEWEST_JUDGED, self._can_judge))
         return self.best, self.best_s
 
-    def _learn(self) -> None:
-        """Where the machine has contention, let the simulator choose among what was found, and tell how long work takes there."""
-        if not self.problem.machine.contention:
-            return
-        for each in sorted(self.scores, key=lambda each: self.scores[each])[:_JUDGED]:
+    @property
+    def _can_judge(self) -> int:
+        """How many plans the simulator can judge with contention in their share of the time."""
+        passes = self.problem.micro_batches if self.problem.training else 1
+        return min(
+            _JUDGED, int(JUDGING_SHARE * self.time_limit_s * JUDGED_BLOCKS_PER_SECOND / self.num_blocks / passes)
+        )
+
+    @property
+    def _learns(self) -> bool:
+        return bool(self.problem.machine.contention) and self._can_judge > 0
+
+    def _judge(self, count: int) -> None:
+        """Let the simulator choose among the best of what was found."""
+        for each in sorted(self.scores, key=lambda each: self.scores[each])[:count]:
             if each not in self.judged_s:
                 self.judged_s[each] = simulate(self.problem, each, events=False).step_s
         self.scores.clear()
         if self.judged_s:
             self.best = min(self.judged_s, key=lambda each: self.judged_s[each])
             self.best_s = self.judged_s[self.best]
+
+    def _learn(self) -> None:
+        """Where the machine has contention, let the simulator choose among what was found, and tell how long work takes there."""
+        if self._learns:
+            self._judge(self._can_judge)
             self.lengthening = lengthening(self.problem, self.best)
 
     def _branch(self, bounding: Program) -> Branched:
@@ -293,7 +321,7 @@ class _Found:
 
     def _search_beside(self, search: Search) -> None:
         """Anneal and polish again, with work that takes as long as it does beside other work under the best plan so far."""
-        for seed, share in enumerate(BESIDE_SHARES[1:] if self.problem.machine.contention else ()):
+        for seed, share in enumerate(BESIDE_SHARES[1:] if self._learns else ()):
             self._learn()
             if self._is_done:
                 return
@@ -347,7 +375,7 @@ class _Found:
     def _search(self, options: Sequence[Sequence[BlockDecision]] | None) -> Search:
         """A search among ``options``, or all choices, and always those of what was found so far."""
         if options is not None and self.best:
-            known = zip(*(self.best, *self.patterns, *self.given), strict=True)
+            known = zip(*(self.best, *self.patterns, *self.judged_s, *self.given), strict=True)
             near = [[replace(d, prefetch_distance=1) for d in of_block] for of_block in known]
             options = [list(dict.fromkeys([*of_block, *more])) for of_block, more in zip(options, near, strict=True)]
         return self._begun(Replays(self.problem, options))
@@ -417,7 +445,7 @@ class _Found:
     def _anneal(self, search: Search, wasted_s: Seconds | None) -> Iterator[Rows]:
         """Walk from what was found; yields the best of each kind of runs, of which the next begins when these are polished."""
         work, enough_s = self._annealed, self.bound_s * (1 + ENOUGH)
-        work *= BESIDE_SHARES[0] if self.problem.machine.contention else 1
+        work *= BESIDE_SHARES[0] if self._learns else 1
         begin = np.array([search.replays.row(each) for each in (self.best, *self.patterns, *self.near)])
         far, relaxed_s = range(1, search.replays.farthest + 1), self.relaxed_s if wasted_s is not None else 0.0
         few = PROGRAM_BLOCKS < self.num_blocks <= MANY_BLOCKS

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autohete_fx.ir import BlockDecision, Overlap, Problem, Schedule
+from autohete_fx.ir import BlockDecision, Overlap, Params, Problem, Schedule
 from autohete_fx.planner import solve as planner
 from autohete_fx.planner.bound.formulation import Program
 from autohete_fx.planner.bound.relaxation import _mixes, branch, dive, ends_of, lumps_of, relax
@@ -87,6 +87,11 @@ def test_decisions_of_a_problem_that_is_near_are_where_the_search_begins(monkeyp
     begun, anew = (planner.solve(smaller, time_limit_s=1, explains=False, near=near) for near in ([plan.decisions], []))
     assert begun.peak_bytes <= (smaller.device_budget_bytes or 0)
     assert begun.step_s < anew.step_s and begun.step_s < 1.02 * plan.step_s
+    # Of what this problem does not allow nothing is taken.
+    stays = dataclasses.replace(smaller, fixed_decisions=(BlockDecision(), *[None] * 11))
+    assert (
+        planner.solve(stays, time_limit_s=1, explains=False, near=[plan.decisions]).decisions[0].params == Params.DEVICE
+    )
 
 
 def test_where_work_slows_down_other_work_the_search_learns_by_how_much_and_goes_on(
@@ -108,6 +113,17 @@ def test_where_work_slows_down_other_work_the_search_learns_by_how_much_and_goes
     assert [seed for seed, _ in runs][-len(planner.BESIDE_SHARES) + 1 :] == list(range(len(planner.BESIDE_SHARES) - 1))
     blind = planner.solve(dozen(), time_limit_s=10, explains=False)
     assert plan.step_s < simulate(slow, blind.decisions, events=False).step_s
+
+
+def test_where_a_replay_takes_long_nothing_is_learned(monkeypatch: pytest.MonkeyPatch):
+    """The simulator then judges a few plans in the end."""
+    monkeypatch.setattr(planner, "lengthening", None)
+    judged = []
+    monkeypatch.setattr(planner, "simulate", lambda *given, **how: judged.append(given) or simulate(*given, **how))
+    slow = dataclasses.replace(MACHINE, contention=(("h2d", "d2h", 0.6), ("d2h", "h2d", 0.6)))
+    many = dataclasses.replace(dozen(), machine=slow, micro_batches=40)
+    plan = planner.solve(many, time_limit_s=2, explains=False)
+    assert len(judged) <= 5 and plan.step_s == simulate(many, plan.decisions, events=False).step_s
 
 
 def test_whole_numbers_at_the_ends_prove_more_and_no_more_than_is_true():

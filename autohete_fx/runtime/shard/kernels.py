@@ -68,7 +68,8 @@ def _issue_reduce(
 
 
 def _start_gathers(results: Sequence[Tensor], sources: Sequence[Tensor], group: dist.ProcessGroup) -> Sequence[Work]:
-    """Start all of them as one."""
+    """Start all of them as one, which gloo can of one dtype."""
+    assert len({source.dtype for source in sources}) == 1, "shards of several dtypes in one gather"
     with versions.coalescing(group) as together:
         for result, source in zip(results, sources, strict=True):
             _all_gather(result, source, group=group, async_op=True)
