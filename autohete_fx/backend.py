@@ -55,8 +55,8 @@ def _autohete(
     """
     began_s = time.perf_counter()
     logs.follow()
-    calls.note_compiled_graph(tensors_in(example_inputs))
     try:
+        calls.note_compiled_graph(tensors_in(example_inputs))
         inputs = held_inputs(graph_inputs(gm, example_inputs, calls.modules_called()))
         agreement = Agreement(parameters_of(inputs).values())
         with agreement.announced():
