@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
@@ -28,8 +29,6 @@ from tests.dist import ranks
 from tests.dist.sharded import refusal
 from tests.dist.tensor_parallel import (
     GPT,
-    VOCABULARY,
-    WIDTH,
     largest_difference,
     make,
     mesh,
@@ -59,8 +58,6 @@ DECISIONS = {
     "host": [HOST],
 }
 BLOCKS = ("prologue", "layers.0", "layers.1", "epilogue")
-BUDGET_BYTES = 1900 << 10
-"""Of ranks that Inductor compiles for."""
 pytestmark = pytest.mark.slow
 
 
@@ -283,37 +280,13 @@ def test_a_budget_is_kept_by_moving_local_shards(of_two: dict[str, list[Any]]):
             assert abs(each["peak"] - each["plan"]) <= 0.1 * each["plan"] and each["apart"] < 1e-12, found
 
 
-class Perceptrons(nn.Module):
-    """Layers without attention, which have the collectives of those with it, and half as many kernels to compile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-            for _ in range(2)
-        )
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.double()
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(batch)
-        for layer in self.layers:
-            x = x + layer(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch.roll(1, 1).flatten())
-
-
 def by_inductor() -> dict[str, Any]:
     """The solver's plan within a budget that it has to move things for, and what is moved."""
-    plain = Perceptrons()
-    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
-    styles = {"layers.*.1": ColwiseParallel(), "layers.*.3": RowwiseParallel()}
-    model = compiled(
-        parallelize_module(Perceptrons(), mesh(), styles), inner_backend="inductor", memory_budget=BUDGET_BYTES
-    )
+    expected = reference(dropout=0.0)
+    model = compiled(parallel(make(dropout=0.0)), inner_backend="inductor", memory_budget="3700KiB")
     optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-2)
-    given = train(model, optimizer)
+    with sdpa_kernel(SDPBackend.MATH):  # of the other one PyTorch 2.11 compiles no backward in fp64
+        given = train(model, optimizer)
     compilation = autohete_fx.compilations()[-1]
     lanes = sorted({each.lane.value for each in compilation.transfers})
     return {"apart": largest_difference(given, expected), "lanes": lanes, "peak": compilation.plan.peak_bytes}
@@ -321,7 +294,7 @@ def by_inductor() -> dict[str, Any]:
 
 def test_compiled_by_inductor_within_a_budget_two_ranks_are_within_rounding(of_two: dict[str, list[Any]]):
     for found in of_two["by_inductor"]:
-        assert found["apart"][0] < 1e-12 and found["peak"] <= BUDGET_BYTES, found
+        assert found["apart"][0] < 1e-12 and found["peak"] <= 3700 << 10, found
         assert found["lanes"] == ["d2h", "h2d", "net"], found
 
 

@@ -16,15 +16,16 @@ import autohete_fx
 from autohete_fx import Activations, BlockDecision, Plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # transformers' own
-RECOMPUTE = BlockDecision(activations=Activations.RECOMPUTE)
+KEEP, RECOMPUTE = BlockDecision(), BlockDecision(activations=Activations.RECOMPUTE)
 SELECTIVE = BlockDecision(activations=Activations.SELECTIVE)
-DECISIONS = {"fp64": RECOMPUTE, "bf16": RECOMPUTE, "autocast": SELECTIVE}
-"""By the kind of numbers, of the one layer and all around it: a second one would have kernels of its own to compile."""
+LAYERS = {"fp64": (RECOMPUTE, SELECTIVE), "bf16": (RECOMPUTE,) * 2, "autocast": (SELECTIVE,) * 2}
+"""Their decisions, by the kind of numbers. Layers that are decided alike have most kernels in common."""
+LABELS = ("prologue", *(f"model.layers.{layer}" for layer in range(2)), "epilogue")
 CONFIG: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
@@ -45,7 +46,7 @@ def trained(kind: str, backend: str | None, steps: int) -> tuple[list[Tensor], l
         model.model.norm, model.model.rotary_emb = norm(), Rotary()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     if backend is not None:
-        plan = Plan(labels=("graph",), decisions=(DECISIONS[kind],))
+        plan = Plan(labels=LABELS, decisions=(KEEP, *LAYERS[kind], KEEP))
         options = {"options": {"plan": plan, "profile": "analytic"}} if backend == "autohete" else {}
         model.compile(backend=backend, **options)
     first: list[Tensor] = []
@@ -86,7 +87,7 @@ def distance(given: list[Tensor], expected: list[Tensor]) -> float:
 
 def test_in_fp64_a_plan_that_recomputes_trains_as_eager_does():
     given, expected = trained("fp64", "autohete", 6), trained("fp64", None, 6)
-    assert autohete_fx.compilations()[-1].plan.decisions == (RECOMPUTE,)
+    assert autohete_fx.compilations()[-1].plan.decisions == (KEEP, *LAYERS["fp64"], KEEP)
     assert distance(given[0], expected[0]) < 1e-12
     assert distance(given[1], expected[1]) < 1e-10
 

@@ -21,10 +21,11 @@ WIDTH = 192
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x)))
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class CalledFourTimes(nn.Module):
