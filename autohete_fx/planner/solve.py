@@ -36,9 +36,11 @@ from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE, choices, co
 from autohete_fx.planner.model.figures import Whole, sends_at_once, whole_of
 from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.reasons import reasons_of
+from autohete_fx.planner.search import effort
 from autohete_fx.planner.search.anneal import anneal, terms_of
 from autohete_fx.planner.search.arrays import Rows
 from autohete_fx.planner.search.improve import Search
+from autohete_fx.planner.search.judge import Judge
 from autohete_fx.planner.search.lengthening import Lengthening, lengthening
 from autohete_fx.planner.search.passes import Seconds
 from autohete_fx.planner.search.replays import Replays
@@ -47,92 +49,6 @@ from autohete_fx.planner.search.starts import simple_choices, starts
 
 OPTIMAL_GAP = 0.005
 """A plan whose gap is at most this has status ``optimal``; for less, nothing is moved."""
-BOUND_SHARE, DECIDE_SHARE = 0.15, 0.1
-"""The share of the time limit that work is counted out for, for each integer program."""
-STARTS_SHARE, ROUNDING_SHARE, PROGRAMS_SHARE, ANNEALING_SHARE, POLISHING_SHARE = 0.02, 0.05, 0.05, 0.3, 0.02
-"""Likewise for local search from patterns, from the rounded relaxation, from each program's decisions, for annealing where
-there are no programs, and at the end.
-
-All shares together stay well below the limit. The clock would make plans depend on the load. It thus ends the search only where
-the machine is slow or busy for that many blocks.
-"""
-BESIDE_SHARES = 0.3, 0.1, 0.1, 0.1, 0.1, 0.1
-"""Shares of that work where the machine has contention. The first is for annealing as soon as there is a plan, which says how long
-work takes beside other work. The others are for each time that the best plan so far says so again."""
-JUDGING_SHARE, JUDGED_BLOCKS_PER_SECOND = 0.03, 600
-"""The share of the time limit for the simulator's judgement, each time, and its rate with contention: blocks times micro-batches.
-
-Where that is not enough for one plan, the search knows nothing of contention, and the simulator judges a few in the end.
-"""
-RELAXATION_SHARE = 0.5
-"""The share of the time limit, by the clock, for the relaxation.
-
-Without it nothing is proven; it takes a tenth of this for few blocks.
-"""
-REASONS_SHARE = 0.08
-"""Likewise for saying why, at the end."""
-REPLAYED_BLOCKS_PER_SECOND, WALKED_BLOCKS_PER_SECOND = 1_500_000, 4_000_000
-"""Rates of local search and of annealing on a usual core."""
-SHARED_LANE, SHARED_LANE_BLOCKS = 2, 16
-"""Where `figures.sends_at_once`, blocks take that many times as long to replay, or as often as the others go into their number."""
-GATHERING = 2
-"""Where blocks gather, they take that many times as long to replay and to branch on."""
-PROGRAM_BLOCKS = 8
-"""For more blocks CP-SAT does not try the integer programs: in the time there is it gets little further than their relaxation."""
-BRANCHED_BLOCKS = 32
-"""For more blocks than `PROGRAM_BLOCKS` and up to these all choices of the bounding program are branched on.
-
-For more it is those of `relaxation.ends_of`, and where `figures.sends_at_once` for more than `MANY_BLOCKS`: that proves as much.
-"""
-BRANCHES_PER_SECOND, MOST_BRANCHES_PER_SECOND = 30_000, 12
-"""Branches in a second of the time limit, the first over the cube of the number of blocks: work and use of a branch decide.
-
-As with the search, work is counted, so that every run proves the same.
-"""
-LUMP_BRANCHES = 60
-"""Branches on blocks with large parameters in one piece (`relaxation.lumps_of`), and on those with what stands at both ends.
-
-The first are taken where a lump has a choice with more than a share of ``LEAST_MIXED`` and less than all.
-"""
-NEAR_DISTANCE = 3
-"""The prefetch distance of a program that decides, one that walks give. The search begins at its relaxation and its dive, too.
-
-The one that bounds has the memory of distance 1 and the time of the farthest, which no plan has.
-"""
-NEAR_BLOCKS = 32
-"""That is for more blocks: for fewer, walks have rounds enough to leave a bad start."""
-LEAST_MIXED = 0.05
-MOST_BRANCHES = 1_000_000
-"""Where `proven` branches until its time is over."""
-MANY_BLOCKS = 16
-"""With fewer, annealing has no more to find after less work, in proportion."""
-FEW_RUNS = (1, 0.25), (0, 1.0), (2, 0.5)
-"""The runs of annealing up to so many blocks: the seed of each and its share of that work.
-
-The first tells soon whether there is something to find. A dozen blocks, of which one run in four ends 0.2% above the others
-whatever its work, get another.
-"""
-LAST_RUNS = (3, 0.4), (4, 0.4), (5, 0.4)
-"""Likewise those after these, in which walks give all prefetch distances.
-
-A round takes a third longer then. They end elsewhere than the others, of 12 layers often in a better place, and each elsewhere.
-"""
-STAGNANT = 5e-4
-"""Runs of one kind end after one that made the step faster by less than this share. The last runs begin if those before them made
-it faster by more."""
-RUN_INSTEAD = 1.75
-"""The share by which annealing does more where it begins at rounded shares that local search has not improved.
-
-That is for many blocks where `figures.sends_at_once`. Local search takes as long there, and finds less.
-"""
-ENOUGH = 0.0025
-"""The search looks no further where a plan's gap is this: predictions err by more."""
-MOST_CHOICES = 200_000
-"""Where blocks times all their choices are more, the search is among those that the relaxation uses, and mixtures of these.
-
-Without a relaxation it is among those of patterns.
-"""
-_STARTS, _IMPROVED_STARTS, _ROUNDINGS, _POLISHED, _FEWEST_JUDGED, _JUDGED = 12, 2, 2, 3, 3, 10
 
 
 def solve(
@@ -167,7 +83,7 @@ def proven(problem: Problem, plan: Plan, *, time_limit_s: float) -> Plan:
     """The same plan with the bound that ``time_limit_s`` more seconds of branching prove, if that is a better one."""
     program = Program(problem)
     program.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
-    branched = branch(program, branches=MOST_BRANCHES, deadline=time.monotonic() + time_limit_s)
+    branched = branch(program, branches=effort.MOST_BRANCHES, deadline=time.monotonic() + time_limit_s)
     bound_s = min(plan.step_s, max(plan.lower_bound_s, branched.bound_s))
     gap = (plan.step_s - bound_s) / plan.step_s
     return replace(plan, lower_bound_s=bound_s, gap=gap, status="optimal" if gap <= OPTIMAL_GAP else plan.status)
@@ -183,7 +99,7 @@ def _solved(
     stays = fits(problem, replayed) and not any(copies(decision) for decision in stay)
     if stays and replayed.step_s - bound_s <= OPTIMAL_GAP * replayed.step_s:
         return stay, bound_s
-    deadline = time.monotonic() + (1 - REASONS_SHARE) * time_limit_s
+    deadline = time.monotonic() + (1 - effort.REASONS_SHARE) * time_limit_s
     if not problem.costs:
         raise infeasible(problem, deadline=deadline)
     found = _Found(problem, time_limit_s, deadline, near)
@@ -196,7 +112,7 @@ def _solved(
 
 def _is_mixture(shares: NDArray[np.float64]) -> bool:
     """Whether a block does more than a little of this and a little of that."""
-    return bool(((shares > LEAST_MIXED) & (shares < 1 - LEAST_MIXED)).any())
+    return bool(((shares > effort.LEAST_MIXED) & (shares < 1 - effort.LEAST_MIXED)).any())
 
 
 def _is_among(decision: BlockDecision, allowed: Container[BlockDecision]) -> bool:
@@ -225,8 +141,7 @@ class _Found:
         self.bound_s = self.relaxed_s = 0.0
         self.shares: list[tuple[NDArray[np.float64], ...]] = []  # of the relaxation, and with whole numbers for lumps
         self.lengthening: Lengthening = {}
-        self.scores: dict[tuple[BlockDecision, ...], float] = {}  # of what was found since that is so
-        self.judged_s: dict[tuple[BlockDecision, ...], float] = {}  # by the simulator
+        self.judge = Judge(problem, time_limit_s)
 
     def look(self, bound_s: float) -> None:
         """Search, with a bound to begin with. Raises InfeasiblePlanError."""
@@ -236,23 +151,22 @@ class _Found:
         bounding = Program(self.problem)
         bounding.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
         every = sum(len(choices(self.problem, block)) for block in range(self.num_blocks)) * self.num_blocks
-        relaxed = self._relax(bounding, mixtures=every <= MOST_CHOICES)
+        relaxed = self._relax(bounding, mixtures=every <= effort.MOST_CHOICES)
         # A relaxation that has been solved is rounded, whatever the clock says: that takes less time, and finds more than patterns.
         if self._is_best or (relaxed is None and self._is_done):
             return
         options = None
-        if every > MOST_CHOICES and relaxed is None:
+        if every > effort.MOST_CHOICES and relaxed is None:
             options = simple_choices(self.problem)
-        elif every > MOST_CHOICES:
+        elif every > effort.MOST_CHOICES:
             used = [np.maximum.reduce(of_block) for of_block in zip(*self.shares, strict=True)]
             options = supported_choices(self.problem, used)
         search = self._search(options)
         if relaxed is not None:
             self._look_near(search)
-            self._learn()
-            search = self._begun(search.replays)
-        if self._is_enough or self.num_blocks <= PROGRAM_BLOCKS:
-            for ahead, share in ((MAX_PREFETCH_DISTANCE, BOUND_SHARE), (1, DECIDE_SHARE)):
+            search = self._learned(search)
+        if self._is_enough or self.num_blocks <= effort.PROGRAM_BLOCKS:
+            for ahead, share in ((MAX_PREFETCH_DISTANCE, effort.BOUND_SHARE), (1, effort.DECIDE_SHARE)):
                 self._solve_program(search, ahead, share)
             self._search_far(search, relaxed)
             self._search_beside(search)
@@ -266,45 +180,30 @@ class _Found:
     def judged(self) -> tuple[tuple[BlockDecision, ...], float]:
         """The best and its step. Contention the search estimates only: then the simulator chooses among the best."""
         if self.problem.machine.contention:
-            self._judge(max(_FEWEST_JUDGED, self._can_judge))
+            self.best, self.best_s = self.judge.best_of(max(effort.FEWEST_JUDGED, self.judge.most))
         return self.best, self.best_s
-
-    @property
-    def _can_judge(self) -> int:
-        """How many plans the simulator can judge with contention in their share of the time."""
-        passes = self.problem.micro_batches if self.problem.training else 1
-        return min(
-            _JUDGED, int(JUDGING_SHARE * self.time_limit_s * JUDGED_BLOCKS_PER_SECOND / self.num_blocks / passes)
-        )
-
-    @property
-    def _learns(self) -> bool:
-        return bool(self.problem.machine.contention) and self._can_judge > 0
-
-    def _judge(self, count: int) -> None:
-        """Let the simulator choose among the best of what was found."""
-        for each in sorted(self.scores, key=lambda each: self.scores[each])[:count]:
-            if each not in self.judged_s:
-                self.judged_s[each] = simulate(self.problem, each, events=False).step_s
-        self.scores.clear()
-        if self.judged_s:
-            self.best = min(self.judged_s, key=lambda each: self.judged_s[each])
-            self.best_s = self.judged_s[self.best]
 
     def _learn(self) -> None:
         """Where the machine has contention, let the simulator choose among what was found, and tell how long work takes there."""
-        if self._learns:
-            self._judge(self._can_judge)
+        if self.judge.teaches:
+            self.best, self.best_s = self.judge.best_of(self.judge.most)
             self.lengthening = lengthening(self.problem, self.best)
+
+    def _learned(self, search: Search) -> Search:
+        """The search with what is learned now."""
+        if not self.judge.teaches:
+            return search
+        self._learn()
+        return self._begun(search.replays)
 
     def _branch(self, bounding: Program) -> Branched:
         """A better bound. Where there was no time for a relaxation, there is none for branches on many blocks."""
-        if self.num_blocks > BRANCHED_BLOCKS and not self.shares:
+        if self.num_blocks > effort.BRANCHED_BLOCKS and not self.shares:
             return Branched(bound_s=0.0, shares=None)
-        if self.num_blocks > BRANCHED_BLOCKS or self._walks_first:
+        if self.num_blocks > effort.BRANCHED_BLOCKS or self._walks_first:
             ends = ends_of(self.problem)
-            return branch(bounding, branches=LUMP_BRANCHES, deadline=self.deadline, blocks=ends)
-        in_a_second = min(MOST_BRANCHES_PER_SECOND, BRANCHES_PER_SECOND / self.num_blocks**3)
+            return branch(bounding, branches=effort.LUMP_BRANCHES, deadline=self.deadline, blocks=ends)
+        in_a_second = min(effort.MOST_BRANCHES_PER_SECOND, effort.BRANCHES_PER_SECOND / self.num_blocks**3)
         branches = 1 + int(self.time_limit_s * in_a_second / self._slower)
         return branch(bounding, branches=branches, deadline=self.deadline)
 
@@ -316,23 +215,21 @@ class _Found:
         if relaxed is not None:
             wasted_s = wasted_seconds(self.problem, relaxed.wasted_s, search.replays.settings)
         for row in self._anneal(search, wasted_s):
-            self._allow(search, POLISHING_SHARE / _POLISHED)
+            self._allow(search, effort.POLISHING_SHARE / effort.POLISHED)
             self._keep(search, search.improve(row))
 
     def _search_beside(self, search: Search) -> None:
         """Anneal and polish again, with work that takes as long as it does beside other work under the best plan so far."""
-        for seed, share in enumerate(BESIDE_SHARES[1:] if self._learns else ()):
-            self._learn()
+        for seed, share in enumerate(effort.BESIDE_SHARES[1:] if self.judge.teaches else ()):
+            search = self._learned(search)
             if self._is_done:
                 return
-            search = self._begun(search.replays)
-            best = sorted(self.judged_s, key=lambda each: self.judged_s[each])[:_POLISHED]
-            begin = np.array([search.replays.row(each) for each in best])
+            begin = np.array([search.replays.row(each) for each in self.judge.ranked[: effort.POLISHED]])
             terms = terms_of(search.replays, None, 0.0, None)
             found = anneal(search, terms, begin, work=int(share * self._annealed), seed=seed)
             order = np.argsort(search.score(found), kind="stable")
-            for row in np.concatenate([begin[:1], found[order[:_POLISHED]]]):
-                self._allow(search, POLISHING_SHARE / _POLISHED)
+            for row in np.concatenate([begin[:1], found[order[: effort.POLISHED]]]):
+                self._allow(search, effort.POLISHING_SHARE / effort.POLISHED)
                 self._keep(search, search.improve(row))
 
     @property
@@ -345,12 +242,12 @@ class _Found:
 
     @property
     def _is_enough(self) -> bool:
-        return self.best_s <= self.bound_s * (1 + ENOUGH) or time.monotonic() > self.deadline
+        return self.best_s <= self.bound_s * (1 + effort.ENOUGH) or time.monotonic() > self.deadline
 
     @property
     def _walks_first(self) -> bool:
         """Whether walks begin at the rounded relaxation as it is."""
-        return sends_at_once(self.problem) and self.num_blocks > MANY_BLOCKS
+        return sends_at_once(self.problem) and self.num_blocks > effort.MANY_BLOCKS
 
     @property
     def _relaxes_first(self) -> bool:
@@ -360,29 +257,30 @@ class _Found:
     @property
     def _slower(self) -> int:
         gathers = any(whole_of(self.problem, block) != Whole() for block in range(self.num_blocks))
-        return GATHERING if gathers else 1
+        return effort.GATHERING if gathers else 1
 
     @property
     def _annealed(self) -> float:
         """The work of annealing, all together."""
-        share = ANNEALING_SHARE if self.num_blocks > PROGRAM_BLOCKS else POLISHING_SHARE
-        share *= min(1.0, self.num_blocks / MANY_BLOCKS)
+        share = effort.ANNEALING_SHARE if self.num_blocks > effort.PROGRAM_BLOCKS else effort.POLISHING_SHARE
+        share *= min(1.0, self.num_blocks / effort.MANY_BLOCKS)
         if sends_at_once(self.problem):
-            share /= max(SHARED_LANE, self.num_blocks / SHARED_LANE_BLOCKS)
-        share *= (RUN_INSTEAD if self._walks_first else 1) / self._slower
-        return share * self.time_limit_s * WALKED_BLOCKS_PER_SECOND
+            share /= max(effort.SHARED_LANE, self.num_blocks / effort.SHARED_LANE_BLOCKS)
+        share *= (effort.RUN_INSTEAD if self._walks_first else 1) / self._slower
+        return share * self.time_limit_s * effort.WALKED_BLOCKS_PER_SECOND
 
     def _search(self, options: Sequence[Sequence[BlockDecision]] | None) -> Search:
         """A search among ``options``, or all choices, and always those of what was found so far."""
         if options is not None and self.best:
-            known = zip(*(self.best, *self.patterns, *self.judged_s, *self.given), strict=True)
+            known = zip(*(self.best, *self.patterns, *self.judge.ranked, *self.given), strict=True)
             near = [[replace(d, prefetch_distance=1) for d in of_block] for of_block in known]
             options = [list(dict.fromkeys([*of_block, *more])) for of_block, more in zip(options, near, strict=True)]
         return self._begun(Replays(self.problem, options))
 
     def _begun(self, replays: Replays) -> Search:
         """A search with what is known of contention, from the best so far."""
-        search = Search(replays.beside(self.lengthening), deadline=self.deadline)
+        replays = replays.beside(self.lengthening) if self.lengthening else replays
+        search = Search(replays, deadline=self.deadline)
         if self.best:
             row = search.replays.row(self.best)[None]
             self.best_score, self.best_s = float(search.score(row)[0]), float(search.replays.seconds(row)[0])
@@ -390,42 +288,42 @@ class _Found:
 
     def _look_at_patterns(self) -> None:
         search = self._search(simple_choices(self.problem))
-        begin = starts(search.replays, search, _STARTS)
+        begin = starts(search.replays, search, effort.STARTS)
         if not begin:
             decisions = self._anything()
             self.best = tuple(replace(d, prefetch_distance=1) for d in decisions)
             search = self._search(simple_choices(self.problem))
             begin = [search.replays.row(decisions)]
-        self._allow(search, STARTS_SHARE)
+        self._allow(search, effort.STARTS_SHARE)
         for start in begin:
             self._keep(search, start)
             self.patterns.append(search.replays.decisions(start))
-        for start in begin[: 0 if self._relaxes_first else _IMPROVED_STARTS]:
+        for start in begin[: 0 if self._relaxes_first else effort.IMPROVED_STARTS]:
             self._keep(search, search.improve(start))
 
     def _relax(self, bounding: Program, *, mixtures: bool) -> Relaxed | None:
         """Bound the step."""
-        deadline = min(self.deadline, time.monotonic() + RELAXATION_SHARE * self.time_limit_s)
+        deadline = min(self.deadline, time.monotonic() + effort.RELAXATION_SHARE * self.time_limit_s)
         relaxed = relax(bounding, deadline=self.deadline if self._relaxes_first else deadline, mixtures=mixtures)
         if relaxed is None:
             return None
         self.relaxed_s, self.shares = relaxed.bound_s, [relaxed.shares]
         self.bound_s = max(self.bound_s, relaxed.bound_s)
-        lumps = lumps_of(self.problem) if self.num_blocks > PROGRAM_BLOCKS else []
+        lumps = lumps_of(self.problem) if self.num_blocks > effort.PROGRAM_BLOCKS else []
         if any(_is_mixture(relaxed.shares[block]) for block in lumps):
-            branched = branch(bounding, branches=LUMP_BRANCHES, deadline=deadline, blocks=lumps)
+            branched = branch(bounding, branches=effort.LUMP_BRANCHES, deadline=deadline, blocks=lumps)
             self.bound_s = max(self.bound_s, branched.bound_s)
             self.shares += [branched.shares] if branched.shares is not None else []
-        if self.num_blocks > NEAR_BLOCKS and not self._relaxes_first:
-            program = Program(self.problem, held=NEAR_DISTANCE)
-            program.minimize_step(ahead=NEAR_DISTANCE)
+        if self.num_blocks > effort.NEAR_BLOCKS and not self._relaxes_first:
+            program = Program(self.problem, held=effort.NEAR_DISTANCE)
+            program.minimize_step(ahead=effort.NEAR_DISTANCE)
             near = dive(program, deadline=deadline)
             self.shares += near[:: max(1, len(near) - 1)]
         return relaxed
 
     def _look_near(self, search: Search) -> None:
         """Round the relaxation, and search from there."""
-        self._allow(search, ROUNDING_SHARE)
+        self._allow(search, effort.ROUNDING_SHARE)
         distances = range(1, search.replays.farthest + 1)
         roundings = (each for shares in self.shares[::-1] for each in rounded(self.problem, shares, distances))
         near = dict.fromkeys((*self.given, *roundings))
@@ -438,18 +336,18 @@ class _Found:
         if self._walks_first:
             return
         order = [i for n, i in enumerate(np.argsort(scores, kind="stable")) if not n or scores[i] > min(scores)]
-        for i in order[:_ROUNDINGS]:
+        for i in order[: effort.ROUNDINGS]:
             if not self._is_done:
                 self._keep(search, search.improve(fitting[i]))
 
     def _anneal(self, search: Search, wasted_s: Seconds | None) -> Iterator[Rows]:
         """Walk from what was found; yields the best of each kind of runs, of which the next begins when these are polished."""
-        work, enough_s = self._annealed, self.bound_s * (1 + ENOUGH)
-        work *= BESIDE_SHARES[0] if self._learns else 1
+        work, enough_s = self._annealed, self.bound_s * (1 + effort.ENOUGH)
+        work *= effort.BESIDE_SHARES[0] if self.judge.teaches else 1
         begin = np.array([search.replays.row(each) for each in (self.best, *self.patterns, *self.near)])
         far, relaxed_s = range(1, search.replays.farthest + 1), self.relaxed_s if wasted_s is not None else 0.0
-        few = PROGRAM_BLOCKS < self.num_blocks <= MANY_BLOCKS
-        kinds = [(None, FEW_RUNS), (far, LAST_RUNS)] if few else [(None, ((0, 1.0),))]
+        few = effort.PROGRAM_BLOCKS < self.num_blocks <= effort.MANY_BLOCKS
+        kinds = [(None, effort.FEW_RUNS), (far, effort.LAST_RUNS)] if few else [(None, ((0, 1.0),))]
         first_score = best_score = self.best_score
         for distances, runs in kinds:
             terms, found = terms_of(search.replays, wasted_s, relaxed_s, distances), begin[:0]
@@ -459,11 +357,11 @@ class _Found:
                 scores = search.score(found)
                 found, last_score = found[np.argsort(scores, kind="stable")], best_score
                 best_score = min(best_score, float(scores.min()))
-                if best_score <= enough_s or best_score > last_score * (1 - STAGNANT):
+                if best_score <= enough_s or best_score > last_score * (1 - effort.STAGNANT):
                     break
-            yield from found[:_POLISHED]
+            yield from found[: effort.POLISHED]
             best_score = min(best_score, self.best_score)
-            if self._is_done or best_score <= enough_s or best_score > first_score * (1 - STAGNANT):
+            if self._is_done or best_score <= enough_s or best_score > first_score * (1 - effort.STAGNANT):
                 return
 
     def _anything(self) -> tuple[BlockDecision, ...]:
@@ -473,7 +371,7 @@ class _Found:
         return decisions
 
     def _allow(self, search: Search, share: float) -> None:
-        search.work_left = int(share * self.time_limit_s * REPLAYED_BLOCKS_PER_SECOND)
+        search.work_left = int(share * self.time_limit_s * effort.REPLAYED_BLOCKS_PER_SECOND)
 
     def _solve_program(self, search: Search, ahead: int, share: float) -> None:
         """Improve what a program decides, and learn from what it proves."""
@@ -486,13 +384,13 @@ class _Found:
         if ahead > 1:
             self.bound_s = max(self.bound_s, answer.bound)
         if answer.decisions is not None:
-            self._allow(search, PROGRAMS_SHARE)
+            self._allow(search, effort.PROGRAMS_SHARE)
             self._keep(search, search.improve(search.replays.row(answer.decisions)))
 
     def _keep(self, search: Search, row: Rows) -> None:
         score = float(search.score(row[None])[0])
         if self.problem.machine.contention:
-            self.scores[search.replays.decisions(row)] = score
+            self.judge.note(search.replays.decisions(row), score)
         if score < self.best_score:
             self.best, self.best_score = search.replays.decisions(row), score
             self.best_s = float(search.replays.seconds(row[None])[0])

@@ -13,7 +13,7 @@ from autohete_fx.planner.bound.formulation import Program
 from autohete_fx.planner.bound.relaxation import _mixes, branch, dive, ends_of, lumps_of, relax
 from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE
 from autohete_fx.planner.model.simulate import simulate
-from autohete_fx.planner.search import anneal, improve
+from autohete_fx.planner.search import anneal, effort, improve, judge
 from autohete_fx.planner.search.arrays import Rows
 from autohete_fx.planner.search.walks import Terms, Walks
 from tests.planner_problems import MACHINE, cost, problem
@@ -40,7 +40,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
         return anneal(search, terms, *given, work=work // 10, seed=seed, **more)
 
     monkeypatch.setattr(planner, "anneal", noted)
-    monkeypatch.setattr(planner, "BRANCHES_PER_SECOND", 0)
+    monkeypatch.setattr(effort, "BRANCHES_PER_SECOND", 0)
     return found
 
 
@@ -49,18 +49,18 @@ def test_a_plan_that_is_near_enough_the_bound_is_searched_no_further(monkeypatch
     monkeypatch.setattr(Walks, "change", None)
     monkeypatch.setattr(planner, "branch", None)
     plan = planner.solve(dozen(share=0.95), time_limit_s=3600, explains=False)
-    assert 0 < plan.gap <= planner.ENOUGH
+    assert 0 < plan.gap <= effort.ENOUGH
 
 
 def test_annealing_goes_on_while_it_finds_something(runs: list[tuple[int, list[int]]], monkeypatch: pytest.MonkeyPatch):
     """Last come walks that give all distances."""
-    monkeypatch.setattr(planner, "STAGNANT", 0.0)  # each run is faster by that
+    monkeypatch.setattr(effort, "STAGNANT", 0.0)  # each run is faster by that
     plan = planner.solve(dozen(), time_limit_s=10, explains=False)
     all_runs, runs[:] = runs[:], []
-    few, last = ([seed for seed, _ in kind] for kind in (planner.FEW_RUNS, planner.LAST_RUNS))
+    few, last = ([seed for seed, _ in kind] for kind in (effort.FEW_RUNS, effort.LAST_RUNS))
     assert all_runs == [*((seed, [1, 3]) for seed in few), *((seed, [1, 2, 3, 4]) for seed in last)]
-    assert plan.gap > planner.ENOUGH
-    monkeypatch.setattr(planner, "STAGNANT", 1.0)  # none is
+    assert plan.gap > effort.ENOUGH
+    monkeypatch.setattr(effort, "STAGNANT", 1.0)  # none is
     shorter = planner.solve(dozen(), time_limit_s=10, explains=False)
     assert runs == all_runs[:1] and shorter.step_s >= plan.step_s * (1 - 1e-3)
 
@@ -71,18 +71,18 @@ def test_a_run_without_a_gain_is_followed_by_walks_that_give_all_distances(
     anneal = planner.anneal
 
     def idle(search: Any, terms: Terms, starts: Rows, *, work: int, seed: int, **more: Any) -> Rows:
-        return anneal(search, terms, starts, work=0 if seed == planner.FEW_RUNS[1][0] else work, seed=seed, **more)
+        return anneal(search, terms, starts, work=0 if seed == effort.FEW_RUNS[1][0] else work, seed=seed, **more)
 
     monkeypatch.setattr(planner, "anneal", idle)
     planner.solve(dozen(share=0.3), time_limit_s=10, explains=False)
-    assert [seed for seed, _ in runs] == [planner.FEW_RUNS[0][0], planner.FEW_RUNS[1][0], planner.LAST_RUNS[0][0]]
+    assert [seed for seed, _ in runs] == [effort.FEW_RUNS[0][0], effort.FEW_RUNS[1][0], effort.LAST_RUNS[0][0]]
 
 
 def test_decisions_of_a_problem_that_is_near_are_where_the_search_begins(monkeypatch: pytest.MonkeyPatch):
     """Of a budget that is a hundredth larger. Nothing walks the second time."""
     plan = planner.solve(dozen(), time_limit_s=10, explains=False)
     monkeypatch.setattr(planner, "anneal", lambda search, terms, starts, **how: starts)
-    monkeypatch.setattr(planner, "BRANCHES_PER_SECOND", 0)
+    monkeypatch.setattr(effort, "BRANCHES_PER_SECOND", 0)
     smaller = dozen(share=0.495)
     begun, anew = (planner.solve(smaller, time_limit_s=1, explains=False, near=near) for near in ([plan.decisions], []))
     assert begun.peak_bytes <= (smaller.device_budget_bytes or 0)
@@ -108,9 +108,9 @@ def test_where_work_slows_down_other_work_the_search_learns_by_how_much_and_goes
     contention = tuple((a, b, 0.6) for a in ("h2d", "d2h", "update") for b in ("h2d", "d2h", "update") if a != b)
     slow = dataclasses.replace(dozen(), machine=dataclasses.replace(MACHINE, contention=contention))
     plan = planner.solve(slow, time_limit_s=10, explains=False)
-    assert len(learned) >= len(planner.BESIDE_SHARES) + 1 and learned == sorted(learned, reverse=True)
+    assert len(learned) >= len(effort.BESIDE_SHARES) + 1 and learned == sorted(learned, reverse=True)
     assert plan.step_s == learned[-1] < learned[0]
-    assert [seed for seed, _ in runs][-len(planner.BESIDE_SHARES) + 1 :] == list(range(len(planner.BESIDE_SHARES) - 1))
+    assert [seed for seed, _ in runs][-len(effort.BESIDE_SHARES) + 1 :] == list(range(len(effort.BESIDE_SHARES) - 1))
     blind = planner.solve(dozen(), time_limit_s=10, explains=False)
     assert plan.step_s < simulate(slow, blind.decisions, events=False).step_s
 
@@ -119,7 +119,7 @@ def test_where_a_replay_takes_long_nothing_is_learned(monkeypatch: pytest.Monkey
     """The simulator then judges a few plans in the end."""
     monkeypatch.setattr(planner, "lengthening", None)
     judged = []
-    monkeypatch.setattr(planner, "simulate", lambda *given, **how: judged.append(given) or simulate(*given, **how))
+    monkeypatch.setattr(judge, "simulate", lambda *given, **how: judged.append(given) or simulate(*given, **how))
     slow = dataclasses.replace(MACHINE, contention=(("h2d", "d2h", 0.6), ("d2h", "h2d", 0.6)))
     many = dataclasses.replace(dozen(), machine=slow, micro_batches=40)
     plan = planner.solve(many, time_limit_s=2, explains=False)
@@ -285,9 +285,9 @@ def test_a_dive_decides_within_the_budget_near_its_relaxation(share: float):
 
 def test_a_relaxation_is_rounded_even_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch):
     """On a slow machine it may take all the time there is; patterns are worse."""
-    monkeypatch.setattr(planner, "MOST_CHOICES", 1)
-    monkeypatch.setattr(planner, "BRANCHES_PER_SECOND", 0)
-    monkeypatch.setattr(planner, "LUMP_BRANCHES", 0)
+    monkeypatch.setattr(effort, "MOST_CHOICES", 1)
+    monkeypatch.setattr(effort, "BRANCHES_PER_SECOND", 0)
+    monkeypatch.setattr(effort, "LUMP_BRANCHES", 0)
     clock = [0.0]
     for module in (planner, improve, anneal):
         monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
@@ -332,4 +332,4 @@ def test_both_relaxations_of_many_blocks_end_at_their_share_of_the_time(monkeypa
     monkeypatch.setattr(planner, "dive", noted_too)
     with pytest.raises(Enough):
         planner.solve(free, time_limit_s=2.0, explains=False)
-    assert asked == {1: 2.0 * planner.RELAXATION_SHARE, planner.NEAR_DISTANCE: 2.0 * planner.RELAXATION_SHARE}
+    assert asked == {1: 2.0 * effort.RELAXATION_SHARE, effort.NEAR_DISTANCE: 2.0 * effort.RELAXATION_SHARE}

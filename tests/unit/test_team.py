@@ -1,7 +1,6 @@
 """The team of threads that updates on the host beside an accelerator."""
 
 import os
-import sys
 import threading
 import time
 
@@ -35,7 +34,6 @@ def test_no_other_thread_computes_with_fewer(monkeypatch: pytest.MonkeyPatch):
     assert torch.get_num_threads() == before and later == [before]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are listed by the system")
 def test_a_thread_lets_go_of_those_it_computes_with_and_computes_again():
     before, gone, found = torch.get_num_threads(), list[bool](), list[float]()
 
