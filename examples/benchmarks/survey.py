@@ -7,6 +7,10 @@ own difference from eager PyTorch is measured too, with random numbers that both
 
     python examples/benchmarks/survey.py --inner eager --jobs 2 --json families_eager.json
     python examples/benchmarks/survey.py --families llama t5 --json families.json
+    python examples/benchmarks/survey.py --shared-kernels --jobs 2 --json families.json
+
+With ``--shared-kernels`` C++ kernels that an earlier row compiled are not compiled again. That takes half of the time, and what
+compiling takes is then not measured.
 """
 
 import argparse
@@ -42,6 +46,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.6, help="of plain's peak")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=600.0, help="seconds of cores for one family")
+    parser.add_argument("--shared-kernels", action="store_true", help="compile none twice, and measure no compile time")
     parser.add_argument("--again", action="store_true", help="also families that have a row")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -53,7 +58,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as machine, ThreadPoolExecutor(arguments.jobs) as pool:
 
         def one(name: str) -> dict[str, Any]:
-            return row_of(name, arguments.inner, arguments.share, arguments.limit, Path(machine))
+            kernels = Path(machine) / "kernels" if arguments.shared_kernels else None
+            return row_of(name, arguments.inner, arguments.share, arguments.limit, Path(machine) / "autohete", kernels)
 
         for row in pool.map(one, missing):
             rows[row["family"]] = row
@@ -87,15 +93,20 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     return {row["family"]: row for row in json.loads(path.read_text())["rows"]}
 
 
-def row_of(name: str, inner: str, share: float, limit_s: float, machine: Path) -> dict[str, Any]:
-    """The row of one family, trained in a process of its own. ``machine`` is a directory that keeps the machine's rates."""
+def row_of(
+    name: str, inner: str, share: float, limit_s: float, machine: Path, kernels: Path | None = None
+) -> dict[str, Any]:
+    """The row of one family, trained in a process of its own. ``machine`` is a directory that keeps the machine's rates.
+
+    ``kernels`` is one of C++ kernels that families share; None if each compiles its own."""
     head = {"family": name, "kind": kinds()[name], "inner": inner, "share": share}
     if name in EXCEPTIONS and EXCEPTIONS[name].why_not:
         return {**head, "result": "left out", "error": EXCEPTIONS[name].why_not}
     with tempfile.TemporaryDirectory() as caches:
         own, words, answer = Path(caches) / "autohete", Path(caches) / "words", Path(caches) / "row.json"
-        shutil.copytree(machine, own)
-        child = _FORKS.Process(target=survey_child.run, args=(name, inner, share, caches, words, answer))
+        if machine.exists():
+            shutil.copytree(machine, own)
+        child = _FORKS.Process(target=survey_child.run, args=(name, inner, share, caches, kernels, words, answer))
         child.start()
         if not _ended(child, limit_s):
             return {**head, "result": "failed", "error": f"took more than {limit_s:.0f} s of cores"}

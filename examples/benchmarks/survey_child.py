@@ -8,7 +8,7 @@ import os
 import random
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,14 @@ import transformers.modeling_utils
 from families import batch_of, loss_of, small_model
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
 
 import autohete_fx
 import autohete_fx.backend
 
+Cache = Callable[[], contextlib.AbstractContextManager[Any]]
 STEPS = 3
 EXACT = 4.0
 """A run that is not bitwise equal counts as exact where it differs from plain by no more than so many times what plain itself
@@ -48,26 +50,40 @@ class Trained:
         return sum(self.seconds) - STEPS * min(self.seconds)
 
 
-def run(family: str, inner: str, share: float, caches: str, words: Path, answer: Path) -> None:
-    """In a process of its own: write the row of a family to ``answer``, and what it prints meanwhile to ``words``."""
+def run(family: str, inner: str, share: float, caches: str, kernels: Path | None, words: Path, answer: Path) -> None:
+    """In a process of its own: write the row of a family to ``answer``, and what it prints meanwhile to ``words``. ``kernels`` is a
+    directory of C++ kernels that families share, or None."""
     for stream in (1, 2):
         os.dup2(os.open(words, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "AUTOHETE_CACHE_DIR": f"{caches}/autohete"}
+    os.environ |= {
+        "TORCHINDUCTOR_CACHE_DIR": str(kernels or f"{caches}/inductor"),
+        "AUTOHETE_CACHE_DIR": f"{caches}/autohete",
+    }
     torch.set_num_threads(
         1
     )  # Two add up in an order that changes: Whisper's embedding then differs from run to run without us.
     transformers.logging.set_verbosity_error()
-    answer.write_text(json.dumps(row_of(family, inner, share)))
+    row = row_of(family, inner, share, fresh_cache if kernels is None else shared_kernels)
+    if kernels is not None:
+        row = {name: value for name, value in row.items() if name not in ("plain compile s", "compile s")}
+    answer.write_text(json.dumps(row))
 
 
-def row_of(family: str, inner: str, share: float) -> dict[str, Any]:
-    """Train plain and ours."""
+@contextlib.contextmanager
+def shared_kernels() -> Iterator[None]:
+    """In place of ``fresh_cache``: kernels that were compiled before are taken, graphs are lowered nevertheless."""
+    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+        yield
+
+
+def row_of(family: str, inner: str, share: float, cache: Cache = fresh_cache) -> dict[str, Any]:
+    """Train plain and ours, each with Inductor's ``cache``."""
     how = {"backend": _plain(inner)}
     try:
         small_model(family)
     except Exception as error:
         return {"result": "not built", "error": first_line(error)}
-    with fresh_cache():
+    with cache():
         if inner != "eager":
             warm_up(how, torch.optim.AdamW)
         counters.clear()
@@ -79,18 +95,18 @@ def row_of(family: str, inner: str, share: float) -> dict[str, Any]:
     if not all(torch.isfinite(tensor.double()).all() for tensor in plain.seen):
         row["not finite"] = True
     row |= {"plain peak bytes": plain.peak_bytes, "plain compile s": plain.compile_s}
-    return row | ours_beside(family, inner, int(share * plain.peak_bytes), plain)
+    return row | ours_beside(family, inner, int(share * plain.peak_bytes), plain, cache)
 
 
 def _plain(inner: str) -> str:
     return "aot_eager" if inner == "eager" else "inductor"
 
 
-def ours_beside(family: str, inner: str, budget_bytes: int, plain: Trained) -> dict[str, Any]:
+def ours_beside(family: str, inner: str, budget_bytes: int, plain: Trained, cache: Cache) -> dict[str, Any]:
     """Our figures; under the budget that a refusal names where the given one is refused."""
     row: dict[str, Any] = {"result": "trained", "budget bytes": budget_bytes}
     options = {"memory_budget": budget_bytes, "inner_backend": inner}
-    with fresh_cache(), told() as said:
+    with cache(), told() as said:
         if inner != "eager":
             warm_up({"backend": "autohete", "options": {**options, "memory_budget": 2**40}}, autohete_fx.AdamW)
         while True:
@@ -125,14 +141,14 @@ def ours_beside(family: str, inner: str, budget_bytes: int, plain: Trained) -> d
     gap = difference(ours.seen, plain.seen)
     row |= {"bitwise": gap == 0.0, "difference": gap}
     if gap:
-        row["plain's difference"] = own_difference(family, inner)
+        row["plain's difference"] = own_difference(family, inner, cache)
     row["exact"] = gap <= EXACT * row.get("plain's difference", 0.0)
     return row
 
 
-def own_difference(family: str, inner: str) -> float:
+def own_difference(family: str, inner: str, cache: Cache) -> float:
     """Plain's from eager PyTorch, both with random numbers drawn alike."""
-    with inductor_config.patch(fallback_random=True), fresh_cache():
+    with inductor_config.patch(fallback_random=True), cache():
         plain = train(family, {"backend": _plain(inner)}, torch.optim.AdamW)
         return difference(plain.seen, train(family, None, torch.optim.AdamW).seen)
 
