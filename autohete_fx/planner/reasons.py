@@ -79,7 +79,9 @@ class _Changes:
     def __init__(self, problem: Problem, decisions: Sequence[BlockDecision], step_s: float) -> None:
         """``step_s``: of the decisions, by the simulator."""
         self.problem = problem
-        self.replays = replays = Replays(problem, _options(problem, decisions)).beside(lengthening(problem, decisions))
+        self.replays = replays = Replays(problem, _options(problem, decisions)).beside(
+            lengthening(problem, [decisions])
+        )
         self.row = replays.row(decisions)
         chosen = [_choice(settings[i]) for settings, i in zip(replays.settings, self.row, strict=True)]
         others = [

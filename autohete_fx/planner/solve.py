@@ -184,10 +184,13 @@ class _Found:
         return self.best, self.best_s
 
     def _learn(self) -> None:
-        """Where the machine has contention, let the simulator choose among what was found, and tell how long work takes there."""
+        """Where the machine has contention, let the simulator choose among what was found, and tell how long work takes there.
+
+        And in what the search thought best: where that is another plan, it found one of which it knows too little.
+        """
         if self.judge.teaches:
             self.best, self.best_s = self.judge.best_of(self.judge.most)
-            self.lengthening = lengthening(self.problem, self.best)
+            self.lengthening = lengthening(self.problem, (self.best, self.judge.favourite))
 
     def _learned(self, search: Search) -> Search:
         """The search with what is learned now."""

@@ -1,10 +1,11 @@
 """How near to the best a plan is proven to be, and how soon: identical and different blocks, few and many, tight and wide.
 
     python examples/benchmarks/planner_gap.py --layers 12 24 48 96
+    python examples/benchmarks/planner_gap.py --layers 12 24 48 --machine examples/benchmarks/machines/h200.json
 
-No model is traced: blocks are transformer layers in closed form, on a device whose data sheet ships, with an embedding
-before and a loss behind; "different" layers draw their size and their MLP's width at random. Budgets are shares of what plain
-training takes. The gap is ``(step - lower bound) / step``, both as the simulator counts. ``--prove`` gives the
+No model is traced: blocks are transformer layers in closed form, with an embedding before and a loss behind, on a device whose data
+sheet ships, or on a machine that was measured. "Different" layers draw their size and their MLP's width at random. Budgets are
+shares of what plain training takes. The gap is ``(step - lower bound) / step``, both as the simulator counts. ``--prove`` gives the
 bound alone more seconds after each solve.
 """
 
@@ -17,7 +18,7 @@ from pathlib import Path
 from results import environment, print_figures, save
 
 from autohete_fx.errors import InfeasiblePlanError
-from autohete_fx.ir import BlockCost, BlockDecision, Overlap, Problem, Schedule
+from autohete_fx.ir import BlockCost, BlockDecision, Machine, Overlap, Problem, Schedule
 from autohete_fx.machine.devices import find_device, machine_of_spec
 from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.solve import proven, solve
@@ -33,6 +34,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--device", default="a100-40g")
+    parser.add_argument("--machine", type=Path, help="a file of `autohete doctor --save`, in place of --device")
     parser.add_argument("--overlap", choices=[overlap.value for overlap in Overlap], nargs="+", default=["step"])
     parser.add_argument("--time-limit", type=float, default=10.0)
     parser.add_argument(
@@ -79,7 +81,8 @@ def row(free: Problem, share: float, layers: int, different: bool, limits: tuple
 
 def stack(layers: int, arguments: argparse.Namespace, overlap: Overlap, *, different: bool) -> Problem:
     """A whole model as the planner sees it."""
-    machine = machine_of_spec(find_device(arguments.device))
+    measured = arguments.machine
+    machine = Machine.load(measured) if measured else machine_of_spec(find_device(arguments.device))
     rate, draw = machine.flops_per_s("bfloat16"), random.Random(0)
     width, tokens = arguments.width, arguments.tokens
     table = block(width, tokens, rate, size=0.01)

@@ -22,7 +22,7 @@ from autohete_fx.planner.reasons import reasons_of
 from autohete_fx.planner.search.lengthening import lengthening
 from autohete_fx.planner.search.replays import Replays
 from autohete_fx.planner.solve import solve
-from tests.planner_problems import MACHINE, QUIET, cost, problem, problems, sharded
+from tests.planner_problems import MACHINE, QUIET, cost, problem, problems, program_of, sharded
 from tests.unit.test_planner_collectives import AGAIN, RING, shared, times
 
 PAIRS = [(lane.value, beside.value) for lane, beside in itertools.permutations(CONTENDING, 2)]
@@ -214,14 +214,23 @@ def test_the_search_has_work_take_as_long_as_it_does_beside_other_work():
         decisions = [ON_HOST, BlockDecision(optimizer=Optimizer.STREAMED), BlockDecision(), ON_HOST, ON_HOST]
         replays = Replays(free)
         row, step_s = replays.row(decisions)[None], simulate(free, decisions).step_s
-        factors = lengthening(free, decisions)
+        factors = lengthening(free, [decisions])
         assert min(factors.values()) >= 1.0 and factors[Work.HOST_UPDATE] > 1.05
         assert replays.beside(factors).seconds(row)[0] == pytest.approx(step_s, rel=0.02)
         assert replays.seconds(row)[0] == pytest.approx(simulate(quiet(free), decisions).step_s)
         assert replays.beside({}).seconds(row)[0] == replays.seconds(row)[0]
-        assert lengthening(quiet(free), decisions) == {}
+        assert lengthening(quiet(free), [decisions]) == {}
         found.append(step_s / float(replays.seconds(row)[0]))
     assert max(found) > 1.03
+
+
+@pytest.mark.parametrize("overlap", Overlap)
+def test_what_is_learned_is_of_one_step(overlap: Overlap):
+    """Not of the forward of the step before, from whose end on an overlapping step is counted."""
+    free = problem([cost()] * 3, machine=slowed(MACHINE, update_compute=0.5), schedule=Schedule(overlap=overlap))
+    pieces = judge.seconds_beside(free, [ON_HOST] * 3)
+    computed = [alone for piece, alone, _ in pieces if piece.lane is Lane.COMPUTE]
+    assert sum(computed) == pytest.approx(3 * (1.0 + 2.0))
 
 
 def test_an_update_that_waits_for_its_disk_takes_no_longer_in_the_search_beside_copies():
@@ -244,3 +253,29 @@ def test_fewer_updates_are_left_to_a_host_that_copies_slow_down():
     on_host, more_on_host = (sum(d.updates_on_host for d in each.decisions) for each in (plan, blind))
     assert on_host < more_on_host
     assert plan.step_s < simulate(slow, blind.decisions).step_s - 0.3
+
+
+@settings(max_examples=40, **QUIET)
+@given(contended(), st.integers(1, 3))
+def test_the_program_bounds_every_replay_beside_other_work(free: Problem, distance: int):
+    made = [replace(decision, prefetch_distance=distance) for decision in any_decisions(free)]
+    answers = [
+        program_of(each, made).solve(limit_s=10, deadline=float("inf"), in_seconds=True) for each in (quiet(free), free)
+    ]
+    assert answers[0].bound <= answers[1].bound * (1 + 1e-6)
+    assert 0 < answers[1].bound <= simulate(free, made, events=False).step_s * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("overlap", Overlap)
+def test_the_program_knows_what_lanes_take_from_each_other(overlap: Overlap):
+    """A bound without contention is below the step by twice as much at least."""
+    machine = slowed(MACHINE, update_compute=0.5, compute_update=0.7, update_h2d=0.5, update_d2h=0.5, h2d_update=0.5)
+    blocks = [cost(param_bytes=100, grad_bytes=100, num_params=30)] * 8
+    free = problem(blocks, machine=machine, schedule=Schedule(overlap=overlap), micro_batches=2)
+    made = [replace(ON_HOST, prefetch_distance=2)] * 8
+    blind, bound = (
+        program_of(each, made).solve(limit_s=10, deadline=float("inf"), in_seconds=True).bound
+        for each in (quiet(free), free)
+    )
+    step_s = simulate(free, made, events=False).step_s
+    assert bound <= step_s * (1 + 1e-6) and step_s - bound <= 0.51 * (step_s - blind)

@@ -97,19 +97,22 @@ def test_decisions_of_a_problem_that_is_near_are_where_the_search_begins(monkeyp
 def test_where_work_slows_down_other_work_the_search_learns_by_how_much_and_goes_on(
     runs: list[tuple[int, list[int]]], monkeypatch: pytest.MonkeyPatch
 ):
-    """Each time from what the simulator says of the best so far, which it judges in the end."""
-    learned, lengthening = [], planner.lengthening
+    """Each time from what the simulator says of the best so far, which it judges in the end, and of what the search had thought
+    best."""
+    learned, surprises, lengthening = [], [], planner.lengthening
 
-    def noted(given: Problem, decisions: Any) -> Any:
-        learned.append(simulate(given, decisions, events=False).step_s)
-        return lengthening(given, decisions)
+    def noted(given: Problem, plans: Any) -> Any:
+        best_s, favourite_s = (simulate(given, decisions, events=False).step_s for decisions in plans)
+        learned.append(best_s)
+        surprises.append(favourite_s > best_s)
+        return lengthening(given, plans)
 
     monkeypatch.setattr(planner, "lengthening", noted)
     contention = tuple((a, b, 0.6) for a in ("h2d", "d2h", "update") for b in ("h2d", "d2h", "update") if a != b)
     slow = dataclasses.replace(dozen(), machine=dataclasses.replace(MACHINE, contention=contention))
     plan = planner.solve(slow, time_limit_s=10, explains=False)
     assert len(learned) >= len(effort.BESIDE_SHARES) + 1 and learned == sorted(learned, reverse=True)
-    assert plan.step_s == learned[-1] < learned[0]
+    assert plan.step_s == learned[-1] < learned[0] and any(surprises)
     assert [seed for seed, _ in runs][-len(effort.BESIDE_SHARES) + 1 :] == list(range(len(effort.BESIDE_SHARES) - 1))
     blind = planner.solve(dozen(), time_limit_s=10, explains=False)
     assert plan.step_s < simulate(slow, blind.decisions, events=False).step_s

@@ -69,11 +69,15 @@ Objective (`Program.minimize_step`): micro_batches times a forward and a backwar
 updates or has that pass before it, and it alone gathers what is replicated (`work.forward_passes`). For a = 1 the program decides,
 and adds COPY_WEIGHT times the seconds of all copies; for other distances it does not.
 
-For a = 1 the program is the simulator, unless updates send at once, or states are streamed beside a forward. At prefetch
-distance 1 copies are queued in the order in which blocks need them. For fixed x and y the simulated times are therefore the
-least solution of the inequalities above. Each time is the largest of the right sides. Where a block has no copy, its U and D
-add no wait. U[i] is then the larger of U[i-1], for which i-1 waited already, and E[i-2]. D[i] is the larger of D[i-1], for
-which the wait at the end of i comes first, and the end of work. Where it uploads nothing, K[i] is that of the last
+Contention (`Program._add_contention`). Where a machine has any, `contention` has rows of how long lanes take that slow each other
+down. All times are those with contention, which other rows bound with the seconds of work alone. The last backward may then have
+other times than those before it, since updates run beside it.
+
+For a = 1 the program is the simulator, unless lanes contend, updates send at once, or states are streamed beside a forward.
+At prefetch distance 1 copies are queued in the order in which blocks need them. For fixed x and y the simulated times are
+therefore the least solution of the inequalities above. Each time is the largest of the right sides. Where a block has no copy,
+its U and D add no wait. U[i] is then the larger of U[i-1], for which i-1 waited already, and E[i-2]. D[i] is the larger of
+D[i-1], for which the wait at the end of i comes first, and the end of work. Where it uploads nothing, K[i] is that of the last
 block before it that does, or no later than V. For the copy of that block i-1 waited already. Lanes are idle where a pass begins
 that waits for no update. Each pass ends by waiting for all copies it made, and used all copies that it fetched; so their times
 add up. Without priority K is not in that order: then the program has the end of all updates only, and bounds the simulator.
@@ -112,7 +116,7 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from autohete_fx.ir import BlockDecision, Problem
-from autohete_fx.planner.bound.updates import UpdateRows
+from autohete_fx.planner.bound.contention import ContentionRows
 from autohete_fx.planner.bound.variables import Linear
 from autohete_fx.planner.model.choices import joined
 from autohete_fx.planner.model.device_use import device_bytes
@@ -149,7 +153,7 @@ class Answer:
     exhausted: bool
 
 
-class Program(UpdateRows):
+class Program(ContentionRows):
     """One integer program over a problem with at least one block; build, set one objective, solve. Device memory is that of plans
     at prefetch distance ``held``: only for 1 the program bounds others, and for more it decides (a = ``held``)."""
 
@@ -252,10 +256,19 @@ class Program(UpdateRows):
     def _add_step(self, ahead: int) -> Linear:
         """Rows of a whole step; returns its ticks."""
         problem = self.problem
-        forwards = sum(count * self._add_pass(kind, ahead)[0] for kind, count in forward_passes(problem))
+        forwards: Linear = 0
+        for kind, count in forward_passes(problem):
+            forward, _ = self._add_pass(kind, ahead)
+            self._add_contention(kind, forward)
+            forwards += count * forward
         if not problem.training:
             return forwards
         backward, landed = self._add_pass(BACKWARD_PASS, ahead)
+        earlier = backward  # and of those without updates beside them
+        if problem.micro_batches > 1 and problem.machine.contention and not self.updates_begin_together:
+            earlier, _ = self._add_pass(BACKWARD_PASS, ahead)
+        if problem.micro_batches > 1:
+            self._add_contention(BACKWARD_PASS, earlier)
         device_end, updated, uploaded = self._add_updates(backward, landed)
         ready, copied = uploaded if problem.schedule.priority else None, None
         if self.sends_at_once:
@@ -266,7 +279,10 @@ class Program(UpdateRows):
         # The last that the lane does: in its order without priority, block 0.
         self.model.add(end >= updated[-1 if problem.schedule.priority else 0])
         averaged = self._sum(range(self.num_blocks), (Work.AVERAGE,))
-        return forwards + (problem.micro_batches - 1) * backward + end + averaged
+        last = updated[-1 if problem.schedule.priority else 0]
+        first = backward if self.updates_begin_together else landed[-1]
+        self._add_contention_of_updates(backward, first, last, end + averaged)
+        return forwards + (problem.micro_batches - 1) * earlier + end + averaged
 
     def minimize_step(self, *, ahead: int) -> None:
         """Ask for the least seconds of an optimizer step within the budgets; ``Answer.bound`` is in seconds.

@@ -23,7 +23,9 @@ A large last block, such as a head, thus is the last itself, or the gradients be
 up, u, are issued where backward begins, right after j's own. Nothing else is under way then, and nothing is waited for at j's
 end. With w and d for backward's work and copies of gradients, the gradients of j-1 land after those of j by at most
 
-    max(0, w[j-1] - d[j] + max(0, u[j-1] - w[j])) + d[j-1].
+    max(0, w[j-1] - d[j] + max(0, u[j-1] - w[j])) + d[j-1],
+
+where those of j-1 are what they may be beside all other lanes.
 
 Where the update of j takes longer under place l, whatever else j and j-1 choose, j-1 is not the last:
 

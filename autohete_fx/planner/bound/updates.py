@@ -16,7 +16,8 @@ priority blocks are updated as gradients come: R[b] >= R[b+1] + h[b], R[b] >= g[
 
 K[b] is when the lane has done those of 0..b after whose updates parameters go up. A forward fetches all that are at home, so K is R
 there. A synchronous schedule uploads those on the device, and nothing but the end of all updates waits for others. The sum of
-y[b,l] over places that upload is p[b], and k[b] is the work of their updates. H[b] is the most work of other places of 0..b. Then
+y[b,l] over places that upload is p[b], and k[b] is the work of their updates. H[b] is the most work of other places of 0..b,
+beside whatever slows them down. Then
 there are (`UpdateRows._add_uploaded`), with g for K[-1] and R[-1],
 
     K[b] >= K[b-1] + k[b],   K[b] >= R[b-1] + k[b] - H[b-1] (1 - p[b])
@@ -54,11 +55,12 @@ go up.
 """
 
 from collections.abc import Sequence
+from math import ceil
 
 import numpy as np
 from ortools.sat.python import cp_model
 
-from autohete_fx.ir import Overlap
+from autohete_fx.ir import Lane, Overlap
 from autohete_fx.planner.bound.last_update import LastUpdateRows
 from autohete_fx.planner.bound.variables import Linear
 from autohete_fx.planner.model.work import BACKWARD_PASS, BY_DEVICE, FORWARD_PASS, UPDATES_LANE, Work
@@ -104,7 +106,7 @@ class UpdateRows(LastUpdateRows):
             found.append(self._time(f"K[{block}]"))
             add(found[-1] >= last + own)
             add(found[-1] >= last_updated + own - most_others + most_others * is_one)
-            most_others += int((work * ~uploads).max())
+            most_others += ceil((work * ~uploads).max() * self._slowed(Lane.UPDATE))
             last, last_updated = found[-1], updated[block]
         return found
 

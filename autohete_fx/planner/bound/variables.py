@@ -4,13 +4,14 @@ In comes a problem, out comes a model that has nothing but choices. `formulation
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from math import ceil, prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 
-from autohete_fx.ir import BlockDecision, Overlap, Problem
+from autohete_fx.ir import BlockDecision, Lane, Overlap, Problem
 from autohete_fx.planner.model.choices import activation_choices, joined, place_choices
 from autohete_fx.planner.model.figures import overlap_of, sends_at_once
 from autohete_fx.planner.model.work import (
@@ -94,9 +95,16 @@ class Variables:
         """The least ticks that some work of a block takes, whatever it chooses."""
         return sum(int(part.min()) for part in np.split(self._ticks(block, works), [len(self.treated[block])]))
 
-    def _most(self, block: int, works: Iterable[Work]) -> int:
-        """Likewise the most."""
-        return sum(int(part.max()) for part in np.split(self._ticks(block, works), [len(self.treated[block])]))
+    def _most(self, block: int, works: Sequence[Work]) -> int:
+        """Likewise the most, of a lane that all others slow down."""
+        ticks = np.split(self._ticks(block, works), [len(self.treated[block])])
+        return ceil(
+            sum(int(part.max()) for part in ticks) * max((self._slowed(work.lane) for work in works), default=1)
+        )
+
+    def _slowed(self, lane: Lane) -> float:
+        """By how many times work of a lane takes longer at most, beside other work."""
+        return 1 / prod(self.problem.machine.kept(lane, beside) for beside in Lane if beside is not lane)
 
     def _weighted(self, by_block: Sequence[NDArray[np.int64]], blocks: Iterable[int] | None = None) -> Linear:
         """The sum over blocks of what the chosen option is worth; ``by_block`` in the order of ``blocks``, or all."""
@@ -116,8 +124,8 @@ class Variables:
             values = [ticks * self.waiting[block] for block, ticks in zip(listed, values, strict=True)]
         return self._weighted(values, listed)
 
-    def _number(self, name: str, unit: int) -> cp_model.IntVar:
-        variable = self.model.new_int_var(0, self.horizon, name)
+    def _number(self, name: str, unit: int, most: int | None = None) -> cp_model.IntVar:
+        variable = self.model.new_int_var(0, self.horizon if most is None else most, name)
         self.units[variable.index] = unit
         return variable
 

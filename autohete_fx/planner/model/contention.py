@@ -4,8 +4,7 @@ While a lane works beside others it keeps the product of the rates that `Machine
 over time adds up to its seconds alone. How long pieces take decides which others they meet. A replay is therefore repeated with
 the factors of the one before, until they stay (`settled`).
 
-Lanes and waits are as they were, and no factor is below 1: no replay is faster than one without contention. A bound that knows
-nothing of it remains one.
+Lanes and waits are as they were, and no factor is below 1: no replay is faster than one without contention.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -34,6 +34,7 @@ class LaneClocks:
         self._shared_up: SharedLane | None = None  # h2d, where updates send at once
         self._served = 0  # blocks whose shared copies up are known
         self.times: list[Times] = []
+        self.counted_from = 0.0
         self._factors, self._numbers = factors, Counter[tuple[Lane, str, int]]()
         self._shared_pieces: dict[tuple[str, int], Piece] = {}
 
@@ -49,7 +50,7 @@ class LaneClocks:
 
     def forget(self) -> None:
         """Let what is under way end, but count no work until now."""
-        self.events, self.busy = [], dict.fromkeys(Lane, 0.0)
+        self.events, self.busy, self.counted_from = [], dict.fromkeys(Lane, 0.0), self.clock
 
     def work(self, lane: Lane, label: str, block: int, seconds: float, ready_at: float = 0.0) -> float:
         """Occupy a lane; returns when it ends."""

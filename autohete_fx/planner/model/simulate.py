@@ -116,7 +116,9 @@ def simulate(problem: Problem, decisions: Sequence[BlockDecision], *, events: bo
 def seconds_beside(problem: Problem, decisions: Sequence[BlockDecision]) -> list[tuple[Piece, float, float]]:
     """Each piece of a step's work, or part of one, with its seconds alone and beside the others. Empty without contention."""
     factors = _settled(problem, decisions)
-    times = _times(problem, decisions, factors)
+    replay = _Replay(problem, decisions, False, factors)
+    replay.run()
+    times = [each for each in replay.lanes.times if each[1] >= replay.lanes.counted_from]
     return [(piece, (end - begin) / factors.get(piece, 1.0), end - begin) for piece, begin, end in times]
 
 

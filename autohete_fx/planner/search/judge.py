@@ -16,6 +16,7 @@ class Judge:
 
     Attributes:
         most: how many plans it can judge in its share of the time; 0 where a replay takes too long.
+        favourite: the plan that the search thought best when it was asked last.
     """
 
     def __init__(self, problem: Problem, time_limit_s: float) -> None:
@@ -23,6 +24,7 @@ class Judge:
         passes = problem.micro_batches if problem.training else 1
         work = effort.JUDGING_SHARE * time_limit_s * effort.JUDGED_BLOCKS_PER_SECOND
         self.most = min(effort.JUDGED, int(work / max(1, len(problem.costs)) / passes))
+        self.favourite: _Decisions = ()
         self._scores: dict[_Decisions, float] = {}
         self._step_s: dict[_Decisions, float] = {}
 
@@ -42,7 +44,9 @@ class Judge:
 
     def best_of(self, count: int) -> tuple[_Decisions, float]:
         """Judge so many of those found since the last time. Returns the best of all, and its step in seconds."""
-        for each in sorted(self._scores, key=lambda each: self._scores[each])[:count]:
+        found = sorted(self._scores, key=lambda each: self._scores[each])
+        self.favourite = found[0] if found else self.favourite
+        for each in found[:count]:
             if each not in self._step_s:
                 self._step_s[each] = simulate(self._problem, each, events=False).step_s
         self._scores.clear()
