@@ -74,16 +74,17 @@ def _compile(
     began_s: float,
 ) -> Callable[..., object]:
     model = find_model(gm, inputs, chosen)
-    options = dataclasses.replace(chosen, micro_batches=max(chosen.micro_batches, model.micro_batches))
-    captured = CapturedGraph(gm=gm, inputs=inputs, options=options, model=model, agreement=agreement)
-    compiler = GraphCompiler(captured)
-    compiled = compiler.compile(example_inputs)  # group, profile, plan, rewrite, and the inner compiler
-    compilation = compiler.finish(time.perf_counter() - began_s)  # parameters move to where the plan has them
-    compilation = timed(compilation, model.session, options.micro_batches)
-    compilation = reported(compilation, options.report_dir, model.session.device, graph_key(inputs))
-    record(compilation)
-    tell(compilation)
-    return running(compiled, compilation, inputs, model, options.micro_batches)
+    with model.compiling():
+        options = dataclasses.replace(chosen, micro_batches=max(chosen.micro_batches, model.micro_batches))
+        captured = CapturedGraph(gm=gm, inputs=inputs, options=options, model=model, agreement=agreement)
+        compiler = GraphCompiler(captured)
+        compiled = compiler.compile(example_inputs)  # group, profile, plan, rewrite, and the inner compiler
+        compilation = compiler.finish(time.perf_counter() - began_s)  # parameters move to where the plan has them
+        compilation = timed(compilation, model.session, options.micro_batches)
+        compilation = reported(compilation, options.report_dir, model.session.device, graph_key(inputs))
+        record(compilation)
+        tell(compilation)
+        return running(compiled, compilation, inputs, model, options.micro_batches)
 
 
 _autohete.__name__ = _autohete.__qualname__ = "autohete"

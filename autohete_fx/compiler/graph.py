@@ -89,12 +89,8 @@ class GraphCompiler:
         """
         if self._keeps_freed:
             cpu_counter.keep_freed()
-        try:
-            with self._agreeing(), self._probing(), self._telling():
-                return self._fitting(lambda: self._compile(example_inputs))
-        except AutoHeteError:
-            self.captured.model.give_up_call()
-            raise
+        with self._agreeing(), self._probing(), self._telling():
+            return self._fitting(lambda: self._compile(example_inputs))
 
     @contextlib.contextmanager
     def _agreeing(self) -> Iterator[None]:

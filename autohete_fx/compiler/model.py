@@ -5,11 +5,12 @@ autohete_fx optimizer that holds them, tell that they are of one model. Each tra
 that it takes beside the others.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 
@@ -72,10 +73,15 @@ class Model:
         """How often its code was forgotten."""
         return self._versions.get(graph, 0)
 
-    def give_up_call(self) -> None:
-        """A graph could not be compiled: if it is one of the first call, the next call begins from nothing."""
-        if not self.shares.is_call_over:
-            self.forget()
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Around the compilation of a graph. Where that fails, whyever, in the first call, the next call begins from nothing."""
+        try:
+            yield
+        except BaseException:
+            if not self.shares.is_call_over:
+                self.forget()
+            raise
 
 
 _models: "WeakIdKeyDictionary" = WeakIdKeyDictionary()  # parameter -> weak reference to its Model

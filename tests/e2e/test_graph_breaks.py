@@ -1,5 +1,6 @@
 """Graphs of one call share the budget as if they were one: a broken model trains where a whole one does."""
 
+import dataclasses
 import gc
 import inspect
 from collections import OrderedDict
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torch._dynamo.comptime import comptime
 
 import autohete_fx
+from autohete_fx import Plan
+from autohete_fx.compiler.graph import GraphCompiler
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.passes import PassContext
 from autohete_fx.runtime.meter import device_live_bytes
@@ -137,6 +140,42 @@ def test_a_budget_that_an_error_names_works_at_the_next_try():
     given, peaks = budgeted(make(breaks), "eager", named)
     job.assert_equal(given, expected, bitwise=True)
     assert max(peaks) <= named
+
+
+@pytest.mark.parametrize("stage", ["compile", "finish"])
+def test_a_first_call_that_fails_at_a_later_graph_leaves_nothing_behind(stage: str, monkeypatch: pytest.MonkeyPatch):
+    """The next call plans and trains as if it were the first."""
+    expected, peak = plainly(make((2,), num_blocks=4), "eager", steps=2)
+    own = {"memory_budget": int(0.5 * peak), "inner_backend": "eager", "profile": "analytic", "solver_time_limit_s": 1}
+
+    def plans_of(model: nn.Module, optimizer: autohete_fx.AdamW) -> list[Plan]:
+        earlier = autohete_fx.compilations()
+        given, peaks = trained(model, optimizer, steps=2)
+        job.assert_equal(given, expected, bitwise=True)
+        assert max(peaks) <= own["memory_budget"]
+        new = [c.plan for c in autohete_fx.compilations() if not any(c is other for other in earlier)]
+        torch._dynamo.reset()
+        return [dataclasses.replace(plan, solve_s=0.0) for plan in new]
+
+    def made() -> tuple[nn.Module, autohete_fx.AdamW]:
+        model = make((2,), num_blocks=4)
+        model.compile(backend="autohete", options=own)
+        return model, autohete_fx.AdamW(model.parameters(), lr=1e-3)
+
+    model, optimizer = made()
+    undisturbed, runs = getattr(GraphCompiler, stage), []
+
+    def fails_at_the_second(compiler: GraphCompiler, *given: Any) -> Any:
+        runs.append(compiler)
+        if len(runs) == 2:
+            raise MemoryError("of a host that is full")
+        return undisturbed(compiler, *given)
+
+    monkeypatch.setattr(GraphCompiler, stage, fails_at_the_second)
+    with pytest.raises(Exception, match="of a host that is full"):
+        model(torch.randn(ROWS, WIDTH))
+    monkeypatch.undo()
+    assert plans_of(model, optimizer) == plans_of(*made())
 
 
 @SLOW
