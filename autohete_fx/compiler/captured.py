@@ -20,6 +20,7 @@ from autohete_fx.compiler.fixed_bytes import (
     input_bytes,
     small_bytes,
     trained_bytes,
+    unmoved_bytes,
     unread,
     unread_bytes,
 )
@@ -163,7 +164,12 @@ class CapturedGraph:
             self.others_bytes,
             self.unread_so_far_bytes,
             0 if torch.is_grad_enabled() else self.trained_bytes,
-            (self.is_unsettled, self.decided, *(u.problem.digest for u in self.unsettled.values())),
+            (
+                self.crowding_bytes,
+                self.is_unsettled,
+                self.decided,
+                *(u.problem.digest for u in self.unsettled.values()),
+            ),
             (self.model.shares.is_call_over and bool(self.unsettled), self.model.shares.repeats),
             self.bucket_bytes,
             sorted(self.sharded),
@@ -177,6 +183,11 @@ class CapturedGraph:
     def unread_bytes(self) -> int:
         """Device bytes of the model that no graph reads; 0 while graphs may follow that read them."""
         return 0 if self._may_be_followed else self.unread_so_far_bytes
+
+    @property
+    def crowding_bytes(self) -> int:
+        """Device bytes that graphs of which nothing is known may hold while this one runs, at least; 0 where none may follow."""
+        return self.unread_so_far_bytes + unmoved_bytes(self.unread) if self.is_unsettled else 0
 
     @property
     def is_unsettled(self) -> bool:

@@ -96,6 +96,17 @@ def unread_bytes(tensors: Iterable[torch.Tensor], device_type: str) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in on_device)
 
 
+def unmoved_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of gradients and optimizer states that these will have on the device, whatever is decided.
+
+    No optimizer of ours updates their parameters.
+    """
+    params = (tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter))
+    return sum(
+        param.nbytes + state_bytes(param) for param in params if param.requires_grad and optimizer_of(param) is None
+    )
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether it has a storage of its own: no DTensor, nor another tensor of tensors. One without memory for its values has."""
     kinds = (torch.Tensor, FakeTensor)

@@ -1,8 +1,8 @@
 """Models: what all graphs that share parameters share, namely a runtime session and one memory budget.
 
-A graph break makes several graphs of one model, a new shape or ``no_grad`` another. The parameters that they read, or the
-autohete_fx optimizer that holds them, tell that they are of one model. Each training graph leaves a note of the device memory
-that it takes beside the others.
+A graph break makes several graphs of one model, a new shape or ``no_grad`` another. The parameters that they read tell that they
+are of one model, or the autohete_fx optimizer that holds these, or the module that was called. Each training graph leaves a note of
+the device memory that it takes beside the others.
 """
 
 import contextlib
@@ -112,7 +112,7 @@ def graph_key(inputs: Sequence[GraphInput]) -> tuple[Origin, tuple[object, ...]]
 def find_model(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options) -> Model:
     """The model that the graph's parameters belong to, or a new one."""
     parameters = [item.tensor for item in inputs if item.is_parameter and item.tensor is not None]
-    # A graph break leaves graphs without a parameter in common; one optimizer holds them all.
+    # A graph break leaves graphs without a parameter in common; one module has them all, or one optimizer.
     known = (reference() for p in map(held, siblings_of(parameters)) if (reference := _models.get(p)) is not None)
     model = next((m for m in known if m is not None), None)
     if model is None and not parameters:
@@ -128,10 +128,15 @@ def find_model(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Option
 
 
 def siblings_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The parameters, and all others that their optimizers of ours hold."""
-    parameters = list(parameters)
-    owners = {id(o): o for p in parameters if (o := optimizer_of(p)) is not None}
-    return [*parameters, *(p for owner in owners.values() for group in owner.param_groups for p in group["params"])]
+    """The parameters, and all others that their optimizers of ours hold, or the called modules whose they are."""
+    own = list(parameters)
+    owners = {id(o): o for p in own if (o := optimizer_of(p)) is not None}
+    found = [*own, *(p for owner in owners.values() for group in owner.param_groups for p in group["params"])]
+    names = {id(p) for p in own}
+    for module in calls.modules_called():
+        listed = list(module.parameters())
+        found += listed if not names.isdisjoint(map(id, listed)) else []
+    return found
 
 
 def new_model(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options) -> Model:

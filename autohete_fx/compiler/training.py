@@ -209,9 +209,10 @@ class TrainingPlanner:
     def _unsettled(self, problem: Problem) -> Rewritten:
         """The plan that takes least, even if it does not fit: what would do is known when the last graph of the call is.
 
-        It leaves room for what no graph has read so far, as long as any plan does.
+        It leaves room for what no graph has read so far, and for what these will have on the device that no plan moves, as long as
+        any plan does.
         """
-        rest_bytes = self.captured.unread_so_far_bytes
+        rest_bytes = self.captured.crowding_bytes
         crowded = dataclasses.replace(problem, fixed_bytes=problem.fixed_bytes + rest_bytes)
         made = self._tried(crowded, takes_least=True) or self._leanest(crowded)
         plan = dataclasses.replace(made.plan, peak_bytes=made.plan.peak_bytes - rest_bytes)

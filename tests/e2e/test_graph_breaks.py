@@ -142,6 +142,23 @@ def test_a_budget_that_an_error_names_works_at_the_next_try():
     assert max(peaks) <= named
 
 
+@pytest.mark.parametrize("what", ["torch's optimizer", "evaluation before there is an optimizer"])
+def test_graphs_of_a_module_are_of_one_model_though_no_optimizer_of_ours_holds_them(what: str):
+    expected, peak = plainly(make((2,), num_blocks=4), "eager")
+    budget, model = int(0.6 * peak), make((2,), num_blocks=4)
+    own = {"memory_budget": budget, "inner_backend": "eager", "profile": "analytic", "solver_time_limit_s": 1}
+    model.compile(backend="autohete", options=own)
+    if what == "torch's optimizer":
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    else:
+        with torch.no_grad():
+            model(torch.randn(ROWS, WIDTH))
+        optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-3)
+    given, peaks = trained(model, optimizer)
+    job.assert_equal(given, expected, bitwise=True)
+    assert max(peaks) <= budget
+
+
 @pytest.mark.parametrize("stage", ["compile", "finish"])
 def test_a_first_call_that_fails_at_a_later_graph_leaves_nothing_behind(stage: str, monkeypatch: pytest.MonkeyPatch):
     """The next call plans and trains as if it were the first."""
