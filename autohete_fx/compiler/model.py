@@ -78,8 +78,8 @@ class Model:
         """Around the compilation of a graph. Where that fails, whyever, in the first call, the next call begins from nothing."""
         try:
             yield
-        except BaseException:
-            if not self.shares.is_call_over:
+        except BaseException as error:
+            if not self.shares.is_call_over and not dynamo.goes_on(error):
                 self.forget()
             raise
 

@@ -376,6 +376,14 @@ def forget_all_compiled() -> None:
     reset_code_caches()
 
 
+def goes_on(error: BaseException) -> bool:
+    """Whether Dynamo, which called a backend, takes an error for one of its own: it analyses or skips the function then, and needs
+    what it has compiled."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
+
+
 def surfacing(error: AutoHeteError) -> AutoHeteError:
     """The same error, of a class that Dynamo lets through: it wraps any other in a BackendCompilerFailed."""
     from torch._dynamo.exc import ShortenTraceback

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.comptime import comptime
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
 import autohete_fx
 from autohete_fx import Plan
@@ -193,6 +194,23 @@ def test_a_first_call_that_fails_at_a_later_graph_leaves_nothing_behind(stage: s
         model(torch.randn(ROWS, WIDTH))
     monkeypatch.undo()
     assert plans_of(model, optimizer) == plans_of(*made())
+
+
+def test_what_dynamo_begins_afresh_by_itself_keeps_what_is_compiled(monkeypatch: pytest.MonkeyPatch):
+    """It analyses a function again where a backend tells it of constants, and runs the graphs before it in the meantime."""
+    model, compiled, undisturbed = make((2,), num_blocks=4), [], GraphCompiler.compile
+    model.compile(backend="autohete", options={"inner_backend": "eager", "profile": "analytic"})
+
+    def begins_afresh_at_the_second(compiler: GraphCompiler, *given: Any) -> Any:
+        compiled.append(len(compiler.captured.params))
+        if len(compiled) == 2:
+            raise TensorifyScalarRestartAnalysis
+        return undisturbed(compiler, *given)
+
+    monkeypatch.setattr(GraphCompiler, "compile", begins_afresh_at_the_second)
+    for _ in range(2):
+        model(torch.randn(ROWS, WIDTH)).backward()
+    assert len(compiled) == 3, "the first graph is compiled once"
 
 
 @SLOW
