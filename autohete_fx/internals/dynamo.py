@@ -377,8 +377,10 @@ def forget_all_compiled() -> None:
 
 
 def goes_on(error: BaseException) -> bool:
-    """Whether Dynamo, which called a backend, takes an error for one of its own: it analyses or skips the function then, and needs
-    what it has compiled."""
+    """Whether Dynamo takes an error of a backend for one of its own.
+
+    It analyses the function again then, or skips it, and needs what it has compiled.
+    """
     from torch._dynamo.exc import TorchDynamoException
 
     return isinstance(error, TorchDynamoException)
