@@ -190,7 +190,7 @@ class _Found:
         """
         if self.judge.teaches:
             self.best, self.best_s = self.judge.best_of(self.judge.most)
-            self.lengthening = lengthening(self.problem, (self.best, self.judge.favourite))
+            self.lengthening = lengthening(self.problem, dict.fromkeys((self.best, self.judge.favourite)))
 
     def _learned(self, search: Search) -> Search:
         """The search with what is learned now."""

@@ -40,11 +40,15 @@ def in_short() -> str:
             continue
         bitwise, exact = sum(row["bitwise"] for row in rows), sum(row["exact"] for row in rows)
         within, refused = sum(map(_is_within, rows)), sum(row["result"] == "refused" for row in rows)
-        timed = [row for row in rows if "compile s" in row]
+        ratios = [_compile_ratio(row) for row in rows if "compile s" in row]
+        took = (
+            f"; compiling took {statistics.median(ratios):.2f} times plain's in the median of {len(ratios)}"
+            if ratios
+            else ""
+        )
         parts.append(
             f"{name} {len(ran)} of {_num_families()} families ran, and {len(rows)} of them trained: {bitwise} bitwise equal to"
-            f" plain, {exact} exact, {within} within budget, {refused} of them in the budget that a refusal named; compiling took"
-            f" {statistics.median(map(_compile_ratio, timed)):.2f} times plain's in the median of {len(timed)}"
+            f" plain, {exact} exact, {within} within budget, {refused} of them in the budget that a refusal named{took}"
         )
     return "; ".join(parts)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.ir import Activations, BlockDecision, Lane, Machine, Optimizer, Overlap, Params, Problem, Schedule
 from autohete_fx.ir.machine import CONTENDING
+from autohete_fx.planner.bound.formulation import Program
 from autohete_fx.planner.model import simulate as judge
 from autohete_fx.planner.model.choices import choices
 from autohete_fx.planner.model.contention import Factors, Piece, Times, factors_of, settled
@@ -264,6 +265,24 @@ def test_the_program_bounds_every_replay_beside_other_work(free: Problem, distan
     ]
     assert answers[0].bound <= answers[1].bound * (1 + 1e-6)
     assert 0 < answers[1].bound <= simulate(free, made, events=False).step_s * (1 + 1e-6)
+
+
+def test_the_program_is_the_same_in_whatever_order_sets_of_works_are():
+    """Which differs from process to process: sums are rounded in groups of works that follow each other."""
+    program = Program(problem([cost(forward_s=1 / 3, backward_s=2 / 7)] * 3, machine=slowed(MACHINE, h2d_compute=0.5)))
+    for lane in CONTENDING:
+        given, reversed_ = (str(program._work_of(lane, order)) for order in (list(Work), list(Work)[::-1]))
+        assert given == reversed_
+
+
+def test_where_work_may_take_longer_than_the_program_can_count_there_are_no_rows_of_contention():
+    """Such as blocks that compute for nanoseconds and copy for seconds."""
+    machine = slowed(MACHINE, **{f"{lane}_{beside}": 0.5 for lane, beside in PAIRS})
+    for compute_s in (1e-7, 1e-9):
+        free = problem([cost(forward_s=compute_s, backward_s=compute_s, recompute_s=compute_s)] * 24, machine=machine)
+        made = [replace(ON_HOST, params=Params.HOST)] * 24
+        answer = program_of(free, made).solve(limit_s=2, deadline=float("inf"), in_seconds=True)
+        assert answer.bound <= simulate(free, made, events=False).step_s * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("overlap", Overlap)

@@ -18,7 +18,7 @@ The same stretch is cut in three as well. The first window ends when updates on 
 ended. All work of these updates is in the second. How long the first and the third are, other rows say.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import combinations
 from math import ceil, prod
@@ -34,9 +34,9 @@ from autohete_fx.planner.model.work import BACKWARD_PASS, BY_DEVICE, SENT, PassK
 _RATES = 2**10
 """Rates are in parts of so many, rounded up."""
 _LONGEST = 2**45
-"""In ticks. Sums of products with rates are 64 bits."""
+"""In ticks, so that sums of products with rates have 64 bits. Without the rows where work could take longer."""
 
-Within = Mapping[tuple[int, ...], Iterable[Work]]
+Within = Mapping[tuple[int, ...], Collection[Work]]
 """By windows, the work that is done in these alone."""
 
 
@@ -57,9 +57,9 @@ class ContentionRows(UpdateRows):
         either = set[Work]() if self.updates_begin_together else {Work.UPLOAD}
         every = {*before, *after, Work.HOST_UPDATE}
         self._add_windows([backward_end, end - backward_end], {(0,): before, (1,): after - either, (0, 1): every})
-        if self.problem.allow_replicating:
+        if self.problem.num_replicas > 1:
             return  # the rows have their mean at the end
-        within: dict[tuple[int, ...], Iterable[Work]] = {(1,): {Work.HOST_UPDATE}, (0, 1, 2): every}
+        within: dict[tuple[int, ...], Collection[Work]] = {(1,): {Work.HOST_UPDATE}, (0, 1, 2): every}
         if self.updates_begin_together:
             within |= {(0,): before, (1, 2): after}
         self._add_windows([begin, updated - begin, end - updated], within)
@@ -67,6 +67,8 @@ class ContentionRows(UpdateRows):
     def _add_windows(self, lengths: Sequence[Linear], within: Within) -> None:
         names = {name for *lanes, _ in self.problem.machine.contention for name in lanes}
         lanes = [lane for lane in Lane if lane.value in names]
+        if self._longest(lanes) > _LONGEST:
+            return
         sets = [of_set for size in range(1, len(lanes) + 1) for of_set in combinations(lanes, size)]
         times = [{of_set: self._number("t", TICKS, _LONGEST) for of_set in sets} for _ in lengths]
         for length, of_window in zip(lengths, times, strict=True):
@@ -77,12 +79,19 @@ class ContentionRows(UpdateRows):
                 done = sum(self._rate(lane, s) * t for k in windows for s, t in times[k].items() if lane in s)
                 self.model.add(done >= _RATES * self._work_of(lane, works))
 
+    def _longest(self, lanes: Iterable[Lane]) -> float:
+        """Ticks that no work of a pass takes longer than, one after the other, each beside all other lanes."""
+        work = ((self._slowed(lane), [work for work in Work if work.lane is lane]) for lane in lanes)
+        return sum(
+            slowed * self._ticks(block, works).max() for slowed, works in work for block in range(self.num_blocks)
+        )
+
     def _rate(self, lane: Lane, together: Iterable[Lane]) -> int:
         return ceil(_RATES * prod(self.problem.machine.kept(lane, beside) for beside in together if beside is not lane))
 
-    def _work_of(self, lane: Lane, works: Iterable[Work]) -> Linear:
+    def _work_of(self, lane: Lane, works: Collection[Work]) -> Linear:
         """The ticks of all work of a lane. Updates that wait for their disk work for what they compute."""
-        own, blocks = [work for work in works if work.lane is lane], range(self.num_blocks)
+        own, blocks = [work for work in Work if work in works and work.lane is lane], range(self.num_blocks)
         if own != [Work.HOST_UPDATE]:
             return self._sum(blocks, own)
         seconds = [self._of_block(block, partial(host_computed_s, self.problem, block)) for block in blocks]

@@ -106,7 +106,7 @@ class UpdateRows(LastUpdateRows):
             found.append(self._time(f"K[{block}]"))
             add(found[-1] >= last + own)
             add(found[-1] >= last_updated + own - most_others + most_others * is_one)
-            most_others += ceil((work * ~uploads).max() * self._slowed(Lane.UPDATE))
+            most_others += min(self.horizon >> 10, ceil(((work * ~uploads).max() + 1) * self._slowed(Lane.UPDATE)))
             last, last_updated = found[-1], updated[block]
         return found
 

@@ -21,6 +21,7 @@ class LaneClocks:
         free_at: when each lane is done with what it was given; of the compute lane, the program's clock.
         events: pieces of work, where they are kept.
         copied_up: begin and end of all copies up, and of what they stand still for.
+        counted_from: when the step began that is replayed.
         times: of all work that takes longer beside other work, where the machine has contention.
     """
 
