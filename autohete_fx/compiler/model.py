@@ -132,10 +132,10 @@ def siblings_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     own = list(parameters)
     owners = {id(o): o for p in own if (o := optimizer_of(p)) is not None}
     found = [*own, *(p for owner in owners.values() for group in owner.param_groups for p in group["params"])]
-    names = {id(p) for p in own}
+    ids = set(map(id, own))
     for module in calls.modules_called():
         listed = list(module.parameters())
-        found += listed if not names.isdisjoint(map(id, listed)) else []
+        found += listed if not ids.isdisjoint(map(id, listed)) else []
     return found
 
 

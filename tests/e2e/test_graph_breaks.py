@@ -1,64 +1,23 @@
 """Graphs of one call share the budget as if they were one: a broken model trains where a whole one does."""
 
-import dataclasses
 import gc
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.comptime import comptime
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
 import autohete_fx
-from autohete_fx import Plan
-from autohete_fx.compiler.graph import GraphCompiler
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.passes import PassContext
 from autohete_fx.runtime.meter import device_live_bytes
 from tests import training as job
+from tests.broken import ROWS, WIDTH, Block, Broken, budgeted, make, plainly, trained
 
-WIDTH, ROWS, STEPS = 128, 1024, 3
 SLOW = pytest.mark.slow
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
-
-
-class Broken(nn.Module):
-    """So many blocks; the graph breaks behind as many of them as are named, and before the loss if that is asked for."""
-
-    def __init__(self, breaks: tuple[int, ...], breaks_before_loss: bool = False, num_blocks: int = 6) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
-        self.ends = (*breaks, num_blocks)
-        self.breaks_before_loss = breaks_before_loss
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks[: self.ends[0]]:
-            x = block(x)
-        if len(self.ends) > 1:
-            torch._dynamo.graph_break()  # not within a loop: Dynamo would run the whole frame in eager mode
-            for block in self.blocks[self.ends[0] : self.ends[1]]:
-                x = block(x)
-        if len(self.ends) > 2:
-            torch._dynamo.graph_break()
-            for block in self.blocks[self.ends[1] : self.ends[2]]:
-                x = block(x)
-        if self.breaks_before_loss:
-            torch._dynamo.graph_break()
-        return x.square().mean()
 
 
 @pytest.fixture(autouse=True)
@@ -66,50 +25,6 @@ def _prepared() -> Iterator[None]:
     job.warm_up("cpu")
     yield
     torch._dynamo.reset()
-
-
-def make(*args: Any, **how: Any) -> Broken:
-    torch.manual_seed(0)
-    return Broken(*args, **how)
-
-
-def trained(model: nn.Module, optimizer: Any, rows: int = ROWS, steps: int = STEPS) -> tuple[list[Tensor], list[int]]:
-    """Losses, gradients, parameters and states; peaks of every step beside what other tests hold."""
-    gc.collect()
-    foreign = device_live_bytes("cpu") - sum(p.nbytes for p in model.parameters())
-    seen, peaks = [], []
-    for step in range(steps):
-        x = job.copied(torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(step)))
-        torch.manual_seed(step)
-        with autohete_fx.MemoryMeter("cpu") as meter:
-            loss = model(x)
-            loss.backward()
-        peaks.append(meter.peak_bytes - foreign)
-        seen += [job.copied(loss), *(job.copied(p.grad) for p in model.parameters() if p.grad is not None)]
-        with autohete_fx.MemoryMeter("cpu") as meter:
-            optimizer.step()
-            optimizer.zero_grad()
-        peaks.append(meter.peak_bytes - foreign)
-    states = optimizer.state_dict()["state"]
-    seen += map(job.copied, model.parameters())
-    seen += [job.copied(state[name]) for state in states.values() for name in ("exp_avg", "exp_avg_sq")]
-    return seen, peaks
-
-
-def plainly(model: nn.Module, inner: str, **how: Any) -> tuple[list[Tensor], int]:
-    if inner == "inductor":
-        model.compile(backend="inductor")
-    seen, peaks = trained(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), **how)
-    torch._dynamo.reset()
-    return seen, max(peaks)
-
-
-def budgeted(
-    model: nn.Module, inner: str, budget: int, options: Mapping[str, object] | None = None, **how: Any
-) -> tuple[list[Tensor], list[int]]:
-    own = {"memory_budget": budget, "inner_backend": inner, "profile": "analytic", "solver_time_limit_s": 1}
-    model.compile(backend="autohete", options={**own, **(options or {})})
-    return trained(model, autohete_fx.AdamW(model.parameters(), lr=1e-3), **how)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +40,7 @@ def test_a_broken_model_trains_in_45_percent(breaks: tuple[int, ...], inner: str
     assert max(peaks) <= budget
     found = [c for c in autohete_fx.compilations() if not any(c is other for other in earlier)]
     assert sum(c.unsettled is not None for c in found) == len(breaks)
-    assert all("test_graph_breaks.py:" in c.notes[-1] for c in found if c.unsettled is not None)
+    assert all("broken.py:" in c.notes[-1] for c in found if c.unsettled is not None)
     assert all(c.plan.peak_bytes <= budget for c in found)
 
 
@@ -137,79 +52,10 @@ def test_a_budget_that_an_error_names_works_at_the_next_try():
         budgeted(make(breaks), "eager", peak // 12)
     named = caught.value.smallest_budget_bytes
     assert named is not None and named < 0.45 * peak
-    assert str(caught.value).count("test_graph_breaks.py:") == len(breaks)
+    assert str(caught.value).count("broken.py:") == len(breaks)
     given, peaks = budgeted(make(breaks), "eager", named)
     job.assert_equal(given, expected, bitwise=True)
     assert max(peaks) <= named
-
-
-@pytest.mark.parametrize("what", ["torch's optimizer", "evaluation before there is an optimizer"])
-def test_graphs_of_a_module_are_of_one_model_though_no_optimizer_of_ours_holds_them(what: str):
-    expected, peak = plainly(make((2,), num_blocks=4), "eager")
-    budget, model = int(0.6 * peak), make((2,), num_blocks=4)
-    own = {"memory_budget": budget, "inner_backend": "eager", "profile": "analytic", "solver_time_limit_s": 1}
-    model.compile(backend="autohete", options=own)
-    if what == "torch's optimizer":
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    else:
-        with torch.no_grad():
-            model(torch.randn(ROWS, WIDTH))
-        optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-3)
-    given, peaks = trained(model, optimizer)
-    job.assert_equal(given, expected, bitwise=True)
-    assert max(peaks) <= budget
-
-
-@pytest.mark.parametrize("stage", ["compile", "finish"])
-def test_a_first_call_that_fails_at_a_later_graph_leaves_nothing_behind(stage: str, monkeypatch: pytest.MonkeyPatch):
-    """The next call plans and trains as if it were the first."""
-    expected, peak = plainly(make((2,), num_blocks=4), "eager", steps=2)
-    own = {"memory_budget": int(0.5 * peak), "inner_backend": "eager", "profile": "analytic", "solver_time_limit_s": 1}
-
-    def plans_of(model: nn.Module, optimizer: autohete_fx.AdamW) -> list[Plan]:
-        earlier = autohete_fx.compilations()
-        given, peaks = trained(model, optimizer, steps=2)
-        job.assert_equal(given, expected, bitwise=True)
-        assert max(peaks) <= own["memory_budget"]
-        new = [c.plan for c in autohete_fx.compilations() if not any(c is other for other in earlier)]
-        torch._dynamo.reset()
-        return [dataclasses.replace(plan, solve_s=0.0) for plan in new]
-
-    def made() -> tuple[nn.Module, autohete_fx.AdamW]:
-        model = make((2,), num_blocks=4)
-        model.compile(backend="autohete", options=own)
-        return model, autohete_fx.AdamW(model.parameters(), lr=1e-3)
-
-    model, optimizer = made()
-    undisturbed, runs = getattr(GraphCompiler, stage), []
-
-    def fails_at_the_second(compiler: GraphCompiler, *given: Any) -> Any:
-        runs.append(compiler)
-        if len(runs) == 2:
-            raise MemoryError("of a host that is full")
-        return undisturbed(compiler, *given)
-
-    monkeypatch.setattr(GraphCompiler, stage, fails_at_the_second)
-    with pytest.raises(Exception, match="of a host that is full"):
-        model(torch.randn(ROWS, WIDTH))
-    monkeypatch.undo()
-    assert plans_of(model, optimizer) == plans_of(*made())
-
-
-def test_what_dynamo_begins_afresh_by_itself_keeps_what_is_compiled(monkeypatch: pytest.MonkeyPatch):
-    """It analyses a function again where a backend tells it of constants, and runs the graphs before it in the meantime."""
-    model, compiled, undisturbed = make((2,), num_blocks=4), [], GraphCompiler.compile
-    model.compile(backend="autohete", options={"inner_backend": "eager", "profile": "analytic"})
-
-    def begins_afresh_at_the_second(compiler: GraphCompiler, *given: Any) -> Any:
-        compiled.append((min(compiler.captured.params), torch.is_grad_enabled()))
-        if len(compiled) == 2:
-            raise TensorifyScalarRestartAnalysis
-        return undisturbed(compiler, *given)
-
-    monkeypatch.setattr(GraphCompiler, "compile", begins_afresh_at_the_second)
-    model(torch.randn(ROWS, WIDTH)).backward()
-    assert len(compiled) == 3, "the first graph is compiled once"
 
 
 @SLOW

@@ -12,7 +12,7 @@ import autohete_fx
 from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.runtime.meter import device_live_bytes
 from tests import training as job
-from tests.e2e.test_graph_breaks import ROWS, WIDTH, Block, budgeted, plainly, trained
+from tests.broken import ROWS, WIDTH, Block, budgeted, plainly, trained
 
 OPTIONS = {"inner_backend": "eager", "profile": "analytic", "solver_time_limit_s": 1}
 SLOW = pytest.mark.slow

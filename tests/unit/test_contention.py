@@ -275,6 +275,21 @@ def test_the_program_is_the_same_in_whatever_order_sets_of_works_are():
         assert given == reversed_
 
 
+@pytest.mark.parametrize("overlap", Overlap)
+def test_rates_of_next_to_nothing_are_bounded_too(overlap: Overlap):
+    machine = slowed(MACHINE, **{f"{lane}_{beside}": 1e-4 for lane, beside in PAIRS})
+    free = problem(
+        [cost()] * 4,
+        machine=machine,
+        schedule=Schedule(overlap=overlap),
+        allow_streamed_optimizer=True,
+        micro_batches=2,
+    )
+    made = [ON_HOST, BlockDecision(optimizer=Optimizer.STREAMED), BlockDecision(), ON_HOST]
+    answer = program_of(free, made).solve(limit_s=2, deadline=float("inf"), in_seconds=True)
+    assert answer.bound <= simulate(free, made, events=False).step_s * (1 + 1e-6)
+
+
 def test_where_work_may_take_longer_than_the_program_can_count_there_are_no_rows_of_contention():
     """Such as blocks that compute for nanoseconds and copy for seconds."""
     machine = slowed(MACHINE, **{f"{lane}_{beside}": 0.5 for lane, beside in PAIRS})

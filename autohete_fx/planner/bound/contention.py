@@ -19,7 +19,7 @@ ended. All work of these updates is in the second. How long the first and the th
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import combinations
 from math import ceil, prod
 
@@ -65,10 +65,7 @@ class ContentionRows(UpdateRows):
         self._add_windows([begin, updated - begin, end - updated], within)
 
     def _add_windows(self, lengths: Sequence[Linear], within: Within) -> None:
-        names = {name for *lanes, _ in self.problem.machine.contention for name in lanes}
-        lanes = [lane for lane in Lane if lane.value in names]
-        if self._longest(lanes) > _LONGEST:
-            return
+        lanes = self._contending
         sets = [of_set for size in range(1, len(lanes) + 1) for of_set in combinations(lanes, size)]
         times = [{of_set: self._number("t", TICKS, _LONGEST) for of_set in sets} for _ in lengths]
         for length, of_window in zip(lengths, times, strict=True):
@@ -79,12 +76,17 @@ class ContentionRows(UpdateRows):
                 done = sum(self._rate(lane, s) * t for k in windows for s, t in times[k].items() if lane in s)
                 self.model.add(done >= _RATES * self._work_of(lane, works))
 
-    def _longest(self, lanes: Iterable[Lane]) -> float:
-        """Ticks that no work of a pass takes longer than, one after the other, each beside all other lanes."""
-        work = ((self._slowed(lane), [work for work in Work if work.lane is lane]) for lane in lanes)
-        return sum(
-            slowed * self._ticks(block, works).max() for slowed, works in work for block in range(self.num_blocks)
-        )
+    @cached_property
+    def _contending(self) -> tuple[Lane, ...]:
+        """The lanes that slow others down or are slowed down. None where all their work, one after the other and each beside all
+        others, may take longer than the program counts."""
+        names = {name for *lanes, _ in self.problem.machine.contention for name in lanes}
+        found = tuple(lane for lane in Lane if lane.value in names)
+        longest = 0.0
+        for lane in found:
+            works = [work for work in Work if work.lane is lane]
+            longest += self._slowed(lane) * sum(self._ticks(block, works).max() for block in range(self.num_blocks))
+        return found if longest <= _LONGEST else ()
 
     def _rate(self, lane: Lane, together: Iterable[Lane]) -> int:
         return ceil(_RATES * prod(self.problem.machine.kept(lane, beside) for beside in together if beside is not lane))

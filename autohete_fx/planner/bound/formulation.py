@@ -277,9 +277,9 @@ class Program(ContentionRows):
         kind, end, home = updating_pass(problem), self._time("T"), self._add_way_home(backward)
         self.model.add(end >= self._add_pass(kind, ahead, begin=device_end, updated=ready, copied=copied, home=home)[0])
         # The last that the lane does: in its order without priority, block 0.
-        self.model.add(end >= updated[-1 if problem.schedule.priority else 0])
-        averaged = self._sum(range(self.num_blocks), (Work.AVERAGE,))
         last = updated[-1 if problem.schedule.priority else 0]
+        self.model.add(end >= last)
+        averaged = self._sum(range(self.num_blocks), (Work.AVERAGE,))
         first = backward if self.updates_begin_together else landed[-1]
         self._add_contention_of_updates(backward, first, last, end + averaged)
         return forwards + (problem.micro_batches - 1) * earlier + end + averaged

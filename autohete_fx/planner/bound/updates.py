@@ -106,7 +106,8 @@ class UpdateRows(LastUpdateRows):
             found.append(self._time(f"K[{block}]"))
             add(found[-1] >= last + own)
             add(found[-1] >= last_updated + own - most_others + most_others * is_one)
-            most_others += min(self.horizon >> 10, ceil(((work * ~uploads).max() + 1) * self._slowed(Lane.UPDATE)))
+            most_others += ((work * ~uploads).max() + 1) * self._slowed(Lane.UPDATE)
+            most_others = ceil(min(self.horizon, most_others))
             last, last_updated = found[-1], updated[block]
         return found
 

@@ -97,10 +97,8 @@ class Variables:
 
     def _most(self, block: int, works: Sequence[Work]) -> int:
         """Likewise the most, of a lane that all others slow down."""
-        ticks = np.split(self._ticks(block, works), [len(self.treated[block])])
-        return ceil(
-            sum(int(part.max()) for part in ticks) * max((self._slowed(work.lane) for work in works), default=1)
-        )
+        ticks = sum(int(part.max()) + 1 for part in np.split(self._ticks(block, works), [len(self.treated[block])]))
+        return ceil(min(self.horizon, ticks * max((self._slowed(work.lane) for work in works), default=1)))
 
     def _slowed(self, lane: Lane) -> float:
         """By how many times work of a lane takes longer at most, beside other work."""

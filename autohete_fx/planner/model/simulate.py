@@ -75,7 +75,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from autohete_fx.ir import BlockDecision, Lane, LaneTime, Optimizer, Overlap, Params, Problem, staging_bytes
 from autohete_fx.ir.decision import STAGING_SLOTS
 from autohete_fx.planner.model.block_program import BlockProgram
-from autohete_fx.planner.model.contention import Factors, Piece, Times, settled
+from autohete_fx.planner.model.contention import Factors, Piece, settled
 from autohete_fx.planner.model.figures import (
     average_s,
     copy_s,
@@ -91,6 +91,7 @@ from autohete_fx.planner.model.figures import (
     sends_at_once,
     staging_s,
 )
+from autohete_fx.planner.model.lane_clocks import LaneClocks
 from autohete_fx.planner.model.shared_lane import SharedLane
 from autohete_fx.planner.model.simulation import (
     FORWARD,
@@ -116,20 +117,19 @@ def simulate(problem: Problem, decisions: Sequence[BlockDecision], *, events: bo
 def seconds_beside(problem: Problem, decisions: Sequence[BlockDecision]) -> list[tuple[Piece, float, float]]:
     """Each piece of a step's work, or part of one, with its seconds alone and beside the others. Empty without contention."""
     factors = _settled(problem, decisions)
-    replay = _Replay(problem, decisions, False, factors)
-    replay.run()
-    times = [each for each in replay.lanes.times if each[1] >= replay.lanes.counted_from]
+    lanes = _lanes(problem, decisions, factors)
+    times = [each for each in lanes.times if each[1] >= lanes.counted_from]
     return [(piece, (end - begin) / factors.get(piece, 1.0), end - begin) for piece, begin, end in times]
 
 
 def _settled(problem: Problem, decisions: Sequence[BlockDecision]) -> Factors:
-    return settled(problem.machine, lambda factors: _times(problem, decisions, factors))
+    return settled(problem.machine, lambda factors: _lanes(problem, decisions, factors).times)
 
 
-def _times(problem: Problem, decisions: Sequence[BlockDecision], factors: Factors) -> Sequence[Times]:
+def _lanes(problem: Problem, decisions: Sequence[BlockDecision], factors: Factors) -> LaneClocks:
     replay = _Replay(problem, decisions, False, factors)
     replay.run()
-    return replay.lanes.times
+    return replay.lanes
 
 
 class _Replay(BlockProgram):
