@@ -83,6 +83,25 @@ def test_factors_settle_where_each_replay_leads_away_from_the_next():
     assert factors[computed] == pytest.approx(4 / 3, abs=0.01) and factors[copied] == 1.0
 
 
+@pytest.mark.parametrize("copied, expected", [((0.0, 5.0), 1.25), ((6.0, 99.0), 1.5)], ids=["before", "after"])
+def test_an_interrupted_piece_is_done_when_its_parts_have_done_its_work(copied: tuple[float, float], expected: float):
+    """10 s of an update, of which one of 1 s interrupts the first 5 s: a copy halves its rate before that, or after."""
+    update, urgent, copy = (
+        Piece(lane, lane, block, 0) for lane, block in [(Lane.UPDATE, 1), (Lane.UPDATE, 0), (Lane.D2H, 0)]
+    )
+
+    def replay(factors: Factors) -> list[Times]:
+        return [
+            (update, 6.0, 1.0 + 10 * factors.get(update, 1.0)),
+            (urgent, 5.0, 6.0),
+            (update, 0.0, 5.0),
+            (copy, *copied),
+        ]
+
+    factors = settled(slowed(MACHINE, update_d2h=0.5), replay)
+    assert factors == pytest.approx({update: expected, urgent: 1.0, copy: 1.0}, rel=1e-3)
+
+
 def test_rates_beside_several_lanes_are_multiplied():
     """Net works beside computation all the time, and for a while beside a copy home as well."""
     machine = slowed(replace(RING, d2h_bytes_per_s=25.0), net_compute=0.5, net_d2h=0.4)

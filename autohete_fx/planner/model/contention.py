@@ -7,7 +7,7 @@ the factors of the one before, until they stay (`settled`).
 Lanes and waits are as they were, and no factor is below 1: no replay is faster than one without contention.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -67,14 +67,31 @@ def factors_of(machine: Machine, times: Iterable[Times], before: Factors) -> Fac
         lane: np.concatenate(([0.0], np.cumsum(np.diff(moments) * np.append(rate, 1.0))))
         for lane, rate in rates.items()
     }
-    lasts: dict[Piece, float] = {}
-    alone: dict[Piece, float] = {}
+    parts: dict[Piece, list[tuple[float, float]]] = {}
     for piece, begin, end in listed:
-        seconds, done_then = (end - begin) / before.get(piece, 1.0), done[piece.lane]
-        until = np.interp(np.interp(begin, moments, done_then) + seconds, done_then, moments)
-        lasts[piece] = lasts.get(piece, 0.0) + float(until) - begin
-        alone[piece] = alone.get(piece, 0.0) + seconds
-    return {piece: max(1.0, lasts[piece] / alone[piece]) for piece in lasts}
+        parts.setdefault(piece, []).append((begin, end))
+    factors = {}
+    for piece, intervals in parts.items():
+        alone = sum(end - begin for begin, end in intervals) / before.get(piece, 1.0)
+        factors[piece] = max(1.0, _takes(sorted(intervals), alone, moments, done[piece.lane]) / alone)
+    return factors
+
+
+def _takes(intervals: Sequence[tuple[float, float]], alone: float, moments: np.ndarray, done: np.ndarray) -> float:
+    """The seconds of work that ``alone`` takes so many: interrupted after each interval, and to its end in the last.
+
+    Args:
+        done: what a lane that works all the time has done at each moment.
+    """
+    left, took = alone, 0.0
+    for begin, end in intervals[:-1]:
+        work = float(np.interp(end, moments, done) - np.interp(begin, moments, done))
+        if work >= left:
+            break
+        left, took = left - work, took + end - begin
+    else:
+        begin = intervals[-1][0]
+    return took + float(np.interp(np.interp(begin, moments, done) + left, done, moments)) - begin
 
 
 def _works(moments: np.ndarray, intervals: list[tuple[float, float]]) -> np.ndarray:
