@@ -20,6 +20,7 @@ from autohete_fx.graph.collectives import needs_others
 from autohete_fx.internals.partitioning import make_graph_module
 from autohete_fx.ir import Machine, Profile
 from autohete_fx.profiler.analytic import BlockTimes, analytic_times, costs_from_times, with_waits
+from autohete_fx.profiler.memory.dry_run import CompiledCode, dry_run
 from autohete_fx.profiler.memory.liveness import trace_memory
 from autohete_fx.profiler.memory.lowering import lower
 from autohete_fx.profiler.memory.node_kinds import extent_bytes
@@ -30,6 +31,7 @@ from autohete_fx.profiler.timed_graph import (
     compile_eager,
     compile_inductor,
     integer_results,
+    outside_tracing,
 )
 
 _NEGLIGIBLE_SHARE = 0.05
@@ -132,6 +134,14 @@ def _working_set(graph_module: fx.GraphModule | None, device_type: str, inner_ba
     return inputs + trace_memory(graph_module, device_type=device_type, inner_backend=inner_backend).peak_bytes
 
 
+def _needed_bytes(timed: TimedGraph, device_type: str) -> int:
+    """Device bytes that timing takes as the compiled code tells: 0 where there is none, as node by node."""
+    code = CompiledCode(graph=timed.run, inputs=timed.fakes)
+    with outside_tracing():
+        allocated = dry_run(code, None, 0, device_type=device_type)
+    return 0 if allocated is None else allocated + sum(extent_bytes(value, device_type) for value in timed.fakes)
+
+
 class _Stopwatch:
     """Times distinct blocks until the time is used up."""
 
@@ -168,13 +178,17 @@ class _Stopwatch:
             return None
         device_type, inner = part.device_type, part.inner_backend
         kept = [node for piece in pieces if piece is not None for node in integer_results(piece).values()]
-        needed = max(_working_set(piece, device_type, inner) for piece in pieces)
-        needed += sum(extent_bytes(node.meta["val"], device_type) for node in kept)
+        kept_bytes = sum(extent_bytes(node.meta["val"], device_type) for node in kept)
+        kept_bytes += torch.get_rng_state().nbytes if device_type == "cpu" else 0  # to be put back
+        needed = max(_working_set(piece, device_type, inner) for piece in pieces) + kept_bytes
         if self.max_bytes is not None and needed > self.max_bytes:
             return None
-        self.timed[block] = [
-            None if piece is None else TimedGraph(piece, self.compile_graph, device_type) for piece in pieces
-        ]
+        compiled = [None if piece is None else TimedGraph(piece, self.compile_graph, device_type) for piece in pieces]
+        # The trace may be off by some: what the code takes is seen before anything runs.
+        needed = max(0 if graph is None else _needed_bytes(graph, device_type) for graph in compiled) + kept_bytes
+        if self.max_bytes is not None and needed > self.max_bytes:
+            return None
+        self.timed[block] = compiled
         self._time(block)
         return None
 

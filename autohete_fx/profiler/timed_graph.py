@@ -97,6 +97,7 @@ class TimedGraph:
     """A graph that was compiled to be timed: once when it is made, and again at any later time.
 
     Attributes:
+        run: the compiled code.
         best_s: seconds of one run.
     """
 
@@ -107,7 +108,12 @@ class TimedGraph:
         self._device_type = device_type
         self.best_s = float("inf")
         with outside_tracing():
-            self._run = compile_graph(graph_module, [value for value, _ in self._inputs.values()])
+            self.run = compile_graph(graph_module, self.fakes)
+
+    @property
+    def fakes(self) -> list[torch.Tensor]:
+        """The inputs that it was compiled for."""
+        return [value for value, _ in self._inputs.values()]
 
     def time(self, known: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run it for a while. Others on the machine only ever slow a run down, so a quick quarter of the runs counts,
@@ -119,7 +125,7 @@ class TimedGraph:
         with outside_tracing():
             inputs = [real_input(value, device, known.get(name)) for name, (value, device) in self._inputs.items()]
             seconds: list[float] = []
-            results = self._run(list(inputs))
+            results = self.run(list(inputs))
             computed = {name: results[index] for index, name in self._integers.items()}
             del results  # most of the memory, beside which the next runs would stand
             started = time.perf_counter()
@@ -128,7 +134,7 @@ class TimedGraph:
             ):
                 _synchronize(self._device_type)
                 begun = time.perf_counter()
-                self._run(list(inputs))
+                self.run(list(inputs))
                 _synchronize(self._device_type)
                 seconds.append(time.perf_counter() - begun)
         self.best_s = min(self.best_s, statistics.quantiles(seconds)[0])

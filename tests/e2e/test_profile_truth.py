@@ -5,8 +5,9 @@
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,10 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autohete_fx import MemoryMeter
-from autohete_fx.profiler import CompiledCode, StepTrace, dry_run, trace_step
+from autohete_fx.compiler.captured import CapturedGraph
+from autohete_fx.profiler import CompiledCode, StepTrace, dry_run, measured, trace_step
+from autohete_fx.profiler.timed_graph import TimedGraph
+from autohete_fx.runtime.meter import peak_of
 
 BATCH, TOKENS, WIDTH, HEADS, VOCAB = 4, 128, 256, 4, 512
 
@@ -218,3 +222,31 @@ def test_the_predicted_peak_of_graphs_that_run_as_they_are_is_exact(recompute: b
     assert trace.backward is not None
     assert trace.forward.peak_bytes == pytest.approx(found.forward_peak, rel=0.002)
     assert trace.backward.peak_bytes == pytest.approx(found.backward_peak, rel=0.002)
+
+
+def test_no_block_is_timed_whose_code_takes_more_than_is_free_whatever_its_trace_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    taken: list[int] = []
+
+    class Timed(TimedGraph):
+        def time(self, known: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            num_bytes, computed = peak_of("cpu", lambda: super(Timed, self).time(known))
+            taken.append(num_bytes)
+            return computed
+
+    monkeypatch.setattr(measured, "TimedGraph", Timed)
+    monkeypatch.setattr(measured, "_working_set", lambda *_: 0)
+
+    def most_taken(free_bytes: int) -> int:
+        monkeypatch.setenv("AUTOHETE_CACHE_DIR", str(tmp_path / str(free_bytes)))
+        monkeypatch.setattr(CapturedGraph, "free_bytes", lambda _: free_bytes)
+        taken.clear()
+        torch._dynamo.reset()
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)])
+        options = {"memory_budget": "1GiB", "profile": "measured"}
+        torch.compile(model, backend="autohete", options=options)(torch.randn(128, 64)).sum().backward()
+        return max(taken, default=0)
+
+    most = most_taken(2**30)
+    assert 0 < most_taken(most) == most > most_taken(most - 1)
