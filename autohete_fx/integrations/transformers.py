@@ -21,8 +21,8 @@ try:
     from transformers import TrainerCallback
 except ImportError as error:
     raise IntegrationError(
-        f"transformers cannot be imported: {error}. Expected was a version that has TrainerCallback. Run pip install"
-        " 'autohete_fx[trainers]', or import autohete_fx.integrations.accelerate where Accelerate alone is used"
+        f"transformers cannot be imported: {error}. Expected was a version that has TrainerCallback. Run `pip install"
+        " transformers accelerate`, or import autohete_fx.integrations.accelerate where Accelerate alone is used"
     ) from error
 
 __all__ = ["AutoHeteCallback", "disable", "enable", "report_to_loggers"]

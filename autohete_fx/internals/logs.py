@@ -8,8 +8,8 @@ The loggers of this package are ordinary ones, whose records go to the handlers 
 ``TORCH_LOGS``, or ``torch._logging.set_logs``, names ``autohete`` does `follow` hand them to PyTorch's handlers instead. It
 then makes them children of the logger whose level PyTorch sets.
 
-PyTorch 2.11 calls `register` only after it has read ``TORCH_LOGS``, and so refuses these names there; ``torch._logging.set_logs``
-takes them.
+PyTorch 2.11 and 2.12 call `register` only after they have read ``TORCH_LOGS``, and refuse these names there.
+``torch._logging.set_logs`` takes them.
 Nothing but the standard library is imported before PyTorch is there.
 """
 

@@ -24,7 +24,7 @@ def require_matplotlib() -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise OptionError(
-            "a plot is drawn by matplotlib, which is not installed; install it with `pip install autohete_fx[plot]`, or leave"
+            "a plot is drawn by matplotlib, which is not installed; install it with `pip install matplotlib`, or leave"
             " --plot out"
         ) from error
 

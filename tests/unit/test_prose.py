@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted([*(ROOT / "autohete_fx").rglob("*.py"), *(ROOT / "passes").glob("*.py")])
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BEGINS_BADLY = re.compile(r"(?:\A|[.:!?]\s+|\n\s*\n\s*)((?:Of|What|Who|So|Such)\b[^.]*)")
+BEGINS_BADLY = re.compile(r"(?:\A|[.:!?]\s+|\n\s*\n\s*)\[?((?:Of|What|Who|So|Such)\b[^.]*)")
 """A sentence whose first word stands for a thing instead of naming it."""
 MOST_WORDS = 25
 _SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):")
