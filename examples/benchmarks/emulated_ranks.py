@@ -2,9 +2,10 @@
 
 Every rank is a process. Collectives really run, on gloo, and all lanes take the seconds which the plan counts on (`emulated.py`).
 Beside each step stand the seconds of real collectives, of which those count that end late, and of the mean of small gradients.
-The machines are bound by the net, by copies, by updates, and by compute. On each, plans that gather everything again for backward,
-and that keep everything, stand beside the solver's, within the memory that the first of the two takes. With several micro-batches
-there is also one that replicates everything, and the solver has its memory.
+The machines are bound by the net, by copies, by updates, and by compute. On each stand plans that decide alike for every block.
+They gather everything again for backward, or keep it. They have states on the device, or on the host, or shards there too, as
+FSDP2's offload does. The solver has the memory that gathering again takes, once with states on the device and once with them on
+the host. With several micro-batches there is also one that replicates everything, and the solver has its memory too.
 
 What the processes themselves do in a step, plans do not count. ``--slower`` makes lanes slower and leaves that as it is. The
 column ``turn`` has by how much longer than planned the turn from the last backward to the next forward takes on the first rank.
@@ -65,13 +66,17 @@ MACHINES = {
     "compute-bound": {"forward_s": 0.08, "gather_s": 0.03, "update_s": 0.03, "copy_s": 0.02},
 }
 STATES = BlockDecision(optimizer=Optimizer.HOST)
-REPLICATED = "replicated"
+AGAIN, STATES_ON_HOST, REPLICATED = "gathered again", "gathered again, states on the host", "replicated"
 PLANS = {
-    "gathered again": STATES,
-    "kept": dataclasses.replace(STATES, keeps_fetched=True),
-    "gathered again, shards on the host": dataclasses.replace(STATES, params=Params.HOST),
+    AGAIN: BlockDecision(),
+    "kept": BlockDecision(keeps_fetched=True),
+    STATES_ON_HOST: STATES,
+    "kept, states on the host": dataclasses.replace(STATES, keeps_fetched=True),
+    "gathered again, all on the host": dataclasses.replace(STATES, params=Params.HOST),
     REPLICATED: dataclasses.replace(STATES, replicates=True),
 }
+SOLVED = {"solved": AGAIN, "solved in less": STATES_ON_HOST, "solved in more": REPLICATED}
+"""Plans of the solver, with the one whose memory they may take."""
 
 
 def main() -> None:
@@ -92,14 +97,15 @@ def main() -> None:
             f"{'late':>8}{'means':>8}{'turn':>8}"
         )
     for name in arguments.only:
-        budget: int | None = None
-        many = arguments.micro_batches > 1
-        for plan in (*(each for each in PLANS if many or each != REPLICATED), "solved"):
+        peaks: dict[str, int] = {}
+        for plan in (*PLANS, *SOLVED):
+            if arguments.micro_batches == 1 and REPLICATED in (plan, SOLVED.get(plan)):
+                continue
             row = {"machine": name, "plan": plan}
-            given = budget if plan == "solved" else None
+            given = peaks[SOLVED[plan]] if plan in SOLVED else None
             seconds = {part: arguments.slower * takes_s for part, takes_s in MACHINES[name].items()}
             row |= measure(speeds(**seconds), plan, given, arguments.steps, arguments.micro_batches)
-            budget = row["peak bytes"] if plan == (REPLICATED if many else "gathered again") else budget
+            peaks[plan] = row["budget bytes"] = given or row["peak bytes"]
             rows.append(row)
             if is_first:
                 print(

@@ -5,8 +5,8 @@ twelve pairs of model and budget of `prediction_truth.py` is compiled twice: wit
 run in the graph's order and every result has memory of its own. Compiled code is judged in the same way by both. A row has how
 often the graph was compiled, the seconds of a core of all that, and the last plan's predicted step and peak. Each runs in a process
 whose seconds have a limit; one that comes to it counts as not ended. Kernels that a run before has compiled are in a cache, so
-seconds of the first run of a model compare with no others. Each process measures the machine, so on a busy one predicted steps
-compare with nothing either.
+seconds of the first run of a model compare with no others. The first process measures the machine, and all others plan for it, so
+that predicted steps compare.
 
     python examples/benchmarks/trace_savings.py --json examples/benchmarks/results/trace_savings.json
 """
@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import resource
+import shutil
 import signal
 import statistics
 import subprocess
@@ -108,11 +109,17 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, object]:
 
 
 def in_process(caches: str, *words: str) -> dict[str, Any]:
-    """One compilation in a process of its own. Kernels that another run compiled are in ``caches``, graphs are not."""
+    """One compilation in a process of its own. ``caches`` has kernels that another run compiled, and the machine as the first one
+    measured it, but no graphs and no plans."""
+    measured = Path(caches) / "machine"
     with tempfile.TemporaryDirectory() as own:
+        if measured.exists():
+            shutil.copytree(measured, Path(own) / "machine")
         places = {"TORCHINDUCTOR_CACHE_DIR": caches, "AUTOHETE_CACHE_DIR": own, **_SETTINGS}
         command = [sys.executable, sys.argv[0], *words]
         finished = subprocess.run(command, env=os.environ | places, capture_output=True, text=True, check=False)
+        if not measured.exists() and (Path(own) / "machine").exists():
+            shutil.copytree(Path(own) / "machine", measured)
     if finished.returncode:
         sys.exit(f"{' '.join(words)}: failed\n{finished.stderr[-4000:]}")
     return json.loads(finished.stdout.splitlines()[-1])
