@@ -78,7 +78,7 @@ class GraphParameters:
         self._indices = {item.name: item.index for item in inputs if item.name in compilation.owners}
         tensors = ((item.index, item.tensor) for item in inputs if item.is_parameter)
         parts = ((index, None if param is None else part_of(param)) for index, param in tensors)
-        self._parts = [index for index, part in parts if part is not None and part.groups]
+        self._parts = [index for index, part in parts if part is not None and part.is_joint]
         self._seen: list[weakref.ref[torch.nn.Parameter]] = []
         self._awaited: frozenset[int] = frozenset()
         self._call: Callable[[], object] = _nothing

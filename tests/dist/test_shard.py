@@ -16,11 +16,12 @@ from autohete_fx.runtime.shard import gathered, shard
 from autohete_fx.runtime.shard.parts import shard_of
 from tests.dist import ranks
 from tests.dist.sharded import Net, alone, differences, make, mesh, refusal, together, tokens, whole
+from tests.layers import EAGER
 
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    return ranks.run_each([exactness, odd_uses, refusals, in_whole], tmp_path_factory.mktemp("ranks"))
+    return ranks.run_each([exactness, odd_uses, local_writes, refusals, in_whole], tmp_path_factory.mktemp("ranks"))
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -98,6 +99,18 @@ def test_one_rank_has_the_model_as_it_was_bitwise(tmp_path: Path):
     assert found["away"] < 1e-15 and found["rows"]["embedding.weight"] == [131, 96]
 
 
+class Adapted(nn.Module):
+    """A frozen weight that is sharded, and beside it two that are trained and whole on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(256, 256, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(256, 4, bias=False), nn.Linear(4, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.base(x) + self.up(self.down(x))).square().mean()
+
+
 class Shared(nn.Module):
     """A small parameter that only the first rank's batches use."""
 
@@ -156,6 +169,49 @@ def odd_uses() -> dict[str, Any]:
 def test_gradients_that_some_ranks_have_early_optimizers_copies_and_closures(of_two: dict[str, list[Any]]):
     for found in of_two["odd_uses"]:
         assert found == {"half": True, "early": True, "copied": True, "right": True}
+
+
+def local_writes() -> dict[str, list[str]]:
+    """What becomes of a step, and of a micro-batch, after writes to gradients that each rank makes by its own: to those of
+    parameters that are whole on each rank, of a shard that was frozen before, and one that replaces the gradient."""
+
+    def clip(model: Adapted) -> None:
+        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1e-3)
+
+    def clip_shard(model: Adapted) -> None:
+        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.dim() and p.shape[1] == p.shape[0] * 2], 1e-3)
+
+    def replace(model: Adapted) -> None:
+        model.up.weight.grad = model.up.weight.grad * 0.5
+
+    found: dict[str, list[str]] = {}
+    for write in (clip, clip_shard, replace):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = shard(Adapted(), mesh())
+        model.compile(backend="autohete", options=EAGER)
+        model.base.requires_grad_(write is clip_shard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = [p.detach().clone() for p in model.parameters()]
+        model(torch.ones(4, 256)).backward()
+        write(model)
+        told = [refusal(optimizer.step), refusal(lambda model=model: model(torch.ones(4, 256)))]
+        unchanged = all(map(torch.equal, before, model.parameters()))
+        optimizer.zero_grad()
+        model(torch.ones(4, 256)).backward()
+        found[write.__name__] = [*told, "unchanged" if unchanged else "changed", refusal(optimizer.step)]
+    return found
+
+
+def test_a_gradient_that_a_rank_has_written_by_itself_is_refused_whichever_it_is(of_two: dict[str, list[Any]]):
+    for found in of_two["local_writes"]:
+        for write, (at_step, at_forward, parameters, at_next) in found.items():
+            assert "were changed between backward and step()" in at_step and "max_grad_norm" in at_step, (
+                write,
+                at_step,
+            )
+            assert "were changed between backward and the next forward" in at_forward, (write, at_forward)
+            assert (parameters, at_next) == ("unchanged", "went on"), write
 
 
 def refusals() -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """A parameter that ranks hold together: its part on this rank, and the whole.
 
 In: parameters, by identity. Out: a `Part`, which nothing on the parameter refers to: a copy of it is nobody's part until
-somebody says so. The gradient of each is watched from then on, because a norm of shards' gradients is not the norm of all.
+somebody says so. The gradient of each is watched from then on: a norm of one rank's gradients is not the norm of all. A write that
+the version counter of a gradient does not count, as ``grad.data`` makes, is not seen.
 """
 
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from autohete_fx.runtime.pending.backward import leave_to_step, that_reads_nothing
 from autohete_fx.runtime.shard.layout import Layout
@@ -44,6 +45,11 @@ class Part:
         """The ranks over which a step averages its gradient: those that hold the same of it. None where no other does."""
         ranks = self.ranks
         return ranks.replicas if self.is_shard else ranks.everyone if ranks.count * ranks.num_replicas > 1 else None
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether its gradient is one of several ranks."""
+        return bool(self.groups) or self.averaged_over is not None
 
     @property
     def full_size(self) -> tuple[int, ...]:
@@ -109,9 +115,9 @@ _noted = WeakIdKeyDictionary()  # parameter -> `_Noted`
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """A gradient as backward has left it: its identity and version, and whether a step has taken it since."""
+    """A gradient as backward has left it, its version, and whether a step has taken it since."""
 
-    identity: int
+    grad: TensorWeakRef
     version: int
     is_taken: bool = False
 
@@ -141,17 +147,24 @@ def is_any_known() -> bool:
 def note_part(param: Tensor, part: Part) -> None:
     """A parameter is held with other ranks from now on."""
     _parts[param] = part
-    if part.groups and param.requires_grad:
-        param.register_post_accumulate_grad_hook(note_gradient)
+    if part.is_joint and (param.is_floating_point() or param.is_complex()):
+        _watch_gradient(param)
     if part.averaged_over is not None or not part.is_shard:
         leave_to_step(param)
+
+
+def _watch_gradient(param: Tensor) -> None:
+    """Likewise of one that is frozen now: PyTorch lets it have no hook meanwhile."""
+    requires_grad = param.requires_grad
+    param.requires_grad_(True).register_post_accumulate_grad_hook(note_gradient)
+    param.requires_grad_(requires_grad)
 
 
 @that_reads_nothing
 def note_gradient(param: Tensor) -> None:
     """The gradient of a parameter is right as it is now."""
     if param.grad is not None:
-        _noted[param] = _Noted(id(param.grad), param.grad._version)
+        _noted[param] = _Noted(TensorWeakRef(param.grad), param.grad._version)
 
 
 def note_taken(params: Iterable[Tensor]) -> None:
@@ -162,7 +175,7 @@ def note_taken(params: Iterable[Tensor]) -> None:
 
 
 def written_since_backward(params: Iterable[Tensor], *, but_taken: bool = False) -> list[Tensor]:
-    """The parameters of which other ranks hold other elements, and whose gradients somebody has written to since backward.
+    """The parameters that ranks hold together, and whose gradients somebody has written to or replaced since backward.
 
     Args:
         but_taken: leave out those that a step has taken since.
@@ -172,7 +185,7 @@ def written_since_backward(params: Iterable[Tensor], *, but_taken: bool = False)
         noted, grad = _noted.get(param), param.grad
         if noted is None or grad is None or (but_taken and noted.is_taken):
             continue
-        if noted.identity == id(grad) and noted.version != grad._version:
+        if noted.grad() is not grad or noted.version != grad._version:
             found.append(param)
     return found
 

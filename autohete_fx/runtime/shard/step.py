@@ -3,8 +3,8 @@
 In: the parameters of an optimizer that is about to step. Out: the same gradients of whole parameters on all ranks. A gradient that
 only some ranks have counts as zero on the others, and is there on all of them afterwards. The gradients of shards are means
 already: the graph's reduce made them. Where there are replicas, these are means over one replica's ranks, of all micro-batches; the
-mean over replicas is made here, once a step. Writes to them since backward are refused, because all that is known to write there
-goes by a local norm.
+mean over replicas is made here, once a step. Writes to gradients since backward are refused, because all that is known to write
+there goes by a local norm, or by one rank's batch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -90,7 +90,7 @@ def prepare(params: Iterable[Tensor]) -> None:
     """Make the gradients of a step those of all ranks.
 
     Raises:
-        ShardError: a shard's gradient was written to since backward, or a shard whose block is replicated.
+        ShardError: a gradient was written to since backward, or a shard whose block is replicated.
     """
     params = list(params)
     check_unwritten()
@@ -112,7 +112,7 @@ def check_collected(params: Iterable[Tensor]) -> None:
     """Before another micro-batch adds to the gradients of parameters.
 
     Raises:
-        ShardError: a shard's was written to since backward. One that was set to zero is as good as none.
+        ShardError: one was written to since backward. One that was set to zero is as good as none.
     """
     written = parts.written_since_backward(params, but_taken=True)
     _refuse([param for param in written if param.grad is not None and bool(param.grad.any())], "the next forward")
@@ -122,10 +122,10 @@ def _refuse(written: Sequence[Tensor], until: str) -> None:
     if written:
         sizes = [part.full_size for p in written if (part := part_of(p)) is not None]
         raise ShardError(
-            f"the gradients of {len(written)} sharded parameters, the first of size {sizes[0]}, were changed between backward and"
-            f" {until}. torch.nn.utils.clip_grad_norm_ and GradScaler.unscale_ do so, by this rank's part alone. Expected were"
-            " gradients as backward leaves them. Clip with autohete_fx.AdamW(..., max_grad_norm=...), and scale the loss where"
-            " gradients are to be scaled"
+            f"the gradients of {len(written)} parameters that ranks hold together, the first of size {sizes[0]}, were changed"
+            f" between backward and {until}. torch.nn.utils.clip_grad_norm_ and GradScaler.unscale_ do so, by one rank's part"
+            " alone. Expected were gradients as backward leaves them. Clip with autohete_fx.AdamW(..., max_grad_norm=...), and"
+            " scale the loss where gradients are to be scaled"
         )
 
 
@@ -173,8 +173,7 @@ def _average(params: Sequence[Tensor]) -> None:
             _average_large(param.grad, group)
         else:
             param.grad.copy_(mean.reshape(param.shape))
-        if (own := part_of(param)) is not None and own.groups:
-            parts.note_gradient(param)
+        parts.note_gradient(param)
 
 
 def _average_large(grad: Tensor, group: dist.ProcessGroup) -> None:
