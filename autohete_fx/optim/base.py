@@ -48,6 +48,7 @@ from autohete_fx.runtime.pending.unplanned import Watch
 from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import placement_of
 from autohete_fx.runtime.shard import tensor_parallel
+from autohete_fx.runtime.shard.parts import note_scaled
 from autohete_fx.runtime.shard.state import attend
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -221,6 +222,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         for each in pending:
             each.early.norms.clear()
         apply(updates, self.host_copies, may_overlap=self.overlap is not Overlap.NONE and is_guarded, scale=scale)
+        if scale is not None:
+            note_scaled(u.param for u in updates)
         if wholes := [whole for u in updates if (whole := whole_of(u.param)) is not None]:
             torch.autograd.graph.increment_version(wholes)
         self._groups, self._has_stepped = None, True

@@ -21,7 +21,9 @@ from tests.layers import EAGER
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    return ranks.run_each([exactness, odd_uses, local_writes, refusals, in_whole], tmp_path_factory.mktemp("ranks"))
+    return ranks.run_each(
+        [exactness, odd_uses, local_writes, kept_gradients, refusals, in_whole], tmp_path_factory.mktemp("ranks")
+    )
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -212,6 +214,48 @@ def test_a_gradient_that_a_rank_has_written_by_itself_is_refused_whichever_it_is
             )
             assert "were changed between backward and the next forward" in at_forward, (write, at_forward)
             assert (parameters, at_next) == ("unchanged", "went on"), write
+
+
+class Optional(nn.Module):
+    """Two layers of shards and small parameters, of which a batch may leave out the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(128, 128), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor, is_used: bool) -> Tensor:
+        y = self.first(x)
+        return (self.second(y) if is_used else y).square().mean()
+
+
+def kept_gradients() -> dict[str, list[Any]]:
+    """Steps after gradients that a program keeps were set to zero, of which a batch adds to some, and second steps after clipping:
+    errors, and whether they are as in one process."""
+    found: dict[str, list[Any]] = {}
+    made = {"plain": sgd, "clips": lambda params: autohete_fx.SGD(params, lr=0.1, momentum=0.9, max_grad_norm=1e-3)}
+    for name, optimizer_of in made.items():
+        trained, told = [], []
+        for is_sharded in (False, True):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            model = Optional().double()
+            if is_sharded:
+                shard(model, mesh()).compile(backend="autohete", options=EAGER)
+            optimizer = optimizer_of(model.parameters())
+            for is_used in (True, False, True):
+                optimizer.zero_grad(set_to_none=False)
+                model(torch.ones(4, 128, dtype=torch.float64), is_used).backward()  # the same on all ranks
+                told += [refusal(optimizer.step), refusal(optimizer.step)]
+            trained.append([whole(p, p) if is_sharded else p.detach() for p in model.parameters()])
+        found[name] = [sorted(set(told)), max(float((a - b).abs().max()) for a, b in zip(*trained, strict=True))]
+    return found
+
+
+def test_gradients_that_are_zeros_or_that_our_step_has_clipped_are_not_refused(of_two: dict[str, list[Any]]):
+    for found in of_two["kept_gradients"]:
+        assert found["plain"] == [["went on"], 0.0]
+        told, apart = found["clips"]
+        assert told == ["went on"] and apart < 1e-15, found
 
 
 def refusals() -> dict[str, Any]:

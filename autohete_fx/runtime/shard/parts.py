@@ -115,10 +115,11 @@ _noted = WeakIdKeyDictionary()  # parameter -> `_Noted`
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """A gradient as backward has left it, its version, and whether a step has taken it since."""
+    """A gradient as backward has left it, its version, and whether a step has taken it since. A step of ours that clips writes it
+    any time: it then has no version."""
 
     grad: TensorWeakRef
-    version: int
+    version: int | None
     is_taken: bool = False
 
 
@@ -174,8 +175,16 @@ def note_taken(params: Iterable[Tensor]) -> None:
             _noted[param] = replace(noted, is_taken=True)
 
 
+def note_scaled(params: Iterable[Tensor]) -> None:
+    """A step scales the gradients of these by the norm of all ranks."""
+    for param in params:
+        if (noted := _noted.get(param)) is not None:
+            _noted[param] = replace(noted, version=None)
+
+
 def written_since_backward(params: Iterable[Tensor], *, but_taken: bool = False) -> list[Tensor]:
-    """The parameters that ranks hold together, and whose gradients somebody has written to or replaced since backward.
+    """The parameters that ranks hold together, and whose gradients somebody has written to or replaced since backward. One that is
+    all zeros counts as none.
 
     Args:
         but_taken: leave out those that a step has taken since.
@@ -185,7 +194,8 @@ def written_since_backward(params: Iterable[Tensor], *, but_taken: bool = False)
         noted, grad = _noted.get(param), param.grad
         if noted is None or grad is None or (but_taken and noted.is_taken):
             continue
-        if noted.grad() is not grad or noted.version != grad._version:
+        is_same = noted.grad() is grad and noted.version in (None, grad._version)
+        if not is_same and bool(grad.any()):
             found.append(param)
     return found
 

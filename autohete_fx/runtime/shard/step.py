@@ -112,10 +112,9 @@ def check_collected(params: Iterable[Tensor]) -> None:
     """Before another micro-batch adds to the gradients of parameters.
 
     Raises:
-        ShardError: one was written to since backward. One that was set to zero is as good as none.
+        ShardError: one was written to since backward.
     """
-    written = parts.written_since_backward(params, but_taken=True)
-    _refuse([param for param in written if param.grad is not None and bool(param.grad.any())], "the next forward")
+    _refuse(parts.written_since_backward(params, but_taken=True), "the next forward")
 
 
 def _refuse(written: Sequence[Tensor], until: str) -> None:
