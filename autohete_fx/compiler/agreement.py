@@ -64,11 +64,11 @@ class Agreement:
             return [value]
         try:
             everywhere = self._ranks.exchange((what, value))
-        except RuntimeError as error:
+        except ShardError as error:
             self._is_over = True
             raise ShardError(
-                f"a rank that compiles got no answer from the others about the {what}: {error}. Expected was that all ranks compile"
-                " in the same step. Give all of them inputs of the same sizes, and let all of them train and evaluate"
+                f"a rank that compiles got no answer from the others about the {what}: {error}. All ranks compile in the same step:"
+                " give all of them inputs of the same sizes, and let all of them train and evaluate"
             ) from error
         topics = [topic for topic, _ in everywhere]
         if len(set(topics)) > 1:
@@ -175,7 +175,7 @@ class Agreement:
         except BaseException as error:
             if self._ranks is not None and not self._is_over:
                 self._is_over = True
-                with contextlib.suppress(RuntimeError):  # where none of them listens: what is wrong here counts
+                with contextlib.suppress(ShardError):  # where none of them listens: what is wrong here counts
                     self._ranks.exchange((_FAILED, f"{type(error).__name__}: {error}"))
             raise
 

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from autohete_fx.internals.fake_group import FAKE_BACKEND
+
 _made: Counter[tuple[int, ...]] = Counter()
 
 
@@ -36,6 +38,13 @@ def new_group_of(members: Sequence[int], **how: Any) -> dist.ProcessGroup:
         distributed_c10d._hash_ranks_to_str = named_by
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def meeting() -> Any:
+    """The store in which the ranks of the default process group have met; None where there are no others."""
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == FAKE_BACKEND:
+        return None
+    return distributed_c10d._get_default_store()
 
 
 def mesh_of(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from autohete_fx.runtime.lanes.net import all_reduce
 from autohete_fx.runtime.shard.tensor_parallel import groups_of_parts
 
 NormOf = Callable[[Sequence[Tensor], Sequence[Tensor | None]], Tensor]
@@ -49,6 +50,6 @@ def total_norm(
         norm = local(mine)
         squares = norm.double().square().to(mine[0].device if mine else params[0].device)
         for group in over:
-            dist.all_reduce(squares, group=group)
+            all_reduce(squares, group)
         total, dtype = squares + total.to(squares.device), norm.dtype if mine else dtype
     return total.sqrt().to(dtype)

@@ -178,11 +178,11 @@ class Emulation:
         self._current.due_s = self._due_s[ticket]
         return 0.0 if ticket.lane is Lane.NET else max(0.0, self._due_s[ticket] - time.perf_counter())
 
-    def _collective(self, start: Start) -> None:
+    def _collective(self, start: Start, *, on_cpu: bool) -> None:
         due_s = self._current.due_s
         time.sleep(max(0.0, due_s - time.perf_counter()) / 2)
         began_s = time.perf_counter()
-        run_collective(start)
+        run_collective(start, on_cpu=on_cpu)
         ended_s = time.perf_counter()
         self.collectives.append((ended_s - began_s, max(0.0, ended_s - due_s)))
         time.sleep(max(0.0, due_s - ended_s))

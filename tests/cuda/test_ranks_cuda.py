@@ -94,7 +94,8 @@ def test_lengths_that_differ_by_rank_and_step(tmp_path: Path):
 def test_a_rank_does_not_go_on_when_another_one_was_killed(tmp_path: Path):
     """NCCL tells its own thread, which may end the process before the program asks."""
     try:
-        (told,) = ranks.run("tests.dist.test_shard_uses.killed", tmp_path, survivors=[0], device="cuda")
+        failing = "tests.dist.test_shard_failures.failing"
+        [[told, *_]] = ranks.run(failing, tmp_path, "forward", "is_killed", survivors=[0], device="cuda")
     except AssertionError as ended:
         told = str(ended)
     # -6: NCCL's thread aborts. One that hangs is killed, which is -9.

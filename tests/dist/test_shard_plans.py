@@ -241,7 +241,7 @@ def copies() -> list[list[Any]]:
         for count in (1, 2):
             sources = [torch.ones(2**16) for _ in range(count)]
             results = [result_of(target, source, 2) for source in sources]
-            run = functools.partial(run_collective, functools.partial(start, results, sources, everyone))
+            run = functools.partial(run_collective, functools.partial(start, results, sources, everyone), on_cpu=True)
             run()  # what it takes once
             peaks = []
             for _ in range(30):

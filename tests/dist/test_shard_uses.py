@@ -1,12 +1,11 @@
 """Sharded models in other use than plain training: 16 bit, evaluation between steps, graph breaks, text generation, ranks
-that end."""
+that are left alone."""
 
 import contextlib
 import datetime
 import functools
 import json
 import os
-import signal
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -225,34 +224,6 @@ def two_models() -> bool:
 
 def test_two_sharded_models_of_one_process_do_not_meet(of_two: dict[str, list[Any]]):
     assert of_two["two_models"] == [True, True]
-
-
-def killed() -> str:
-    """What a rank is told when the other one has been killed in the middle of training."""
-    model = autohete_fx.shard(make(), mesh())
-    optimizer = ours(model.parameters())
-    model.compile(**backend("keep"))
-    for step in range(2):
-        model(tokens(step, dist.get_rank())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def train() -> None:
-        """A GPU's collectives fail when it comes to them, not as they are given to it."""
-        for step in range(2, 50):
-            loss = model(tokens(step, 0))
-            loss.backward()
-            loss.item()
-
-    print(f'"{refusal(train).splitlines()[0]}"', flush=True)
-    os._exit(0)  # the group cannot be taken down in order
-
-
-def test_a_rank_learns_that_another_one_was_killed(tmp_path: Path):
-    told = ranks.run("tests.dist.test_shard_uses.killed", tmp_path, survivors=[0])
-    assert told[0].startswith("ShardError: a collective over the ranks that hold the model failed"), told
 
 
 def waiting_alone() -> list[str]:

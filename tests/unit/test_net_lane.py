@@ -15,7 +15,7 @@ from autohete_fx.runtime.lanes.lanes import Lanes
 def collective(log: list[str], name: str, wait: float = 0.0) -> list[SimpleNamespace]:
     log.append(f"start {name}")
 
-    def ends() -> None:
+    def ends(_: object) -> None:
         time.sleep(wait)
         log.append(f"end {name}")
 

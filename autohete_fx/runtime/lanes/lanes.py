@@ -223,8 +223,8 @@ class Lanes:
             num_bytes: for the record.
         """
         self._check_process()
-        work = functools.partial(run_collective, start)
         net = self._net[label]
+        work = functools.partial(run_collective, start, on_cpu=not isinstance(net, StreamLane))
         if isinstance(net, StreamLane):
             return net.submit(label, 0, num_bytes, work, (self.now(),))
         return net.submit(ThreadTicket(Lane.NET, label, 0, num_bytes, work), ())

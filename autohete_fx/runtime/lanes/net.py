@@ -1,38 +1,216 @@
-"""Collectives of several ranks, as the net lane runs them.
+"""Collectives of several ranks, and errors that name the rank for which one failed.
 
 In: a function that starts a collective on the current stream. Out: nothing, when it is done: on a CPU device when all have their
-results, on an accelerator when the current stream waits for that.
+results, on an accelerator when the current stream waits for that. Whatever a collective raises becomes a ShardError here.
+
+A rank that fails writes why into the store where the ranks met. That is one that refuses a step, or that an exception ends. The
+others look there after a collective has failed, and each second while one takes longer. One that was killed has written nothing.
+Others learn it from a message to each rank over a group on the CPU, whose connections its end has closed. A collective that goes
+well costs nothing of all this.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import atexit
+import contextlib
+import datetime
+import functools
+import json
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
 
 from autohete_fx.errors import ShardError
+from autohete_fx.internals.groups import meeting
 
 
 class Work(Protocol):
     """A collective under way, as ``torch.distributed`` gives it."""
 
-    def wait(self) -> object:
-        """Return when it is done, or make the current stream wait for it."""
+    def wait(self, timeout: datetime.timedelta = ...) -> object:
+        """Return when it is done, or make the current stream wait for it. With a timeout, raise RuntimeError after it."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Whether it is done, or has failed."""
         ...
 
 
 Start = Callable[[], Sequence[Work]]
 """Starts a collective. It holds the tensors that the collective reads and writes."""
 
+_LOOK_EVERY = datetime.timedelta(seconds=1)
+_NUM_PROBES, _PROBE_S = 5, 0.2  # an end closes the connections of a process one after the other
+_PROBE_TAG = 0x617574
+_KEY = "autohete_fx/failure"
 
-def run_collective(start: Start) -> None:
+
+def run_collective(start: Start, *, on_cpu: bool) -> None:
     """Start a collective and wait for it.
+
+    Args:
+        on_cpu: whether its tensors are on the CPU, so that this thread is to wait.
 
     Raises:
         ShardError: another rank has failed or left, or a collective took longer than its process group allows.
     """
-    try:
+    with named_failures():
         for work in start():
-            work.wait()
+            if on_cpu:
+                _wait(work)
+            else:
+                work.wait()
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> None:
+    """``torch.distributed.all_reduce``, as `run_collective` waits for it."""
+    start: Any = functools.partial(dist.all_reduce, tensor, op=op, group=group, async_op=True)
+    run_collective(lambda: [start()], on_cpu=tensor.device.type == "cpu")
+
+
+def _wait(work: Work) -> None:
+    while True:
+        try:
+            work.wait(_LOOK_EVERY)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # raises what was wrong, if that was not the timeout
+                return
+            if (failure := _written()) is not None:
+                raise _error(failure) from None
+
+
+@contextlib.contextmanager
+def named_failures() -> Iterator[None]:
+    """Around collectives: raises ShardError for what they raise, naming the rank that failed where that can be known."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
-        raise ShardError(
-            f"a collective over the ranks that hold the model failed: {error}. Expected was that all of them run the same step"
-            " until it ends. Look at the other ranks' output for the one that failed first, and start all of them again"
-        ) from error
+        raise _error(_found(error), error) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A rank's number in the job, and what became of it."""
+
+    rank: int
+    text: str
+
+
+def _error(failure: _Failure | None, error: RuntimeError | None = None) -> ShardError:
+    if (job := _job()) is not None:
+        job.is_told = True
+    who = "the other ranks' output for the one that failed first"
+    why = [] if error is None else [str(error)]
+    if failure is not None:
+        who, why = f"the output of rank {failure.rank}", [f"rank {failure.rank} {failure.text}", *why]
+    return ShardError(
+        f"a collective over the ranks that hold the model failed: {': '.join(why)}. Expected was that all of them run the same step"
+        f" until it ends. Look at {who}, and start all of them again"
+    )
+
+
+# -- what ranks write ---------------------------------------------------------------------------------------------------
+
+
+class _Job:
+    """What this rank has written into a store and read there.
+
+    Attributes:
+        num_refusals: how many of its errors it has written. All ranks may refuse the same: those of others count as far as they
+            are more.
+        num_read: failures of which it has read.
+        failure: the first that counts. Nothing that begins afterwards ends well.
+        is_told: whether a collective has failed here: whatever ends this process follows from that.
+    """
+
+    def __init__(self) -> None:
+        self.num_refusals = self.num_read = 0
+        self.failure: _Failure | None = None
+        self.is_told = False
+
+
+_jobs: "weakref.WeakKeyDictionary[Any, _Job]" = weakref.WeakKeyDictionary()
+_controls: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+
+
+def tell_failures(control: dist.ProcessGroup) -> None:
+    """The ranks of a job hold something together from now on.
+
+    Args:
+        control: a process group of these on the CPU.
+    """
+    _controls.add(control)
+
+
+def tell_refusal(error: Exception) -> None:
+    """Let the other ranks know what this one is about to raise. Those that have as many refusals of their own go on."""
+    if (job := _job()) is not None:
+        job.num_refusals += 1
+        _write(dist.get_rank(), f"failed with {type(error).__name__}: {error}", job.num_refusals)
+
+
+@atexit.register
+def _tell_end() -> None:
+    """The interpreter ends: where an exception is why, let the others know."""
+    error, job = getattr(sys, "last_value", None), _job()
+    if error is not None and job is not None and not job.is_told:
+        _write(dist.get_rank(), f"failed with {type(error).__name__}: {error}")
+
+
+def _job() -> _Job | None:
+    """None where there are no others to tell."""
+    store = meeting()
+    return None if store is None or not _controls else _jobs.setdefault(store, _Job())
+
+
+def _write(rank: int, text: str, number: int | None = None) -> None:
+    with contextlib.suppress(RuntimeError):  # where the store is gone, the process that had it is
+        store: Any = meeting()
+        store.set(f"{_KEY}/{store.add(_KEY, 1)}", json.dumps([rank, text, number]))
+
+
+def _written() -> _Failure | None:
+    """The first failure of another rank that this one has not had itself."""
+    store, job = meeting(), _job()
+    if store is None or job is None:
+        return None
+    with contextlib.suppress(RuntimeError):
+        while job.failure is None and store.check([key := f"{_KEY}/{job.num_read + 1}"]):
+            job.num_read += 1
+            rank, text, number = json.loads(store.get(key))
+            if rank != dist.get_rank() and (number is None or number > job.num_refusals):
+                job.failure = _Failure(rank, text)
+    return job.failure
+
+
+def _found(error: RuntimeError) -> _Failure | None:
+    """The rank that a collective failed for. It may have been about to write; one that does not answer was not."""
+    is_late = "timed out" in str(error).lower()
+    for attempt in range(1 if is_late else _NUM_PROBES):
+        time.sleep(_PROBE_S if attempt else 0)
+        if (failure := _written()) is not None:
+            return failure
+        if (rank := _ended()) is not None:
+            _write(rank, "has ended")  # so that those who wait for this one learn of it
+            return _Failure(rank, "has ended")
+    return None
+
+
+def _ended() -> int | None:
+    """A rank whose process is not there: a message to it cannot be sent. Others have one message more than they ask for."""
+    for control in list(_controls):
+        for place, rank in enumerate(dist.get_process_group_ranks(control)):
+            if rank != dist.get_rank():
+                try:
+                    dist.isend(torch.zeros(1), group=control, group_dst=place, tag=_PROBE_TAG)
+                except RuntimeError:
+                    return rank
+    return None

@@ -5,6 +5,7 @@ kernel. Those that passes made of them start on the net lane what another node w
 of their own.
 """
 
+import datetime
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from autohete_fx.graph.collectives import gather, library, reduce, result_of
 from autohete_fx.internals import versions
-from autohete_fx.runtime.lanes.net import Work
+from autohete_fx.runtime.lanes.net import Work, run_collective
 from autohete_fx.runtime.session import session_by_digest
 from autohete_fx.runtime.shard.ranks import ranks_by_digest
 
@@ -25,16 +26,18 @@ _reduce_scatter = versions.named(dist, versions.REDUCE_SCATTER)
 
 def _gather(shard: Tensor, num_ranks: int, group: str) -> Tensor:
     whole = result_of(gather, shard, num_ranks)
-    _all_gather(whole, shard.contiguous(), group=ranks_by_digest(group).group)
+    shard, over = shard.contiguous(), ranks_by_digest(group).group
+    run_collective(lambda: [_all_gather(whole, shard, group=over, async_op=True)], on_cpu=shard.device.type == "cpu")
     return whole
 
 
 def _reduce(grad: Tensor, num_ranks: int, group: str) -> Tensor:
     mine, grad, over = result_of(reduce, grad, num_ranks), grad.contiguous(), ranks_by_digest(group).reduces
     if grad.device.type == "cpu":
-        _ReduceOfCopy([mine], [grad], over).wait()
+        run_collective(lambda: [_ReduceOfCopy([mine], [grad], over)], on_cpu=True)
     else:
-        _reduce_scatter(mine, grad, op=dist.ReduceOp.AVG, group=over)
+        average = functools.partial(_reduce_scatter, mine, grad, op=dist.ReduceOp.AVG, group=over, async_op=True)
+        run_collective(lambda: [average()], on_cpu=False)
     return mine
 
 
@@ -95,8 +98,11 @@ class _ReduceOfCopy:
         self._copy = torch.cat([each.flatten() for each in sources])
         self._work: Any = dist.all_reduce(self._copy, dist.ReduceOp.AVG, group, async_op=True)
 
-    def wait(self) -> None:
-        self._work.wait()
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta()) -> None:
+        self._work.wait(timeout)
         for result, mean in zip(self._results, self._copy.split(self._sizes), strict=True):
             result.copy_(mean.narrow(0, self._rank * result.numel(), result.numel()).view_as(result))
         self._copy.untyped_storage().resize_(0)

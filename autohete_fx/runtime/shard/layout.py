@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from autohete_fx.internals.tensors import local_of
+from autohete_fx.runtime.lanes.net import named_failures
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,5 +52,7 @@ class Layout:
         if not isinstance(value, DTensor):
             value = distribute_tensor(value, self.mesh, self.placements, src_data_rank=None)
         elif value.device_mesh != self.mesh or tuple(value.placements) != self.placements:
-            value = distribute_tensor(value.full_tensor(), self.mesh, self.placements, src_data_rank=None)
+            with named_failures():
+                value = value.full_tensor()
+            value = distribute_tensor(value, self.mesh, self.placements, src_data_rank=None)
         return local_of(value)

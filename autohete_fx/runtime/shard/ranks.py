@@ -22,6 +22,7 @@ from autohete_fx.internals.fake_group import FAKE_BACKEND
 from autohete_fx.internals.groups import mesh_of, new_group_of
 from autohete_fx.internals.modes import disable_current_modes, no_python_dispatcher
 from autohete_fx.internals.versions import timeout_of
+from autohete_fx.runtime.lanes.net import named_failures, tell_failures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,15 +64,16 @@ class Ranks:
         found: list[Any] = [None] * self.total
         # Compilers exchange in the middle of tracing, whose dispatcher calls gloo without letting go of the GIL. Gloo's thread may
         # be waiting for that, with gloo locked, to forget the exchange before.
-        with disable_current_modes(), no_python_dispatcher(), torch.no_grad():
+        with disable_current_modes(), no_python_dispatcher(), torch.no_grad(), named_failures():
             dist.all_gather_object(found, value, group=self.control)
         return found
 
     def broadcast(self, tensor: torch.Tensor, *, is_of_all: bool) -> None:
         """Overwrite a tensor by that of the first of those that hold it, or of all members, whose parts of layers do not matter."""
-        dist.broadcast(tensor, group=self.everyone, group_src=0)
-        if is_of_all and self.tensor_parallel is not None:
-            dist.broadcast(tensor, group=self.tensor_parallel, group_src=0)
+        with named_failures():
+            dist.broadcast(tensor, group=self.everyone, group_src=0)
+            if is_of_all and self.tensor_parallel is not None:
+                dist.broadcast(tensor, group=self.tensor_parallel, group_src=0)
 
 
 _known: dict[str, Ranks] = {}
@@ -148,6 +150,7 @@ def _ranks(digest: str, mesh: DeviceMesh, group: dist.ProcessGroup, numbers: lis
             " which process groups count. Make it by init_device_mesh"
         )
     control = _for_values(members, group, mesh.device_type)
+    tell_failures(control)
     everyone, replicas, num_replicas = group, None, mesh.shape[0] if mesh.ndim > 1 else 1
     if num_replicas > 1:
         replicas = mesh.get_group(0)
@@ -196,7 +199,7 @@ def parallel_ranks_of(mesh: object, tensor_parallel: DeviceMesh) -> Ranks:
         peers = tensor_parallel.mesh.tolist()
         numbers = along.mesh.mesh.tolist()
     everywhere: list[Any] = [None] * len(peers)
-    with disable_current_modes(), no_python_dispatcher(), torch.no_grad():
+    with disable_current_modes(), no_python_dispatcher(), torch.no_grad(), named_failures():
         dist.all_gather_object(everywhere, numbers, group=tensor_parallel.get_group())
     members = [
         member for theirs in everywhere for member in (theirs if along.mesh.ndim == 1 else itertools.chain(*theirs))
@@ -214,6 +217,7 @@ def parallel_ranks_of(mesh: object, tensor_parallel: DeviceMesh) -> Ranks:
         with disable_current_modes():
             both = mesh_of({"tensor_parallel": across, **data}, tensor_parallel.device_type, everywhere)
         control = _for_values(sorted(members), along.group, tensor_parallel.device_type)
+        tell_failures(control)
         _known[digest] = dataclasses.replace(
             along,
             digest=digest,

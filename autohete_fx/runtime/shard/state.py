@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from autohete_fx.errors import ShardError
 from autohete_fx.graph.ops import contiguous_stride
+from autohete_fx.runtime.lanes.net import named_failures
 from autohete_fx.runtime.shard.parts import Part, dtensor_part_of
 from autohete_fx.runtime.wholes import note_change
 
@@ -34,7 +35,8 @@ def to_shard(value: Tensor, part: Part) -> Tensor:
     if isinstance(value, DTensor):
         if value.device_mesh == part.ranks.mesh and tuple(value.placements) == part.placements:
             return part.padded(value.to_local())
-        value = value.full_tensor()
+        with named_failures():
+            value = value.full_tensor()
     return part.padded(part.own(value if part.layout is None else part.layout.to_local(value)))
 
 

@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from autohete_fx.errors import ShardError
 from autohete_fx.graph.ops import SMALLEST_COPY_BYTES
+from autohete_fx.runtime.lanes.net import all_reduce, tell_refusal
 from autohete_fx.runtime.shard import parts, state
 from autohete_fx.runtime.shard.parts import part_of
 from autohete_fx.runtime.tiers.host import is_home
@@ -120,12 +121,14 @@ def check_collected(params: Iterable[Tensor]) -> None:
 def _refuse(written: Sequence[Tensor], until: str) -> None:
     if written:
         sizes = [part.full_size for p in written if (part := part_of(p)) is not None]
-        raise ShardError(
+        error = ShardError(
             f"the gradients of {len(written)} parameters that ranks hold together, the first of size {sizes[0]}, were changed"
             f" between backward and {until}. torch.nn.utils.clip_grad_norm_ and GradScaler.unscale_ do so, by one rank's part"
             " alone. Expected were gradients as backward leaves them. Clip with autohete_fx.AdamW(..., max_grad_norm=...), and"
             " scale the loss where gradients are to be scaled"
         )
+        tell_refusal(error)  # another rank may have none that was written, and would wait for this one
+        raise error
 
 
 def _buckets(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -158,7 +161,7 @@ def _average(params: Sequence[Tensor]) -> None:
         flags[at] = 0
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in small]
     flat = torch.cat([flags, *(g.detach().reshape(-1) for g in grads)])
-    dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=group)
+    all_reduce(flat, group, dist.ReduceOp.AVG)
     means = iter(flat[len(params) :].split([p.numel() for p in small]))
     # To read flags the program waits for the device, and gives it nothing to do meanwhile.
     shares = flat[: len(params)].tolist() if missing else [1.0] * len(params)
@@ -180,7 +183,7 @@ def _average_large(grad: Tensor, group: dist.ProcessGroup) -> None:
     flat = grad.detach().view(-1) if grad.is_contiguous() else grad.detach().reshape(-1)
     for piece in flat.split(PIECE_BYTES // grad.element_size()):
         here = piece.clone() if is_home(grad) else piece
-        dist.all_reduce(here, op=dist.ReduceOp.AVG, group=group)
+        all_reduce(here, group, dist.ReduceOp.AVG)
         if here is not piece:
             piece.copy_(here)
     if not grad.is_contiguous():

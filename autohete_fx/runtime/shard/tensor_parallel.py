@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 from autohete_fx.errors import OptimizerStateError, ShardError
 from autohete_fx.internals.tensors import local_of
 from autohete_fx.runtime.held import held, whole_of
+from autohete_fx.runtime.lanes.net import named_failures
 from autohete_fx.runtime.shard.layout import Layout
 from autohete_fx.runtime.shard.parts import part_of
 from autohete_fx.runtime.shard.ranks import Ranks, ranks_of
@@ -81,7 +82,8 @@ def local_gradient(param: Tensor) -> Tensor:
             " DTensor, as autograd makes it. Give param.grad a DTensor of the parameter's mesh and placements"
         )
     if grad.placements != param.placements:
-        param.grad = grad = grad.redistribute(placements=param.placements)
+        with named_failures():
+            param.grad = grad = grad.redistribute(placements=param.placements)
     return local_of(grad)
 
 

@@ -1,0 +1,115 @@
+"""Ranks of a sharded model that fail, end or refuse a step while they train: the others learn which one, and soon."""
+
+import atexit
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autohete_fx
+from autohete_fx.internals.groups import meeting
+from autohete_fx.internals.versions import timeout_of
+from tests.dist import ranks
+from tests.dist.sharded import DEVICE, make, mesh, refusal, tokens
+from tests.dist.test_shard_plans import backend
+
+pytestmark = pytest.mark.slow
+
+
+def is_killed(_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raises(_: object) -> None:
+    """As an interpreter ends that an exception leaves."""
+    sys.last_value = ValueError("no such batch")
+    atexit._run_exitfuncs()
+
+
+def lingers(_: object) -> None:
+    """Likewise, but threads that wait for other ranks keep the process."""
+    raises(None)
+    wait_for_the_other()
+
+
+def clips(optimizer: torch.optim.Optimizer) -> None:
+    """It alone writes to its gradients, and lives on."""
+    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1e-3)
+    assert "were changed between backward and step()" in refusal(optimizer.step)
+    wait_for_the_other()
+
+
+def wait_for_the_other() -> None:
+    store: Any = meeting()
+    store.wait(["told"])
+
+
+FAILURES: dict[str, Callable[[Any], None]] = {f.__name__: f for f in (is_killed, raises, lingers, clips)}
+
+
+def failing(where: str, how: str) -> Any:
+    """What the first rank is told, the seconds until then and those that a group waits, where the last one fails."""
+    model = autohete_fx.shard(make(), mesh())
+    # Shards alone have no mean of small gradients, only their norm.
+    params = [p for p in model.parameters() if where != "norm" or p.nbytes >= 2**16]
+    optimizer = autohete_fx.AdamW(params, lr=1e-2, max_grad_norm=1.0 if where == "norm" else None)
+    model.compile(**(backend("keep") if where == "forward" else {"backend": "aot_eager"}))
+    for step in range(2):
+        optimizer.zero_grad()
+        model(tokens(step, dist.get_rank())).backward()
+        if step == 0:
+            optimizer.step()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        FAILURES[how](optimizer)
+        os._exit(0)
+
+    def trains() -> None:
+        """A GPU's collectives fail when it comes to them, not as they are given to it."""
+        for step in range(2, 50):
+            loss = model(tokens(step, 0))
+            loss.backward()
+            loss.item()
+
+    does = {"forward": trains, "step": optimizer.step, "norm": optimizer.step}
+    began = time.monotonic()
+    told = refusal(does[where] if where in does else autohete_fx.gathered(model).__enter__)
+    waited_s = time.monotonic() - began
+    store: Any = meeting()
+    store.set("told", "")
+    print(json.dumps([told, waited_s, timeout_of(dist.group.WORLD, DEVICE).total_seconds()]), flush=True)
+    os._exit(0)  # the group cannot be taken down in order
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "named"),
+    [
+        *((where, "is_killed", "rank 1 has ended") for where in ("forward", "step", "norm", "gathered")),
+        ("step", "raises", "rank 1 failed with ValueError: no such batch"),
+        ("forward", "lingers", "rank 1 failed with ValueError: no such batch"),
+        ("step", "clips", "rank 1 failed with ShardError: the gradients of"),
+        ("norm", "clips", "rank 1 failed with ShardError: the gradients of"),
+    ],
+)
+def test_a_rank_that_fails_is_named_by_the_others_at_once(tmp_path: Path, where: str, how: str, named: str):
+    [[told, waited_s, timeout_s]] = ranks.run(
+        "tests.dist.test_shard_failures.failing", tmp_path, where, how, survivors=[0]
+    )
+    assert told.startswith(f"ShardError: a collective over the ranks that hold the model failed: {named}"), told
+    assert "Look at the output of rank 1, and start all of them again" in told
+    assert waited_s < 60 < timeout_s / 10
+
+
+def test_all_others_name_the_rank_that_fails(tmp_path: Path):
+    found = ranks.run(
+        "tests.dist.test_shard_failures.failing", tmp_path, "step", "is_killed", num_ranks=3, survivors=[0, 1]
+    )
+    assert all("failed: rank 2 has ended" in told and waited_s < 60 for told, waited_s, _ in found), found
