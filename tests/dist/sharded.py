@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autohete_fx
 from autohete_fx.runtime.shard import shard
-from autohete_fx.runtime.shard.parts import gathered_from, part_of
+from autohete_fx.runtime.shard.parts import part_of
 
 DEVICE = os.environ.get("DEVICE_OF_RANKS", "cpu")
 FAST = {
@@ -120,7 +120,9 @@ def whole(tensor: Tensor, param: Tensor) -> Tensor:
     """What all ranks' parts are together: of the parameter, its gradient or a state."""
     part = part_of(param)
     assert part is not None
-    return gathered_from(tensor, part) if part.is_shard else tensor.detach().clone()
+    if not part.is_shard:
+        return tensor.detach().clone()
+    return torch.ops.autohete.gather(tensor.detach(), part.ranks.count, part.group)[: part.size[0]]
 
 
 LengthOf = Callable[[int, int], int]

@@ -5,6 +5,7 @@ import pickle
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autohete_fx
+from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.runtime.shard import gathered, shard
+from autohete_fx.runtime.shard import whole as whole_file
 from autohete_fx.runtime.shard.parts import shard_of
 from tests.dist import ranks
 from tests.dist.sharded import Net, alone, differences, make, mesh, refusal, together, tokens, whole
@@ -23,7 +26,8 @@ from tests.layers import EAGER
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return ranks.run_each(
-        [exactness, odd_uses, local_writes, kept_gradients, refusals, in_whole], tmp_path_factory.mktemp("ranks")
+        [exactness, odd_uses, local_writes, kept_gradients, refusals, parts_in_whole, in_whole],
+        tmp_path_factory.mktemp("ranks"),
     )
 
 
@@ -316,6 +320,42 @@ def test_wrong_use_is_an_error_that_says_what_to_do(of_two: dict[str, list[Any]]
             text = found.pop(name)
             assert text.startswith("OptimizerStateError") and "of which this rank holds (151, 96)" in text, text
         assert all(text.startswith("ShardError") for text in found.values() if isinstance(text, str))
+
+
+def parts_in_whole() -> dict[str, Any]:
+    """One layer of a model within ``gathered``, and ranks of which the second has no room for all of it."""
+    rank, found = dist.get_rank(), {}
+    expected, model = make(), shard(make(), mesh())
+    first, second = model.layers
+    with gathered(first), torch.no_grad():
+        found["seen"] = torch.equal(first.up.weight, expected.layers[0].up.weight)
+        found["other"] = refusal(lambda: second.up.weight.sum())
+        first.up.weight.mul_(2.0)
+    found["after"] = refusal(lambda: first.up.weight.sum())
+    with gathered(model):
+        found["written"] = torch.equal(first.up.weight, 2 * expected.layers[0].up.weight)
+    result_of, taken = whole_file.result_of, []
+
+    def has_no_room(*args: Any) -> Tensor:
+        taken.append(args)
+        if rank == 1 and len(taken) == 2:
+            raise torch.OutOfMemoryError("Tried to allocate 5.00 GiB\nmore of it")
+        return result_of(*args)
+
+    with mock.patch.object(whole_file, "result_of", has_no_room):
+        found["no room"] = refusal(gathered(model).__enter__)
+    found["bytes"] = sum(2 * p.nbytes for p in model.parameters() if shard_of(p) is not None)
+    found["same as before"] = refusal(lambda: gathered(model).__enter__())
+    return found
+
+
+def test_a_part_may_be_whole_alone_and_all_ranks_learn_where_one_has_no_room(of_two: dict[str, list[Any]]):
+    for found in of_two["parts_in_whole"]:
+        assert found["seen"] and found["written"] and found["same as before"] == "went on"
+        assert all("each rank holds a shard" in found[name] for name in ("other", "after"))
+        told = f"gathered(Net) takes {format_bytes(found['bytes'])} for whole parameters on each rank's device, for which rank 1"
+        assert told in found["no room"] and "5.00 GiB. Expected" in found["no room"], found["no room"]
+        assert "gathered(model.layers[0])" in found["no room"]
 
 
 def in_whole() -> dict[str, Any]:

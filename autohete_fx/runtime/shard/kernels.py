@@ -24,10 +24,15 @@ _all_gather = versions.named(dist, versions.ALL_GATHER)
 _reduce_scatter = versions.named(dist, versions.REDUCE_SCATTER)
 
 
-def _gather(shard: Tensor, num_ranks: int, group: str) -> Tensor:
-    whole = result_of(gather, shard, num_ranks)
+def gather_into(whole: Tensor, shard: Tensor, group: str) -> None:
+    """Make a tensor what the ranks of a digest hold shards of. All of them call it."""
     shard, over = shard.contiguous(), ranks_by_digest(group).group
     run_collective(lambda: [_all_gather(whole, shard, group=over, async_op=True)], on_cpu=shard.device.type == "cpu")
+
+
+def _gather(shard: Tensor, num_ranks: int, group: str) -> Tensor:
+    whole = result_of(gather, shard, num_ranks)
+    gather_into(whole, shard, group)
     return whole
 
 

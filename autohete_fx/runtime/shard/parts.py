@@ -8,7 +8,6 @@ the version counter of a gradient does not count, as ``grad.data`` makes, is not
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -198,8 +197,3 @@ def written_since_backward(params: Iterable[Tensor], *, but_taken: bool = False)
         if not is_same and bool(grad.any()):
             found.append(param)
     return found
-
-
-def gathered_from(shard: Tensor, part: Part) -> Tensor:
-    """The tensor that ranks hold shards of. All of them call it."""
-    return torch.ops.autohete.gather(shard.detach(), part.ranks.count, part.group)[: part.size[0]]

@@ -4,6 +4,9 @@ In: a sharded model. Within: modules hold whole parameters in the place of shard
 optimizer keeps the shards. Out: each rank's rows of what the whole ones have become. Ranks may have written different values, as
 random initialisation does; those of the first rank count then. One that another rank alone has written is an error, not a lost
 write.
+
+All wholes of what is given are there at once. Memory for them is taken first, and ranks agree that each has it, before the first
+gather: one that has not would leave the others waiting in it.
 """
 
 import contextlib
@@ -16,8 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autohete_fx.errors import ShardError
+from autohete_fx.graph.collectives import gather, result_of
 from autohete_fx.internals.tensors import local_of
-from autohete_fx.runtime.shard.parts import Part, gathered_from, part_of
+from autohete_fx.ir.sizes import format_bytes
+from autohete_fx.runtime.shard.kernels import gather_into
+from autohete_fx.runtime.shard.parts import Part, part_of
 from autohete_fx.runtime.shard.ranks import Ranks
 from autohete_fx.runtime.shard.surface import WHOLE
 from autohete_fx.runtime.wholes import note_change
@@ -31,11 +37,34 @@ class _Whole:
         self.held = held
         self.part = part
         self.param = held
-        if part.is_dtensor:
+        self.before = ""
+        self._memory: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes beside the shard."""
+        count = self.part.ranks.count if self.part.is_shard else 1
+        return count * self.held.nbytes if self.part.is_dtensor else 0
+
+    def take_memory(self) -> None:
+        """Take memory for the whole. It is there until the context ends."""
+        if self.part.is_shard:
+            self._memory = result_of(gather, self.held.detach(), self.part.ranks.count)
+        elif self.part.is_dtensor:
+            self._memory = torch.empty_like(self.held)
+
+    def fill(self) -> None:
+        """Gather. All ranks do it, which then have the same."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
             with torch.no_grad():
-                whole: Tensor = gathered_from(held, part) if part.is_shard else held.detach().clone()
-                whole = whole if part.layout is None else part.layout.to_dtensor(whole)
-                self.param = nn.Parameter(whole, requires_grad=held.requires_grad)
+                if self.part.is_shard:
+                    gather_into(memory, self.held.detach(), self.part.group)
+                    memory = memory[: self.part.size[0]]
+                else:
+                    memory.copy_(self.held)
+                whole: Tensor = memory if self.part.layout is None else self.part.layout.to_dtensor(memory)
+                self.param = nn.Parameter(whole, requires_grad=self.held.requires_grad)
         self.before = _digest(self.param)
 
     @property
@@ -59,9 +88,12 @@ class _Whole:
 def gathered(model: nn.Module) -> Iterator[nn.Module]:
     """Let eager code see and write whole parameters. All ranks enter and leave it together.
 
+    Args:
+        model: that is sharded, or a part of one: its parameters are whole on the device at once.
+
     Raises:
         ShardError: the model is not sharded, a backward ran within, or a parameter was replaced by one of another size. Also
-            where one rank wrote other values than the first one, or raised an error. Shards are as they were before.
+            where a rank has no room, wrote other values than the first one, or raised an error. Shards are as they were before.
     """
     found: dict[int, _Whole] = {}
     places: list[tuple[nn.Module, str, _Whole]] = []
@@ -80,6 +112,9 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
         )
     wholes = list(found.values())
     ranks = wholes[0].part.ranks
+    _take_memory(model, wholes, ranks)
+    for whole in wholes:
+        whole.fill()
     _exchange(places, is_whole=True)
     failure: BaseException | None = None
     try:
@@ -93,6 +128,24 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
         _exchange(places, is_whole=False)
         note_change()
         _bring_back(wholes, ranks, problem, is_raising=failure is not None)
+
+
+def _take_memory(model: nn.Module, wholes: list[_Whole], ranks: Ranks) -> None:
+    """Take memory for all wholes. Raises ShardError on all ranks where one has no room."""
+    problem = None
+    try:
+        for whole in wholes:
+            whole.take_memory()
+    except RuntimeError as error:  # on a CPU it is not an OutOfMemoryError
+        problem = str(error).splitlines()[0]
+    everywhere = [problem] if ranks.total == 1 else ranks.exchange(problem)
+    short = next(((rank, text) for rank, text in enumerate(everywhere) if text is not None), None)
+    if short is not None:
+        raise ShardError(
+            f"gathered({type(model).__name__}) takes {format_bytes(sum(whole.num_bytes for whole in wholes))} for whole parameters"
+            f" on each rank's device, for which rank {short[0]} has no room: {short[1]}. Expected was room for all of them at"
+            " once. Gather one part after the other, as by 'with autohete_fx.gathered(model.layers[0]):', on all ranks"
+        )
 
 
 def _exchange(places: list[tuple[nn.Module, str, _Whole]], *, is_whole: bool) -> None:
@@ -174,4 +227,4 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _digest(tensor: Tensor) -> str:
     contents = _local(tensor).cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.blake2b(contents.numpy().tobytes(), digest_size=16).hexdigest()
+    return hashlib.blake2b(contents.numpy().data, digest_size=16).hexdigest()
