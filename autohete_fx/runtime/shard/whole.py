@@ -5,8 +5,8 @@ optimizer keeps the shards. Out: each rank's rows of what the whole ones have be
 random initialisation does; those of the first rank count then. One that another rank alone has written is an error, not a lost
 write.
 
-All wholes of what is given are there at once. Memory for them is taken first, and ranks agree that each has it, before the first
-gather: one that has not would leave the others waiting in it.
+All wholes of what is given are there at once. Memory for them is taken first, and ranks agree that each has it. In a gather, a
+rank that has none would leave the others waiting.
 """
 
 import contextlib
