@@ -44,6 +44,21 @@ def test_an_optimizer_that_would_take_a_shard_for_a_whole_is_refused():
         assert not torch.equal(model.bias, before[1])
 
 
+def test_what_eager_code_gets_for_a_shard_follows_its_dtype_and_refusals_name_its_size_wherever_it_is_given():
+    with imagined_mesh(2) as mesh:
+        model = shard(torch.nn.Linear(128, 256), mesh)
+        before = model.weight
+        assert before is model.weight and before.dtype == torch.float32
+        assert model.to(torch.bfloat16).weight.dtype == torch.bfloat16 and model.weight is model.weight
+        for use in (
+            lambda: torch.nn.init.xavier_uniform_(model.weight),
+            lambda: torch.add(torch.ones(1), other=model.weight),
+            lambda: torch.cat([torch.ones(1), model.weight]),
+        ):
+            with pytest.raises(ShardError, match=r"with a parameter of size \(256, 128\)"):
+                use()
+
+
 @pytest.mark.parametrize("name", ["mixed", "kept from host"])
 def test_every_rank_writes_the_same_graphs(name: str):
     # Of the embedding's 131 rows the last rank has 12, and padding; of the single row all but the first have padding alone.

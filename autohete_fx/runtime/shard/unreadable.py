@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autohete_fx.errors import ShardError
 from autohete_fx.internals.modes import DisableTorchFunction
+from autohete_fx.runtime.pending.fence import tensors_in
 from autohete_fx.runtime.shard.parts import Part
 
 _METHODS = "size dim numel nelement stride is_contiguous is_floating_point is_complex element_size"
@@ -50,7 +51,8 @@ class Unreadable(nn.Parameter):
         if func in _ANSWERED:
             with DisableTorchFunction():
                 return func(*args, **(kwargs or {}))
-        size = next((tuple(a.shape) for a in args if isinstance(a, Unreadable)), ())
+        given = tensors_in((*args, *(kwargs or {}).values()))
+        size = next((tuple(t.shape) for t in given if isinstance(t, Unreadable)), ())
         name = getattr(func, "__name__", str(func))
         raise ShardError(
             f"eager code called {name} with a parameter of size {size}, of which each rank holds a shard. Expected were reads in"
@@ -68,9 +70,14 @@ def unreadable(param: Tensor, part: Part) -> Tensor:
     return untraced(param, part)
 
 
+def _known_of(param: Tensor) -> tuple[bool, torch.dtype, torch.device]:
+    """What changes of a parameter that stays the object that it was."""
+    return param.requires_grad, param.dtype, param.device
+
+
 def _unreadable(param: Tensor, part: Part) -> Tensor:
     found = _made.get(param)
-    if found is None or found.requires_grad != param.requires_grad:
+    if found is None or _known_of(found) != _known_of(param):
         with torch.no_grad():
             found = torch.empty(part.full_size, dtype=param.dtype, device="meta").as_subclass(Unreadable)
         with DisableTorchFunction():
