@@ -40,6 +40,11 @@ def new_group_of(members: Sequence[int], **how: Any) -> dist.ProcessGroup:
     return made
 
 
+def device_types_of(group: dist.ProcessGroup) -> list[str]:
+    """The kinds of devices on whose tensors a process group has collectives."""
+    return sorted(device.type for device in group._device_types)
+
+
 def meeting() -> Any:
     """The store in which the ranks of the default process group have met; None where there are no others."""
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == FAKE_BACKEND:

@@ -1,13 +1,18 @@
 """Eight ranks that are not there, each in turn: all of them write the same graphs."""
 
 import re
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autohete_fx
 from autohete_fx import Plan
 from autohete_fx.errors import ShardError
+from autohete_fx.runtime.shard import ranks as ranks_file
 from autohete_fx.runtime.shard import shard
 from autohete_fx.runtime.shard.imagined import imagined_mesh
 from tests.dist.sharded import make, tokens
@@ -42,6 +47,24 @@ def test_an_optimizer_that_would_take_a_shard_for_a_whole_is_refused():
         assert all(map(torch.equal, params, before))
         torch.optim.Adafactor([model.bias]).step()  # which each rank has whole
         assert not torch.equal(model.bias, before[1])
+
+
+def test_a_model_or_a_mesh_on_a_device_for_which_the_process_group_has_no_backend_is_refused():
+    told = r"is on cpu, .*for cuda alone\. .*init_process_group\(\) without"
+    with imagined_mesh(2) as mesh:
+        shard(torch.nn.Linear(128, 256), mesh)
+        with (
+            mock.patch.object(ranks_file, "device_types_of", lambda group: ["cuda"]),
+            pytest.raises(ShardError, match=f"^weight of the model {told}"),
+        ):
+            shard(torch.nn.Linear(128, 256), mesh)
+    dist.init_process_group("cuda:fake", rank=0, world_size=2, store=FakeStore())  # as "nccl" is for GPUs alone
+    try:
+        mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+        with pytest.raises(ShardError, match=f"^the mesh {told}"):
+            shard(torch.nn.Linear(128, 256), mesh)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_eager_code_gets_for_a_shard_follows_its_dtype_and_refusals_name_its_size_wherever_it_is_given():

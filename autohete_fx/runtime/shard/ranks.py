@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autohete_fx.errors import ShardError
 from autohete_fx.internals.fake_group import FAKE_BACKEND
-from autohete_fx.internals.groups import mesh_of, new_group_of
+from autohete_fx.internals.groups import device_types_of, mesh_of, new_group_of
 from autohete_fx.internals.modes import disable_current_modes, no_python_dispatcher
 from autohete_fx.internals.versions import timeout_of
 from autohete_fx.runtime.lanes.net import named_failures, tell_failures
@@ -74,6 +74,10 @@ class Ranks:
             dist.broadcast(tensor, group=self.everyone, group_src=0)
             if is_of_all and self.tensor_parallel is not None:
                 dist.broadcast(tensor, group=self.tensor_parallel, group_src=0)
+
+    def check_device(self, device_type: str, what: str) -> None:
+        """Raise ShardError where the process groups have no collectives on tensors of a device."""
+        _check_device(self.group, device_type, what)
 
 
 _known: dict[str, Ranks] = {}
@@ -141,6 +145,16 @@ def _digest_of(mesh: DeviceMesh, numbers: list[Any]) -> str:
     return f"{'x'.join(map(str, mesh.shape))}-{hashlib.sha256(repr(numbers).encode()).hexdigest()[:8]}"
 
 
+def _check_device(group: dist.ProcessGroup, device_type: str, what: str) -> None:
+    known = device_types_of(group)
+    if device_type not in known:
+        raise ShardError(
+            f"{what} is on {device_type}, and the process group of the mesh has the backend {dist.get_backend(group)}, for"
+            f" {', '.join(known)} alone. Expected was a backend for that device. Call torch.distributed.init_process_group()"
+            f" without a backend, which has one for each device, and move the model after shard, by model.to({known[0]!r})"
+        )
+
+
 def _ranks(digest: str, mesh: DeviceMesh, group: dist.ProcessGroup, numbers: list[Any]) -> Ranks:
     coordinate, members = mesh.get_coordinate(), sorted(numbers if mesh.ndim == 1 else itertools.chain(*numbers))
     rank, count = dist.get_rank(group), mesh.shape[-1]
@@ -149,6 +163,7 @@ def _ranks(digest: str, mesh: DeviceMesh, group: dist.ProcessGroup, numbers: lis
             f"the mesh has its ranks in the order {numbers}; expected ascending numbers along its last dimension, in"
             " which process groups count. Make it by init_device_mesh"
         )
+    _check_device(group, mesh.device_type, "the mesh")
     control = _for_values(members, group, mesh.device_type)
     tell_failures(control)
     everyone, replicas, num_replicas = group, None, mesh.shape[0] if mesh.ndim > 1 else 1

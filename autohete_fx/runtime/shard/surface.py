@@ -139,6 +139,8 @@ def _hold_locals(model: nn.Module) -> None:
 def _check(model: nn.Module, named: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
     for name, param in named.items():
         _check_parameter(name, param)
+    for name, tensor in (*named.items(), *model.named_buffers()):
+        ranks.check_device(tensor.device.type, f"{name} of the model")
     described = [
         (name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in (*named.items(), *model.named_buffers())
     ]
