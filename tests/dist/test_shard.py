@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import autohete_fx
 from autohete_fx.ir.sizes import format_bytes
@@ -22,11 +24,13 @@ from tests.dist import ranks
 from tests.dist.sharded import Net, alone, differences, make, mesh, refusal, together, tokens, whole
 from tests.layers import EAGER
 
+SHARDS_PAGE = Path(__file__).parents[2] / "docs" / "shards.md"
+
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return ranks.run_each(
-        [exactness, odd_uses, local_writes, kept_gradients, refusals, parts_in_whole, in_whole],
+        [exactness, odd_uses, local_writes, kept_gradients, measured, refusals, parts_in_whole, in_whole],
         tmp_path_factory.mktemp("ranks"),
     )
 
@@ -263,6 +267,20 @@ def test_gradients_that_are_zeros_or_that_our_step_has_clipped_are_not_refused(o
         assert found["plain"] == [["went on"], 0.0]
         told, apart = found["clips"]
         assert told == ["went on"] and apart < 1e-15, found
+
+
+def measured() -> list[float]:
+    """How far the page's count and norms of a sharded model are from those of one that is not."""
+    (recipe,) = re.findall(r"```python\n(whole = .*?)```", SHARDS_PAGE.read_text(), flags=re.DOTALL)
+    expected, known = make(), {"torch": torch, "DTensor": DTensor, "model": shard(make(), mesh())}
+    exec(recipe, known)
+    norms = [float((a - p.norm()).abs()) for a, p in zip(known["norms"], expected.parameters(), strict=True)]
+    return [known["count"] - sum(p.numel() for p in expected.parameters()), max(norms)]
+
+
+def test_the_page_counts_and_measures_whole_parameters(of_two: dict[str, list[Any]]):
+    for count, norm in of_two["measured"]:
+        assert count == 0 and norm < 1e-13
 
 
 def refusals() -> dict[str, Any]:
