@@ -12,7 +12,6 @@ Exchanges have a process group of their own, so that they never wait for a colle
 import contextlib
 import dataclasses
 import hashlib
-import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -53,6 +52,11 @@ class Agreement:
     def is_shared(self) -> bool:
         """Whether other ranks compile the same graph."""
         return self._ranks is not None
+
+    @property
+    def num_on_host(self) -> int:
+        """How many ranks that compile the same graph share this one's host."""
+        return 1 if self._ranks is None else self._ranks.num_on_host
 
     def exchange(self, what: str, value: _Value) -> list[_Value]:
         """The values of all ranks, in their order.
@@ -101,8 +105,18 @@ class Agreement:
 
     def share_of_host(self, num_bytes: int | None) -> int | None:
         """An even part of what a host has, for each of the ranks that run on it."""
-        hosts = self.exchange("hosts", platform.node())
-        return None if num_bytes is None else num_bytes // hosts.count(platform.node())
+        return None if num_bytes is None else num_bytes // self.num_on_host
+
+    def by_turns(self, what: str, make: Callable[[], _Value]) -> _Value:
+        """The result of this rank, which uses its host while the others there wait for their turns."""
+        if self._ranks is None:
+            return make()
+        hosts, number, made = self._ranks.hosts, self._ranks.number, list[_Value]()
+        mine = hosts[:number].count(hosts[number])
+        for turn in range(max(map(hosts.count, hosts))):
+            made += [make()] if turn == mine else []
+            self.exchange(f"{what}, turn {turn}", None)
+        return made[0]
 
     def most(self, what: str, value: int) -> int:
         """The largest."""

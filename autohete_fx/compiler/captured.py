@@ -5,6 +5,7 @@ key under which its code and plan are kept, and the planner's `Problem` once its
 """
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Iterable, Sequence
 
@@ -112,7 +113,8 @@ class CapturedGraph:
         self.listening_bytes = _listening_bytes(self.params.values())
         self._may_be_followed = self._may_follow()
         self.trained_bytes = trained_bytes(self.params.values()) if model.is_placed else 0
-        self.machine = machine_of(self.device, model.session, options)
+        measured = functools.partial(machine_of, self.device, model.session, options, agreement.num_on_host)
+        self.machine = agreement.by_turns("machine", measured)
         self.bucket_bytes = versions.ddp_bucket_bytes()
         self.host_bytes = host_budget_bytes(self.device, options)
 

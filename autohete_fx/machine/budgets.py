@@ -10,6 +10,7 @@ import torch
 
 from autohete_fx.graph import ops
 from autohete_fx.ir import Lane, Machine
+from autohete_fx.machine.devices import machine_of_rank
 from autohete_fx.machine.measure import device_capacity_bytes, host_capacity_bytes, load_or_measure_machine
 from autohete_fx.options import Options, resolve_bytes
 from autohete_fx.runtime.lanes.lanes import has_spare_core
@@ -64,8 +65,11 @@ def host_budget_bytes(device: torch.device, options: Options) -> int | None:
     return total - total // 8 if device.type == "cuda" else total
 
 
-def machine_of(device: torch.device, session: Session, options: Options) -> Machine:
-    """The machine's rates, measured once and cached; those of host memory and disk where the options put them."""
+def machine_of(device: torch.device, session: Session, options: Options, num_ranks: int = 1) -> Machine:
+    """The machine's rates, measured once and cached; those of host memory and disk where the options put them.
+
+    ``num_ranks``: how many share the host, of which this one gets its part. While it measures, the others are idle.
+    """
     # Not the session's: what is measured may be more than its host budget, and would stay reserved.
     tier = functools.cache(lambda: open_tier(device, options.offload_dir))
 
@@ -78,10 +82,12 @@ def machine_of(device: torch.device, session: Session, options: Options) -> Mach
         handle = session.issue(lane, 0, dst, src)
         return lambda: session.wait(handle, src)
 
-    return load_or_measure_machine(
+    alone = load_or_measure_machine(
         device,
         make_host_tensor=host_tensor,
         issue_copy=issue_copy,
         copies_run_beside=has_spare_core(),
         offload_dir=options.offload_dir,
+        num_ranks=num_ranks,
     )
+    return alone if num_ranks == 1 else machine_of_rank(alone, ranks_of_node=num_ranks)

@@ -166,8 +166,16 @@ def net_of_spec(spec: DeviceSpec) -> Net:
     )
 
 
-def machine_of_rank(machine: Machine, *, ranks_of_node: int, net_bytes_per_s: float, net_latency_s: float) -> Machine:
-    """One rank's part of a machine: its own device and link, an even part of the host, and a link to the others."""
+def machine_of_rank(
+    machine: Machine, *, ranks_of_node: int, net_bytes_per_s: float = 0.0, net_latency_s: float = 0.0
+) -> Machine:
+    """One rank's part of a machine: its own device and link, an even part of the host, and a link to the others.
+
+    Args:
+        machine: as one rank has it to itself.
+        ranks_of_node: how many share the host.
+        net_bytes_per_s, net_latency_s: of the link; 0 where it is not known yet.
+    """
     return replace(
         machine,
         host_bytes=machine.host_bytes // ranks_of_node,

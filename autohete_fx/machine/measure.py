@@ -8,6 +8,9 @@ best of a few repeats after a warm-up: others on the machine only ever slow one 
 A measurement may fall into a step that has a budget to keep. On CUDA it takes some 250 MiB, of what activations take later, and
 640 MiB of pinned host memory. For a CPU device, where a budget may be smaller than that, every tensor timed here lies in mapped
 host memory. There a 16-bit product may take 3 MiB of scratch, a copy to the device 1 MiB, and the disk's window 4 MiB.
+
+Ranks that share a host measure one after another, each with as many threads as all of them update with. `machine_of_rank` makes one
+rank's part of that.
 """
 
 import functools
@@ -33,6 +36,7 @@ from autohete_fx.machine.update_rates import (
     remembered_mixed_update_speed,
     update_rate,
 )
+from autohete_fx.runtime.lanes.team import threads_of_all, update_team
 from autohete_fx.runtime.tiers import ram
 
 _SMALL_REPEATS = 40
@@ -204,6 +208,7 @@ def measure_machine(
     copies_run_beside: bool = True,
     offload_dir: str | None = None,
     mixed_step: MixedStep | None = None,
+    num_ranks: int = 1,
 ) -> Machine:
     """Time the machine.
 
@@ -216,6 +221,7 @@ def measure_machine(
             timed. Else it stands still for as long as they take.
         offload_dir: directory of states on disk, and of host memory for a CPU device; the temporary directory where None.
         mixed_step: updates 16-bit parameters; None where nobody asks how fast.
+        num_ranks: how many share the host and are idle now. Its rates are of the updates of all of them together.
     """
     # the caller may be in the middle of tracing: nothing here may be traced or recorded for backward
     real = unset_fake_temporarily()
@@ -245,8 +251,14 @@ def measure_machine(
             copies = _copy_figures(device, make, issue_copy, copies_run_beside)
         updates = update_rate(device, make)
         figures: dict[str, Any] = {**copies, "host_update_params_per_s": updates}
+        threads = threads_of_all(num_ranks, on_device=device.type == "cpu")
         if device.type != "cpu":
-            figures |= host_figures(device, make_on_host)
+            figures |= host_figures(device, make_on_host, threads)
+        elif threads > torch.get_num_threads():
+            with update_team(threads) as team:
+                figures["host_update_params_per_s"] = team.submit(update_rate, device, make).result()
+                products = team.submit(_product_rates, device, make).result()
+                figures["host_flops_per_s"] = dict(products)["bfloat16"]
         return Machine(
             device_name=device_name(device.type, device.index),
             device_type=device.type,
@@ -270,12 +282,16 @@ def load_or_measure_machine(
     issue_copy: IssueCopy | None = None,
     copies_run_beside: bool = True,
     offload_dir: str | None = None,
+    num_ranks: int = 1,
 ) -> Machine:
     """The machine's figures from the cache, timed where it has none. Capacities are always today's.
 
     The speed of 16-bit updates is that which `autohete doctor` found, if it did.
+
+    ``num_ranks``: see `measure_machine`. Ranks of another number have figures of their own.
     """
-    key = machine_key(device, offload_dir)
+    threads = threads_of_all(num_ranks, on_device=device.type == "cpu")
+    key = f"{machine_key(device, offload_dir)}|{num_ranks} ranks|{threads} threads"
     machine = load_machine(key)
     if machine is None:
         machine = measure_machine(
@@ -284,6 +300,7 @@ def load_or_measure_machine(
             issue_copy=issue_copy,
             copies_run_beside=copies_run_beside,
             offload_dir=offload_dir,
+            num_ranks=num_ranks,
         )
         store_machine(key, machine)
     return replace(

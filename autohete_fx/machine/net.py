@@ -16,7 +16,6 @@ mean of two unlike ones: gloo reduces by sending everything to everyone. Replica
 import functools
 import json
 import os
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -75,10 +74,8 @@ def load_or_measure_net(machine: Machine, ranks: Ranks, device: torch.device, ex
         machine: measured alone.
         exchange: of values with the other ranks.
     """
-    hosts = exchange("hosts", platform.node())
-    layout = [hosts.index(host) for host in hosts]  # which ranks are on one host, whatever its name
     shape = f"{ranks.count}x{ranks.num_replicas}"
-    key = "|".join([machine_key(device), str(layout), dist.get_backend(ranks.group), shape])
+    key = "|".join([machine_key(device), str(list(ranks.hosts)), dist.get_backend(ranks.group), shape])
     cached = exchange("net figures", load_text("net", key))
     if cached[0] is not None and len(set(cached)) == 1:
         rate, latency_s, replica_rate = json.loads(cached[0])

@@ -72,10 +72,13 @@ def update_rate(device: torch.device, make: MakeTensor) -> float:
     return _rate_of(device, _updated(make, _UPDATE_PARAMS.get(device.type, _UPDATE_PARAMS["cuda"])))
 
 
-def host_figures(device: torch.device, make: MakeTensor) -> dict[str, Any]:
-    """Rates of an accelerator's host with the team of updates, and which lanes slow which others down."""
+def host_figures(device: torch.device, make: MakeTensor, num_threads: int | None = None) -> dict[str, Any]:
+    """Rates of an accelerator's host with the team of updates, and which lanes slow which others down.
+
+    ``num_threads``: of the team; without it, those of this process.
+    """
     host = torch.device("cpu")
-    with update_team() as team:
+    with update_team(num_threads) as team:
         # Made by the thread that writes them: no other may write a tensor of inference mode, in which a program may measure.
         updated = team.submit(_updated, make, _SERVER_UPDATE_PARAMS).result()
         rate = team.submit(_rate_of, host, updated).result()

@@ -4,24 +4,28 @@ import contextlib
 import io
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.utils.distributed import get_free_port
 
+import autohete_fx
 from autohete_fx import cli
 from autohete_fx.compiler.agreement import Agreement
 from autohete_fx.ir import Machine
-from autohete_fx.machine import net
+from autohete_fx.machine import measure, net
 from autohete_fx.machine.net import figures_of
+from autohete_fx.runtime.lanes import team
 from autohete_fx.runtime.shard import shard
 from tests import planner_problems
 from tests.dist import ranks
 from tests.dist.sharded import mesh
-from tests.layers import Layers
+from tests.layers import EAGER, Layers
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
@@ -57,6 +61,41 @@ def test_ranks_measure_together_and_once(tmp_path: Path):
     (rate, latency_s), again, calls = first
     assert again == [rate, latency_s] and calls == 1
     assert 1e6 < rate < 1e12 and 0 <= latency_s < 1
+
+
+def by_turns(folder: str, own_caches: bool) -> dict[str, Any]:
+    """When this rank measured its host, what its plan counts with, and how many threads its updates have."""
+    cache = f"{folder}/{dist.get_rank()}" if own_caches else folder
+    os.environ |= {"AUTOHETE_CACHE_DIR": cache, "TORCHELASTIC_RUN_ID": "none"}
+    began, timed = list[float](), measure.measure_machine
+
+    def noted(*args: Any, **how: Any) -> Machine:
+        began.append(time.time())
+        machine = timed(*args, **how)
+        began.append(time.time())
+        return machine
+
+    model = shard(Layers(), mesh())
+    model.compile(backend="autohete", options=EAGER)
+    with mock.patch.object(measure, "measure_machine", noted):
+        model(torch.ones(64, 128))
+    problem = autohete_fx.compilations()[-1].problem
+    assert problem is not None
+    whole = measure.load_or_measure_machine(torch.device("cpu"), num_ranks=2)
+    with mock.patch.object(team, "num_cores", lambda: 64):
+        threads = team.update_threads()
+    rates = [(m.host_update_params_per_s, m.host_flops_per_s, m.disk_bytes_per_s) for m in (problem.machine, whole)]
+    return {"measured": began, "rates": rates, "threads": threads}
+
+
+def test_ranks_of_one_host_measure_it_one_after_another_and_share_it(tmp_path: Path):
+    first, second = ranks.run("tests.dist.test_net.by_turns", tmp_path, str(tmp_path), True)
+    assert first["measured"][1] <= second["measured"][0]
+    both = ranks.run("tests.dist.test_net.by_turns", tmp_path, str(tmp_path), False)
+    assert [len(found["measured"]) for found in both] == [2, 0]
+    for found in both:
+        part, whole = found["rates"]
+        assert part == [rate / 2 for rate in whole] and found["threads"] == 28  # though each computes with one
 
 
 def test_a_process_alone_has_no_net():

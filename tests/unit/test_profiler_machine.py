@@ -16,6 +16,7 @@ import torch
 from autohete_fx.ir import Lane
 from autohete_fx.machine import measure as machine_module
 from autohete_fx.machine import timing, update_rates
+from autohete_fx.machine.budgets import machine_of
 from autohete_fx.machine.contention import LaneWork
 from autohete_fx.machine.described import machine_text
 from autohete_fx.machine.disk_rate import measure_disk
@@ -28,7 +29,9 @@ from autohete_fx.machine.measure import (
     measure_machine,
 )
 from autohete_fx.optim.adamw import ADAMW, AdamW, mixed_step
+from autohete_fx.options import Options
 from autohete_fx.runtime.lanes.team import update_threads
+from autohete_fx.runtime.session import Session
 
 CPU = torch.device("cpu")
 
@@ -212,6 +215,52 @@ def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(machine_module, "measure_machine", never)
     again = load_or_measure_machine(CPU, offload_dir=str(tmp_path))
     assert replace(again, host_bytes=0, disk_bytes=0) == replace(first, host_bytes=0, disk_bytes=0)
+
+
+def test_ranks_of_a_host_get_even_parts_of_what_all_of_them_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one rank alone has what it always had; none takes the other's figures from the cache."""
+    threads: list[int] = []
+
+    def rate(device: torch.device, make: object) -> float:
+        threads.append(torch.get_num_threads())
+        return 1e9 * len(threads)
+
+    monkeypatch.setattr(machine_module, "update_rate", rate)
+    monkeypatch.setattr("autohete_fx.runtime.lanes.team.num_cores", lambda: 8)
+    own = torch.get_num_threads()
+    session, options = Session("ranks of a host", CPU), Options(offload_dir=str(tmp_path))
+    try:
+        found = {count: [machine_of(CPU, session, options, *count) for _ in range(2)] for count in ((), (2,), (3,))}
+    finally:
+        session.close()
+    assert threads == [own, own, min(8, 2 * own), own, min(8, 3 * own)]
+    (alone, _), (half, _), (third, _) = found.values()
+    assert all(first == again for first, again in found.values())
+    assert [m.host_update_params_per_s for m in (alone, half, third)] == [1e9, 3e9 / 2, 5e9 / 3]
+    assert alone.device_update_params_per_s == 1e9 and half.device_update_params_per_s == 2e9
+    assert alone.host_flops_per_s == 0.0 and half.host_flops_per_s > 0.0
+    assert (half.host_bytes, half.disk_bytes) == (alone.host_bytes // 2, alone.disk_bytes // 2)
+
+
+def test_beside_a_gpu_the_teams_of_all_ranks_are_timed_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int | None] = []
+
+    def figures(device: torch.device, make: object, num_threads: int | None) -> dict[str, float]:
+        threads.append(num_threads)
+        return {"host_flops_per_s": 1e12}
+
+    monkeypatch.setattr(machine_module, "host_figures", figures)
+    for name in ("_copy_rates", "_product_rates", "_device_bandwidth", "device_capacity_bytes", "device_name"):
+        monkeypatch.setattr(machine_module, name, lambda *_, name=name: (1.0,) * 3 if name == "_copy_rates" else 1)
+    monkeypatch.setattr(machine_module, "update_rate", lambda *_: 1.0)
+    monkeypatch.setattr("autohete_fx.runtime.lanes.team.num_cores", lambda: 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    make, empty = (lambda count: torch.empty(count, dtype=torch.uint8)), torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, device=None, **how: empty(*size, **how))
+    for count in (1, 2, 32):
+        measure_machine(torch.device("cuda", 0), make_host_tensor=make, num_ranks=count)
+    assert threads == [4, 8, 56]
 
 
 def test_all_of_it_at_once(tmp_path: Path) -> None:

@@ -22,6 +22,49 @@ def test_it_leaves_cores_to_the_threads_that_launch(
     assert team.update_threads() == expected
 
 
+TORCHRUN = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_ranks", "threads", "environment", "expected", "of_all"),
+    [
+        (64, 4, 1, TORCHRUN, 14, 56),  # torchrun's choice is nobody's
+        (16, 8, 1, TORCHRUN, 1, 8),
+        (2, 4, 1, TORCHRUN, 1, 1),
+        (64, 4, 64, {}, 14, 56),  # as a program starts that knows of no other
+        (64, 4, 3, {}, 3, 12),  # by torch.set_num_threads
+        (64, 4, 3, TORCHRUN, 3, 12),
+        (64, 4, 4, {"OMP_NUM_THREADS": "4", "TORCHELASTIC_RUN_ID": "none"}, 4, 16),
+        (64, 4, 20, {"OMP_NUM_THREADS": "20"}, 20, 56),  # as the user says, though it is too many
+        (64, 4, 1, {"OMP_NUM_THREADS": "1"}, 1, 4),
+        (64, 1, 1, TORCHRUN, 1, 1),
+        (64, 1, 64, {}, 56, 56),
+    ],
+)
+def test_ranks_of_a_host_share_its_cores(
+    cores: int,
+    num_ranks: int,
+    threads: int,
+    environment: dict[str, str],
+    expected: int,
+    of_all: int,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    team.share_cores(num_ranks)
+    try:
+        assert team.update_threads() == expected
+        assert team.threads_of_all(num_ranks, on_device=False) == of_all
+        assert team.threads_of_all(num_ranks, on_device=True) == min(cores, num_ranks * threads)
+    finally:
+        team.share_cores(1)
+
+
 def test_no_other_thread_computes_with_fewer(monkeypatch: pytest.MonkeyPatch):
     before = torch.get_num_threads()
     monkeypatch.setattr(team, "update_threads", lambda: before + 3)

@@ -1,7 +1,11 @@
 """The threads that update on the host beside an accelerator.
 
-In: the cores of this process. Out: a team that leaves some of them to the threads that launch kernels and issue copies. An update
-ends with its slowest thread. One that shares its core with a launching thread holds up both, many times in each update.
+In: the cores of this process, and how many of a job's ranks share them. Out: a team that leaves some of them to the threads that
+launch kernels and issue copies. An update ends with its slowest thread. One that shares its core with a launching thread holds up
+both, many times in each update.
+
+Ranks of one host update at once, each with an even part of the cores. PyTorch's torchrun tells each to compute with one thread.
+Where a user sets ``OMP_NUM_THREADS``, a team has as many instead.
 
 GNU's OpenMP has the idle threads of a team spin for some milliseconds, until the next update. Where a process has more such threads
 than cores, idle ones sleep at once, and each update begins by waking one after the other. A second team is enough for that. One
@@ -29,15 +33,51 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+_num_ranks = 1
+"""How many of a job share this process's host, it among them."""
+
+
+def share_cores(num_ranks: int) -> None:
+    """Let so many ranks of a job, this process among them, update on this host. Teams that begin later have their part of it."""
+    global _num_ranks
+    _num_ranks = num_ranks
+
+
 def update_threads() -> int:
-    """How many threads update on the host beside an accelerator, no more than PyTorch computes with here."""
+    """How many threads update on the host beside an accelerator, no more than PyTorch computes with here.
+
+    Each of several ranks on the host has an even part of the cores, unless the user says how many threads it computes with. One
+    thread under torchrun is torchrun's own choice.
+    """
+    threads, most = torch.get_num_threads(), _cores_for_updates()
+    if _num_ranks > 1:
+        chosen = os.environ.get("OMP_NUM_THREADS")
+        is_torchruns = chosen == "1" and threads == 1 and "TORCHELASTIC_RUN_ID" in os.environ
+        part = most // _num_ranks
+        if is_torchruns or chosen is None:
+            threads = part if is_torchruns else min(threads, part)
+    return max(1, min(threads, most))
+
+
+def threads_of_all(num_ranks: int, *, on_device: bool) -> int:
+    """How many threads update when so many ranks of this host do at once, no more than it has cores for.
+
+    Args:
+        num_ranks: 1 for those of this process.
+        on_device: the device is this CPU, where updates run with the threads that compute.
+    """
+    of_each, most = (torch.get_num_threads(), num_cores()) if on_device else (update_threads(), _cores_for_updates())
+    return max(of_each, min(num_ranks * of_each, most))
+
+
+def _cores_for_updates() -> int:
     cores = num_cores()
-    return max(1, min(torch.get_num_threads(), cores - max(1, cores // _LEFT)))
+    return cores - max(1, cores // _LEFT)
 
 
-def use_update_team() -> None:
-    """Let this thread, and no other, compute with so many."""
-    before, count = torch.get_num_threads(), update_threads()
+def use_update_team(num_threads: int | None = None) -> None:
+    """Let this thread, and no other, compute with so many, or with `update_threads`."""
+    before, count = torch.get_num_threads(), num_threads or update_threads()
     if count == before:
         return
     torch.set_num_threads(count)
@@ -65,8 +105,8 @@ def _pause_resources() -> Callable[[int], int] | None:
 
 
 @contextmanager
-def update_team() -> Iterator[ThreadPoolExecutor]:
-    """A thread that computes with the team of updates. It ends with the context, after all that it was given."""
+def update_team(num_threads: int | None = None) -> Iterator[ThreadPoolExecutor]:
+    """A thread that computes with the team of updates, or with so many. It ends with the context, after all that it was given."""
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(use_update_team).result()
+        thread.submit(use_update_team, num_threads).result()
         yield thread

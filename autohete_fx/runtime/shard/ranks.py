@@ -10,6 +10,7 @@ import atexit
 import dataclasses
 import hashlib
 import itertools
+import platform
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from autohete_fx.internals.groups import device_types_of, mesh_of, new_group_of
 from autohete_fx.internals.modes import disable_current_modes, no_python_dispatcher
 from autohete_fx.internals.versions import timeout_of
 from autohete_fx.runtime.lanes.net import named_failures, tell_failures
+from autohete_fx.runtime.lanes.team import share_cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,6 +44,7 @@ class Ranks:
         control: of all members, for values that are no tensors, on the CPU. It waits as long for the others as ``group`` does.
         number: this process among all members.
         total: how many all members are.
+        hosts: of each member, the first member on the same host.
         tensor_parallel: of those that have other parts of the layers, for each of which there are such groups; None without any.
     """
 
@@ -57,16 +60,17 @@ class Ranks:
     control: dist.ProcessGroup
     number: int
     total: int
+    hosts: tuple[int, ...]
     tensor_parallel: dist.ProcessGroup | None = None
+
+    @property
+    def num_on_host(self) -> int:
+        """How many members share this one's host."""
+        return self.hosts.count(self.hosts[self.number])
 
     def exchange(self, value: Any) -> list[Any]:
         """The values that each member gives, in the order of their numbers. Values are pickled."""
-        found: list[Any] = [None] * self.total
-        # Compilers exchange in the middle of tracing, whose dispatcher calls gloo without letting go of the GIL. Gloo's thread may
-        # be waiting for that, with gloo locked, to forget the exchange before.
-        with disable_current_modes(), no_python_dispatcher(), torch.no_grad(), named_failures():
-            dist.all_gather_object(found, value, group=self.control)
-        return found
+        return _exchanged(value, self.control)
 
     def broadcast(self, tensor: torch.Tensor, *, is_of_all: bool) -> None:
         """Overwrite a tensor by that of the first of those that hold it, or of all members, whose parts of layers do not matter."""
@@ -81,6 +85,29 @@ class Ranks:
 
 
 _known: dict[str, Ranks] = {}
+
+
+def _exchanged(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """The values that each member of a group gives."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    # Compilers exchange in the middle of tracing, whose dispatcher calls gloo without letting go of the GIL. Gloo's thread may
+    # be waiting for that, with gloo locked, to forget the exchange before.
+    with disable_current_modes(), no_python_dispatcher(), torch.no_grad(), named_failures():
+        dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def _hosts(control: dist.ProcessGroup) -> tuple[int, ...]:
+    names = _exchanged(platform.node(), control)
+    return tuple(map(names.index, names))
+
+
+def _know(ranks: Ranks) -> Ranks:
+    """Let ops find ranks, and their host's cores be shared. Ranks that do not run take none."""
+    _known[ranks.digest] = ranks
+    if dist.get_backend(ranks.control) != FAKE_BACKEND:
+        share_cores(max(each.num_on_host for each in _known.values()))
+    return ranks
 
 
 def ranks_of(mesh: object) -> Ranks:
@@ -110,7 +137,7 @@ def ranks_of(mesh: object) -> Ranks:
     digest = _digest_of(mesh, numbers)
     known, group = _known.get(digest), _group_of(mesh, numbers if mesh.ndim == 1 else numbers[coordinate[0]])
     if known is None or known.group is not group:
-        known = _known[digest] = _ranks(digest, mesh, group, numbers)
+        known = _know(_ranks(digest, mesh, group, numbers))
     return known
 
 
@@ -139,6 +166,7 @@ def _group_of(mesh: DeviceMesh, numbers: list[int]) -> dist.ProcessGroup:
 def forget_ranks() -> None:
     """Let go of all process groups. Their threads must not outlive the interpreter, which would abort."""
     _known.clear()
+    share_cores(1)
 
 
 def _digest_of(mesh: DeviceMesh, numbers: list[Any]) -> str:
@@ -184,6 +212,7 @@ def _ranks(digest: str, mesh: DeviceMesh, group: dist.ProcessGroup, numbers: lis
         control=control,
         number=dist.get_rank(control),
         total=len(members),
+        hosts=_hosts(control),
     )
 
 
@@ -213,9 +242,7 @@ def parallel_ranks_of(mesh: object, tensor_parallel: DeviceMesh) -> Ranks:
     with disable_current_modes():
         peers = tensor_parallel.mesh.tolist()
         numbers = along.mesh.mesh.tolist()
-    everywhere: list[Any] = [None] * len(peers)
-    with disable_current_modes(), no_python_dispatcher(), torch.no_grad(), named_failures():
-        dist.all_gather_object(everywhere, numbers, group=tensor_parallel.get_group())
+    everywhere = _exchanged(numbers, tensor_parallel.get_group())
     members = [
         member for theirs in everywhere for member in (theirs if along.mesh.ndim == 1 else itertools.chain(*theirs))
     ]
@@ -233,16 +260,19 @@ def parallel_ranks_of(mesh: object, tensor_parallel: DeviceMesh) -> Ranks:
             both = mesh_of({"tensor_parallel": across, **data}, tensor_parallel.device_type, everywhere)
         control = _for_values(sorted(members), along.group, tensor_parallel.device_type)
         tell_failures(control)
-        _known[digest] = dataclasses.replace(
-            along,
-            digest=digest,
-            mesh=both,
-            control=control,
-            number=dist.get_rank(control),
-            total=len(members),
-            tensor_parallel=across,
+        known = _know(
+            dataclasses.replace(
+                along,
+                digest=digest,
+                mesh=both,
+                control=control,
+                number=dist.get_rank(control),
+                total=len(members),
+                hosts=_hosts(control),
+                tensor_parallel=across,
+            )
         )
-    return _known[digest]
+    return known
 
 
 def ranks_by_digest(digest: str) -> Ranks:
