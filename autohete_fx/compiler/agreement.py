@@ -2,8 +2,8 @@
 
 In: what one rank has measured, looked up or decided. Out: one value for all of them, so that each writes the same collectives
 into its graphs in the same order. Ranks take the same way through a compilation because all that it turns on is exchanged here.
-That is the least budget, the machine of the first rank, the link that all measure together, and the longest seconds. It is also
-what caches have on all of them, and the first rank's plan. A rank that compiles something else, or fails, is named by the
+That is the least budget, the slowest machine, the link that all measure together, and the longest seconds. It is also what caches
+have on all of them, and the first rank's plan. A rank that compiles something else, or fails, is named by the
 others' errors: each exchange says what it is about.
 
 Exchanges have a process group of their own, so that they never wait for a collective of a graph.
@@ -21,6 +21,7 @@ from autohete_fx import errors
 from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.errors import AutoHeteError, ShardError
 from autohete_fx.ir import BlockCost, Lane, Machine, Profile
+from autohete_fx.ir.machine import slowest_machine
 from autohete_fx.machine.net import load_or_measure_net
 from autohete_fx.runtime.shard.ranks import Ranks
 from autohete_fx.runtime.shard.tensor_parallel import dtensor_of, ranks_of_graph
@@ -128,12 +129,12 @@ class Agreement:
         return text if len(set(self.exchange(what, digest))) == 1 else None
 
     def machine(self, machine: Machine, device: torch.device) -> Machine:
-        """The first rank's, with the rate of the link between ranks, which all of them measure together."""
-        first = self.exchange("machine", machine)[0]
-        lacks = self._ranks is not None and self._ranks.num_replicas > 1 and not first.replica_net_bytes_per_s
-        if self._ranks is None or (first.net_bytes_per_s and not lacks):
-            return first
-        return load_or_measure_net(first, self._ranks, device, self.exchange)
+        """The slowest of all ranks' in each figure, with the rate of the link between them, which all measure together."""
+        slowest = slowest_machine(self.exchange("machine", machine))
+        lacks = self._ranks is not None and self._ranks.num_replicas > 1 and not slowest.replica_net_bytes_per_s
+        if self._ranks is None or (slowest.net_bytes_per_s and not lacks):
+            return slowest
+        return load_or_measure_net(slowest, self._ranks, device, self.exchange)
 
     def slowest(self, profile: Profile) -> Profile:
         """The costs with the longest seconds and the largest workspaces of all ranks."""

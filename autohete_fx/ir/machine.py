@@ -3,7 +3,8 @@
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,38 @@ _MAY_LACK = (
     "mixed_update_speed",
 )
 """0 where a file does not say: those of machines that were measured, and alone, do not."""
+_LONGEST = ("latency_s", "copy_share", "net_latency_s", "launch_s")
+_LEAST = (*_SIZES, *_RATES, "disk_bytes_per_s", "net_bytes_per_s", "replica_net_bytes_per_s")
+
+
+def slowest_machine(machines: Sequence[Machine]) -> Machine:
+    """A machine that no other is slower or smaller than in anything: a plan for it holds on all of them.
+
+    Args:
+        machines: of ranks that run one plan, at least one. Names are the first one's.
+    """
+
+    def flops(*, backward: bool) -> tuple[tuple[str, float], ...]:
+        known = [each.backward_flops_per_s if backward else each.device_flops_per_s for each in machines]
+        dtypes = dict.fromkeys(dtype for rates in known for dtype, _ in rates)
+        return tuple((dtype, min(each.flops_per_s(dtype, backward=backward) for each in machines)) for dtype in dtypes)
+
+    def least_known(name: str, assumed: Iterable[float]) -> float:
+        return min(assumed) if any(getattr(each, name) for each in machines) else 0.0
+
+    pairs = dict.fromkeys((lane, beside) for each in machines for lane, beside, _ in each.contention)
+    return replace(
+        machines[0],
+        device_flops_per_s=flops(backward=False),
+        backward_flops_per_s=flops(backward=True),
+        host_flops_per_s=least_known("host_flops_per_s", (each.host_products_per_s for each in machines)),
+        mixed_update_speed=least_known("mixed_update_speed", (each.mixed_update_speed or 1.0 for each in machines)),
+        contention=tuple(
+            (lane, beside, min(each.kept(Lane(lane), Lane(beside)) for each in machines)) for lane, beside in pairs
+        ),
+        **{name: min(getattr(each, name) for each in machines) for name in _LEAST},
+        **{name: max(getattr(each, name) for each in machines) for name in _LONGEST},
+    )
 
 
 def _machine_of(raw: dict[str, Any]) -> Machine:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,15 +52,18 @@ def measured(folder: str) -> list[Any]:
 
     net.measure_net = counted
     agreement = Agreement(shard(Layers(), mesh()).parameters())
-    found = [agreement.machine(planner_problems.MACHINE, torch.device("cpu")) for _ in range(2)]
-    return [*([each.net_bytes_per_s, each.net_latency_s] for each in found), len(calls)]
+    rank, given = dist.get_rank(), planner_problems.MACHINE
+    mine = replace(given, h2d_bytes_per_s=3.0 - rank, d2h_bytes_per_s=2.0 + rank, latency_s=1.0 + rank)
+    found = [agreement.machine(mine, torch.device("cpu")) for _ in range(2)]
+    of_all = [found[0].h2d_bytes_per_s, found[0].d2h_bytes_per_s, found[0].latency_s]
+    return [*([each.net_bytes_per_s, each.net_latency_s] for each in found), len(calls), of_all]
 
 
 def test_ranks_measure_together_and_once(tmp_path: Path):
     first, second = ranks.run("tests.dist.test_net.measured", tmp_path, str(tmp_path))
     assert first == second
-    (rate, latency_s), again, calls = first
-    assert again == [rate, latency_s] and calls == 1
+    (rate, latency_s), again, calls, of_all = first
+    assert again == [rate, latency_s] and calls == 1 and of_all == [2.0, 2.0, 2.0]
     assert 1e6 < rate < 1e12 and 0 <= latency_s < 1
 
 
@@ -100,7 +104,7 @@ def test_ranks_of_one_host_measure_it_one_after_another_and_share_it(tmp_path: P
 
 def test_a_process_alone_has_no_net():
     agreement = Agreement([torch.nn.Parameter(torch.ones(2))])
-    assert agreement.machine(planner_problems.MACHINE, torch.device("cpu")) is planner_problems.MACHINE
+    assert agreement.machine(planner_problems.MACHINE, torch.device("cpu")) == planner_problems.MACHINE
     assert net.ranks_of_job("cpu") is None
 
 

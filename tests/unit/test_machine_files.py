@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from autohete_fx.errors import MachineError
 from autohete_fx.ir import Machine
+from autohete_fx.ir.machine import slowest_machine
 from tests.planner_problems import MACHINE
 
 sizes, rates = st.integers(0, 2**60), st.floats(1e-3, 1e18)
@@ -48,6 +49,40 @@ def machines(draw: st.DrawFn) -> Machine:
 def test_every_machine_comes_back_as_it_was(machine: Machine):
     again = Machine.from_json(machine.to_json())
     assert again == machine and again.digest == machine.digest
+
+
+FIGURES = [each.name for each in fields(Machine) if each.type in (int, float, "int", "float")]
+LONGEST = ("latency_s", "copy_share", "net_latency_s", "launch_s")
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_ranks_that_run_one_plan_count_with_the_slowest_in_each_figure(name: str):
+    alike = replace(EXAMPLE, **{each: 5 for each in FIGURES})
+    assert len(FIGURES) == len(fields(Machine)) - 5  # two names, and three lists
+    worst = 6 if name in LONGEST else 4
+    for other in (4, 6):
+        pair = [alike, replace(alike, device_name="another", **{name: other})]
+        expected = replace(alike, **{name: worst if other == worst else 5})
+        assert slowest_machine(pair) == expected
+        assert slowest_machine(pair[::-1]) == replace(expected, device_name="another")
+
+
+def test_the_slowest_machine_has_every_product_and_contention_of_all():
+    assert slowest_machine([EXAMPLE]) == slowest_machine([EXAMPLE] * 3) == EXAMPLE
+    other = replace(
+        EXAMPLE,
+        device_flops_per_s=(("float32", 2e13), ("float16", 5e13)),
+        backward_flops_per_s=(("float32", 9e12),),
+        contention=(("h2d", "d2h", 0.7), ("update", "h2d", 0.5)),
+        host_flops_per_s=2e12,
+        mixed_update_speed=1.5,
+    )
+    found = slowest_machine([replace(EXAMPLE, contention=(("h2d", "d2h", 0.6),)), other])
+    assert found.device_flops_per_s == (("float32", 1e13), ("bfloat16", 2e13), ("float16", 1e13))
+    assert found.backward_flops_per_s == (("float32", 9e12),)
+    assert found.contention == (("h2d", "d2h", 0.6), ("update", "h2d", 0.5))
+    # Where one rank knows, the others' count as assumed.
+    assert (found.host_flops_per_s, found.mixed_update_speed) == (EXAMPLE.host_products_per_s, 1.0)
 
 
 EXAMPLE = replace(MACHINE, device_flops_per_s=(("float32", 1e13), ("bfloat16", 1e14)))
