@@ -23,7 +23,7 @@ from autohete_fx.ir import Machine
 if TYPE_CHECKING:
     import torch
 
-CACHE_VERSION = 8
+CACHE_VERSION = 9
 """Raised when what files contain changes meaning: older files then count as absent."""
 
 

@@ -8,11 +8,18 @@ from pathlib import Path
 import torch
 
 from autohete_fx.errors import OptionError
-from autohete_fx.ir import Lane, Machine
+from autohete_fx.ir import Machine
 from autohete_fx.machine.described import link_text, machine_text
 from autohete_fx.machine.link import Link, measure_link
 from autohete_fx.machine.measure import measure_machine
-from autohete_fx.machine.net import Exchange, leave_job, measure_net, measure_net_contention, ranks_of_job
+from autohete_fx.machine.net import (
+    Exchange,
+    leave_job,
+    listed_together,
+    measure_net,
+    measure_net_contention,
+    ranks_of_job,
+)
 from autohete_fx.machine.update_rates import remember_mixed_update_speed
 from autohete_fx.optim.adamw import mixed_step
 from autohete_fx.options import Options
@@ -61,13 +68,12 @@ def doctor(parsed: argparse.Namespace) -> str:
     if ranks is not None:
         ranks.exchange(None)
         rate, latency_s = measure_net(ranks, device, _exchange(ranks))
-        # Updates are those of a process that has the host to itself, as their rate is: plans divide it.
-        of_updates = [each for each in machine.contention if Lane.UPDATE.value in each[:2]]
+        together = measure_net_contention(ranks, device, _exchange(ranks))
         machine = dataclasses.replace(
             machine,
             net_bytes_per_s=rate,
             net_latency_s=latency_s,
-            contention=(*of_updates, *measure_net_contention(ranks, device, _exchange(ranks))),
+            contention=listed_together(machine.contention, together),
         )
         leave_job()
     if parsed.save:

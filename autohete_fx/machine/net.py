@@ -11,12 +11,14 @@ seconds count. A gather's and a reduce's seconds are averaged, because a machine
 mean of two unlike ones: gloo reduces by sending everything to everyone. Replicas all-reduce, which takes twice as long::
 
     seconds = 2 * (n - 1) * (net_latency_s + S / (n * replica_net_bytes_per_s))
+
+Beside collectives, an accelerator's products and copies are slower, and they beside those: that is timed and cached, too.
 """
 
 import functools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +37,7 @@ __all__ = [
     "Exchange",
     "figures_of",
     "leave_job",
+    "listed_together",
     "load_or_measure_net",
     "measure_net",
     "measure_net_contention",
@@ -44,6 +47,9 @@ __all__ = [
 
 _SIZES = {"cpu": (2**15, 2**20), "cuda": (2**20, 2**27)}
 """Bytes of the whole, about: on CPUs little, because a measurement may fall into a step that has a budget to keep."""
+
+Contention = tuple[tuple[str, str, float], ...]
+"""As a `Machine` has it."""
 
 Exchange = Callable[[str, Any], list[Any]]
 """From the subject of an exchange and this rank's value to the values of all ranks in their order."""
@@ -78,12 +84,28 @@ def load_or_measure_net(machine: Machine, ranks: Ranks, device: torch.device, ex
     key = "|".join([machine_key(device), str(list(ranks.hosts)), dist.get_backend(ranks.group), shape])
     cached = exchange("net figures", load_text("net", key))
     if cached[0] is not None and len(set(cached)) == 1:
-        rate, latency_s, replica_rate = json.loads(cached[0])
+        rate, latency_s, replica_rate, pairs = json.loads(cached[0])
     else:
         rate, latency_s = measure_net(ranks, device, exchange)
         replica_rate = measure_replica_net(ranks, device, exchange)
-        store_text("net", key, json.dumps([rate, latency_s, replica_rate]))
-    return replace(machine, net_bytes_per_s=rate, net_latency_s=latency_s, replica_net_bytes_per_s=replica_rate)
+        pairs = measure_net_contention(ranks, device, exchange)
+        store_text("net", key, json.dumps([rate, latency_s, replica_rate, pairs]))
+    contention = listed_together(machine.contention, [(lane, beside, kept) for lane, beside, kept in pairs])
+    return replace(
+        machine,
+        net_bytes_per_s=rate,
+        net_latency_s=latency_s,
+        replica_net_bytes_per_s=replica_rate,
+        contention=contention,
+    )
+
+
+def listed_together(alone: Contention, together: Iterable[tuple[str, str, float]]) -> Contention:
+    """A machine's contention, of which updates were timed by one rank, and all else by all ranks at once.
+
+    Updates are those of a process that has the host to itself, as their rate is: plans divide it.
+    """
+    return (*(each for each in alone if Lane.UPDATE.value in each[:2]), *together)
 
 
 def measure_net(ranks: Ranks, device: torch.device, exchange: Exchange) -> tuple[float, float]:
@@ -100,16 +122,17 @@ def measure_net(ranks: Ranks, device: torch.device, exchange: Exchange) -> tuple
     return float(f"{rate:.2g}"), float(f"{latency_s:.2g}")
 
 
-def measure_net_contention(
-    ranks: Ranks, device: torch.device, exchange: Exchange
-) -> tuple[tuple[str, str, float], ...]:
-    """The contention of an accelerator's lanes with gathers of all ranks beside them. All ranks call it; none is timed on a CPU."""
+def measure_net_contention(ranks: Ranks, device: torch.device, exchange: Exchange) -> Contention:
+    """The contention of an accelerator's lanes with gathers of all ranks beside them. All ranks call it; none is timed on a CPU.
+
+    It takes some 450 MiB of the device, of what activations take later, and 128 MiB of pinned host memory.
+    """
     if device.type == "cpu":
         return ()
-    shard = torch.ones(_SIZES["cuda"][1] // (4 * ranks.count), device=device)
-    work = work_of(device, lambda count, dtype: torch.empty(count, dtype=dtype, pin_memory=True))
-    work[Lane.NET] = OnStream(device, lambda: torch.ops.autohete.gather(shard, ranks.count, ranks.digest))
-    with torch.no_grad():
+    with unset_fake_temporarily(), no_python_dispatcher(), torch.no_grad():
+        shard = torch.ones(_SIZES["cuda"][1] // (4 * ranks.count), device=device)
+        work = work_of(device, lambda count, dtype: torch.empty(count, dtype=dtype, pin_memory=True))
+        work[Lane.NET] = OnStream(device, lambda: torch.ops.autohete.gather(shard, ranks.count, ranks.digest))
         return measure_contention(device, work, lambda seconds: max(exchange("seconds beside others", seconds)))
 
 

@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 import autohete_fx
 from autohete_fx import cli
 from autohete_fx.compiler.agreement import Agreement
-from autohete_fx.ir import Machine
+from autohete_fx.ir import Lane, Machine
 from autohete_fx.machine import measure, net
 from autohete_fx.machine.net import figures_of
 from autohete_fx.runtime.lanes import team
@@ -127,6 +128,52 @@ def test_doctor_of_two_ranks_prints_and_saves_it_once(tmp_path: Path):
     assert printed.count("link to other ranks") == printed.count("latency between ranks") == 1 and not other.strip()
     saved = Machine.load(tmp_path / "machine.json")
     assert saved.net_bytes_per_s > 0 and json.loads((tmp_path / "machine.json").read_text())["net_latency_s"] >= 0
+
+
+ALONE = (("update", "h2d", 0.5), ("h2d", "update", 0.9), ("h2d", "d2h", 0.8))
+TOGETHER = (("h2d", "d2h", 0.6), ("compute", "net", 0.9), ("net", "compute", 0.7))
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_training_counts_with_what_collectives_cost_the_other_lanes_and_times_it_once(
+    device_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """By ranks of accelerators that are not there: only the timing itself is told."""
+    monkeypatch.setenv("AUTOHETE_CACHE_DIR", str(tmp_path))
+    timed: list[list[Lane]] = []
+
+    class Stream:
+        def __init__(self, device: torch.device, issue: object) -> None:
+            assert device.type == "cuda"
+
+    def measure_contention(device: torch.device, work: dict[Lane, Any], agree: Any) -> Any:
+        assert agree(1.0) == 2.0 and not torch.is_grad_enabled(), "the slowest rank's seconds count"
+        timed.append([*work])
+        return TOGETHER
+
+    ones = torch.ones
+    monkeypatch.setattr(net.torch, "ones", lambda *size, device: ones(*size))
+    monkeypatch.setattr(net, "work_of", lambda device, make: {Lane.COMPUTE: None, Lane.H2D: None, Lane.D2H: None})
+    monkeypatch.setattr(net, "OnStream", Stream)
+    monkeypatch.setattr(net, "measure_contention", measure_contention)
+    monkeypatch.setattr(net, "measure_net", lambda *_: (3e9, 1e-5))
+    monkeypatch.setattr(net, "machine_key", lambda device: device.type)
+    monkeypatch.setattr(net.dist, "get_backend", lambda group: "nccl")
+    ranks_there: Any = SimpleNamespace(count=2, num_replicas=1, replicas=None, hosts=(0, 0), digest="2-ab", group=None)
+
+    def exchange(what: str, value: Any) -> list[Any]:
+        return [value, 2 * value if what.startswith("seconds") else value]
+
+    device = torch.device(device_type)
+    machine = replace(planner_problems.MACHINE, contention=ALONE if device_type == "cuda" else ())
+    first, again = (net.load_or_measure_net(machine, ranks_there, device, exchange) for _ in range(2))
+    assert first == again and first.net_bytes_per_s == 3e9
+    if device_type == "cpu":
+        assert not first.contention and not timed
+    else:
+        assert timed == [[Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.NET]]
+        assert first.contention == (*ALONE[:2], *TOGETHER)  # updates as the machine alone has them
+        assert first.kept(Lane.NET, Lane.COMPUTE) == 0.7
 
 
 def test_one_rank_has_the_figures_of_a_copy():
