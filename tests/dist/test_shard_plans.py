@@ -1,11 +1,14 @@
 """Sharded models under our backend: every kind of plan is exact, keeps its budget, and is the same on all ranks."""
 
+import contextlib
 import functools
 import gc
+import random
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from autohete_fx.graph.collectives import issue_gather, issue_reduce, result_of
 from autohete_fx.ir import Lane
 from autohete_fx.profiler.memory.scratch import collective_scratch_bytes
 from autohete_fx.runtime.lanes.net import run_collective
+from autohete_fx.runtime.session import Session
 from autohete_fx.runtime.shard import kernels, shard
 from autohete_fx.runtime.shard.parts import part_of
 from tests.dist import ranks
@@ -73,7 +77,6 @@ def furthest(given: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def plans() -> dict[str, Any]:
     """How far each plan is from one process, and what its graphs have; SGD trains one, as AdamW hides the scale of gradients."""
     expected, found = {each: alone(each, **HOW) for each in (ours, sgd)}, {}
-    time.sleep(dist.get_rank())  # no rank waits for another but in what they exchange
     for name in DECISIONS:
         optimizer_of = sgd if name == "recompute" else ours
         found[name] = furthest(together(optimizer_of, compiled=backend(name), **HOW), expected[optimizer_of])
@@ -117,6 +120,52 @@ def test_two_ranks_train_bitwise_as_one_process_under_every_plan(tmp_path: Path)
     exact = {name: first[name] for name in DECISIONS}
     assert not any(exact.values()), exact
     assert 0.0 < first["accumulated"] < 1e-13
+
+
+def delayed() -> dict[str, Any]:
+    """How far plans are from one process where each rank is late at moments of its own: where lanes begin a collective, and where
+    the program issues one, waits for one, and goes on with its result. The delays, in seconds."""
+    delays, random_s = list[float](), random.Random(dist.get_rank())
+
+    def sleep() -> None:
+        delays.append(random_s.choice((0.0, random_s.uniform(0, 0.02))))
+        time.sleep(delays[-1])
+
+    def late(owner: Any, name: str) -> Any:
+        function = getattr(owner, name)
+
+        def run(*args: Any, **how: Any) -> Any:
+            sleep()
+            result = function(*args, **how)
+            sleep()
+            return result
+
+        return mock.patch.object(owner, name, run)
+
+    places = (
+        (kernels, "_start_gathers"),
+        (kernels, "_start_reduces"),
+        (Session, "issue_collective"),
+        (Session, "wait"),
+    )
+    expected, found = alone(ours, **HOW), dict[str, Any]()
+    together(ours, compiled=backend("mixed"), layers=2, steps=1)  # times the machine, which is not to be late
+    for name in ("mixed", "kept from host"):
+        with contextlib.ExitStack() as stack:
+            for place in places:
+                stack.enter_context(late(*place))
+            found[name] = furthest(together(ours, compiled=backend(name), **HOW), expected)
+    return {"delays": delays, **found}
+
+
+@pytest.mark.slow
+def test_ranks_that_are_late_at_random_moments_train_bitwise_as_one_process(tmp_path: Path):
+    first, second = ranks.run("tests.dist.test_shard_plans.delayed", tmp_path)
+    for found in (first, second):
+        assert found["mixed"] == found["kept from host"] == 0.0
+    assert len(first["delays"]) == len(second["delays"]) > 200
+    apart_s = [abs(a - b) for a, b in zip(first["delays"], second["delays"], strict=True)]
+    assert max(apart_s) > 0.01
 
 
 def three() -> float:
