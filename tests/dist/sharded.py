@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -199,11 +200,24 @@ def together(
     """All ranks with a shard each, of so many copies. What is this rank's alone has its number."""
     if compiled is not None:
         torch._dynamo.reset()  # plans are made for each model
-    model, rank, records = make(seed=dist.get_rank(), **how), dist.get_rank(), Records()
-    shard(model, mesh(replicas))
+    model = shard(make(seed=dist.get_rank(), **how), mesh(replicas))
     optimizer = optimizer_of(model.parameters())
     prepare(model)
     model.compile(**(compiled or {"backend": "aot_eager"}))
+    return recorded(model, optimizer, steps=steps, micro=micro, read=whole, length_of=length_of)
+
+
+def recorded(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    steps: int,
+    micro: int = 1,
+    read: Callable[[Tensor, Tensor], Tensor],
+    length_of: LengthOf = lambda step, rank: 32,
+) -> dict[str, Tensor]:
+    """Of this rank's batches. ``read``: makes a whole of this rank's part of a parameter, its gradient or a state, and of that."""
+    rank, records = dist.get_rank(), Records()
     for step in range(steps):
         for at in range(micro):
             seed_masks(step, rank, at)
@@ -216,18 +230,19 @@ def together(
         optimizer.step()
         for name, param in model.named_parameters():
             if name in kept:
-                records.values[f"{step}/{name}/grad"] = whole(_mean(kept[name], param, optimizer), param)
+                records.values[f"{step}/{name}/grad"] = read(_mean(kept[name], param, optimizer), param)
         if getattr(optimizer, "grad_norm", None) is not None:
             records.values[f"{step}/norm"] = optimizer.grad_norm.clone()
         optimizer.zero_grad()
-        records.add(step, model, optimizer, whole)
+        records.add(step, model, optimizer, read)
     return records.values
 
 
 def _mean(gradient: Tensor, param: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
     """A gradient over all ranks: a shard's as backward left it, a small one's as the step made it, unless it clipped that."""
     part = part_of(param)
-    assert part is not None
+    if part is None:
+        return gradient
     if part.is_shard:
         if part.averaged_over is not None:
             dist.all_reduce(gradient, op=dist.ReduceOp.AVG, group=part.averaged_over)
@@ -237,6 +252,12 @@ def _mean(gradient: Tensor, param: Tensor, optimizer: torch.optim.Optimizer) -> 
         return param.grad
     dist.all_reduce(gradient, op=dist.ReduceOp.AVG)
     return gradient
+
+
+def graphs_in(compilation: autohete_fx.Compilation) -> list[str]:
+    """The text of forward and backward, without names that a process gives at will: those of sessions, and of symbols of sizes."""
+    texts = (compilation.readable(graph) for graph in ("forward", "backward"))
+    return [re.sub(r"\bs\d+\b", "symbol", re.sub("'[0-9a-f]{16}'", "session", text)) for text in texts]
 
 
 def differences(given: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:

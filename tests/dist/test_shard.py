@@ -1,9 +1,12 @@
 """``shard`` under PyTorch's own backends: the traced op is exact, and wrong use is an error on all ranks."""
 
 import copy
+import functools
+import os
 import pickle
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,12 +19,27 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autohete_fx
+from autohete_fx.compiler import captured
 from autohete_fx.ir.sizes import format_bytes
+from autohete_fx.machine.measure import load_or_measure_machine
 from autohete_fx.runtime.shard import gathered, shard
 from autohete_fx.runtime.shard import whole as whole_file
 from autohete_fx.runtime.shard.parts import shard_of
 from tests.dist import ranks
-from tests.dist.sharded import Net, alone, differences, make, mesh, refusal, together, tokens, whole
+from tests.dist.sharded import (
+    Net,
+    OptimizerOf,
+    alone,
+    differences,
+    graphs_in,
+    make,
+    mesh,
+    recorded,
+    refusal,
+    together,
+    tokens,
+    whole,
+)
 from tests.layers import EAGER
 
 SHARDS_PAGE = Path(__file__).parents[2] / "docs" / "shards.md"
@@ -103,11 +121,48 @@ def test_three_ranks_with_padded_and_empty_shards_are_within_rounding(tmp_path: 
         assert found["type"] == "Embedding"
 
 
+def one_rank(folder: str) -> dict[str, Any]:
+    """Of a model as it is and of one that a single rank has sharded, both under our backend in a budget: what is compiled, and how
+    far their steps are from each other; likewise under PyTorch's own. Both have one machine, and neither finds the other's plan."""
+    machine = load_or_measure_machine(torch.device("cpu"))
+    how: dict[str, Any] = {"layers": 2, "steps": 2}
+    options = {**EAGER, "memory_budget": "3MiB"}
+    compiled = {"backend": "autohete", "options": options}
+    found: dict[str, Any] = {"made": []}
+
+    def noted(train: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        torch._dynamo.reset()
+        cache = {"AUTOHETE_CACHE_DIR": f"{folder}/{len(found['made'])}"}
+        with mock.patch.dict(os.environ, cache), mock.patch.object(captured, "machine_of", lambda *_: machine):
+            records = train()
+        made = autohete_fx.compilations()[-1]
+        found["made"].append([made.plan.digest, *graphs_in(made)])
+        return records
+
+    def plain(optimizer_of: OptimizerOf) -> dict[str, Tensor]:
+        model = make(layers=2)
+        optimizer = optimizer_of(model.parameters())
+        model.compile(**compiled)
+        return recorded(model, optimizer, steps=2, read=lambda t, _: t.detach().clone())
+
+    for name, optimizer_of in {"ours": ours, "ours clipped": ours_clipped}.items():
+        expected = noted(functools.partial(plain, optimizer_of))
+        given = noted(functools.partial(together, optimizer_of, compiled=compiled, **how))
+        found[name] = differences(given, expected)
+    found["sgd"] = differences(together(sgd, **how), alone(sgd, backend="aot_eager", **how))
+    model = shard(make(), mesh())
+    found["rows"] = tuple(model.embedding.weight.shape)
+    return found
+
+
 @pytest.mark.slow
-def test_one_rank_has_the_model_as_it_was_bitwise(tmp_path: Path):
-    [found] = ranks.run("tests.dist.test_shard.small_exactness", tmp_path, num_ranks=1)
-    # the norm that clips is that of the same gradients
-    assert found["away"] < 1e-15 and found["rows"]["embedding.weight"] == [131, 96]
+def test_one_rank_has_the_model_its_plan_and_its_graphs_as_they_were_bitwise(tmp_path: Path):
+    [found] = ranks.run("tests.dist.test_shard.one_rank", tmp_path, str(tmp_path), num_ranks=1)
+    plain, sharded, plain_clipped, clipped = found["made"]
+    assert plain == sharded and plain_clipped == clipped
+    assert "autohete.offload" in plain[1] and "autohete.gather" not in plain[1]
+    assert found["ours"] == found["ours clipped"] == found["sgd"] == {}
+    assert found["rows"] == [131, 96]
 
 
 class Adapted(nn.Module):
