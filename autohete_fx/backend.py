@@ -84,7 +84,7 @@ def _compile(
         compilation = reported(compilation, options.report_dir, model.session.device, graph_key(inputs))
         record(compilation)
         tell(compilation)
-        return running(compiled, compilation, inputs, model, options.micro_batches)
+        return running(compiled, compilation, inputs, model, options.micro_batches, compiler.same_call)
 
 
 _autohete.__name__ = _autohete.__qualname__ = "autohete"

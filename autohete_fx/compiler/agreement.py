@@ -24,6 +24,7 @@ from autohete_fx.ir import BlockCost, Lane, Machine, Profile
 from autohete_fx.ir.machine import slowest_machine
 from autohete_fx.machine.net import load_or_measure_net
 from autohete_fx.runtime.shard.ranks import Ranks
+from autohete_fx.runtime.shard.same_call import SameCall
 from autohete_fx.runtime.shard.tensor_parallel import dtensor_of, ranks_of_graph
 
 _Value = TypeVar("_Value")
@@ -153,6 +154,12 @@ class Agreement:
             return repr(compilation.graphs)
         moved = (each for each in compilation.transfers if each.lane is Lane.NET)
         return repr([(each.graph, each.op, each.block, each.num_bytes) for each in moved])
+
+    def same_call(self, graphs: str, *, training: bool) -> SameCall | None:
+        """The check that all ranks run graphs of that text at a time; None where no other rank runs any."""
+        if self._ranks is None or self._ranks.total == 1:
+            return None
+        return SameCall(self._ranks, f"{training} {graphs}", "training" if training else "evaluation")
 
     def first(self, what: str, make: Callable[[], _Value]) -> _Value:
         """The result of the first rank, which alone makes it. Raises what it raises there, on all ranks."""

@@ -53,6 +53,7 @@ from autohete_fx.runtime import (
     kernels,  # noqa: F401  (registers the ops' kernels)
 )
 from autohete_fx.runtime.meter import peak_of
+from autohete_fx.runtime.shard.same_call import SameCall
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,11 @@ _UNJUDGED = (
 
 
 class GraphCompiler:
-    """State of one call of the backend."""
+    """State of one call of the backend.
+
+    Attributes:
+        same_call: what is around calls of the graph where other ranks run it, too.
+    """
 
     def __init__(self, captured: CapturedGraph) -> None:
         if captured.options.inner_backend == "inductor":
@@ -78,6 +83,7 @@ class GraphCompiler:
         self._compiled: dict[Stage, CompiledCode] = {}
         self._final_context: PassContext | None = None
         self._stages = Stages()
+        self.same_call: SameCall | None = None
 
     # -- entry and exit -------------------------------------------------------------------------------------------
 
@@ -105,6 +111,7 @@ class GraphCompiler:
             # A pass without an identity has one in each process, and so have symbols of sizes their names.
             text = re.sub(r"\bs\d+\b", "", text.replace(self.captured.model.session.digest, ""))
             agreement.same("rewritten graphs", {"digest": hashlib.sha256(text.encode()).hexdigest()[:12]})
+            self.same_call = agreement.same_call(text, training=made is not None and made.training)
 
     @property
     def _keeps_freed(self) -> bool:

@@ -5,6 +5,7 @@ the model's runtime alive and places parameters that are new to it. It waits for
 after an exception.
 """
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -34,6 +35,7 @@ from autohete_fx.runtime.pending import calls
 from autohete_fx.runtime.pending.fence import tensors_in
 from autohete_fx.runtime.placement import placement_of
 from autohete_fx.runtime.session import Session
+from autohete_fx.runtime.shard.same_call import SameCall
 from autohete_fx.runtime.steps import StepClock
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ def running(
     inputs: Sequence[GraphInput],
     model: Model,
     micro_batches: int,
+    same_call: SameCall | None,
 ) -> Callable[..., object]:
     """The function that Dynamo calls for a graph.
 
@@ -80,6 +83,7 @@ def running(
         inputs: of the graph, as Dynamo gave them.
         model: to which it belongs.
         micro_batches: passes that a step has, as planned.
+        same_call: around each call where other ranks run the graph, too.
     """
     parameters = GraphParameters(inputs, compilation, model)
     origin = origin_of(inputs)
@@ -122,7 +126,8 @@ def running(
             if updates.schedule.overlap is Overlap.BACKWARD:
                 calls.guard_backward(updates)
         begin_s = time.perf_counter()
-        outputs = guarded(compiled, *args)
+        with contextlib.nullcontext() if same_call is None else same_call.checked(args):
+            outputs = guarded(compiled, *args)
         if compilation.clock is not None:
             compilation.clock.end_pass("forward", begin_s)
         if compilation.training:

@@ -47,8 +47,7 @@ from autohete_fx.runtime.pending.fence import watched
 from autohete_fx.runtime.pending.unplanned import Watch
 from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import placement_of
-from autohete_fx.runtime.shard import tensor_parallel
-from autohete_fx.runtime.shard.parts import note_scaled
+from autohete_fx.runtime.shard import parts, tensor_parallel
 from autohete_fx.runtime.shard.state import attend
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -216,14 +215,12 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return [t for p in params if p.grad is not None for t in (p, p.grad)]
 
     def _step(self, pending: Collection[Updates], *, is_guarded: bool) -> None:
-        started = self._started_in_backward(pending)
-        updates = self._updates(started, pending)
+        updates = self._updates(started := self._started_in_backward(pending), pending)
         scale = self._clipping(updates)
         for each in pending:
             each.early.norms.clear()
         apply(updates, self.host_copies, may_overlap=self.overlap is not Overlap.NONE and is_guarded, scale=scale)
-        if scale is not None:
-            note_scaled(u.param for u in updates)
+        parts.note_scaled((u.param for u in updates), scale)
         if wholes := [whole for u in updates if (whole := whole_of(u.param)) is not None]:
             torch.autograd.graph.increment_version(wholes)
         self._groups, self._has_stepped = None, True

@@ -48,7 +48,16 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    functions = [in_16_bits, evaluated, broken, generated, lengths, two_models, on_a_device_with_memory_of_its_own]
+    functions = [
+        in_16_bits,
+        evaluated,
+        broken,
+        generated,
+        lengths,
+        two_models,
+        going_apart,
+        on_a_device_with_memory_of_its_own,
+    ]
     return ranks.run_each(functions, tmp_path_factory.mktemp("ranks"))
 
 
@@ -224,6 +233,39 @@ def two_models() -> bool:
 
 def test_two_sharded_models_of_one_process_do_not_meet(of_two: dict[str, list[Any]]):
     assert of_two["two_models"] == [True, True]
+
+
+def going_apart() -> list[str]:
+    """What each rank is told where one evaluates while the other trains, and where they have batches of different sizes; both have
+    compiled all of it. In between they train alike."""
+    rank, found = dist.get_rank(), []
+    model = autohete_fx.shard(make(layers=1), mesh())
+    model.compile(**backend(), dynamic=False)
+
+    def forward(*, trains: bool, batch: int) -> None:
+        with torch.set_grad_enabled(trains):
+            loss = model(tokens(0, rank, batch=batch))
+        if trains:
+            loss.backward()
+
+    for trains, batch in ((True, 4), (False, 4), (True, 6)):
+        forward(trains=trains, batch=batch)
+    for trains, batch in ((rank == 1, 4), (True, 4 + 2 * rank)):
+        found.append(refusal(functools.partial(forward, trains=trains, batch=batch)))
+        forward(trains=True, batch=4)
+    return found
+
+
+def test_ranks_that_run_different_graphs_at_a_time_are_told(of_two: dict[str, Any]):
+    for evaluating, uneven in of_two["going_apart"]:
+        assert evaluating.startswith(
+            "ShardError: ranks that hold a model ran different graphs of it at a time: rank 0: evaluation"
+        )
+        assert "rank 1: training of inputs of sizes [(4, " in evaluating
+        assert (
+            "rank 0: training of inputs of sizes [(4, " in uneven
+            and "rank 1: training of inputs of sizes [(6, " in uneven
+        )
 
 
 def waiting_alone() -> list[str]:

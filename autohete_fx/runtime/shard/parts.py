@@ -174,9 +174,9 @@ def note_taken(params: Iterable[Tensor]) -> None:
             _noted[param] = replace(noted, is_taken=True)
 
 
-def note_scaled(params: Iterable[Tensor]) -> None:
-    """A step scales the gradients of these by the norm of all ranks."""
-    for param in params:
+def note_scaled(params: Iterable[Tensor], scale: Tensor | None) -> None:
+    """A step scales the gradients of these by the norm of all ranks, or by nothing."""
+    for param in params if scale is not None else ():
         if (noted := _noted.get(param)) is not None:
             _noted[param] = replace(noted, version=None)
 

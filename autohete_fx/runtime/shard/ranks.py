@@ -42,6 +42,7 @@ class Ranks:
         num_replicas: how many those are.
         everyone: of those that hold shards or the same shards.
         control: of all members, for values that are no tensors, on the CPU. It waits as long for the others as ``group`` does.
+        calls: likewise, for what they run (`same_call`), whatever is exchanged meanwhile.
         number: this process among all members.
         total: how many all members are.
         hosts: of each member, the first member on the same host.
@@ -58,6 +59,7 @@ class Ranks:
     num_replicas: int
     everyone: dist.ProcessGroup
     control: dist.ProcessGroup
+    calls: dist.ProcessGroup
     number: int
     total: int
     hosts: tuple[int, ...]
@@ -210,6 +212,7 @@ def _ranks(digest: str, mesh: DeviceMesh, group: dist.ProcessGroup, numbers: lis
         num_replicas=num_replicas,
         everyone=everyone,
         control=control,
+        calls=_for_values(members, group, mesh.device_type),
         number=dist.get_rank(control),
         total=len(members),
         hosts=_hosts(control),
@@ -266,6 +269,7 @@ def parallel_ranks_of(mesh: object, tensor_parallel: DeviceMesh) -> Ranks:
                 digest=digest,
                 mesh=both,
                 control=control,
+                calls=_for_values(sorted(members), along.group, tensor_parallel.device_type),
                 number=dist.get_rank(control),
                 total=len(members),
                 hosts=_hosts(control),
