@@ -10,6 +10,9 @@ import torch
 from autohete_fx.errors import ShardError
 from autohete_fx.ir import Lane
 from autohete_fx.runtime.lanes.lanes import Lanes
+from autohete_fx.runtime.lanes.net import run_collective
+from autohete_fx.runtime.shard.imagined import imagined_mesh
+from autohete_fx.runtime.shard.ranks import ranks_of
 
 
 def collective(log: list[str], name: str, wait: float = 0.0) -> list[SimpleNamespace]:
@@ -55,6 +58,18 @@ def test_who_waits_for_a_failed_collective_learns_why():
     with pytest.raises(ShardError, match=r"over the ranks that hold the model failed: Connection closed by peer"):
         ticket.wait()
     lanes.close()
+
+
+def test_a_failure_is_told_as_it_is_where_the_ranks_of_an_earlier_model_are_gone():
+    with imagined_mesh(2) as mesh:
+        earlier = ranks_of(mesh)
+
+    def fails() -> list[SimpleNamespace]:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]")
+
+    with pytest.raises(ShardError, match=r"failed: Connection closed by peer .*Look at the other ranks' output"):
+        run_collective(fails, on_cpu=True)
+    assert earlier.total == 2
 
 
 def test_a_session_gives_each_result_of_a_collective_once():

@@ -207,7 +207,11 @@ def _found(error: RuntimeError) -> _Failure | None:
 def _ended() -> int | None:
     """A rank whose process is not there: a message to it cannot be sent. Others have one message more than they ask for."""
     for control in list(_controls):
-        for place, rank in enumerate(dist.get_process_group_ranks(control)):
+        try:
+            members = dist.get_process_group_ranks(control)
+        except KeyError:  # it was destroyed
+            continue
+        for place, rank in enumerate(members):
             if rank != dist.get_rank():
                 try:
                     dist.isend(torch.zeros(1), group=control, group_dst=place, tag=_PROBE_TAG)
