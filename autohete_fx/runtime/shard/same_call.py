@@ -1,8 +1,8 @@
 """Calls of one compiled graph by the ranks that hold its model: all of them have to run the same graph at a time.
 
 In: the ranks, and what the graph is. Out: a context around each call. Collectives are paired by their order alone. Where one rank
-evaluates while the others train, or has a batch of another size, each would take what others meant for another graph, without an
-error where sizes agree. A message to all ranks goes beside each forward, and is read when that has ended.
+evaluates while the others train, or has a batch of another size, each would take what others meant for another graph. No error
+would tell where sizes agree. A message to all ranks goes beside each forward, and is read when that has ended.
 """
 
 import contextlib
