@@ -184,8 +184,9 @@ class Compilation:
 
     def plan_table(self) -> str:
         """The decisions as a table."""
-        again = {each.block for each in self.transfers if (each.graph, each.op) == ("backward", "gather")}
-        return tables.plan_table(self.plan, gathered_again=again)
+        gathers = [each for each in self.transfers if each.op == "gather"]
+        again = {each.block for each in gathers if each.graph == "backward"}
+        return tables.plan_table(self.plan, gathered_again=again, gathered={each.block for each in gathers})
 
     def why(self) -> str:
         """Why the plan decides so, in words: see `autohete_fx.report.why`."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from autohete_fx.ir import Activations, BlockCost, BlockDecision, Lane, Optimizer, Params, Plan, Transfer
+from autohete_fx.ir.decision import GATHER_DISTANCE
 from autohete_fx.ir.labels import label_pattern, run_label
 from autohete_fx.ir.sizes import format_bytes, format_seconds
 from autohete_fx.planner.model.device_memory import MemoryLevel
@@ -32,7 +33,10 @@ class ComparisonRow:
 
 
 def plan_table(
-    plan: Plan, costs: Sequence[BlockCost] | None = None, gathered_again: Collection[int] | None = None
+    plan: Plan,
+    costs: Sequence[BlockCost] | None = None,
+    gathered_again: Collection[int] | None = None,
+    gathered: Collection[int] | None = None,
 ) -> str:
     """The plan as a table, one row per run of blocks that are decided (and cost) alike, totals below.
 
@@ -41,14 +45,18 @@ def plan_table(
         costs: one per block; adds three columns of bytes *per block*: what its activations, parameters and optimizer
             states are, wherever they live.
         gathered_again: blocks whose backward gathers shards of parameters once more; None: those that the costs tell of.
+        gathered: blocks that gather shards at all, likewise. Where there are any, a column says how many blocks ahead.
     """
     assert costs is None or len(costs) == len(plan.decisions), "one cost a block"
     if gathered_again is None:
         gathered_again = [at for at, cost in enumerate(costs or ()) if cost.gathered_again_bytes > 0]
+    if gathered is None:
+        gathered = [at for at, cost in enumerate(costs or ()) if cost.gathered_bytes > 0]
     header = ["block", "activations", "parameters", "optimizer", "prefetch"]
+    header += ["gather"] if gathered else []
     header += ["act. bytes", "param. bytes", "opt. bytes"] if costs else []
     rows = []
-    for indices in _alike(plan, costs, gathered_again):
+    for indices in _alike(plan, costs, gathered_again, gathered):
         decision = plan.decisions[indices[0]]
         row = [
             run_label([plan.labels[i] for i in indices]),
@@ -57,6 +65,8 @@ def plan_table(
             _optimizer(decision, costs[indices[0]] if costs else None),
             str(decision.prefetch_distance) if _uses_host(decision) else "-",
         ]
+        if gathered:
+            row.append(str(GATHER_DISTANCE) if indices[0] in gathered else "-")
         if costs:
             cost = costs[indices[0]]
             row += [format_bytes(n) for n in (cost.saved_bytes, cost.param_bytes, cost.optimizer_bytes)]
@@ -135,7 +145,9 @@ def memory_table(plan: Plan, levels: Sequence[MemoryLevel]) -> str:
     )
 
 
-def _alike(plan: Plan, costs: Sequence[BlockCost] | None, gathered_again: Collection[int]) -> Iterator[list[int]]:
+def _alike(
+    plan: Plan, costs: Sequence[BlockCost] | None, gathered_again: Collection[int], gathered: Collection[int]
+) -> Iterator[list[int]]:
     """Runs of consecutive blocks whose labels differ in their last number only, and whose rows would be equal."""
 
     def key(i: int) -> tuple[object, ...]:
@@ -143,7 +155,7 @@ def _alike(plan: Plan, costs: Sequence[BlockCost] | None, gathered_again: Collec
         shown = (cost.saved_bytes, cost.param_bytes, cost.optimizer_bytes) if cost else ()
         if not _uses_host(decision):
             decision = replace(decision, prefetch_distance=1)  # of no meaning then, and not shown
-        return label_pattern(plan.labels[i]), decision, _params(decision, i in gathered_again), shown
+        return label_pattern(plan.labels[i]), decision, _params(decision, i in gathered_again), i in gathered, shown
 
     for _, run in groupby(range(len(plan.decisions)), key):
         yield list(run)

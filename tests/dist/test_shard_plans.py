@@ -116,6 +116,7 @@ def test_two_ranks_train_bitwise_as_one_process_under_every_plan(tmp_path: Path)
         # By one collective a block: those of layers, the embedding's, and one for all else.
         assert first[f"{name} collectives"] == [4, 0 if is_kept else 3, 4], name
         assert ("gathered again" in first[f"{name} table"]) is not is_kept
+        assert first[f"{name} table"].splitlines()[0].endswith("prefetch  gather")
         assert fetches == [name in ("mixed", "host", "kept from host"), name in ("mixed", "host")], name
     exact = {name: first[name] for name in DECISIONS}
     assert not any(exact.values()), exact

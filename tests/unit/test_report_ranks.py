@@ -47,6 +47,16 @@ def test_the_table_says_whether_parameters_are_gathered_again():
     assert column(plan_table(plan), "parameters") == known
 
 
+def test_the_table_says_how_many_blocks_ahead_a_block_gathers():
+    plan = Plan(labels=("embed", "a.0", "b.1"), decisions=(AGAIN, BlockDecision(params=Params.HOST), KEPT))
+    for table in (plan_table(plan, [cost(), WHOLE, WHOLE]), plan_table(plan, gathered_again=[1], gathered=[1, 2])):
+        header, _, *rows = table.splitlines()
+        at = header.index("prefetch")
+        columns = [line[at:].split()[:2] for line in (header, *rows[:3])]
+        assert columns == [["prefetch", "gather"], ["-", "-"], ["1", "1"], ["-", "1"]]
+    assert "gather" not in plan_table(plan, [cost()] * 3).splitlines()[0]
+
+
 def test_equal_decisions_of_blocks_that_gather_and_do_not_are_two_rows():
     plan = Plan(labels=("layers.0", "layers.1", "layers.2"), decisions=(AGAIN,) * 3)
     table = plan_table(plan, [cost(), WHOLE, WHOLE])
