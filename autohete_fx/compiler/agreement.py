@@ -159,7 +159,8 @@ class Agreement:
         """The check that all ranks run graphs of that text at a time; None where no other rank runs any."""
         if self._ranks is None or self._ranks.total == 1:
             return None
-        return SameCall(self._ranks, f"{training} {graphs}", "training" if training else "evaluation")
+        number = next(self._ranks.numbers)  # graphs of layers that are alike have one text
+        return SameCall(self._ranks.digest, f"{number} {training} {graphs}", "training" if training else "evaluation")
 
     def first(self, what: str, make: Callable[[], _Value]) -> _Value:
         """The result of the first rank, which alone makes it. Raises what it raises there, on all ranks."""

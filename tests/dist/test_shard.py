@@ -295,8 +295,8 @@ class Optional(nn.Module):
 
 
 def kept_gradients() -> dict[str, list[Any]]:
-    """Steps after gradients that a program keeps were set to zero, of which a batch adds to some, and second steps after clipping:
-    errors, and whether they are as in one process."""
+    """Steps after gradients that a program keeps were set to zero, of which a batch adds to some, second steps after clipping, and
+    steps with gradients that no backward has left: errors, and whether they are as in one process."""
     found: dict[str, list[Any]] = {}
     made = {"plain": sgd, "clips": lambda params: autohete_fx.SGD(params, lr=0.1, momentum=0.9, max_grad_norm=1e-3)}
     for name, optimizer_of in made.items():
@@ -312,6 +312,12 @@ def kept_gradients() -> dict[str, list[Any]]:
                 optimizer.zero_grad(set_to_none=False)
                 model(torch.ones(4, 128, dtype=torch.float64), is_used).backward()  # the same on all ranks
                 told += [refusal(optimizer.step), refusal(optimizer.step)]
+            optimizer.zero_grad()
+            params = list(model.parameters())
+            loss = model(torch.ones(4, 128, dtype=torch.float64), True)
+            for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+                param.grad = grad
+            told.append(refusal(optimizer.step))
             trained.append([whole(p, p) if is_sharded else p.detach() for p in model.parameters()])
         found[name] = [sorted(set(told)), max(float((a - b).abs().max()) for a, b in zip(*trained, strict=True))]
     return found

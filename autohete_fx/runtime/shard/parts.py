@@ -6,7 +6,7 @@ the version counter of a gradient does not count, as ``grad.data`` makes, is not
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 from torch import Tensor
@@ -27,12 +27,14 @@ class Part:
         group: digest of the ranks.
         is_shard: whether the rank holds some of the rows; else it holds all, as every rank does.
         layout: of the DTensor that this is a local tensor of, by tensor parallelism with other ranks; None where it is all.
+        number: the same on all ranks, and of no other parameter of theirs.
     """
 
     size: tuple[int, ...]
     group: str
     is_shard: bool
     layout: Layout | None = None
+    number: int = field(default=0, compare=False)
 
     @property
     def ranks(self) -> Ranks:
@@ -194,6 +196,7 @@ def written_since_backward(params: Iterable[Tensor], *, but_taken: bool = False)
         if noted is None or grad is None or (but_taken and noted.is_taken):
             continue
         is_same = noted.grad() is grad and noted.version in (None, grad._version)
-        if not is_same and bool(grad.any()):
+        is_of_another_pass = noted.is_taken and noted.grad() is not grad  # such as one of torch.autograd.grad
+        if not is_same and not is_of_another_pass and bool(grad.any()):
             found.append(param)
     return found

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import itertools
 import platform
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,7 @@ class Ranks:
         total: how many all members are.
         hosts: of each member, the first member on the same host.
         tensor_parallel: of those that have other parts of the layers, for each of which there are such groups; None without any.
+        numbers: for what all members make in one order: parameters that are shared out, and graphs that are compiled.
     """
 
     digest: str
@@ -64,6 +66,7 @@ class Ranks:
     total: int
     hosts: tuple[int, ...]
     tensor_parallel: dist.ProcessGroup | None = None
+    numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     @property
     def num_on_host(self) -> int:

@@ -2,7 +2,8 @@
 
 In: the ranks, and what the graph is. Out: a context around each call. Collectives are paired by their order alone. Where one rank
 evaluates while the others train, or has a batch of another size, each would take what others meant for another graph. No error
-would tell where sizes agree. A message to all ranks goes beside each forward, and is read when that has ended.
+would tell where sizes agree. A message to all ranks goes beside each forward, and is read when that has ended. Who finds that it
+was another graph raises, and writes so where ranks look that wait for a collective which is not coming.
 """
 
 import contextlib
@@ -15,22 +16,23 @@ import torch.distributed as dist
 
 from autohete_fx.errors import ShardError
 from autohete_fx.internals.modes import disable_current_modes
-from autohete_fx.runtime.lanes.net import run_collective
+from autohete_fx.runtime.lanes.net import named_failures, run_collective, tell_refusal
 from autohete_fx.runtime.pending.fence import tensors_in
-from autohete_fx.runtime.shard.ranks import Ranks
+from autohete_fx.runtime.shard.parts import part_of
+from autohete_fx.runtime.shard.ranks import ranks_by_digest
 
 
 class SameCall:
     """Sees that all ranks run a graph at a time.
 
     Args:
-        ranks: that have compiled it.
+        digest: of the ranks that have compiled it. Compiled code must not keep their process groups.
         graph: what it is: a text that is the same on all of them, and another for another graph.
         kind: of graph, in an error's words.
     """
 
-    def __init__(self, ranks: Ranks, graph: str, kind: str) -> None:
-        self._ranks, self._kind = ranks, kind
+    def __init__(self, digest: str, graph: str, kind: str) -> None:
+        self._digest, self._kind = digest, kind
         self._number = int.from_bytes(hashlib.sha256(graph.encode()).digest()[:7], "big")
 
     @contextlib.contextmanager
@@ -40,21 +42,37 @@ class SameCall:
         Raises:
             ShardError: another rank ran another graph meanwhile, or has failed. The forward has ended by then.
         """
-        sizes = [
-            tuple(t.shape) for t in tensors_in(inputs) if not isinstance(t, torch.nn.Parameter)
-        ]  # code may empty the list
-        with disable_current_modes():
-            found = torch.tensor([self._number, -self._number])
-            message: Any = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._ranks.calls, async_op=True)
-        yield
+        tensors = list(tensors_in(inputs))
+        sizes = [tuple(t.shape) for t in tensors if not isinstance(t, torch.nn.Parameter)]
+        # Models that are alike may have one graph, but not one parameter.
+        number = self._number + next((part.number for t in tensors if (part := part_of(t)) is not None), 0)
+        del tensors  # the code may release them
+        with disable_current_modes(), named_failures():
+            found = torch.tensor([number, -number], device="cpu")
+            calls = ranks_by_digest(self._digest).calls
+            message: Any = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=calls, async_op=True)
+        try:
+            yield
+        except Exception as error:
+            if message.is_completed() and _differ(found):
+                raise self._refusal(sizes) from error  # collectives of different sizes are why
+            raise
         with disable_current_modes():
             run_collective(lambda: [message], on_cpu=True)
-            most, least = int(found[0]), -int(found[1])
-        if most != least:
-            everywhere = self._ranks.exchange(f"{self._kind} of inputs of sizes {sizes}")
-            ran = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(everywhere))
-            raise ShardError(
-                f"ranks that hold a model ran different graphs of it at a time: {ran}."
-                " Expected was the same on all ranks, whose collectives are of one graph. Give all of them as many batches, of the"
-                " same sizes, and let all of them train or evaluate at a time; text is generated with synced_gpus=True"
-            )
+        if _differ(found):
+            raise self._refusal(sizes)
+
+    def _refusal(self, sizes: list[tuple[int, ...]]) -> ShardError:
+        error = ShardError(
+            f"ranks that hold a model ran different graphs of it at a time: here {self._kind} of inputs of sizes {sizes}, elsewhere"
+            " another. Expected was the same on all ranks, whose collectives are of one graph. Give all of them as many batches, of"
+            " the same sizes, and let all of them train or evaluate at a time; text is generated with synced_gpus=True"
+        )
+        tell_refusal(error)
+        return error
+
+
+def _differ(most: torch.Tensor) -> bool:
+    """Whether ranks sent different numbers, of which these are the most, and the most of their negatives."""
+    with disable_current_modes():
+        return int(most[0]) != -int(most[1])

@@ -77,7 +77,9 @@ def shard(model: ModuleT, mesh: DeviceMesh) -> ModuleT:
     for name, param in model.named_parameters():
         layout = Layout.of(given) if isinstance(given := named[name], DTensor) else None
         is_shard = ranks.count > 1 and param.dim() > 0 and _bytes_of_rank(given) >= SMALLEST_COPY_BYTES
-        part = Part(size=tuple(param.shape), group=ranks.digest, is_shard=is_shard, layout=layout)
+        part = Part(
+            size=tuple(param.shape), group=ranks.digest, is_shard=is_shard, layout=layout, number=next(ranks.numbers)
+        )
         if part.is_shard:
             with torch.no_grad():
                 param.data = part.padded(part.own(param.data))
