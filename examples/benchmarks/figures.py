@@ -16,6 +16,7 @@ from pathlib import Path
 import cluster_quotations
 import family_quotations
 import gpu_quotations
+import plan_quotations
 import quotations
 
 FIGURES = {
@@ -23,6 +24,7 @@ FIGURES = {
     **cluster_quotations.FIGURES,
     **family_quotations.FIGURES,
     **gpu_quotations.FIGURES,
+    **plan_quotations.FIGURES,
 }
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

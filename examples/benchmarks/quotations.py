@@ -5,7 +5,7 @@ into the pages. A text says nothing that would not follow from other files too: 
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from quoting import Result, Row, listed, named, percent, read, table
@@ -319,6 +319,24 @@ def _solving(result: Result) -> str:
     return f"Ours were solved for {usual_s:.0f} s{f', {listed(said)}' if said else ''}."
 
 
+def plain_trace() -> str:
+    """What plans by a trace that knows nothing of Inductor leave unused, and how much slower they are predicted to be."""
+    rows = read("trace_savings").rows
+    of = {
+        trace: [row for row in rows if row["trace"] == trace and not row["refused"]]
+        for trace in ("as Inductor", "plain")
+    }
+    pairs = list(zip(*of.values(), strict=True))
+    assert all((ours["model"], ours["budget"]) == (plain["model"], plain["budget"]) for ours, plain in pairs)
+    slower = [plain["predicted step s"] / ours["predicted step s"] - 1 for ours, plain in pairs]
+    unused = 1 - min(plain["share of budget"] for _, plain in pairs)
+    times = [sum(row["compilations"] for row in rows if row["trace"] == trace) for trace in of]
+    return (
+        f"left up to {percent(unused)} of the budget unused, and their predicted steps were {percent(statistics.median(slower))}"
+        f" longer in the median, {percent(max(slower))} at most; they were compiled {times[1]} times instead of {times[0]}"
+    )
+
+
 def step_caption() -> str:
     """Of the picture that `step_picture.py` draws."""
     result = read("step_timeline")
@@ -330,62 +348,6 @@ def step_caption() -> str:
     )
 
 
-# -- what autohete plan prints --------------------------------------------------------------------------------------
-
-_WIDTH = 127
-
-
-def plan_in_short() -> str:
-    """From the predicted step on."""
-    command, lines = _printed()
-    return _listing([f"$ {command}", "…", *_section(lines, "predicted step")])
-
-
-def plan() -> str:
-    """All but why, and of the blocks the first and the last ones."""
-    command, lines = _printed()
-    lines = lines[: lines.index("why") - 1]
-    begin = next(i for i, line in enumerate(lines) if line.startswith("---")) + 1
-    end = lines.index("", begin)
-    blocks = lines[begin:end]
-    shown = [*blocks[:10], "…", *blocks[-7:]] if len(blocks) > 18 else blocks
-    return _listing([f"$ {command}", *lines[:begin], *shown, *lines[end:]])
-
-
-def plan_reasons() -> str:
-    """What binds, and of two blocks what else could have been chosen."""
-    lines = _printed()[1]
-    binds = _section(lines, lines[lines.index("why") + 1])
-    blocks: list[list[str]] = []
-    for line in lines[lines.index("why") + len(binds) + 2 :]:
-        if not line.startswith(" "):
-            blocks.append([])
-        blocks[-1].append(line)
-    return _listing([*binds, "", *blocks[1], *blocks[-3], "…"])
-
-
-def plan_ranks() -> str:
-    """The table of a sweep over numbers of ranks, with its heading."""
-    command, lines = _printed("what_if_ranks")
-    return _listing([f"$ {command}", *lines])
-
-
-def _printed(name: str = "what_if") -> tuple[str, list[str]]:
-    (row,) = read(name).rows
-    return row["command"], row["printed"]
-
-
-def _section(lines: Sequence[str], start: str) -> list[str]:
-    """From a line that begins so up to an empty one."""
-    begin = next(i for i, line in enumerate(lines) if line.startswith(start))
-    return list(lines[begin : lines.index("", begin)])
-
-
-def _listing(lines: Iterable[str]) -> str:
-    cut = (line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…" for line in lines)
-    return "\n".join(["```", *cut, "```"])
-
-
 FIGURES: dict[str, Callable[[], str]] = {
     "step_time.half": half_of_memory,
     "planner_gap.worst": worst_gap,
@@ -395,9 +357,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "emulated_machine.best": best_on_emulated_machines,
     "strategies": strategies,
     "step.caption": step_caption,
-    "plan.short": plan_in_short,
-    "plan": plan,
-    "plan.reasons": plan_reasons,
-    "plan.ranks": plan_ranks,
+    "plain_trace": plain_trace,
 }
 """By the name under which a page quotes it."""
