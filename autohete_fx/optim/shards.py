@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autohete_fx.runtime.lanes.net import all_reduce
+from autohete_fx.runtime.shard.parts import part_of
 from autohete_fx.runtime.shard.tensor_parallel import groups_of_parts
 
 NormOf = Callable[[Sequence[Tensor], Sequence[Tensor | None]], Tensor]
@@ -45,11 +46,12 @@ def total_norm(
         return local(present)
     alone = local([p for p in present if not groups_of_parts(p)])
     total, dtype = alone.double().square(), alone.dtype
+    part = next((part for p in params if (part := part_of(p)) is not None), None)
     for names, over in groups.items():
         mine = [p for p in present if _names(groups_of_parts(p)) == names]
         norm = local(mine)
         squares = norm.double().square().to(mine[0].device if mine else params[0].device)
         for group in over:
-            all_reduce(squares, group)
+            all_reduce(squares, group, among=None if part is None else part.ranks.control)
         total, dtype = squares + total.to(squares.device), norm.dtype if mine else dtype
     return total.sqrt().to(dtype)

@@ -17,7 +17,7 @@ import torch
 from autohete_fx.ir import Lane
 from autohete_fx.runtime.disk import DiskTier
 from autohete_fx.runtime.lanes.lanes import Lanes
-from autohete_fx.runtime.lanes.net import Start
+from autohete_fx.runtime.lanes.net import Group, Start
 from autohete_fx.runtime.lanes.ticket import Ticket
 from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.tiers.host import HostTier, open_tier
@@ -131,9 +131,10 @@ class Session:
         results: Sequence[torch.Tensor],
         *,
         num_bytes: int,
+        among: Group | None = None,
     ) -> torch.Tensor:
         """Start a collective of several ranks, which makes one result of each source. Returns its handle."""
-        ticket = self.lanes.collective(label, start, num_bytes=num_bytes)
+        ticket = self.lanes.collective(label, start, num_bytes=num_bytes, among=among)
         return self.note_issued(sources, results, ticket)
 
     def note_issued(

@@ -29,7 +29,7 @@ from autohete_fx.passes import PassContext, Stage
 from autohete_fx.passes.sort_regions import COMPUTED, region_keys, reorder
 from autohete_fx.profiler import Partition
 from autohete_fx.runtime.lanes.lanes import Lanes
-from autohete_fx.runtime.lanes.net import Start, run_collective
+from autohete_fx.runtime.lanes.net import Group, Start, run_collective
 from autohete_fx.runtime.lanes.thread import ThreadTicket
 from autohete_fx.runtime.lanes.ticket import LaneRecord, Ticket
 
@@ -178,11 +178,11 @@ class Emulation:
         self._current.due_s = self._due_s[ticket]
         return 0.0 if ticket.lane is Lane.NET else max(0.0, self._due_s[ticket] - time.perf_counter())
 
-    def _collective(self, start: Start, *, on_cpu: bool) -> None:
+    def _collective(self, start: Start, among: Group | None = None, *, on_cpu: bool) -> None:
         due_s = self._current.due_s
         time.sleep(max(0.0, due_s - time.perf_counter()) / 2)
         began_s = time.perf_counter()
-        run_collective(start, on_cpu=on_cpu)
+        run_collective(start, among, on_cpu=on_cpu)
         ended_s = time.perf_counter()
         self.collectives.append((ended_s - began_s, max(0.0, ended_s - due_s)))
         time.sleep(max(0.0, due_s - ended_s))

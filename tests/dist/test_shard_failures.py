@@ -14,10 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import autohete_fx
+from autohete_fx.errors import ShardError
 from autohete_fx.internals.groups import meeting
 from autohete_fx.internals.versions import timeout_of
+from autohete_fx.runtime.lanes.net import run_collective, tell_refusal
+from autohete_fx.runtime.shard.ranks import ranks_of
 from tests.dist import ranks
 from tests.dist.sharded import DEVICE, make, mesh, refusal, tokens
 from tests.dist.test_shard_plans import backend
@@ -113,3 +117,39 @@ def test_all_others_name_the_rank_that_fails(tmp_path: Path):
         "tests.dist.test_shard_failures.failing", tmp_path, "step", "is_killed", num_ranks=3, survivors=[0, 1]
     )
     assert all("failed: rank 2 has ended" in told and waited_s < 60 for told, waited_s, _ in found), found
+
+
+def beside_another() -> Any:
+    """Errors of a rank, or None: of a collective that takes a while, and of one with its own error. Ranks 0 and 1 hold a model,
+    and 2 and 3 another, of which rank 3 refuses a step and ends. All of them have held one before."""
+    rank, store = dist.get_rank(), meeting()
+    before = ranks_of(init_device_mesh("cpu", (4,)))
+    mine = ranks_of(init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "shards"))["shards"])
+    if rank == 3:
+        tell_refusal(ValueError("no such batch"), mine.control)
+        store.set("refused", "")
+        os._exit(0)
+    store.wait(["refused"])
+    time.sleep(3 * (rank == 1))
+    told = []
+    for start in (lambda: [dist.all_reduce(torch.ones(1), group=mine.group, async_op=True)], closed):
+        try:
+            told.append(run_collective(start, mine.control, on_cpu=True))
+        except ShardError as error:
+            told.append(str(error))
+    assert before.total == 4
+    print(json.dumps(told), flush=True)
+    store.set(f"told {rank}", "")
+    store.wait(["told 0", "told 1", "told 2"])
+    os._exit(0)
+
+
+def closed() -> list[Any]:
+    raise RuntimeError("Connection closed by peer [127.0.0.1]")
+
+
+def test_ranks_of_another_model_may_fail_and_end(tmp_path: Path):
+    beside = ranks.run("tests.dist.test_shard_failures.beside_another", tmp_path, num_ranks=4, survivors=[0, 1, 2])
+    for healthy, own in beside[:2]:
+        assert healthy is None and "failed: Connection closed by peer" in own and "the other ranks' output" in own, own
+    assert all("failed: rank 3 failed with ValueError: no such batch" in told for told in beside[2]), beside[2]

@@ -55,7 +55,7 @@ import torch
 
 from autohete_fx.ir import Lane, LaneRecord
 from autohete_fx.runtime.lanes.copies import Copy, cpu_copy, has_spare_core
-from autohete_fx.runtime.lanes.net import Start, run_collective
+from autohete_fx.runtime.lanes.net import Group, Start, run_collective
 from autohete_fx.runtime.lanes.stream import Moment, StreamLane, copy_between_tiers
 from autohete_fx.runtime.lanes.team import use_update_team
 from autohete_fx.runtime.lanes.thread import Pace, ThreadLane, ThreadTicket
@@ -213,7 +213,7 @@ class Lanes:
         ticket = ThreadTicket(lane, label, priority, num_bytes, work, holds=pairs)
         return executor.submit(ticket, behind)
 
-    def collective(self, label: str, start: Start, *, num_bytes: int) -> Ticket:
+    def collective(self, label: str, start: Start, *, num_bytes: int, among: Group | None = None) -> Ticket:
         """Run a collective of several ranks after the work that the current stream was given so far, and after all collectives
         of its kind before. Nothing else puts it off, so that all ranks run those of a kind in the order of the program.
 
@@ -221,10 +221,11 @@ class Lanes:
             label: the kind, one of `COLLECTIVES`; also for the record.
             start: starts it, over a process group that has collectives of this kind alone while the lane is busy.
             num_bytes: for the record.
+            among: as for `run_collective`.
         """
         self._check_process()
         net = self._net[label]
-        work = functools.partial(run_collective, start, on_cpu=not isinstance(net, StreamLane))
+        work = functools.partial(run_collective, start, among, on_cpu=not isinstance(net, StreamLane))
         if isinstance(net, StreamLane):
             return net.submit(label, 0, num_bytes, work, (self.now(),))
         return net.submit(ThreadTicket(Lane.NET, label, 0, num_bytes, work), ())

@@ -4,7 +4,8 @@ In: a function that starts a collective on the current stream. Out: nothing, whe
 results, on an accelerator when the current stream waits for that. Whatever a collective raises becomes a ShardError here.
 
 A rank that fails writes why into the store where the ranks met. That is one that refuses a step, or that an exception ends. The
-others look there after a collective has failed, and each second while one takes longer. One that was killed has written nothing.
+others look there after a collective has failed, and each second while one takes longer. Only ranks that hold the same model count:
+those of other models may have failed, and gone on or ended, without harm. One that was killed has written nothing.
 Others learn it from a message to each rank over a group on the CPU, whose connections its end has closed. A collective that goes
 well costs nothing of all this.
 """
@@ -15,8 +16,10 @@ import datetime
 import functools
 import json
 import sys
+import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -40,6 +43,8 @@ class Work(Protocol):
         ...
 
 
+Group = dist.ProcessGroup
+
 Start = Callable[[], Sequence[Work]]
 """Starts a collective. It holds the tensors that the collective reads and writes."""
 
@@ -47,32 +52,34 @@ _LOOK_EVERY = datetime.timedelta(seconds=1)
 _NUM_PROBES, _PROBE_S = 5, 0.2  # an end closes the connections of a process one after the other
 _PROBE_TAG = 0x617574
 _KEY = "autohete_fx/failure"
+_reading = threading.Lock()  # lanes and the program may look at once
 
 
-def run_collective(start: Start, *, on_cpu: bool) -> None:
+def run_collective(start: Start, among: Group | None = None, *, on_cpu: bool) -> None:
     """Start a collective and wait for it.
 
     Args:
+        among: a group of the ranks for any of which it may wait, be it through another one; None: of all ranks.
         on_cpu: whether its tensors are on the CPU, so that this thread is to wait.
 
     Raises:
         ShardError: another rank has failed or left, or a collective took longer than its process group allows.
     """
-    with named_failures():
+    with named_failures(among):
         for work in start():
             if on_cpu:
-                _wait(work)
+                _wait(work, among)
             else:
                 work.wait()
 
 
-def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> None:
-    """``torch.distributed.all_reduce``, as `run_collective` waits for it."""
+def all_reduce(tensor: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM, *, among: Group | None = None) -> None:
+    """``torch.distributed.all_reduce``, as `run_collective` waits for it; ``among`` is the same group unless another is given."""
     start: Any = functools.partial(dist.all_reduce, tensor, op=op, group=group, async_op=True)
-    run_collective(lambda: [start()], on_cpu=tensor.device.type == "cpu")
+    run_collective(lambda: [start()], among or group, on_cpu=tensor.device.type == "cpu")
 
 
-def _wait(work: Work) -> None:
+def _wait(work: Work, among: Group | None) -> None:
     while True:
         try:
             work.wait(_LOOK_EVERY)
@@ -81,27 +88,40 @@ def _wait(work: Work) -> None:
             if work.is_completed():
                 work.wait()  # raises what was wrong, if that was not the timeout
                 return
-            if (failure := _written()) is not None:
+            if (failure := _written(_members(among))) is not None:
                 raise _error(failure) from None
 
 
 @contextlib.contextmanager
-def named_failures() -> Iterator[None]:
-    """Around collectives: raises ShardError for what they raise, naming the rank that failed where that can be known."""
+def named_failures(among: Group | None) -> Iterator[None]:
+    """Around collectives: raises ShardError for what they raise, naming the rank that failed where that can be known.
+
+    Args:
+        among: as for `run_collective`.
+    """
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise _error(_found(error), error) from error
+        raise _error(_found(error, _members(among)), error) from error
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """A rank's number in the job, and what became of it."""
+    """Why the collectives of a rank may not end.
+
+    Attributes:
+        rank: its number in the job.
+        text: what became of it.
+        number: of a refusal, among those of the same ranks; None where the rank is gone.
+        members: the ranks that hold the model whose step it refused; none where it is gone.
+    """
 
     rank: int
     text: str
+    number: int | None = None
+    members: tuple[int, ...] = ()
 
 
 def _error(failure: _Failure | None, error: RuntimeError | None = None) -> ShardError:
@@ -124,24 +144,24 @@ class _Job:
     """What this rank has written into a store and read there.
 
     Attributes:
-        num_refusals: how many of its errors it has written. All ranks may refuse the same: those of others count as far as they
-            are more.
-        num_read: failures of which it has read.
-        failure: the first that counts. Nothing that begins afterwards ends well.
+        num_refusals: how many of its errors it has written, by the ranks that hold the model. All of these may refuse the same:
+            those of others count as far as they are more.
+        failures: those of other ranks of which it has read. None is forgotten: collectives that waited for such a rank were begun
+            here alone, and pair with others from then on.
         is_told: whether a collective has failed here: whatever ends this process follows from that.
     """
 
     def __init__(self) -> None:
-        self.num_refusals = self.num_read = 0
-        self.failure: _Failure | None = None
+        self.num_refusals: Counter[tuple[int, ...]] = Counter()
+        self.num_read, self.failures = 0, list[_Failure]()
         self.is_told = False
 
 
 _jobs: "weakref.WeakKeyDictionary[Any, _Job]" = weakref.WeakKeyDictionary()
-_controls: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+_controls: "weakref.WeakSet[Group]" = weakref.WeakSet()
 
 
-def tell_failures(control: dist.ProcessGroup) -> None:
+def tell_failures(control: Group) -> None:
     """The ranks of a job hold something together from now on.
 
     Args:
@@ -150,11 +170,16 @@ def tell_failures(control: dist.ProcessGroup) -> None:
     _controls.add(control)
 
 
-def tell_refusal(error: Exception) -> None:
-    """Let the other ranks know what this one is about to raise. Those that have as many refusals of their own go on."""
+def tell_refusal(error: Exception, among: Group) -> None:
+    """Let the other ranks know what this one is about to raise. Those that have as many refusals of their own go on.
+
+    Args:
+        among: a group of the ranks that hold the model.
+    """
     if (job := _job()) is not None:
-        job.num_refusals += 1
-        _write(dist.get_rank(), f"failed with {type(error).__name__}: {error}", job.num_refusals)
+        members = tuple(_members(among))
+        job.num_refusals[members] += 1
+        _write(dist.get_rank(), f"failed with {type(error).__name__}: {error}", job.num_refusals[members], members)
 
 
 @atexit.register
@@ -171,48 +196,57 @@ def _job() -> _Job | None:
     return None if store is None or not _controls else _jobs.setdefault(store, _Job())
 
 
-def _write(rank: int, text: str, number: int | None = None) -> None:
+def _write(rank: int, text: str, number: int | None = None, members: Sequence[int] = ()) -> None:
     with contextlib.suppress(RuntimeError):  # where the store is gone, the process that had it is
         store: Any = meeting()
-        store.set(f"{_KEY}/{store.add(_KEY, 1)}", json.dumps([rank, text, number]))
+        store.set(f"{_KEY}/{store.add(_KEY, 1)}", json.dumps([rank, text, number, members]))
 
 
-def _written() -> _Failure | None:
-    """The first failure of another rank that this one has not had itself."""
+def _members(among: Group | None) -> list[int]:
+    """The numbers of its ranks in the job; of none where the group was destroyed."""
+    if not dist.is_initialized():
+        return []
+    with contextlib.suppress(KeyError, ValueError):
+        return dist.get_process_group_ranks(among)
+    return []
+
+
+def _written(members: Sequence[int]) -> _Failure | None:
+    """The first failure of another rank that those of a collective may wait for, and that this one has not had itself."""
     store, job = meeting(), _job()
     if store is None or job is None:
         return None
-    with contextlib.suppress(RuntimeError):
-        while job.failure is None and store.check([key := f"{_KEY}/{job.num_read + 1}"]):
+    with contextlib.suppress(RuntimeError), _reading:
+        while store.check([key := f"{_KEY}/{job.num_read + 1}"]):
             job.num_read += 1
-            rank, text, number = json.loads(store.get(key))
-            if rank != dist.get_rank() and (number is None or number > job.num_refusals):
-                job.failure = _Failure(rank, text)
-    return job.failure
+            rank, text, number, of = json.loads(store.get(key))
+            if rank != dist.get_rank():
+                job.failures.append(_Failure(rank, text, number, tuple(of)))
+    for failure in job.failures:
+        is_more = failure.number is None or failure.number > job.num_refusals[failure.members]
+        if failure.rank in members and is_more and (failure.number is None or set(members) <= set(failure.members)):
+            return failure
+    return None
 
 
-def _found(error: RuntimeError) -> _Failure | None:
+def _found(error: RuntimeError, members: Sequence[int]) -> _Failure | None:
     """The rank that a collective failed for. It may have been about to write; one that does not answer was not."""
     is_late = "timed out" in str(error).lower()
     for attempt in range(1 if is_late else _NUM_PROBES):
         time.sleep(_PROBE_S if attempt else 0)
-        if (failure := _written()) is not None:
+        if (failure := _written(members)) is not None:
             return failure
-        if (rank := _ended()) is not None:
+        if (rank := _ended(members)) is not None:
             _write(rank, "has ended")  # so that those who wait for this one learn of it
             return _Failure(rank, "has ended")
     return None
 
 
-def _ended() -> int | None:
-    """A rank whose process is not there: a message to it cannot be sent. Others have one message more than they ask for."""
+def _ended(members: Sequence[int]) -> int | None:
+    """One of the members whose process is not there: a message to it cannot be sent. Others get one more than they ask for."""
     for control in list(_controls):
-        try:
-            members = dist.get_process_group_ranks(control)
-        except KeyError:  # it was destroyed
-            continue
-        for place, rank in enumerate(members):
-            if rank != dist.get_rank():
+        for place, rank in enumerate(_members(control)):
+            if rank in members and rank != dist.get_rank():
                 try:
                     dist.isend(torch.zeros(1), group=control, group_dst=place, tag=_PROBE_TAG)
                 except RuntimeError:

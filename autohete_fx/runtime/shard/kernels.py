@@ -26,8 +26,9 @@ _reduce_scatter = versions.named(dist, versions.REDUCE_SCATTER)
 
 def gather_into(whole: Tensor, shard: Tensor, group: str) -> None:
     """Make a tensor what the ranks of a digest hold shards of. All of them call it."""
-    shard, over = shard.contiguous(), ranks_by_digest(group).group
-    run_collective(lambda: [_all_gather(whole, shard, group=over, async_op=True)], on_cpu=shard.device.type == "cpu")
+    shard, ranks = shard.contiguous(), ranks_by_digest(group)
+    start = functools.partial(_all_gather, whole, shard, group=ranks.group, async_op=True)
+    run_collective(lambda: [start()], ranks.control, on_cpu=shard.device.type == "cpu")
 
 
 def _gather(shard: Tensor, num_ranks: int, group: str) -> Tensor:
@@ -37,12 +38,13 @@ def _gather(shard: Tensor, num_ranks: int, group: str) -> Tensor:
 
 
 def _reduce(grad: Tensor, num_ranks: int, group: str) -> Tensor:
-    mine, grad, over = result_of(reduce, grad, num_ranks), grad.contiguous(), ranks_by_digest(group).reduces
+    mine, grad, ranks = result_of(reduce, grad, num_ranks), grad.contiguous(), ranks_by_digest(group)
+    over = ranks.reduces
     if grad.device.type == "cpu":
-        run_collective(lambda: [_ReduceOfCopy([mine], [grad], over)], on_cpu=True)
+        run_collective(lambda: [_ReduceOfCopy([mine], [grad], over)], ranks.control, on_cpu=True)
     else:
         average = functools.partial(_reduce_scatter, mine, grad, op=dist.ReduceOp.AVG, group=over, async_op=True)
-        run_collective(lambda: [average()], on_cpu=False)
+        run_collective(lambda: [average()], ranks.control, on_cpu=False)
     return mine
 
 
@@ -50,8 +52,9 @@ def _issue_gather(
     src: Sequence[Tensor], num_ranks: int, group: str, session: str, after: Tensor | None = None
 ) -> Tensor:
     shards, wholes = [shard.contiguous() for shard in src], [result_of(gather, shard, num_ranks) for shard in src]
-    start = functools.partial(_start_gathers, wholes, shards, ranks_by_digest(group).group)
-    return session_by_digest(session).issue_collective("gather", start, src, wholes, num_bytes=_num_bytes(wholes))
+    ranks, num_bytes = ranks_by_digest(group), _num_bytes(wholes)
+    start, among = functools.partial(_start_gathers, wholes, shards, ranks.group), ranks.control
+    return session_by_digest(session).issue_collective("gather", start, src, wholes, num_bytes=num_bytes, among=among)
 
 
 def _issue_gather_once(
@@ -62,7 +65,8 @@ def _issue_gather_once(
     if found is None:
         wholes = [owner.wholes.memory_of(shard, num_ranks) for shard in src]
         start = functools.partial(_start_gathers, wholes, [shard.contiguous() for shard in src], ranks.group)
-        found = wholes, owner.lanes.collective("gather", start, num_bytes=_num_bytes(wholes))
+        num_bytes, among = _num_bytes(wholes), ranks.control
+        found = wholes, owner.lanes.collective("gather", start, num_bytes=num_bytes, among=among)
         owner.wholes.keep(src, *found)
     return owner.note_issued(src, *found)
 
@@ -71,8 +75,9 @@ def _issue_reduce(
     src: Sequence[Tensor], num_ranks: int, group: str, session: str, after: Tensor | None = None
 ) -> Tensor:
     grads, mine = [grad.contiguous() for grad in src], [result_of(reduce, grad, num_ranks) for grad in src]
-    start = functools.partial(_start_reduces, mine, grads, ranks_by_digest(group).reduces)
-    return session_by_digest(session).issue_collective("reduce", start, src, mine, num_bytes=_num_bytes(grads))
+    ranks, num_bytes = ranks_by_digest(group), _num_bytes(grads)
+    start, among = functools.partial(_start_reduces, mine, grads, ranks.reduces), ranks.control
+    return session_by_digest(session).issue_collective("reduce", start, src, mine, num_bytes=num_bytes, among=among)
 
 
 def _start_gathers(results: Sequence[Tensor], sources: Sequence[Tensor], group: dist.ProcessGroup) -> Sequence[Work]:

@@ -52,7 +52,7 @@ class Layout:
         if not isinstance(value, DTensor):
             value = distribute_tensor(value, self.mesh, self.placements, src_data_rank=None)
         elif value.device_mesh != self.mesh or tuple(value.placements) != self.placements:
-            with named_failures():
+            with named_failures(None):
                 value = value.full_tensor()
             value = distribute_tensor(value, self.mesh, self.placements, src_data_rank=None)
         return local_of(value)

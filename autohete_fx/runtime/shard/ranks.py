@@ -79,7 +79,7 @@ class Ranks:
 
     def broadcast(self, tensor: torch.Tensor, *, is_of_all: bool) -> None:
         """Overwrite a tensor by that of the first of those that hold it, or of all members, whose parts of layers do not matter."""
-        with named_failures():
+        with named_failures(self.control):
             dist.broadcast(tensor, group=self.everyone, group_src=0)
             if is_of_all and self.tensor_parallel is not None:
                 dist.broadcast(tensor, group=self.tensor_parallel, group_src=0)
@@ -97,7 +97,7 @@ def _exchanged(value: Any, group: dist.ProcessGroup) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size(group)
     # Compilers exchange in the middle of tracing, whose dispatcher calls gloo without letting go of the GIL. Gloo's thread may
     # be waiting for that, with gloo locked, to forget the exchange before.
-    with disable_current_modes(), no_python_dispatcher(), torch.no_grad(), named_failures():
+    with disable_current_modes(), no_python_dispatcher(), torch.no_grad(), named_failures(group):
         dist.all_gather_object(found, value, group=group)
     return found
 

@@ -35,7 +35,7 @@ def to_shard(value: Tensor, part: Part) -> Tensor:
     if isinstance(value, DTensor):
         if value.device_mesh == part.ranks.mesh and tuple(value.placements) == part.placements:
             return part.padded(value.to_local())
-        with named_failures():
+        with named_failures(part.ranks.control):
             value = value.full_tensor()
     return part.padded(part.own(value if part.layout is None else part.layout.to_local(value)))
 

@@ -120,14 +120,17 @@ def check_collected(params: Iterable[Tensor]) -> None:
 
 def _refuse(written: Sequence[Tensor], until: str) -> None:
     if written:
-        sizes = [part.full_size for p in written if (part := part_of(p)) is not None]
+        part = part_of(written[0])
+        assert part is not None
         error = ShardError(
-            f"the gradients of {len(written)} parameters that ranks hold together, the first of size {sizes[0]}, were changed"
+            f"the gradients of {len(written)} parameters that ranks hold together, the first of size {part.full_size}, were changed"
             f" between backward and {until}. torch.nn.utils.clip_grad_norm_ and GradScaler.unscale_ do so, by one rank's part"
             " alone. Expected were gradients as backward leaves them. Clip with autohete_fx.AdamW(..., max_grad_norm=...), and"
             " scale the loss where gradients are to be scaled"
         )
-        tell_refusal(error)  # another rank may have none that was written, and would wait for this one
+        tell_refusal(
+            error, part.ranks.control
+        )  # another rank may have none that was written, and would wait for this one
         raise error
 
 
@@ -154,14 +157,14 @@ def _average(params: Sequence[Tensor]) -> None:
     gradient of which parameter. A rank that has all of them need not read the flags."""
     part = part_of(params[0])
     assert part is not None and part.averaged_over is not None
-    group, small = part.averaged_over, [p for p in params if _is_small(p)]
+    group, among, small = part.averaged_over, part.ranks.control, [p for p in params if _is_small(p)]
     missing = [at for at, p in enumerate(params) if p.grad is None]
     flags = torch.ones(len(params), dtype=params[0].dtype, device=params[0].device)
     for at in missing:
         flags[at] = 0
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in small]
     flat = torch.cat([flags, *(g.detach().reshape(-1) for g in grads)])
-    all_reduce(flat, group, dist.ReduceOp.AVG)
+    all_reduce(flat, group, dist.ReduceOp.AVG, among=among)
     means = iter(flat[len(params) :].split([p.numel() for p in small]))
     # To read flags the program waits for the device, and gives it nothing to do meanwhile.
     shares = flat[: len(params)].tolist() if missing else [1.0] * len(params)
@@ -172,18 +175,18 @@ def _average(params: Sequence[Tensor]) -> None:
         if param.grad is None:
             param.grad = torch.zeros_like(param)
         if mean is None:
-            _average_large(param.grad, group)
+            _average_large(param.grad, group, among)
         else:
             param.grad.copy_(mean.reshape(param.shape))
         parts.note_gradient(param)
 
 
-def _average_large(grad: Tensor, group: dist.ProcessGroup) -> None:
+def _average_large(grad: Tensor, group: dist.ProcessGroup, among: dist.ProcessGroup) -> None:
     """In place, a piece at a time: a gradient at home on the host passes through the device."""
     flat = grad.detach().view(-1) if grad.is_contiguous() else grad.detach().reshape(-1)
     for piece in flat.split(PIECE_BYTES // grad.element_size()):
         here = piece.clone() if is_home(grad) else piece
-        all_reduce(here, group, dist.ReduceOp.AVG)
+        all_reduce(here, group, dist.ReduceOp.AVG, among=among)
         if here is not piece:
             piece.copy_(here)
     if not grad.is_contiguous():

@@ -82,7 +82,7 @@ def local_gradient(param: Tensor) -> Tensor:
             " DTensor, as autograd makes it. Give param.grad a DTensor of the parameter's mesh and placements"
         )
     if grad.placements != param.placements:
-        with named_failures():
+        with named_failures(None):
             param.grad = grad = grad.redistribute(placements=param.placements)
     return local_of(grad)
 
