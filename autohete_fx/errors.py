@@ -72,6 +72,18 @@ class ShardError(AutoHeteError):
     """Ranks cannot hold a model together as asked, or one of them does what the others do not."""
 
 
+class CollectiveError(ShardError):
+    """A collective failed: another rank has failed or ended, or did not answer in time.
+
+    Attributes:
+        reason: what is known of it.
+    """
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class OptimizerStateError(AutoHeteError, ValueError):
     """An optimizer state dict or hyperparameter cannot be used."""
 

@@ -9,7 +9,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,7 +31,7 @@ from autohete_fx.cluster.store import Save, Store, states_of
 from autohete_fx.cluster.sums import GradientSums, SumGroups, clip_factor
 from autohete_fx.cluster.tensor_parallel import TensorLayout, check_whole
 from autohete_fx.cluster.unit import Unit
-from autohete_fx.errors import AutoHeteError, ClusterError
+from autohete_fx.errors import AutoHeteError, ClusterError, CollectiveError, ShardError
 from autohete_fx.runtime.shard.parts import note_gradient, part_of
 
 _ANSWER_S = 10.0
@@ -189,7 +189,7 @@ class Job:
         start = time.perf_counter()
         try:
             totals = self._train(load)
-        except RuntimeError as error:
+        except (RuntimeError, ShardError) as error:
             explained = self._explained(error)
             if explained is error:  # raised "from" itself it would forget its own cause
                 raise
@@ -233,19 +233,20 @@ class Job:
             self.optimizer.zero_grad()
         return totals
 
-    def _explained(self, error: RuntimeError) -> Exception:
+    def _explained(self, error: Exception) -> Exception:
         """The error that a user can do something about: our own, which the schedule wraps, or that a rank is gone."""
-        inner: BaseException | None = error
-        while inner is not None and not isinstance(inner, AutoHeteError):
-            inner = inner.__cause__ or inner.__context__
-        if isinstance(inner, AutoHeteError):
-            return inner
-        lost = isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL", "Connection"))
-        if not lost:
+        causes = list(_causes(error))
+        collective = next((each for each in causes if isinstance(each, CollectiveError)), None)
+        own = next((each for each in causes if isinstance(each, AutoHeteError)), None)
+        if own is not None and collective is None:
+            return own
+        words = str(error) if collective is None else collective.reason
+        lost = isinstance(error, dist.DistError) or any(word in words for word in ("gloo", "NCCL", "Connection"))
+        if not lost and collective is None:
             return error
         mine = self.members[self._rank]
-        cause = next(iter(str(error).strip().splitlines()), "")
-        if _is_timeout(error):  # else a peer is gone: to ask the others would keep those that wait for this rank
+        cause = next(iter(words.strip().splitlines()), "")
+        if _is_timeout(words):  # else a peer is gone: to ask the others would keep those that wait for this rank
             cause = f"{self._absent()}{cause}"
         return ClusterError(
             f"rank {self._rank} on {mine.node} lost another rank in step {self.step}: {cause}. Expected were all"
@@ -259,7 +260,7 @@ class Job:
         except RuntimeError as error:
             found = _RANKS.search(str(error))
             ranks = [int(number) for number in found[1].split(", ")] if found else []
-            ranks = ranks or [0] * _is_timeout(error)  # a first rank that had raised would be gone
+            ranks = ranks or [0] * _is_timeout(str(error))  # a first rank that had raised would be gone
             named = ", ".join(f"rank {rank} on {self.members[rank].node}" for rank in ranks if rank != self._rank)
             return f"{named} does not answer. " if named else ""
         return ""
@@ -325,5 +326,12 @@ class Job:
         )
 
 
-def _is_timeout(error: RuntimeError) -> bool:
-    return any(words in str(error).lower() for words in ("timed out", "timeout"))
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that it came of."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_timeout(message: str) -> bool:
+    return any(words in message.lower() for words in ("timed out", "timeout"))

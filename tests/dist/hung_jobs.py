@@ -13,7 +13,7 @@ from torch import nn
 from autohete_fx import cluster
 from autohete_fx.cluster import unit
 from autohete_fx.errors import ClusterError
-from tests.dist.cluster_jobs import Model, joined, load, plan_of
+from tests.dist.cluster_jobs import Model, backend_of, joined, load, plan_of
 
 TIMEOUT_S, HANGS_S, NEVER_S = 5.0, 25.0, 3600.0
 
@@ -26,17 +26,19 @@ def _joined(plan: cluster.ClusterPlan, timeout_s: float) -> cluster.Job:
     return joined(plan, lambda: Model(3, False), timeout_s=timeout_s)
 
 
-def vanished() -> str:
+def vanished(num_shards: int) -> str:
     """The error of a rank where rank 3, the last of its pipeline, is gone in the second step. Others wait for ranks that wait
     for it, with a timeout that no test waits for."""
-    plan, rank = plan_of([(1, 2, [2, 4]), (1, 2, [2, 4])]), dist.get_rank()
+    unit.SMALLEST_COPY_BYTES = 512
+    of_shards, pipelines = [(2, 2, [2, 4], 1, 2)], [(1, 2, [2, 4]), (1, 2, [2, 4])]
+    plan, rank = plan_of(of_shards if num_shards > 1 else pipelines), dist.get_rank()
 
     def vanishes(samples: range) -> torch.Tensor:
         if rank == 3 and samples.start >= plan.global_batch:
             os._exit(9)
         return load(samples)
 
-    job = _joined(plan, NEVER_S)
+    job = joined(plan, lambda: Model(3, False), timeout_s=NEVER_S, backend=backend_of(plan))
     job.train_step(vanishes)
     try:
         job.train_step(vanishes)

@@ -21,8 +21,9 @@ def test_a_first_rank_that_hangs_is_named_by_the_others(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_vanishes_is_noticed_by_all_though_the_timeout_is_long(tmp_path: Path):
-    found = run("tests.dist.hung_jobs.vanished", tmp_path, num_ranks=4, survivors=(0, 1, 2))
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_rank_that_vanishes_is_noticed_by_all_though_the_timeout_is_long(tmp_path: Path, num_shards: int):
+    found = run("tests.dist.hung_jobs.vanished", tmp_path, num_shards, num_ranks=4, survivors=(0, 1, 2))
     assert all("lost another rank in step 1" in error and "does not answer" not in error for error in found), found
 
 

@@ -107,7 +107,7 @@ def test_a_rank_that_fails_is_named_by_the_others_at_once(tmp_path: Path, where:
     [[told, waited_s, timeout_s]] = ranks.run(
         "tests.dist.test_shard_failures.failing", tmp_path, where, how, survivors=[0]
     )
-    assert told.startswith(f"ShardError: a collective over the ranks that hold the model failed: {named}"), told
+    assert told.startswith(f"CollectiveError: a collective over the ranks that hold the model failed: {named}"), told
     assert "Look at the output of rank 1, and start all of them again" in told
     assert waited_s < 60 < timeout_s / 10
 

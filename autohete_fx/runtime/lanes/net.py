@@ -1,7 +1,7 @@
 """Collectives of several ranks, and errors that name the rank for which one failed.
 
 In: a function that starts a collective on the current stream. Out: nothing, when it is done: on a CPU device when all have their
-results, on an accelerator when the current stream waits for that. Whatever a collective raises becomes a ShardError here.
+results, on an accelerator when the current stream waits for that. Whatever a collective raises becomes a CollectiveError here.
 
 A rank that fails writes why into the store where the ranks met. That is one that refuses a step, or that an exception ends. The
 others look there after a collective has failed, and each second while one takes longer. Only ranks that hold the same model count:
@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from autohete_fx.errors import ShardError
+from autohete_fx.errors import CollectiveError
 from autohete_fx.internals.groups import meeting
 
 
@@ -63,7 +63,7 @@ def run_collective(start: Start, among: Group | None = None, *, on_cpu: bool) ->
         on_cpu: whether its tensors are on the CPU, so that this thread is to wait.
 
     Raises:
-        ShardError: another rank has failed or left, or a collective took longer than its process group allows.
+        CollectiveError: another rank has failed or left, or a collective took longer than its process group allows.
     """
     with named_failures(among):
         for work in start():
@@ -94,7 +94,7 @@ def _wait(work: Work, among: Group | None) -> None:
 
 @contextlib.contextmanager
 def named_failures(among: Group | None) -> Iterator[None]:
-    """Around collectives: raises ShardError for what they raise, naming the rank that failed where that can be known.
+    """Around collectives: raises CollectiveError for what they raise, naming the rank that failed where that can be known.
 
     Args:
         among: as for `run_collective`.
@@ -124,16 +124,18 @@ class _Failure:
     members: tuple[int, ...] = ()
 
 
-def _error(failure: _Failure | None, error: RuntimeError | None = None) -> ShardError:
+def _error(failure: _Failure | None, error: RuntimeError | None = None) -> CollectiveError:
     if (job := _job()) is not None:
         job.is_told = True
     who = "the other ranks' output for the one that failed first"
     why = [] if error is None else [str(error)]
     if failure is not None:
         who, why = f"the output of rank {failure.rank}", [f"rank {failure.rank} {failure.text}", *why]
-    return ShardError(
-        f"a collective over the ranks that hold the model failed: {': '.join(why)}. Expected was that all of them run the same step"
-        f" until it ends. Look at {who}, and start all of them again"
+    reason = ": ".join(why)
+    return CollectiveError(
+        f"a collective over the ranks that hold the model failed: {reason}. Expected was that all of them run the same step"
+        f" until it ends. Look at {who}, and start all of them again",
+        reason=reason,
     )
 
 
