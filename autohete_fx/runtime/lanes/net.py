@@ -51,6 +51,14 @@ Start = Callable[[], Sequence[Work]]
 _LOOK_EVERY = datetime.timedelta(seconds=1)
 _NUM_PROBES, _PROBE_S = 5, 0.2  # an end closes the connections of a process one after the other
 _PROBE_TAG = 0x617574
+_CLOSED = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "connection timed out",
+    "broken pipe",
+    "no route",
+)
 _KEY = "autohete_fx/failure"
 _reading = threading.Lock()  # lanes and the program may look at once
 
@@ -250,7 +258,8 @@ def _ended(members: Sequence[int]) -> int | None:
         for place, rank in enumerate(_members(control)):
             if rank in members and rank != dist.get_rank():
                 try:
-                    dist.isend(torch.zeros(1), group=control, group_dst=place, tag=_PROBE_TAG)
-                except RuntimeError:
-                    return rank
+                    dist.isend(torch.zeros(1, device="cpu"), group=control, group_dst=place, tag=_PROBE_TAG)
+                except RuntimeError as error:  # gloo has no class of its own for it
+                    if any(words in str(error).lower() for words in _CLOSED):
+                        return rank
     return None
