@@ -19,7 +19,7 @@ import torch
 
 from autohete_fx import errors
 from autohete_fx.compiler.compilation import Compilation
-from autohete_fx.errors import AutoHeteError, ShardError
+from autohete_fx.errors import AutoHeteError, CollectiveError, ShardError
 from autohete_fx.ir import BlockCost, Lane, Machine, Profile
 from autohete_fx.ir.machine import slowest_machine
 from autohete_fx.machine.net import load_or_measure_net
@@ -70,11 +70,11 @@ class Agreement:
             return [value]
         try:
             everywhere = self._ranks.exchange((what, value))
-        except ShardError as error:
+        except CollectiveError as error:
             self._is_over = True
             raise ShardError(
-                f"a rank that compiles got no answer from the others about the {what}: {error}. All ranks compile in the same step:"
-                " give all of them inputs of the same sizes, and let all of them train and evaluate"
+                f"a rank that compiles got no answer from the others about the {what}: {error.reason}. Expected was that all ranks"
+                " compile in the same step. Give all of them inputs of the same sizes, and let all of them train and evaluate"
             ) from error
         topics = [topic for topic, _ in everywhere]
         if len(set(topics)) > 1:

@@ -291,3 +291,4 @@ def test_ranks_that_are_left_alone_do_not_wait_for_ever(tmp_path: Path):
     for told in (first, evaluating):
         assert told.startswith("CollectiveError: a collective over the ranks that hold the model failed"), told
     assert second.startswith("ShardError: a rank that compiles got no answer from the others about the"), second
+    assert second.count("Expected was") == 1 and "over the ranks that hold the model" not in second, second

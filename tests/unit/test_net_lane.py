@@ -72,6 +72,14 @@ def test_a_failure_is_told_as_it_is_where_the_ranks_of_an_earlier_model_are_gone
     assert earlier.total == 2
 
 
+def test_a_rank_that_has_no_memory_itself_looks_for_no_other():
+    def takes_too_much() -> list[SimpleNamespace]:
+        return [SimpleNamespace(wait=torch.empty(2**50))]
+
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        run_collective(takes_too_much, on_cpu=True)
+
+
 def test_a_session_gives_each_result_of_a_collective_once():
     from autohete_fx.runtime.session import Session
 

@@ -59,6 +59,7 @@ _CLOSED = (
     "broken pipe",
     "no route",
 )
+_NO_MEMORY = "can't allocate memory", "not enough memory"  # of tensors on the CPU, which have no OutOfMemoryError
 _KEY = "autohete_fx/failure"
 _reading = threading.Lock()  # lanes and the program may look at once
 
@@ -103,6 +104,7 @@ def _wait(work: Work, among: Group | None) -> None:
 @contextlib.contextmanager
 def named_failures(among: Group | None) -> Iterator[None]:
     """Around collectives: raises CollectiveError for what they raise, naming the rank that failed where that can be known.
+    Where this rank has no memory, its own error stays as it is.
 
     Args:
         among: as for `run_collective`.
@@ -112,6 +114,8 @@ def named_failures(among: Group | None) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
+        if any(words in str(error) for words in _NO_MEMORY):
+            raise
         raise _error(_found(error, _members(among)), error) from error
 
 
