@@ -374,6 +374,9 @@ def refusals() -> dict[str, Any]:
     found["3-D"] = refusal(lambda: shard(make(), init_device_mesh("cpu", (1, 1, 2))))
     found["mesh"] = refusal(lambda: shard(make(), 2))  # type: ignore[arg-type]
     found["differ"] = refusal(lambda: shard(make(layers=1 + rank), mesh()))
+    elsewhere = make()
+    elsewhere.register_buffer("mask", torch.zeros(2, device="meta" if rank else "cpu"))
+    found["elsewhere"] = refusal(lambda: shard(elsewhere, mesh()))
     found["LSTM"] = refusal(lambda: shard(nn.LSTM(128, 128), mesh()))
     found["meta"] = refusal(lambda: shard(nn.Linear(128, 128, device="meta"), mesh()))
     replaced = shard(make(), mesh())
@@ -393,6 +396,7 @@ def test_wrong_use_is_an_error_that_says_what_to_do(of_two: dict[str, list[Any]]
             "was sharded before" in found["twice"] and "3 dimensions" in found["3-D"] and "DeviceMesh" in found["mesh"]
         )
         assert "the models of ranks" in found["differ"] and "layers.1.norm.weight" in found["differ"]
+        assert "the models of ranks" in found["elsewhere"] and "'meta'" in found["elsewhere"], found["elsewhere"]
         assert "_flat_weights" in found["LSTM"] and "no values yet" in found["meta"]
         assert "Replace parameters within" in found["replaced"]
         for name in ("Muon", "early Muon"):

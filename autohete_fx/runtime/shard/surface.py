@@ -141,19 +141,18 @@ def _hold_locals(model: nn.Module) -> None:
 def _check(model: nn.Module, named: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
     for name, param in named.items():
         _check_parameter(name, param)
-    for name, tensor in (*named.items(), *model.named_buffers()):
-        ranks.check_device(tensor.device.type, f"{name} of the model")
-    described = [
-        (name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in (*named.items(), *model.named_buffers())
-    ]
+    tensors = (*named.items(), *model.named_buffers())
+    described = [(name, tuple(t.shape), str(t.dtype), t.device.type, t.requires_grad) for name, t in tensors]
     everywhere = ranks.exchange(described)
     other = next((rank for rank, theirs in enumerate(everywhere) if theirs != described), None)
     if other is not None:
         difference = next((a, b) for a, b in _pairs(described, everywhere[other]) if a != b)
         raise ShardError(
             f"the models of ranks {ranks.number} and {other} differ: {difference[0]} and {difference[1]}. Expected were the same"
-            " parameters and buffers in the same order. Build the model alike on all ranks"
+            " parameters and buffers in the same order, on devices of one kind. Build the model alike on all ranks"
         )
+    for name, tensor in tensors:  # each rank raises what the others raise
+        ranks.check_device(tensor.device.type, f"{name} of the model")
     if ranks.count > 1 or ranks.tensor_parallel is not None:
         check_references(model)
 
