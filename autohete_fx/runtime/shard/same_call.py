@@ -47,28 +47,29 @@ class SameCall:
         # Models that are alike may have one graph, but not one parameter.
         number = self._number + next((part.number for t in tensors if (part := part_of(t)) is not None), 0)
         del tensors  # the code may release them
-        with disable_current_modes(), named_failures():
+        ranks = ranks_by_digest(self._digest)
+        calls, control = ranks.calls, ranks.control
+        with disable_current_modes(), named_failures(control):
             found = torch.tensor([number, -number], device="cpu")
-            calls = ranks_by_digest(self._digest).calls
             message: Any = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=calls, async_op=True)
         try:
             yield
         except Exception as error:
             if message.is_completed() and _differ(found):
-                raise self._refusal(sizes) from error  # collectives of different sizes are why
+                raise self._refusal(sizes, control) from error  # collectives of different sizes are why
             raise
         with disable_current_modes():
-            run_collective(lambda: [message], on_cpu=True)
+            run_collective(lambda: [message], control, on_cpu=True)
         if _differ(found):
-            raise self._refusal(sizes)
+            raise self._refusal(sizes, control)
 
-    def _refusal(self, sizes: list[tuple[int, ...]]) -> ShardError:
+    def _refusal(self, sizes: list[tuple[int, ...]], among: dist.ProcessGroup) -> ShardError:
         error = ShardError(
             f"ranks that hold a model ran different graphs of it at a time: here {self._kind} of inputs of sizes {sizes}, elsewhere"
             " another. Expected was the same on all ranks, whose collectives are of one graph. Give all of them as many batches, of"
             " the same sizes, and let all of them train or evaluate at a time; text is generated with synced_gpus=True"
         )
-        tell_refusal(error)
+        tell_refusal(error, among)
         return error
 
 
