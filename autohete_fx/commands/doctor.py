@@ -62,7 +62,8 @@ def doctor(parsed: argparse.Namespace) -> str:
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # torchrun leaves one; plans divide what all of them do
     with Stages() as stages:
         stages.begin("measuring")
-        machine = measure_machine(device, offload_dir=offload_dir, mixed_step=mixed_step)
+        num_ranks = 1 if ranks is None else ranks.num_on_host  # whose updates, together, are what a machine has
+        machine = measure_machine(device, offload_dir=offload_dir, mixed_step=mixed_step, num_ranks=num_ranks)
         remember_mixed_update_speed(device, machine)
         link = link_of(device)
     if ranks is not None:

@@ -8,6 +8,7 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -139,8 +140,9 @@ def test_doctor_prints_what_was_measured_saves_it_and_lets_compilations_know(
     )
     asked = []
 
-    def measured(device: object, *, offload_dir: str | None, mixed_step: object) -> Machine:
+    def measured(device: object, *, offload_dir: str | None, mixed_step: object, num_ranks: int) -> Machine:
         asked.append((str(device), offload_dir, mixed_step))
+        assert num_ranks == 1
         return machine
 
     monkeypatch.setattr(doctor, "measure_machine", measured)
@@ -176,10 +178,16 @@ def test_doctor_of_ranks_lists_updates_beside_copies_as_the_first_one_timed_them
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     alone = replace(MACHINE, contention=(("update", "h2d", 0.51), ("h2d", "update", 0.92), ("h2d", "d2h", 0.81)))
-    first = SimpleNamespace(number=0, exchange=lambda value: [value])
+    first = SimpleNamespace(number=0, num_on_host=8, exchange=lambda value: [value])
+    asked: list[Any] = []
+
+    def measured(device: torch.device, **how: Any) -> Machine:
+        asked.append(how["num_ranks"])
+        return alone
+
     monkeypatch.setattr(doctor, "ranks_of_job", lambda device_type: first)
     monkeypatch.setattr(doctor.torch, "set_num_threads", lambda count: None)
-    monkeypatch.setattr(doctor, "measure_machine", lambda device, **where: alone)
+    monkeypatch.setattr(doctor, "measure_machine", measured)
     monkeypatch.setattr(doctor, "link_of", lambda device: None)
     monkeypatch.setattr(doctor, "measure_net", lambda ranks, device, exchange: (1e9, 1e-5))
     monkeypatch.setattr(doctor, "measure_net_contention", lambda ranks, device, exchange: (("h2d", "d2h", 0.73),))
@@ -190,6 +198,7 @@ def test_doctor_of_ranks_lists_updates_beside_copies_as_the_first_one_timed_them
         ("h2d", "update", "92%"),
         ("h2d", "d2h", "73%"),
     ]
+    assert asked == [8], "a machine has the rate of all of its ranks' updates together"
 
 
 def test_doctor_needs_the_device_that_it_is_asked_for(
