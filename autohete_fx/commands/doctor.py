@@ -24,6 +24,7 @@ from autohete_fx.machine.update_rates import remember_mixed_update_speed
 from autohete_fx.optim.adamw import mixed_step
 from autohete_fx.options import Options
 from autohete_fx.report.stages import Stages
+from autohete_fx.runtime.lanes.team import ranks_sharing_cores
 from autohete_fx.runtime.shard.ranks import Ranks
 from autohete_fx.runtime.tiers.host import host_view, open_tier
 
@@ -62,7 +63,7 @@ def doctor(parsed: argparse.Namespace) -> str:
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # torchrun leaves one; plans divide what all of them do
     with Stages() as stages:
         stages.begin("measuring")
-        num_ranks = 1 if ranks is None else ranks.num_on_host  # whose updates, together, are what a machine has
+        num_ranks = ranks_sharing_cores()  # a machine has the rate of all of their updates
         machine = measure_machine(device, offload_dir=offload_dir, mixed_step=mixed_step, num_ranks=num_ranks)
         remember_mixed_update_speed(device, machine)
         link = link_of(device)

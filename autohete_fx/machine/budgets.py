@@ -14,6 +14,7 @@ from autohete_fx.machine.devices import machine_of_rank
 from autohete_fx.machine.measure import device_capacity_bytes, host_capacity_bytes, load_or_measure_machine
 from autohete_fx.options import Options, resolve_bytes
 from autohete_fx.runtime.lanes.lanes import has_spare_core
+from autohete_fx.runtime.lanes.team import ranks_sharing_cores
 from autohete_fx.runtime.session import Session
 from autohete_fx.runtime.tiers.host import open_tier
 
@@ -68,7 +69,8 @@ def host_budget_bytes(device: torch.device, options: Options) -> int | None:
 def machine_of(device: torch.device, session: Session, options: Options, num_ranks: int = 1) -> Machine:
     """The machine's rates, measured once and cached; those of host memory and disk where the options put them.
 
-    ``num_ranks``: how many share the host, of which this one gets its part. While it measures, the others are idle.
+    ``num_ranks``: how many share the host's memory and disk, of which this one gets its part. While it measures, they are idle.
+    Its part of the cores is among the ranks that share them.
     """
     # Not the session's: what is measured may be more than its host budget, and would stay reserved.
     tier = functools.cache(lambda: open_tier(device, options.offload_dir))
@@ -82,12 +84,15 @@ def machine_of(device: torch.device, session: Session, options: Options, num_ran
         handle = session.issue(lane, 0, dst, src)
         return lambda: session.wait(handle, src)
 
+    ranks_of_cores = ranks_sharing_cores()
     alone = load_or_measure_machine(
         device,
         make_host_tensor=host_tensor,
         issue_copy=issue_copy,
         copies_run_beside=has_spare_core(),
         offload_dir=options.offload_dir,
-        num_ranks=num_ranks,
+        num_ranks=ranks_of_cores,
     )
-    return alone if num_ranks == 1 else machine_of_rank(alone, ranks_of_node=num_ranks)
+    if num_ranks == ranks_of_cores == 1:
+        return alone
+    return machine_of_rank(alone, ranks_of_node=num_ranks, ranks_of_cores=ranks_of_cores)

@@ -167,22 +167,29 @@ def net_of_spec(spec: DeviceSpec) -> Net:
 
 
 def machine_of_rank(
-    machine: Machine, *, ranks_of_node: int, net_bytes_per_s: float = 0.0, net_latency_s: float = 0.0
+    machine: Machine,
+    *,
+    ranks_of_node: int,
+    ranks_of_cores: int | None = None,
+    net_bytes_per_s: float = 0.0,
+    net_latency_s: float = 0.0,
 ) -> Machine:
     """One rank's part of a machine: its own device and link, an even part of the host, and a link to the others.
 
     Args:
         machine: as one rank has it to itself.
         ranks_of_node: how many share the host.
+        ranks_of_cores: how many share the cores that the machine was measured with; without it, as many.
         net_bytes_per_s, net_latency_s: of the link; 0 where it is not known yet.
     """
+    ranks_of_cores = ranks_of_cores or ranks_of_node
     return replace(
         machine,
         host_bytes=machine.host_bytes // ranks_of_node,
         disk_bytes=machine.disk_bytes // ranks_of_node,
         disk_bytes_per_s=machine.disk_bytes_per_s / ranks_of_node,
-        host_update_params_per_s=machine.host_update_params_per_s / ranks_of_node,
-        host_flops_per_s=machine.host_products_per_s / ranks_of_node,
+        host_update_params_per_s=machine.host_update_params_per_s / ranks_of_cores,
+        host_flops_per_s=machine.host_products_per_s / ranks_of_cores,
         net_bytes_per_s=net_bytes_per_s,
         net_latency_s=net_latency_s,
     )

@@ -221,7 +221,8 @@ def measure_machine(
             timed. Else it stands still for as long as they take.
         offload_dir: directory of states on disk, and of host memory for a CPU device; the temporary directory where None.
         mixed_step: updates 16-bit parameters; None where nobody asks how fast.
-        num_ranks: how many share the host and are idle now. Its rates are of the updates of all of them together.
+        num_ranks: how many share this one's cores, it among them, and are idle now. The rates are of updates of all of them at
+            once.
     """
     # the caller may be in the middle of tracing: nothing here may be traced or recorded for backward
     real = unset_fake_temporarily()

@@ -71,7 +71,7 @@ def test_ranks_measure_together_and_once(tmp_path: Path):
 def by_turns(folder: str, own_caches: bool) -> dict[str, Any]:
     """When this rank measured its host, what its plan counts with, and how many threads its updates have."""
     cache = f"{folder}/{dist.get_rank()}" if own_caches else folder
-    os.environ |= {"AUTOHETE_CACHE_DIR": cache, "TORCHELASTIC_RUN_ID": "none"}
+    os.environ |= {"AUTOHETE_CACHE_DIR": cache, "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}
     began, timed = list[float](), measure.measure_machine
 
     def noted(*args: Any, **how: Any) -> Machine:

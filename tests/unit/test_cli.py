@@ -178,7 +178,7 @@ def test_doctor_of_ranks_lists_updates_beside_copies_as_the_first_one_timed_them
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     alone = replace(MACHINE, contention=(("update", "h2d", 0.51), ("h2d", "update", 0.92), ("h2d", "d2h", 0.81)))
-    first = SimpleNamespace(number=0, num_on_host=8, exchange=lambda value: [value])
+    first = SimpleNamespace(number=0, exchange=lambda value: [value])
     asked: list[Any] = []
 
     def measured(device: torch.device, **how: Any) -> Machine:
@@ -186,6 +186,7 @@ def test_doctor_of_ranks_lists_updates_beside_copies_as_the_first_one_timed_them
         return alone
 
     monkeypatch.setattr(doctor, "ranks_of_job", lambda device_type: first)
+    monkeypatch.setattr(doctor, "ranks_sharing_cores", lambda: 8)
     monkeypatch.setattr(doctor.torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(doctor, "measure_machine", measured)
     monkeypatch.setattr(doctor, "link_of", lambda device: None)

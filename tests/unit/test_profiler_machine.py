@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autohete_fx.ir import Lane
+from autohete_fx.ir import Lane, Machine
 from autohete_fx.machine import measure as machine_module
 from autohete_fx.machine import timing, update_rates
 from autohete_fx.machine.budgets import machine_of
@@ -229,8 +229,12 @@ def test_ranks_of_a_host_get_even_parts_of_what_all_of_them_do(tmp_path: Path, m
     monkeypatch.setattr("autohete_fx.runtime.lanes.team.num_cores", lambda: 8)
     own = torch.get_num_threads()
     session, options = Session("ranks of a host", CPU), Options(offload_dir=str(tmp_path))
+    found: dict[int, list[Machine]] = {}
     try:
-        found = {count: [machine_of(CPU, session, options, *count) for _ in range(2)] for count in ((), (2,), (3,))}
+        for count in (1, 2, 3):
+            monkeypatch.setattr("autohete_fx.runtime.lanes.team._count", lambda count=count: count)
+            found[count] = [machine_of(CPU, session, options, count) for _ in range(2)]
+        bound = machine_of(CPU, session, options, 4)
     finally:
         session.close()
     assert threads == [own, own, min(8, 2 * own), own, min(8, 3 * own)]
@@ -240,6 +244,8 @@ def test_ranks_of_a_host_get_even_parts_of_what_all_of_them_do(tmp_path: Path, m
     assert alone.device_update_params_per_s == 1e9 and half.device_update_params_per_s == 2e9
     assert alone.host_flops_per_s == 0.0 and half.host_flops_per_s > 0.0
     assert (half.host_bytes, half.disk_bytes) == (alone.host_bytes // 2, alone.disk_bytes // 2)
+    assert bound.host_bytes == alone.host_bytes // 4, "memory is the host's, also where only three share the cores"
+    assert bound.host_update_params_per_s == third.host_update_params_per_s
 
 
 def test_beside_a_gpu_the_teams_of_all_ranks_are_timed_as_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,14 @@
 import os
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
 
 from autohete_fx.runtime.lanes import team
+from autohete_fx.runtime.shard import ranks
+from autohete_fx.runtime.shard.imagined import imagined_mesh
 
 
 @pytest.mark.parametrize(
@@ -22,7 +25,7 @@ def test_it_leaves_cores_to_the_threads_that_launch(
     assert team.update_threads() == expected
 
 
-TORCHRUN = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
+TORCHRUN = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "4"}
 
 
 @pytest.mark.parametrize(
@@ -37,13 +40,15 @@ TORCHRUN = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
         (64, 4, 4, {"OMP_NUM_THREADS": "4", "TORCHELASTIC_RUN_ID": "none"}, 4, 16),
         (64, 4, 20, {"OMP_NUM_THREADS": "20"}, 20, 56),  # as the user says, though it is too many
         (64, 4, 1, {"OMP_NUM_THREADS": "1"}, 1, 4),
-        (64, 1, 1, TORCHRUN, 1, 1),
-        (64, 1, 64, {}, 56, 56),
+        (64, None, 1, TORCHRUN, 1, 1),  # of a job that shares no model
+        (16, 1, 1, TORCHRUN, 14, 14),  # bound to cores of its own
+        (64, 1, 1, {**TORCHRUN, "LOCAL_WORLD_SIZE": "1"}, 1, 1),  # torchrun leaves one process alone
+        (64, None, 64, {}, 56, 56),
     ],
 )
 def test_ranks_of_a_host_share_its_cores(
     cores: int,
-    num_ranks: int,
+    num_ranks: int | None,
     threads: int,
     environment: dict[str, str],
     expected: int,
@@ -56,13 +61,51 @@ def test_ranks_of_a_host_share_its_cores(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    team.share_cores(num_ranks)
-    try:
-        assert team.update_threads() == expected
-        assert team.threads_of_all(num_ranks, on_device=False) == of_all
-        assert team.threads_of_all(num_ranks, on_device=True) == min(cores, num_ranks * threads)
-    finally:
-        team.share_cores(1)
+    monkeypatch.setattr(team, "_count", lambda: num_ranks)
+    assert team.update_threads() == expected
+    count = team.ranks_sharing_cores()
+    assert team.threads_of_all(count, on_device=False) == of_all
+    assert team.threads_of_all(count, on_device=True) == min(cores, count * threads)
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "cores_of_host", "environment", "expected"),
+    [
+        (range(8), [range(8)] * 3, 8, {}, 4),
+        (range(2), [range(2, 4), range(4, 8)], 8, TORCHRUN, 1),  # each bound to its own
+        (range(4), [range(4), range(4, 8), range(2, 8)], 8, TORCHRUN, 3),
+        (range(8), [range(8)], 8, TORCHRUN, 4),  # two meshes of two
+        (range(8), [range(8)], 8, {"LOCAL_WORLD_SIZE": "4"}, 2),
+    ],
+)
+def test_those_whose_cores_overlap_share_them(
+    mine: range,
+    others: list[range],
+    cores_of_host: int,
+    environment: dict[str, str],
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores_of_host)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(mine))
+    elsewhere = ("another host", frozenset(mine))
+
+    def exchanged(value: tuple[str, frozenset[int]], group: object) -> list[tuple[str, frozenset[int]]]:
+        return [elsewhere, value, *((value[0], frozenset(cores)) for cores in others)]
+
+    monkeypatch.setattr(ranks, "_exchanged", exchanged)
+    places = ranks._places(mock.Mock())
+    assert places == {"hosts": (0, *[1] * (1 + len(others))), "num_sharing_cores": expected}
+
+
+def test_ranks_whose_groups_were_destroyed_share_nothing_any_more():
+    with imagined_mesh(4) as mesh:
+        assert ranks.ranks_of(mesh).num_sharing_cores == team.ranks_sharing_cores() == 4
+    assert team.ranks_sharing_cores() == 1
 
 
 def test_no_other_thread_computes_with_fewer(monkeypatch: pytest.MonkeyPatch):

@@ -28,19 +28,36 @@ _SOFT = 1
 """``omp_pause_soft``: what threads have set stays."""
 
 
+def cores() -> frozenset[int]:
+    """Those that this process may use."""
+    return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+
+
 def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many this process may use."""
+    return len(cores())
 
 
-_num_ranks = 1
-"""How many of a job share this process's host, it among them."""
+def _alone() -> int | None:
+    return None
 
 
-def share_cores(num_ranks: int) -> None:
-    """Let so many ranks of a job, this process among them, update on this host. Teams that begin later have their part of it."""
-    global _num_ranks
-    _num_ranks = num_ranks
+_count: Callable[[], int | None] = _alone
+
+
+def share_cores(count: Callable[[], int | None]) -> None:
+    """Have teams that begin later take their part of the cores.
+
+    Args:
+        count: how many ranks share cores with this process, itself included; None while it is no rank. Asked each time.
+    """
+    global _count
+    _count = count
+
+
+def ranks_sharing_cores() -> int:
+    """How many ranks share cores with this process, itself included."""
+    return _count() or 1
 
 
 def update_threads() -> int:
@@ -49,18 +66,23 @@ def update_threads() -> int:
     Each of several ranks on the host has an even part of the cores, unless the user says how many threads it computes with. One
     thread under torchrun is torchrun's own choice.
     """
-    threads, most = torch.get_num_threads(), _cores_for_updates()
-    if _num_ranks > 1:
+    threads, most, num_ranks = torch.get_num_threads(), _cores_for_updates(), _count()
+    if num_ranks is not None:
         chosen = os.environ.get("OMP_NUM_THREADS")
-        is_torchruns = chosen == "1" and threads == 1 and "TORCHELASTIC_RUN_ID" in os.environ
-        part = most // _num_ranks
+        is_torchruns = chosen == "1" and threads == 1 and ranks_by_torchrun() > 1
+        part = most // num_ranks
         if is_torchruns or chosen is None:
             threads = part if is_torchruns else min(threads, part)
     return max(1, min(threads, most))
 
 
+def ranks_by_torchrun() -> int:
+    """How many processes of this job torchrun has started on this host; it has several compute with one thread each."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+
+
 def threads_of_all(num_ranks: int, *, on_device: bool) -> int:
-    """How many threads update when so many ranks of this host do at once, no more than it has cores for.
+    """How many threads update when so many ranks that share cores do at once, no more than there are cores for.
 
     Args:
         num_ranks: 1 for those of this process.
@@ -71,8 +93,8 @@ def threads_of_all(num_ranks: int, *, on_device: bool) -> int:
 
 
 def _cores_for_updates() -> int:
-    cores = num_cores()
-    return cores - max(1, cores // _LEFT)
+    count = num_cores()
+    return count - max(1, count // _LEFT)
 
 
 def use_update_team(num_threads: int | None = None) -> None:

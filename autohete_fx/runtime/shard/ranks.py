@@ -10,6 +10,7 @@ import atexit
 import dataclasses
 import hashlib
 import itertools
+import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from autohete_fx.internals.groups import device_types_of, mesh_of, new_group_of
 from autohete_fx.internals.modes import disable_current_modes, no_python_dispatcher
 from autohete_fx.internals.versions import timeout_of
 from autohete_fx.runtime.lanes.net import named_failures, tell_failures
-from autohete_fx.runtime.lanes.team import share_cores
+from autohete_fx.runtime.lanes.team import cores, ranks_by_torchrun, share_cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,6 +48,7 @@ class Ranks:
         number: this process among all members.
         total: how many all members are.
         hosts: of each member, the first member on the same host.
+        num_sharing_cores: how many processes of the job update on cores of this one's, it among them.
         tensor_parallel: of those that have other parts of the layers, for each of which there are such groups; None without any.
         numbers: for what all members make in one order: parameters that are shared out, and graphs that are compiled.
     """
@@ -65,6 +67,7 @@ class Ranks:
     number: int
     total: int
     hosts: tuple[int, ...]
+    num_sharing_cores: int
     tensor_parallel: dist.ProcessGroup | None = None
     numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
@@ -102,17 +105,33 @@ def _exchanged(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return found
 
 
-def _hosts(control: dist.ProcessGroup) -> tuple[int, ...]:
-    names = _exchanged(platform.node(), control)
-    return tuple(map(names.index, names))
+def _places(control: dist.ProcessGroup) -> dict[str, Any]:
+    """The hosts of members, and how many of them share this one's cores.
+
+    Where a process may use all cores of its host, so do at least as many as torchrun has started there, of other meshes, too.
+    """
+    mine = (platform.node(), cores())
+    everywhere = _exchanged(mine, control)
+    hosts = [host for host, _ in everywhere]
+    sharing = sum(host == mine[0] and not mine[1].isdisjoint(theirs) for host, theirs in everywhere)
+    if len(mine[1]) == os.cpu_count():
+        sharing = max(sharing, ranks_by_torchrun())
+    return {"hosts": tuple(map(hosts.index, hosts)), "num_sharing_cores": sharing}
 
 
-def _know(ranks: Ranks) -> Ranks:
-    """Let ops find ranks, and their host's cores be shared. Ranks that do not run take none."""
-    _known[ranks.digest] = ranks
-    if dist.get_backend(ranks.control) != FAKE_BACKEND:
-        share_cores(max(each.num_on_host for each in _known.values()))
-    return ranks
+def _num_sharing_cores() -> int | None:
+    """Of the ranks whose process groups there still are; None where this process is none of any."""
+    return max((each.num_sharing_cores for each in _known.values() if _is_there(each.group)), default=None)
+
+
+share_cores(_num_sharing_cores)
+
+
+def _is_there(group: dist.ProcessGroup) -> bool:
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except KeyError:  # it was destroyed
+        return False
 
 
 def ranks_of(mesh: object) -> Ranks:
@@ -142,7 +161,7 @@ def ranks_of(mesh: object) -> Ranks:
     digest = _digest_of(mesh, numbers)
     known, group = _known.get(digest), _group_of(mesh, numbers if mesh.ndim == 1 else numbers[coordinate[0]])
     if known is None or known.group is not group:
-        known = _know(_ranks(digest, mesh, group, numbers))
+        known = _known[digest] = _ranks(digest, mesh, group, numbers)
     return known
 
 
@@ -171,7 +190,6 @@ def _group_of(mesh: DeviceMesh, numbers: list[int]) -> dist.ProcessGroup:
 def forget_ranks() -> None:
     """Let go of all process groups. Their threads must not outlive the interpreter, which would abort."""
     _known.clear()
-    share_cores(1)
 
 
 def _digest_of(mesh: DeviceMesh, numbers: list[Any]) -> str:
@@ -218,7 +236,7 @@ def _ranks(digest: str, mesh: DeviceMesh, group: dist.ProcessGroup, numbers: lis
         calls=_for_values(members, group, mesh.device_type),
         number=dist.get_rank(control),
         total=len(members),
-        hosts=_hosts(control),
+        **_places(control),
     )
 
 
@@ -266,18 +284,16 @@ def parallel_ranks_of(mesh: object, tensor_parallel: DeviceMesh) -> Ranks:
             both = mesh_of({"tensor_parallel": across, **data}, tensor_parallel.device_type, everywhere)
         control = _for_values(sorted(members), along.group, tensor_parallel.device_type)
         tell_failures(control)
-        known = _know(
-            dataclasses.replace(
-                along,
-                digest=digest,
-                mesh=both,
-                control=control,
-                calls=_for_values(sorted(members), along.group, tensor_parallel.device_type),
-                number=dist.get_rank(control),
-                total=len(members),
-                hosts=_hosts(control),
-                tensor_parallel=across,
-            )
+        known = _known[digest] = dataclasses.replace(
+            along,
+            digest=digest,
+            mesh=both,
+            control=control,
+            calls=_for_values(sorted(members), along.group, tensor_parallel.device_type),
+            number=dist.get_rank(control),
+            total=len(members),
+            tensor_parallel=across,
+            **_places(control),
         )
     return known
 
