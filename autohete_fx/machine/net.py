@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autohete_fx.cache import load_text, machine_key, store_text
 from autohete_fx.internals.modes import no_python_dispatcher, unset_fake_temporarily
 from autohete_fx.ir import Lane, Machine
-from autohete_fx.machine.contention import OnStream, measure_contention, work_of
+from autohete_fx.machine.contention import LaneWork, OnStream, measure_contention, work_of
 from autohete_fx.machine.timing import best_seconds
 from autohete_fx.runtime.shard.ranks import Ranks, forget_ranks, ranks_of
 
@@ -89,8 +89,9 @@ def load_or_measure_net(machine: Machine, ranks: Ranks, device: torch.device, ex
         rate, latency_s = measure_net(ranks, device, exchange)
         replica_rate = measure_replica_net(ranks, device, exchange)
         pairs = measure_net_contention(ranks, device, exchange)
-        store_text("net", key, json.dumps([rate, latency_s, replica_rate, pairs]))
-    contention = listed_together(machine.contention, [(lane, beside, kept) for lane, beside, kept in pairs])
+        if pairs is not None:  # else a process that has room measures again
+            store_text("net", key, json.dumps([rate, latency_s, replica_rate, pairs]))
+    contention = listed_together(machine.contention, pairs)
     return replace(
         machine,
         net_bytes_per_s=rate,
@@ -100,12 +101,16 @@ def load_or_measure_net(machine: Machine, ranks: Ranks, device: torch.device, ex
     )
 
 
-def listed_together(alone: Contention, together: Iterable[tuple[str, str, float]]) -> Contention:
+def listed_together(alone: Contention, together: Iterable[Sequence[Any]] | None) -> Contention:
     """A machine's contention, of which updates were timed by one rank, and all else by all ranks at once.
 
-    Updates are those of a process that has the host to itself, as their rate is: plans divide it.
+    Updates are those of a process that has the host to itself, as their rate is: plans divide it. Where ranks had no room to time
+    anything, all is as one rank timed it.
     """
-    return (*(each for each in alone if Lane.UPDATE.value in each[:2]), *together)
+    if together is None:
+        return alone
+    pairs = ((lane, beside, kept) for lane, beside, kept in together)
+    return (*(each for each in alone if Lane.UPDATE.value in each[:2]), *pairs)
 
 
 def measure_net(ranks: Ranks, device: torch.device, exchange: Exchange) -> tuple[float, float]:
@@ -122,18 +127,34 @@ def measure_net(ranks: Ranks, device: torch.device, exchange: Exchange) -> tuple
     return float(f"{rate:.2g}"), float(f"{latency_s:.2g}")
 
 
-def measure_net_contention(ranks: Ranks, device: torch.device, exchange: Exchange) -> Contention:
+def measure_net_contention(ranks: Ranks, device: torch.device, exchange: Exchange) -> Contention | None:
     """The contention of an accelerator's lanes with gathers of all ranks beside them. All ranks call it; none is timed on a CPU.
 
-    It takes some 450 MiB of the device, of what activations take later, and 128 MiB of pinned host memory.
+    It takes some 450 MiB of the device, of what activations take later, and 128 MiB of pinned host memory. Where a rank has no room
+    for that, none measures, and the result is None. The others would wait for that rank in a gather.
     """
     if device.type == "cpu":
         return ()
     with unset_fake_temporarily(), no_python_dispatcher(), torch.no_grad():
-        shard = torch.ones(_SIZES["cuda"][1] // (4 * ranks.count), device=device)
-        work = work_of(device, lambda count, dtype: torch.empty(count, dtype=dtype, pin_memory=True))
-        work[Lane.NET] = OnStream(device, lambda: torch.ops.autohete.gather(shard, ranks.count, ranks.digest))
+        work = _work_beside(ranks, device)
+        if not all(exchange("room to measure", work is not None)) or work is None:
+            return None
         return measure_contention(device, work, lambda seconds: max(exchange("seconds beside others", seconds)))
+
+
+def _work_beside(ranks: Ranks, device: torch.device) -> dict[Lane, LaneWork] | None:
+    """The work of lanes, a gather's among it; None without room for it and for the whole that a gather makes."""
+    numel = _SIZES["cuda"][1] // (4 * ranks.count)
+    try:
+        shard = torch.ones(numel, device=device)
+        work = work_of(device, lambda count, dtype: torch.empty(count, dtype=dtype, pin_memory=True))
+        torch.ones(
+            numel * ranks.count, device=device
+        )  # last: the caching allocator has room for a gather's from now on
+    except RuntimeError:  # the host's is no OutOfMemoryError
+        return None
+    work[Lane.NET] = OnStream(device, lambda: torch.ops.autohete.gather(shard, ranks.count, ranks.digest))
+    return work
 
 
 def measure_replica_net(ranks: Ranks, device: torch.device, exchange: Exchange) -> float:

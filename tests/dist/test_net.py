@@ -176,6 +176,41 @@ def test_training_counts_with_what_collectives_cost_the_other_lanes_and_times_it
         assert first.kept(Lane.NET, Lane.COMPUTE) == 0.7
 
 
+@pytest.mark.parametrize("short", ["this", "another"])
+def test_contention_is_left_out_where_a_rank_has_no_room_and_measured_when_all_have(
+    short: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """No rank waits in a gather for one that could not take memory; nor is it kept as a link that costs nothing."""
+    monkeypatch.setenv("AUTOHETE_CACHE_DIR", str(tmp_path))
+    ones, is_short = torch.ones, True
+
+    def made(*size: int, device: torch.device) -> torch.Tensor:
+        if is_short and short == "this":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return ones(1)
+
+    monkeypatch.setattr(net.torch, "ones", made)
+    monkeypatch.setattr(net, "work_of", lambda device, make: {})
+    monkeypatch.setattr(net, "OnStream", lambda device, issue: None)
+    monkeypatch.setattr(net, "measure_contention", lambda device, work, agree: 1 // (not is_short) and TOGETHER)
+    monkeypatch.setattr(net, "measure_net", lambda *_: (3e9, 1e-5))
+    monkeypatch.setattr(net, "machine_key", lambda device: device.type)
+    monkeypatch.setattr(net.dist, "get_backend", lambda group: "nccl")
+    ranks_there: Any = SimpleNamespace(count=2, num_replicas=1, replicas=None, hosts=(0, 0), digest="2-ab", group=None)
+    asked: list[Any] = []
+
+    def exchange(what: str, value: Any) -> list[Any]:
+        asked.append((what, value))
+        return [value, not is_short if what.startswith("room") else value]
+
+    machine = replace(planner_problems.MACHINE, contention=ALONE)
+    first = net.load_or_measure_net(machine, ranks_there, torch.device("cuda"), exchange)
+    assert first.contention == ALONE and ("room to measure", short == "another") in asked
+    is_short = False
+    again = net.load_or_measure_net(machine, ranks_there, torch.device("cuda"), exchange)
+    assert again.contention == (*ALONE[:2], *TOGETHER)
+
+
 def test_one_rank_has_the_figures_of_a_copy():
     """As the mesh of a model may have whose layers are parallel on as many ranks as there are."""
     assert figures_of((1000, 3000), (3e-6, 5e-6), 1) == pytest.approx((1e9, 2e-6))

@@ -4,8 +4,8 @@ In: the cores of this process, and how many of a job's ranks share them. Out: a 
 launch kernels and issue copies. An update ends with its slowest thread. One that shares its core with a launching thread holds up
 both, many times in each update.
 
-Ranks of one host update at once, each with an even part of the cores. PyTorch's torchrun tells each to compute with one thread.
-Where a user sets ``OMP_NUM_THREADS``, a team has as many instead.
+Ranks that share cores update at once, each with an even part of them. PyTorch's torchrun tells each to compute with one thread,
+which counts as no wish. Where a user sets ``OMP_NUM_THREADS``, a team has as many instead, but leaves the same cores to others.
 
 GNU's OpenMP has the idle threads of a team spin for some milliseconds, until the next update. Where a process has more such threads
 than cores, idle ones sleep at once, and each update begins by waking one after the other. A second team is enough for that. One
@@ -61,10 +61,10 @@ def ranks_sharing_cores() -> int:
 
 
 def update_threads() -> int:
-    """How many threads update on the host beside an accelerator, no more than PyTorch computes with here.
+    """How many threads update on the host beside an accelerator.
 
-    Each of several ranks on the host has an even part of the cores, unless the user says how many threads it computes with. One
-    thread under torchrun is torchrun's own choice.
+    They are as many as PyTorch computes with here, but for the cores that are left to others. A rank has no more than an even part
+    of the cores, unless the user set ``OMP_NUM_THREADS``. Where torchrun chose one thread, it has that part.
     """
     threads, most, num_ranks = torch.get_num_threads(), _cores_for_updates(), _count()
     if num_ranks is not None:
