@@ -8,18 +8,19 @@ was another graph raises, and writes so where ranks look that wait for a collect
 
 import contextlib
 import hashlib
+import queue
+import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from concurrent.futures import Future
 
 import torch
 import torch.distributed as dist
 
 from autohete_fx.errors import ShardError
-from autohete_fx.internals.modes import disable_current_modes
-from autohete_fx.runtime.lanes.net import named_failures, run_collective, tell_refusal
+from autohete_fx.runtime.lanes.net import all_reduce, tell_refusal
 from autohete_fx.runtime.pending.fence import tensors_in
 from autohete_fx.runtime.shard.parts import part_of
-from autohete_fx.runtime.shard.ranks import ranks_by_digest
+from autohete_fx.runtime.shard.ranks import Ranks, ranks_by_digest
 
 
 class SameCall:
@@ -48,19 +49,15 @@ class SameCall:
         number = self._number + next((part.number for t in tensors if (part := part_of(t)) is not None), 0)
         del tensors  # the code may release them
         ranks = ranks_by_digest(self._digest)
-        calls, control = ranks.calls, ranks.control
-        with disable_current_modes(), named_failures(control):
-            found = torch.tensor([number, -number], device="cpu")
-            message: Any = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=calls, async_op=True)
+        control, is_same = ranks.control, _messages.send(number, ranks)
+        del ranks
         try:
             yield
         except Exception as error:
-            if message.is_completed() and _differ(found):
+            if is_same.done() and is_same.exception() is None and not is_same.result():
                 raise self._refusal(sizes, control) from error  # collectives of different sizes are why
             raise
-        with disable_current_modes():
-            run_collective(lambda: [message], control, on_cpu=True)
-        if _differ(found):
+        if not is_same.result():
             raise self._refusal(sizes, control)
 
     def _refusal(self, sizes: list[tuple[int, ...]], among: dist.ProcessGroup) -> ShardError:
@@ -73,7 +70,41 @@ class SameCall:
         return error
 
 
-def _differ(most: torch.Tensor) -> bool:
-    """Whether ranks sent different numbers, of which these are the most, and the most of their negatives."""
-    with disable_current_modes():
-        return int(most[0]) != -int(most[1])
+class _Messages:
+    """A thread of its own that sends them, one after another; the interpreter does not wait for it when it ends.
+
+    PyTorch keeps the stack of whoever starts a collective, for its flight recorder, and with it the code of each function there.
+    Code that Dynamo made would not die then, nor would the model.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[tuple[Future[bool], int, Ranks]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def send(self, number: int, ranks: Ranks) -> "Future[bool]":
+        """Whether all ranks have sent that number, once they have."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="autohete-calls", daemon=True)
+            self._thread.start()
+        found: Future[bool] = Future()
+        self._waiting.put((found, number, ranks))
+        return found
+
+    def _serve(self) -> None:
+        while True:
+            found, number, ranks = self._waiting.get()
+            try:
+                found.set_result(_all_sent(number, ranks))
+            except BaseException as error:
+                found.set_exception(error)
+            del found, ranks  # the groups are not to live until the next message
+
+
+_messages = _Messages()
+
+
+def _all_sent(number: int, ranks: Ranks) -> bool:
+    """Whether all ranks sent the same number."""
+    found = torch.tensor([number, -number], device="cpu")
+    all_reduce(found, ranks.calls, dist.ReduceOp.MAX, among=ranks.control)
+    return int(found[0]) == -int(found[1])
