@@ -220,7 +220,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         for each in pending:
             each.early.norms.clear()
         apply(updates, self.host_copies, may_overlap=self.overlap is not Overlap.NONE and is_guarded, scale=scale)
-        parts.note_scaled((u.param for u in updates), scale)
+        parts.note_scaled([u.param for u in updates], scale)
         if wholes := [whole for u in updates if (whole := whole_of(u.param)) is not None]:
             torch.autograd.graph.increment_version(wholes)
         self._groups, self._has_stepped = None, True

@@ -227,4 +227,4 @@ def test_what_cannot_be_planned_is_one_line_with_status_2(
         assert shown.out == "" and reason in shown.err and shown.err.count("\n") == 1, shown.err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert plan(model, *a100, "--sweep", "budget", "--points", "1", "--plot", str(tmp_path / "x.png")) == 2
-    assert "pip install autohete_fx[plot]" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err

@@ -2,8 +2,8 @@
 
 In: the ranks, and what the graph is. Out: a context around each call. Collectives are paired by their order alone. Where one rank
 evaluates while the others train, or has a batch of another size, each would take what others meant for another graph. No error
-would tell where sizes agree. A message to all ranks goes beside each forward, and is read when that has ended. Who finds that it
-was another graph raises, and writes so where ranks look that wait for a collective which is not coming.
+would tell where sizes agree. A message to all ranks goes beside each forward, and is read when that has ended. A rank
+that finds another graph raises, and writes so where those look that wait for a collective which is not coming.
 """
 
 import contextlib
