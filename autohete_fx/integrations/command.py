@@ -9,9 +9,8 @@ def add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         "run",
         help="run an unmodified training script: its model is compiled, its AdamW replaced where that trains the same",
         description="Run a Python program as `python PROGRAM` does. The module that it trains is compiled with the backend"
-        " autohete, and torch.optim.AdamW, Adam and SGD become ours where that trains the same but for the"
-        " rounding of updates. A report on standard error says"
-        " what was done, what was not, and why.",
+        " autohete, and torch.optim.AdamW, Adam and SGD become ours where that trains the same but for the rounding"
+        " of updates. A report on standard error says what was done, what was not, and why.",
     )
     parser.add_argument("--budget", metavar="SIZE", help="the option memory_budget: 12GiB, 60%%, ...")
     parser.add_argument(

@@ -148,9 +148,8 @@ def _work_beside(ranks: Ranks, device: torch.device) -> dict[Lane, LaneWork] | N
     try:
         shard = torch.ones(numel, device=device)
         work = work_of(device, lambda count, dtype: torch.empty(count, dtype=dtype, pin_memory=True))
-        torch.ones(
-            numel * ranks.count, device=device
-        )  # last: the caching allocator has room for a gather's from now on
+        # Last: the caching allocator has room for a gather's from now on.
+        torch.ones(numel * ranks.count, device=device)
     except RuntimeError:  # the host's is no OutOfMemoryError
         return None
     work[Lane.NET] = OnStream(device, lambda: torch.ops.autohete.gather(shard, ranks.count, ranks.digest))

@@ -28,6 +28,14 @@ def test_it_leaves_cores_to_the_threads_that_launch(
 TORCHRUN = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "4"}
 
 
+def surround(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+    """Have of torchrun's variables these alone."""
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.mark.parametrize(
     ("cores", "num_ranks", "threads", "environment", "expected", "of_all"),
     [
@@ -55,10 +63,7 @@ def test_ranks_of_a_host_share_its_cores(
     of_all: int,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    for name in TORCHRUN:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    surround(monkeypatch, environment)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(team, "_count", lambda: num_ranks)
@@ -86,10 +91,7 @@ def test_those_whose_cores_overlap_share_them(
     expected: int,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    for name in TORCHRUN:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    surround(monkeypatch, environment)
     monkeypatch.setattr(os, "cpu_count", lambda: cores_of_host)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(mine))
     elsewhere = ("another host", frozenset(mine))

@@ -193,10 +193,11 @@ def written_since_backward(params: Iterable[Tensor], *, but_taken: bool = False)
     found = []
     for param in params:
         noted, grad = _noted.get(param), param.grad
-        if noted is None or grad is None or (but_taken and noted.is_taken):
+        if noted is None or grad is None:
             continue
-        is_same = noted.grad() is grad and noted.version in (None, grad._version)
-        is_of_another_pass = noted.is_taken and noted.grad() is not grad  # such as one of torch.autograd.grad
-        if not is_same and not is_of_another_pass and bool(grad.any()):
+        is_noted = noted.grad() is grad
+        if noted.is_taken and (but_taken or not is_noted):  # another pass made it, such as torch.autograd.grad
+            continue
+        if not (is_noted and noted.version in (None, grad._version)) and bool(grad.any()):
             found.append(param)
     return found

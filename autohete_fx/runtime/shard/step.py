@@ -128,9 +128,8 @@ def _refuse(written: Sequence[Tensor], until: str) -> None:
             " alone. Expected were gradients as backward leaves them. Clip with autohete_fx.AdamW(..., max_grad_norm=...), and"
             " scale the loss where gradients are to be scaled"
         )
-        tell_refusal(
-            error, part.ranks.control
-        )  # another rank may have none that was written, and would wait for this one
+        # Another rank may have none that was written, and would wait for this one.
+        tell_refusal(error, part.ranks.control)
         raise error
 
 
