@@ -200,6 +200,17 @@ def recording_cost(result: Result) -> Row:
     )
 
 
+def first_times(result: Result) -> Row:
+    row = result.rows
+    return Row(
+        "what a newcomer waits for: the import; the first line and the answer of `autohete plan gpt2`, and the answer again; a"
+        " first plan on a new machine",
+        f"{1e3 * row['import s']:.0f} ms; {row['plan: first line s']:.1f} s, {row['plan: answer s']:.0f} s and"
+        f" {row['plan: answer again s']:.1f} s; {row['first plan s']:.1f} s",
+        result,
+    )
+
+
 def measured() -> str:
     """All of them."""
     rows = [
@@ -212,6 +223,7 @@ def measured() -> str:
         *map(emulated_ranks, named("emulated_ranks")),
         disk_states(read("disk_states_cpu")),
         recording_cost(read("recording_cost_cpu")),
+        first_times(read("first_times_cpu")),
     ]
     header = ("what", "result", "machine", "commit", "script")
     return table(
