@@ -2,6 +2,6 @@
 
 import sys
 
-from autohete_fx.cli import main
+from autohete_fx.cli import command
 
-sys.exit(main())
+sys.exit(command())

@@ -11,8 +11,10 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "tf32": "flo
 """The names of dtypes in PyTorch."""
 POINTS, MOST_RANKS = 10, 8
 """Budgets of a sweep, and where one of ranks ends, unless told otherwise."""
-BATCH, TIME_LIMIT_S = 8, 10.0
-"""Sequences of a micro-batch, and seconds of each solve, unless told otherwise."""
+BATCH = 8
+"""Sequences of a micro-batch, unless told otherwise."""
+TIME_LIMIT_S, TIME_LIMIT_OF_BLOCK_S = 10.0, 0.2
+"""Seconds of each solve, unless told otherwise: at most, and of a model of few blocks for each of them."""
 SOLVERS = ("cp-sat", "scip")
 """Searches of plans for clusters, the default first."""
 EXPLAIN = "also say why: what binds, and for each block what else could have been chosen and what that would cost"
@@ -158,9 +160,9 @@ def add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     plan.add_argument(
         "--time-limit",
         type=_seconds,
-        default=TIME_LIMIT_S,
         metavar="SECONDS",
-        help=f"of each solve (default: {TIME_LIMIT_S:g}); half of it for those that tell what more of a resource would buy",
+        help=f"of each solve (default: {TIME_LIMIT_OF_BLOCK_S:g} for each block and at most {TIME_LIMIT_S:g}; that for a cluster);"
+        " half of it for those that tell what more of a resource would buy",
     )
     return plan
 

@@ -9,7 +9,7 @@ import contextlib
 import gc
 from collections.abc import Iterator, Sequence
 
-from autohete_fx.arguments import BATCH, DTYPES, MOST_RANKS
+from autohete_fx.arguments import BATCH, DTYPES, MOST_RANKS, TIME_LIMIT_S
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.commands.answers import Answer, keep, kept, key_of
 from autohete_fx.commands.question import Question, check, question
@@ -108,7 +108,7 @@ def _for_cluster(parsed: argparse.Namespace, stages: Stages) -> Answer:
             explain=parsed.explain,
             as_json=parsed.json,
             plot=parsed.plot,
-            time_limit_s=parsed.time_limit,
+            time_limit_s=parsed.time_limit or TIME_LIMIT_S,
         )
     )
     return Answer(text=text, plan=plan.to_json())

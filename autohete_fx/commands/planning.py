@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autohete_fx.arguments import DTYPES, POINTS
+from autohete_fx.arguments import DTYPES, POINTS, TIME_LIMIT_OF_BLOCK_S, TIME_LIMIT_S
 from autohete_fx.commands.answers import Answer
 from autohete_fx.commands.question import Question
 from autohete_fx.compiler.problem import with_disk
@@ -51,7 +51,7 @@ def answer(parsed: argparse.Namespace, questions: Sequence[Question], stages: St
     (question,) = questions
     asked = _ask(parsed, question, stages)
     step, problem, setting = asked.step, asked.problem, asked.setting
-    tokens, limit_s = setting.batch * setting.seq, parsed.time_limit
+    tokens, limit_s = setting.batch * setting.seq, _limit_s(parsed, problem)
     stages.begin("planning")
     if parsed.sweep:
         sweep = sweep_budgets(step, problem, tokens=tokens, num_points=parsed.points or POINTS, time_limit_s=limit_s)
@@ -74,7 +74,7 @@ def answer(parsed: argparse.Namespace, questions: Sequence[Question], stages: St
 def _scaling(parsed: argparse.Namespace, questions: Sequence[Question], stages: Stages) -> str:
     """The sweep over numbers of ranks."""
     asked = [_ask(parsed, question, stages) for question in questions]
-    setting, limit_s = asked[-1].setting, parsed.time_limit
+    setting, limit_s = asked[-1].setting, _limit_s(parsed, asked[-1].problem)
     tokens = setting.batch * setting.seq
     stages.begin("planning")
     points = tuple(predict_if_any(a.step, a.problem, tokens=tokens, time_limit_s=limit_s) for a in asked)
@@ -84,6 +84,11 @@ def _scaling(parsed: argparse.Namespace, questions: Sequence[Question], stages: 
         )  # raises, and says why
     scaling = Scaling(num_ranks=tuple(question.job.num_ranks for question in questions), points=points)
     return scaling_json(setting, scaling) if parsed.json else scaling_text(setting, scaling)
+
+
+def _limit_s(parsed: argparse.Namespace, problem: Problem) -> float:
+    """Of each solve. Few blocks leave little to find, and who asks for a preview waits."""
+    return parsed.time_limit or min(TIME_LIMIT_S, TIME_LIMIT_OF_BLOCK_S * len(problem.costs))
 
 
 def _ask(parsed: argparse.Namespace, question: Question, stages: Stages) -> _Asked:

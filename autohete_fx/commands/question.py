@@ -7,7 +7,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from autohete_fx.arguments import DTYPES, SOLVERS, TIME_LIMIT_S
+from autohete_fx.arguments import DTYPES, SOLVERS
 from autohete_fx.cluster.described import described
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.errors import OptionError
@@ -105,7 +105,7 @@ def check(parsed: argparse.Namespace) -> None:
         ("--max-shards", parsed.max_shards),
         ("--solver", parsed.solver != SOLVERS[0]),
         ("--objective", parsed.objective != "throughput"),
-        ("--time-limit", parsed.time_limit != TIME_LIMIT_S),
+        ("--time-limit", parsed.time_limit),
         ("--explain", parsed.explain),
     ):
         if given and parsed.given:

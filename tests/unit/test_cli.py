@@ -1,5 +1,6 @@
 """The ``autohete`` command: what it prints, and that every mistake is one line on standard error and status 2."""
 
+import gc
 import json
 import os
 import subprocess
@@ -208,3 +209,17 @@ def test_doctor_needs_the_device_that_it_is_asked_for(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert cli.main(["doctor", "--device", "cuda"]) == 2
     assert "PyTorch finds no CUDA device; leave it out" in capsys.readouterr().err
+
+
+def test_a_process_of_a_plan_collects_no_garbage_and_others_do(monkeypatch: pytest.MonkeyPatch):
+    collects: list[bool] = []
+    monkeypatch.setattr(cli, "main", lambda: collects.append(gc.isenabled()) or 0)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    try:
+        for subcommand in ("plan", "run", "doctor"):
+            monkeypatch.setattr(sys, "argv", ["autohete", subcommand])
+            assert cli.command() == 0
+            gc.enable()
+    finally:
+        gc.enable()
+    assert collects == [False, True, True]
