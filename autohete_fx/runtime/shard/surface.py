@@ -139,11 +139,15 @@ def _hold_locals(model: nn.Module) -> None:
 
 
 def _check(model: nn.Module, named: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
-    for name, param in named.items():
-        _check_parameter(name, param)
-    tensors = (*named.items(), *model.named_buffers())
+    refused = next(filter(None, (_refused(name, param) for name, param in named.items())), None)
+    tensors = (*named.items(), *model.named_buffers()) if refused is None else ()
     described = [(name, tuple(t.shape), str(t.dtype), t.device.type, t.requires_grad) for name, t in tensors]
-    everywhere = ranks.exchange(described)
+    everywhere, refusals = zip(*ranks.exchange((described, refused)), strict=True)
+    if refused is not None:
+        raise ShardError(refused)
+    for rank, theirs in enumerate(refusals):
+        if theirs is not None:
+            raise ShardError(f"rank {rank} cannot shard its model: {theirs}")
     other = next((rank for rank, theirs in enumerate(everywhere) if theirs != described), None)
     if other is not None:
         difference = next((a, b) for a, b in _pairs(described, everywhere[other]) if a != b)
@@ -162,7 +166,8 @@ def _pairs(mine: list[Any], theirs: list[Any]) -> Iterator[tuple[Any, Any]]:
         yield mine[at] if at < len(mine) else "nothing", theirs[at] if at < len(theirs) else "nothing"
 
 
-def _check_parameter(name: str, param: nn.Parameter) -> None:
+def _refused(name: str, param: nn.Parameter) -> str | None:
+    """Why a parameter cannot be sharded, and what to do; None where it can."""
     what = None
     if is_held(param):
         what = "is a DTensor that an optimizer or compiled code knows"
@@ -176,12 +181,13 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
         what = "has a gradient"
     elif not param.is_contiguous():
         what = f"has strides {param.stride()}"
-    if what is not None:
-        raise ShardError(
-            f"the parameter {name} {what}. Expected was an ordinary parameter with values, whole on this rank, or a DTensor."
-            " Call autohete_fx.shard once, on the materialised model, before autohete_fx.place and before training, and where it"
-            " has DTensors before the optimizer is made"
-        )
+    if what is None:
+        return None
+    return (
+        f"the parameter {name} {what}. Expected was an ordinary parameter with values, whole on this rank, or a DTensor."
+        " Call autohete_fx.shard once, on the materialised model, before autohete_fx.place and before training, and where it"
+        " has DTensors before the optimizer is made"
+    )
 
 
 def check_references(model: nn.Module) -> None:
