@@ -16,8 +16,9 @@ import torch
 
 from autohete_fx.ir import Lane
 from autohete_fx.runtime.disk import DiskTier
+from autohete_fx.runtime.lanes.failures import Group
 from autohete_fx.runtime.lanes.lanes import Lanes
-from autohete_fx.runtime.lanes.net import Group, Start
+from autohete_fx.runtime.lanes.net import Start
 from autohete_fx.runtime.lanes.ticket import Ticket
 from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.tiers.host import HostTier, open_tier

@@ -28,8 +28,9 @@ from autohete_fx.ir import BlockCost, Lane, Machine, Profile
 from autohete_fx.passes import PassContext, Stage
 from autohete_fx.passes.sort_regions import COMPUTED, region_keys, reorder
 from autohete_fx.profiler import Partition
+from autohete_fx.runtime.lanes.failures import Group
 from autohete_fx.runtime.lanes.lanes import Lanes
-from autohete_fx.runtime.lanes.net import Group, Start, run_collective
+from autohete_fx.runtime.lanes.net import Start, run_collective
 from autohete_fx.runtime.lanes.thread import ThreadTicket
 from autohete_fx.runtime.lanes.ticket import LaneRecord, Ticket
 

@@ -20,7 +20,8 @@ import autohete_fx
 from autohete_fx.errors import ShardError
 from autohete_fx.internals.groups import meeting
 from autohete_fx.internals.versions import timeout_of
-from autohete_fx.runtime.lanes.net import run_collective, tell_refusal
+from autohete_fx.runtime.lanes.failures import tell_refusal
+from autohete_fx.runtime.lanes.net import run_collective
 from autohete_fx.runtime.shard.ranks import ranks_of
 from tests.dist import ranks
 from tests.dist.sharded import DEVICE, make, mesh, refusal, tokens

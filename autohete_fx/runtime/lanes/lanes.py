@@ -55,7 +55,8 @@ import torch
 
 from autohete_fx.ir import Lane, LaneRecord
 from autohete_fx.runtime.lanes.copies import Copy, cpu_copy, has_spare_core
-from autohete_fx.runtime.lanes.net import Group, Start, run_collective
+from autohete_fx.runtime.lanes.failures import Group
+from autohete_fx.runtime.lanes.net import Start, run_collective
 from autohete_fx.runtime.lanes.stream import Moment, StreamLane, copy_between_tiers
 from autohete_fx.runtime.lanes.team import use_update_team
 from autohete_fx.runtime.lanes.thread import Pace, ThreadLane, ThreadTicket

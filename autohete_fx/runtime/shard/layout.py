@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from autohete_fx.internals.tensors import local_of
-from autohete_fx.runtime.lanes.net import named_failures
+from autohete_fx.runtime.lanes.failures import named_failures
 
 
 @dataclass(frozen=True, slots=True)

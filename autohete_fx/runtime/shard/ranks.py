@@ -25,7 +25,7 @@ from autohete_fx.internals.fake_group import FAKE_BACKEND
 from autohete_fx.internals.groups import device_types_of, mesh_of, new_group_of
 from autohete_fx.internals.modes import disable_current_modes, no_python_dispatcher
 from autohete_fx.internals.versions import timeout_of
-from autohete_fx.runtime.lanes.net import named_failures, tell_failures
+from autohete_fx.runtime.lanes.failures import named_failures, tell_failures
 from autohete_fx.runtime.lanes.team import cores, ranks_by_torchrun, share_cores
 
 

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from autohete_fx.errors import ShardError
-from autohete_fx.runtime.lanes.net import all_reduce, tell_refusal
+from autohete_fx.runtime.lanes.failures import tell_refusal
+from autohete_fx.runtime.lanes.net import all_reduce
 from autohete_fx.runtime.pending.fence import tensors_in
 from autohete_fx.runtime.shard.parts import part_of
 from autohete_fx.runtime.shard.ranks import Ranks, ranks_by_digest

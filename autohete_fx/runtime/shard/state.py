@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from autohete_fx.errors import ShardError
 from autohete_fx.graph.ops import contiguous_stride
-from autohete_fx.runtime.lanes.net import named_failures
+from autohete_fx.runtime.lanes.failures import named_failures
 from autohete_fx.runtime.shard.parts import Part, dtensor_part_of
 from autohete_fx.runtime.wholes import note_change
 

@@ -18,7 +18,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from autohete_fx.errors import ShardError
 from autohete_fx.graph.ops import SMALLEST_COPY_BYTES
-from autohete_fx.runtime.lanes.net import all_reduce, tell_refusal
+from autohete_fx.runtime.lanes.failures import tell_refusal
+from autohete_fx.runtime.lanes.net import all_reduce
 from autohete_fx.runtime.shard import parts, state
 from autohete_fx.runtime.shard.parts import part_of
 from autohete_fx.runtime.tiers.host import is_home

@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 from autohete_fx.errors import OptimizerStateError, ShardError
 from autohete_fx.internals.tensors import local_of
 from autohete_fx.runtime.held import held, whole_of
-from autohete_fx.runtime.lanes.net import named_failures
+from autohete_fx.runtime.lanes.failures import named_failures
 from autohete_fx.runtime.shard.layout import Layout
 from autohete_fx.runtime.shard.parts import part_of
 from autohete_fx.runtime.shard.ranks import Ranks, ranks_of
