@@ -16,16 +16,18 @@ from autohete_fx.cluster.batches import Batch
 from autohete_fx.cluster.building import BuildModel, build_noting_order
 from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.deploy import Member
+from autohete_fx.cluster.job import Recipe
 from autohete_fx.cluster.layers import LayerMap, map_layers
 from autohete_fx.cluster.measured_costs import measured_costs
 from autohete_fx.cluster.measured_links import measured_cluster
 from autohete_fx.cluster.moving import Moving
 from autohete_fx.cluster.pieces import Piece, covered
 from autohete_fx.cluster.plan import ClusterPlan, plan_line
+from autohete_fx.cluster.rendezvous import Rendezvous
 from autohete_fx.cluster.shapes import shard_counts
 from autohete_fx.cluster.solve import plan_cluster
 from autohete_fx.cluster.spec import Cluster
-from autohete_fx.cluster.stage_module import Loss, StageModule
+from autohete_fx.cluster.stage_compiler import StageCompiler
 from autohete_fx.cluster.store import Place, Store
 from autohete_fx.cluster.tensor_parallel import TensorLayout, TpPlan, layout_of
 from autohete_fx.cluster.timed_layer import Measuring
@@ -44,74 +46,61 @@ _TIME_LIMIT_S = 10.0
 
 
 def automatic_plan(
-    build_model: BuildModel,
-    loss: Loss,
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    recipe: Recipe,
     example: Batch,
-    compiled: Callable[[StageModule], Any],
-    backend: str,
-    members: Sequence[Member],
-    device: torch.device,
-    group: dist.ProcessGroup | None,
+    compiler: StageCompiler,
+    ranks: Rendezvous,
     *,
-    global_batch: int,
     memory_budget: str | int | None = None,
     cache_dir: str | Path | None = None,
     store: Store | None = None,
     tp_plan: TpPlan | None = None,
     expected_lifetime_s: float | None = None,
-    gathers: bool = False,
     say: Callable[[str], None],
 ) -> ClusterPlan:
     """Measure what there is, and plan for it. All ranks call it; all get one plan.
 
     Args:
-        build_model: makes the model.
-        loss: of its output and a batch.
-        optimizer: of a list of parameters, their optimizer.
+        recipe: of the job.
         example: a batch.
-        compiled: a stage as the job runs it.
-        backend: that compiles it and its options, in words.
-        members: all ranks, in order.
-        device: of this rank.
-        group: of all ranks, for values in host memory; None: the default one.
-        global_batch: samples of a step.
+        compiler: of the job's stages.
+        ranks: all of them.
         memory_budget: of each GPU; None: nearly all that there is.
         cache_dir: where measurements are kept; None: `cache.cache_dir`.
         store: of the job, whose local saves need not move.
         tp_plan: how GPUs share layers; None: that of the model's transformers configuration, or none of them does.
         expected_lifetime_s: seconds until the nodes change again; None: so long that moving does not count.
-        gathers: the compiler frees the parameters that shards have gathered, so that stages may hold shards.
         say: tells the user a line.
 
     Raises:
         ClusterError: nothing fits, or a rank could not measure; on all ranks.
     """
+    members, device, group = ranks.members, ranks.device, ranks.group
     budget: Size | None = parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
     cluster = measured_cluster(members, device, group, memory_budget=budget, cache_dir=cache_dir)
-    model = getattr(build_model, "__name__", "the model")
     measuring = Measuring(
-        build_model=build_model,
-        loss=loss,
+        build_model=recipe.build_model,
+        loss=recipe.loss,
         example=example,
-        make_optimizer=optimizer,
-        compiled=compiled,
-        backend=backend,
-        micro_batches=micro_batches_of(global_batch),
-        layouts=_layouts(build_model, example, members, tp_plan, say),
+        make_optimizer=recipe.make_optimizer,
+        compiled=compiler.compiled,
+        backend=str(compiler),
+        micro_batches=micro_batches_of(recipe.global_batch),
+        layouts=_layouts(recipe.build_model, example, members, tp_plan, say),
     )
+    model = getattr(recipe.build_model, "__name__", "the model")
     costs = measured_costs(measuring, members, device, group, model=model, cache_dir=cache_dir, say=say)
     moving = None
     if store is not None and expected_lifetime_s is not None:
-        layer_map = map_layers(build_model, example.of_samples(1))
+        layer_map = map_layers(recipe.build_model, example.of_samples(1))
         held = held_layers(store, layer_map, members, group)
         moving = Moving(lifetime_s=expected_lifetime_s, held=held, bandwidths=store.bandwidths)
-    found: list[tuple[ClusterPlan, str] | str] = [""]
-    shards = shard_counts(cluster) if gathers else []
-    if shards and not may_shard(build_model, example, optimizer):
+    shards = shard_counts(cluster) if compiler.is_autohete else []
+    if shards and not may_shard(recipe.build_model, example, recipe.make_optimizer):
         shards = []
-    if not dist.get_rank():
-        found = [_planned(cluster, costs, global_batch, shards, moving)]
+    found: list[tuple[ClusterPlan, str] | str] = [""]
+    if not ranks.rank:
+        found = [_planned(cluster, costs, recipe.global_batch, shards, moving)]
     dist.broadcast_object_list(found, group=group)
     if isinstance(found[0], str):
         raise ClusterError(found[0])

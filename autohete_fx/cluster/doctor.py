@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from autohete_fx.cluster.deploy import Member
 from autohete_fx.cluster.described import save_measured
-from autohete_fx.cluster.joining import this_member
 from autohete_fx.cluster.measured_costs import or_error
 from autohete_fx.cluster.measured_links import measured_cluster
+from autohete_fx.cluster.rendezvous import this_member
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.errors import ClusterError
 from autohete_fx.ir import Machine
