@@ -4,16 +4,17 @@ In: parsed options. Out: a `Question`, or OptionError within a second, before an
 """
 
 import argparse
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autohete_fx.arguments import DTYPES, SOLVERS
+from autohete_fx.arguments import DTYPES, PLAN
 from autohete_fx.cluster.described import described
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.errors import OptionError
-from autohete_fx.ir import Machine, Overlap
+from autohete_fx.ir import Machine
 from autohete_fx.ir.sizes import format_bytes, format_flops
-from autohete_fx.machine.devices import NODE_GB_PER_S, RESERVE_SHARE, find_device, machine_of_spec, net_of_spec
+from autohete_fx.machine.devices import RESERVE_SHARE, find_device, machine_of_spec, net_of_spec
 from autohete_fx.options import Share, Size, parse_size, resolve_bytes
 from autohete_fx.report.plots import require_matplotlib
 from autohete_fx.whatif.architectures import find_architecture, require_transformers
@@ -68,74 +69,16 @@ def is_file(model: str) -> bool:
 
 def check(parsed: argparse.Namespace) -> None:
     """Raise OptionError where options do not go together, or ClusterError for a wrong cluster, before anything is traced."""
-    for option, given in (("--plot", parsed.plot), ("--points", parsed.points)):
-        if given and parsed.sweep != "budget" and not (parsed.cluster and option == "--plot"):
-            raise OptionError(f"{option} is about a sweep of budgets; give --sweep budget too")
-    for option, given in (
-        ("--costs", parsed.costs),
-        ("--symmetric-tp", parsed.symmetric_tp),
-        ("--max-tp", parsed.max_tp),
-        ("--max-shards", parsed.max_shards),
-        ("--given", parsed.given),
-        ("--spot", parsed.spot),
-        ("--solver", parsed.solver != SOLVERS[0]),
-        ("--objective", parsed.objective != "throughput"),
-    ):
-        if given and not parsed.cluster:
-            raise OptionError(f"{option} is about clusters; give --cluster too, or leave it out")
-    for option, given in (
-        ("--sweep", parsed.sweep),
-        ("--ranks", parsed.ranks),
-        ("--nodes", parsed.nodes > 1),
-        ("--replicas", parsed.replicas > 1),
-        ("--node-rate", parsed.node_rate != NODE_GB_PER_S),
-        ("--budget", parsed.budget),
-        ("--host-budget", parsed.host_budget),
-        ("--micro-batches", parsed.micro_batches > 1),
-        ("--overlap", parsed.overlap != Overlap.STEP.value),
-        ("--clip", parsed.clip),
-    ):
-        if given and parsed.cluster:
-            raise OptionError(
-                f"{option} is about GPUs that are alike; leave it out, or name a --device instead of a --cluster"
-            )
-    for option, given in (
-        ("--symmetric-tp", parsed.symmetric_tp),
-        ("--max-tp", parsed.max_tp),
-        ("--max-shards", parsed.max_shards),
-        ("--solver", parsed.solver != SOLVERS[0]),
-        ("--objective", parsed.objective != "throughput"),
-        ("--time-limit", parsed.time_limit),
-        ("--explain", parsed.explain),
-    ):
-        if given and parsed.given:
-            raise OptionError(f"{option} is about a search, and --given prices one plan; leave one of the two out")
+    _refuse(parsed, _ELSEWHERE)
     if parsed.given:
         _take_batch(parsed)
-    for option, given, verb in (("--save", parsed.save, "writes"), ("--explain", parsed.explain, "explains")):
-        if given and parsed.sweep:
-            raise OptionError(f"{option} {verb} one plan, and a sweep makes several; leave one of the two out")
-    if parsed.sweep == "ranks" and parsed.nodes > 1:
-        raise OptionError(
-            f"--sweep ranks was given with --nodes {parsed.nodes}. Expected was one node, on which the sweep puts all ranks. Leave"
-            " --nodes out, or --sweep"
-        )
-    if parsed.sweep == "ranks" and parsed.replicas > 1:
-        raise OptionError(
-            f"--sweep ranks was given with --replicas {parsed.replicas}. Expected was one copy of the model, which the sweep shards"
-            " over all ranks. Leave --replicas out, or --sweep"
-        )
+    _refuse(parsed, _IN_SWEEPS)
     for option, path in (("--plot", parsed.plot), ("--save", parsed.save)):
         if path and (Path(path).is_dir() or not Path(path).parent.is_dir()):  # said now, not when all is solved
             raise OptionError(f"cannot write {path!r}; give {option} a file in a directory that exists")
     if parsed.plot:
         require_matplotlib()
-    if parsed.solver == "scip" and parsed.symmetric_tp:
-        raise OptionError(
-            "--symmetric-tp was given with --solver scip, whose plans have one degree anyway; leave it out"
-        )
-    if parsed.solver == "scip" and parsed.max_shards:
-        raise OptionError("--max-shards was given with --solver scip, whose plans have no shards anyway; leave it out")
+    _refuse(parsed, _WITH_SCIP)
     if not (is_file(parsed.model) or parsed.costs):
         find_architecture(parsed.model)
         require_transformers()
@@ -148,6 +91,95 @@ def check(parsed: argparse.Namespace) -> None:
         cluster = described(parsed.cluster, spot=parsed.spot).cluster
         if parsed.objective == "cost":
             cluster.require_prices()
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Options that do not go with others.
+
+    Attributes:
+        words: of the error, with the option's name and value.
+        options: names, in the order in which they are looked at.
+        where: whether the others are such.
+    """
+
+    words: str
+    options: str
+    where: Callable[[argparse.Namespace], object]
+
+
+_ELSEWHERE = (
+    _Refusal(
+        "{option} is about a sweep of budgets; give --sweep budget too",
+        "--plot",
+        lambda parsed: parsed.sweep != "budget" and not parsed.cluster,
+    ),
+    _Refusal(
+        "{option} is about a sweep of budgets; give --sweep budget too",
+        "--points",
+        lambda parsed: parsed.sweep != "budget",
+    ),
+    _Refusal(
+        "{option} is about clusters; give --cluster too, or leave it out",
+        "--costs --symmetric-tp --max-tp --max-shards --given --spot --solver --objective",
+        lambda parsed: not parsed.cluster,
+    ),
+    _Refusal(
+        "{option} is about GPUs that are alike; leave it out, or name a --device instead of a --cluster",
+        "--sweep --ranks --nodes --replicas --node-rate --budget --host-budget --micro-batches --overlap --clip",
+        lambda parsed: parsed.cluster,
+    ),
+    _Refusal(
+        "{option} is about a search, and --given prices one plan; leave one of the two out",
+        "--symmetric-tp --max-tp --max-shards --solver --objective --time-limit --explain",
+        lambda parsed: parsed.given,
+    ),
+)
+_IN_SWEEPS = (
+    _Refusal(
+        "{option} writes one plan, and a sweep makes several; leave one of the two out",
+        "--save",
+        lambda parsed: parsed.sweep,
+    ),
+    _Refusal(
+        "{option} explains one plan, and a sweep makes several; leave one of the two out",
+        "--explain",
+        lambda parsed: parsed.sweep,
+    ),
+    _Refusal(
+        "--sweep ranks was given with {option} {value}. Expected was one node, on which the sweep puts all ranks. Leave {option}"
+        " out, or --sweep",
+        "--nodes",
+        lambda parsed: parsed.sweep == "ranks",
+    ),
+    _Refusal(
+        "--sweep ranks was given with {option} {value}. Expected was one copy of the model, which the sweep shards over all ranks."
+        " Leave {option} out, or --sweep",
+        "--replicas",
+        lambda parsed: parsed.sweep == "ranks",
+    ),
+)
+_WITH_SCIP = (
+    _Refusal(
+        "{option} was given with --solver scip, whose plans have one degree anyway; leave it out",
+        "--symmetric-tp",
+        lambda parsed: parsed.solver == "scip",
+    ),
+    _Refusal(
+        "{option} was given with --solver scip, whose plans have no shards anyway; leave it out",
+        "--max-shards",
+        lambda parsed: parsed.solver == "scip",
+    ),
+)
+
+
+def _refuse(parsed: argparse.Namespace, refusals: Sequence[_Refusal]) -> None:
+    """Raise OptionError for the first option that was given where it says nothing."""
+    for refusal in refusals:
+        for option in refusal.options.split():
+            value = getattr(parsed, option.removeprefix("--").replace("-", "_"))
+            if value and value != PLAN[option].get("default") and refusal.where(parsed):
+                raise OptionError(refusal.words.format(option=option, value=value))
 
 
 def _take_batch(parsed: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ MOST_WORDS = 25
 _SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):")
 _BULLET = re.compile(r"(?:\*|-|\d+\.)\s+")
 _SENTENCE = re.compile(r"(?<=[.!?])[\])*\"'_]*\s+(?=[A-Z`*\[\"'(0-9])")
-_ERRORS = re.compile(r"\w*Error|.*\.(?:warn|warning|error)|error")
+_ERRORS = re.compile(r"\w*Error|.*\.(?:warn|warning|error)|error|_Refusal")
 
 
 def public_docstrings(path: Path) -> Iterator[tuple[str, str]]:
