@@ -22,10 +22,10 @@ of a few GPUs every plan is a candidate (`every`).
 """
 
 import contextlib
-import itertools
+import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autohete_fx.cluster.costs import CostTable
@@ -33,13 +33,15 @@ from autohete_fx.cluster.events import Sends
 from autohete_fx.cluster.every import MOST_UNITS, Every
 from autohete_fx.cluster.grids import proportional_grid
 from autohete_fx.cluster.links import Links
-from autohete_fx.cluster.moving import Moving, nearest
+from autohete_fx.cluster.moving import Moving, Nearest, nearest
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.search import Search
 from autohete_fx.cluster.shapes import Shaper, UnitType
 from autohete_fx.cluster.simulate import Timeline, simulate
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.errors import ClusterError
+
+_Timed = tuple[ClusterPlan, Timeline]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,46 +128,31 @@ def plan_cluster(
     groups = [[u for u in known if u.tp == tp] for tp in sorted({u.tp for u in known})] if symmetric_tp else [known]
     whole = [[u for u in units if u.shards == 1] for units in groups]
     sharded = [units for units in groups if any(u.shards > 1 for u in units)]
-    best: tuple[ClusterPlan, Timeline] | None = None
+    best: _Timed | None = None
     bounds: list[float] = []
     for each in (whole, sharded):
         bounds += [search.run(units) for units in each]
         if each and search.found:
             best = search.best()
-    hint = proportional_grid(cluster, costs, global_batch)
-    if hint and search.allows(hint, known) and (best is None or hint.iteration_s < best[1].iteration_s):
-        best = replace(hint, planner="autohete"), simulate(hint, cluster, costs, sends=sends)
-    least = {unit.gpu: min(other.num_gpus for other in known if other.gpu == unit.gpu) for unit in known}
-    if sum(node.gpus // least[node.gpu] for node in cluster.nodes if node.gpu in least) <= MOST_UNITS:
-        every = Every(
-            cluster, costs, search.shaper, Links(cluster), global_batch=global_batch, sizes=search.sizes, sends=sends
-        )
-        for units in itertools.chain(whole, sharded):
-            best = every.fastest(units, best[1].iteration_s if best else math.inf) or best
-        search.num_simulated += every.num_simulated
+    best = _with_grid(best, search, cluster, costs, global_batch, sends)
+    best = _with_every(best, search, cluster, costs, global_batch, sends, [*whole, *sharded])
     if best is None:
         raise ClusterError(search.why_nothing(known))
     plan, timeline = best
     plan, moves = replace(plan, iteration_s=timeline.iteration_s), ""
     if moving is not None:
-        others = [replace(found.plan, iteration_s=found.timeline.iteration_s) for found in search.found]
-        keeping = tuple(node for node in cluster.nodes if moving.held.get(node.name))
-        if 0 < len(keeping) < len(cluster.nodes):
-            with contextlib.suppress(ClusterError):  # raised where these alone do not hold the model
-                others.append(
-                    plan_cluster(
-                        replace(cluster, nodes=keeping),
-                        costs,
-                        global_batch=global_batch,
-                        micro_batches=micro_batches,
-                        degrees=degrees,
-                        shards=shards,
-                        symmetric_tp=symmetric_tp,
-                        sends=sends,
-                        time_limit_s=time_limit_s / 2,
-                    ).plan
-                )
-        chosen = nearest([plan, *others], cluster, costs, moving)
+        solve = functools.partial(
+            plan_cluster,
+            costs=costs,
+            global_batch=global_batch,
+            micro_batches=micro_batches,
+            degrees=degrees,
+            shards=shards,
+            symmetric_tp=symmetric_tp,
+            sends=sends,
+            time_limit_s=time_limit_s / 2,
+        )
+        chosen = _nearest(plan, search, cluster, costs, moving, solve)
         plan, moves = chosen.plan, chosen.line
         timeline = simulate(plan, cluster, costs, sends=sends)
     return Solution(
@@ -180,6 +167,55 @@ def plan_cluster(
         moves=moves,
         idle=idle_of(plan, cluster, [(found.plan, found.timeline.iteration_s) for found in search.found]),
     )
+
+
+def _with_grid(
+    best: _Timed | None, search: Search, cluster: Cluster, costs: CostTable, global_batch: int, sends: Sends
+) -> _Timed | None:
+    """The best plan so far, or the grid in proportion to speed where that is faster."""
+    grid = proportional_grid(cluster, costs, global_batch)
+    if grid and search.allows(grid, search.known) and (best is None or grid.iteration_s < best[1].iteration_s):
+        return replace(grid, planner="autohete"), simulate(grid, cluster, costs, sends=sends)
+    return best
+
+
+def _with_every(
+    best: _Timed | None,
+    search: Search,
+    cluster: Cluster,
+    costs: CostTable,
+    global_batch: int,
+    sends: Sends,
+    groups: Sequence[Sequence[UnitType]],
+) -> _Timed | None:
+    """The best plan so far, or a faster one among all plans of a small cluster, each group of units by itself."""
+    least = {unit.gpu: min(other.num_gpus for other in search.known if other.gpu == unit.gpu) for unit in search.known}
+    if sum(node.gpus // least[node.gpu] for node in cluster.nodes if node.gpu in least) > MOST_UNITS:
+        return best
+    every = Every(
+        cluster, costs, search.shaper, Links(cluster), global_batch=global_batch, sizes=search.sizes, sends=sends
+    )
+    for units in groups:
+        best = every.fastest(units, best[1].iteration_s if best else math.inf) or best
+    search.num_simulated += every.num_simulated
+    return best
+
+
+def _nearest(
+    plan: ClusterPlan,
+    search: Search,
+    cluster: Cluster,
+    costs: CostTable,
+    moving: Moving,
+    solve: Callable[[Cluster], Solution],
+) -> Nearest:
+    """The plan that does the most until nodes change, of this one, those that were simulated, and that of nodes with states."""
+    others = [replace(found.plan, iteration_s=found.timeline.iteration_s) for found in search.found]
+    keeping = tuple(node for node in cluster.nodes if moving.held.get(node.name))
+    if 0 < len(keeping) < len(cluster.nodes):
+        with contextlib.suppress(ClusterError):  # raised where these alone do not hold the model
+            others.append(solve(replace(cluster, nodes=keeping)).plan)
+    return nearest([plan, *others], cluster, costs, moving)
 
 
 def idle_of(plan: ClusterPlan, cluster: Cluster, simulated: Sequence[tuple[ClusterPlan, float]]) -> tuple[Idle, ...]:
