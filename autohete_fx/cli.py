@@ -9,6 +9,7 @@ import importlib.metadata
 import sys
 import webbrowser
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from autohete_fx import __version__
 from autohete_fx.arguments import EXPLAIN, add_plan
@@ -17,6 +18,8 @@ from autohete_fx.integrations.command import add_run, run_program
 from autohete_fx.report.coloured import show_text
 
 __all__ = ["command", "main"]
+
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 class _Version(argparse.Action):
@@ -39,52 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    show = commands.add_parser("show", help="print a saved plan as a table")
-    show.add_argument("plan", metavar="PLAN.json", help="a file that Plan.save wrote")
-    show.add_argument("--explain", action="store_true", help=EXPLAIN)
-    show.set_defaults(run=_show)
-    report = commands.add_parser(
-        "report",
-        help="draw the page of a run, from the directory that the option report_dir wrote or from the log of a cluster's job,"
-        " and sum it up",
-    )
-    report.add_argument(
-        "directory",
-        metavar="DIR|LOG.jsonl",
-        help="such as runs/x, of options={'report_dir': 'runs/x'}, or a file of cluster.join(log=...), whose page stands beside it",
-    )
-    report.add_argument(
-        "--price",
-        metavar="TYPE=USD",
-        action="append",
-        default=[],
-        help="of a job: dollars of an hour of one GPU of a type, as the log calls it (may be given again)",
-    )
-    report.add_argument("--open", action="store_true", help="also open the page in a browser")
-    report.set_defaults(run=_report)
-    compare = commands.add_parser("compare", help="say what two plans or runs decide otherwise, and what that costs")
-    for side in ("A", "B"):
-        compare.add_argument(side.lower(), metavar=side, help="a plan file, or a directory that report_dir wrote")
-    compare.set_defaults(run=_compare)
-    doctor = commands.add_parser(
-        "doctor",
-        help="measure this machine and print what the planner will assume of it; under torchrun, the link between ranks too",
-    )
-    doctor.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
-    doctor.add_argument(
-        "--save", metavar="FILE", help="also write a machine file, which `autohete plan --machine` reads"
-    )
-    doctor.add_argument(
-        "--offload-dir",
-        metavar="DIR",
-        help="measure the disk there, as training does with the option of that name (default: the temporary directory)",
-    )
-    doctor.add_argument(
-        "--cluster",
-        metavar="FILE",
-        help="under torchrun, a process a GPU: measure all nodes and links, and write a file that `autohete plan --cluster` reads",
-    )
-    doctor.set_defaults(run=_doctor)
+    for add in (_add_show, _add_report, _add_compare, _add_doctor):
+        add(commands)
     add_plan(commands).set_defaults(run=_plan)
     add_run(commands).set_defaults(run=run_program)
     parsed = parser.parse_args(arguments)
@@ -108,6 +67,13 @@ def command() -> int:
     return status
 
 
+def _add_show(commands: _Commands) -> None:
+    show = commands.add_parser("show", help="print a saved plan as a table")
+    show.add_argument("plan", metavar="PLAN.json", help="a file that Plan.save wrote")
+    show.add_argument("--explain", action="store_true", help=EXPLAIN)
+    show.set_defaults(run=_show)
+
+
 def _show(parsed: argparse.Namespace) -> str:
     from autohete_fx.ir import Plan
     from autohete_fx.report.tables import plan_table
@@ -115,6 +81,28 @@ def _show(parsed: argparse.Namespace) -> str:
 
     plan = Plan.load(parsed.plan)
     return f"{plan_table(plan)}\n\n{why(plan)}" if parsed.explain else plan_table(plan)
+
+
+def _add_report(commands: _Commands) -> None:
+    report = commands.add_parser(
+        "report",
+        help="draw the page of a run, from the directory that the option report_dir wrote or from the log of a cluster's job,"
+        " and sum it up",
+    )
+    report.add_argument(
+        "directory",
+        metavar="DIR|LOG.jsonl",
+        help="such as runs/x, of options={'report_dir': 'runs/x'}, or a file of cluster.join(log=...), whose page stands beside it",
+    )
+    report.add_argument(
+        "--price",
+        metavar="TYPE=USD",
+        action="append",
+        default=[],
+        help="of a job: dollars of an hour of one GPU of a type, as the log calls it (may be given again)",
+    )
+    report.add_argument("--open", action="store_true", help="also open the page in a browser")
+    report.set_defaults(run=_report)
 
 
 def _report(parsed: argparse.Namespace) -> str:
@@ -134,10 +122,39 @@ def _report(parsed: argparse.Namespace) -> str:
     return f"{summary}\n\n{page}"
 
 
+def _add_compare(commands: _Commands) -> None:
+    compare = commands.add_parser("compare", help="say what two plans or runs decide otherwise, and what that costs")
+    for side in ("A", "B"):
+        compare.add_argument(side.lower(), metavar=side, help="a plan file, or a directory that report_dir wrote")
+    compare.set_defaults(run=_compare)
+
+
 def _compare(parsed: argparse.Namespace) -> str:
     from autohete_fx.report.compare import comparison, read_side
 
     return comparison(read_side(parsed.a), read_side(parsed.b))
+
+
+def _add_doctor(commands: _Commands) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="measure this machine and print what the planner will assume of it; under torchrun, the link between ranks too",
+    )
+    doctor.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
+    doctor.add_argument(
+        "--save", metavar="FILE", help="also write a machine file, which `autohete plan --machine` reads"
+    )
+    doctor.add_argument(
+        "--offload-dir",
+        metavar="DIR",
+        help="measure the disk there, as training does with the option of that name (default: the temporary directory)",
+    )
+    doctor.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="under torchrun, a process a GPU: measure all nodes and links, and write a file that `autohete plan --cluster` reads",
+    )
+    doctor.set_defaults(run=_doctor)
 
 
 def _doctor(parsed: argparse.Namespace) -> str:
