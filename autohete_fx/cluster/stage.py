@@ -68,10 +68,19 @@ def build_stage(
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
-    held = {id(param): name for name, param in stage.named().items()}
     unit = unit or Unit()
     if unit.sharded is not None:
         check_references(stage)
+    _take_parts(stage, layer_map, unit, device)
+    if weights is not None:
+        _load(stage, weights, layer_map, unit)
+    _share_layers(stage, layer_map, unit)
+    return stage
+
+
+def _take_parts(stage: StageModule, layer_map: LayerMap, unit: Unit, device: torch.device) -> None:
+    """Leave this rank's part of each parameter in the stage's modules, on the device. A tied parameter stays one."""
+    held = {id(param): name for name, param in stage.named().items()}
     for module in stage.modules():
         for key, param in module._parameters.items():
             if param is not None and id(param) in held:
@@ -81,8 +90,10 @@ def build_stage(
                     stage.parts[name] = nn.Parameter(part, param.requires_grad)
                 module._parameters[key] = stage.parts[name]
     stage.parts = {name: stage.parts[name] for name in stage.held}
-    if weights is not None:
-        _load(stage, weights, layer_map, unit)
+
+
+def _share_layers(stage: StageModule, layer_map: LayerMap, unit: Unit) -> None:
+    """Let the modules compute with the parts that the unit's GPUs have: by tensor parallelism, by gathering shards, or both."""
     layouts: dict[str, Layout] = {}
     if unit.tensor_parallel is not None:
         assert isinstance(stage, ChainStage), "plans of other models have one GPU a stage"
@@ -98,7 +109,6 @@ def build_stage(
         )
     if unit.sharded is not None:
         unit.hold(stage, stage.parts, layer_map.shapes, layouts)
-    return stage
 
 
 def _load(stage: StageModule, weights: Weights, layer_map: LayerMap, unit: Unit) -> None:
