@@ -196,8 +196,27 @@ def _copy_figures(device: torch.device, make: MakeTensor, issue: IssueCopy, besi
     }
 
 
-def _plain_host_tensor(device: torch.device, num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+def _plain_host_tensors(device: torch.device, directory: str) -> MakeHostTensor:
+    """Makes pinned memory for CUDA, and a mapped file in the directory for a CPU."""
+    if device.type == "cuda":
+        return lambda n: torch.empty(n, dtype=torch.uint8, device="cpu", pin_memory=True)
+    names = (os.path.join(directory, str(n)) for n in itertools.count())
+    return lambda n: torch.from_file(next(names), shared=True, size=n, dtype=torch.uint8)
+
+
+def _update_figures(device: torch.device, make: MakeTensor, make_on_host: MakeTensor, num_ranks: int) -> dict[str, Any]:
+    """Rates of updates on the device and on the host, and what the host's cores do beside them."""
+    on_device = update_rate(device, make)
+    figures: dict[str, Any] = {"device_update_params_per_s": on_device, "host_update_params_per_s": on_device}
+    threads = threads_of_all(num_ranks, on_device=device.type == "cpu")
+    if device.type != "cpu":
+        figures |= host_figures(device, make_on_host, threads)
+    elif threads > torch.get_num_threads():
+        with update_team(threads) as team:
+            figures["host_update_params_per_s"] = team.submit(update_rate, device, make).result()
+            products = team.submit(_product_rates, device, make).result()
+            figures["host_flops_per_s"] = dict(products)["bfloat16"]
+    return figures
 
 
 def measure_machine(
@@ -227,14 +246,7 @@ def measure_machine(
     # the caller may be in the middle of tracing: nothing here may be traced or recorded for backward
     real = unset_fake_temporarily()
     with real, torch.no_grad(), tempfile.TemporaryDirectory(dir=offload_dir) as place:
-        if make_host_tensor is None:
-            names = (os.path.join(place, str(n)) for n in itertools.count())
-            make_host_tensor = (
-                functools.partial(_plain_host_tensor, device)
-                if device.type == "cuda"
-                else lambda n: torch.from_file(next(names), shared=True, size=n, dtype=torch.uint8)
-            )
-        allocate_host = make_host_tensor
+        allocate_host = make_host_tensor or _plain_host_tensors(device, place)
 
         def make_on_host(numel: int, dtype: torch.dtype) -> torch.Tensor:
             return allocate_host(numel * dtype.itemsize).view(-1).view(dtype)
@@ -250,16 +262,7 @@ def measure_machine(
         copies = {"h2d_bytes_per_s": up, "d2h_bytes_per_s": down, "latency_s": latency}
         if device.type == "cpu" and issue_copy is not None:
             copies = _copy_figures(device, make, issue_copy, copies_run_beside)
-        updates = update_rate(device, make)
-        figures: dict[str, Any] = {**copies, "host_update_params_per_s": updates}
-        threads = threads_of_all(num_ranks, on_device=device.type == "cpu")
-        if device.type != "cpu":
-            figures |= host_figures(device, make_on_host, threads)
-        elif threads > torch.get_num_threads():
-            with update_team(threads) as team:
-                figures["host_update_params_per_s"] = team.submit(update_rate, device, make).result()
-                products = team.submit(_product_rates, device, make).result()
-                figures["host_flops_per_s"] = dict(products)["bfloat16"]
+        figures: dict[str, Any] = {**copies, **_update_figures(device, make, make_on_host, num_ranks)}
         return Machine(
             device_name=device_name(device.type, device.index),
             device_type=device.type,
@@ -270,7 +273,6 @@ def measure_machine(
             backward_flops_per_s=(),
             device_bytes_per_s=_device_bandwidth(device, make),
             disk_bytes_per_s=measure_disk(offload_dir),
-            device_update_params_per_s=updates,
             mixed_update_speed=mixed_update_speed(device, make_on_host, mixed_step) if mixed_step is not None else 0.0,
             **figures,
         )
