@@ -55,31 +55,8 @@ def apply(
         HostMemoryError: no room for staging or for the host's copy of a parameter; no parameter has changed.
         torch.OutOfMemoryError: likewise for staging of streamed states.
     """
-    for u in updates:
-        if u.rule.is_elementwise and not uses_fused(u.rule, u.param):
-            on_device = u.placement.tier is None or u.placement.is_streamed
-            processor = u.param.device if on_device else torch.device("cpu")
-            grad_dtype = u.grad.dtype if needs_master(u.param) else u.param.dtype
-            prepare(u.rule, u.param.dtype, grad_dtype, processor, u.param.numel())
-    here = [u for u in updates if u.placement.tier is None]
-    by_pending: defaultdict[Updates | None, list[Update]] = defaultdict(list)
-    for u in updates:
-        if u.placement.tier is not None:
-            by_pending[u.placement.updates].append(u)
-    started, streams = [], []
-    for pending, mine in by_pending.items():
-        lanes = pending.lanes if pending is not None else Lanes(mine[0].param.device)
-        overlaps = may_overlap and pending is not None and pending.schedule.overlap is not Overlap.NONE
-        if lanes.is_host and not (overlaps and lanes.in_background):
-            here += mine
-            continue
-        streamed = [] if lanes.is_host else [u for u in mine if u.placement.is_streamed]
-        here += [u for u in streamed if not can_stream(u)]
-        on_host = [u for u in mine if lanes.is_host or not u.placement.is_streamed]
-        if on_host:
-            started.append((prepared(on_host, lanes, host_copies), pending if overlaps else None))
-        if streamed := [u for u in streamed if can_stream(u)]:
-            streams.append(Stream(lanes, streamed, Staging(streamed), pending if overlaps else None))
+    _prepare_kernels(updates)
+    here, started, streams = _divided(updates, host_copies, may_overlap=may_overlap)
     # All that may be refused is taken before anything changes.
     workspaces = {d: workspace_of((u for u in here if u.param.device == d), d) for d in {u.param.device for u in here}}
     on_device = [*here, *(u for each in streams for u in each.updates)]
@@ -128,6 +105,46 @@ class Prepared:
     updates: tuple[tuple[Update, HostCopy | None], ...]
     edits: Edits
     staging: GradientBuffers | None
+
+
+def _prepare_kernels(updates: Sequence[Update]) -> None:
+    """Compile the kernels that the updates need and this process has not, before any of them begins."""
+    for u in updates:
+        if u.rule.is_elementwise and not uses_fused(u.rule, u.param):
+            on_device = u.placement.tier is None or u.placement.is_streamed
+            processor = u.param.device if on_device else torch.device("cpu")
+            grad_dtype = u.grad.dtype if needs_master(u.param) else u.param.dtype
+            prepare(u.rule, u.param.dtype, grad_dtype, processor, u.param.numel())
+
+
+def _divided(
+    updates: Sequence[Update], host_copies: HostCopies, *, may_overlap: bool
+) -> tuple[list[Update], list[tuple[Prepared, Updates | None]], list[Stream]]:
+    """Updates that are done here, those of the update lane, and streams, with the host memory that they need.
+
+    Beside those of a lane stand the updates under way that they join; None where this step waits for them.
+    """
+    here = [u for u in updates if u.placement.tier is None]
+    by_pending: defaultdict[Updates | None, list[Update]] = defaultdict(list)
+    for u in updates:
+        if u.placement.tier is not None:
+            by_pending[u.placement.updates].append(u)
+    started: list[tuple[Prepared, Updates | None]] = []
+    streams: list[Stream] = []
+    for pending, mine in by_pending.items():
+        lanes = pending.lanes if pending is not None else Lanes(mine[0].param.device)
+        overlaps = may_overlap and pending is not None and pending.schedule.overlap is not Overlap.NONE
+        if lanes.is_host and not (overlaps and lanes.in_background):
+            here += mine
+            continue
+        streamed = [] if lanes.is_host else [u for u in mine if u.placement.is_streamed]
+        here += [u for u in streamed if not can_stream(u)]
+        on_host = [u for u in mine if lanes.is_host or not u.placement.is_streamed]
+        if on_host:
+            started.append((prepared(on_host, lanes, host_copies), pending if overlaps else None))
+        if streamed := [u for u in streamed if can_stream(u)]:
+            streams.append(Stream(lanes, streamed, Staging(streamed), pending if overlaps else None))
+    return here, started, streams
 
 
 def prepared(updates: Sequence[Update], lanes: Lanes, host_copies: HostCopies) -> Prepared:
