@@ -174,3 +174,26 @@ def test_a_graph_and_a_dry_run_count_it():
         )
     # In backward: the output that the caller keeps, its gradient, and those of the input and the weight.
     assert peak == 2 * grad.nbytes + source.nbytes + weight.nbytes + in_backward
+
+
+@pytest.mark.parametrize(
+    ("runs", "counts"),
+    [
+        ((64, 64), 64),
+        ((0, 64, 64, 64, 64), 64),  # something else was freed the first time
+        ((96, 64, 64, 64, 64), 64),  # taken, be it by the library, which keeps it
+        ((64, 96, 96, 64, 0), 96),  # threads of the operator that need not meet
+        ((1, 2, 3, 4, 5), 5),
+    ],
+)
+def test_the_most_that_two_runs_take_counts(runs: tuple[int, ...], counts: int):
+    source = torch.randn(8, 8)
+    results = source.nbytes
+    remaining = list(runs)
+
+    def told(run: Any) -> tuple[int, Any]:
+        return results + remaining.pop(0), run()
+
+    with probing(Probe("cpu", told, None)):
+        assert scratch_bytes(ATEN.cumsum.default, fakes((source, 0)), {}) == counts
+    assert not remaining
