@@ -5,10 +5,12 @@ from dataclasses import replace
 from typing import IO, Any
 
 from fsspec.implementations.local import LocalFileSystem
-from torch.distributed.checkpoint import _fsspec_filesystem as checkpoints
+
+from autohete_fx.internals.versions import fsspec_filesystem
 
 __all__ = ["FsspecReader", "FsspecWriter"]
 
+checkpoints: Any = fsspec_filesystem()
 _RANGE_BYTES, _AT_ONCE_BYTES = 64 * 2**20, 512 * 2**20
 
 

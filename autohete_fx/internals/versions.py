@@ -2,9 +2,11 @@
 
 import datetime
 import functools
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -175,6 +177,14 @@ def size_of_group(name: str) -> int:
 
     resolve: Any = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
     return resolve(name).size()
+
+
+def fsspec_filesystem() -> ModuleType:
+    """PyTorch's readers and writers of checkpoints through fsspec: a public module since 2.15."""
+    try:
+        return importlib.import_module("torch.distributed.checkpoint.fsspec_filesystem")
+    except ModuleNotFoundError:
+        return importlib.import_module("torch.distributed.checkpoint._fsspec_filesystem")
 
 
 def timeout_of(group: Any, device_type: str) -> datetime.timedelta:

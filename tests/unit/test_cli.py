@@ -213,13 +213,14 @@ def test_doctor_needs_the_device_that_it_is_asked_for(
 
 def test_a_process_of_a_plan_collects_no_garbage_and_others_do(monkeypatch: pytest.MonkeyPatch):
     collects: list[bool] = []
-    monkeypatch.setattr(cli, "main", lambda: collects.append(gc.isenabled()) or 0)
-    monkeypatch.setattr(gc, "freeze", lambda: None)
+    ended: list[int] = []
+    monkeypatch.setattr(cli, "main", lambda: collects.append(gc.isenabled()) or 3)
+    monkeypatch.setattr(os, "_exit", ended.append)
     try:
         for subcommand in ("plan", "run", "doctor"):
             monkeypatch.setattr(sys, "argv", ["autohete", subcommand])
-            assert cli.command() == 0
+            assert cli.command() == (None if subcommand == "plan" else 3)
             gc.enable()
     finally:
         gc.enable()
-    assert collects == [False, True, True]
+    assert collects == [False, True, True] and ended == [3]

@@ -8,6 +8,7 @@ ALLOWED = (
     "autohete_fx/internals/",
     "autohete_fx/machine/net.py",
     "autohete_fx/optim/shards.py",
+    "autohete_fx/runtime/lanes/failures.py",
     "autohete_fx/runtime/lanes/net.py",
     "autohete_fx/runtime/shard/",
 )
