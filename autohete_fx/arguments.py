@@ -14,8 +14,8 @@ POINTS, MOST_RANKS = 10, 8
 """Budgets of a sweep, and where one of ranks ends, unless told otherwise."""
 BATCH = 8
 """Sequences of a micro-batch, unless told otherwise."""
-TIME_LIMIT_S, TIME_LIMIT_OF_BLOCK_S = 10.0, 0.2
-"""Seconds of each solve, unless told otherwise: at most, and of a model of few blocks for each of them."""
+TIME_LIMIT_S, WORK_OF_BLOCK_S = 10.0, 0.2
+"""Seconds of each solve at most, and of a solve's work for each block, unless told otherwise."""
 SOLVERS = ("cp-sat", "scip")
 """Searches of plans for clusters, the default first."""
 EXPLAIN = "also say why: what binds, and for each block what else could have been chosen and what that would cost"
@@ -154,8 +154,8 @@ PLAN: dict[str, dict[str, Any]] = {
     "--time-limit": dict(
         type=_seconds,
         metavar="SECONDS",
-        help=f"of each solve (default: {TIME_LIMIT_OF_BLOCK_S:g} for each block and at most {TIME_LIMIT_S:g}; that for a cluster);"
-        " half of it for those that tell what more of a resource would buy",
+        help=f"of each solve (default: {TIME_LIMIT_S:g}, and no more work than for {WORK_OF_BLOCK_S:g} a block); half for those"
+        " that tell what more of a resource would buy",
     ),
 }
 """The options of the subcommand, in the order of its help: what argparse is told of each."""

@@ -12,7 +12,6 @@ units cut it at different places, and every piece between all cuts has its own s
 """
 
 import itertools
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -197,28 +196,28 @@ def nodes_for(plan: ClusterPlan, nodes: Mapping[str, tuple[str, int]], *, remedy
     return found
 
 
-def warn_of_offloads(plan: ClusterPlan, optimizer: object) -> None:
-    """Warn where optimizer states should be on hosts, and the job's backend and optimizer keep them on the GPU. The result is
+def states_on_device(plan: ClusterPlan, optimizer: object) -> str | None:
+    """A warning where optimizer states should be on hosts, and the job's backend and optimizer keep them on the GPU. The result is
     the same, in more memory."""
     layers = sum(stage.offloaded for _, _, stage in plan.stages())
-    if layers:
-        warnings.warn(
-            f"the plan keeps optimizer states of {layers} layers on hosts, and {type(optimizer).__name__} keeps all of them on the"
-            ' GPU. Expected were backend="autohete" and an optimizer of autohete_fx, which move states within memory_budget. Give'
-            " both, plan for less memory a GPU, or see that there is enough",
-            stacklevel=3,
-        )
+    if not layers:
+        return None
+    return (
+        f"the plan keeps optimizer states of {layers} layers on hosts, and {type(optimizer).__name__} keeps all of them on the"
+        ' GPU. Expected were backend="autohete" and an optimizer of autohete_fx, which move states within memory_budget. Give'
+        " both, plan for less memory a GPU, or see that there is enough"
+    )
 
 
-def warn_of_wholes(plan: ClusterPlan, backend: str) -> None:
-    """Warn where a backend keeps whole parameters of sharded stages. The result is the same, in more memory."""
-    if plan.has_shards:
-        warnings.warn(
-            f"the plan has stages whose GPUs hold shards, and the backend {backend!r} keeps parameters whole from each forward to"
-            ' its backward. Expected was backend="autohete", which gathers them again within memory_budget. Give it, or see that'
-            " there is enough memory",
-            stacklevel=3,
-        )
+def kept_wholes(plan: ClusterPlan, backend: str) -> str | None:
+    """A warning where a backend keeps whole parameters of sharded stages. The result is the same, in more memory."""
+    if not plan.has_shards:
+        return None
+    return (
+        f"the plan has stages whose GPUs hold shards, and the backend {backend!r} keeps parameters whole from each forward to"
+        ' its backward. Expected was backend="autohete", which gathers them again within memory_budget. Give it, or see that'
+        " there is enough memory"
+    )
 
 
 def check_runs(plan: ClusterPlan, layer_map: LayerMap, model: str, *, samples: int, is_compiled: bool) -> None:

@@ -5,6 +5,7 @@ own stage alone. Training goes on with the newest complete save.
 """
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,8 @@ def join(
     job = ranks.on_each(
         lambda: _begun(recipe, part, ranks, compiler, batch, weights, store=store, restored=restored, job_log=job_log)
     )
+    for words in compiler.more_memory(job.deployment.plan, job.optimizer):
+        warnings.warn(words, stacklevel=2)
     _report(job, job_log, restored, ranks, time.perf_counter() - start)
     if backend is not None:
         job_log.say("the first step compiles the stages, where no cache has them")
@@ -163,7 +166,7 @@ def _begun(
         layout=part.layout,
         unit=part.unit,
         stage=stage,
-        run=part.run(stage, compiler, example, ranks.device) if stage else None,
+        run=part.stage_run(stage, compiler, example, ranks.device) if stage else None,
         group=ranks.group,
         watch=part.watch,
         groups=part.sums,
@@ -172,7 +175,6 @@ def _begun(
         job_log=job_log,
         began=restored.save if restored else None,
     )
-    compiler.warn_of_memory(part.deployment.plan, job.optimizer)
     if restored is not None:
         job.step = restored.step
         restore_states(job.params, job.optimizer, restored.tensors, job.held)

@@ -51,7 +51,7 @@ class RankPart:
     unit: Unit | None
     pipelines: Groups
     sums: SumGroups
-    watch: Any
+    watch: dist.ProcessGroup
 
     def pieces(self) -> list[Piece]:
         """The pieces of parameters that the rank has."""
@@ -77,7 +77,7 @@ class RankPart:
             unit=self.unit,
         )
 
-    def run(self, stage: StageModule, compiler: StageCompiler, example: Batch, device: torch.device) -> StageRun:
+    def stage_run(self, stage: StageModule, compiler: StageCompiler, example: Batch, device: torch.device) -> StageRun:
         """The schedule of that stage's passes."""
         assert self.seat is not None
         return StageRun(

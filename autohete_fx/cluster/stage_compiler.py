@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autohete_fx.cluster.deploy import Deployment, Seat, warn_of_offloads, warn_of_wholes
+from autohete_fx.cluster.deploy import Deployment, Seat, kept_wholes, states_on_device
 from autohete_fx.cluster.memory import in_flight
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.stage_module import StageModule
@@ -43,7 +43,7 @@ class StageCompiler:
         return torch.compile(stage, backend=self.backend, options=options)
 
     def compiled_in(self, deployment: Deployment, seat: Seat, stage: StageModule) -> Any:
-        """Likewise, in its seat: our backend is told which passes the stage runs, and in how much memory."""
+        """The stage of a seat as the job runs it. Our backend is told which passes it runs, and in how much memory."""
         if not self.is_autohete:
             return self.compiled(stage)
         pipeline = deployment.plan.pipelines[seat.pipeline]
@@ -51,9 +51,11 @@ class StageCompiler:
         told = {"micro_batches": pipeline.micro_batches, "in_flight": held, "memory_budget": self.memory_budget}
         return self.compiled(stage, told)
 
-    def warn_of_memory(self, plan: ClusterPlan, optimizer: object) -> None:
-        """Warn where a plan's memory is less than the stages will take, because only our backend and optimizers keep to it."""
+    def more_memory(self, plan: ClusterPlan, optimizer: object) -> list[str]:
+        """Why stages will take more memory than a plan says, in sentences: only our backend and optimizers keep to it."""
+        reasons: list[str | None] = []
         if not (self.is_autohete and isinstance(optimizer, PlannedOptimizer | None)):
-            warn_of_offloads(plan, optimizer)
+            reasons.append(states_on_device(plan, optimizer))
         if not self.is_autohete:
-            warn_of_wholes(plan, str(getattr(self.backend, "__name__", self.backend)))
+            reasons.append(kept_wholes(plan, str(getattr(self.backend, "__name__", self.backend))))
+        return [reason for reason in reasons if reason is not None]

@@ -5,9 +5,7 @@ questions that were asked before.
 """
 
 import argparse
-import contextlib
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from autohete_fx.arguments import BATCH, DTYPES, MOST_RANKS, TIME_LIMIT_S
 from autohete_fx.cluster.plan import ClusterPlan
@@ -46,24 +44,11 @@ def _answer(parsed: argparse.Namespace, stages: Stages) -> Answer:
 
 
 def _for_device(parsed: argparse.Namespace, questions: Sequence[Question], stages: Stages) -> Answer:
-    with _no_collections():
-        stages.begin("importing")
-        from autohete_fx.commands import planning
+    stages.begin("importing")
+    from autohete_fx.commands import planning
 
-        stages.end("PyTorch and its compiler")
-        return planning.answer(parsed, questions, stages)
-
-
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """Garbage stays until the end: imports and graphs make so many objects that looking for it takes a fifth of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    stages.end("PyTorch and its compiler")
+    return planning.answer(parsed, questions, stages)
 
 
 def _jobs(parsed: argparse.Namespace) -> list[Job]:

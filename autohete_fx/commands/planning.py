@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autohete_fx.arguments import DTYPES, POINTS, TIME_LIMIT_OF_BLOCK_S, TIME_LIMIT_S
+from autohete_fx.arguments import DTYPES, POINTS, TIME_LIMIT_S, WORK_OF_BLOCK_S
 from autohete_fx.commands.answers import Answer
 from autohete_fx.commands.question import Question
 from autohete_fx.compiler.problem import with_disk
@@ -51,17 +51,19 @@ def answer(parsed: argparse.Namespace, questions: Sequence[Question], stages: St
     (question,) = questions
     asked = _ask(parsed, question, stages)
     step, problem, setting = asked.step, asked.problem, asked.setting
-    tokens, limit_s = setting.batch * setting.seq, _limit_s(parsed, problem)
+    tokens, limit_s, work_s = setting.batch * setting.seq, parsed.time_limit or TIME_LIMIT_S, _work_s(parsed, problem)
     stages.begin("planning")
     if parsed.sweep:
-        sweep = sweep_budgets(step, problem, tokens=tokens, num_points=parsed.points or POINTS, time_limit_s=limit_s)
+        sweep = sweep_budgets(
+            step, problem, tokens=tokens, num_points=parsed.points or POINTS, time_limit_s=limit_s, work_s=work_s
+        )
         if parsed.plot:
             draw_sweep(setting, sweep, parsed.plot)
         return Answer(text=sweep_json(setting, sweep) if parsed.json else sweep_text(setting, sweep))
-    given = predict(step, problem, "as given", tokens=tokens, time_limit_s=limit_s)
+    given = predict(step, problem, "as given", tokens=tokens, time_limit_s=limit_s, work_s=work_s)
     stages.end(plan_words(given.plan, problem.device_budget_bytes))
     stages.begin("more")
-    more = with_more(step, given, time_limit_s=limit_s / 2)
+    more = with_more(step, given, time_limit_s=limit_s / 2, work_s=work_s and work_s / 2)
     stages.end("tried more of each resource")
     text = (
         prediction_json(setting, given, more)
@@ -74,21 +76,21 @@ def answer(parsed: argparse.Namespace, questions: Sequence[Question], stages: St
 def _scaling(parsed: argparse.Namespace, questions: Sequence[Question], stages: Stages) -> str:
     """The sweep over numbers of ranks."""
     asked = [_ask(parsed, question, stages) for question in questions]
-    setting, limit_s = asked[-1].setting, _limit_s(parsed, asked[-1].problem)
+    setting, limit_s, work_s = asked[-1].setting, parsed.time_limit or TIME_LIMIT_S, _work_s(parsed, asked[-1].problem)
     tokens = setting.batch * setting.seq
     stages.begin("planning")
-    points = tuple(predict_if_any(a.step, a.problem, tokens=tokens, time_limit_s=limit_s) for a in asked)
+    points = tuple(predict_if_any(a.step, a.problem, tokens=tokens, time_limit_s=limit_s, work_s=work_s) for a in asked)
     if not any(points):
         predict(
-            asked[-1].step, asked[-1].problem, "planned", tokens=tokens, time_limit_s=limit_s
+            asked[-1].step, asked[-1].problem, "planned", tokens=tokens, time_limit_s=limit_s, work_s=work_s
         )  # raises, and says why
     scaling = Scaling(num_ranks=tuple(question.job.num_ranks for question in questions), points=points)
     return scaling_json(setting, scaling) if parsed.json else scaling_text(setting, scaling)
 
 
-def _limit_s(parsed: argparse.Namespace, problem: Problem) -> float:
-    """Of each solve. Few blocks leave little to find, and who asks for a preview waits."""
-    return parsed.time_limit or min(TIME_LIMIT_S, TIME_LIMIT_OF_BLOCK_S * len(problem.costs))
+def _work_s(parsed: argparse.Namespace, problem: Problem) -> float | None:
+    """Of each solve, unless its time was given. Few blocks leave little to find, and who asks for a preview waits."""
+    return None if parsed.time_limit else WORK_OF_BLOCK_S * len(problem.costs)
 
 
 def _ask(parsed: argparse.Namespace, question: Question, stages: Stages) -> _Asked:

@@ -93,7 +93,7 @@ def check(parsed: argparse.Namespace) -> None:
             cluster.require_prices()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Refusal:
     """Options that do not go with others.
 
@@ -104,71 +104,103 @@ class _Refusal:
     """
 
     words: str
-    options: str
+    options: tuple[str, ...]
     where: Callable[[argparse.Namespace], object]
 
 
 _ELSEWHERE = (
     _Refusal(
-        "{option} is about a sweep of budgets; give --sweep budget too",
-        "--plot",
-        lambda parsed: parsed.sweep != "budget" and not parsed.cluster,
+        words="{option} is about a sweep of budgets; give --sweep budget too",
+        options=("--plot",),
+        where=lambda parsed: parsed.sweep != "budget" and not parsed.cluster,
     ),
     _Refusal(
-        "{option} is about a sweep of budgets; give --sweep budget too",
-        "--points",
-        lambda parsed: parsed.sweep != "budget",
+        words="{option} is about a sweep of budgets; give --sweep budget too",
+        options=("--points",),
+        where=lambda parsed: parsed.sweep != "budget",
     ),
     _Refusal(
-        "{option} is about clusters; give --cluster too, or leave it out",
-        "--costs --symmetric-tp --max-tp --max-shards --given --spot --solver --objective",
-        lambda parsed: not parsed.cluster,
+        words="{option} is about clusters; give --cluster too, or leave it out",
+        options=(
+            "--costs",
+            "--symmetric-tp",
+            "--max-tp",
+            "--max-shards",
+            "--given",
+            "--spot",
+            "--solver",
+            "--objective",
+        ),
+        where=lambda parsed: not parsed.cluster,
     ),
     _Refusal(
-        "{option} is about GPUs that are alike; leave it out, or name a --device instead of a --cluster",
-        "--sweep --ranks --nodes --replicas --node-rate --budget --host-budget --micro-batches --overlap --clip",
-        lambda parsed: parsed.cluster,
+        words="{option} is about GPUs that are alike; leave it out, or name a --device instead of a --cluster",
+        options=(
+            "--sweep",
+            "--ranks",
+            "--nodes",
+            "--replicas",
+            "--node-rate",
+            "--budget",
+            "--host-budget",
+            "--micro-batches",
+            "--overlap",
+            "--clip",
+        ),
+        where=lambda parsed: parsed.cluster,
     ),
     _Refusal(
-        "{option} is about a search, and --given prices one plan; leave one of the two out",
-        "--symmetric-tp --max-tp --max-shards --solver --objective --time-limit --explain",
-        lambda parsed: parsed.given,
+        words="{option} is about a search, and --given prices one plan; leave one of the two out",
+        options=(
+            "--symmetric-tp",
+            "--max-tp",
+            "--max-shards",
+            "--solver",
+            "--objective",
+            "--time-limit",
+            "--explain",
+        ),
+        where=lambda parsed: parsed.given,
     ),
 )
 _IN_SWEEPS = (
     _Refusal(
-        "{option} writes one plan, and a sweep makes several; leave one of the two out",
-        "--save",
-        lambda parsed: parsed.sweep,
+        words="{option} writes one plan, and a sweep makes several; leave one of the two out",
+        options=("--save",),
+        where=lambda parsed: parsed.sweep,
     ),
     _Refusal(
-        "{option} explains one plan, and a sweep makes several; leave one of the two out",
-        "--explain",
-        lambda parsed: parsed.sweep,
+        words="{option} explains one plan, and a sweep makes several; leave one of the two out",
+        options=("--explain",),
+        where=lambda parsed: parsed.sweep,
     ),
     _Refusal(
-        "--sweep ranks was given with {option} {value}. Expected was one node, on which the sweep puts all ranks. Leave {option}"
-        " out, or --sweep",
-        "--nodes",
-        lambda parsed: parsed.sweep == "ranks",
+        words=(
+            "--sweep ranks was given with {option} {value}. Expected was one node, on which the sweep puts all ranks. Leave"
+            " {option} out, or --sweep"
+        ),
+        options=("--nodes",),
+        where=lambda parsed: parsed.sweep == "ranks",
     ),
     _Refusal(
-        "--sweep ranks was given with {option} {value}. Expected was one copy of the model, which the sweep shards over all ranks."
-        " Leave {option} out, or --sweep",
-        "--replicas",
-        lambda parsed: parsed.sweep == "ranks",
+        words=(
+            "--sweep ranks was given with {option} {value}. Expected was one copy of the model, which the sweep shards over all"
+            " ranks. Leave {option} out, or --sweep"
+        ),
+        options=("--replicas",),
+        where=lambda parsed: parsed.sweep == "ranks",
     ),
 )
 _WITH_SCIP = (
     _Refusal(
-        "{option} was given with --solver scip, whose plans have one degree anyway; leave it out",
-        "--symmetric-tp",
-        lambda parsed: parsed.solver == "scip",
+        words="{option} was given with --solver scip, whose plans have one degree anyway; leave it out",
+        options=("--symmetric-tp",),
+        where=lambda parsed: parsed.solver == "scip",
     ),
     _Refusal(
-        "{option} was given with --solver scip, whose plans have no shards anyway; leave it out",
-        "--max-shards",
-        lambda parsed: parsed.solver == "scip",
+        words="{option} was given with --solver scip, whose plans have no shards anyway; leave it out",
+        options=("--max-shards",),
+        where=lambda parsed: parsed.solver == "scip",
     ),
 )
 
@@ -176,7 +208,7 @@ _WITH_SCIP = (
 def _refuse(parsed: argparse.Namespace, refusals: Sequence[_Refusal]) -> None:
     """Raise OptionError for the first option that was given where it says nothing."""
     for refusal in refusals:
-        for option in refusal.options.split():
+        for option in refusal.options:
             value = getattr(parsed, option.removeprefix("--").replace("-", "_"))
             if value and value != PLAN[option].get("default") and refusal.where(parsed):
                 raise OptionError(refusal.words.format(option=option, value=value))

@@ -205,7 +205,7 @@ def _plain_host_tensors(device: torch.device, directory: str) -> MakeHostTensor:
 
 
 def _update_figures(device: torch.device, make: MakeTensor, make_on_host: MakeTensor, num_ranks: int) -> dict[str, Any]:
-    """Rates of updates on the device and on the host, and what the host's cores do beside them."""
+    """Rates of updates on the device and on the host, and of products on the host where it has cores beside those of the device."""
     on_device = update_rate(device, make)
     figures: dict[str, Any] = {"device_update_params_per_s": on_device, "host_update_params_per_s": on_device}
     threads = threads_of_all(num_ranks, on_device=device.type == "cpu")

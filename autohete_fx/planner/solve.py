@@ -47,6 +47,7 @@ from autohete_fx.planner.search.replays import Replays
 from autohete_fx.planner.search.rounding import rounded, supported_choices, wasted_seconds
 from autohete_fx.planner.search.starts import simple_choices, starts
 
+_Decisions = tuple[BlockDecision, ...]
 OPTIMAL_GAP = 0.005
 """A plan whose gap is at most this has status ``optimal``; for less, nothing is moved."""
 
@@ -55,20 +56,22 @@ def solve(
     problem: Problem,
     *,
     time_limit_s: float = 10.0,
+    work_s: float | None = None,
     explains: bool = True,
-    near: Sequence[tuple[BlockDecision, ...]] = (),
+    near: Sequence[_Decisions] = (),
 ) -> Plan:
     """The fastest plan found that keeps the budgets. ``explains``: whether it says why, which takes a part of the time.
 
     ``near`` are decisions from which a good plan is near, though they may not keep the budgets.
     Equal problems get equal decisions, because work is counted, not timed. On a machine so slow that ``time_limit_s`` comes
     first (seconds of the clock, for all of it but tables and patterns), they may differ. Relaxations and dives have a share of it.
+    ``work_s``: for as many seconds of a usual core work is counted out, if fewer than ``time_limit_s``.
     ``Plan.status`` is ``optimal`` where ``Plan.gap`` is at most ``OPTIMAL_GAP``, else ``feasible``.
 
     Raises InfeasiblePlanError where no plan keeps the budgets.
     """
     began = time.monotonic()
-    decisions, bound_s = _solved(problem, time_limit_s, near)
+    decisions, bound_s = _solved(problem, time_limit_s, min(time_limit_s, work_s or time_limit_s), near)
     plan = evaluate(problem, decisions, "feasible")
     assert fits(problem, plan), "the search's memory and the replay's disagree"
     bound_s = min(bound_s, plan.step_s)
@@ -90,9 +93,9 @@ def proven(problem: Problem, plan: Plan, *, time_limit_s: float) -> Plan:
 
 
 def _solved(
-    problem: Problem, time_limit_s: float, near: Sequence[tuple[BlockDecision, ...]]
-) -> tuple[tuple[BlockDecision, ...], float]:
-    """Decisions that keep the budgets and a lower bound in seconds."""
+    problem: Problem, time_limit_s: float, work_s: float, near: Sequence[_Decisions]
+) -> tuple[_Decisions, float]:
+    """_Decisions that keep the budgets and a lower bound in seconds."""
     stay = tuple(choices(problem, block)[0] for block in range(len(problem.costs)))
     replayed = simulate(problem, stay, events=False)
     bound_s = work_bound_s(problem)
@@ -102,7 +105,7 @@ def _solved(
     deadline = time.monotonic() + (1 - effort.REASONS_SHARE) * time_limit_s
     if not problem.costs:
         raise infeasible(problem, deadline=deadline)
-    found = _Found(problem, time_limit_s, deadline, near)
+    found = _Found(problem, time_limit_s, work_s, deadline, near)
     found.look(bound_s)
     best, best_s = found.judged()
     if stays and replayed.step_s <= best_s * (1 + OPTIMAL_GAP):
@@ -124,24 +127,20 @@ class _Found:
     """The best decisions and the best bound so far."""
 
     def __init__(
-        self,
-        problem: Problem,
-        time_limit_s: float,
-        deadline: float,
-        given: Sequence[tuple[BlockDecision, ...]],
+        self, problem: Problem, time_limit_s: float, work_s: float, deadline: float, given: Sequence[_Decisions]
     ) -> None:
-        self.problem, self.time_limit_s, self.deadline = problem, time_limit_s, deadline
+        self.problem, self.time_limit_s, self.work_s, self.deadline = problem, time_limit_s, work_s, deadline
         self.num_blocks = len(problem.costs)
         allowed = [set(choices(problem, block)) for block in range(self.num_blocks)]
         self.given = [each for each in given if all(map(_is_among, each, allowed))]
-        self.best: tuple[BlockDecision, ...] = ()
-        self.patterns: list[tuple[BlockDecision, ...]] = []  # that keep the budgets, and differ
-        self.near: list[tuple[BlockDecision, ...]] = []  # likewise, the relaxation
+        self.best: _Decisions = ()
+        self.patterns: list[_Decisions] = []  # that keep the budgets, and differ
+        self.near: list[_Decisions] = []  # likewise, the relaxation
         self.best_s = self.best_score = float("inf")
         self.bound_s = self.relaxed_s = 0.0
         self.shares: list[tuple[NDArray[np.float64], ...]] = []  # of the relaxation, and with whole numbers for lumps
         self.lengthening: Lengthening = {}
-        self.judge = Judge(problem, time_limit_s)
+        self.judge = Judge(problem, work_s)
 
     def look(self, bound_s: float) -> None:
         """Search, with a bound to begin with. Raises InfeasiblePlanError."""
@@ -177,7 +176,7 @@ class _Found:
             self._search_beside(search)
             self.bound_s = max(self.bound_s, branched.result().bound_s)
 
-    def judged(self) -> tuple[tuple[BlockDecision, ...], float]:
+    def judged(self) -> tuple[_Decisions, float]:
         """The best and its step. Contention the search estimates only: then the simulator chooses among the best."""
         if self.problem.machine.contention:
             self.best, self.best_s = self.judge.best_of(max(effort.FEWEST_JUDGED, self.judge.most))
@@ -207,7 +206,7 @@ class _Found:
             ends = ends_of(self.problem)
             return branch(bounding, branches=effort.LUMP_BRANCHES, deadline=self.deadline, blocks=ends)
         in_a_second = min(effort.MOST_BRANCHES_PER_SECOND, effort.BRANCHES_PER_SECOND / self.num_blocks**3)
-        branches = 1 + int(self.time_limit_s * in_a_second / self._slower)
+        branches = 1 + int(self.work_s * in_a_second / self._slower)
         return branch(bounding, branches=branches, deadline=self.deadline)
 
     def _search_far(self, search: Search, relaxed: Relaxed | None) -> None:
@@ -270,7 +269,7 @@ class _Found:
         if sends_at_once(self.problem):
             share /= max(effort.SHARED_LANE, self.num_blocks / effort.SHARED_LANE_BLOCKS)
         share *= (effort.RUN_INSTEAD if self._walks_first else 1) / self._slower
-        return share * self.time_limit_s * effort.WALKED_BLOCKS_PER_SECOND
+        return share * self.work_s * effort.WALKED_BLOCKS_PER_SECOND
 
     def _search(self, options: Sequence[Sequence[BlockDecision]] | None) -> Search:
         """A search among ``options``, or all choices, and always those of what was found so far."""
@@ -367,14 +366,14 @@ class _Found:
             if self._is_done or best_score <= enough_s or best_score > first_score * (1 - effort.STAGNANT):
                 return
 
-    def _anything(self) -> tuple[BlockDecision, ...]:
+    def _anything(self) -> _Decisions:
         decisions = least_peak(self.problem, deadline=self.deadline)
         if decisions is None or not fits(self.problem, simulate(self.problem, decisions, events=False)):
             raise infeasible(self.problem, deadline=self.deadline)
         return decisions
 
     def _allow(self, search: Search, share: float) -> None:
-        search.work_left = int(share * self.time_limit_s * effort.REPLAYED_BLOCKS_PER_SECOND)
+        search.work_left = int(share * self.work_s * effort.REPLAYED_BLOCKS_PER_SECOND)
 
     def _solve_program(self, search: Search, ahead: int, share: float) -> None:
         """Improve what a program decides, and learn from what it proves."""
@@ -382,7 +381,7 @@ class _Found:
             return
         program = Program(self.problem)
         program.minimize_step(ahead=ahead)
-        limit_s = share * self.time_limit_s
+        limit_s = share * self.work_s
         answer = program.solve(limit_s=limit_s, deadline=self.deadline, hint=self.best, in_seconds=True)
         if ahead > 1:
             self.bound_s = max(self.bound_s, answer.bound)

@@ -17,9 +17,12 @@ from autohete_fx.planner.solve import solve
 
 
 def plans_by_budget(
-    problem: Problem, *, largest_bytes: int, num_points: int, time_limit_s: float
+    problem: Problem, *, largest_bytes: int, num_points: int, time_limit_s: float, work_s: float | None = None
 ) -> Iterator[tuple[Problem, Plan]]:
     """Problems with evenly spaced device budgets, the smallest feasible one first, ``largest_bytes`` last, each with its plan.
+
+    ``time_limit_s`` and ``work_s`` are those of each `solve`.
+
 
     Raises InfeasiblePlanError where nothing fits the device, or the host budget.
     """
@@ -29,7 +32,7 @@ def plans_by_budget(
         room = max(0, largest_bytes - smallest_bytes)
         budget_bytes = smallest_bytes + room * place // max(1, num_points - 1)
         here = replace(problem, device_budget_bytes=budget_bytes)
-        known = no_worse(here, known, time_limit_s)
+        known = no_worse(here, known, time_limit_s, work_s)
         yield here, known
         if budget_bytes >= largest_bytes:
             return
@@ -40,14 +43,14 @@ def undecided_peak_bytes(problem: Problem) -> int:
     return keep_all(problem).peak_bytes
 
 
-def no_worse(problem: Problem, known: Plan, time_limit_s: float) -> Plan:
+def no_worse(problem: Problem, known: Plan, time_limit_s: float, work_s: float | None = None) -> Plan:
     """The solver's plan, or a known plan that fits too where the search, which is not exhaustive, found none as fast; neither says
     why."""
     replayed = evaluate(problem, known.decisions, known.status)
     if not fits(problem, replayed):
-        return solve(problem, time_limit_s=time_limit_s, explains=False)
+        return solve(problem, time_limit_s=time_limit_s, work_s=work_s, explains=False)
     try:
-        found = solve(problem, time_limit_s=time_limit_s, explains=False)
+        found = solve(problem, time_limit_s=time_limit_s, work_s=work_s, explains=False)
     except InfeasiblePlanError:  # the search ended before it came to what is known to fit
         return replayed
     if replayed.step_s >= found.step_s:

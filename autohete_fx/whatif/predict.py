@@ -49,9 +49,12 @@ class Prediction:
 # -- from a model to a problem ---------------------------------------------------------------------------------------
 
 
-def predict(step: TracedStep, problem: Problem, name: str, *, tokens: int, time_limit_s: float) -> Prediction:
-    """Solve one problem of a traced step; ``tokens`` of one micro-batch of one rank. Raises InfeasiblePlanError."""
-    return _prediction(step, problem, name, tokens, solve(problem, time_limit_s=time_limit_s))
+def predict(
+    step: TracedStep, problem: Problem, name: str, *, tokens: int, time_limit_s: float, work_s: float | None = None
+) -> Prediction:
+    """Solve one problem of a traced step; ``tokens`` of one micro-batch of one rank; limits as for `solve`. Raises
+    InfeasiblePlanError."""
+    return _prediction(step, problem, name, tokens, solve(problem, time_limit_s=time_limit_s, work_s=work_s))
 
 
 def _prediction(step: TracedStep, problem: Problem, name: str, tokens: int, plan: Plan) -> Prediction:
@@ -66,8 +69,10 @@ def _prediction(step: TracedStep, problem: Problem, name: str, tokens: int, plan
     )
 
 
-def with_more(step: TracedStep, given: Prediction, *, time_limit_s: float) -> list[Prediction]:
-    """The gain from more of each resource.
+def with_more(
+    step: TracedStep, given: Prediction, *, time_limit_s: float, work_s: float | None = None
+) -> list[Prediction]:
+    """The gain from more of each resource; limits as for `solve`.
 
     That is a quarter more device memory, twice the host link, twice the CPU's updates, and of several ranks twice the link between
     them. Where updates begin at the step, it has the gain of letting them begin in backward, too.
@@ -96,7 +101,9 @@ def with_more(step: TracedStep, given: Prediction, *, time_limit_s: float) -> li
     tokens = given.tokens // (problem.micro_batches * problem.num_ranks * problem.num_replicas)
 
     def plan_of(variant: Problem) -> Plan:
-        return given.plan if is_spare and variant is more_memory else no_worse(variant, given.plan, time_limit_s)
+        return (
+            given.plan if is_spare and variant is more_memory else no_worse(variant, given.plan, time_limit_s, work_s)
+        )
 
     return [_prediction(step, variant, name, tokens, plan_of(variant)) for name, variant in variants.items()]
 
@@ -129,15 +136,25 @@ class Sweep:
     capacity_bytes: int
 
 
-def predict_if_any(step: TracedStep, problem: Problem, *, tokens: int, time_limit_s: float) -> Prediction | None:
+def predict_if_any(
+    step: TracedStep, problem: Problem, *, tokens: int, time_limit_s: float, work_s: float | None = None
+) -> Prediction | None:
     """The solved problem; None where no plan keeps its budgets."""
     try:
-        return predict(step, problem, "planned", tokens=tokens, time_limit_s=time_limit_s)
+        return predict(step, problem, "planned", tokens=tokens, time_limit_s=time_limit_s, work_s=work_s)
     except InfeasiblePlanError:
         return None
 
 
-def sweep_budgets(step: TracedStep, problem: Problem, *, tokens: int, num_points: int, time_limit_s: float) -> Sweep:
+def sweep_budgets(
+    step: TracedStep,
+    problem: Problem,
+    *,
+    tokens: int,
+    num_points: int,
+    time_limit_s: float,
+    work_s: float | None = None,
+) -> Sweep:
     """Solve for budgets from the smallest feasible to the least that needs no decision, or the device's capacity.
 
     Raises InfeasiblePlanError where nothing fits the device, or the host budget.
@@ -148,7 +165,9 @@ def sweep_budgets(step: TracedStep, problem: Problem, *, tokens: int, num_points
     )
     capacity = problem.machine.device_bytes
     largest = min(capacity, undecided_peak_bytes(problem))
-    solved = plans_by_budget(problem, largest_bytes=largest, num_points=num_points, time_limit_s=time_limit_s)
+    solved = plans_by_budget(
+        problem, largest_bytes=largest, num_points=num_points, time_limit_s=time_limit_s, work_s=work_s
+    )
     points = [_prediction(step, here, "planned", tokens, plan) for here, plan in solved]
     baselines = tuple(p for p in replayed if fits(within_host, p.plan))
     return Sweep(points=tuple(points), baselines=baselines, capacity_bytes=capacity)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -175,6 +176,27 @@ def joined(plan: ClusterPlan, build: Callable[[], nn.Module] | None = None, **ho
         "member": cluster.Member(node=nodes[dist.get_rank()], gpu="cpu"),
     }
     return cluster.join(build or (lambda: Model(3, True)), loss_of, **{**given, **how})
+
+
+def warned() -> list[list[str]]:
+    """The file and the words of each warning of a job whose plan has states on the host and shards."""
+    torch.set_default_dtype(torch.float64)
+    plan = plan_of([(2, 1, [4], 1, 2)])
+    (pipeline,) = plan.pipelines
+    stages = tuple(replace(stage, offloaded=2) for stage in pipeline.stages)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        cluster.join(
+            lambda: made_model(3, True),
+            loss_of,
+            example=load(range(1)),
+            global_batch=plan.global_batch,
+            plan=replace(plan, pipelines=(replace(pipeline, stages=stages),)),
+            optimizer=made_optimizer("torch"),
+            backend="eager",
+            member=cluster.Member(node="node-0", gpu="cpu"),
+        )
+    return [[Path(each.filename).name, str(each.message)] for each in found if "the plan" in str(each.message)]
 
 
 def early_sums(job: cluster.Job) -> list[int]:

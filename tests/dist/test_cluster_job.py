@@ -53,6 +53,14 @@ def test_a_job_of_any_plan_equals_one_process(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_memory_that_only_our_backend_keeps_to_is_told_where_the_job_is_joined(tmp_path: Path):
+    for states, wholes in run("tests.dist.cluster_jobs.warned", tmp_path):
+        assert states[0] == wholes[0] == "cluster_jobs.py"
+        assert "keeps optimizer states of 2 layers on hosts, and AdamW keeps all of them" in states[1]
+        assert "the backend 'eager' keeps parameters whole" in wholes[1]
+
+
+@pytest.mark.slow
 def test_plans_that_hypothesis_draws_equal_one_process(tmp_path: Path):
     first, *others = run("tests.dist.drawn_jobs.exact", tmp_path, 6, STEPS, EXACT, num_ranks=6)
     assert len(first) >= 6 and all(trained == first for trained in others)

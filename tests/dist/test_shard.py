@@ -358,6 +358,9 @@ def refusals() -> dict[str, Any]:
     found["LSTM"] = refusal(lambda: shard(nn.LSTM(128, 128), mesh()))
     found["meta"] = refusal(lambda: shard(nn.Linear(128, 128, device="meta"), mesh()))
     found["one meta"] = refusal(lambda: shard(nn.Linear(128, 128, device="meta" if rank else "cpu"), mesh()))
+    kept = nn.Linear(128, 128)
+    kept.also = [kept.weight] if rank else []
+    found["one keeps"] = refusal(lambda: shard(kept, mesh()))
     replaced = shard(make(), mesh())
     replaced.head.weight = nn.Parameter(torch.zeros(131, 96))
     found["replaced"] = refusal(lambda: replaced.head.weight)
@@ -378,10 +381,11 @@ def test_wrong_use_is_an_error_that_says_what_to_do(of_two: dict[str, list[Any]]
         assert "the models of ranks" in found["elsewhere"] and "'meta'" in found["elsewhere"], found["elsewhere"]
         assert "_flat_weights" in found["LSTM"] and "no values yet" in found["meta"]
         assert "Replace parameters within" in found["replaced"]
-        assert "the parameter weight has no values yet" in found["one meta"]
         for name in ("Muon", "early Muon"):
             text = found.pop(name)
             assert text.startswith("OptimizerStateError") and "of which this rank holds (151, 96)" in text, text
         assert all(text.startswith("ShardError") for text in found.values() if isinstance(text, str))
-    told, own = (found["one meta"] for found in of_two["refusals"])
-    assert "rank 1 cannot shard its model" in told and "rank 1 cannot" not in own
+    for name, words in (("one meta", "no values yet"), ("one keeps", "its attribute also")):
+        told, own = (found[name] for found in of_two["refusals"])
+        assert "rank 1 cannot shard its model: the " in told and words in told, told
+        assert "rank 1 cannot" not in own and words in own, own

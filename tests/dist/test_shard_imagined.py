@@ -121,6 +121,7 @@ def test_every_rank_finds_the_same_plan_by_itself(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("AUTOHETE_CACHE_DIR", str(tmp_path / str(rank)))
         made = compiled_by(rank, profile="analytic", memory_budget="5MiB")
         digests.append(made.plan.digest)
+        assert made.problem is not None
         problems.append(made.problem)
         assert problems[-1] == problems[0]
         texts.append(graphs_in(made))

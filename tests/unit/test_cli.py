@@ -224,3 +224,17 @@ def test_a_process_of_a_plan_collects_no_garbage_and_others_do(monkeypatch: pyte
     finally:
         gc.enable()
     assert collects == [False, True, True] and ended == [3]
+
+
+def test_a_plan_whose_reader_has_gone_ends_without_a_traceback():
+    code = (
+        "import sys; from autohete_fx import cli; sys.argv = ['autohete', 'plan'];"
+        " cli.main = lambda: print('x' * 2**20) or 0; sys.exit(cli.command())"
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ended = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (1, "")

@@ -24,7 +24,7 @@ PeakOf = Callable[[Callable[[], Any]], tuple[int, Any]]
 
 _active: ContextVar["Probe | None"] = ContextVar("autohete_probe", default=None)
 _MOST_RUNS = 5
-"""Of an operator whose first two runs do not take the same; the most that two of them take counts.
+"""Of an operator, until two runs in turn take the same; the most that two of them take counts.
 
 Other threads may take or free memory meanwhile, and so may finalizers. The first time, libraries try algorithms and take what
 they keep.
@@ -86,7 +86,7 @@ class Probe:
             try:
                 real_args, real_kwargs = tree_map(_real, (args, kwargs))
                 own = {_address(t) for t in _tensors((real_args, real_kwargs))}
-                while len(found) < 2 or (found[0] != found[1] and len(found) < _MOST_RUNS):
+                while len(found) < 2 or (found[-1] != found[-2] and len(found) < _MOST_RUNS):
                     peak_bytes, result = self._peak_of(lambda: target(*real_args, **real_kwargs))
                     made = {_address(t): t.untyped_storage().nbytes() for t in _tensors(result)}
                     found.append(max(0, peak_bytes - sum(made[address] for address in made.keys() - own)))

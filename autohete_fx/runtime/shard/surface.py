@@ -21,10 +21,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from autohete_fx.errors import ShardError
 from autohete_fx.graph.ops import SMALLEST_COPY_BYTES
@@ -139,31 +140,41 @@ def _hold_locals(model: nn.Module) -> None:
 
 
 def _check(model: nn.Module, named: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
-    refused = next(filter(None, (_refused(name, param) for name, param in named.items())), None)
+    refused = _refusal(model, named, is_divided=ranks.count > 1 or ranks.tensor_parallel is not None)
     tensors = (*named.items(), *model.named_buffers()) if refused is None else ()
     described = [(name, tuple(t.shape), str(t.dtype), t.device.type, t.requires_grad) for name, t in tensors]
     everywhere, refusals = zip(*ranks.exchange((described, refused)), strict=True)
     if refused is not None:
         raise ShardError(refused)
-    for rank, theirs in enumerate(refusals):
+    numbers = dist.get_process_group_ranks(ranks.control)
+    for rank, theirs in zip(numbers, refusals, strict=True):
         if theirs is not None:
             raise ShardError(f"rank {rank} cannot shard its model: {theirs}")
-    other = next((rank for rank, theirs in enumerate(everywhere) if theirs != described), None)
+    other = next((at for at, theirs in enumerate(everywhere) if theirs != described), None)
     if other is not None:
-        difference = next((a, b) for a, b in _pairs(described, everywhere[other]) if a != b)
+        mine, theirs = next((a, b) for a, b in _pairs(described, everywhere[other]) if a != b)
         raise ShardError(
-            f"the models of ranks {ranks.number} and {other} differ: {difference[0]} and {difference[1]}. Expected were the same"
+            f"the models of ranks {numbers[ranks.number]} and {numbers[other]} differ: {mine} and {theirs}. Expected were the same"
             " parameters and buffers in the same order, on devices of one kind. Build the model alike on all ranks"
         )
     for name, tensor in tensors:  # each rank raises what the others raise
         ranks.check_device(tensor.device.type, f"{name} of the model")
-    if ranks.count > 1 or ranks.tensor_parallel is not None:
-        check_references(model)
 
 
 def _pairs(mine: list[Any], theirs: list[Any]) -> Iterator[tuple[Any, Any]]:
     for at in range(max(len(mine), len(theirs))):
         yield mine[at] if at < len(mine) else "nothing", theirs[at] if at < len(theirs) else "nothing"
+
+
+def _refusal(model: nn.Module, named: Mapping[str, nn.Parameter], *, is_divided: bool) -> str | None:
+    """Why this rank's model cannot be sharded, and what to do; None where it can. ``is_divided``: others have parts of it."""
+    for name, param in named.items():
+        if (words := _refused(name, param)) is not None:
+            return words
+    for name, buffer in model.named_buffers():
+        if isinstance(buffer, UninitializedBuffer):
+            return f"the buffer {name} has no values yet. Expected was a model that has run once. Run it, or give its sizes"
+    return _kept_elsewhere(model) if is_divided else None
 
 
 def _refused(name: str, param: nn.Parameter) -> str | None:
@@ -192,16 +203,22 @@ def _refused(name: str, param: nn.Parameter) -> str | None:
 
 def check_references(model: nn.Module) -> None:
     """Raise ShardError for a module that keeps its parameters elsewhere too, as ``nn.LSTM`` does: it would read shards there."""
+    if (words := _kept_elsewhere(model)) is not None:
+        raise ShardError(words)
+
+
+def _kept_elsewhere(model: nn.Module) -> str | None:
     for path, module in model.named_modules():
         own = {id(p) for p in module._parameters.values() if p is not None and p.nbytes >= SMALLEST_COPY_BYTES}
         for name, value in vars(module).items():
             kept = value if isinstance(value, list | tuple) else [value]
             if name not in ("_parameters", "_buffers", "_modules") and any(id(each) in own for each in kept):
-                raise ShardError(
+                return (
                     f"the module {path or 'itself'} ({type(module).__name__}) keeps parameters in its attribute {name}, where reads"
                     " cannot gather them. Expected were parameters that are read by their names. Write the layer with plain"
                     " parameters, or leave it out of the model that is sharded"
                 )
+    return None
 
 
 _Field = tuple[str, Part, int, tuple[int, ...], int | None]
