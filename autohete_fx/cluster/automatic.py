@@ -51,7 +51,6 @@ def automatic_plan(
     compiler: StageCompiler,
     ranks: Rendezvous,
     *,
-    memory_budget: str | int | None = None,
     cache_dir: str | Path | None = None,
     store: Store | None = None,
     tp_plan: TpPlan | None = None,
@@ -63,9 +62,8 @@ def automatic_plan(
     Args:
         recipe: of the job.
         example: a batch.
-        compiler: of the job's stages.
+        compiler: of the job's stages, with the memory of each GPU; None there: nearly all that there is.
         ranks: all of them.
-        memory_budget: of each GPU; None: nearly all that there is.
         cache_dir: where measurements are kept; None: `cache.cache_dir`.
         store: of the job, whose local saves need not move.
         tp_plan: how GPUs share layers; None: that of the model's transformers configuration, or none of them does.
@@ -76,7 +74,8 @@ def automatic_plan(
         ClusterError: nothing fits, or a rank could not measure; on all ranks.
     """
     members, device, group = ranks.members, ranks.device, ranks.group
-    budget: Size | None = parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
+    given = compiler.memory_budget
+    budget: Size | None = parse_size(given) if isinstance(given, str) else given
     cluster = measured_cluster(members, device, group, memory_budget=budget, cache_dir=cache_dir)
     measuring = Measuring(
         build_model=recipe.build_model,

@@ -119,7 +119,6 @@ def join(
         batch,
         compiler,
         ranks,
-        memory_budget=memory_budget,
         cache_dir=cache_dir,
         store=store,
         tp_plan=tp_plan,

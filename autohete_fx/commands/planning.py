@@ -51,7 +51,7 @@ def answer(parsed: argparse.Namespace, questions: Sequence[Question], stages: St
     (question,) = questions
     asked = _ask(parsed, question, stages)
     step, problem, setting = asked.step, asked.problem, asked.setting
-    tokens, limit_s, work_s = setting.batch * setting.seq, parsed.time_limit or TIME_LIMIT_S, _work_s(parsed, problem)
+    tokens, (limit_s, work_s) = setting.batch * setting.seq, _limits(parsed, problem)
     stages.begin("planning")
     if parsed.sweep:
         sweep = sweep_budgets(
@@ -63,7 +63,7 @@ def answer(parsed: argparse.Namespace, questions: Sequence[Question], stages: St
     given = predict(step, problem, "as given", tokens=tokens, time_limit_s=limit_s, work_s=work_s)
     stages.end(plan_words(given.plan, problem.device_budget_bytes))
     stages.begin("more")
-    more = with_more(step, given, time_limit_s=limit_s / 2, work_s=work_s and work_s / 2)
+    more = with_more(step, given, time_limit_s=limit_s / 2, work_s=work_s / 2)
     stages.end("tried more of each resource")
     text = (
         prediction_json(setting, given, more)
@@ -76,7 +76,7 @@ def answer(parsed: argparse.Namespace, questions: Sequence[Question], stages: St
 def _scaling(parsed: argparse.Namespace, questions: Sequence[Question], stages: Stages) -> str:
     """The sweep over numbers of ranks."""
     asked = [_ask(parsed, question, stages) for question in questions]
-    setting, limit_s, work_s = asked[-1].setting, parsed.time_limit or TIME_LIMIT_S, _work_s(parsed, asked[-1].problem)
+    setting, (limit_s, work_s) = asked[-1].setting, _limits(parsed, asked[-1].problem)
     tokens = setting.batch * setting.seq
     stages.begin("planning")
     points = tuple(predict_if_any(a.step, a.problem, tokens=tokens, time_limit_s=limit_s, work_s=work_s) for a in asked)
@@ -88,9 +88,11 @@ def _scaling(parsed: argparse.Namespace, questions: Sequence[Question], stages: 
     return scaling_json(setting, scaling) if parsed.json else scaling_text(setting, scaling)
 
 
-def _work_s(parsed: argparse.Namespace, problem: Problem) -> float | None:
-    """Of each solve, unless its time was given. Few blocks leave little to find, and who asks for a preview waits."""
-    return None if parsed.time_limit else WORK_OF_BLOCK_S * len(problem.costs)
+def _limits(parsed: argparse.Namespace, problem: Problem) -> tuple[float, float]:
+    """Seconds of each solve by the clock, and of its work. Few blocks leave little to find, and who asks for a preview waits."""
+    if parsed.time_limit:
+        return parsed.time_limit, parsed.time_limit
+    return TIME_LIMIT_S, WORK_OF_BLOCK_S * len(problem.costs)
 
 
 def _ask(parsed: argparse.Namespace, question: Question, stages: Stages) -> _Asked:

@@ -44,10 +44,9 @@ from autohete_fx.planner.search.judge import Judge
 from autohete_fx.planner.search.lengthening import Lengthening, lengthening
 from autohete_fx.planner.search.passes import Seconds
 from autohete_fx.planner.search.replays import Replays
-from autohete_fx.planner.search.rounding import rounded, supported_choices, wasted_seconds
+from autohete_fx.planner.search.rounding import Decisions, rounded, supported_choices, wasted_seconds
 from autohete_fx.planner.search.starts import simple_choices, starts
 
-_Decisions = tuple[BlockDecision, ...]
 OPTIMAL_GAP = 0.005
 """A plan whose gap is at most this has status ``optimal``; for less, nothing is moved."""
 
@@ -58,7 +57,7 @@ def solve(
     time_limit_s: float = 10.0,
     work_s: float | None = None,
     explains: bool = True,
-    near: Sequence[_Decisions] = (),
+    near: Sequence[Decisions] = (),
 ) -> Plan:
     """The fastest plan found that keeps the budgets. ``explains``: whether it says why, which takes a part of the time.
 
@@ -92,10 +91,8 @@ def proven(problem: Problem, plan: Plan, *, time_limit_s: float) -> Plan:
     return replace(plan, lower_bound_s=bound_s, gap=gap, status="optimal" if gap <= OPTIMAL_GAP else plan.status)
 
 
-def _solved(
-    problem: Problem, time_limit_s: float, work_s: float, near: Sequence[_Decisions]
-) -> tuple[_Decisions, float]:
-    """_Decisions that keep the budgets and a lower bound in seconds."""
+def _solved(problem: Problem, time_limit_s: float, work_s: float, near: Sequence[Decisions]) -> tuple[Decisions, float]:
+    """Decisions that keep the budgets and a lower bound in seconds."""
     stay = tuple(choices(problem, block)[0] for block in range(len(problem.costs)))
     replayed = simulate(problem, stay, events=False)
     bound_s = work_bound_s(problem)
@@ -127,15 +124,15 @@ class _Found:
     """The best decisions and the best bound so far."""
 
     def __init__(
-        self, problem: Problem, time_limit_s: float, work_s: float, deadline: float, given: Sequence[_Decisions]
+        self, problem: Problem, time_limit_s: float, work_s: float, deadline: float, given: Sequence[Decisions]
     ) -> None:
         self.problem, self.time_limit_s, self.work_s, self.deadline = problem, time_limit_s, work_s, deadline
         self.num_blocks = len(problem.costs)
         allowed = [set(choices(problem, block)) for block in range(self.num_blocks)]
         self.given = [each for each in given if all(map(_is_among, each, allowed))]
-        self.best: _Decisions = ()
-        self.patterns: list[_Decisions] = []  # that keep the budgets, and differ
-        self.near: list[_Decisions] = []  # likewise, the relaxation
+        self.best: Decisions = ()
+        self.patterns: list[Decisions] = []  # that keep the budgets, and differ
+        self.near: list[Decisions] = []  # likewise, the relaxation
         self.best_s = self.best_score = float("inf")
         self.bound_s = self.relaxed_s = 0.0
         self.shares: list[tuple[NDArray[np.float64], ...]] = []  # of the relaxation, and with whole numbers for lumps
@@ -176,7 +173,7 @@ class _Found:
             self._search_beside(search)
             self.bound_s = max(self.bound_s, branched.result().bound_s)
 
-    def judged(self) -> tuple[_Decisions, float]:
+    def judged(self) -> tuple[Decisions, float]:
         """The best and its step. Contention the search estimates only: then the simulator chooses among the best."""
         if self.problem.machine.contention:
             self.best, self.best_s = self.judge.best_of(max(effort.FEWEST_JUDGED, self.judge.most))
@@ -366,7 +363,7 @@ class _Found:
             if self._is_done or best_score <= enough_s or best_score > first_score * (1 - effort.STAGNANT):
                 return
 
-    def _anything(self) -> _Decisions:
+    def _anything(self) -> Decisions:
         decisions = least_peak(self.problem, deadline=self.deadline)
         if decisions is None or not fits(self.problem, simulate(self.problem, decisions, events=False)):
             raise infeasible(self.problem, deadline=self.deadline)

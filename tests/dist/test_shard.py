@@ -358,6 +358,7 @@ def refusals() -> dict[str, Any]:
     found["LSTM"] = refusal(lambda: shard(nn.LSTM(128, 128), mesh()))
     found["meta"] = refusal(lambda: shard(nn.Linear(128, 128, device="meta"), mesh()))
     found["one meta"] = refusal(lambda: shard(nn.Linear(128, 128, device="meta" if rank else "cpu"), mesh()))
+    found["one lazy"] = refusal(lambda: shard([nn.Identity(), nn.LazyBatchNorm1d(affine=False)][rank], mesh()))
     kept = nn.Linear(128, 128)
     kept.also = [kept.weight] if rank else []
     found["one keeps"] = refusal(lambda: shard(kept, mesh()))
@@ -385,7 +386,11 @@ def test_wrong_use_is_an_error_that_says_what_to_do(of_two: dict[str, list[Any]]
             text = found.pop(name)
             assert text.startswith("OptimizerStateError") and "of which this rank holds (151, 96)" in text, text
         assert all(text.startswith("ShardError") for text in found.values() if isinstance(text, str))
-    for name, words in (("one meta", "no values yet"), ("one keeps", "its attribute also")):
+    for name, words in (
+        ("one meta", "weight has no values yet"),
+        ("one lazy", "buffer running_mean has no values yet"),
+        ("one keeps", "its attribute also"),
+    ):
         told, own = (found[name] for found in of_two["refusals"])
         assert "rank 1 cannot shard its model: the " in told and words in told, told
         assert "rank 1 cannot" not in own and words in own, own
