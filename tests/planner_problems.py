@@ -239,10 +239,16 @@ def updated_anywhere(draw: st.DrawFn) -> Problem:
     """Problems without budgets whose blocks may be updated anywhere, with any overlap of updates, on a device with a link."""
     free = problems(most_blocks=5, budgets=False)
     given = draw(free | sharded(free, budgets=False))
+    flops = draw(st.sampled_from([0.0, 0.0, 2e12]))  # of matrix products in the update of each parameter
     return dataclasses.replace(
         given,
         training=True,
-        costs=tuple(dataclasses.replace(own, param_bytes=own.param_bytes + 40) for own in given.costs),
+        costs=tuple(
+            dataclasses.replace(
+                own, param_bytes=own.param_bytes + 40, product_flops=(flops,) * (len(own.trained) if flops else 0)
+            )
+            for own in given.costs
+        ),
         machine=dataclasses.replace(given.machine, device_type="cuda"),
         schedule=Schedule(overlap=draw(st.sampled_from(Overlap)), priority=draw(st.booleans())),
         allow_host_params=True,

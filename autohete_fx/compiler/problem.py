@@ -112,22 +112,28 @@ def product_flops(param: torch.nn.Parameter) -> float:
     return 0.0 if owner is None else owner.product_flops_of(param)
 
 
-def update_workspace_bytes(params: Iterable[torch.nn.Parameter], *, streams: bool) -> int:
-    """Memory that updates of whole parameters need beside states, given whether any states are streamed.
+def update_workspace_bytes(params: Iterable[torch.nn.Parameter]) -> int:
+    """Memory that updates of whole parameters need beside states.
 
     The updates run one after the other. A CPU's products reorder what they multiply, in as much memory as the matrix itself takes
-    in fp32. Streamed states pass through slots, each of which takes all of a parameter's and the parameter.
+    in fp32.
     """
-    most = slot = 0
+    most = 0
     for param in params:
         owner = optimizer_of(param) if param.requires_grad else None
         needed = 0 if owner is None else owner.workspace_bytes_of(param)
         if needed and param.device.type == "cpu":
             needed += 4 * param.numel() + _LIBRARY_BYTES
-        if needed and streams:
-            slot = max(slot, state_bytes(param) + param.nbytes)
         most = max(most, needed)
-    return most + WHOLE_SLOTS * slot
+    return most
+
+
+def slot_bytes(params: Iterable[torch.nn.Parameter]) -> int:
+    """Memory that streamed states of whole parameters pass through: slots, each of which takes all of a parameter's states and the
+    parameter. 0 where pieces of parameters can be updated."""
+    owned = ((param, optimizer_of(param)) for param in params if param.requires_grad)
+    whole = (param for param, owner in owned if owner is not None and not owner.rule_of(param).is_elementwise)
+    return WHOLE_SLOTS * max((state_bytes(param) + param.nbytes for param in whole), default=0)
 
 
 def num_ranks(params: Iterable[torch.nn.Parameter]) -> int:
@@ -142,7 +148,7 @@ def num_replicas(params: Iterable[torch.nn.Parameter]) -> int:
 
 
 def is_elementwise(params: Iterable[torch.nn.Parameter]) -> bool:
-    """Whether all updates may be cut into pieces and windows, as plans count them: whole states would take more memory."""
+    """Whether all updates may be cut into windows, as plans count states on disk: whole states would take more memory."""
     owned = ((p, optimizer_of(p)) for p in params if p.requires_grad)
     return all(owner.rule_of(p).is_elementwise for p, owner in owned if owner is not None)
 
@@ -295,7 +301,6 @@ def make_problem(
     gradients while the last backward runs.
     """
     given = () if options.plan is None else options.plan.decisions
-    streams = any(decision.streams for decision in given)
     is_again = options.micro_batches > 1 and host_optimizer_allowed(list(params.values()))
     allow_disk = training and {"host_optimizer", "disk_optimizer"} <= options.allow
     fixed = tuple(_placed_decision(block, params) for block in graph.blocks) if keep_placement else ()
@@ -315,8 +320,9 @@ def make_problem(
         allow_replicating=training and (is_again or any(decision.replicates for decision in given)),
         allow_moving_some_states=True,
         # Where host and device share a memory, states have no way to go.
-        allow_streamed_optimizer=machine.device_type != "cpu" and is_elementwise(params.values()),
-        update_workspace_bytes=update_workspace_bytes(params.values(), streams=streams) if training else 0,
+        allow_streamed_optimizer=machine.device_type != "cpu",
+        update_workspace_bytes=update_workspace_bytes(params.values()) if training else 0,
+        slot_bytes=slot_bytes(params.values()) if training else 0,
         micro_batches=options.micro_batches,
         in_flight=options.in_flight if training else 1,
         num_ranks=num_ranks(params.values()),

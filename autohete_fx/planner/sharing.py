@@ -34,6 +34,7 @@ def joined(problems: Sequence[Problem]) -> Problem:
         edges=tuple(edges),
         fixed_bytes=sum(problem.fixed_bytes for problem in problems),
         update_workspace_bytes=max(problem.update_workspace_bytes for problem in problems),
+        slot_bytes=max(problem.slot_bytes for problem in problems),
         allow_host_optimizer=all(problem.allow_host_optimizer for problem in problems),
         fixed_decisions=tuple(
             decision for problem in problems for decision in problem.fixed_decisions or (None,) * len(problem.costs)

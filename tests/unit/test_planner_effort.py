@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from autohete_fx.ir import BlockDecision, Overlap, Params, Problem, Schedule
+from autohete_fx.planner import found as finding
 from autohete_fx.planner import solve as planner
 from autohete_fx.planner.bound.formulation import Program
 from autohete_fx.planner.bound.relaxation import _mixes, branch, dive, ends_of, lumps_of, relax
@@ -33,13 +34,13 @@ def dozen(share: float = 0.5) -> Problem:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
     """Seeds of all runs of annealing and the prefetch distances of their walks; each does a tenth, and one branch is taken."""
-    found, anneal = [], planner.anneal
+    found, anneal = [], finding.anneal
 
     def noted(search: Any, terms: Terms, *given: Any, work: int, seed: int, **more: Any) -> Any:
         found.append((seed, terms.distances))
         return anneal(search, terms, *given, work=work // 10, seed=seed, **more)
 
-    monkeypatch.setattr(planner, "anneal", noted)
+    monkeypatch.setattr(finding, "anneal", noted)
     monkeypatch.setattr(effort, "BRANCHES_PER_SECOND", 0)
     return found
 
@@ -47,7 +48,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
 def test_a_plan_that_is_near_enough_the_bound_is_searched_no_further(monkeypatch: pytest.MonkeyPatch):
     """And the bound proven no further: with a time limit of an hour no walk walks, and no choice of all blocks is branched on."""
     monkeypatch.setattr(Walks, "change", None)
-    monkeypatch.setattr(planner, "branch", None)
+    monkeypatch.setattr(finding, "branch", None)
     plan = planner.solve(dozen(share=0.95), time_limit_s=3600, explains=False)
     assert 0 < plan.gap <= effort.ENOUGH
 
@@ -68,12 +69,12 @@ def test_annealing_goes_on_while_it_finds_something(runs: list[tuple[int, list[i
 def test_a_run_without_a_gain_is_followed_by_walks_that_give_all_distances(
     runs: list[tuple[int, list[int]]], monkeypatch: pytest.MonkeyPatch
 ):
-    anneal = planner.anneal
+    anneal = finding.anneal
 
     def idle(search: Any, terms: Terms, starts: Rows, *, work: int, seed: int, **more: Any) -> Rows:
         return anneal(search, terms, starts, work=0 if seed == effort.FEW_RUNS[1][0] else work, seed=seed, **more)
 
-    monkeypatch.setattr(planner, "anneal", idle)
+    monkeypatch.setattr(finding, "anneal", idle)
     planner.solve(dozen(share=0.3), time_limit_s=10, explains=False)
     assert [seed for seed, _ in runs] == [effort.FEW_RUNS[0][0], effort.FEW_RUNS[1][0], effort.LAST_RUNS[0][0]]
 
@@ -81,7 +82,7 @@ def test_a_run_without_a_gain_is_followed_by_walks_that_give_all_distances(
 def test_decisions_of_a_problem_that_is_near_are_where_the_search_begins(monkeypatch: pytest.MonkeyPatch):
     """Of a budget that is a hundredth larger. Nothing walks the second time."""
     plan = planner.solve(dozen(), time_limit_s=10, explains=False)
-    monkeypatch.setattr(planner, "anneal", lambda search, terms, starts, **how: starts)
+    monkeypatch.setattr(finding, "anneal", lambda search, terms, starts, **how: starts)
     monkeypatch.setattr(effort, "BRANCHES_PER_SECOND", 0)
     smaller = dozen(share=0.495)
     begun, anew = (planner.solve(smaller, time_limit_s=1, explains=False, near=near) for near in ([plan.decisions], []))
@@ -99,7 +100,7 @@ def test_where_work_slows_down_other_work_the_search_learns_by_how_much_and_goes
 ):
     """Each time from what the simulator says of the best so far, which it judges in the end, and of what the search had thought
     best."""
-    learned, surprises, lengthening = [], [], planner.lengthening
+    learned, surprises, lengthening = [], [], finding.lengthening
 
     def noted(given: Problem, plans: Any) -> Any:
         best_s, *favourite_s = (simulate(given, decisions, events=False).step_s for decisions in plans)
@@ -107,7 +108,7 @@ def test_where_work_slows_down_other_work_the_search_learns_by_how_much_and_goes
         surprises.extend(other_s > best_s for other_s in favourite_s)
         return lengthening(given, plans)
 
-    monkeypatch.setattr(planner, "lengthening", noted)
+    monkeypatch.setattr(finding, "lengthening", noted)
     contention = tuple((a, b, 0.6) for a in ("h2d", "d2h", "update") for b in ("h2d", "d2h", "update") if a != b)
     slow = dataclasses.replace(dozen(), machine=dataclasses.replace(MACHINE, contention=contention))
     plan = planner.solve(slow, time_limit_s=10, explains=False)
@@ -120,7 +121,7 @@ def test_where_work_slows_down_other_work_the_search_learns_by_how_much_and_goes
 
 def test_where_a_replay_takes_long_nothing_is_learned(monkeypatch: pytest.MonkeyPatch):
     """The simulator then judges a few plans in the end."""
-    monkeypatch.setattr(planner, "lengthening", None)
+    monkeypatch.setattr(finding, "lengthening", None)
     judged = []
     monkeypatch.setattr(judge, "simulate", lambda *given, **how: judged.append(given) or simulate(*given, **how))
     slow = dataclasses.replace(MACHINE, contention=(("h2d", "d2h", 0.6), ("d2h", "h2d", 0.6)))
@@ -292,7 +293,7 @@ def test_a_relaxation_is_rounded_even_when_the_time_is_over(monkeypatch: pytest.
     monkeypatch.setattr(effort, "BRANCHES_PER_SECOND", 0)
     monkeypatch.setattr(effort, "LUMP_BRANCHES", 0)
     clock = [0.0]
-    for module in (planner, improve, anneal):
+    for module in (finding, improve, anneal):
         monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
     relaxed: list[float] = []
 
@@ -302,7 +303,7 @@ def test_a_relaxation_is_rounded_even_when_the_time_is_over(monkeypatch: pytest.
         clock[0] += 1e6
         return found
 
-    monkeypatch.setattr(planner, "relax", late)
+    monkeypatch.setattr(finding, "relax", late)
     of_patterns, rounded = (planner.solve(many_on_four_ranks(), time_limit_s=1.0, explains=False) for _ in range(2))
     assert len(relaxed) == 2 and rounded.gap < of_patterns.gap
     assert rounded.step_s < 0.95 * of_patterns.step_s
@@ -317,7 +318,7 @@ def test_both_relaxations_of_many_blocks_end_at_their_share_of_the_time(monkeypa
         labels=tuple(f"layers.{i}" for i in range(72)),
         device_budget_bytes=6 * (twelve.device_budget_bytes or 0),
     )
-    monkeypatch.setattr(planner, "time", types.SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(finding, "time", types.SimpleNamespace(monotonic=lambda: 0.0))
     asked: dict[int, float] = {}
 
     class Enough(Exception):
@@ -331,8 +332,8 @@ def test_both_relaxations_of_many_blocks_end_at_their_share_of_the_time(monkeypa
         asked[program.held] = deadline
         raise Enough
 
-    monkeypatch.setattr(planner, "relax", noted)
-    monkeypatch.setattr(planner, "dive", noted_too)
+    monkeypatch.setattr(finding, "relax", noted)
+    monkeypatch.setattr(finding, "dive", noted_too)
     with pytest.raises(Enough):
         planner.solve(free, time_limit_s=2.0, explains=False)
     assert asked == {1: 2.0 * effort.RELAXATION_SHARE, effort.NEAR_DISTANCE: 2.0 * effort.RELAXATION_SHARE}

@@ -6,19 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from autohete_fx.ir import BlockDecision, Optimizer, Overlap, Params, Plan, Problem, Schedule
+from autohete_fx.errors import InfeasiblePlanError
+from autohete_fx.ir import BlockDecision, Lane, Optimizer, Overlap, Params, Plan, Problem, Schedule
 from autohete_fx.ir.machine import ASSUMED_HOST_FLOPS_PER_S
 from autohete_fx.machine.devices import machine_of_rank
 from autohete_fx.planner.bound.work_bound import work_bound_s
-from autohete_fx.planner.model.device_use import device_bytes
+from autohete_fx.planner.model.device_use import device_bytes, streaming_peak_bytes
 from autohete_fx.planner.model.figures import device_update_s, disk_bytes, host_bytes, host_update_s, streamed_bytes
 from autohete_fx.planner.model.footprint import resident_bytes, traced_peak_bytes
 from autohete_fx.planner.model.simulate import simulate
+from autohete_fx.planner.search.replays import Replays
 from autohete_fx.planner.sharing import joined
-from autohete_fx.planner.solve import solve
+from autohete_fx.planner.solve import proven, solve
 from tests.planner_problems import MACHINE, cost, problem
 
-HOST, DEVICE = BlockDecision(optimizer=Optimizer.HOST), BlockDecision()
+HOST, STREAMED, DEVICE = (BlockDecision(optimizer=o) for o in (Optimizer.HOST, Optimizer.STREAMED, Optimizer.DEVICE))
 FLOPS = (0.0, 2e12, 6e12)
 BLOCK = cost(num_params=10, trained=(1, 3, 6), trained_states=(8, 12, 24), optimizer_bytes=44, product_flops=FLOPS)
 WITH_HOST = replace(MACHINE, host_flops_per_s=5e11)  # half of the device's
@@ -96,6 +98,69 @@ def test_updates_work_in_memory_of_their_processor(device_type: str, overlap: Ov
         assert found.step_s == without.step_s and host_bytes(given, 0, decision) == host_bytes(given, 1, decision)
 
 
+@pytest.mark.parametrize("overlap", Overlap)
+def test_slots_are_memory_of_plans_that_stream(overlap: Overlap):
+    given = problem(
+        [BLOCK] * 3,
+        schedule=Schedule(overlap=overlap),
+        allow_streamed_optimizer=True,
+        update_workspace_bytes=3_000,
+        slot_bytes=5_000,
+    )
+    for decisions in ([DEVICE] * 3, [STREAMED] * 3, [HOST, STREAMED, DEVICE]):
+        found, without = (simulate(p, decisions) for p in (given, replace(given, slot_bytes=0)))
+        streams = STREAMED in decisions
+        assert found.peak_bytes - without.peak_bytes == streams * 5_000 and found.step_s == without.step_s
+        use = device_bytes(given, range(3), decisions).sum(axis=0).max()
+        assert use == found.peak_bytes if streams else use >= found.peak_bytes
+        if streams:
+            # The trace knows what blocks hold after the last streamed update, when slots are given back.
+            counted = streaming_peak_bytes(given, decisions), traced_peak_bytes(given, plan_of(given, decisions), 0)
+            assert {*counted} == {found.peak_bytes} or (
+                decisions[2] is DEVICE and 8_000 < counted[0] < found.peak_bytes
+            )
+
+
+@pytest.mark.parametrize("overlap", Overlap)
+def test_a_matrix_is_updated_on_the_lane_that_copied_its_states_up(overlap: Overlap):
+    """44 bytes of states at 100 bytes a second, and 8e12 operations at 1e12 a second, block after block."""
+    given = problem([BLOCK] * 3, schedule=Schedule(overlap=overlap), allow_streamed_optimizer=True)
+    replayed = simulate(given, [STREAMED] * 3)
+    up = sorted((e.start_s, e.end_s) for e in replayed.events if (e.lane, e.label) == (Lane.H2D, "states"))
+    assert [end - begin for begin, end in up] == pytest.approx([8.44] * 3)
+    assert replayed.step_s >= 3 * 8.44
+    replays = Replays(given)
+    assert replays.seconds(replays.row([STREAMED] * 3)[None]) == pytest.approx(replayed.step_s)
+
+
+def test_plans_without_streaming_need_no_slots():
+    """The same budget, with slots that fit beside nothing, or that are small: the host takes 40 s for a block's update then."""
+    block = replace(BLOCK, product_flops=(), num_params=400, trained=(200, 200), trained_states=(800, 800))
+    block = replace(block, optimizer_bytes=1600)
+    given = problem(
+        [block] * 3,
+        machine=replace(MACHINE, h2d_bytes_per_s=1e5, d2h_bytes_per_s=1e5),
+        allow_streamed_optimizer=True,
+        allow_host_optimizer=True,
+        update_workspace_bytes=10,
+    )
+    least = simulate(given, [STREAMED] * 3).peak_bytes
+    for slots, expected in ((least, Optimizer.HOST), (20, Optimizer.STREAMED)):
+        plan = solve(replace(given, device_budget_bytes=least + 20, slot_bytes=slots), time_limit_s=2.0)
+        assert expected in {d.optimizer for d in plan.decisions} and plan.peak_bytes <= least + 20
+        assert plan.lower_bound_s <= plan.step_s
+        assert (
+            proven(replace(given, device_budget_bytes=least + 20, slot_bytes=slots), plan, time_limit_s=1.0).gap
+            <= plan.gap
+        )
+    with pytest.raises(InfeasiblePlanError) as refused:
+        solve(replace(given, device_budget_bytes=100, slot_bytes=5_000), time_limit_s=2.0)
+    smallest = refused.value.smallest_budget_bytes
+    assert smallest is not None and solve(
+        replace(given, device_budget_bytes=smallest, slot_bytes=5_000), time_limit_s=2.0
+    )
+
+
 def plan_of(given: Problem, decisions: Sequence[BlockDecision]) -> Plan:
     return Plan(labels=given.labels, decisions=tuple(decisions))
 
@@ -109,5 +174,5 @@ def test_a_budget_below_the_workspace_is_met_elsewhere_or_refused():
 
 
 def test_graphs_of_one_step_share_the_largest_workspace():
-    parts = [problem([BLOCK], update_workspace_bytes=n) for n in (7, 3)]
-    assert joined(parts).update_workspace_bytes == 7
+    parts = [problem([BLOCK], update_workspace_bytes=n, slot_bytes=2 * n) for n in (7, 3)]
+    assert joined(parts).update_workspace_bytes == 7 and joined(parts).slot_bytes == 14

@@ -15,6 +15,7 @@ from autohete_fx.planner.model.figures import (
     device_update_s,
     last_readers,
     replicated_bytes,
+    states_up_s,
     streamed_bytes,
     uploaded_bytes,
     whole_of,
@@ -199,16 +200,20 @@ class BlockProgram:
             self.lanes.issue(Lane.D2H, "gradients", block, *self._gradients_moved(block))
             self.landed_at[block] = self.lanes.done_at("gradients", block)
 
-    def _update_copies(self, block: int) -> tuple[int, int]:
-        """What a block's update copies up: what was updated on the host, and what is streamed."""
-        cost, decision = self.costs[block], self.decisions[block]
-        return uploaded_bytes(cost, decision), streamed_bytes(cost, decision)
+    def _uploaded_bytes(self, block: int) -> int:
+        """What was updated on the host and is then copied up."""
+        return uploaded_bytes(self.costs[block], self.decisions[block])
+
+    def _states_up_s(self, block: int) -> float:
+        return states_up_s(self.problem, block, self.decisions[block])
+
+    def _states_home_s(self, block: int) -> float:
+        return copy_s(self.machine, Lane.D2H, streamed_bytes(self.costs[block], self.decisions[block]))
 
     def _issue_update_copies(self, block: int, updated_at: Mapping[int, float]) -> None:
         if not self.lanes.shares_up:
-            upload, states = self._update_copies(block)
-            self.lanes.issue(Lane.H2D, "upload", block, upload, 1, updated_at.get(block, 0.0))
-            self.lanes.issue(Lane.H2D, "states", block, states)
+            self.lanes.issue(Lane.H2D, "upload", block, self._uploaded_bytes(block), 1, updated_at.get(block, 0.0))
+            self.lanes.start(Lane.H2D, "states", block, self._states_up_s(block))
 
     def _update_with_copies(self, block: int) -> None:
         """Wait for what a block's update copies up, and do the update if its states are streamed."""
@@ -222,7 +227,7 @@ class BlockProgram:
     def _return_states(self, block: int) -> None:
         if self.decisions[block].streams:
             self.memory.hold("gradients of streamed states", block, 0)
-            self.lanes.issue(Lane.D2H, "states", block, self._update_copies(block)[1])
+            self.lanes.start(Lane.D2H, "states", block, self._states_home_s(block))
 
     def _end_return(self, block: int) -> None:
         if self.decisions[block].streams:

@@ -32,7 +32,8 @@ def device_bytes(problem: Problem, blocks: Sequence[int], decisions: Sequence[Bl
     Spans are the pieces of work of blocks 0..n-1 in a pass, pass after pass. First comes the first forward of a step, which
     under an overlapping schedule waits for updates. In training the last backward follows. With several micro-batches there is
     a forward of a later one, where gradients are there already. Where states may be streamed or updates need a workspace, the
-    pass of the updates comes last. An overlapping schedule has only the begin of it. In the last micro-batch's backward its
+    pass of the updates comes last. An overlapping schedule has only the begin of it. Slots for whole parameters are there in every
+    plan where any may be streamed. In the last micro-batch's backward its
     gradients come on top of accumulated ones. All passes but the first forward and the updates have the other micro-batches in
     flight beside them.
     """
@@ -57,7 +58,7 @@ def streaming_peak_bytes(problem: Problem, decisions: Sequence[BlockDecision]) -
     use = _Use(problem, range(len(decisions)), decisions)
     passes = [use.update_pass().sum(axis=0)]
     if overlap_of(problem) is not Overlap.NONE:
-        first = use.first_pass().sum(axis=0) + problem.update_workspace_bytes
+        first = use.first_pass().sum(axis=0)
         passes = [passes[0][:1], first[: streamed[-1] + 1]]
     return problem.fixed_bytes + int(np.concatenate(passes).max())
 
@@ -132,6 +133,7 @@ class _Use:
 
     def __init__(self, problem: Problem, blocks: Sequence[int], decisions: Sequence[BlockDecision]) -> None:
         self.problem, self.num_blocks = problem, len(problem.costs)
+        self.streams = problem.allow_streamed_optimizer or any(decision.streams for decision in decisions)
         numbers: dict[BlockCost, int] = {}  # identical blocks hold the same
         number_of = [numbers.setdefault(cost, len(numbers)) for cost in problem.costs]
         known: dict[tuple[int, BlockDecision], tuple[int, ...]] = {}
@@ -162,7 +164,8 @@ class _Use:
 
     def first_pass(self) -> Bytes:
         """The forward that waits for updates."""
-        return self.forward() + self._updates()
+        workspace = self.streams * self.problem.update_workspace_bytes * (self.block == 0)  # once, in every plan
+        return self.forward() + self._updates() + workspace[:, None]
 
     def update_pass(self) -> Bytes:
         """The updates by themselves."""
@@ -219,8 +222,9 @@ class _Use:
 
     def _updates(self) -> Bytes:
         """Of a streamed update: its gradients until then, and until all are done its part of what states pass through."""
-        streamed = self.held.streamed_gradients
-        return self._from((0, self.held.staging + streamed), (self.block + 1, -streamed))
+        streamed, slots = self.held.streamed_gradients, self.streams * self.problem.slot_bytes
+        staging = self.held.staging + slots * (self.block == 0)
+        return self._from((0, staging + streamed), (self.block + 1, -streamed))
 
     def _from(self, *changes: tuple[Bytes | int, Bytes]) -> Bytes:
         """Bytes over a pass, given by how many they change where: from which block on, in the order of the forward."""

@@ -99,6 +99,13 @@ def streamed_bytes(cost: BlockCost, decision: BlockDecision) -> int:
     return states + at_home * cost.part_at(cost.param_bytes, decision, Optimizer.STREAMED)
 
 
+def states_up_s(problem: Problem, block: int, decision: BlockDecision) -> float:
+    """Seconds of the lane that copies up, in a block's streamed update. It copies no more while a matrix is updated."""
+    cost, machine = problem.costs[block], problem.machine
+    products_s = cost.products_at(decision, Optimizer.STREAMED) / machine.flops_per_s(PRODUCTS_OF_UPDATES)
+    return copy_s(machine, Lane.H2D, streamed_bytes(cost, decision)) + products_s
+
+
 def staging_s(problem: Problem, block: int, decision: BlockDecision) -> float:
     """Seconds that go home takes of as much as a block's staging of streamed states."""
     states = problem.costs[block].states_at(decision, Optimizer.STREAMED)

@@ -6,7 +6,8 @@ The replay is of a step in steady state, in the middle of many that are alike.
 
 Time. Lanes work in order. The compute lane runs blocks; at fixed points of its program it *issues* copies to the lanes
 h2d and d2h and *waits* for them. A copy starts when it is issued, what it copies is there, and its lane has done all
-that was issued before; it takes ``tensors * latency_s + bytes / bandwidth``. Copies of nothing are not issued.
+that was issued before; it takes ``tensors * latency_s + bytes / bandwidth``. Copies of nothing are not issued. A streamed
+matrix is updated on the lane that copied its states up, before that copies on.
 
     forward of b      issue the copies up due now; wait for b's; compute; issue b's offload; wait for the copies down due
     backward of b     issue the fetches and reloads due now; wait for b's; recompute; compute; issue b's gradients to
@@ -216,6 +217,8 @@ class _Replay(BlockProgram):
         for block in range(self.num_blocks):
             states = self.costs[block].states_at(self.decisions[block], Optimizer.STREAMED)
             self.memory.hold("streamed optimizer states", block, staging_bytes(states))
+        if any(decision.streams for decision in self.decisions):
+            self.memory.hold("slots of streamed parameters", -1, self.problem.slot_bytes)
         # On an accelerator it is taken where the device updates any.
         on_device = [not d.updates_on_host or d.num_moved_states is not None for d in self.decisions]
         workspace = self.problem.update_workspace_bytes
@@ -249,9 +252,9 @@ class _Replay(BlockProgram):
         if sends_at_once(self.problem):
             self.lanes.share_up(SharedLane(self.lanes.copied_up))
             for block in range(self.num_blocks):
-                upload_s, states_s = (copy_s(self.machine, Lane.H2D, n) for n in self._update_copies(block))
+                upload_s = copy_s(self.machine, Lane.H2D, self._uploaded_bytes(block))
                 self.lanes.share("upload", block, upload_s, updated_at.get(block, stepped_at))
-                self.lanes.share("states", block, states_s, stepped_at)
+                self.lanes.share("states", block, self._states_up_s(block), stepped_at)
         self.is_first_forward = True
         self._pass(range(self.num_blocks), lambda block: self._forward(block, updated_at))
 
@@ -281,9 +284,8 @@ class _Replay(BlockProgram):
         staged_s = sum(staging_s(self.problem, *each) for each in enumerate(self.decisions))
         slot_s, up_at = min(staged_s, most_staging_s(self.machine)) / STAGING_SLOTS, begin_s
         for block in range(self.num_blocks):
-            if states := self._update_copies(block)[1]:
-                up_at += copy_s(self.machine, Lane.H2D, states)
-                home_s = copy_s(self.machine, Lane.D2H, states)
+            if home_s := self._states_home_s(block):
+                up_at += self._states_up_s(block)
                 ready_at = max(begin_s, up_at + min(slot_s, home_s) - home_s)
                 self.home_at[block] = self.lanes.work(Lane.D2H, "states", block, home_s, ready_at)
 
