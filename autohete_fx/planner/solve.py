@@ -49,7 +49,8 @@ def solve(
     bound_s = min(bound_s, plan.step_s)
     gap = (plan.step_s - bound_s) / plan.step_s if plan.step_s else 0.0
     status = "optimal" if gap <= OPTIMAL_GAP else "feasible"
-    reasons = reasons_of(problem, plan.decisions) if explains else None
+    way = _ways(problem)[-1 if any(decision.streams for decision in plan.decisions) else 0]
+    reasons = reasons_of(way, plan.decisions) if explains else None
     solve_s = time.monotonic() - began
     return replace(plan, lower_bound_s=bound_s, gap=gap, status=status, reasons=reasons, solve_s=solve_s)
 

@@ -148,7 +148,7 @@ def test_plans_without_streaming_need_no_slots():
     for slots, expected in ((least, Optimizer.HOST), (20, Optimizer.STREAMED)):
         plan = solve(replace(given, device_budget_bytes=least + 20, slot_bytes=slots), time_limit_s=2.0)
         assert expected in {d.optimizer for d in plan.decisions} and plan.peak_bytes <= least + 20
-        assert plan.lower_bound_s <= plan.step_s
+        assert plan.lower_bound_s <= plan.step_s and plan.reasons
         assert (
             proven(replace(given, device_budget_bytes=least + 20, slot_bytes=slots), plan, time_limit_s=1.0).gap
             <= plan.gap
