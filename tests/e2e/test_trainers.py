@@ -39,6 +39,15 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Inductor's kernels for several add up the gradient of an embedding in an order that changes from run to run."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
 def forget() -> None:
     """A process has one state of Accelerate, which remembers the backend."""
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -59,6 +68,14 @@ def assert_same(given: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def decisions() -> set[BlockDecision]:
     return set(next(c for c in reversed(autohete_fx.compilations()) if c.training).plan.decisions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hf_trainer", "peft_lora"])
+def test_a_trainer_trains_the_same_under_inductor(name: str, scripts: Path, one_thread: None):
+    plain = trained(name, scripts, "--plain", "inductor")
+    assert_same(trained(name, scripts, "--inner", "inductor"), plain)
+    assert len(decisions() - {BlockDecision()}) > 0
 
 
 @pytest.mark.slow
