@@ -8,12 +8,13 @@ build_model()``.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from autohete_fx.errors import ClusterError
+from autohete_fx.internals.modules import before_apply
 
 BuildModel = Callable[[], nn.Module]
 _Registered = list[tuple[nn.Module, str]]
@@ -106,7 +107,9 @@ def build_part(build_model: BuildModel, order: Sequence[str], wanted: Collection
         known[id(own)] = own
         return own
 
-    with torch.random.fork_rng(devices=[]), _watched(keep), _casts_without_memory(foreign):
+    # A cast inside, as of ``model.to(dtype)``, is to make no copies of what shares memory.
+    casts = before_apply(partial(_without_shared_memory, foreign))
+    with torch.random.fork_rng(devices=[]), _watched(keep), casts:
         torch.manual_seed(seed)
         model = build_model()
     if place != len(order):
@@ -115,9 +118,7 @@ def build_part(build_model: BuildModel, order: Sequence[str], wanted: Collection
             " Make it deterministic"
         )
     for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is not None and id(param) in foreign:
-                module._parameters[name] = foreign[id(param)][1]
+        _without_shared_memory(foreign, module)
     return model
 
 
@@ -127,19 +128,8 @@ def _without_memory(param: nn.Parameter) -> nn.Parameter:
     return moved
 
 
-@contextmanager
-def _casts_without_memory(foreign: _Foreign) -> Iterator[None]:
-    """``model.to(dtype)`` inside makes no copies of parameters that share memory."""
-    apply = nn.Module._apply
-
-    def applied(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
-        for name, param in self._parameters.items():
-            if param is not None and id(param) in foreign:
-                self._parameters[name] = foreign[id(param)][1]
-        return apply(self, fn, recurse)
-
-    nn.Module._apply = applied
-    try:
-        yield
-    finally:
-        nn.Module._apply = apply
+def _without_shared_memory(foreign: _Foreign, module: nn.Module) -> None:
+    """In place of parameters that share memory put what stands for them."""
+    for name, param in module._parameters.items():
+        if param is not None and id(param) in foreign:
+            module._parameters[name] = foreign[id(param)][1]

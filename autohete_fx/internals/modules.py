@@ -1,6 +1,7 @@
-"""Calls of modules: what stands in their place, and whether Dynamo compiled them."""
+"""Calls of modules: what stands in their place, and whether Dynamo compiled them; and what changes all their tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -28,6 +29,22 @@ def take_from_call(module: nn.Module) -> None:
 def call_as_is(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call the module with its hooks, past what stands before its calls."""
     return module._call_impl(*args, **kwargs)
+
+
+@contextmanager
+def before_apply(look: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Inside, ``look`` sees each module whose tensors are about to be changed, as by ``Module.to``."""
+    apply = nn.Module._apply
+
+    def applied(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        look(self)
+        return apply(self, fn, recurse)
+
+    nn.Module._apply = applied
+    try:
+        yield
+    finally:
+        nn.Module._apply = apply
 
 
 def is_wrapper_of_dynamo(module: nn.Module) -> bool:
