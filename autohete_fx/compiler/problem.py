@@ -29,6 +29,7 @@ from autohete_fx.ir import (
 )
 from autohete_fx.ir.labels import labels_of
 from autohete_fx.ir.sizes import format_bytes
+from autohete_fx.machine.budgets import CUBLAS_WORKSPACE_BYTES
 from autohete_fx.optim.owners import Owner, optimizer_of
 from autohete_fx.optim.streamed import WHOLE_SLOTS
 from autohete_fx.options import Options
@@ -129,11 +130,17 @@ def update_workspace_bytes(params: Iterable[torch.nn.Parameter]) -> int:
 
 
 def slot_bytes(params: Iterable[torch.nn.Parameter]) -> int:
-    """Memory that streamed states of whole parameters pass through: slots, each of which takes all of a parameter's states and the
-    parameter. 0 where pieces of parameters can be updated."""
-    owned = ((param, optimizer_of(param)) for param in params if param.requires_grad)
-    whole = (param for param, owner in owned if owner is not None and not owner.rule_of(param).is_elementwise)
-    return WHOLE_SLOTS * max((state_bytes(param) + param.nbytes for param in whole), default=0)
+    """Memory that updates of streamed whole parameters need; 0 where pieces of parameters can be updated.
+
+    States pass through slots, each of which takes all of a parameter's and the parameter. The updates have a workspace of their own
+    beside the device's, and on a GPU cuBLAS has one for their stream.
+    """
+    owned = [(param, optimizer_of(param)) for param in params if param.requires_grad]
+    whole = [param for param, owner in owned if owner is not None and not owner.rule_of(param).is_elementwise]
+    if not whole:
+        return 0
+    library = CUBLAS_WORKSPACE_BYTES * any(param.device.type == "cuda" for param in whole)
+    return WHOLE_SLOTS * max(state_bytes(p) + p.nbytes for p in whole) + update_workspace_bytes(whole) + library
 
 
 def num_ranks(params: Iterable[torch.nn.Parameter]) -> int:

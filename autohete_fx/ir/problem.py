@@ -30,7 +30,8 @@ class Problem:
         allow_streamed_optimizer, allow_disk_optimizer: likewise, beside ``allow_host_optimizer``.
         schedule: when updates on the host run. On a CPU device they always run inside ``optimizer.step()``.
         update_workspace_bytes: memory that updates of whole parameters, one after the other, need where they run.
-        slot_bytes: device memory that streamed states of whole parameters pass through. Plans that stream none have no need of it.
+        slot_bytes: device memory that updates of streamed whole parameters need, slots for their states and a workspace. Plans that
+            stream none have no need of it.
         clips_gradients: whether the norm of all gradients must be known before the first update.
         micro_batches: forward and backward passes per optimizer step.
         in_flight: of these, the most whose forward has run and whose backward has not.

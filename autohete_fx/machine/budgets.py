@@ -23,8 +23,10 @@ _GRAIN = 64
 _LEFT_SHARE = 32
 """The share of a process's memory that the caching allocator leaves in pieces that fit no tensor."""
 
-_WORKSPACES_BYTES = 96 * 2**20
-"""Bytes that cuBLAS keeps for the streams of forward and of backward: 32 MiB each on the largest GPUs, and once for cuBLASLt."""
+CUBLAS_WORKSPACE_BYTES = 32 * 2**20
+"""Bytes that cuBLAS keeps for a stream on the largest GPUs."""
+_WORKSPACES_BYTES = 3 * CUBLAS_WORKSPACE_BYTES
+"""Those of the streams of forward and of backward, and once for cuBLASLt."""
 
 
 def device_budget_bytes(device: torch.device, options: Options) -> int | None:

@@ -71,8 +71,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
     element.
 
     ``step()`` needs little device memory beyond the states, which the first step creates. It takes 8 bytes for each parameter
-    that is updated on the host, and at most 192 MiB for the pieces of streamed states. A parameter or gradient of an unusual
-    layout or dtype costs one temporary copy of that tensor at a time.
+    that is updated on the host. Pieces of streamed states take at most 192 MiB, but for those of `Muon`. A parameter or gradient
+    of an unusual layout or dtype costs one temporary copy of that tensor at a time.
 
     With ``overlap="step"`` updates on the host start at ``step()``, in the order in which the next forward needs them. They may
     still run when it returns. Whatever is done to the gradients before ``step()`` counts, as always. Whoever then reads or

@@ -181,8 +181,9 @@ class Muon(PlannedOptimizer):
     update. They are those on the parameter if that is fp32 or fp64, else on its fp32 ``master`` with ``grad.float()``. All
     other parameters are updated as `autohete_fx.AdamW` does. A matrix is never cut. Its states pass through the device whole
     where they are streamed, and are in RAM whole where they are on disk. Plans count its products as seconds of the device or
-    of the host. The workspace of the largest one, at most 8 bytes an element (12 for fp64), counts as device memory. Where the
-    host updates, each of its threads that does so takes as much RAM beside ``host_budget``.
+    of the host. The workspace of the largest one, at most 8 bytes an element (12 for fp64), counts as device memory. Streamed
+    matrices take another one, and two slots, each for the largest and its states. Where the host updates, each of its threads
+    that does so takes as much RAM beside ``host_budget``.
 
     Attributes:
         grad_norm: the norm of all gradients before the last step clipped them, a tensor without dimensions; None where no

@@ -4,9 +4,9 @@ In: updates whose states are homes and whose gradients are on the device. Out: w
 states at home again. An element-wise rule works on each element alone, so any piece of a tensor can be updated by itself. Another
 rule has one piece, which is all of the parameter::
 
-    h2d      states of piece 1 | states of piece 2, kernel of piece 1 | ...       into one of a few slots on the device
+    h2d      states of piece 1 | states of piece 2, kernel of piece 1 | ...       into memory of a few slots on the device
     kernel   after the copies, on their stream: the gradient is read where it is
-    d2h                          states of piece 1 | states of piece 2 | ...      after which the slot is free
+    d2h                          states of piece 1 | states of piece 2 | ...      after which that part of it is free
 
 A parameter that lives on the device is updated where it is. One that lives in host memory passes through with its states. A
 kernel that reads and writes across the link would hold up the copies after it.
@@ -70,11 +70,13 @@ def can_stream(u: Update) -> bool:
 class Staging:
     """Memory that the updates of one step need beside parameters, gradients and states: it is allocated here or not at all.
 
-    Device memory for pieces of states, in some slots, used in turn. It also holds the workspace of updates of whole parameters,
+    Device memory for pieces of states, a few slots of it. A piece is at most a slot, and lies where the one before it ends, or
+    again at the begin. It also holds the workspace of updates of whole parameters,
     which kernels use one after the other. The coefficients of the step for kernels of ours are there, too, and come out of
     homes so that nothing waits for them.
 
     Attributes:
+        last: what copied the piece before up: none is to come before it.
         coefs: by identity of the parameter, what a kernel of ours reads.
         workspace: None where no parameter is updated whole.
 
@@ -88,13 +90,14 @@ class Staging:
             by_block[u.placement.block] += state_bytes(u.rule, u.param)
         a_third = min(sum(map(staging_bytes, by_block.values())), MOST_STAGING_BYTES) // STAGING_SLOTS
         least = max(_least_bytes(u) for u in updates)
-        self._slot_bytes = max(a_third // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES, least)
+        self._slot_bytes = max(a_third // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES, _aligned(least))
         device = updates[0].param.device
         self.workspace = workspace_of(updates, device)
         count = STAGING_SLOTS if self.workspace is None else WHOLE_SLOTS
-        self._memory = torch.empty(count, self._slot_bytes, dtype=torch.uint8, device=device)
-        self._freed_by: list[Ticket | None] = [None] * count
-        self._next = 0
+        self._memory = torch.empty(count * self._slot_bytes, dtype=torch.uint8, device=device)
+        self._filled: list[tuple[range, Ticket]] = []  # which part of it is free when what is complete
+        self._taken = range(0)
+        self.last: tuple[Ticket, ...] = ()
         self._ahead: deque[Ticket] = deque()
         self._views: dict[tuple[int, int, tuple[torch.dtype, ...]], list[Tensor]] = {}
         self.coefs: dict[int, Tensor] = {}
@@ -130,27 +133,41 @@ class Staging:
         """Whether `take` waits for none of its pieces."""
         return len(self._ahead) + len(self.pieces(u)) <= _PIECES_AHEAD
 
-    def take(self, u: Update, length: int) -> tuple[list[Tensor], list[Ticket]]:
+    def take(self, u: Update, length: int) -> tuple[list[Tensor], Sequence[Ticket]]:
         """Memory for so many elements of each state of a parameter, and of itself where it lives on the host. With it comes what
         its next use must follow. Waits where too many pieces are ahead."""
         while len(self._ahead) >= _PIECES_AHEAD:
             with contextlib.suppress(Exception):  # told by the update that it belongs to
                 self._ahead.popleft().synchronize()
-        dtypes = _staged_dtypes(u)
-        if (key := (self._next, length, dtypes)) not in self._views:
-            aligned = -(-length // _GRAIN) * _GRAIN  # compiled kernels copy what is not
-            parts = self._memory[self._next][: aligned * _bytes_per_element(u)].split(
-                [aligned * t.itemsize for t in dtypes]
-            )
+        dtypes, aligned = _staged_dtypes(u), -(-length // _GRAIN) * _GRAIN  # compiled kernels copy what is not
+        num_bytes, begin = aligned * _bytes_per_element(u), _aligned(self._taken.stop)
+        begin = begin if begin + num_bytes <= len(self._memory) else 0
+        self._taken = range(begin, begin + num_bytes)
+        if (key := (begin, length, dtypes)) not in self._views:
+            parts = self._memory[begin : begin + num_bytes].split([aligned * t.itemsize for t in dtypes])
             self._views[key] = [part.view(dtype)[:length] for part, dtype in zip(parts, dtypes, strict=True)]
-        freed_by = self._freed_by[self._next]
-        return self._views[key], [] if freed_by is None else [Settled(freed_by)]
+        freed = [Settled(ticket) for part, ticket in self._filled if _overlap(part, self._taken)]
+        self._filled = [(rest, ticket) for part, ticket in self._filled for rest in _without(part, self._taken)]
+        return self._views[key], freed
 
     def give_back(self, freed_by: Ticket) -> None:
         """The pieces taken are free when this is complete."""
         self._ahead.append(freed_by)
-        self._freed_by[self._next] = freed_by
-        self._next = (self._next + 1) % len(self._freed_by)
+        self._filled.append((self._taken, freed_by))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _overlap(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
+def _without(one: range, other: range) -> list[range]:
+    """What is left of one."""
+    rests = range(one.start, min(one.stop, other.start)), range(max(one.start, other.stop), one.stop)
+    return [rest for rest in rests if rest]
 
 
 def _staged_dtypes(u: Update) -> tuple[torch.dtype, ...]:
@@ -229,7 +246,9 @@ class _Streamed:
             parts = [home[at] for home in homes]
             staged, freed = self.staging.take(u, len(parts[0]))
             kernel = functools.partial(self.update_piece, param[at], grad[at], staged)
-            up = copy(Lane.H2D, block, tuple(zip(staged, parts, strict=True)), (self.after, *freed), then=kernel)
+            after = self.after, *freed, *self.staging.last
+            up = copy(Lane.H2D, block, tuple(zip(staged, parts, strict=True)), after, then=kernel)
+            self.staging.last = (Settled(up),)
             # What goes home makes room for what comes up: it goes before activations that leave.
             down = copy(Lane.D2H, block - AHEAD, tuple(zip(parts, staged, strict=True)), (up,))
             self.staging.give_back(down)

@@ -23,6 +23,7 @@ from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.model.simulation import Simulation
 from autohete_fx.planner.search.improve import Search
 from autohete_fx.planner.search.replays import Replays
+from autohete_fx.planner.slots import without_streaming
 
 Decisions = tuple[BlockDecision, ...]
 
@@ -145,7 +146,7 @@ def _kept(problem: Problem, row: Decisions) -> Decisions:
 
 
 def _three_integers(problem: Problem, schedule: Schedule, status: str) -> Plan:
-    overlapping = replace(problem, schedule=schedule)
+    overlapping = without_streaming(replace(problem, schedule=schedule))
     count = _count(problem)
     if not count:
         return evaluate(overlapping, (), status)

@@ -34,6 +34,7 @@ from autohete_fx.planner.search.improve import LEAST_GAIN
 from autohete_fx.planner.search.lengthening import lengthening
 from autohete_fx.planner.search.passes import Seconds
 from autohete_fx.planner.search.replays import Replays
+from autohete_fx.planner.slots import way_of
 
 _MORE_BYTES = 2**30
 _MORE_SHARE = 8
@@ -44,6 +45,7 @@ _MOST_CHOICES = 80_000
 
 def reasons_of(problem: Problem, decisions: Sequence[BlockDecision]) -> Reasons:
     """Why these decisions. Prefetch distances are at most `choices.MAX_PREFETCH_DISTANCE`."""
+    problem = way_of(problem, decisions)
     replayed = simulate(problem, decisions)
     waits_s, meanwhile = _waits(replayed)
     blocks, more_bytes, more_step_s = (), 0, replayed.step_s

@@ -3,8 +3,7 @@
 `found` searches and bounds. Whatever it found, a plan is replayed by `simulate`, which knows nothing of that, before it is
 returned, with its `reasons`.
 
-Streamed states of whole parameters pass through slots, which take memory in plans that stream any, and in no others. A problem with
-slots is two: without streaming and without slots, and with both. The better plan of the two is the plan, the lower bound the bound.
+A problem with slots for streamed parameters is two (`slots`). The better plan of the two is the plan, the lower bound the bound.
 """
 
 import time
@@ -22,6 +21,7 @@ from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE
 from autohete_fx.planner.reasons import reasons_of
 from autohete_fx.planner.search import effort
 from autohete_fx.planner.search.rounding import Decisions
+from autohete_fx.planner.slots import ways
 
 __all__ = ["OPTIMAL_GAP", "proven", "solve"]
 
@@ -49,40 +49,34 @@ def solve(
     bound_s = min(bound_s, plan.step_s)
     gap = (plan.step_s - bound_s) / plan.step_s if plan.step_s else 0.0
     status = "optimal" if gap <= OPTIMAL_GAP else "feasible"
-    way = _ways(problem)[-1 if any(decision.streams for decision in plan.decisions) else 0]
-    reasons = reasons_of(way, plan.decisions) if explains else None
+    reasons = reasons_of(problem, plan.decisions) if explains else None
     solve_s = time.monotonic() - began
     return replace(plan, lower_bound_s=bound_s, gap=gap, status=status, reasons=reasons, solve_s=solve_s)
 
 
 def proven(problem: Problem, plan: Plan, *, time_limit_s: float) -> Plan:
     """The same plan with the bound that ``time_limit_s`` more seconds of branching prove, if that is a better one."""
-    ways, proved = _ways(problem), []
-    for way in ways:
+    each_way, proved = ways(problem), []
+    for way in each_way:
         program = Program(way)
         program.minimize_step(ahead=MAX_PREFETCH_DISTANCE)
-        deadline = time.monotonic() + time_limit_s / len(ways)
+        deadline = time.monotonic() + time_limit_s / len(each_way)
         proved.append(branch(program, branches=effort.MOST_BRANCHES, deadline=deadline).bound_s)
     bound_s = min(plan.step_s, max(plan.lower_bound_s, min(proved)))
     gap = (plan.step_s - bound_s) / plan.step_s
     return replace(plan, lower_bound_s=bound_s, gap=gap, status="optimal" if gap <= OPTIMAL_GAP else plan.status)
 
 
-def _ways(problem: Problem) -> list[Problem]:
-    """The problem, or two of which it consists: plans that need no slots, then plans that may stream."""
-    pinned = any(decision is not None and decision.streams for decision in problem.fixed_decisions)
-    if not problem.slot_bytes or not problem.allow_streamed_optimizer or pinned:
-        return [problem]
-    return [replace(problem, allow_streamed_optimizer=False, slot_bytes=0), problem]
-
-
 def _best(problem: Problem, time_limit_s: float, work_s: float, near: Sequence[Decisions]) -> tuple[Plan, float]:
-    """The best plan that is found, replayed, and the seconds that no plan is below. Raises the first error where there is none."""
-    ways, least_s = _ways(problem), work_bound_s(problem)
+    """The best plan that is found, replayed, and the seconds that no plan is below.
+
+    A way that is refused is taken to have no plan. Where both are, the error is the one that asks for less device memory.
+    """
+    each_way, least_s = ways(problem), work_bound_s(problem)
     plans, bounds, errors = list[Plan](), list[float](), list[InfeasiblePlanError]()
-    for way in ways:
+    for way in each_way:
         try:
-            decisions, bound_s = found_of(way, time_limit_s / len(ways), work_s / len(ways), near)
+            decisions, bound_s = found_of(way, time_limit_s / len(each_way), work_s / len(each_way), near)
         except InfeasiblePlanError as error:
             errors.append(error)
             continue
@@ -92,5 +86,5 @@ def _best(problem: Problem, time_limit_s: float, work_s: float, near: Sequence[D
             return plans[-1], least_s
         bounds.append(bound_s)
     if not plans:
-        raise errors[0]
+        raise min(errors, key=lambda error: error.smallest_budget_bytes or float("inf"))
     return min(plans, key=lambda plan: plan.step_s), min(bounds)

@@ -197,5 +197,6 @@ def test_plans_count_the_products_and_the_workspace_of_muon(monkeypatch: pytest.
     assert not any((*first.product_flops, *last.product_flops))
     largest = 4 * width * width
     assert 6 * largest <= problem.update_workspace_bytes <= 12 * largest + 2**18
-    assert problem.slot_bytes == 2 * (4 + 4) * largest  # two slots, each for a momentum and a parameter of fp32
+    # Two slots, each for a momentum and a parameter of fp32, and another workspace.
+    assert problem.slot_bytes == 2 * (4 + 4) * largest + problem.update_workspace_bytes
     del optimizer

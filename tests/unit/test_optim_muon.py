@@ -189,11 +189,13 @@ def test_a_step_takes_the_workspace_that_plans_count() -> None:
                 assert expected <= 8 * 512 * 1024
 
 
-def test_streamed_matrices_take_the_memory_that_plans_count(tier: HostTier) -> None:
+@pytest.mark.parametrize("on_device", [0, 1])
+def test_streamed_matrices_take_the_memory_that_plans_count(on_device: int, tier: HostTier) -> None:
+    """Beside others, which the device updates in a workspace of its own, or alone."""
     for dtype in (torch.float32, torch.bfloat16):
-        params = make_params(dtype, [(512, 1024), (1024, 512), (256, 256), (512, 512)])
+        params = make_params(dtype, [(512, 1024), (1024, 512), (256, 256), (512, 512), (1024, 1024)][: 4 + on_device])
         optimizer = Muon([{"params": params, "use_muon": True}], ns_steps=1)
-        with placed(params, Optimizer.STREAMED, tier, is_host=False, params_at=Params.HOST):
+        with placed(params[:4], Optimizer.STREAMED, tier, is_host=False, params_at=Params.HOST):
             for step in range(2):
                 for p in params:
                     p.grad = torch.randn(p.shape).to(dtype)
@@ -203,7 +205,7 @@ def test_streamed_matrices_take_the_memory_that_plans_count(tier: HostTier) -> N
                     lower_fences()
                     optimizer.synchronize()
                 if step:
-                    counted = update_workspace_bytes(params) + slot_bytes(params)
+                    counted = on_device * update_workspace_bytes(params) + slot_bytes(params[:4])
                     assert 0.6 * counted <= meter.peak_bytes - meter.start_bytes <= counted
 
 

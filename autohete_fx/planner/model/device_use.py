@@ -164,8 +164,7 @@ class _Use:
 
     def first_pass(self) -> Bytes:
         """The forward that waits for updates."""
-        workspace = self.streams * self.problem.update_workspace_bytes * (self.block == 0)  # once, in every plan
-        return self.forward() + self._updates() + workspace[:, None]
+        return self.forward() + self._updates()
 
     def update_pass(self) -> Bytes:
         """The updates by themselves."""

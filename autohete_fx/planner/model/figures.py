@@ -100,7 +100,8 @@ def streamed_bytes(cost: BlockCost, decision: BlockDecision) -> int:
 
 
 def states_up_s(problem: Problem, block: int, decision: BlockDecision) -> float:
-    """Seconds of the lane that copies up, in a block's streamed update. It copies no more while a matrix is updated."""
+    """Seconds of the lane that copies up, in a block's streamed update. It copies no more while a matrix is updated, so plans
+    take it."""
     cost, machine = problem.costs[block], problem.machine
     products_s = cost.products_at(decision, Optimizer.STREAMED) / machine.flops_per_s(PRODUCTS_OF_UPDATES)
     return copy_s(machine, Lane.H2D, streamed_bytes(cost, decision)) + products_s

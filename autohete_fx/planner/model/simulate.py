@@ -7,7 +7,7 @@ The replay is of a step in steady state, in the middle of many that are alike.
 Time. Lanes work in order. The compute lane runs blocks; at fixed points of its program it *issues* copies to the lanes
 h2d and d2h and *waits* for them. A copy starts when it is issued, what it copies is there, and its lane has done all
 that was issued before; it takes ``tensors * latency_s + bytes / bandwidth``. Copies of nothing are not issued. A streamed
-matrix is updated on the lane that copied its states up, before that copies on.
+matrix is taken to be updated on the lane that copied its states up, before that copies on.
 
     forward of b      issue the copies up due now; wait for b's; compute; issue b's offload; wait for the copies down due
     backward of b     issue the fetches and reloads due now; wait for b's; recompute; compute; issue b's gradients to
@@ -226,8 +226,7 @@ class _Replay(BlockProgram):
             "workspace of updates", -1, workspace if any(on_device) or self.machine.device_type == "cpu" else 0
         )
         self.memory.observe(0, OPTIMIZER_STEP, self.lanes.clock)
-        if not any(decision.streams for decision in self.decisions):
-            self.memory.hold("workspace of updates", -1, 0)
+        self.memory.hold("workspace of updates", -1, 0)
         self._average()
         stepped_at = self.lanes.clock
         over_link = [over_link_s(self.problem, *each) for each in enumerate(self.decisions)]
