@@ -17,7 +17,7 @@ from autohete_fx.ir import Optimizer, Plan, Problem
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.passes import PassContext
 from autohete_fx.planner.given import recomputing
-from autohete_fx.planner.infeasible import advice_of, too_small
+from autohete_fx.planner.infeasible import advice_of, too_small, without_frames
 
 _MAX_CORRECTIONS = 8
 _RESERVE = 1 / 64
@@ -26,6 +26,9 @@ again. Where a graph that nothing was moved in is above the budget by no more, t
 _WORST_TRACE = 1 / 8
 """No trace has been further above what the compiled code takes than by this share: only where it is further above the budget is
 that refused before anything is compiled."""
+_UNTRIED = 1 / 24
+"""The part of a budget that is left free where a refusal before anything is compiled names it. Code has taken 1/28 more than its
+trace."""
 _UNSEEN_BYTES = 1024
 """Bytes that a budget which an error names leaves for scalars that no compiled code allocates, such as constants of the graph."""
 
@@ -134,7 +137,7 @@ def fitted(
             if refused is not None or error.smallest_budget_bytes is None:
                 raise
             # Corrections may have gone below what is possible: see what the plan of least peak really needs.
-            refused, allowed = _without_frames(error), error.smallest_budget_bytes
+            refused, allowed = without_frames(error), error.smallest_budget_bytes
             continue
         made = rewrite(plan)
         if usable_bytes is None or allowed is None or made.plan.peak_bytes <= usable_bytes:
@@ -148,23 +151,15 @@ def fitted(
     assert budget is not None and usable_bytes is not None
     if made.plan.peak_bytes <= usable_bytes:
         return made
+    is_untried = is_given or budget.is_hopeless(made.plan.peak_bytes)
+    enough = budget.enough_for(made.plan.peak_bytes)
     refusal = too_small(
         budget.device_bytes,
-        budget.enough_for(made.plan.peak_bytes),
+        int(enough / (1 - _UNTRIED)) if is_untried else enough,
         refused.held_up_by if refused else f"The plan needs {format_bytes(made.plan.peak_bytes)}",
         smallest_host_bytes=refused.smallest_host_budget_bytes if refused else None,
         advice=advice_of(problem),
     )
-    if is_given or budget.is_hopeless(made.plan.peak_bytes):
+    if is_untried:
         raise refusal
     return dataclasses.replace(made, refusal=refusal)
-
-
-def _without_frames(error: InfeasiblePlanError) -> InfeasiblePlanError:
-    """The error, to be kept in a frame of those that raised it.
-
-    They would keep each other, and with them the batch, until garbage is collected: by its traceback, and by that of the error that
-    was being handled when it was raised.
-    """
-    error.__context__ = error.__cause__ = None
-    return error.with_traceback(None)

@@ -131,3 +131,13 @@ def _disallowed(problem: Problem) -> list[str]:
         "host_optimizer": problem.allow_host_optimizer,
     }
     return [word for word, allowed in words.items() if not allowed]
+
+
+def without_frames(error: InfeasiblePlanError) -> InfeasiblePlanError:
+    """The error, to be kept in a frame of those that raised it.
+
+    They would keep each other, and with them the batch, until garbage is collected. Its traceback would, and that of the error
+    that was being handled when it was raised.
+    """
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)

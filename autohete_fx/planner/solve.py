@@ -17,6 +17,7 @@ from autohete_fx.planner.bound.formulation import Program
 from autohete_fx.planner.bound.relaxation import branch
 from autohete_fx.planner.bound.work_bound import work_bound_s
 from autohete_fx.planner.found import OPTIMAL_GAP, found_of
+from autohete_fx.planner.infeasible import without_frames
 from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE
 from autohete_fx.planner.reasons import reasons_of
 from autohete_fx.planner.search import effort
@@ -78,7 +79,7 @@ def _best(problem: Problem, time_limit_s: float, work_s: float, near: Sequence[D
         try:
             decisions, bound_s = found_of(way, time_limit_s / len(each_way), work_s / len(each_way), near)
         except InfeasiblePlanError as error:
-            errors.append(error)
+            errors.append(without_frames(error))
             continue
         plans.append(evaluate(problem, decisions, "feasible"))
         assert fits(problem, plans[-1]), "the search's memory and the replay's disagree"
@@ -86,5 +87,6 @@ def _best(problem: Problem, time_limit_s: float, work_s: float, near: Sequence[D
             return plans[-1], least_s
         bounds.append(bound_s)
     if not plans:
-        raise min(errors, key=lambda error: error.smallest_budget_bytes or float("inf"))
+        errors.sort(key=lambda error: -(error.smallest_budget_bytes or float("inf")))
+        raise errors.pop()  # a name for it would keep it, and with it all frames
     return min(plans, key=lambda plan: plan.step_s), min(bounds)

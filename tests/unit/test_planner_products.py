@@ -1,6 +1,8 @@
 """Updates with matrix products: their seconds on either processor, their states, and the memory that they work in."""
 
+import gc
 import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -207,6 +209,28 @@ def test_a_refusal_names_the_smallest_budget_of_both_ways():
         solve(replace(given, device_budget_bytes=least - 1), time_limit_s=2.0)
     assert refused.value.smallest_budget_bytes == least
     assert solve(replace(given, device_budget_bytes=least), time_limit_s=2.0).peak_bytes == least
+
+
+@pytest.mark.parametrize("slots", [0, 100])
+def test_a_refusal_keeps_nothing_of_those_who_asked(slots: int):
+    """Until garbage is collected it would be the batch of a model that is compiled."""
+    given = problem([BLOCK] * 2, allow_host_optimizer=True, allow_streamed_optimizer=True, device_budget_bytes=10)
+
+    class Batch:
+        pass
+
+    def ask() -> "weakref.ref[Batch]":
+        batch = Batch()
+        with pytest.raises(InfeasiblePlanError):
+            solve(replace(given, slot_bytes=slots), time_limit_s=1.0)
+        return weakref.ref(batch)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert ask()() is None
+    finally:
+        gc.enable()
 
 
 def test_reasons_and_baselines_count_no_slots_where_nothing_streams():
