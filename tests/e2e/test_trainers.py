@@ -71,7 +71,7 @@ def decisions() -> set[BlockDecision]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["hf_trainer", "peft_lora"])
+@pytest.mark.parametrize("name", ["hf_trainer"])
 def test_a_trainer_trains_the_same_under_inductor(name: str, scripts: Path, one_thread: None):
     plain = trained(name, scripts, "--plain", "inductor")
     assert_same(trained(name, scripts, "--inner", "inductor"), plain)
