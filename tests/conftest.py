@@ -135,6 +135,17 @@ def _clean_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """With several, plain training with Inductor differs from itself: they add to an embedding's gradient in any order."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> "Iterator[Gate]":
     """Holds updates while it is closed, and with them the copies that wait for them."""
     from tests.held_updates import Gate, use_lanes

@@ -27,8 +27,8 @@ _WORST_TRACE = 1 / 8
 """No trace has been further above what the compiled code takes than by this share: only where it is further above the budget is
 that refused before anything is compiled."""
 _UNTRIED = 1 / 24
-"""The part of a budget that is left free where a refusal before anything is compiled names it. Code has taken 1/28 more than its
-trace."""
+"""The part of a budget that is left free, beside the reserve, where a refusal before anything is compiled names it. Code has taken
+2% more than was named without."""
 _UNSEEN_BYTES = 1024
 """Bytes that a budget which an error names leaves for scalars that no compiled code allocates, such as constants of the graph."""
 

@@ -71,9 +71,8 @@ class Staging:
     """Memory that the updates of one step need beside parameters, gradients and states: it is allocated here or not at all.
 
     Device memory for pieces of states, a few slots of it. A piece is at most a slot, and lies where the one before it ends, or
-    again at the begin. It also holds the workspace of updates of whole parameters,
-    which kernels use one after the other. The coefficients of the step for kernels of ours are there, too, and come out of
-    homes so that nothing waits for them.
+    again at the begin. It also holds the workspace of updates of whole parameters, which kernels use one after the other. The
+    coefficients of the step for kernels of ours are there, too, and come out of homes so that nothing waits for them.
 
     Attributes:
         last: what copied the piece before up: none is to come before it.

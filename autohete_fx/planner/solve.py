@@ -83,7 +83,7 @@ def _best(problem: Problem, time_limit_s: float, work_s: float, near: Sequence[D
             continue
         plans.append(evaluate(problem, decisions, "feasible"))
         assert fits(problem, plans[-1]), "the search's memory and the replay's disagree"
-        if plans[-1].step_s <= least_s / (1 - OPTIMAL_GAP):
+        if way is not each_way[-1] and plans[-1].step_s <= least_s / (1 - OPTIMAL_GAP):
             return plans[-1], least_s
         bounds.append(bound_s)
     if not plans:

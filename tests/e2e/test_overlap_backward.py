@@ -64,15 +64,6 @@ def test_training_is_bitwise_exact_under_random_delays(
     assert any(started) == updated_on_host, "no update has started in backward"
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """With several, plain training with Inductor differs from itself: they add to an embedding's gradient in any order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_training_with_inductor_is_that_of_eager_code_and_bitwise_that_of_updates_that_start_at_the_step(

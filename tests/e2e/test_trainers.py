@@ -39,15 +39,6 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Inductor's kernels for several add up the gradient of an embedding in an order that changes from run to run."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)
-
-
 def forget() -> None:
     """A process has one state of Accelerate, which remembers the backend."""
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -71,10 +62,10 @@ def decisions() -> set[BlockDecision]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["hf_trainer"])
-def test_a_trainer_trains_the_same_under_inductor(name: str, scripts: Path, one_thread: None):
-    plain = trained(name, scripts, "--plain", "inductor")
-    assert_same(trained(name, scripts, "--inner", "inductor"), plain)
+@pytest.mark.usefixtures("one_thread")
+def test_a_trainer_trains_the_same_under_inductor(scripts: Path):
+    plain = trained("hf_trainer", scripts, "--plain", "inductor")
+    assert_same(trained("hf_trainer", scripts, "--inner", "inductor"), plain)
     assert len(decisions() - {BlockDecision()}) > 0
 
 

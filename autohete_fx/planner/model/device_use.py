@@ -33,9 +33,8 @@ def device_bytes(problem: Problem, blocks: Sequence[int], decisions: Sequence[Bl
     under an overlapping schedule waits for updates. In training the last backward follows. With several micro-batches there is
     a forward of a later one, where gradients are there already. Where states may be streamed or updates need a workspace, the
     pass of the updates comes last. An overlapping schedule has only the begin of it. Slots for whole parameters are there in every
-    plan where any may be streamed. In the last micro-batch's backward its
-    gradients come on top of accumulated ones. All passes but the first forward and the updates have the other micro-batches in
-    flight beside them.
+    plan where any may be streamed. In the last micro-batch's backward its gradients come on top of accumulated ones. All passes
+    but the first forward and the updates have the other micro-batches in flight beside them.
     """
     use = _Use(problem, blocks, decisions)
     if not problem.training:
