@@ -10,10 +10,13 @@ import torch
 from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.compiler.model import Model, note_model
+from autohete_fx.internals.modes import disable_current_modes
 from autohete_fx.ir import Optimizer, Overlap
 from autohete_fx.ir.sizes import format_bytes
+from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.optim.start import start_update
-from autohete_fx.runtime.held import held
+from autohete_fx.optim.state import settle, state_placement_of
+from autohete_fx.runtime.held import held, whole_of
 from autohete_fx.runtime.pending import calls, unplanned
 from autohete_fx.runtime.placement import Placement, place_param, placement_of
 from autohete_fx.runtime.shard import step
@@ -25,7 +28,8 @@ log = logging.getLogger(__name__)
 def place_parameters(
     params: Mapping[str, torch.nn.Parameter], compilation: Compilation, model: Model, *, but: Collection[str] = ()
 ) -> None:
-    """Put parameters of the model where the plan has their blocks'.
+    """Put parameters of the model where the plan has their blocks', and out of the device what there is of states that it wants
+    elsewhere. States that come to the device do so in the next step.
 
     Args:
         params: by name, at least those that ``compilation`` knows the owners of.
@@ -35,7 +39,8 @@ def place_parameters(
     session.updates.early.starter = start_update
     if compilation.training:
         session.wholes.forget()
-    for name, block in compilation.owners.items():
+    leaving_first = sorted(compilation.owners.items(), key=lambda owned: owned[0] not in compilation.moved)
+    for name, block in leaving_first:
         if name in but:
             continue
         decision = plan.decisions[block]
@@ -49,10 +54,27 @@ def place_parameters(
             updates=session.updates,
             disk=session.disk if optimizer is Optimizer.DISK else None,
         )
+        before = placement_of(params[name])
         place_param(params[name], placement)
+        _let_states_leave(params[name], before)
     # Now rather than in the first step: at once, no more than that, and a refusal finds a model that has not trained. What a second
     # model or graph takes of the same tier comes as it is needed: it cannot be told from a second shape of what is there.
     session.tier.reserve(plan.host_bytes)
+
+
+def _let_states_leave(param: torch.nn.Parameter, before: Placement | None) -> None:
+    """Plans of a model that has stepped count its states where they put them, from the next forward on."""
+    optimizer, placement = optimizer_of(param), state_placement_of(param)
+    if optimizer is None or placement.tier is None:
+        return
+    whole = whole_of(param)
+    state = optimizer.state.get(param if whole is None else whole)
+    if not state:
+        return
+    if before is not None and before.updates is not None:
+        before.updates.wait_all(on_cpu=True)
+    with disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        settle(optimizer.rule_of(param), param, state, placement)
 
 
 class GraphParameters:

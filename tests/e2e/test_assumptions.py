@@ -11,12 +11,14 @@ from torch import nn
 
 import autohete_fx
 from autohete_fx.errors import InfeasiblePlanError, PlanError
+from autohete_fx.ir import Optimizer
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.runtime.meter import device_live_bytes
 from autohete_fx.runtime.tiers.host import is_home
 from tests import training as job
 
 SIZES = job.Sizes(width=128, heads=4, layers=4, batch=2, time=128)
+OPTIONS = {"inner_backend": "eager", "profile": "analytic", "solver_time_limit_s": 1}
 BUDGET = 19 * 2**20
 """Enough for some optimizer states on the device beside everything else, or for gradients that are accumulated."""
 
@@ -31,8 +33,7 @@ def _prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def compiled(budget: int) -> job.Model:
     model = job.make("cpu", SIZES)
-    options = {"memory_budget": budget, "inner_backend": "eager", "profile": "analytic", "solver_time_limit_s": 1}
-    model.compile(backend="autohete", options=options)
+    model.compile(backend="autohete", options={**OPTIONS, "memory_budget": budget})
     return model
 
 
@@ -62,6 +63,24 @@ def test_accumulation_that_nobody_announced_is_planned_for(caplog: pytest.LogCap
     told = [record for record in caplog.records if "Set the option micro_batches" in record.getMessage()]
     assert len(told) == 1
     assert num_since(earlier) == 3
+
+
+def test_states_that_a_plan_moves_leave_the_device_before_its_next_pass():
+    """Here those of a step before anything was compiled. They once stayed until the step after, above the budget."""
+    expected = job.plain(job.make("cpu", SIZES), "eager", sizes=SIZES, micro_batches=2)
+    budget, model, peaks = 12 * 2**20, job.make("cpu", SIZES), list[int]()
+    foreign = device_live_bytes("cpu") - sum(p.nbytes for p in model.parameters())
+
+    def compile_once(model: job.Model) -> list[torch.Tensor]:
+        if len(peaks) == 3:
+            model.compile(backend="autohete", options={**OPTIONS, "memory_budget": budget, "micro_batches": 2})
+        return []
+
+    values = job.train(model, job.adamw(model), sizes=SIZES, micro_batches=2, between=compile_once, peaks=peaks)
+    job.assert_equal(values, expected, bitwise=True)
+    assert sum(where is Optimizer.HOST for where in autohete_fx.compilations()[-1].moved.values()) > 4
+    _, _, uncompiled, _, *planned = (peak - foreign for peak in peaks)
+    assert max(planned) <= budget < uncompiled
 
 
 @pytest.mark.slow
@@ -98,14 +117,8 @@ def test_what_does_not_fit_with_another_optimizer_is_refused():
 @pytest.mark.slow
 def test_a_function_that_is_given_another_model_is_refused_once_and_then_plans_for_it():
     """Nothing tells beforehand which model a function will use."""
-    options = {
-        "memory_budget": BUDGET // 4 * 3,
-        "inner_backend": "eager",
-        "profile": "analytic",
-        "solver_time_limit_s": 1,
-    }
 
-    @torch.compile(backend="autohete", options=options)
+    @torch.compile(backend="autohete", options={**OPTIONS, "memory_budget": BUDGET // 4 * 3})
     def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x)
 
