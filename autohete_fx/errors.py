@@ -24,7 +24,8 @@ class InfeasiblePlanError(AutoHeteError):
 
     Attributes:
         smallest_budget_bytes: the smallest device budget for which a plan exists within the host budget, in bytes; None
-            where no device budget would do. Before anything is compiled it is a twentieth more than a trace takes.
+            where no device budget would do. Before anything is compiled it is a twentieth more than a trace takes, and the message
+            calls it one that would do.
         smallest_host_budget_bytes: the smallest host budget for which a plan exists within the device budget, in bytes;
             None where more host memory would not help.
         held_up_by: where the least peak is reached and what it consists of; empty where no device budget would do.

@@ -159,6 +159,7 @@ def fitted(
         refused.held_up_by if refused else f"The plan needs {format_bytes(made.plan.peak_bytes)}",
         smallest_host_bytes=refused.smallest_host_budget_bytes if refused else None,
         advice=advice_of(problem),
+        is_least=not is_untried,
     )
     if is_untried:
         raise refusal

@@ -55,12 +55,15 @@ def too_small(
     *,
     smallest_host_bytes: int | None = None,
     advice: str = "",
+    is_least: bool = True,
 ) -> InfeasiblePlanError:
-    """The error for a device budget that no plan keeps; ``smallest_host_bytes`` where more host memory would help."""
+    """The error for a device budget that no plan keeps; ``smallest_host_bytes`` where more host memory would help. ``is_least``:
+    whether no smaller budget than ``smallest_bytes`` is known to do."""
     with_host = "" if smallest_host_bytes is None else " within host_budget"
+    which = "the smallest" if is_least else "one"
     or_host = "" if smallest_host_bytes is None else f" or host_budget to at least {smallest_host_bytes}"
     return InfeasiblePlanError(
-        f"no plan fits memory_budget {format_bytes(budget_bytes)}{with_host}: the smallest that would do is"
+        f"no plan fits memory_budget {format_bytes(budget_bytes)}{with_host}: {which} that would do is"
         f" {format_bytes(smallest_bytes)} ({smallest_bytes} bytes). {held_up_by}. Set memory_budget to at least"
         f" {smallest_bytes}{or_host}, or use a smaller batch{advice}",
         smallest_budget_bytes=smallest_bytes,
