@@ -106,6 +106,8 @@ class Assumptions:
         return sum(state_bytes(p) for p in stays)
 
 
+_evaluating: "weakref.WeakKeyDictionary[object, weakref.WeakSet[GraphParameters]]" = weakref.WeakKeyDictionary()
+"""By what a call calls: the graphs without gradients that have run in it."""
 _known: "weakref.WeakSet[Assumptions]" = weakref.WeakSet()
 _entered: "weakref.WeakKeyDictionary[object, weakref.WeakSet[Assumptions]]" = weakref.WeakKeyDictionary()
 """By what a call calls: the graphs that have run in it."""
@@ -117,6 +119,7 @@ def look(function: object, is_ours: bool) -> None:
     key = _key(function)
     if key is None or not torch.is_grad_enabled():
         return
+    _forget_evaluation(key)
     if key not in _entered:
         if is_ours and isinstance(key, torch.nn.Module):
             _look_at_first_call(key)
@@ -139,6 +142,24 @@ def look(function: object, is_ours: bool) -> None:
                 calls.keep_until_end(model)
                 model.compile_again(waiting)
         _look_at_gradients(model, of_model)
+
+
+def note_evaluation(parameters: GraphParameters) -> None:
+    """A graph without gradients runs, and training may be about to put its parameters elsewhere."""
+    key = None if torch.is_grad_enabled() or parameters.model.is_placed else _key(calls.function_called())
+    if key is not None:
+        _evaluating.setdefault(key, weakref.WeakSet()).add(parameters)
+
+
+def _forget_evaluation(key: object) -> None:
+    """Training is about to put parameters where it wants them: what was compiled for where they are is compiled again when next
+    evaluated. Nothing else is compiled of that code yet."""
+    for parameters in _evaluating.pop(key, ()):
+        model = parameters.model
+        if not model.is_placed and any(param.requires_grad for param in parameters.latest.values()):
+            calls.keep_until_end(model)
+            for code in model.codes.values():
+                dynamo.forget_compiled(code)
 
 
 def _look_at_first_call(module: torch.nn.Module) -> None:

@@ -19,6 +19,7 @@ from autohete_fx.compiler.compilation import Share
 from autohete_fx.compiler.fixed_bytes import (
     averaging_bytes,
     input_bytes,
+    kept_bytes,
     small_bytes,
     trained_bytes,
     unmoved_bytes,
@@ -67,7 +68,8 @@ class CapturedGraph:
         unread: parameters and buffers that no graph reads which is known yet.
         unread_so_far_bytes: of these, on the device, with gradients and states of those that eager code trains.
         listening_bytes: device bytes that those take who wait for gradients.
-        trained_bytes: of optimizer states and gradients on the device, where the model is being trained.
+        trained_bytes: of optimizer states and gradients on the device, where the model is being trained or has them.
+        frozen_bytes: of those that parameters without gradients have from when they were trained.
         digest: of the graph, its sizes included.
         graph_break: why the graph ends before its function, and where; empty where it does not.
         bucket_bytes: of gradient buckets of a DistributedDataParallel around it; None without one.
@@ -112,7 +114,8 @@ class CapturedGraph:
         self.unread_so_far_bytes = unread_bytes(self.unread, self.device.type) + model.shares.eager_bytes
         self.listening_bytes = _listening_bytes(self.params.values())
         self._may_be_followed = self._may_follow()
-        self.trained_bytes = trained_bytes(self.params.values()) if model.is_placed else 0
+        self.trained_bytes = (trained_bytes if model.is_placed else kept_bytes)(self.params.values())
+        self.frozen_bytes = kept_bytes(param for param in self.params.values() if not param.requires_grad)
         measured = functools.partial(machine_of, self.device, model.session, options, agreement.num_on_host)
         self.machine = agreement.by_turns("machine", measured)
         self.bucket_bytes = versions.ddp_bucket_bytes()
@@ -165,7 +168,7 @@ class CapturedGraph:
             tuple(self._placement_text(name) for name in sorted(self.params)),
             self.others_bytes,
             self.unread_so_far_bytes,
-            0 if torch.is_grad_enabled() else self.trained_bytes,
+            self.frozen_bytes if torch.is_grad_enabled() else self.trained_bytes,
             (
                 self.crowding_bytes,
                 self.is_unsettled,
@@ -246,7 +249,7 @@ class CapturedGraph:
             host_budget_bytes=self.host_bytes,
             fixed_bytes=(self.options.in_flight if training else 1) * input_bytes(self.inputs)
             + self.small_bytes(training)
-            + (0 if training else self.trained_bytes)
+            + (self.frozen_bytes if training else self.trained_bytes)
             + self.others_bytes
             + self.unread_bytes
             + tuning_bytes(self.device, self.options)
@@ -262,7 +265,7 @@ class CapturedGraph:
             self.params,
             training=training,
             copies_gradients=bool(self.awaited),
-            keep_placement=self.model.is_placed and self.decided is None,
+            placed=self.model.placed if self.decided is None else (),
         )
         if self.sharded:
             problem = leaving_parameters(problem)
@@ -284,11 +287,17 @@ class CapturedGraph:
         return small_bytes(self.params.values(), training=training, accumulates=accumulates)
 
     def free_bytes(self) -> int | None:
-        """Bytes that the budget leaves beside the inputs and the parameters that are on the device now."""
+        """Bytes that the budget leaves beside the inputs and what is on the device now of parameters, states and gradients."""
         if self.budget_bytes is None:
             return None
         taken = sum(param.nbytes for param in self.params.values() if not is_home(param))
-        taken += input_bytes(self.inputs) + self.others_bytes + self.unread_bytes + (self.bucket_bytes or 0)
+        taken += (
+            kept_bytes(self.params.values())
+            + input_bytes(self.inputs)
+            + self.others_bytes
+            + self.unread_bytes
+            + (self.bucket_bytes or 0)
+        )
         return max(0, self.budget_bytes - taken - tuning_bytes(self.device, self.options))
 
 

@@ -11,8 +11,10 @@ from autohete_fx.capture.inputs import GraphInput, is_symbolic
 from autohete_fx.compiler.problem import num_replicas, state_bytes
 from autohete_fx.internals import versions
 from autohete_fx.internals.modes import FakeTensor
+from autohete_fx.internals.tensors import local_of
 from autohete_fx.ir import Optimizer
 from autohete_fx.optim.owners import optimizer_of
+from autohete_fx.runtime.held import whole_of
 from autohete_fx.runtime.placement import is_movable, placement_of
 from autohete_fx.runtime.shard.step import PIECE_BYTES
 from autohete_fx.runtime.tiers.host import is_home
@@ -43,13 +45,29 @@ def small_bytes(params: Iterable[torch.nn.Parameter], *, training: bool, accumul
     return total
 
 
+def kept_bytes(params: Iterable[torch.nn.Parameter]) -> int:
+    """Bytes of the optimizer states and gradients that are on the device now, whoever has put them there."""
+    total = 0
+    for param in params:
+        owner, whole = optimizer_of(param), whole_of(param)
+        key = param if whole is None else whole
+        state = {} if owner is None else owner.state.get(key, {})
+        found = [t for t in (*state.values(), key.grad) if isinstance(t, torch.Tensor) and t.dim()]
+        own = [local_of(t) if versions.is_dtensor(t) else t for t in found]
+        total += sum(t.nbytes for t in own if t.device == param.device and not is_home(t))
+    return total
+
+
 def trained_bytes(params: Iterable[torch.nn.Parameter]) -> int:
     """Bytes that training has on the device beside parameters.
 
     Gradients that are there now count, and optimizer states where a plan has them there or none moves them.
     """
-    total = 0
+    params = list(params)
+    total = kept_bytes(param for param in params if not param.requires_grad)
     for param in params:
+        if not param.requires_grad:
+            continue
         placement = placement_of(param)
         stays = placement is None or placement.optimizer is Optimizer.DEVICE or optimizer_of(param) is None
         total += state_bytes(param) if stays else 0

@@ -208,7 +208,6 @@ class GraphCompiler:
         if result.training or not model.is_placed:
             place_parameters(self.captured.params, result, model)
         if result.training:
-            model.is_placed = True
             self._share(result)
         if self._keeps_freed:
             cpu_counter.give_back()  # what parameters were in

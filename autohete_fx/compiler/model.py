@@ -39,7 +39,7 @@ class Model:
     Attributes:
         session: its runtime.
         shares: what each of its training graphs takes on the device.
-        is_placed: whether a training graph has decided where parameters live.
+        placed: the parameters that training graphs have put where they are.
         micro_batches: the most forward passes that a step of it was seen to take.
         passes: those of the step that is under way.
         codes: of the functions that its graphs were compiled of.
@@ -48,17 +48,22 @@ class Model:
 
     session: Session
     shares: Shares = field(default_factory=Shares)
-    is_placed: bool = False
+    placed: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     micro_batches: int = 1
     passes: int = 0
     codes: dict[Origin, CodeType] = field(default_factory=dict)
     has_warned: bool = False
     _versions: dict[Origin, int] = field(default_factory=dict)
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether a training graph has decided where parameters live."""
+        return len(self.placed) > 0
+
     def forget(self) -> None:
         """Have all of its graphs compiled, and planned, again: plans need not put parameters where they are now."""
         self.shares = self.shares.afresh()
-        self.is_placed = False
+        self.placed = WeakIdKeyDictionary()
         self.compile_again(list(self.codes))
 
     def compile_again(self, graphs: Iterable[Origin]) -> None:

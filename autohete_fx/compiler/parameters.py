@@ -1,26 +1,29 @@
 """Parameters put where a plan has them, when it is made and when a compiled graph first gets them."""
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.compiler.model import Model, note_model
+from autohete_fx.errors import HostMemoryError
 from autohete_fx.internals.modes import disable_current_modes
-from autohete_fx.ir import Optimizer, Overlap
+from autohete_fx.ir import Optimizer, Overlap, Params
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.optim.start import start_update
-from autohete_fx.optim.state import settle, state_placement_of
+from autohete_fx.optim.state import is_settled, settle, state_placement_of
 from autohete_fx.runtime.held import held, whole_of
 from autohete_fx.runtime.pending import calls, unplanned
 from autohete_fx.runtime.placement import Placement, place_param, placement_of
 from autohete_fx.runtime.shard import step
 from autohete_fx.runtime.shard.parts import part_of
+from autohete_fx.runtime.tiers.host import is_home
 
 log = logging.getLogger(__name__)
 
@@ -28,53 +31,82 @@ log = logging.getLogger(__name__)
 def place_parameters(
     params: Mapping[str, torch.nn.Parameter], compilation: Compilation, model: Model, *, but: Collection[str] = ()
 ) -> None:
-    """Put parameters of the model where the plan has their blocks', and out of the device what there is of states that it wants
-    elsewhere. States that come to the device do so in the next step.
+    """Put parameters of the model where the plan has their blocks'. Their optimizer states and collected gradients come along: from
+    the next pass on, a plan for training counts those where it wants them.
 
     Args:
         params: by name, at least those that ``compilation`` knows the owners of.
         but: names of those that stay where they are.
+
+    Raises:
+        HostMemoryError: the host has no room. All values are where they were, or where they belong.
     """
     plan, session = compilation.plan, model.session
     session.updates.early.starter = start_update
     if compilation.training:
         session.wholes.forget()
-    leaving_first = sorted(compilation.owners.items(), key=lambda owned: owned[0] not in compilation.moved)
-    for name, block in leaving_first:
-        if name in but:
-            continue
-        decision = plan.decisions[block]
-        optimizer = compilation.moved.get(name, Optimizer.DEVICE)
-        note_model(params[name], model)
+    place = functools.partial(_place, params, compilation, model)
+    given = [name for name in compilation.owners if name not in but]
+    leaving, coming = ([name for name in given if (name in compilation.moved) is leaves] for leaves in (True, False))
+    try:
+        place(leaving)  # so that there is room on the device
+    except HostMemoryError:  # on the host there may be, once the others have left it
+        place(coming)
+        place(leaving)
+    else:
+        place(coming)
+    # Now rather than in the first step: at once, no more than that, and a refusal finds a model that has not trained. What a second
+    # model or graph takes of the same tier comes as it is needed: it cannot be told from a second shape of what is there.
+    session.tier.reserve(plan.host_bytes)
+
+
+def _place(
+    params: Mapping[str, torch.nn.Parameter], compilation: Compilation, model: Model, names: Collection[str]
+) -> None:
+    for name in names:
+        param, session, block = params[name], model.session, compilation.owners[name]
+        before, optimizer = placement_of(param), compilation.moved.get(name, Optimizer.DEVICE)
+        if before is not None and not param.requires_grad:
+            optimizer = before.optimizer  # of states that it has from when it was trained
+        if before is not None and before.updates is not None:
+            before.updates.wait_all(on_cpu=True)
+        note_model(param, model)
         placement = Placement(
-            params=decision.params,
+            params=compilation.plan.decisions[block].params,
             optimizer=optimizer,
             tier=session.tier,
             block=block,
             updates=session.updates,
             disk=session.disk if optimizer is Optimizer.DISK else None,
         )
-        before = placement_of(params[name])
-        place_param(params[name], placement)
-        _let_states_leave(params[name], before)
-    # Now rather than in the first step: at once, no more than that, and a refusal finds a model that has not trained. What a second
-    # model or graph takes of the same tier comes as it is needed: it cannot be told from a second shape of what is there.
-    session.tier.reserve(plan.host_bytes)
+        place_param(param, placement)
+        if compilation.training:
+            model.placed[param] = True
+            _bring_along(param, placement)
 
 
-def _let_states_leave(param: torch.nn.Parameter, before: Placement | None) -> None:
-    """Plans of a model that has stepped count its states where they put them, from the next forward on."""
-    optimizer, placement = optimizer_of(param), state_placement_of(param)
-    if optimizer is None or placement.tier is None:
+def _bring_along(param: torch.nn.Parameter, placement: Placement) -> None:
+    """The states of a parameter, and what is collected of its gradient where the host updates it."""
+    owner, whole = optimizer_of(param), whole_of(param)
+    if owner is None or not param.requires_grad:
         return
-    whole = whole_of(param)
-    state = optimizer.state.get(param if whole is None else whole)
-    if not state:
-        return
-    if before is not None and before.updates is not None:
-        before.updates.wait_all(on_cpu=True)
+    if placement.params is Params.HOST or not placement.optimizer.updates_on_host:
+        owner.host_copies.discard(param)
+    rule, belongs = owner.rule_of(param), state_placement_of(param)
+    state = owner.state.get(param if whole is None else whole, {})
     with disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-        settle(optimizer.rule_of(param), param, state, placement)
+        if state and not is_settled(rule, param, state, belongs):
+            settle(rule, param, state, belongs)
+            owner.has_stepped = False
+        if placement.optimizer.updates_on_host and belongs.tier is not None and _is_own(param.grad, param):
+            param.grad.data = belongs.tier.empty_like(param.grad).copy_(param.grad)
+
+
+def _is_own(grad: torch.Tensor | None, param: torch.nn.Parameter) -> TypeGuard[torch.Tensor]:
+    """Whether a gradient is on the device, in memory that nothing else shares, as a view of a bucket does, and is whole."""
+    if grad is None or grad.layout is not torch.strided or part_of(param) is not None:
+        return False
+    return not is_home(grad) and grad.untyped_storage().nbytes() == grad.nbytes
 
 
 class GraphParameters:

@@ -5,7 +5,7 @@ hold. Out: a `Problem`, which `autohete_fx.planner.given` and the solver make pl
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -299,18 +299,18 @@ def make_problem(
     params: Mapping[str, torch.nn.Parameter],
     *,
     training: bool,
-    keep_placement: bool,
+    placed: Container[torch.nn.Parameter] = (),
     copies_gradients: bool = False,
 ) -> Problem:
     """The planner's input.
 
-    ``keep_placement``: parameters that are placed already stay where they are. ``copies_gradients``: somebody takes copies of
+    ``placed``: parameters that stay where they are. ``copies_gradients``: somebody takes copies of
     gradients while the last backward runs.
     """
     given = () if options.plan is None else options.plan.decisions
     is_again = options.micro_batches > 1 and host_optimizer_allowed(list(params.values()))
     allow_disk = training and {"host_optimizer", "disk_optimizer"} <= options.allow
-    fixed = tuple(_placed_decision(block, params) for block in graph.blocks) if keep_placement else ()
+    fixed = tuple(_placed_decision(block, params, placed) for block in graph.blocks)
     problem = Problem(
         labels=labels_of(graph.blocks),
         costs=tuple(costs),
@@ -371,17 +371,20 @@ def with_disk(problem: Problem) -> Problem:
     return dataclasses.replace(problem, allow_disk_optimizer=most > budget)
 
 
-def _placed_decision(block: Block, params: Mapping[str, torch.nn.Parameter]) -> BlockDecision | None:
+def _placed_decision(
+    block: Block, params: Mapping[str, torch.nn.Parameter], placed: Container[torch.nn.Parameter]
+) -> BlockDecision | None:
     """What has been decided for a block whose parameters are placed already; None where none is."""
-    placed = [(fqn, params[fqn], found) for fqn in block.param_fqns if (found := placement_of(params[fqn])) is not None]
-    if not placed:
+    own = [(fqn, params[fqn]) for fqn in block.param_fqns if params[fqn] in placed]
+    found = [(fqn, param, where) for fqn, param in own if (where := placement_of(param)) is not None]
+    if not found:
         return None
-    trained = sorted((param.numel(), name, found.optimizer) for name, param, found in placed if param.requires_grad)
+    trained = sorted((param.numel(), name, where.optimizer) for name, param, where in found if param.requires_grad)
     places = [place for _, _, place in trained]
     optimizer = next((place for place in places if place is not Optimizer.DEVICE), Optimizer.DEVICE)
     count = places.count(optimizer)
     return BlockDecision(
-        params=placed[0][2].params,
+        params=found[0][2].params,
         optimizer=optimizer,
         num_moved_states=count if 0 < count < len(places) else None,
         other_states=next((place for place in places if place is not optimizer), Optimizer.DEVICE),

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from autohete_fx.capture.inputs import GraphInput
-from autohete_fx.compiler.assumptions import Assumptions
+from autohete_fx.compiler.assumptions import Assumptions, note_evaluation
 from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.compiler.fitting import Budget
 from autohete_fx.compiler.fixed_bytes import unread_bytes
@@ -105,6 +105,8 @@ def running(
         calls.settle_others(updates)
         awaited = parameters.arrive(args)
         made = None
+        if not compilation.training:
+            note_evaluation(parameters)
         if assumed is not None:
             assumed.note_run()
             call = calls.outermost()

@@ -223,7 +223,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         parts.note_scaled([u.param for u in updates], scale)
         if wholes := [whole for u in updates if (whole := whole_of(u.param)) is not None]:
             torch.autograd.graph.increment_version(wholes)
-        self._groups, self._has_stepped = None, True
+        self._groups, self.has_stepped = None, True
         self._watch.step([p for group in self.param_groups for p in group["params"]], self.state)
         if started and not is_guarded:
             self.synchronize()
@@ -256,7 +256,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def starts_in_backward(self) -> bool:
         """Whether updates may start in a backward pass now. The first step creates states and compiles kernels."""
         may_start = self.overlap is Overlap.BACKWARD and self.max_grad_norm is None
-        return may_start and self._has_stepped and not self._is_accumulating
+        return may_start and self.has_stepped and not self._is_accumulating
 
     def _clipping(self, updates: Iterable[Update]) -> Tensor | None:
         if self.max_grad_norm is None:
@@ -277,7 +277,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     def _forget_groups(self) -> None:
         self._groups: dict[int, dict[str, Any]] | None = None
-        self._has_stepped = False
+        self.has_stepped = False
 
     def _started_in_backward(self, pending: Iterable[Updates]) -> frozenset[int]:
         """Take over what has started. Returns the identities of its parameters.

@@ -26,6 +26,7 @@ class Owner(Protocol):
         max_grad_norm: that gradients are clipped to; None where they are not.
         param_groups, state: as in ``torch.optim``.
         host_copies: of its parameters.
+        has_stepped: whether a step has made states, and compiled kernels, for where they are.
     """
 
     overlap: Overlap
@@ -33,6 +34,7 @@ class Owner(Protocol):
     param_groups: list[dict[str, Any]]
     state: defaultdict[Tensor, Any]
     host_copies: HostCopies
+    has_stepped: bool
 
     @property
     def starts_in_backward(self) -> bool:

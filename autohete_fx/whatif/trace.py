@@ -229,7 +229,6 @@ def _priced(captured: Captured, machine: Machine, options: Options) -> TracedSte
         limits,
         params,
         training=True,
-        keep_placement=False,
     )
     kinds = tuple(block.kind for block in partition.blocks.blocks)
     layers = sum(kind is kind.LAYER for kind in kinds)

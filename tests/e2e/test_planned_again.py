@@ -1,0 +1,192 @@
+"""Plans that follow another one find what that has left: they count it, or bring it to where they want it before the next pass."""
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autohete_fx
+from autohete_fx import BlockDecision, Optimizer, Params, Plan
+from autohete_fx.runtime.meter import device_live_bytes
+from autohete_fx.runtime.tiers.host import is_home
+from tests import training as job
+
+SIZES = job.Sizes(width=128, heads=4, layers=4, batch=2, time=128)
+OPTIONS: dict[str, Any] = {"inner_backend": "eager", "profile": "analytic", "solver_time_limit_s": 1}
+
+
+@pytest.fixture(autouse=True)
+def _prepared() -> Iterator[None]:
+    job.warm_up("cpu")
+    yield
+    torch._dynamo.reset()
+
+
+class Steps:
+    """A model that trains and evaluates, with us or without, what it computes, and the most bytes that it has beyond those of other
+    tests."""
+
+    def __init__(self, model: job.Model, is_ours: bool) -> None:
+        self.model, self.is_ours = model, is_ours
+        self.optimizer: Any = job.adamw(model) if is_ours else job.ReferenceAdamW(model, frozenset())
+        self.foreign = device_live_bytes("cpu") - sum(p.nbytes for p in model.parameters())
+        self.seen, self.peaks = list[torch.Tensor](), list[int]()
+
+    def compile(self, **options: Any) -> None:
+        if self.is_ours:
+            self.model.compile(backend="autohete", options={**OPTIONS, **options})
+
+    def train(self, *steps: int, micro_batches: int = 1) -> None:
+        for step in steps:
+            for micro_batch in range(micro_batches):
+                torch.manual_seed(1000 * step + micro_batch)
+                with autohete_fx.MemoryMeter("cpu") as meter:
+                    loss = self.model(job.batch("cpu", step, micro_batch, SIZES))
+                    loss.backward()
+                self._note(meter, loss)
+            self.seen += [job.copied(p.grad) for p in self.model.parameters() if p.grad is not None]
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.seen += map(job.copied, self.model.parameters())
+
+    def evaluate(self) -> None:
+        self.model.eval()
+        with torch.no_grad(), autohete_fx.MemoryMeter("cpu") as meter:
+            loss = self.model(job.batch("cpu", 99, 0, SIZES))
+        self.model.train()
+        self._note(meter, loss)
+
+    def _note(self, meter: autohete_fx.MemoryMeter, loss: torch.Tensor) -> None:
+        self.peaks.append(meter.peak_bytes - self.foreign)
+        self.seen.append(job.copied(loss))
+
+
+def equal_to_plain(story: Callable[[Steps], None], kind: type[job.Model] = job.Model) -> Steps:
+    """A story told without us and with us, whose values are the same."""
+
+    def told(is_ours: bool) -> Steps:
+        torch.manual_seed(0)
+        steps = Steps(kind(SIZES), is_ours)
+        story(steps)
+        return steps
+
+    expected = told(False).seen
+    gc.collect()
+    ours = told(True)
+    job.assert_equal(ours.seen, expected, bitwise=True)
+    return ours
+
+
+def test_gradients_that_earlier_micro_batches_left_on_the_device_go_where_the_new_plan_collects_them():
+    budget = 15 * 2**20
+
+    def story(steps: Steps) -> None:
+        steps.compile(memory_budget=budget)
+        steps.train(0, 1)
+        steps.train(2, 3, micro_batches=2)
+
+    ours = equal_to_plain(story)
+    assert autohete_fx.compilations()[-1].moved.keys() > autohete_fx.compilations()[-2].moved.keys()
+    assert max(ours.peaks) <= budget
+
+
+class Broken(job.Model):
+    """Two graphs."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers[:2]:
+            x = layer(x)
+        torch._dynamo.graph_break()
+        for layer in self.layers[2:]:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+def test_no_graph_of_a_call_keeps_what_a_forgotten_plan_decided():
+    """PyTorch's optimizer, which is made after ours, has all states on the device, whichever graph the parameters are of."""
+    moved = list[bool]()
+
+    def story(steps: Steps) -> None:
+        steps.compile(memory_budget=12 * 2**20)
+        steps.train(0, 1)
+        moved.append(any(c.moved for c in autohete_fx.compilations()[-2:]))
+        steps.compile(memory_budget=20 * 2**20)
+        steps.optimizer = torch.optim.AdamW(steps.model.parameters(), lr=1e-3, fused=True)
+        steps.train(2, 3)
+        moved.append(any(c.moved for c in autohete_fx.compilations()[-2:]))
+
+    equal_to_plain(story, Broken)
+    assert moved[2:] == [True, False]
+
+
+def test_evaluation_before_the_first_step_is_planned_again_once_training_has_put_parameters_elsewhere():
+    """As trainers do that evaluate once before they begin. Afterwards no code is compiled again."""
+    found = list[autohete_fx.Compilation]()
+
+    def story(steps: Steps) -> None:
+        steps.compile(memory_budget=8 * 2**20)
+        steps.evaluate()
+        steps.train(0, 1)
+        steps.evaluate()
+        found.extend(autohete_fx.compilations()[-2:])
+        steps.train(2)
+        steps.evaluate()
+
+    equal_to_plain(story)
+    *_, trained, evaluated = found
+    assert trained.training and not evaluated.training
+    where = [[decision.params for decision in c.plan.decisions] for c in (trained, evaluated)]
+    assert where[0] == where[1] and Params.HOST in where[0]
+    assert autohete_fx.compilations()[-1] is evaluated
+
+
+def test_evaluation_counts_the_states_of_steps_before_anything_was_compiled():
+    def story(steps: Steps) -> None:
+        steps.train(0)
+        steps.compile(memory_budget=19 * 2**20)
+        steps.evaluate()
+
+    ours, compilation = equal_to_plain(story), autohete_fx.compilations()[-1]
+    assert not compilation.training
+    assert abs(compilation.plan.peak_bytes - ours.peaks[-1]) <= 0.02 * ours.peaks[-1]
+
+
+def planned(*on_host: int) -> Plan:
+    """States of these blocks on the host, and nothing else."""
+    host = BlockDecision(optimizer=Optimizer.HOST)
+    labels = ("prologue", *(f"layers.{layer}" for layer in range(SIZES.layers)), "epilogue")
+    return Plan(labels=labels, decisions=tuple(host if at in on_host else BlockDecision() for at in range(len(labels))))
+
+
+def test_states_of_parameters_that_are_frozen_now_are_counted_or_stay_on_the_host():
+    def story(steps: Steps) -> None:
+        steps.compile(plan=planned(1))
+        steps.train(0, 1)
+        steps.model.layers[:3].requires_grad_(False)
+        steps.train(2, 3)
+
+    ours = equal_to_plain(story)
+    assert autohete_fx.compilations()[-1].plan.peak_bytes == pytest.approx(ours.peaks[-1], rel=0.01)
+    ours.optimizer.load_state_dict(ours.optimizer.state_dict())
+    for layer, is_there in ((0, True), (1, False)):
+        up = ours.model.layers[layer].up.weight
+        assert is_home(ours.optimizer.state[up]["exp_avg"]) is is_there
+
+
+def test_plans_that_exchange_what_is_on_the_host_do_so_within_host_budget():
+    """There is no room for states that leave the device before those that come to it have left."""
+
+    def story(steps: Steps) -> None:
+        moved = sum(p.nbytes for layer in (0, 1) for p in steps.model.layers[layer].parameters())
+        for step, blocks in enumerate(((3, 4), (1, 2))):
+            steps.compile(plan=planned(*blocks), host_budget=int(3.4 * moved))
+            steps.train(2 * step, 2 * step + 1)
+
+    ours = equal_to_plain(story)
+    for layer, is_there in ((0, True), (1, True), (2, False), (3, False)):
+        up = ours.model.layers[layer].up.weight
+        assert is_home(ours.optimizer.state[up]["exp_avg"]) is is_there
