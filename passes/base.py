@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autohete_fx.errors import PassError
-from autohete_fx.graph import annotations, collectives, ops
+from autohete_fx.graph import annotations, collectives, ops, sizes
 from autohete_fx.graph.saved import offloadable, saved_views
 from autohete_fx.internals.modes import detect_fake_mode
 from autohete_fx.internals.operators import OpOverload
@@ -205,8 +205,7 @@ def output_node(gm: fx.GraphModule) -> fx.Node:
 
 def num_bytes(node: fx.Node) -> int:
     """Bytes of the node's result."""
-    value = node.meta["val"]
-    return int(value.numel()) * value.element_size()
+    return sizes.num_bytes(node.meta["val"])
 
 
 def values_like(value: torch.Tensor) -> contextlib.AbstractContextManager[object]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from autohete_fx.graph.sizes import hint
 from autohete_fx.internals import versions
 
 _ROOT = re.compile(r"^(?:L\['args'\]\[0\]|[LG]\['[^']*'\])(?:\.__closure__\[\d+\]\.cell_contents)*")
@@ -50,6 +51,18 @@ def clean_name(source: str) -> str:
     rest = source[match.end() :] if match else source
     steps = [next(group for group in step if group) for step in _STEP.findall(rest) if any(step)]
     return ".".join(step for step in steps if step not in _CONTAINERS) or source
+
+
+def symbolic_sizes(gm: fx.GraphModule) -> list[torch.SymInt]:
+    """The sizes that Dynamo's graph gets as inputs, because they may be others in the next call."""
+    values = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+    return [value for value in values if isinstance(value, torch.SymInt)]
+
+
+def limit_sizes(gm: fx.GraphModule) -> None:
+    """Let Dynamo compile afresh for larger sizes than a graph is compiled with: its plan knows nothing of what those take."""
+    for size in symbolic_sizes(gm):
+        assert size <= hint(size)  # a guard
 
 
 def graph_inputs(
@@ -127,11 +140,6 @@ def placeholder_inputs(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> dict
 def parameter_fqns(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> dict[str, str]:
     """Parameter name by placeholder name."""
     return {name: item.name for name, item in placeholder_inputs(gm, inputs).items() if item.is_parameter}
-
-
-def is_symbolic(tensor: torch.Tensor) -> bool:
-    """Whether any size is not a number yet."""
-    return any(not isinstance(size, int) for size in tensor.shape)
 
 
 def parameters_of(inputs: Sequence[GraphInput]) -> dict[str, torch.nn.Parameter]:

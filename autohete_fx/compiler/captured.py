@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autohete_fx.cache import sources_digest
-from autohete_fx.capture.inputs import GraphInput, parameters_of
+from autohete_fx.capture.inputs import GraphInput, limit_sizes, parameters_of
 from autohete_fx.compiler.agreement import Agreement
 from autohete_fx.compiler.compilation import Share
 from autohete_fx.compiler.fixed_bytes import (
@@ -102,6 +102,8 @@ class CapturedGraph:
         self.origin = origin_of(inputs)
         self.device = model.session.device
         self.budget_bytes = device_budget_bytes(self.device, options)
+        if self.budget_bytes is not None:
+            limit_sizes(gm)
         self.digest = graph_digest(gm, inputs, options)
         self.graph_break = dynamo.graph_break_behind(gm) or ""
         if torch.is_grad_enabled():

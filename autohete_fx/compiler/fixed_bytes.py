@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from autohete_fx.capture.inputs import GraphInput, is_symbolic
+from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compiler.problem import num_replicas, state_bytes
+from autohete_fx.graph.sizes import num_bytes
 from autohete_fx.internals import versions
 from autohete_fx.internals.modes import FakeTensor
 from autohete_fx.internals.tensors import local_of
@@ -24,11 +25,7 @@ _COUNTER_BYTES = 4
 
 def input_bytes(inputs: Sequence[GraphInput]) -> int:
     """Inputs and buffers: on the device, whatever is decided."""
-    return sum(
-        item.tensor.numel() * item.tensor.element_size()
-        for item in inputs
-        if item.tensor is not None and not item.is_parameter and not is_symbolic(item.tensor)
-    )
+    return sum(num_bytes(item.tensor) for item in inputs if item.tensor is not None and not item.is_parameter)
 
 
 def small_bytes(params: Iterable[torch.nn.Parameter], *, training: bool, accumulates: bool) -> int:

@@ -42,6 +42,7 @@ import torch
 from torch import Tensor, fx
 
 from autohete_fx.graph.ops import library
+from autohete_fx.graph.sizes import num_bytes
 from autohete_fx.internals.operators import OpOverload
 
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
@@ -110,7 +111,7 @@ def _bytes_of(value: Any) -> int:
         value = value.meta.get("val")
     if isinstance(value, list | tuple):
         return sum(map(_bytes_of, value))
-    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+    return num_bytes(value) if isinstance(value, Tensor) else 0
 
 
 @torch.library.register_fake("autohete::gather", lib=library)

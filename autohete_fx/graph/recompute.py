@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autohete_fx.graph.sizes import num_bytes
 from autohete_fx.internals.operators import OpOverload
 from autohete_fx.internals.partitioning import get_default_op_list
 from autohete_fx.ir import Activations
@@ -57,4 +58,4 @@ _KEPT = {Activations.SELECTIVE: lambda node: not _is_cheap(node.target) or _is_s
 def _num_bytes(node: fx.Node) -> int:
     value = node.meta.get("val")
     tensors = value if isinstance(value, (tuple, list)) else (value,)
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+    return sum(num_bytes(t) for t in tensors if isinstance(t, torch.Tensor))

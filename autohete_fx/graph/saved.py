@@ -4,7 +4,6 @@ In: a partitioned forward graph with fake ``meta["val"]``. Out: nodes of it. The
 passes move it: the rule stands here, below both, so that they mean the same tensors.
 """
 
-import math
 import operator
 
 import torch
@@ -12,6 +11,7 @@ from torch import fx
 
 from autohete_fx.graph.collectives import WAITS, gather, wait_functional
 from autohete_fx.graph.ops import SMALLEST_COPY_BYTES, is_dense
+from autohete_fx.graph.sizes import hint, num_bytes
 from autohete_fx.internals.operators import OpOverload
 
 
@@ -71,14 +71,6 @@ def is_copy(node: fx.Node) -> bool:
     return node.target is torch.ops.aten.copy_.default
 
 
-def hint(size: int | torch.SymInt) -> int:
-    """A size as a plain number, through its hint and without a guard where it is symbolic; 1 where it has none."""
-    if isinstance(size, torch.SymInt):
-        symbol = size.node
-        return int(symbol.hint) if symbol.has_hint() and symbol.hint is not None else 1
-    return int(size)
-
-
 def saved_views(forward: fx.GraphModule, num_outputs: int) -> dict[fx.Node, list[fx.Node]]:
     """The saved outputs, those after the first ``num_outputs``, by the node whose storage they live in."""
     found: dict[fx.Node, list[fx.Node]] = {}
@@ -105,7 +97,7 @@ def offloadable(
         if root.op == "call_function" and root not in held | parameters and _can_leave(root, views, smallest_bytes)
     ]
     position = {node: place for place, node in enumerate(forward.graph.nodes)}
-    return tuple(sorted(found, key=lambda root: (-_num_bytes(root.meta["val"]), position[root])))
+    return tuple(sorted(found, key=lambda root: (-num_bytes(root.meta["val"]), position[root])))
 
 
 def _can_leave(root: fx.Node, views: list[fx.Node], smallest_bytes: int) -> bool:
@@ -114,9 +106,5 @@ def _can_leave(root: fx.Node, views: list[fx.Node], smallest_bytes: int) -> bool
         return False
     if not is_dense([hint(size) for size in value.shape], [hint(step) for step in value.stride()]):
         return False
-    copied = [_num_bytes(view.meta["val"]) for view in views]
-    return min(copied) >= smallest_bytes and sum(copied) <= _num_bytes(value)
-
-
-def _num_bytes(value: torch.Tensor) -> int:
-    return math.prod(hint(size) for size in value.shape) * value.element_size()
+    copied = [num_bytes(view.meta["val"]) for view in views]
+    return min(copied) >= smallest_bytes and sum(copied) <= num_bytes(value)

@@ -12,9 +12,10 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from autohete_fx.graph.collectives import needs_others
+from autohete_fx.graph.sizes import hint
 from autohete_fx.ir import Machine
 from autohete_fx.profiler.memory.kernels import Kernel, KernelGraph
-from autohete_fx.profiler.memory.node_kinds import hint, unwrapped_call
+from autohete_fx.profiler.memory.node_kinds import unwrapped_call
 from autohete_fx.profiler.partition import Partition
 
 _WIDEST_ELEMENT_BYTES = 8

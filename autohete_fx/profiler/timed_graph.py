@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autohete_fx.graph.saved import hint
+from autohete_fx.graph.sizes import hint
 from autohete_fx.internals.modes import compile_context, disable_current_modes, tracing
 
 CompileGraph = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Callable[[list[Any]], Any]]

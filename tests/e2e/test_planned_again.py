@@ -1,5 +1,6 @@
 """Plans that follow another one find what that has left: they count it, or bring it to where they want it before the next pass."""
 
+import dataclasses
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,16 +36,16 @@ class Steps:
         self.foreign = device_live_bytes("cpu") - sum(p.nbytes for p in model.parameters())
         self.seen, self.peaks = list[torch.Tensor](), list[int]()
 
-    def compile(self, **options: Any) -> None:
+    def compile(self, *, dynamic: bool | None = None, **options: Any) -> None:
         if self.is_ours:
-            self.model.compile(backend="autohete", options={**OPTIONS, **options})
+            self.model.compile(backend="autohete", dynamic=dynamic, options={**OPTIONS, **options})
 
-    def train(self, *steps: int, micro_batches: int = 1) -> None:
+    def train(self, *steps: int, micro_batches: int = 1, batch: int = SIZES.batch) -> None:
         for step in steps:
             for micro_batch in range(micro_batches):
                 torch.manual_seed(1000 * step + micro_batch)
                 with autohete_fx.MemoryMeter("cpu") as meter:
-                    loss = self.model(job.batch("cpu", step, micro_batch, SIZES))
+                    loss = self.model(job.batch("cpu", step, micro_batch, dataclasses.replace(SIZES, batch=batch)))
                     loss.backward()
                 self._note(meter, loss)
             self.seen += [job.copied(p.grad) for p in self.model.parameters() if p.grad is not None]
@@ -91,6 +92,23 @@ def test_gradients_that_earlier_micro_batches_left_on_the_device_go_where_the_ne
     ours = equal_to_plain(story)
     assert autohete_fx.compilations()[-1].moved.keys() > autohete_fx.compilations()[-2].moved.keys()
     assert max(ours.peaks) <= budget
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_code_for_sizes_that_may_change_serves_no_larger_ones_than_it_was_planned_for(dynamic: bool | None):
+    """Such as that of an epoch's last batch, which Dynamo makes for sizes that change."""
+    budget, num_compiled = 18 * 2**20, list[int]()
+
+    def story(steps: Steps) -> None:
+        steps.compile(memory_budget=budget, dynamic=dynamic)
+        before = autohete_fx.compilations()
+        for step, batch in enumerate((4, 4, 2, 4, 3, 4, 6, 4, 6)):
+            steps.train(step, batch=batch)
+            num_compiled.append(sum(c not in before for c in autohete_fx.compilations()))
+
+    ours = equal_to_plain(story)
+    assert max(ours.peaks) <= budget
+    assert num_compiled[9:] == ([1, 1, 2, 2, 3, 3, 4, 4, 4] if dynamic is None else [1, 1, 1, 1, 1, 1, 2, 2, 2])
 
 
 class Broken(job.Model):

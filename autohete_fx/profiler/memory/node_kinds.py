@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autohete_fx.graph import collectives, ops
-from autohete_fx.graph.saved import hint
+from autohete_fx.graph.sizes import hint
 from autohete_fx.internals.operators import OpOverload
 
 CUDA_ALIGNMENT_BYTES = 512

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autohete_fx.graph.saved import hint
+from autohete_fx.graph.sizes import hint
 from autohete_fx.internals.operators import OpOverload, tree_leaves, tree_map
 from autohete_fx.profiler.memory.node_kinds import extent_bytes
 from autohete_fx.profiler.timed_graph import outside_tracing, real_input

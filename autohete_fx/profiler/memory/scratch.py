@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autohete_fx.graph.collectives import COLLECTIVES, ISSUING_GATHERS, gather, is_functional
-from autohete_fx.graph.saved import hint
+from autohete_fx.graph.sizes import hint
 from autohete_fx.profiler.memory.node_kinds import innermost_operator
 from autohete_fx.profiler.memory.probe import current
 
