@@ -54,9 +54,10 @@ def clean_name(source: str) -> str:
 
 
 def symbolic_sizes(gm: fx.GraphModule) -> list[torch.SymInt]:
-    """The sizes that Dynamo's graph gets as inputs, because they may be others in the next call."""
+    """The sizes of inputs of Dynamo's graph that may be others in the next call, not what else it is given as a number."""
     values = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
-    return [value for value in values if isinstance(value, torch.SymInt)]
+    sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
+    return [size for size in sizes if isinstance(size, torch.SymInt) and size.node.has_hint()]
 
 
 def limit_sizes(gm: fx.GraphModule) -> None:

@@ -111,6 +111,29 @@ def test_code_for_sizes_that_may_change_serves_no_larger_ones_than_it_was_planne
     assert num_compiled[9:] == ([1, 1, 2, 2, 3, 3, 4, 4, 4] if dynamic is None else [1, 1, 1, 1, 1, 1, 2, 2, 2])
 
 
+class Scaled(job.Model):
+    """Gets a number that grows from call to call."""
+
+    step = -1
+
+    def forward(self, tokens: torch.Tensor, step: int | None = None) -> torch.Tensor:
+        return super().forward(tokens) * (1 if step is None else 1 + step)
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        return super().__call__(tokens, self.step)
+
+
+def test_a_number_that_is_no_size_may_grow_without_another_compilation():
+    def story(steps: Steps) -> None:
+        steps.compile(memory_budget=18 * 2**20)
+        steps.train(*range(4))
+
+    before = autohete_fx.compilations()
+    equal_to_plain(story, Scaled)
+    assert sum(c not in before for c in autohete_fx.compilations()) == 2
+
+
 class Broken(job.Model):
     """Two graphs."""
 
