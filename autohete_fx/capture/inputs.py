@@ -7,13 +7,13 @@ Dynamo's graph says for each placeholder where its value comes from, such as
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from autohete_fx.graph.sizes import hint
+from autohete_fx.graph.sizes import hint, is_known
 from autohete_fx.internals import versions
 
 _ROOT = re.compile(r"^(?:L\['args'\]\[0\]|[LG]\['[^']*'\])(?:\.__closure__\[\d+\]\.cell_contents)*")
@@ -53,17 +53,20 @@ def clean_name(source: str) -> str:
     return ".".join(step for step in steps if step not in _CONTAINERS) or source
 
 
-def symbolic_sizes(gm: fx.GraphModule) -> list[torch.SymInt]:
-    """The sizes of inputs of Dynamo's graph that may be others in the next call, not what else it is given as a number."""
-    values = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
-    sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
-    return [size for size in sizes if isinstance(size, torch.SymInt) and size.node.has_hint()]
+def sizes_that_may_change(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> list[torch.SymInt]:
+    """The sizes of inputs of Dynamo's graph that may be others in the next call, but for those that the program has marked so."""
+    found = []
+    for node, item in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        value, marked = node.meta.get("example_value"), getattr(item.tensor, "_dynamo_dynamic_indices", ())
+        sizes = enumerate(value.shape if isinstance(value, torch.Tensor) else ())
+        found += [s for at, s in sizes if isinstance(s, torch.SymInt) and is_known(s) and at not in marked]
+    return found
 
 
-def limit_sizes(gm: fx.GraphModule) -> None:
+def limit_sizes(sizes: Iterable[torch.SymInt]) -> None:
     """Let Dynamo compile afresh for larger sizes than a graph is compiled with: its plan knows nothing of what those take."""
-    for size in symbolic_sizes(gm):
-        assert size <= hint(size)  # a guard
+    for size in sizes:
+        bool(size <= hint(size))  # becomes a guard
 
 
 def graph_inputs(

@@ -108,6 +108,8 @@ class Assumptions:
 
 _evaluating: "weakref.WeakKeyDictionary[object, weakref.WeakSet[GraphParameters]]" = weakref.WeakKeyDictionary()
 """By what a call calls: the graphs without gradients that have run in it."""
+_trained: "weakref.WeakSet[object]" = weakref.WeakSet()
+"""What calls call for whose training the code of evaluations was forgotten."""
 _known: "weakref.WeakSet[Assumptions]" = weakref.WeakSet()
 _entered: "weakref.WeakKeyDictionary[object, weakref.WeakSet[Assumptions]]" = weakref.WeakKeyDictionary()
 """By what a call calls: the graphs that have run in it."""
@@ -146,17 +148,20 @@ def look(function: object, is_ours: bool) -> None:
 
 def note_evaluation(parameters: GraphParameters) -> None:
     """A graph without gradients runs, and training may be about to put its parameters elsewhere."""
-    key = None if torch.is_grad_enabled() or parameters.model.is_placed else _key(calls.function_called())
-    if key is not None:
+    if torch.is_grad_enabled() or parameters.model.is_placed:
+        return
+    key = _key(calls.function_called())
+    if key is not None and key not in _trained:
         _evaluating.setdefault(key, weakref.WeakSet()).add(parameters)
 
 
 def _forget_evaluation(key: object) -> None:
     """Training is about to put parameters where it wants them: what was compiled for where they are is compiled again when next
-    evaluated. Nothing else is compiled of that code yet."""
+    evaluated. That happens once: the same code may evaluate one model beside another that it trains."""
     for parameters in _evaluating.pop(key, ()):
         model = parameters.model
         if not model.is_placed and any(param.requires_grad for param in parameters.latest.values()):
+            _trained.add(key)
             calls.keep_until_end(model)
             for code in model.codes.values():
                 dynamo.forget_compiled(code)

@@ -7,13 +7,14 @@ key under which its code and plan are kept, and the planner's `Problem` once its
 import dataclasses
 import functools
 import hashlib
+import logging
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx
 
 from autohete_fx.cache import sources_digest
-from autohete_fx.capture.inputs import GraphInput, limit_sizes, parameters_of
+from autohete_fx.capture.inputs import GraphInput, limit_sizes, parameters_of, sizes_that_may_change
 from autohete_fx.compiler.agreement import Agreement
 from autohete_fx.compiler.compilation import Share
 from autohete_fx.compiler.fixed_bytes import (
@@ -53,6 +54,8 @@ from autohete_fx.runtime.announced import listener_of
 from autohete_fx.runtime.pending import calls, unplanned
 from autohete_fx.runtime.placement import keep_in_place, placement_of
 from autohete_fx.runtime.tiers.host import is_home
+
+log = logging.getLogger(__name__)
 
 
 class CapturedGraph:
@@ -102,8 +105,8 @@ class CapturedGraph:
         self.origin = origin_of(inputs)
         self.device = model.session.device
         self.budget_bytes = device_budget_bytes(self.device, options)
-        if self.budget_bytes is not None:
-            limit_sizes(gm)
+        if self.budget_bytes is not None and not agreement.is_shared:
+            self._limit_sizes()
         self.digest = graph_digest(gm, inputs, options)
         self.graph_break = dynamo.graph_break_behind(gm) or ""
         if torch.is_grad_enabled():
@@ -122,6 +125,21 @@ class CapturedGraph:
         self.machine = agreement.by_turns("machine", measured)
         self.bucket_bytes = versions.ddp_bucket_bytes()
         self.host_bytes = host_budget_bytes(self.device, options)
+
+    def _limit_sizes(self) -> None:
+        """A few times: PyTorch gives up a function that is compiled too often. Ranks that share a model have sizes of their own."""
+        sizes = sizes_that_may_change(self.gm, self.inputs)
+        if not sizes:
+            return
+        count = self.model.num_limited[self.origin] = self.model.num_limited[self.origin] + 1
+        if count <= _MOST_LIMITED:
+            limit_sizes(sizes)
+        elif count == _MOST_LIMITED + 1:
+            log.warning(
+                "inputs have grown %d times beyond the sizes that a graph was planned for. From now on one graph serves all sizes:"
+                " larger ones may take more than memory_budget. Begin with the largest, or pad inputs to a few sizes",
+                count - 1,
+            )
 
     def agree(self) -> None:
         """With the other ranks that hold the parameters, on what decides the plan. Raises ShardError where they cannot."""
@@ -267,7 +285,11 @@ class CapturedGraph:
             self.params,
             training=training,
             copies_gradients=bool(self.awaited),
-            placed=self.model.placed if self.decided is None else (),
+            placed=[
+                name
+                for name, param in self.params.items()
+                if self.decided is None and (param in self.model.placed or not training)
+            ],
         )
         if self.sharded:
             problem = leaving_parameters(problem)
@@ -308,6 +330,7 @@ def _listening_bytes(params: Iterable[torch.Tensor]) -> int:
     return sum(listener.device_bytes for listener in listeners.values())
 
 
+_MOST_LIMITED = 4
 _NOTE_ON_LEAST = (
     "this plan takes least, because other graphs of the call may follow: before the second call all of them are planned"
     " together"

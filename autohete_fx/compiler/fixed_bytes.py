@@ -50,7 +50,7 @@ def kept_bytes(params: Iterable[torch.nn.Parameter]) -> int:
         key = param if whole is None else whole
         state = {} if owner is None else owner.state.get(key, {})
         found = [t for t in (*state.values(), key.grad) if isinstance(t, torch.Tensor) and t.dim()]
-        own = [local_of(t) if versions.is_dtensor(t) else t for t in found]
+        own = [local_of(t) if versions.is_dtensor(t) else t for t in found if t.layout is torch.strided]
         total += sum(t.nbytes for t in own if t.device == param.device and not is_home(t))
     return total
 

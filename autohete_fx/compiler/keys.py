@@ -11,10 +11,9 @@ from dataclasses import fields
 import torch
 from torch import fx
 
-from autohete_fx.capture.inputs import GraphInput, device_of, symbolic_sizes
+from autohete_fx.capture.inputs import GraphInput, device_of
 from autohete_fx.capture.paths import module_stack
 from autohete_fx.compiler.pass_identity import pass_identity
-from autohete_fx.graph.sizes import hint
 from autohete_fx.internals import versions
 from autohete_fx.internals.configs import functorch_config, inductor_config
 from autohete_fx.options import Options, UserPasses
@@ -48,7 +47,6 @@ def graph_digest(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Opti
     parts = [
         described_code(gm),
         layouts,
-        [hint(size) for size in symbolic_sizes(gm)],
         option_fields(options),
         torch.is_grad_enabled(),
         str(device_of(inputs)),

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
@@ -44,6 +45,7 @@ class Model:
         passes: those of the step that is under way.
         codes: of the functions that its graphs were compiled of.
         has_warned: whether the user was told of several modules that share code.
+        num_limited: how often a graph was compiled for sizes that may change within those that its plan counts.
     """
 
     session: Session
@@ -53,6 +55,7 @@ class Model:
     passes: int = 0
     codes: dict[Origin, CodeType] = field(default_factory=dict)
     has_warned: bool = False
+    num_limited: Counter[Origin] = field(default_factory=Counter)
     _versions: dict[Origin, int] = field(default_factory=dict)
 
     @property
@@ -64,6 +67,7 @@ class Model:
         """Have all of its graphs compiled, and planned, again: plans need not put parameters where they are now."""
         self.shares = self.shares.afresh()
         self.placed = WeakIdKeyDictionary()
+        self.num_limited.clear()
         self.compile_again(list(self.codes))
 
     def compile_again(self, graphs: Iterable[Origin]) -> None:

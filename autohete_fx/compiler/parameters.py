@@ -47,7 +47,9 @@ def place_parameters(
         session.wholes.forget()
     place = functools.partial(_place, params, compilation, model)
     given = [name for name in compilation.owners if name not in but]
-    leaving, coming = ([name for name in given if (name in compilation.moved) is leaves] for leaves in (True, False))
+    on_host = {name for name, block in compilation.owners.items() if plan.decisions[block].params is Params.HOST}
+    leaves = on_host | compilation.moved.keys()
+    leaving, coming = [name for name in given if name in leaves], [name for name in given if name not in leaves]
     try:
         place(leaving)  # so that there is room on the device
     except HostMemoryError:  # on the host there may be, once the others have left it

@@ -5,7 +5,7 @@ hold. Out: a `Problem`, which `autohete_fx.planner.given` and the solver make pl
 """
 
 import dataclasses
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -299,12 +299,12 @@ def make_problem(
     params: Mapping[str, torch.nn.Parameter],
     *,
     training: bool,
-    placed: Container[torch.nn.Parameter] = (),
+    placed: Collection[str] = (),
     copies_gradients: bool = False,
 ) -> Problem:
     """The planner's input.
 
-    ``placed``: parameters that stay where they are. ``copies_gradients``: somebody takes copies of
+    ``placed``: names of parameters that stay where they are. ``copies_gradients``: somebody takes copies of
     gradients while the last backward runs.
     """
     given = () if options.plan is None else options.plan.decisions
@@ -372,10 +372,10 @@ def with_disk(problem: Problem) -> Problem:
 
 
 def _placed_decision(
-    block: Block, params: Mapping[str, torch.nn.Parameter], placed: Container[torch.nn.Parameter]
+    block: Block, params: Mapping[str, torch.nn.Parameter], placed: Collection[str]
 ) -> BlockDecision | None:
     """What has been decided for a block whose parameters are placed already; None where none is."""
-    own = [(fqn, params[fqn]) for fqn in block.param_fqns if params[fqn] in placed]
+    own = [(fqn, params[fqn]) for fqn in block.param_fqns if fqn in placed]
     found = [(fqn, param, where) for fqn, param in own if (where := placement_of(param)) is not None]
     if not found:
         return None

@@ -111,6 +111,45 @@ def test_code_for_sizes_that_may_change_serves_no_larger_ones_than_it_was_planne
     assert num_compiled[9:] == ([1, 1, 2, 2, 3, 3, 4, 4, 4] if dynamic is None else [1, 1, 1, 1, 1, 1, 2, 2, 2])
 
 
+def test_sizes_that_keep_growing_are_compiled_a_few_times_and_then_for_all_sizes(caplog: pytest.LogCaptureFixture):
+    def story(steps: Steps) -> None:
+        steps.compile(memory_budget=30 * 2**20)
+        for step in range(9):
+            steps.train(step, batch=2 + step)
+
+    before = autohete_fx.compilations()
+    equal_to_plain(story)
+    assert sum(c not in before for c in autohete_fx.compilations()) == 1 + 4 + 1
+    assert sum("inputs have grown 4 times" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_model_that_is_only_evaluated_by_code_that_another_trains_with_is_compiled_again_once():
+    """Such as the reference of preference training. To forget its code is to forget that of the other."""
+    options = {**OPTIONS, "memory_budget": 40 * 2**20}
+
+    def trained(loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
+        policy, reference = job.make("cpu", SIZES), job.make("cpu", SIZES).eval()
+        optimizer, seen, counts = job.adamw(policy), list[torch.Tensor](), list[int]()
+        for step in range(4):
+            tokens, before = job.batch("cpu", step, 0, SIZES), autohete_fx.compilations()
+            with torch.no_grad():
+                seen.append(job.copied(loss_of(reference, tokens)))
+            torch.manual_seed(step)
+            loss_of(policy, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(sum(c not in before for c in autohete_fx.compilations()))
+        return [*seen, *map(job.copied, policy.parameters())], counts
+
+    def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        return model(tokens)
+
+    expected, _ = trained(loss_of)
+    values, counts = trained(torch.compile(loss_of, backend="autohete", options=options))
+    job.assert_equal(values, expected, bitwise=True)
+    assert counts[2:] == [0, 0]
+
+
 class Scaled(job.Model):
     """Gets a number that grows from call to call."""
 
