@@ -224,6 +224,36 @@ def test_evaluation_before_the_first_step_is_planned_again_once_training_has_put
     assert autohete_fx.compilations()[-1] is evaluated
 
 
+class Towered(job.Model):
+    """Has layers that only evaluation reads."""
+
+    def __init__(self, sizes: job.Sizes) -> None:
+        super().__init__(sizes)
+        self.tower = nn.ModuleList(job.Layer(sizes.width, sizes.heads) for _ in range(8)).requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in (*self.layers, *(() if self.training else self.tower)):
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+def test_parameters_that_only_evaluation_reads_stay_where_it_has_put_them():
+    found = list[set[str]]()
+
+    def story(steps: Steps) -> None:
+        for budget, numbers in ((8 * 2**20, ()), (18 * 2**20, (0, 1))):
+            steps.compile(memory_budget=budget)
+            steps.train(*numbers)
+            steps.evaluate()
+            plan = autohete_fx.compilations()[-1].plan if steps.is_ours else Plan(labels=(), decisions=())
+            where = zip(plan.labels, plan.decisions, strict=True)
+            found.append({label for label, decision in where if decision.params is Params.HOST and "tower" in label})
+
+    equal_to_plain(story, Towered)
+    assert found[2] and found[2] == found[3]
+
+
 def test_evaluation_counts_the_states_of_steps_before_anything_was_compiled():
     def story(steps: Steps) -> None:
         steps.train(0)
