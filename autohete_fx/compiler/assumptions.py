@@ -162,9 +162,7 @@ def _forget_evaluation(key: object) -> None:
         model = parameters.model
         if not model.is_placed and any(param.requires_grad for param in parameters.latest.values()):
             _trained.add(key)
-            calls.keep_until_end(model)
-            for code in model.codes.values():
-                dynamo.forget_compiled(code)
+            _plan_again(model)
 
 
 def _look_at_first_call(module: torch.nn.Module) -> None:

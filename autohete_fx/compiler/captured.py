@@ -136,8 +136,8 @@ class CapturedGraph:
             limit_sizes(sizes)
         elif count == _MOST_LIMITED + 1:
             log.warning(
-                "inputs have grown %d times beyond the sizes that a graph was planned for. From now on one graph serves all sizes:"
-                " larger ones may take more than memory_budget. Begin with the largest, or pad inputs to a few sizes",
+                "a graph was compiled %d times for inputs whose sizes change, each time for none larger. From now on it serves all"
+                " sizes: larger ones may take more than memory_budget. Begin with the largest, or pad inputs to a few sizes",
                 count - 1,
             )
 

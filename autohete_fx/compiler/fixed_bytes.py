@@ -49,10 +49,15 @@ def kept_bytes(params: Iterable[torch.nn.Parameter]) -> int:
         owner, whole = optimizer_of(param), whole_of(param)
         key = param if whole is None else whole
         state = {} if owner is None else owner.state.get(key, {})
-        found = [t for t in (*state.values(), key.grad) if isinstance(t, torch.Tensor) and t.dim()]
-        own = [local_of(t) if versions.is_dtensor(t) else t for t in found if t.layout is torch.strided]
-        total += sum(t.nbytes for t in own if t.device == param.device and not is_home(t))
+        total += _device_bytes((*state.values(), key.grad), param.device)
     return total
+
+
+def _device_bytes(values: Iterable[object], device: torch.device) -> int:
+    """Of the tensors among values: those of them, and parts of DTensors, that are on the device. Counters are not."""
+    found = [t for t in values if isinstance(t, torch.Tensor) and t.layout is torch.strided and t.dim()]
+    own = [local_of(t) if versions.is_dtensor(t) else t for t in found]
+    return sum(t.nbytes for t in own if t.device == device and not is_home(t))
 
 
 def trained_bytes(params: Iterable[torch.nn.Parameter]) -> int:
@@ -68,7 +73,8 @@ def trained_bytes(params: Iterable[torch.nn.Parameter]) -> int:
         placement = placement_of(param)
         stays = placement is None or placement.optimizer is Optimizer.DEVICE or optimizer_of(param) is None
         total += state_bytes(param) if stays else 0
-        total += param.grad.nbytes if param.grad is not None and not is_home(param.grad) else 0
+        whole = whole_of(param)
+        total += _device_bytes(((param if whole is None else whole).grad,), param.device)
     return total
 
 

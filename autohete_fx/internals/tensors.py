@@ -1,10 +1,12 @@
 """Storages over given memory, PyTorch's grouping of tensors for its foreach kernels, and the backward that runs.
 
-Also the local tensor of a DTensor, and which tensors wrap others.
+Also the local tensor of a DTensor, which tensors wrap others, and which sizes a program has marked as dynamic.
 """
 
+from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch._C import _construct_storage_from_data_pointer as storage_at
 from torch._C import _current_autograd_node as current_autograd_node
 from torch._C import _current_graph_task_id as current_graph_task_id
@@ -21,6 +23,11 @@ __all__ = [
     "local_of",
     "storage_at",
 ]
+
+
+def dims_marked_dynamic(tensor: torch.Tensor | None) -> Collection[int]:
+    """Those that the program has given to ``torch._dynamo.mark_dynamic``."""
+    return getattr(tensor, "_dynamo_dynamic_indices", ())
 
 
 def local_of(dtensor: Any) -> Any:

@@ -120,7 +120,7 @@ def test_solved_plans_keep_their_budgets(made: Any, update_params_per_s: float, 
     peak = max(peaks) - foreign
     places = {place for decision in found.plan.decisions for place in (decision.optimizer, decision.other_states)}
     assert expected in places, places
-    assert peak <= budget and 0.9 * peak <= found.plan.peak_bytes <= (1.1 if made is not muon else 1.25) * peak
+    assert peak <= budget and 0.9 * peak <= found.plan.peak_bytes <= (1.1 if made is not muon else 1.15) * peak
     assert_equal(given, values, bitwise=True)
 
 

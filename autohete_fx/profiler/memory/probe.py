@@ -7,14 +7,13 @@ measurement may take. Elsewhere nothing runs, and `scratch` goes by formulas.
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from autohete_fx.graph.sizes import hint
+from autohete_fx.graph.sizes import hint, num_bytes
 from autohete_fx.internals.operators import OpOverload, tree_leaves, tree_map
 from autohete_fx.profiler.memory.node_kinds import extent_bytes
 from autohete_fx.profiler.timed_graph import outside_tracing, real_input
@@ -65,7 +64,7 @@ class Probe:
         key = (str(target), repr(tree_map(_described, (args, kwargs))))
         if key not in self._known:
             inputs = sum(extent_bytes(t, self._device_type) for t in tensors)
-            needed = 2 * inputs if expected_bytes is None else inputs + max(map(_num_bytes, tensors)) + expected_bytes
+            needed = 2 * inputs if expected_bytes is None else inputs + max(map(num_bytes, tensors)) + expected_bytes
             fits = self._max_bytes is None or needed <= self._max_bytes
             self._known[key] = self._measured(target, args, kwargs) if fits else None
         return self._known[key]
@@ -117,10 +116,6 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return math.prod(hint(size) for size in tensor.shape) * tensor.element_size()
 
 
 def _described(value: Any) -> Any:

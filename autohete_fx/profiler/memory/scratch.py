@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autohete_fx.graph.collectives import COLLECTIVES, ISSUING_GATHERS, gather, is_functional
-from autohete_fx.graph.sizes import hint
+from autohete_fx.graph.sizes import hint, num_bytes
 from autohete_fx.profiler.memory.node_kinds import innermost_operator
 from autohete_fx.profiler.memory.probe import current
 
@@ -78,7 +78,7 @@ def collective_scratch_bytes(target: object, args: Sequence[Any]) -> int:
     if tensor.device.type != "cpu":
         return 0
     copies = num_ranks + 1 if target in ISSUING_GATHERS else num_ranks if target is gather else 1
-    return math.prod(map(hint, tensor.shape)) * tensor.element_size() * copies
+    return num_bytes(tensor) * copies
 
 
 def _functional_scratch_bytes(name: str, args: Sequence[Any]) -> int:
@@ -86,10 +86,9 @@ def _functional_scratch_bytes(name: str, args: Sequence[Any]) -> int:
     tensor = args[0]
     if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":
         return 0
-    num_bytes = math.prod(map(hint, tensor.shape)) * tensor.element_size()
     if name.endswith("all_gather_into_tensor"):
-        return num_bytes * hint(args[1])
-    return num_bytes if name.endswith("reduce_scatter_tensor") else 0
+        return num_bytes(tensor) * hint(args[1])
+    return num_bytes(tensor) if name.endswith("reduce_scatter_tensor") else 0
 
 
 def is_blas_product(name: str, args: Sequence[Any], kwargs: Any) -> bool:
@@ -217,7 +216,7 @@ def _contiguous_copy_bytes(grad_output: torch.Tensor) -> int:
     for axis in (3, 1, 2, 0):
         size = hint(grad_output.shape[axis])
         if size != 1 and hint(grad_output.stride(axis)) != needed:
-            return math.prod(hint(size) for size in grad_output.shape) * grad_output.element_size()
+            return num_bytes(grad_output)
         needed *= size
     return 0
 
