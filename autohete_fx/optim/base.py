@@ -132,13 +132,13 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in ``torch.optim``; raises OptimizerStateError, before anything is added, for what cannot be trained."""
-        group = {**param_group, "params": param_group["params"]}
-        rule = self.rule_of_group({**self.defaults, **group})
-        ours = rule.checked({**self.defaults, **group})
-        group |= {name: value for name, value in ours.items() if name in group}
+        rule = self.rule_of_group({**self.defaults, **param_group})
+        ours = rule.checked({**self.defaults, **param_group})
+        # It stays the caller's dictionary, as with torch's: a value that is changed there is changed here.
+        param_group |= {**{n: value for n, value in ours.items() if n in param_group}, **dict(rule.implementation)}
         self._forget_groups()
         before = len(self.param_groups)
-        super().add_param_group({**group, **dict(rule.implementation)})
+        super().add_param_group(param_group)
         try:
             for param in self.param_groups[-1]["params"]:
                 if param.requires_grad:  # a frozen one may be quantized
@@ -379,13 +379,14 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """
         loaded = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = pre_hook(self, loaded)
-            if replaced is not None:
-                loaded = replaced
-        for updates in self._pending():
+            loaded = loaded if (replaced := pre_hook(self, loaded)) is None else replaced
+        for updates in (pending := self._pending()):
+            updates.settle()
+        with DisableTorchFunction():
+            groups = read_groups(self.rule.name, self.rule_of_group, loaded, self.param_groups)
+            states = read_states(self.rule.name, self.rule_of_group, loaded, groups, self.state)
+        for updates in pending:
             updates.forget_failures()
-        groups = read_groups(self.rule.name, self.rule_of_group, loaded, self.param_groups)
-        states = read_states(self.rule.name, self.rule_of_group, loaded, groups, self.state)
         self.state.clear()
         self.state.update(states)
         self.param_groups[:] = groups

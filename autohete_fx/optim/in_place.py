@@ -103,7 +103,12 @@ def apply_in_place(updates: Iterable[Update], workspaces: Mapping[torch.device, 
         walk.read_ahead()
         if upcoming is not None:
             upcoming.read_ahead()
-        _apply_in_windows(u, walk, u.param, u.grad, coefs)
+        try:
+            _apply_in_windows(u, walk, u.param, u.grad, coefs)
+        except BaseException as error:  # some of its windows have changed, some have not
+            if u.placement.updates is not None:
+                u.placement.updates.add_failed(error, u.param, (u.state[name] for name in state_names(u.rule, u.param)))
+            raise
 
 
 def apply_one(u: Update, param: Tensor, grad: Tensor, state: State, walk: Walk | None, coefs: Coefficients) -> None:

@@ -100,9 +100,8 @@ def read_states(
 
 
 def _check(optimizer: str, rule: Rule, key: object, param: Tensor, entry: Mapping[str, Any]) -> None:
-    required, allowed = (STEP, *rule.moments), (STEP, *state_names(rule, param))
-    if not rule.counts_steps:
-        required = required[1:]
+    allowed = (STEP, *state_names(rule, param))
+    required = ((STEP,) if rule.counts_steps else ()) + (() if rule.may_lack_moments else rule.moments)
     missing = [n for n in required if n not in entry]
     unknown = [n for n in entry if n not in (*allowed, *rule.idle)]
     if MASTER in unknown:

@@ -81,6 +81,7 @@ class Rule:
             that is a number on the CPU.
         counts_steps: in dicts of ``torch.optim`` a parameter that has stepped says how often. Else that it has stepped is all that
             matters, and what such dicts tell.
+        may_lack_moments: a parameter may have stepped without, with other hyperparameters, and then begins anew.
         whole: the arithmetic of a rule by which an element's update depends on others: a parameter is never cut, but updated whole,
             on one processor. There are no coefficients then.
         workspace_bytes: memory that ``whole`` needs for a parameter.
@@ -100,6 +101,7 @@ class Rule:
     fused: Fused | None = None
     reads_step_on_device: bool = False
     counts_steps: bool = True
+    may_lack_moments: bool = False
     idle: tuple[str, ...] = ()
     whole: Whole | None = None
     workspace_bytes: Callable[[Tensor], int] = lambda param: 0

@@ -123,6 +123,7 @@ SGD_WITH_MOMENTUM = Rule(
     may_contract=True,
     fused=_fused,
     counts_steps=False,
+    may_lack_moments=True,
     # What torch.optim.SGD keeps in its groups to choose an implementation; as for AdamW.
     implementation=(("foreach", None), ("differentiable", False), ("fused", True)),
     foreign=_foreign,

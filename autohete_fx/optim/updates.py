@@ -56,7 +56,7 @@ def apply(
         torch.OutOfMemoryError: likewise for staging of streamed states.
     """
     _prepare_kernels(updates)
-    here, started, streams = _divided(updates, host_copies, may_overlap=may_overlap)
+    here, started, streams, waited = _divided(updates, host_copies, may_overlap=may_overlap)
     # All that may be refused is taken before anything changes.
     workspaces = {d: workspace_of((u for u in here if u.param.device == d), d) for d in {u.param.device for u in here}}
     on_device = [*here, *(u for each in streams for u in each.updates)]
@@ -87,6 +87,8 @@ def apply(
         apply_in_place(here, workspaces)
     for ticket in tickets:
         ticket.synchronize()
+    for pending in waited:
+        pending.wait_all(on_cpu=True)
     # No kernel tells autograd, which must refuse a backward through a parameter that it saved before the step.
     torch.autograd.graph.increment_version([u.param for u in updates])
 
@@ -119,10 +121,11 @@ def _prepare_kernels(updates: Sequence[Update]) -> None:
 
 def _divided(
     updates: Sequence[Update], host_copies: HostCopies, *, may_overlap: bool
-) -> tuple[list[Update], list[tuple[Prepared, Updates | None]], list[Stream]]:
+) -> tuple[list[Update], list[tuple[Prepared, Updates | None]], list[Stream], set[Updates]]:
     """Updates that are done here, those of the update lane, and streams, with the host memory that they need.
 
-    Beside those of a lane stand the updates under way that they join; None where this step waits for them.
+    Beside those of a lane stand the updates under way that they join, if there is a model that has any. Last come those for which
+    this step waits.
     """
     here = [u for u in updates if u.placement.tier is None]
     by_pending: defaultdict[Updates | None, list[Update]] = defaultdict(list)
@@ -131,20 +134,23 @@ def _divided(
             by_pending[u.placement.updates].append(u)
     started: list[tuple[Prepared, Updates | None]] = []
     streams: list[Stream] = []
+    waited: set[Updates] = set()
     for pending, mine in by_pending.items():
         lanes = pending.lanes if pending is not None else Lanes(mine[0].param.device)
         overlaps = may_overlap and pending is not None and pending.schedule.overlap is not Overlap.NONE
         if lanes.is_host and not (overlaps and lanes.in_background):
             here += mine
             continue
+        if pending is not None and not overlaps:
+            waited.add(pending)
         streamed = [] if lanes.is_host else [u for u in mine if u.placement.is_streamed]
         here += [u for u in streamed if not can_stream(u)]
         on_host = [u for u in mine if lanes.is_host or not u.placement.is_streamed]
         if on_host:
-            started.append((prepared(on_host, lanes, host_copies), pending if overlaps else None))
+            started.append((prepared(on_host, lanes, host_copies), pending))
         if streamed := [u for u in streamed if can_stream(u)]:
-            streams.append(Stream(lanes, streamed, Staging(streamed), pending if overlaps else None))
-    return here, started, streams
+            streams.append(Stream(lanes, streamed, Staging(streamed), pending))
+    return here, started, streams, waited
 
 
 def prepared(updates: Sequence[Update], lanes: Lanes, host_copies: HostCopies) -> Prepared:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import errno
+import itertools
 import os
 import random
 import shutil
@@ -278,15 +279,23 @@ def test_a_disk_that_fails_in_an_update_is_told_until_a_checkpoint_is_loaded(
     train(model, optimizer, range(2))
     checkpoint = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
-    def broken(*args: Any) -> int:
+    real, written = os.pwritev, itertools.count()
+
+    def broken() -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(os, "pwritev", broken)
+    # Some windows of the states get there, and some do not.
+    monkeypatch.setattr(os, "pwritev", lambda *args: real(*args) if next(written) < 3 else broken())
     with pytest.raises(OptimizerStateError, match=r"Input/output error.*last checkpoint"):
         train(model, optimizer, range(2, 3))
         optimizer.synchronize()
     monkeypatch.undo()
     use_lanes(monkeypatch)
+    with pytest.raises(OptimizerStateError, match="0 groups of"):  # which changes nothing
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
+    for use in (model.state_dict, optimizer.state_dict, optimizer.step, lambda: model(X)):
+        with pytest.raises(OptimizerStateError, match=r"update of a parameter.*Load the last checkpoint"):
+            use()
     optimizer.load_state_dict(checkpoint[1])
     model.load_state_dict(checkpoint[0])
     train(model, optimizer, range(2, 4))

@@ -24,6 +24,7 @@ from autohete_fx.runtime.pending import calls
 from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import placement_of
 from autohete_fx.runtime.tiers.host import HostTier
+from examples.benchmarks.emulated import Emulation, Speeds
 from tests.held_updates import (
     ALL_ON_HOST,
     OPTIMIZER_ON_HOST,
@@ -271,6 +272,36 @@ def test_a_failed_update_is_told_by_whoever_needs_it_and_loading_recovers(
     state.model(torch.ones(8, 128)).backward()
     state.optimizer.step()
     state.optimizer.synchronize()
+
+
+def test_a_failed_update_that_its_step_waited_for_is_told_until_a_checkpoint_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    with Emulation(
+        Speeds(forward_s=1e-3, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, update_params_per_s=1e9)
+    ).running() as it:
+        model = Stack()
+        optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-2, overlap=None)
+        compiled(model, OPTIMIZER_ON_HOST, **it.options)
+
+        def step() -> None:
+            model(X).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        checkpoint = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        with monkeypatch.context() as patch:
+            patch.setattr("autohete_fx.optim.updates._HostUpdate.run", fail)
+            with pytest.raises(OptimizerStateError, match=r"out of luck.*Load the last checkpoint"):
+                step()
+        for use in (model.state_dict, optimizer.state_dict, optimizer.step, lambda: model(X)):
+            with pytest.raises(OptimizerStateError, match=r"out of luck.*Load the last checkpoint"):
+                use()
+        optimizer.load_state_dict(checkpoint[1])
+        model.load_state_dict(checkpoint[0])
+        torch.testing.assert_close(model.state_dict(), checkpoint[0], rtol=0, atol=0)
+        step()
 
 
 # -- collections of garbage ----------------------------------------------------------------------------------------------

@@ -79,6 +79,15 @@ def test_implementation_choices_are_accepted() -> None:
         AdamW([p], decoupled=True)  # pyright: ignore[reportCallIssue]
 
 
+def test_groups_are_the_callers_dictionaries() -> None:
+    groups = [{"params": iter([Parameter(torch.ones(2))]), "lr": 0.1}, {"params": [Parameter(torch.ones(2))]}]
+    optimizer = AdamW(groups, lr=0.2)
+    optimizer.add_param_group(late := {"params": Parameter(torch.ones(2))})
+    assert all(map(lambda a, b: a is b, optimizer.param_groups, [*groups, late])), "as of torch.optim"
+    groups[0]["lr"] = 0.5
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.2, 0.2]
+
+
 def test_parameters_and_gradients_it_cannot_use() -> None:
     optimizer = AdamW([Parameter(torch.ones(2))])
     with pytest.raises(OptimizerStateError, match="complex64"):

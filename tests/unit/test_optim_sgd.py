@@ -153,6 +153,37 @@ def test_a_dict_of_early_pytorch_has_nothing_where_there_is_no_momentum() -> Non
     assert optimizer.param_groups[0]["lr"] == 0.2 and not optimizer.state
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_dict_of_steps_without_momentum_loads_where_there_is_one_from_now_on(dtype: torch.dtype) -> None:
+    params = make_params(dtype, SHAPES)
+    others = exact_copies(params)
+    ours, theirs = SGD(params, lr=0.01), torch.optim.SGD(others, lr=0.01, fused=True)
+    set_grads(params, others, 0)
+    ours.step()
+    theirs.step()
+    for group in (*ours.param_groups, *theirs.param_groups):
+        group["momentum"] = 0.9
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    resumed = SGD(params, lr=0.01)
+    given = copy.deepcopy(ours.state_dict())
+    resumed.load_state_dict(given)
+    again = SGD(twins, lr=0.01)
+    again.load_state_dict(given)
+    for step in (1, 2):
+        set_grads(params, others, step)
+        for param, twin in zip(params, twins, strict=True):
+            twin.grad = param.grad
+        for optimizer in (resumed, theirs, again):
+            optimizer.step()
+    assert all(map(torch.equal, params, twins))
+    if dtype == torch.float32:
+        assert all(map(torch.equal, params, others))
+        assert all(
+            torch.equal(resumed.state[p]["momentum_buffer"], theirs.state[other]["momentum_buffer"])
+            for p, other in zip(params, others, strict=True)
+        )
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_16_bit_resume_is_bitwise(name: str, tier: HostTier) -> None:
     params = make_params(torch.bfloat16, SHAPES)

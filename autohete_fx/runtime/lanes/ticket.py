@@ -169,6 +169,26 @@ def _failure_in(wait: Callable[[], None], ticket: Ticket) -> BaseException | Non
     return None
 
 
+class Failed(Ticket):
+    """A ticket of work that was done without a lane, and failed."""
+
+    def __init__(self, lane: Lane, label: str, error: BaseException) -> None:
+        super().__init__(lane, label, 0, 0)
+        self.error = error
+        self.is_error_raised = True
+        self.set_ready()
+
+    @property
+    def is_complete(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        self.raise_error()
+
+    def synchronize(self) -> None:
+        self.raise_error()
+
+
 class Settled(Ticket):
     """Another ticket's end, whether it failed or not: what follows this does not fail with it."""
 

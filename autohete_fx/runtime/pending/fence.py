@@ -14,7 +14,7 @@ this thread:
 * a pointer that was asked for before the step, a NumPy array over a tensor among them;
 * TorchScript, whose interpreter calls operators from C++;
 * another thread. Tensors given to it must have been read here after the step, as ``model.state_dict()`` does, or it must call
-  ``optimizer.synchronize()`` first. A fork needs nothing: it waits for all updates.
+  ``optimizer.synchronize()`` first. A fork waits for all updates that were started before it.
 
 Below the fence stands only the mode of ``torch.set_default_device``, which insists on being the lowest.
 """

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from autohete_fx.errors import OptimizerStateError
-from autohete_fx.ir import Schedule
+from autohete_fx.ir import Lane, Schedule
 from autohete_fx.runtime.lanes.lanes import Lanes
-from autohete_fx.runtime.lanes.ticket import Ticket
+from autohete_fx.runtime.lanes.ticket import Failed, Ticket
 from autohete_fx.runtime.pending.addresses import address_of
 from autohete_fx.runtime.pending.backward import Early
 from autohete_fx.runtime.pending.fence import Fence, raise_fences
@@ -107,6 +107,10 @@ class Updates:
                     if address is not None:
                         self._pending[address] = (*self._pending.get(address, ()), pending)
 
+    def add_failed(self, error: BaseException, param: Tensor, others: Iterable[Tensor]) -> None:
+        """Note an update of ``param``, and of others, that the caller began and could not end."""
+        self.add(Failed(Lane.UPDATE, "update", error), param, others)
+
     def close(self) -> None:
         """The model is gone: steps that its optimizer still takes are over when they return, on lanes of their own."""
         self.schedule = Schedule()
@@ -149,22 +153,31 @@ class Updates:
                 pending.wait(self.lanes)
 
     def wait_all(self, but: Collection[int] = (), *, on_cpu: bool = False) -> None:
-        """Wait for every update, except those of parameters whose identities are given. Raises OptimizerStateError.
+        """Wait for every update, except those of parameters whose identities are given. Raises OptimizerStateError,
+        once all are over.
 
         Args:
             on_cpu: return when they are done on the device too. Else the current stream waits there.
         """
-        if self._pending:
-            for pending in self._all():
-                if pending.owner not in but:
+        failure: OptimizerStateError | None = None
+        for pending in self._all() if self._pending else ():
+            if pending.owner not in but:
+                try:
                     pending.wait(self.lanes, on_cpu=on_cpu)
-            self.prune()
+                except OptimizerStateError as error:
+                    failure = failure or error
+        self.prune()
+        if failure is not None:
+            raise failure
+
+    def settle(self, *, on_cpu: bool = False) -> None:
+        """Wait for every update. Failures stay on record, for whoever reads what they left."""
+        with contextlib.suppress(OptimizerStateError):
+            self.wait_all(on_cpu=on_cpu)
 
     def forget_failures(self) -> None:
-        """Wait for everything, and let parameters whose update failed be used again: they are about to be loaded."""
-        for pending in self._all():
-            with contextlib.suppress(OptimizerStateError):
-                pending.wait(self.lanes)
+        """Wait for everything, and let parameters whose update failed be used again: they are loaded."""
+        self.settle()
         self._keep(lambda pending: pending.ticket.error is None)
         self.early.forget()
 
@@ -191,8 +204,7 @@ _live: "weakref.WeakSet[Updates]" = weakref.WeakSet()
 def _settle_all() -> None:
     """A child of this process has its memory but none of its lanes: what is under way ends before there is one."""
     for updates in list(_live):
-        with contextlib.suppress(OptimizerStateError):  # it stays on record, for whoever reads
-            updates.wait_all(on_cpu=True)
+        updates.settle(on_cpu=True)
 
 
 os.register_at_fork(before=_settle_all)
