@@ -6,6 +6,7 @@ Files are replaced atomically and carry a version; a damaged one counts as absen
 where a key asks it.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -29,8 +30,10 @@ CACHE_VERSION = 9
 
 def cache_dir() -> Path:
     """The directory that is used, made where it is missing."""
-    named = os.environ.get("AUTOHETE_CACHE_DIR")
-    candidates = [Path(named)] if named else [_user_cache_dir() / "autohete_fx"]
+    candidates: list[Path] = []
+    with contextlib.suppress(RuntimeError):  # nobody knows a home
+        named = os.environ.get("AUTOHETE_CACHE_DIR")
+        candidates.append(Path(named) if named else _user_cache_dir() / "autohete_fx")
     owner = str(os.getuid()) if hasattr(os, "getuid") else "user"
     candidates.append(Path(tempfile.gettempdir()) / f"autohete_fx-{owner}")
     for candidate in candidates[:-1]:
@@ -48,8 +51,10 @@ def _user_cache_dir() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches"
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+        named = os.environ.get("LOCALAPPDATA")
+        return Path(named) if named else Path.home() / "AppData" / "Local"
+    named = os.environ.get("XDG_CACHE_HOME")
+    return Path(named) if named else Path.home() / ".cache"
 
 
 def _path(kind: str, key: str, directory: str | Path | None) -> Path:
@@ -67,8 +72,8 @@ def store_text(kind: str, key: str, text: str, directory: str | Path | None = No
 
     ``directory``: instead of `cache_dir`.
     """
-    path = _path(kind, key, directory)
     try:
+        path = _path(kind, key, directory)
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
         try:

@@ -36,8 +36,13 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the exit status. Errors that the user can mend go to standard error, status 2."""
+def main(arguments: Sequence[str] | None = None, *, owns_process: bool = False) -> int:
+    """Run one subcommand; returns the exit status. Errors that the user can mend go to standard error, status 2.
+
+    Args:
+        arguments: default those of the process.
+        owns_process: it ends after this. A program that ``run`` ran stays its ``__main__``, for what runs when an interpreter ends.
+    """
     parser = argparse.ArgumentParser(
         prog="autohete", description="Plan the training of transformers within a device-memory budget."
     )
@@ -48,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_plan(commands).set_defaults(run=_plan)
     add_run(commands).set_defaults(run=run_program)
     parsed = parser.parse_args(arguments)
+    parsed.owns_process = owns_process
     try:
         text = parsed.run(parsed)
     except AutoHeteError as error:
@@ -60,15 +66,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def command() -> int:
     """`main` of a process of its own. A plan's garbage goes with the process: to look for it takes a fifth of the answer's time."""
-    if sys.argv[1:2] != ["plan"]:
-        return main()
-    gc.disable()
+    if is_plan := sys.argv[1:2] == ["plan"]:
+        gc.disable()
     try:
-        status = main()
+        status = main(owns_process=True)
         sys.stdout.flush()
-    except BrokenPipeError:  # as of `autohete plan ... | head`
+    except BrokenPipeError:  # as of `autohete show ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the interpreter still writes
         status = 1
-    os._exit(status)
+    if is_plan:
+        os._exit(status)
+    return status
 
 
 def _add_show(commands: _Commands) -> None:

@@ -16,11 +16,11 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from autohete_fx.errors import OptionError, unknown_word
 from autohete_fx.ir import Plan
+from autohete_fx.ir.files import expanded
 
 __all__ = ["ALLOWED_DECISIONS", "Options", "Share", "Size", "UserPass", "UserPasses", "parse_size", "resolve_bytes"]
 
@@ -139,7 +139,7 @@ def parse_size(text: str) -> Size:
     """Read ``"20GiB"``, ``"1.5 GB"`` or ``"60%"``, in any case. Raises OptionError where the text is no such size."""
     match = _SIZE.fullmatch(text)
     if match is None:
-        unit = f". Write {text}GiB, or {text}B for bytes" if text.isdecimal() else ""
+        unit = f". Write {text}GiB, or {text}B for bytes" if text.isdecimal() and int(text) else ""
         raise OptionError(f"{text!r} is not a size; {_SIZE_EXPECTED}{unit}")
     number, unit = float(match["number"]), match["unit"].lower()
     if unit == "%":
@@ -179,7 +179,7 @@ def _parse_offload_dir(name: str, value: object) -> str | None:
         return None
     if not isinstance(value, str | os.PathLike) or not str(value):
         raise OptionError(f"option {name!r} is {_shown(value)}; expected the path of a directory")
-    path = Path(value).expanduser()
+    path = expanded(value)
     if not path.is_dir():
         raise OptionError(
             f"option {name!r} is {str(path)!r}, which is not a directory; create it first or leave the option out"
@@ -202,7 +202,7 @@ def _parse_report_dir(name: str, value: object) -> str | None:
         raise OptionError(
             f"option {name!r} is {_shown(value)}; expected the path of a directory, made where it is missing"
         )
-    path = Path(value).expanduser()
+    path = expanded(value)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):  # as for offload_dir
@@ -218,7 +218,7 @@ def _parse_plan(name: str, value: object) -> Plan | None:
     if value is None or isinstance(value, Plan):
         return value
     if isinstance(value, str | os.PathLike) and str(value):
-        return Plan.load(Path(value).expanduser())
+        return Plan.load(expanded(value))
     raise OptionError(
         f"option {name!r} is {_shown(value)}; expected an autohete_fx Plan or the path of a file that Plan.save wrote"
     )

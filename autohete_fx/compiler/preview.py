@@ -1,10 +1,11 @@
 """See what the backend would do with a model, without training it.
 
 In: a model and one batch. Out: the `Compilation` of each graph. The model runs its forward once, in eager mode; its
-parameters, buffers and the random state are as before, nothing moves and nothing is stored.
+parameters, buffers and the random state are as before, also after an error. Nothing moves and nothing is stored.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -21,6 +22,22 @@ from autohete_fx.errors import AutoHeteError, CaptureError
 from autohete_fx.internals import dynamo, logs, versions
 from autohete_fx.options import Options
 from autohete_fx.runtime.pending import calls, watching
+
+
+@contextlib.contextmanager
+def _buffers_kept(model: object) -> Iterator[None]:
+    """Afterwards the model has the buffers that it had, with their values. Those that a first forward makes stay."""
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    kept = [
+        (module, name, b, b.detach().clone()) for module in modules for name, b in module.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in kept:
+                buffer.copy_(value)
+                setattr(module, name, buffer)
 
 
 def preview(
@@ -64,15 +81,8 @@ def preview(
             owner.session.close()  # a compilation that follows must not take this for a twin
         return gm.forward
 
-    buffers = (
-        {name: b.detach().clone() for name, b in model.named_buffers()} if isinstance(model, torch.nn.Module) else {}
-    )
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), _buffers_kept(model):
         versions.compile_apart(model, look)(*inputs, **keyword_inputs)
-    if isinstance(model, torch.nn.Module):
-        for name, buffer in model.named_buffers():
-            with torch.no_grad():
-                buffer.copy_(buffers[name])
     if not found:
         raise CaptureError(
             "the model ran, but Dynamo compiled no graph of it, so there is nothing to preview; TORCH_LOGS=graph_breaks says"

@@ -93,7 +93,7 @@ def running(
     explain = functools.partial(_shortage, model.session.device, compilation)
     guarded = _cleaning_up(weakref.ref(model.session), explain)
     refuse = functools.partial(_refuse_call, weakref.ref(model), compilation, micro_batches)
-    backward = _adding(weakref.ref(model), guarded, refuse, compilation.clock)
+    backward = _adding(weakref.ref(model), guarded, refuse, compilation)
 
     @functools.wraps(compiled, updated=())
     def run(*args: object) -> object:
@@ -206,14 +206,19 @@ def _adding(
     reference: "weakref.ref[Model]",
     guarded: Callable[..., object],
     refuse: Callable[[torch.autograd.graph.Node], None],
-    clock: StepClock | None,
+    compilation: Compilation,
 ) -> Callable[..., object]:
     """What calls a compiled backward, and times it: autograd does not get the gradients that updates under way add to ``.grad``."""
 
-    def call(compiled: Callable[..., object], node: Any, *args: object) -> object:
+    clock = compilation.clock
+
+    def call(compiled: Callable[..., object], node: Any, *args: Any) -> object:
         refuse(node)
         begin_s = time.perf_counter()
-        gradients, model = guarded(compiled, node, *args), reference()
+        if (is_kept := versions.is_graph_kept()) and compilation.device_budget_bytes is not None:
+            _tell_that_graphs_are_kept()
+        with versions.keep_saved(node, *args) if is_kept else contextlib.nullcontext():
+            gradients, model = guarded(compiled, node, *args), reference()
         if clock is not None:
             clock.end_pass("backward", begin_s)
         assert model is not None and isinstance(gradients, list | tuple)
@@ -223,6 +228,14 @@ def _adding(
 
     # Where a whole training step is compiled, Dynamo would trace this too, and cannot trace a clock.
     return cast("Callable[..., object]", torch.compiler.disable(call))
+
+
+@functools.cache
+def _tell_that_graphs_are_kept() -> None:
+    log.warning(
+        "a backward keeps its graph (retain_graph=True or create_graph=True). That is exact but activations stay on the device, and"
+        " those that its code writes over are copied: no memory_budget counts them. Call backward once, on the sum of the losses"
+    )
 
 
 def _shortage(device: torch.device, compilation: Compilation, error: BaseException) -> str:

@@ -25,10 +25,19 @@ def add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         action="store_true",
         help="replace only optimizers made with fused=True, whose kernels are those of ours",
     )
-    parser.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is the name of a module")
-    parser.add_argument("program", metavar="PROGRAM", help="the path of a script, or after -m the name of a module")
     parser.add_argument(
-        "arguments", metavar="...", nargs=argparse.REMAINDER, help="what follows are arguments of the program"
+        "--leave",
+        metavar="CLASS",
+        action="append",
+        default=[],
+        help="a class of modules that stay as they are, such as one that takes gradients of gradients; may be repeated",
+    )
+    parser.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is the name of a module")
+    parser.add_argument(
+        "program",
+        metavar="PROGRAM",
+        nargs=argparse.PARSER,  # all that follows it as it is, also a lone --, which REMAINDER would lose
+        help="the path of a script, or after -m the name of a module; what follows are arguments of the program",
     )
     return parser
 
@@ -40,11 +49,14 @@ def run_program(parsed: argparse.Namespace) -> str:
     options = parsed_options(parsed.option)
     if parsed.budget is not None:
         options["memory_budget"] = parsed.budget
+    program, *arguments = parsed.program
     status = run(
-        parsed.program,
-        parsed.arguments,
+        program,
+        arguments,
         options,
         is_module=parsed.is_module,
         only_same_kernels=parsed.bitwise,
+        left=parsed.leave,
+        owns_process=parsed.owns_process,
     )
     raise SystemExit(status)

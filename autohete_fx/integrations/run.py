@@ -11,6 +11,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ from autohete_fx.options import Options
 
 _LISTS = frozenset({"allow"})
 """Options that are lists, also of one value: commas part the values."""
+
+_PATHS = ("offload_dir", "report_dir", "plan")
+_TEXTS = frozenset({*_PATHS, "memory_budget", "host_budget"})
+"""Options whose values may look like numbers, and are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,8 @@ def run(
     *,
     is_module: bool = False,
     only_same_kernels: bool = False,
+    left: Sequence[str] = (),
+    owns_process: bool = False,
 ) -> int:
     """Run a script, or a module by its name, and print the report. Returns the exit status of a program that ended by itself or by
     an exception; ``SystemExit`` goes through.
@@ -56,30 +63,43 @@ def run(
         options: of the backend.
         is_module: ``target`` is a module, as after ``python -m``.
         only_same_kernels: replace only optimizers that were made with ``fused=True``.
+        left: classes of modules that are not compiled.
+        owns_process: the process ends afterwards. The program's threads end first, and its state of the process stays.
 
     Raises:
         OptionError: an option is bad, or there is no such program.
     """
-    Options.from_user(options)
+    read = Options.from_user(options)  # the program may change its directory
+    absolute = {**options, **{name: getattr(read, name) for name in _PATHS if name in options}}
     earlier = tuple(compilations())
     process = os.getpid()
-    with _as_main(target, arguments, is_module=is_module) as program:
-        watched = Watched(options, only_same_kernels=only_same_kernels)
+    with _as_main(target, arguments, is_module=is_module, stays=owns_process) as program:
+        watched = Watched(absolute, only_same_kernels=only_same_kernels, left=left)
         try:
             with watched:
-                exec(program.code, vars(program.main))
-        except SystemExit:
-            raise
-        except BaseException as error:
-            error.__traceback__ = _from(program.code, error.__traceback__)
-            sys.excepthook(type(error), error, error.__traceback__)
-            return 130 if isinstance(error, KeyboardInterrupt) else 1
+                return _status(program, owns_process=owns_process)
         finally:
             # A process that the program forked may end here too, and ranks of a job decide alike.
             if os.getpid() == process and os.environ.get("RANK", "0") == "0":
-                sys.stdout.flush()
+                with contextlib.suppress(Exception):  # the program may have closed it
+                    sys.stdout.flush()
                 print(report(watched.trained, options, _since(earlier)), file=sys.stderr, flush=True)
-    return 0
+
+
+def _status(program: Program, *, owns_process: bool) -> int:
+    """Run it. In a process that ends with it, threads that it has started are waited for, as an interpreter does."""
+    try:
+        exec(program.code, vars(program.main))
+        return 0
+    except SystemExit:
+        raise
+    except BaseException as error:
+        error.__traceback__ = _from(program.code, error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    finally:
+        if owns_process:
+            threading._shutdown()  # type: ignore[attr-defined]  # ends pools, joins threads, and may be called again
 
 
 def report(trained: Sequence[Trained], options: Mapping[str, object], compiled: Sequence[Compilation]) -> str:
@@ -87,7 +107,7 @@ def report(trained: Sequence[Trained], options: Mapping[str, object], compiled: 
     given = ", ".join(f"{name}={value}" for name, value in options.items()) or "no options"
     lines = [f"autohete run: {given}"]
     if not trained:
-        lines.append("  no optimizer was made: nothing was compiled or replaced")
+        lines.append("  no optimizer was made in this process: nothing was compiled or replaced")
     for note in trained:
         held = "parameter" if note.num_params == 1 else "parameters"
         lines.append(f"  {note.name} of {note.num_params} {held}")
@@ -104,6 +124,7 @@ def report(trained: Sequence[Trained], options: Mapping[str, object], compiled: 
 
 def parsed_options(pairs: Sequence[str]) -> dict[str, object]:
     """Options of the backend from ``NAME=VALUE``: whole and decimal numbers, ``true`` and ``false``, lists with commas, else text.
+    Sizes and paths are text.
 
     Raises:
         OptionError: a pair without ``=``.
@@ -115,7 +136,7 @@ def parsed_options(pairs: Sequence[str]) -> dict[str, object]:
             raise OptionError(
                 f"--option {pair!r} was given. Expected was NAME=VALUE, such as micro_batches=4. README lists the options"
             )
-        found[name] = text.split(",") if name in _LISTS else _value(text)
+        found[name] = text if name in _TEXTS else text.split(",") if name in _LISTS else _value(text)
     return found
 
 
@@ -132,8 +153,9 @@ def _since(earlier: Sequence[Compilation]) -> list[Compilation]:
 
 
 @contextlib.contextmanager
-def _as_main(target: str, arguments: Sequence[str], *, is_module: bool) -> Iterator[Program]:
-    """The program, ready to run, in the process's state as ``python`` makes it; what was before stands again afterwards."""
+def _as_main(target: str, arguments: Sequence[str], *, is_module: bool, stays: bool) -> Iterator[Program]:
+    """The program, ready to run, in the process's state as ``python`` makes it. Unless it stays, what was before stands again
+    afterwards."""
     main, argv, path = sys.modules["__main__"], sys.argv, list(sys.path)
     if not sys.flags.safe_path:
         sys.path[:1] = [os.getcwd() if is_module else str(Path(target).resolve().parent)]
@@ -143,7 +165,8 @@ def _as_main(target: str, arguments: Sequence[str], *, is_module: bool) -> Itera
         sys.modules["__main__"] = program.main
         yield program
     finally:
-        sys.modules["__main__"], sys.argv, sys.path[:] = main, argv, path
+        if not stays:
+            sys.modules["__main__"], sys.argv, sys.path[:] = main, argv, path
 
 
 def _script(target: str) -> Program:

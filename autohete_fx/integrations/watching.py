@@ -8,7 +8,7 @@ away all that was put in place but what the script's own objects have become.
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -53,15 +53,17 @@ class Watched:
     Args:
         options: of the backend.
         only_same_kernels: replace no optimizer that may round otherwise.
+        left: names of classes of modules that are not compiled.
 
     Attributes:
         trained: a note for each optimizer, in the order in which they were made.
     """
 
-    def __init__(self, options: Mapping[str, object], *, only_same_kernels: bool) -> None:
+    def __init__(self, options: Mapping[str, object], *, only_same_kernels: bool, left: Collection[str] = ()) -> None:
         self.trained: list[Trained] = []
         self._options = dict(options)
         self._only_same_kernels = only_same_kernels
+        self._left = left
         self._compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._waiting: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
         self._constructors: list[tuple[type, Callable[..., None]]] = []
@@ -122,6 +124,9 @@ class Watched:
     def _obstacle(self, holders: list[nn.Module]) -> str:
         if not holders:
             return "no module holds all of its parameters: make one that does, and call that"
+        for module in holders:
+            if type(module).__name__ in self._left:
+                return f"--leave {type(module).__name__} was given"
         known = [*self._compiled, *self._waiting]
         reasons = (roots.refused(module) or roots.compiled_in(module, known) for module in holders)
         return next(filter(None, reasons), "")
@@ -152,7 +157,7 @@ class Watched:
         def wait(*args: Any, **kwargs: Any) -> Any:
             module = reference()
             assert module is not None, "it is being called"
-            if torch.compiler.is_compiling() or torch.jit.is_tracing() or not torch.is_grad_enabled():  # pyright: ignore[reportPrivateImportUsage]
+            if torch.compiler.is_compiling() or _is_tracing() or not torch.is_grad_enabled():
                 return calls.call_as_is(module, *args, **kwargs)
             self._decide(module)
             return module(*args, **kwargs)
@@ -195,14 +200,25 @@ class Watched:
 def compile_in_place(module: nn.Module, options: Mapping[str, Any]) -> None:
     """Compile what a call of the module runs, also of one whose own class is PyTorch's, of which ``module.compile`` compiles
     nothing up to PyTorch 2.13."""
-    if type(module).__module__.partition(".")[0] != "torch":
-        module.compile(backend="autohete", options=dict(options))
-        return
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def as_is(*args: Any, **kwargs: Any) -> Any:
         return calls.call_as_is(module, *args, **kwargs)
 
-    calls.put_before_call(module, torch.compile(call, backend="autohete", options=dict(options)))
+    if type(module).__module__.partition(".")[0] == "torch":
+        compiled: Any = torch.compile(as_is, backend="autohete", options=dict(options))
+    else:
+        module.compile(backend="autohete", options=dict(options))
+        compiled = calls.before_call(module)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # TorchScript's tracer, and ONNX's on top of it, cannot see through compiled code.
+        return (as_is if _is_tracing() else compiled)(*args, **kwargs)
+
+    calls.put_before_call(module, call)
+
+
+def _is_tracing() -> bool:
+    return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _unlike_ours(optimizer: torch.optim.Optimizer) -> str:

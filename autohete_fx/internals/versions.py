@@ -1,5 +1,6 @@
 """Differences between the supported versions of PyTorch, 2.11 to 2.15, or is theirs alone."""
 
+import contextlib
 import datetime
 import functools
 import importlib
@@ -10,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
@@ -86,6 +88,28 @@ def around_backward(outputs: object, around: Callable[..., object]) -> None:
             run._autohete_is_around = True  # type: ignore[attr-defined]
             function._backward_impl = staticmethod(run)
         return
+
+
+def is_graph_kept() -> bool:
+    """Whether the backward pass that runs leaves its graph for another one: ``retain_graph=True`` or ``create_graph=True``."""
+    autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009  (of which the stubs do not know)
+    return autograd._get_current_graph_task_keep_graph()
+
+
+def keep_saved(node: Any, arguments: list[Any]) -> contextlib.AbstractContextManager[None]:
+    """Around a compiled backward whose graph is kept: it writes over copies of what it was compiled to write over.
+
+    AOTAutograd compiles backward at its first run, and by then knows whether it may. One that was compiled before, it refuses.
+
+    Args:
+        node: of the compiled forward, which has saved tensors for it.
+        arguments: of the backward, among which copies are put.
+    """
+    for at in node._forward_cls.metadata.bw_donated_idxs or ():
+        t = arguments[at]
+        own = t.untyped_storage().clone()
+        arguments[at] = t.new_empty(0).set_(own, t.storage_offset(), t.shape, t.stride())
+    return torch._functorch.config.patch(donated_buffer=False)
 
 
 def ddp_bucket_bytes() -> int | None:

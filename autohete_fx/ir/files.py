@@ -4,8 +4,10 @@ Enter text or a path and how to build the value. Leaves the value, or an error t
 to do. The text of every file is one object with the entry ``schema_version``.
 """
 
+import contextlib
 import enum
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -15,6 +17,13 @@ from typing import Any, TypeVar, get_args, get_origin
 from autohete_fx.errors import AutoHeteError
 
 Value = TypeVar("Value")
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """The path, with the home directory that ``~`` stands for. One that nobody knows stays as it is written, as in a shell."""
+    with contextlib.suppress(RuntimeError):
+        return Path(path).expanduser()
+    return Path(path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ Enter the text of a command; it is printed, in colours where standard output is 
 ``FORCE_COLOR`` on, as elsewhere (https://no-color.org).
 """
 
+import io
 import os
 import re
 import sys
@@ -22,7 +23,9 @@ _ANY = re.compile("|".join(f"(?P<c{at}>{pattern})" for at, (pattern, _) in enume
 
 
 def show_text(text: str) -> None:
-    """Print it."""
+    """Print it. Characters that the output has no code for are named instead."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     print(coloured(text) if _has_colours() else text)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from autohete_fx.errors import ReportError
 from autohete_fx.ir import BlockDecision, Lane, Plan
+from autohete_fx.ir.files import expanded
 from autohete_fx.ir.labels import label_pattern, run_label
 from autohete_fx.ir.sizes import format_bytes, format_seconds
 from autohete_fx.report.data import ReportData
@@ -41,7 +42,7 @@ def read_side(path: str | Path) -> Compared:
         PlanError: the file is no plan.
         ReportError: there is neither, or the report is damaged.
     """
-    found = Path(path).expanduser()
+    found = expanded(path)
     if found.is_file():
         return Compared(name=str(path), plan=Plan.load(found))
     if (found / DATA).is_file():

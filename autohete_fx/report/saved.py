@@ -14,6 +14,7 @@ from typing import Any
 
 from autohete_fx.errors import ReportError
 from autohete_fx.ir import Plan, StepRecord
+from autohete_fx.ir.files import expanded
 from autohete_fx.report.data import ReportData
 from autohete_fx.report.trace import Trace
 
@@ -72,7 +73,7 @@ class Report:
         Raises:
             ReportError: the directory refuses.
         """
-        into = Path(directory).expanduser()
+        into = expanded(directory)
         try:
             (into / GRAPHS).mkdir(parents=True, exist_ok=True)
             self.data.plan.save(into / PLAN)
@@ -104,7 +105,7 @@ class Report:
     @staticmethod
     def load(directory: str | Path) -> "Report":
         """The report of a directory that ``save`` wrote, with the steps of its metrics. Raises ReportError."""
-        found = Path(directory).expanduser()
+        found = expanded(directory)
         if not (found / DATA).is_file():
             raise ReportError(
                 f"{str(directory)!r} was given, which has no {DATA}. Expected was a directory that the option 'report_dir' or"

@@ -75,6 +75,39 @@ def test_plans_that_recompute_alike_are_partitioned_once(monkeypatch: pytest.Mon
     assert len({*keys}) == len(keys) == len({rewriting.partition_key(plan, gathers=False) for plan in plans} | {*keys})
 
 
+class Counting(torch.nn.Module):
+    """Counts its calls, and makes a mask in the first one."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = torch.nn.Linear(64, 64)
+        self.norm = torch.nn.BatchNorm1d(64)
+        self.breaks = breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "mask"):
+            self.register_buffer("mask", torch.ones_like(x))
+        x = self.norm(self.inner(x * self.get_buffer("mask")))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.inner(x).mean()
+
+
+@pytest.mark.parametrize("is_enough", [True, False])
+def test_buffers_are_as_before_though_forward_makes_one_or_a_graph_is_refused(is_enough: bool):
+    model = Counting(breaks=not is_enough)
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    if is_enough:
+        assert len(autohete_fx.preview(model, torch.randn(8, 64), options=EAGER)) == 1
+        assert torch.equal(model.get_buffer("mask"), torch.ones(8, 64))
+    else:
+        with pytest.raises(InfeasiblePlanError):
+            autohete_fx.preview(model, torch.randn(8, 64), options={**EAGER, "memory_budget": "60KiB"})
+    after = dict(model.named_buffers())
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
 def test_a_function_without_a_graph_is_told():
     with pytest.raises(CaptureError, match="compiled no graph"):
         autohete_fx.preview(len, [1, 2, 3])

@@ -114,6 +114,19 @@ def test_the_module_that_the_loop_calls_is_compiled(make: Callable[[], Any], com
     assert run.trained[0].compiled.endswith(compiled)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("make", [Inner, lambda: of_pytorch()[1].__closure__[0].cell_contents], ids=["own", "torchs"])
+def test_torchscript_traces_what_was_compiled(make: Callable[[], nn.Module]):
+    with Watched(OPTIONS, only_same_kernels=False) as run:
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        x = torch.randn(4, 8)
+        assert torch.equal(torch.jit.trace(model, x)(x), model(x))
+    assert run.trained[0].compiled
+
+
 def test_each_of_two_models_is_compiled_for_its_optimizer():
     def losses() -> tuple[Tensor, list[nn.Module]]:
         models = [Outer(Inner()), Inner()]

@@ -214,22 +214,23 @@ def test_doctor_needs_the_device_that_it_is_asked_for(
 def test_a_process_of_a_plan_collects_no_garbage_and_others_do(monkeypatch: pytest.MonkeyPatch):
     collects: list[bool] = []
     ended: list[int] = []
-    monkeypatch.setattr(cli, "main", lambda: collects.append(gc.isenabled()) or 3)
+    monkeypatch.setattr(cli, "main", lambda **_: collects.append(gc.isenabled()) or 3)
     monkeypatch.setattr(os, "_exit", ended.append)
     try:
         for subcommand in ("plan", "run", "doctor"):
             monkeypatch.setattr(sys, "argv", ["autohete", subcommand])
-            assert cli.command() == (None if subcommand == "plan" else 3)
+            assert cli.command() == 3
             gc.enable()
     finally:
         gc.enable()
     assert collects == [False, True, True] and ended == [3]
 
 
-def test_a_plan_whose_reader_has_gone_ends_without_a_traceback():
+@pytest.mark.parametrize("subcommand", ["plan", "show"])
+def test_a_command_whose_reader_has_gone_ends_without_a_traceback(subcommand: str):
     code = (
-        "import sys; from autohete_fx import cli; sys.argv = ['autohete', 'plan'];"
-        " cli.main = lambda: print('x' * 2**20) or 0; sys.exit(cli.command())"
+        f"import sys; from autohete_fx import cli; sys.argv = ['autohete', '{subcommand}'];"
+        " cli.main = lambda **_: print('x' * 2**20) or 0; sys.exit(cli.command())"
     )
     reading, writing = os.pipe()
     os.close(reading)

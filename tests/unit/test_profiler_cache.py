@@ -81,6 +81,24 @@ def test_the_default_directory_is_the_users(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if os.name == "posix" and os.uname().sysname != "Darwin":
         assert cache.cache_dir() == tmp_path / "autohete_fx"
+        monkeypatch.setenv("XDG_CACHE_HOME", "")
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        assert cache.cache_dir() == tmp_path / "home" / ".cache" / "autohete_fx"
+
+
+def test_without_a_home_and_a_place_to_fall_back_to_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("AUTOHETE_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", unknown)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "file"))
+    (tmp_path / "file").write_text("")
+    cache.store_text("plan", "k", "t")
+    assert cache.load_text("plan", "k") is None
 
 
 def test_a_process_reads_its_package_once(monkeypatch: pytest.MonkeyPatch) -> None:

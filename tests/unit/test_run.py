@@ -1,6 +1,8 @@
 """``autohete run``: programs run as ``python`` runs them, optimizers become ours only where that is exact. Nothing compiles."""
 
 import io
+import os
+import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import autohete_fx
-from autohete_fx import cli
+from autohete_fx import BlockDecision, Plan, cli
 from autohete_fx.integrations.replacing import Kept, replace
 from autohete_fx.integrations.run import parsed_options
 from autohete_fx.integrations.watching import Trained, Watched
@@ -71,7 +73,7 @@ def test_a_program_ends_as_it_would_by_python(
     shown = capsys.readouterr()
     assert shown.out == f"{[what, '--budget', '-m']} {program} {program.parent}\n"
     errors, _, told = shown.err.partition("autohete run: memory_budget=1GiB\n")
-    assert told == "  no optimizer was made: nothing was compiled or replaced\n"
+    assert told == "  no optimizer was made in this process: nothing was compiled or replaced\n"
     if what in ("raise", "interrupt"):
         lines = errors.splitlines()
         assert lines[:2] == ["on stderr", "Traceback (most recent call last):"]
@@ -123,10 +125,70 @@ def test_mistakes_are_said_before_anything_runs(
     assert words in shown.err and shown.out == "" and shown.err.count("\n") == 1
 
 
+def test_all_that_follows_the_program_is_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "program.py"
+    path.write_text("import sys\nprint(sys.argv[1:])")
+    assert run("--budget", "1GiB", str(path), "--", "a", "--", "--leave", "-m") == 0
+    assert capsys.readouterr().out == "['--', 'a', '--', '--leave', '-m']\n"
+
+
+def test_paths_in_options_are_those_of_the_directory_where_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    given: list[dict[str, object]] = []
+    monkeypatch.setattr("autohete_fx.integrations.run.Watched", lambda options, **_: given.append(options) or watched())
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "program.py"
+    path.write_text(f"import os\nos.chdir({str(tmp_path.parent)!r})")
+    plan = Plan(labels=("all",), decisions=(BlockDecision(),))
+    plan.save("plan.json")
+    assert (
+        run("--option", "report_dir=20240101", "--option", "offload_dir=.", "--option", "plan=plan.json", str(path))
+        == 0
+    )
+    assert given == [{"report_dir": str(tmp_path / "20240101"), "offload_dir": str(tmp_path), "plan": plan}]
+
+
+ENDINGS = """
+import atexit, pickle, sys, threading, time
+class Point:
+    pass
+atexit.register(lambda: print("at exit", bool(pickle.dumps(Point())), sys.argv[1:], file=sys.stderr))
+def late():
+    time.sleep(0.2)
+    import torch
+    torch.optim.SGD([torch.zeros(3, requires_grad=True)])
+threading.Thread(target=late).start()
+sys.stdout = open(sys.argv[1], "w")
+sys.stdout.close()
+sys.exit(5)
+"""
+
+
+@pytest.mark.slow
+def test_its_threads_and_what_it_left_for_the_exit_find_what_they_know(tmp_path: Path):
+    path = tmp_path / "program.py"
+    path.write_text(ENDINGS)
+    command = [sys.executable, "-m", "autohete_fx", "run", "--budget", "1GiB", str(path), str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert ended.returncode == 5 and "Traceback" not in ended.stderr
+    assert "torch.optim.SGD of 1 parameter" in ended.stderr
+    assert ended.stderr.splitlines()[-1] == f"at exit True {[str(tmp_path / 'out')]}"
+
+
+def test_a_class_that_is_to_be_left_is_left():
+    with watched(left=["Layers"]) as run_of:
+        model = Layers()
+        torch.optim.AdamW(model.parameters(), fused=True)
+        model(torch.ones(1, 4))
+    assert run_of.trained[0].uncompiled == "--leave Layers was given" and model._compiled_call_impl is None
+    assert run_of.trained[0].kept == "its model is not compiled"
+
+
 def test_a_list_may_have_one_value_and_a_size_looks_like_itself():
     found = parsed_options(["allow=recompute", "memory_budget=60%", "micro_batches=4", "verify=false"])
     assert found == {"allow": ["recompute"], "memory_budget": "60%", "micro_batches": 4, "verify": False}
     assert parsed_options(["allow=recompute,host_params"]) == {"allow": ["recompute", "host_params"]}
+    assert parsed_options(["plan=7", "host_budget=1e9"]) == {"plan": "7", "host_budget": "1e9"}
 
 
 def test_a_program_that_does_not_parse_is_told_as_by_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
