@@ -21,7 +21,7 @@ from autohete_fx.compiler.assumptions import Assumptions, note_evaluation
 from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.compiler.fitting import Budget
 from autohete_fx.compiler.fixed_bytes import unread_bytes
-from autohete_fx.compiler.model import Model, origin_of
+from autohete_fx.compiler.model import Model, Origin, origin_of
 from autohete_fx.compiler.parameters import GraphParameters
 from autohete_fx.compiler.problem import state_bytes
 from autohete_fx.compiler.shares import Run
@@ -104,19 +104,9 @@ def running(
         calls.refuse_early(tensors_in(args), updates)
         calls.settle_others(updates)
         awaited = parameters.arrive(args)
-        made = None
         if not compilation.training:
             note_evaluation(parameters)
-        if assumed is not None:
-            assumed.note_run()
-            call = calls.outermost()
-            made = Run(
-                graph=origin,
-                footprint=compilation.footprint,
-                call=None if call is None else weakref.ref(call),
-                parameters=parameters.identities,
-            )
-            model.shares.note_run(made, assumed.finds_uncounted_gradients)
+        made = None if assumed is None else _noted(assumed, origin, compilation, parameters, model)
         updates.wait_all(but=awaited)
         if updates.is_pending:
             for t in tensors_in(args):
@@ -143,6 +133,22 @@ def running(
     if getattr(compiled, "_boxed_call", False):
         run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def _noted(
+    assumed: Assumptions, origin: Origin, compilation: Compilation, parameters: GraphParameters, model: Model
+) -> Run:
+    """A run of a graph that has a budget begins: it is noted for what later plans assume."""
+    assumed.note_run()
+    call = calls.outermost()
+    made = Run(
+        graph=origin,
+        footprint=compilation.footprint,
+        call=None if call is None else weakref.ref(call),
+        parameters=parameters.identities,
+    )
+    model.shares.note_run(made, assumed.finds_uncounted_gradients)
+    return made
 
 
 def _cleaning_up(session: "weakref.ref[Session]", explain: Callable[[BaseException], str]) -> Callable[..., object]:

@@ -21,10 +21,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from results import environment, print_figures
+from results import environment, print_figures, save
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -49,8 +50,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--optimizers", nargs="+", choices=MOMENTS, default=list(MOMENTS))
     parser.add_argument("--offload-dir", help="where the homes of host states are; default: a temporary directory")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     print_figures(environment())
+    rows: list[dict[str, Any]] = []
     for threads in arguments.threads:
         torch.set_num_threads(threads)
         torch.compiler.reset()
@@ -63,12 +66,16 @@ def main() -> None:
             step_s = statistics.median(times[-1])
             against = (f"{share:.2f} of {num_bytes + 2 * n} bytes" for n, share in enumerate(shares))
             rate = 1e-9 * num_bytes * arguments.params / step_s
-            print(f"  {name:<50}{step_s * 1e3:>8.1f}{rate:>8.1f}   {', '.join(against)}")
+            print(f"  {name:<50}{step_s * 1e3:>8.1f}{rate:>8.1f}   {', '.join(against)}", flush=True)
+            rows.append({"threads": threads, "what": name, "GB/s": rate, "shares of streams": shares})
         for dtype in (torch.bfloat16, torch.float32):
             runs = [step_of(kind, arguments.params, dtype, Optimizer.DEVICE, tier) for kind in ("AdamW", "Lion")]
             adamw, lion = measure(runs, arguments.repeats)
             planned = autohete_fx.Lion([weight := Parameter(torch.ones(2, dtype=dtype))]).update_share_of(weight)
-            print(f"  {f'Lion over AdamW, {dtype}':<50}{median_ratio(lion, adamw):>8.2f}, planned {planned:.2f}")
+            ratio, what = median_ratio(lion, adamw), f"Lion over AdamW, {dtype}"
+            print(f"  {what:<50}{ratio:>8.2f}, planned {planned:.2f}", flush=True)
+            rows.append({"threads": threads, "what": what, "ratio": ratio, "planned": planned})
+            save(arguments.json, rows, params=arguments.params, repeats=arguments.repeats)
 
 
 def median_ratio(these: Sequence[float], those: Sequence[float]) -> float:
