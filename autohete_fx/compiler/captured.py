@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -52,7 +52,7 @@ from autohete_fx.options import Options
 from autohete_fx.profiler import ParamInfo
 from autohete_fx.runtime.announced import listener_of
 from autohete_fx.runtime.pending import calls, unplanned
-from autohete_fx.runtime.placement import keep_in_place, placement_of
+from autohete_fx.runtime.placement import is_movable, keep_in_place, placement_of
 from autohete_fx.runtime.tiers.host import is_home
 
 log = logging.getLogger(__name__)
@@ -98,12 +98,13 @@ class CapturedGraph:
         self.sharded = frozenset(i.name for i in inputs if i.is_sharded)
         for name in self.sharded & self.params.keys():
             keep_in_place(self.params[name])
+        self.device = model.session.device
+        _keep_elsewhere(self.params, self.device)
         self.awaited = frozenset(
             name for name, param in self.params.items() if param.requires_grad and listener_of(param) is not None
         )
         self.agreement = agreement
         self.origin = origin_of(inputs)
-        self.device = model.session.device
         self.budget_bytes = device_budget_bytes(self.device, options)
         if self.budget_bytes is not None and not agreement.is_shared:
             self._limit_sizes()
@@ -335,3 +336,19 @@ _NOTE_ON_LEAST = (
     "this plan takes least, because other graphs of the call may follow: before the second call all of them are planned"
     " together"
 )
+
+
+def _keep_elsewhere(params: Mapping[str, torch.nn.Parameter], device: torch.device) -> None:
+    """Parameters on another device than the one that computes stay there: the code is compiled for it."""
+    names = [name for name, p in params.items() if p.device != device and is_movable(p)]
+    if names:
+        log.warning(
+            "parameter %s is on %s, and the graph computes on %s. It stays there with its optimizer states, as do %d others. No"
+            " plan moves them; put the whole model on one device to have it planned",
+            names[0],
+            params[names[0]].device,
+            device,
+            len(names) - 1,
+        )
+    for name in names:
+        keep_in_place(params[name])

@@ -46,25 +46,27 @@ class LaneWork(Protocol):
 
 
 class OnStream:
-    """Work of the device, on a stream of its own.
+    """Work of the device.
 
     Args:
         device: the accelerator.
         issue: gives the current stream a piece, which takes the device far longer than to issue it.
+        stream: for it; default one of its own.
     """
 
-    def __init__(self, device: torch.device, issue: Callable[[], object]) -> None:
-        self._stream, self._issue = torch.Stream(device), issue
+    def __init__(self, device: torch.device, issue: Callable[[], object], stream: torch.Stream | None = None) -> None:
+        self.stream = torch.Stream(device) if stream is None else stream
+        self._issue = issue
 
     def begin(self, count: int) -> None:
         """Issue so many pieces."""
-        with self._stream:
+        with self.stream:
             for _ in range(count):
                 self._issue()
 
     def finish(self) -> None:
         """Wait until they are done."""
-        self._stream.synchronize()
+        self.stream.synchronize()
 
 
 class OnThread:
@@ -150,7 +152,10 @@ def work_of(device: torch.device, make_on_host: Callable[[int, torch.dtype], tor
     up, down = (torch.ones(_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     left, product = (torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16, device=device) for _ in range(2))
     return {
-        Lane.COMPUTE: OnStream(device, lambda: torch.mm(left, left, out=product)),
+        # On any other stream the library would keep a workspace of its own, for as long as the process lives.
+        Lane.COMPUTE: OnStream(
+            device, lambda: torch.mm(left, left, out=product), torch.accelerator.current_stream(device)
+        ),
         Lane.H2D: OnStream(device, lambda: up.copy_(homes[0], non_blocking=True)),
         Lane.D2H: OnStream(device, lambda: homes[1].copy_(down, non_blocking=True)),
     }

@@ -212,7 +212,7 @@ def _update_figures(device: torch.device, make: MakeTensor, make_on_host: MakeTe
     if device.type != "cpu":
         figures |= host_figures(device, make_on_host, threads)
     elif threads > torch.get_num_threads():
-        with update_team(threads) as team:
+        with update_team(device, threads) as team:
             figures["host_update_params_per_s"] = team.submit(update_rate, device, make).result()
             products = team.submit(_product_rates, device, make).result()
             figures["host_flops_per_s"] = dict(products)["bfloat16"]

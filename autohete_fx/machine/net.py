@@ -148,12 +148,13 @@ def _work_beside(ranks: Ranks, device: torch.device) -> dict[Lane, LaneWork] | N
     try:
         shard = torch.ones(numel, device=device)
         work = work_of(device, lambda count, dtype: torch.empty(count, dtype=dtype, pin_memory=True))
-        # Last: the caching allocator has room for a gather's from now on.
-        torch.ones(numel * ranks.count, device=device)
+        gathers = OnStream(device, lambda: torch.ops.autohete.gather(shard, ranks.count, ranks.digest))
+        # Last: the caching allocator has room for a gather's from now on, on its stream.
+        with gathers.stream:
+            torch.ones(numel * ranks.count, device=device)
     except RuntimeError:  # the host's is no OutOfMemoryError
         return None
-    work[Lane.NET] = OnStream(device, lambda: torch.ops.autohete.gather(shard, ranks.count, ranks.digest))
-    return work
+    return {**work, Lane.NET: gathers}
 
 
 def measure_replica_net(ranks: Ranks, device: torch.device, exchange: Exchange) -> float:

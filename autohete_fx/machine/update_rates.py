@@ -78,7 +78,7 @@ def host_figures(device: torch.device, make: MakeTensor, num_threads: int | None
     ``num_threads``: of the team; without it, those of this process.
     """
     host = torch.device("cpu")
-    with update_team(num_threads) as team:
+    with update_team(device, num_threads) as team:
         # Made by the thread that writes them: no other may write a tensor of inference mode, in which a program may measure.
         updated = team.submit(_updated, make, _SERVER_UPDATE_PARAMS).result()
         rate = team.submit(_rate_of, host, updated).result()
@@ -110,7 +110,7 @@ def mixed_update_speed(device: torch.device, make: MakeTensor, mixed_step: Mixed
 
     if device.type == "cpu":
         return timed()
-    with update_team() as team:
+    with update_team(device) as team:
         return team.submit(timed).result()
 
 

@@ -22,7 +22,7 @@ from autohete_fx.optim.kernels import HALF, comparing_bytes, reconcile_master
 from autohete_fx.optim.rule import Rule
 from autohete_fx.runtime.disk import DiskTier, Walk
 from autohete_fx.runtime.held import held
-from autohete_fx.runtime.lanes.lanes import Lanes
+from autohete_fx.runtime.lanes.lanes import Lanes, lanes_of
 from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import placement_of
 from autohete_fx.runtime.shard.parts import part_of
@@ -174,7 +174,7 @@ class StatePlacement:
     @property
     def lanes(self) -> Lanes:
         """The model's lanes, or its own."""
-        return self.updates.lanes if self.updates is not None else Lanes(self.device)
+        return self.updates.lanes if self.updates is not None else lanes_of(self.device)
 
     def holds(self, t: Tensor) -> bool:
         """Whether ``t`` lies here."""

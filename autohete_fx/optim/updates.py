@@ -36,7 +36,7 @@ from autohete_fx.optim.kernels import prepare
 from autohete_fx.optim.staging import GradientBuffers, shaped
 from autohete_fx.optim.state import STEP, layout_of, needs_master, uses_fused
 from autohete_fx.optim.streamed import Staging, Stream, can_stream
-from autohete_fx.runtime.lanes.lanes import Lanes
+from autohete_fx.runtime.lanes.lanes import Lanes, lanes_of
 from autohete_fx.runtime.lanes.team import let_go_of_team
 from autohete_fx.runtime.lanes.ticket import Ticket
 from autohete_fx.runtime.pending.updates import Updates
@@ -136,7 +136,7 @@ def _divided(
     streams: list[Stream] = []
     waited: set[Updates] = set()
     for pending, mine in by_pending.items():
-        lanes = pending.lanes if pending is not None else Lanes(mine[0].param.device)
+        lanes = pending.lanes if pending is not None else lanes_of(mine[0].param.device)
         overlaps = may_overlap and pending is not None and pending.schedule.overlap is not Overlap.NONE
         if lanes.is_host and not (overlaps and lanes.in_background):
             here += mine

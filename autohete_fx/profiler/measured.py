@@ -30,6 +30,7 @@ from autohete_fx.profiler.timed_graph import (
     TimedGraph,
     compile_eager,
     compile_inductor,
+    computing_device,
     integer_results,
     outside_tracing,
 )
@@ -152,7 +153,7 @@ class _Stopwatch:
         self.compile_graph = compile_graph
         self.max_bytes = max_bytes
         self.deadline = time.perf_counter() + time_limit_s
-        self.machine_key = machine_key(torch.device(partition.device_type))
+        self.machine_key = machine_key(computing_device(partition.forward))
         graphs = [gm for gm in (partition.forward, partition.backward) if gm is not None]
         self.graphs = [
             (gm, partition.placements(gm), values_not_stored(gm, partition.device_type, partition.inner_backend))
@@ -183,7 +184,7 @@ class _Stopwatch:
         needed = max(_working_set(piece, device_type, inner) for piece in pieces) + kept_bytes
         if self.max_bytes is not None and needed > self.max_bytes:
             return None
-        compiled = [None if piece is None else TimedGraph(piece, self.compile_graph, device_type) for piece in pieces]
+        compiled = [None if piece is None else TimedGraph(piece, self.compile_graph) for piece in pieces]
         # The trace may be off by some: what the code takes is seen before anything runs.
         needed = max(0 if graph is None else _needed_bytes(graph, device_type) for graph in compiled) + kept_bytes
         if self.max_bytes is not None and needed > self.max_bytes:

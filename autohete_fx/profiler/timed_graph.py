@@ -88,9 +88,16 @@ def real_input(value: torch.Tensor, device: torch.device, known: torch.Tensor | 
     return tensor
 
 
-def _synchronize(device_type: str) -> None:
-    if device_type != "cpu":
-        torch.accelerator.synchronize()
+def computing_device(graph_module: fx.GraphModule) -> torch.device:
+    """The accelerator that a graph has inputs on; the CPU where there is none."""
+    values = (node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder"))
+    devices = (value.device for value in values if isinstance(value, torch.Tensor))
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 class TimedGraph:
@@ -101,11 +108,11 @@ class TimedGraph:
         best_s: seconds of one run.
     """
 
-    def __init__(self, graph_module: fx.GraphModule, compile_graph: CompileGraph, device_type: str) -> None:
+    def __init__(self, graph_module: fx.GraphModule, compile_graph: CompileGraph) -> None:
         placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         self._inputs = {node.name: (node.meta["val"], input_device(node)) for node in placeholders}
         self._integers = {index: node.name for index, node in integer_results(graph_module).items()}
-        self._device_type = device_type
+        self._device = computing_device(graph_module)
         self.best_s = float("inf")
         with outside_tracing():
             self.run = compile_graph(graph_module, self.fakes)
@@ -132,10 +139,10 @@ class TimedGraph:
             while len(seconds) < _MIN_RUNS or (
                 len(seconds) < _MAX_RUNS and time.perf_counter() - started < _RUN_LIMIT_S
             ):
-                _synchronize(self._device_type)
+                _synchronize(self._device)
                 begun = time.perf_counter()
                 self.run(list(inputs))
-                _synchronize(self._device_type)
+                _synchronize(self._device)
                 seconds.append(time.perf_counter() - begun)
         self.best_s = min(self.best_s, statistics.quantiles(seconds)[0])
         return computed

@@ -143,6 +143,8 @@ def test_training_counts_with_what_collectives_cost_the_other_lanes_and_times_it
     timed: list[list[Lane]] = []
 
     class Stream:
+        stream = contextlib.nullcontext()
+
         def __init__(self, device: torch.device, issue: object) -> None:
             assert device.type == "cuda"
 
@@ -191,7 +193,7 @@ def test_contention_is_left_out_where_a_rank_has_no_room_and_measured_when_all_h
 
     monkeypatch.setattr(net.torch, "ones", made)
     monkeypatch.setattr(net, "work_of", lambda device, make: {})
-    monkeypatch.setattr(net, "OnStream", lambda device, issue: None)
+    monkeypatch.setattr(net, "OnStream", lambda device, issue: SimpleNamespace(stream=contextlib.nullcontext()))
     monkeypatch.setattr(net, "measure_contention", lambda device, work, agree: 1 // (not is_short) and TOGETHER)
     monkeypatch.setattr(net, "measure_net", lambda *_: (3e9, 1e-5))
     monkeypatch.setattr(net, "machine_key", lambda device: device.type)

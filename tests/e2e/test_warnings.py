@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import autohete_fx
+from autohete_fx.compiler.captured import _keep_elsewhere
+from autohete_fx.runtime.placement import SMALLEST_COPY_BYTES, is_movable
 from tests.layers import EAGER, Layers, make
 
 
@@ -226,3 +228,12 @@ def test_a_function_that_waits_is_not_told_of_small_parameters_that_another_one_
         optimizer.step()
         optimizer.zero_grad()
     assert not_called_yet is not None and messages(caplog) == []
+
+
+def test_parameters_on_another_device_than_the_one_that_computes_are_not_moved(caplog: pytest.LogCaptureFixture):
+    """Such as an embedding that is looked up on the CPU; here the other device is meta."""
+    here = nn.Parameter(torch.zeros(SMALLEST_COPY_BYTES))
+    there, small = (nn.Parameter(torch.zeros(n, device="meta")) for n in (SMALLEST_COPY_BYTES, 2))
+    _keep_elsewhere({"here": here, "there": there, "small": small}, here.device)
+    assert is_movable(here) and not is_movable(there) and len(messages(caplog)) == 1
+    assert messages(caplog)[0].startswith("parameter there is on meta, and the graph computes on cpu")

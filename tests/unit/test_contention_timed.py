@@ -94,7 +94,7 @@ def test_lanes_are_timed_beside_each_other(monkeypatch: pytest.MonkeyPatch):
 
 def test_work_on_a_thread_has_begun_when_begin_returns():
     is_free, has_returned = threading.Event(), threading.Event()
-    with update_team() as thread:
+    with update_team(torch.device("cpu")) as thread:
         thread.submit(is_free.wait)
         work = timing.OnThread(thread, lambda: None)
         other = threading.Thread(target=lambda: [work.begin(1), has_returned.set()])
@@ -112,7 +112,7 @@ def test_work_on_a_thread_is_done_when_it_is_waited_for_and_not_before():
         may_go_on.wait()
         done.append(threading.get_ident())
 
-    with update_team() as thread:
+    with update_team(torch.device("cpu")) as thread:
         work = timing.OnThread(thread, do)
         for count in (2, 1):
             may_go_on.clear()
@@ -129,7 +129,7 @@ def test_what_a_piece_of_work_on_a_thread_raises_is_raised_to_who_waits():
     def do() -> None:
         raise OSError("no memory")
 
-    with update_team() as thread:
+    with update_team(torch.device("cpu")) as thread:
         work = timing.OnThread(thread, do)
         work.begin(1)
         with pytest.raises(OSError, match="no memory"):

@@ -113,7 +113,7 @@ def test_ranks_whose_groups_were_destroyed_share_nothing_any_more():
 def test_no_other_thread_computes_with_fewer(monkeypatch: pytest.MonkeyPatch):
     before = torch.get_num_threads()
     monkeypatch.setattr(team, "update_threads", lambda: before + 3)
-    with team.update_team() as updating:
+    with team.update_team(torch.device("cpu")) as updating:
         assert updating.submit(torch.get_num_threads).result() == before + 3
     later: list[int] = []
     thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))

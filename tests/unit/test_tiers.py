@@ -1,5 +1,6 @@
 """Homes: whose bytes they are, when they are reused, and what they leave behind."""
 
+import contextlib
 import ctypes
 import gc
 import mmap
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from autohete_fx.runtime.tiers.arena import ALIGNMENT_BYTES as LINE
 from autohete_fx.runtime.tiers.arena import Arena, Chunk
 from autohete_fx.runtime.tiers.host import HostTier, PinnedTier, is_home, lease_view, open_tier, span
 from autohete_fx.runtime.tiers.mapped_files import map_file
-from autohete_fx.runtime.tiers.pinned import cuda_unregister, pin
+from autohete_fx.runtime.tiers.pinned import cuda_register, cuda_unregister, pin
 
 MIB = 2**20
 
@@ -335,7 +337,9 @@ def test_what_is_pinned_goes_with_the_last_reference_to_its_tier() -> None:
         gc.enable()
 
 
-def test_unpinning_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpinning_waits_for_the_device_and_neither_it_nor_pinning_is_done_by_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A model may be dropped while a kernel still reads a home of its."""
     calls: list[object] = []
 
@@ -344,10 +348,23 @@ def test_unpinning_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None
             calls.append(address)
             return 0
 
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+            calls.append((address, num_bytes))
+            return 0
+
+    @contextlib.contextmanager
+    def selected(device: torch.device) -> Iterator[None]:
+        calls.append(device)
+        yield
+        calls.append("back")
+
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    monkeypatch.setattr(torch.cuda, "synchronize", calls.append)
-    cuda_unregister(4096, torch.device("cuda", 1))
-    assert calls == [torch.device("cuda", 1), 4096]
+    monkeypatch.setattr(torch.cuda, "device", selected)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    second = torch.device("cuda", 1)
+    assert cuda_register(4096, 8192, second) == 0
+    cuda_unregister(4096, second)
+    assert calls == [second, (4096, 8192), "back", second, "synchronize", 4096, "back"]
 
 
 _CHILD = """

@@ -58,7 +58,7 @@ from autohete_fx.runtime.lanes.copies import Copy, cpu_copy, has_spare_core
 from autohete_fx.runtime.lanes.failures import Group
 from autohete_fx.runtime.lanes.net import Start, run_collective
 from autohete_fx.runtime.lanes.stream import Moment, StreamLane, copy_between_tiers
-from autohete_fx.runtime.lanes.team import use_update_team
+from autohete_fx.runtime.lanes.team import select_device, use_update_team, with_index
 from autohete_fx.runtime.lanes.thread import Pace, ThreadLane, ThreadTicket
 from autohete_fx.runtime.lanes.ticket import IssuedTicket, Ticket
 
@@ -71,6 +71,12 @@ COLLECTIVES = ("gather", "reduce")
 _working: "weakref.WeakSet[ThreadLane]" = weakref.WeakSet()
 _carrying: "weakref.WeakSet[ThreadLane | StreamLane]" = weakref.WeakSet()
 """Lanes of all devices: those whose work gives work to others, and those others."""
+
+
+def _begin_updates(device: torch.device) -> None:
+    """A thread of the update lane of an accelerator begins."""
+    select_device(device)
+    use_update_team()
 
 
 class Lanes:
@@ -100,7 +106,7 @@ class Lanes:
         pace: Pace | None = None,
         is_host: bool | None = None,
     ) -> None:
-        self.device = torch.device(device)
+        self.device = with_index(torch.device(device))
         on_cpu = self.device.type == "cpu"
         if in_background is None:
             in_background = not on_cpu or copy is not None or has_spare_core()
@@ -117,11 +123,17 @@ class Lanes:
             in_background=in_background,
             num_workers=num_update_workers,
             pace=pace,
-            begin_thread=None if on_cpu else use_update_team,
+            begin_thread=None if on_cpu else functools.partial(_begin_updates, self.device),
         )
         # What streams states through the device waits for copies, which neither the update lane nor the program may. It moves
         # and computes nothing itself, so it leaves no records. As long as there is nothing to wait for, the program does it.
-        self._issuing = ThreadLane(Lane.UPDATE, deque(maxlen=0), in_background=in_background, pace=pace)
+        self._issuing = ThreadLane(
+            Lane.UPDATE,
+            deque(maxlen=0),
+            in_background=in_background,
+            pace=pace,
+            begin_thread=None if on_cpu else functools.partial(select_device, self.device),
+        )
         self._issuing_here = ThreadLane(Lane.UPDATE, deque(maxlen=0), in_background=False)
         self._disk = ThreadLane(Lane.DISK, self._records, in_background=True, pace=pace)
         self._copies: dict[Lane, ThreadLane | StreamLane] = {
@@ -336,3 +348,14 @@ def _end_all() -> None:
             lane.close()
         for lane in lanes:
             lane.join(timeout_s=60)
+
+
+def lanes_of(device: torch.device) -> Lanes:
+    """The lanes of updates that belong to no model: one set a device, as streams are few."""
+    return _without_model(with_index(device), os.getpid())
+
+
+@functools.cache
+def _without_model(device: torch.device, process: int) -> Lanes:
+    del process  # threads do not come along where it forks
+    return Lanes(device)

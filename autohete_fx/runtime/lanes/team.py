@@ -126,9 +126,24 @@ def _pause_resources() -> Callable[[int], int] | None:
         return None
 
 
+def with_index(device: torch.device) -> torch.device:
+    """The device, by its number where it is the current one of its kind."""
+    if device.type == "cpu" or device.index is not None or not torch.accelerator.is_available():
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def select_device(device: torch.device) -> None:
+    """Have this thread work with an accelerator, and no other. A new thread's is the first one of all: a copy or a wait would open a
+    context there. That takes half a GiB, maybe of another rank's device."""
+    if device.type != "cpu" and torch.accelerator.is_available():
+        torch.accelerator.set_device_index(device)
+
+
 @contextmanager
-def update_team(num_threads: int | None = None) -> Iterator[ThreadPoolExecutor]:
-    """A thread that computes with the team of updates, or with so many. It ends with the context, after all that it was given."""
-    with ThreadPoolExecutor(1) as thread:
+def update_team(device: torch.device, num_threads: int | None = None) -> Iterator[ThreadPoolExecutor]:
+    """A thread that computes with the team of updates beside a device, or with so many. It ends with the context, after all that it
+    was given."""
+    with ThreadPoolExecutor(1, initializer=select_device, initargs=(with_index(device),)) as thread:
         thread.submit(use_update_team, num_threads).result()
         yield thread

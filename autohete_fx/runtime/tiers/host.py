@@ -23,7 +23,7 @@ from autohete_fx.internals.modes import DisableTorchFunction, disable_current_mo
 from autohete_fx.internals.tensors import storage_at
 from autohete_fx.runtime.tiers.arena import ALIGNMENT_BYTES, Arena
 from autohete_fx.runtime.tiers.mapped_files import MakeChunk, check_directory, map_file, without_file
-from autohete_fx.runtime.tiers.pinned import cuda_unregister, pin
+from autohete_fx.runtime.tiers.pinned import cuda_register, cuda_unregister, pin
 
 _LEASE = "_autohete_lease"
 """The attribute of a home's storage that holds its lease. PyTorch keeps a storage's Python object, attributes included,
@@ -188,7 +188,11 @@ class PinnedTier(HostTier):
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self._streams = _Streams(device)
-        chunk = functools.partial(pin, unregister=functools.partial(cuda_unregister, device=device))
+        chunk = functools.partial(
+            pin,
+            register=functools.partial(cuda_register, device=device),
+            unregister=functools.partial(cuda_unregister, device=device),
+        )
         super().__init__(
             device,
             arena

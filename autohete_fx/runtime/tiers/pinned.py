@@ -26,11 +26,14 @@ if TYPE_CHECKING:
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
-def cuda_register(address: int, num_bytes: int) -> int:
-    """Page-lock a range and map it into the device. Returns the cudaError, 0 for success."""
-    error = int(_cudart().cudaHostRegister(address, num_bytes, _PORTABLE_AND_MAPPED))
-    if error != 0:
-        _clear_last_error()
+def cuda_register(address: int, num_bytes: int, device: "torch.device | None" = None) -> int:
+    """Page-lock a range and map it into the device, by default the current one. Returns the cudaError, 0 for success."""
+    import torch
+
+    with torch.cuda.device(device):  # a thread's current one may be another, where this would open a context
+        error = int(_cudart().cudaHostRegister(address, num_bytes, _PORTABLE_AND_MAPPED))
+        if error != 0:
+            _clear_last_error()
     return error
 
 
@@ -52,8 +55,9 @@ def cuda_unregister(address: int, device: "torch.device | None" = None) -> None:
     """
     import torch
 
-    torch.cuda.synchronize(device)
-    error = int(_cudart().cudaHostUnregister(address))
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        error = int(_cudart().cudaHostUnregister(address))
     assert error == 0, f"cudaHostUnregister returned error {error} for an address that was registered"
 
 
