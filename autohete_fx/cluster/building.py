@@ -4,15 +4,19 @@ Modules register their parameters in the same order every time a model is built,
 is which. When a stage is built, parameters of other stages all share one scratch memory. They are initialised there one over
 the other, which costs time and no memory. The random draws of this stage's parameters stay those of ``torch.manual_seed(seed);
 build_model()``.
+
+A model may copy values from one parameter to another while it is built, as ``copy.deepcopy`` of a layer does. Where these are in
+scratch memory, the model is built once more with memory for all parameters, which the others lose at the end.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from autohete_fx.cluster.copied import CopiesOutOf
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.modules import before_apply
 
@@ -43,7 +47,7 @@ def build_noting_order(build_model: BuildModel) -> tuple[nn.Module, list[str]]:
     """A model with parameters on the meta device, and their names in the order of registration; "" for one that the model lost.
 
     Raises:
-        ClusterError: ``build_model`` returns no module.
+        ClusterError: ``build_model`` returns no module, or one that was there before.
     """
     order: _Registered = []
 
@@ -63,6 +67,12 @@ def build_noting_order(build_model: BuildModel) -> tuple[nn.Module, list[str]]:
     for name, param in model.named_parameters(remove_duplicate=False):
         first.setdefault(id(param), name)
     params = dict(model.named_parameters(remove_duplicate=False))
+    earlier = [name for name, param in params.items() if not param.is_meta]
+    if earlier:
+        raise ClusterError(
+            f"build_model returned a model whose parameter {earlier[0]!r} was made before the call. Expected was a new model each"
+            " time, of which a rank keeps its part. Build it inside build_model; weights=... takes values that are there"
+        )
     for module, name in order:
         prefix = modules.get(id(module))
         full = None if prefix is None else f"{prefix}.{name}" if prefix else name
@@ -82,15 +92,36 @@ def build_part(build_model: BuildModel, order: Sequence[str], wanted: Collection
     Raises:
         ClusterError: ``build_model`` registers other parameters than the first time.
     """
+    copies = CopiesOutOf()
+    model = _built(build_model, order, wanted, seed, copies)
+    if copies.were_made:
+        model = _built(build_model, order, wanted, seed, None)
+    first: dict[int, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        first.setdefault(id(param), name)
+    others: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None and not param.is_meta and first[id(param)] not in wanted:
+                module._parameters[name] = others.setdefault(id(param), _without_memory(param))
+    return model
+
+
+def _built(
+    build_model: BuildModel, order: Sequence[str], wanted: Collection[str], seed: int, copies: CopiesOutOf | None
+) -> nn.Module:
+    """The model, in which other parameters share memory, out of which ``copies`` are noted; None: each has its own."""
     scratch: dict[torch.dtype, Tensor] = {}
     foreign: _Foreign = {}
     known: dict[int, nn.Parameter] = {}
     place = 0
 
     def shared(param: nn.Parameter) -> nn.Parameter:
+        assert copies is not None
         memory = scratch.get(param.dtype)
         if memory is None or memory.numel() < param.numel():
             memory = scratch[param.dtype] = torch.empty(param.numel(), dtype=param.dtype)
+            copies.note(memory)
         moved = nn.Parameter(memory[: param.numel()].view(param.shape), param.requires_grad)
         vars(moved).update(vars(param))
         foreign[id(moved)] = moved, _without_memory(moved)
@@ -103,13 +134,21 @@ def build_part(build_model: BuildModel, order: Sequence[str], wanted: Collection
             return param
         if id(param) in known:
             return param
-        own = param if order[place - 1] in wanted else _without_memory(param) if not wanted else shared(param)
+        name = order[place - 1]
+        if name in wanted and copies is not None:
+            copies.keep_out_of(param)
+        if not wanted:
+            own = _without_memory(param)
+        elif name in wanted or not name or copies is None:  # copies of one that the model loses may be what it keeps
+            own = param
+        else:
+            own = shared(param)
         known[id(own)] = own
         return own
 
     # A cast inside, as of ``model.to(dtype)``, is to make no copies of what shares memory.
     casts = before_apply(partial(_without_shared_memory, foreign))
-    with torch.random.fork_rng(devices=[]), _watched(keep), casts:
+    with torch.random.fork_rng(devices=[]), _watched(keep), casts, copies or nullcontext():
         torch.manual_seed(seed)
         model = build_model()
     if place != len(order):
@@ -117,6 +156,10 @@ def build_part(build_model: BuildModel, order: Sequence[str], wanted: Collection
             f"build_model registered {place} parameters, and {len(order)} the first time. Expected was the same model every time."
             " Make it deterministic"
         )
+    if copies is not None:
+        for name, param in model.named_parameters():
+            if name in wanted:
+                copies.look_at(param)
     for module in model.modules():
         _without_shared_memory(foreign, module)
     return model

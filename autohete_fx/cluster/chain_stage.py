@@ -32,8 +32,15 @@ class StandIn(nn.Module):
         for name, value in vars(original).items():
             if name not in own and not name.startswith("_"):
                 setattr(self, name, value)
+        self.__dict__["_original"] = original  # no part of this one
         self._returned, self._device = returned, device
         self.received: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # a parameter without memory, a part
+            return getattr(vars(self)["_original"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Zeros of the shapes that the original returns."""

@@ -25,6 +25,7 @@ from autohete_fx.cluster.tensor_parallel import TensorLayout
 from autohete_fx.cluster.unit import UnitPlace
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.pipelines import CROSS_WITHOUT_GRADIENT
+from autohete_fx.machine.devices import device_of_driver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,16 +185,24 @@ def nodes_for(plan: ClusterPlan, nodes: Mapping[str, tuple[str, int]], *, remedy
             )
         needed[stage.node] = gpu, count + stage.num_gpus
     for node, (gpu, count) in sorted(needed.items(), key=lambda item: (-item[1][1], item[0])):
-        able = [name for name, (of, gpus) in free.items() if of == gpu and gpus >= count]
+        able = [name for name, (of, gpus) in free.items() if _is_called(of, gpu) and gpus >= count]
         if not able:
             there = {name: f"{gpus} {of}" for name, (of, gpus) in free.items()}
             raise ClusterError(
                 f"the plan needs a node with {count} {gpu} for its {node!r}, and nodes without a part have {there}."
-                f" Expected were the nodes of the plan. {remedy}"
+                f" Expected were the nodes of the plan, by name and type as `member=` of join tells them. {remedy}"
             )
         found[node] = node if node in able else min(able, key=lambda name: (free[name][1], name))
         del free[found[node]]
     return found
+
+
+def _is_called(gpu: str, planned: str) -> bool:
+    """Whether a GPU, by the name that its driver has for it, is of the type of a plan."""
+    if gpu == planned:
+        return True
+    found = device_of_driver(gpu)
+    return found is not None and found.name == planned
 
 
 def states_on_device(plan: ClusterPlan, optimizer: object) -> str | None:

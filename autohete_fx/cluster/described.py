@@ -27,7 +27,7 @@ from typing import Any
 
 from autohete_fx.cluster.spec import Cluster, Gpu, Joined, Link, Node, TimedLinks, steady_link
 from autohete_fx.errors import ClusterError, OptionError
-from autohete_fx.ir.files import SavedAs, checked, spelled
+from autohete_fx.ir.files import SavedAs, checked, is_file, spelled
 from autohete_fx.machine.data_sheets import PRICES_DATE
 from autohete_fx.machine.devices import (
     NET_LATENCY_S,
@@ -91,7 +91,7 @@ def described(text: str, *, spot: bool = False) -> Described:
 
     Raises ClusterError for anything else.
     """
-    if text.strip().endswith(".json") or Path(text).is_file():
+    if text.strip().endswith(".json") or is_file(text):
         return _FILES.load(text, lambda found: _FILES.parse(found, lambda raw: _from_file(raw, spot)))
     nodes, many = [], False
     for count, name in counted_devices(text, example="8xA100-40G"):

@@ -9,14 +9,13 @@ Enter text and a table of measured links; leaves a `Cluster`, whose GPUs are nam
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from autohete_fx.cluster.described import MOST_GPUS, counted_devices, rate_of
 from autohete_fx.cluster.measurements import cluster_of
 from autohete_fx.cluster.spec import Cluster, Node
 from autohete_fx.errors import ClusterError
-from autohete_fx.ir.files import SavedAs, checked
+from autohete_fx.ir.files import SavedAs, checked, is_file
 
 _KEYS = ("nodes", "usd_per_hour", "memory_gib", "schema_version")
 _NODE_KEYS = ("gpu", "gpus", "count")
@@ -25,7 +24,7 @@ _FILES = SavedAs(kind="cluster", writer="the user", again="correct the file", sc
 
 def described_measured(text: str, network: Any) -> Cluster:
     """The cluster of a short form, or of the file of that name. Raises ClusterError for anything else."""
-    if text.strip().endswith(".json") or Path(text).is_file():
+    if text.strip().endswith(".json") or is_file(text):
         return _FILES.load(text, lambda found: _FILES.parse(found, lambda raw: _from_file(raw, network)))
     counts: dict[str, int] = {}
     for count, gpu in counted_devices(text, example="8xA100-40"):

@@ -101,8 +101,12 @@ class JobLog:
         """A line for programs."""
         if self._speaks and self._path is not None:
             row = json.dumps({"event": event, "time_s": time.time(), **values})
-            with Path(self._path).open("a", encoding="utf-8") as file:
-                file.write(row + "\n")
+            try:
+                with Path(self._path).open("a", encoding="utf-8") as file:
+                    file.write(row + "\n")
+            except OSError as error:  # a full disk stops no training
+                self.say(f"the log {self._path} cannot be written, and ends here: {error.strerror}")
+                self._path = None
 
 
 class Job:

@@ -28,6 +28,7 @@ from autohete_fx.cluster.stage_compiler import StageCompiler
 from autohete_fx.cluster.stage_module import Loss
 from autohete_fx.cluster.store import Store, restore_states
 from autohete_fx.cluster.tensor_parallel import TpPlan
+from autohete_fx.errors import ClusterError
 from autohete_fx.internals.cut_off import remove_cut_off_libraries
 
 TIMEOUT_S = 300.0
@@ -98,6 +99,10 @@ def join(
             complete save. Also where another rank could not begin.
     """
     start = time.perf_counter()
+    if not (plan is None or callable(plan) or isinstance(plan, ClusterPlan)):
+        raise ClusterError(
+            f"plan={plan!r} was given. Expected was a ClusterPlan, or a function that makes one. Read a file with ClusterPlan.load"
+        )
     batch = batch_of(example)
     recipe = Recipe(
         build_model=with_marks(build_model, split_spec) if split_spec else build_model,

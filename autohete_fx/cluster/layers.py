@@ -78,7 +78,7 @@ def map_layers(build_model: BuildModel, batch: Batch) -> LayerMap:
             Also where the forward pass depends on values of tensors, or a layer normalises over samples.
     """
     built, order = build_noting_order(build_model)
-    model = without_cache(built.train())
+    model = in_training(built)
     _refuse_batch_norms(model)
     params, tied = dict(model.named_parameters()), _ties(model)
     shapes = {name: shape_of(param) for name, param in params.items()}
@@ -119,8 +119,11 @@ def map_layers(build_model: BuildModel, batch: Batch) -> LayerMap:
     )
 
 
-def without_cache(model: nn.Module) -> nn.Module:
-    """The model, with caches of keys and values off where its configuration has them: nothing generates while a model trains."""
+def in_training(model: nn.Module) -> nn.Module:
+    """The model, with caches of keys and values off where its configuration has them: nothing generates while a model trains. One
+    that comes in evaluation mode, as pretrained ones do, trains; parts that ``build_model`` has put in it stay in it."""
+    if not model.training:
+        model.train()
     config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False

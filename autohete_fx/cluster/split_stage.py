@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autohete_fx.cluster.batches import Batch
 from autohete_fx.cluster.building import BuildModel, build_noting_order
-from autohete_fx.cluster.layers import LayerMap, without_cache
+from autohete_fx.cluster.layers import LayerMap, in_training
 from autohete_fx.cluster.split import PREFIX, AtMarks, Split, fake_state, split_model
 from autohete_fx.cluster.stage_module import Loss, StageModule
 from autohete_fx.internals.modes import CopiedFakeTensorMode
@@ -21,7 +21,7 @@ from autohete_fx.internals.modes import CopiedFakeTensorMode
 
 def divided(build_model: BuildModel, way: AtMarks, device: torch.device) -> Split:
     """The model in sections, traced for a device."""
-    model = without_cache(build_noting_order(build_model)[0].train())
+    model = in_training(build_noting_order(build_model)[0])
     with CopiedFakeTensorMode(allow_non_fake_inputs=True):
         fake_state(model, device)
         tensors = {name: shape.empty(device) for name, shape in way.inputs.items()}

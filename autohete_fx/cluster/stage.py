@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autohete_fx.cluster.building import BuildModel, build_part
 from autohete_fx.cluster.chain_stage import ChainStage
-from autohete_fx.cluster.layers import LayerMap, without_cache
+from autohete_fx.cluster.layers import LayerMap, in_training
 from autohete_fx.cluster.pieces import Piece
 from autohete_fx.cluster.split import AtMarks
 from autohete_fx.cluster.split_stage import SplitStage, divided
@@ -59,7 +59,7 @@ def build_stage(
         ClusterError: a parameter has no value in ``weights``, or one of another shape; or the model is not the mapped one.
     """
     wanted = set(layer_map.held(layers)) if weights is None else set()
-    model, way = without_cache(build_part(build_model, layer_map.order, wanted, seed).train()), layer_map.way
+    model, way = in_training(build_part(build_model, layer_map.order, wanted, seed)), layer_map.way
     if isinstance(way, AtMarks):
         stage = SplitStage(model, layer_map, layers, divided(build_model, way, device), loss, share, recomputed)
     else:

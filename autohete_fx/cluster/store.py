@@ -16,6 +16,7 @@ again by another plan, with other rounding.
 """
 
 import contextlib
+import os
 import re
 import threading
 import warnings
@@ -49,7 +50,8 @@ class Store:
     """Where a job saves, and how often.
 
     Attributes:
-        local: a folder on a disk of each node, or in its memory (``/dev/shm``). Nodes may have the same path for different disks.
+        local: a folder on a disk of each node, or in its memory (``/dev/shm``), as text or a path. Nodes may have the same path for
+            different disks.
         cloud: a URL of any file system that fsspec knows, such as ``s3://bucket/run``; None: only disks of nodes.
         every: steps from one save on the disks to the next.
         cloud_every: steps from one save in the cloud to the next, a multiple of ``every``.
@@ -72,6 +74,7 @@ class Store:
     bandwidths: Bandwidths = ASSUMED
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "local", os.fspath(self.local))
         if min(self.every, self.cloud_every, self.keep) < 1 or self.cloud_every % self.every:
             raise ClusterError(
                 f"a store was given with every={self.every}, cloud_every={self.cloud_every}, keep={self.keep}. Expected were"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autohete_fx.cache import load_text, sources_digest, store_text
+from autohete_fx.ir.files import is_file
 
 _KIND = "answer"
 _TELLS = ("run", "save", "no_cache")
@@ -37,9 +38,7 @@ def key_of(parsed: argparse.Namespace) -> str | None:
     if parsed.no_cache or parsed.plot or (":" in parsed.model or parsed.model.endswith(".py")):
         return None
     files = [path for path in (parsed.machine, parsed.given) if path]
-    files += [
-        path for path in (parsed.model, parsed.cluster) if path and (path.endswith(".json") or Path(path).is_file())
-    ]
+    files += [path for path in (parsed.model, parsed.cluster) if path and (path.endswith(".json") or is_file(path))]
     if parsed.costs:
         files += sorted(map(str, Path(parsed.costs).glob("*.json")))
     parts = {

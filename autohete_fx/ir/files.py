@@ -26,6 +26,13 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
+def is_file(text: str) -> bool:
+    """Whether a text, which may be anything, is the path of a file."""
+    with contextlib.suppress(OSError, ValueError):  # too long for a path, or with a null character
+        return Path(text).is_file()
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedAs:
     """The name of files of one kind, and the advice about a wrong one.
@@ -51,7 +58,7 @@ class SavedAs:
         expected = f"expected the JSON that {self.writer} writes"
         try:
             raw = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise self.error(f"this is not a {self.kind} file: {error}; {expected}") from error
         if not isinstance(raw, dict) or "schema_version" not in raw:
             raise self.error(f"this is not a {self.kind} file: it has no schema_version; {expected}")
@@ -64,7 +71,7 @@ class SavedAs:
             while raw["schema_version"] != self.schema_version:
                 raw = self.upgrades[raw["schema_version"]](raw)
             return build(raw)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             what = f"it lacks {error}" if isinstance(error, KeyError) else error
             raise self.error(f"the {self.kind} file is damaged: {what}; {self.again}") from error
 

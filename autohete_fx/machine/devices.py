@@ -54,6 +54,7 @@ Disk
     One NVMe drive of 2 TB; DISK_SHARE of 3.5 GB/s on PCIe 3.0, of 7 GB/s on later ones.
 """
 
+import re
 from dataclasses import replace
 
 from autohete_fx.errors import OptionError, unknown_word
@@ -72,6 +73,8 @@ LAUNCH_S = 5e-6
 """The least that a kernel takes."""
 NET_LATENCY_S = 1e-5
 """Seconds of one message from a GPU to the next."""
+_OTHERS = frozenset({"ti", "super", "laptop", "d", "nvl", "max", "mig"})
+"""Words by which drivers tell another device from the one whose name they are added to."""
 NODE_GB_PER_S = 25.0
 """The rate of one GPU's adapter to other nodes in one direction."""
 LATENCY_S = 1e-5
@@ -90,14 +93,32 @@ def _plain(name: str) -> str:
 
 
 def find_device(name: str) -> DeviceSpec:
-    """The device of that name or alias, in any case, with or without hyphens. Raises OptionError with the nearest name."""
+    """The device of that name or alias, in any case, with or without hyphens, or as its driver calls it. Raises OptionError with
+    the nearest name."""
     for spec in DEVICES:
         if _plain(name) in map(_plain, (spec.name, *spec.aliases)):
             return spec
+    if (found := device_of_driver(name)) is not None:
+        return found
     raise OptionError(
         f"{unknown_word('device', name, [spec.name for spec in DEVICES])}; or give a machine file that"
         " `autohete doctor --save` wrote"
     )
+
+
+def device_of_driver(name: str) -> DeviceSpec | None:
+    """The device that a driver calls so, such as ``NVIDIA A100-SXM4-40GB``; None where it is none of the table for sure."""
+    words = set(re.findall("[a-z0-9]+", name.lower()))
+    found: dict[int, list[tuple[DeviceSpec, str]]] = {}
+    for spec in DEVICES:
+        *model, last = spec.name.split("-")
+        model, memory = (model, last) if re.fullmatch(r"\d+g", last) else ([*model, last], "")
+        if words.issuperset(model) and not (words & _OTHERS) - set(model):
+            found.setdefault(len(model), []).append((spec, memory))
+    alike = found[max(found)] if found else []
+    if len(alike) > 1:
+        alike = [(spec, memory) for spec, memory in alike if f"{memory}b" in words]
+    return alike[0][0] if len(alike) == 1 else None
 
 
 def machine_of_spec(spec: DeviceSpec, *, tf32: bool = False) -> Machine:

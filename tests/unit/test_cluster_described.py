@@ -65,6 +65,8 @@ def test_a_short_form_is_written_as_a_file(tmp_path):
         ("8xA1000", "unknown device 'A1000'.*did you mean|unknown device 'A1000'"),
         ("99999999xH20", "a count up to 16384"),
         ("nowhere.json", "cannot read the cluster file 'nowhere.json'"),
+        ("x" * 300, "has the part 'xxx"),
+        ("a\0b", "has the part 'a.*b'"),
     ],
 )
 def test_short_forms_that_are_none(text, message):
@@ -91,6 +93,14 @@ def test_short_forms_that_are_none(text, message):
             "the link bus has no rates",
         ),
         ({"schema_version": 1, "nodes": []}, "no nodes"),
+        (
+            {"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1}], "node_gb_per_s": {"l40s": 10**400}},
+            "damaged: int too large",
+        ),
+        (
+            {"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1}], "memory_gib": {"l40s": 1e305}},
+            "damaged: cannot convert float infinity",
+        ),
         ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 0}]}, "0 GPUs"),
         (
             {"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1}], "node_gb_per_s": {"l40s": 0}},
@@ -115,6 +125,14 @@ def test_files_that_are_wrong(tmp_path, body, message):
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps(body))
     with pytest.raises(ClusterError, match=message):
+        described(str(path))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"schema_version": ' + "1" * 5000 + "}", '{"nodes": '])
+def test_files_that_are_no_json_are_told(text, tmp_path):
+    path = tmp_path / "cluster.json"
+    path.write_text(text)
+    with pytest.raises(ClusterError, match="this is not a cluster file"):
         described(str(path))
 
 

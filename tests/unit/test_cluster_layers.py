@@ -1,5 +1,6 @@
 """Where any model can be cut, what its stages hold, and their initial weights."""
 
+import copy
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -260,6 +261,92 @@ def test_initial_weights_of_a_part_are_those_of_the_whole(family: str):
         assert all(
             param.shape == whole[name].shape and param.dtype == whole[name].dtype for name, param in part.items()
         )
+
+
+class Copying(nn.Module):
+    """Layers that get their first values from others while the model is built."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        if how == "clones":  # of a layer that the model then loses
+            self.layers = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).layers
+        elif how == "clones of the first":
+            self.layers = nn.ModuleList([layer, *(copy.deepcopy(layer) for _ in range(2))])
+        else:
+            self.layers = nn.ModuleList(
+                nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(3)
+            )
+        if how == "parametrized":
+            for each in self.layers:
+                nn.utils.parametrizations.weight_norm(each.linear1)
+        elif how == "loaded":
+            self.layers[2].load_state_dict(self.layers[0].state_dict())
+        elif how == "computed":
+            self.layers[2].linear1.weight.data += 0.5 * self.layers[0].linear1.weight.data.exp()
+        elif how == "assigned":
+            self.layers[2].linear1.weight = nn.Parameter(self.layers[0].linear1.weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "how", ["clones", "clones of the first", "parametrized", "loaded", "computed", "assigned", "none"]
+)
+def test_values_that_a_model_copies_while_it_is_built_are_those_of_the_whole(how: str):
+    torch.manual_seed(5)
+    whole = dict(Copying(how).named_parameters())
+    _, order = build_noting_order(lambda: Copying(how))
+    for number in range(3):
+        wanted = {name for name in whole if name.startswith(f"layers.{number}.")}
+        part = dict(build_part(lambda: Copying(how), order, wanted, 5).named_parameters())
+        assert {name for name, param in part.items() if not param.is_meta} == wanted
+        assert all(torch.equal(part[name], whole[name]) for name in wanted)
+
+
+def test_only_a_model_that_copies_is_built_again_with_memory_for_all():
+    built: list[str] = []
+
+    def build(how: str) -> nn.Module:
+        built.append(how)
+        return Copying(how)
+
+    for how in ("none", "clones", "loaded"):
+        names = [name for name in build_noting_order(lambda how=how: build(how))[1] if name.startswith("layers.2")]
+        order = build_noting_order(lambda how=how: Copying(how))[1]
+        build_part(lambda how=how: build(how), order, names or {"layers.2.linear1.weight"}, 5)
+    assert [built.count(how) for how in ("none", "clones", "loaded")] == [2, 2, 3]
+
+
+def test_a_model_that_was_there_before_is_refused_and_keeps_its_values():
+    model = Copying("none")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(ClusterError, match=r"'layers.0.*' was made before the call.*Build it inside build_model"):
+        map_layers(lambda: model, batch_of(torch.zeros(2, 4, 8)))
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_parts_in_evaluation_mode_stay_in_it_and_stand_ins_have_the_attributes_of_their_parts():
+    def build() -> nn.Module:
+        model = Copying("none")
+        model.layers[1].requires_grad_(False).eval()
+        return model
+
+    layer_map = map_layers(build, batch_of(torch.zeros(2, 4, 8)))
+    stage = build_stage(build, layer_map, range(2, 5), loss=loss_of, share=1.0, device=CPU)
+    modules = dict(stage.named_modules())
+    first, second, third = (modules[f"model.layers.{number}"] for number in range(3))
+    assert (first.training, second.training, third.training) == (True, False, True)
+    assert (
+        type(first).__name__ == "StandIn"
+        and first.self_attn.batch_first
+        and "self_attn" not in dict(first.named_children())
+    )
+    with pytest.raises(AttributeError):
+        first.nothing_of_that_name  # noqa: B018
 
 
 @pytest.mark.parametrize(

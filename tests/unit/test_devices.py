@@ -11,6 +11,7 @@ from autohete_fx.machine.devices import (
     DEVICES,
     UPDATE_BYTES,
     DeviceSpec,
+    device_of_driver,
     find_device,
     machine_of_rank,
     machine_of_spec,
@@ -29,6 +30,44 @@ def test_the_devices_that_users_ask_for_are_there():
     assert find_device(" RTX_4090 ") is find_device("rtx4090") is find_device("4090")
     with pytest.raises(OptionError, match=r"unknown device 'h10'; did you mean 'h100-80g'.*doctor --save"):
         find_device("h10")
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40g"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40g"),
+        ("NVIDIA A100 80GB PCIe", "a100-80g"),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
+        ("NVIDIA H100 80GB HBM3", "h100-80g"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H200", "h200-141g"),
+        ("NVIDIA GH200 480GB", "gh200-96g"),
+        ("NVIDIA H20", "h20-96g"),
+        ("Tesla V100-SXM2-16GB", "v100-16g"),
+        ("Tesla V100-SXM2-32GB", "v100-32g"),
+        ("Tesla T4", "t4-16g"),
+        ("NVIDIA L4", "l4-24g"),
+        ("NVIDIA L40S", "l40s-48g"),
+        ("NVIDIA A10G", "a10g-24g"),
+        ("NVIDIA A10", None),
+        ("NVIDIA RTX A6000", "rtx-a6000-48g"),
+        ("NVIDIA GeForce RTX 3090", "rtx-3090-24g"),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 2080 Ti", "rtx-2080-ti-11g"),
+        ("NVIDIA TITAN RTX", "titan-rtx-24g"),
+        ("AMD Instinct MI300X", "mi300x-192g"),
+        ("cpu", None),
+    ],
+)
+def test_what_drivers_call_them(name: str, found: str | None):
+    """By the names that CUDA gives; of two with as much memory none is taken for the other."""
+    spec = device_of_driver(name)
+    assert (spec and spec.name) == found
+    if found is not None:
+        assert find_device(name).name == found
 
 
 def test_no_name_means_two_devices():

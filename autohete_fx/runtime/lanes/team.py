@@ -134,8 +134,8 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def select_device(device: torch.device) -> None:
-    """Have this thread work with an accelerator, and no other. A new thread's is the first one of all: a copy or a wait would open a
-    context there. That takes half a GiB, maybe of another rank's device."""
+    """Have this thread work with an accelerator, and no other. A new thread's is the first one of all: a copy or a wait would open
+    a context there. That takes half a GiB, maybe of another rank's device."""
     if device.type != "cpu" and torch.accelerator.is_available():
         torch.accelerator.set_device_index(device)
 
