@@ -11,7 +11,7 @@ import autohete_fx
 from autohete_fx.compiler import running
 from tests.main_job import slow
 from tests.references import copied
-from tests.training import PLANS, assert_equal, batch, make
+from tests.training import PLANS, Sizes, assert_equal, batch, make
 
 STEPS = 3
 
@@ -21,7 +21,7 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = make("cpu")
+        self.inner = make("cpu", Sizes(layers=2))
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         x = self.inner.embedding(tokens)
@@ -58,11 +58,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> list[
 
 CASES = [
     ("mixed", "eager", "retain_graph"),
-    slow("keep", "inductor", "retain_graph"),
-    slow("recompute", "inductor", "again and again"),
-    slow("streamed", "inductor", "create_graph"),
+    slow("keep", "inductor", "again and again"),
+    slow("streamed", "eager", "create_graph"),
     slow("selective", "eager", "again and again"),
-    slow("offload", "eager", "create_graph"),
+    slow("offload", "eager", "retain_graph"),
 ]
 
 
@@ -70,12 +69,12 @@ CASES = [
 def test_a_graph_that_is_kept_serves_another_backward(name: str, inner: str, how: str, one_thread: None) -> None:
     del one_thread
     plain, ours = Twice(), Twice()
-    labels = ("prologue", *(f"inner.layers.{number}" for number in range(3)), "epilogue")
+    labels = ("prologue", "inner.layers.0", "inner.layers.1", "epilogue")
     options: dict[str, Any] = {"inner_backend": inner, "profile": "analytic"}
     found = autohete_fx.preview(ours, batch("cpu", 0), options=options)
     assert found[0].plan.labels == labels
     torch._dynamo.reset()
-    given = autohete_fx.Plan(labels=labels, decisions=PLANS[name])
+    given = autohete_fx.Plan(labels=labels, decisions=(*PLANS[name][:2], *PLANS[name][3:]))
     ours.compile(backend="autohete", options={**options, "plan": given})
     result = train(ours, autohete_fx.AdamW(ours.parameters(), lr=1e-2), how)
     torch._dynamo.reset()
