@@ -21,6 +21,7 @@ from autohete_fx.cluster.layers import LayerMap, map_layers
 from autohete_fx.cluster.measured_costs import measured_costs
 from autohete_fx.cluster.measured_links import measured_cluster
 from autohete_fx.cluster.moving import Moving
+from autohete_fx.cluster.own_disk import OwnDisk
 from autohete_fx.cluster.pieces import Piece, covered
 from autohete_fx.cluster.plan import ClusterPlan, plan_line
 from autohete_fx.cluster.rendezvous import Rendezvous
@@ -28,7 +29,7 @@ from autohete_fx.cluster.shapes import shard_counts
 from autohete_fx.cluster.solve import plan_cluster
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.cluster.stage_compiler import StageCompiler
-from autohete_fx.cluster.store import Place, Store
+from autohete_fx.cluster.store import Store
 from autohete_fx.cluster.tensor_parallel import TensorLayout, TpPlan, layout_of
 from autohete_fx.cluster.timed_layer import Measuring
 from autohete_fx.cluster.watch import AtLayers
@@ -157,8 +158,8 @@ def held_layers(
     store: Store, layer_map: LayerMap, members: Sequence[Member], group: dist.ProcessGroup | None
 ) -> dict[str, frozenset[int]]:
     """By node, the layers of which its disk has everything in its newest save. All ranks call it."""
-    disk = Place(store.local)
-    names = covered(Piece.of_key(key) for save in disk.saves()[-1:] for key in disk.parts(save))
+    saves = OwnDisk(store.local).saves
+    names = covered(Piece.of_key(key) for save in sorted(saves)[-1:] for key in saves[save])
     every = range(layer_map.num_layers)
     mine = frozenset(layer for layer in every if names.issuperset(layer_map.held(range(layer, layer + 1))))
     said: list[Any] = [None] * len(members)

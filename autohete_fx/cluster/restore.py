@@ -3,6 +3,8 @@
 All ranks say which parameters of which saves their node's disk has; the newest save of which everything is somewhere is taken.
 `sources` says which rank reads a parameter from its own node's disk, from a peer or from the cloud. Where saves and plans cut
 parameters at different places, all of that is said of the pieces between all cuts. The unit of a read is the saved piece.
+
+A part on a disk that cannot be read counts as absent, on all ranks of its node. All ranks then choose again among what is left.
 """
 
 import logging
@@ -16,8 +18,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
+from autohete_fx.cluster.damage import words_of
+from autohete_fx.cluster.own_disk import OwnDisk
 from autohete_fx.cluster.pieces import Piece, covered, finest
 from autohete_fx.cluster.sources import Fetch, Wanted, quickest
 from autohete_fx.cluster.store import Entry, Parts, Place, Save, Store, joined, read_pieces
@@ -25,13 +28,11 @@ from autohete_fx.errors import ClusterError
 
 log = logging.getLogger(__name__)
 
+_MOST_TROUBLES = 3
+"""Of disks, in an error."""
 _Answer = TypeVar("_Answer")
 MadeOf = Mapping[Piece, tuple[Piece, ...]]
 """By piece, the finest ones that it is made of."""
-_Disks = Mapping[Save, Mapping[str, Mapping[str, int]]]
-"""By save and node, bytes of the pieces on its disk."""
-_Needing = Sequence[tuple[str, set[str]]]
-"""By rank its node, and names of the parameters that it needs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,7 +71,7 @@ def restore(
     """Restore the newest save of which every parameter is somewhere. All ranks call it.
 
     None where there is no save at all. None also where the cloud answers, has no complete one, and disks do not make up for it.
-    States are then lost, and no step was reported as saved there.
+    States are then lost, and no step was reported as saved there. Parts that cannot be read are not lost: someone may repair them.
 
     Args:
         store: of the job.
@@ -80,51 +81,123 @@ def restore(
         group: of all ranks, for tensors in host memory.
 
     Raises:
-        ClusterError: there are saves and none is complete, while no cloud is given or it cannot be read.
+        ClusterError: there are saves and none is complete, while no cloud is given, or it or a part on a disk cannot be read.
     """
-    start = time.perf_counter()
-    rank = dist.get_rank(group)
-    disk = Place(store.local)
-    mine = {save: disk.parts(save) for save in disk.saves()}
+    start, disk = time.perf_counter(), OwnDisk(store.local)
+    while True:
+        offers = _offers(disk, needs, node, group)
+        chosen, clouds, trouble = _chosen(store, offers, set(all_names), group)
+        if chosen is None:
+            return None
+        found = Restored(save=chosen, trouble=trouble)
+        wanted, made_of = _wanted(offers, chosen, clouds)
+        near = set().union(*wanted.disks.values())
+        found.missing_bytes = sum(
+            size
+            for key, size in _sizes(clouds).items()
+            if not near.issuperset(part.key for part in made_of[Piece.of_key(key)])
+        )
+        found.seconds["look"] = time.perf_counter() - start
+        fetch = _read_own(found, store, disk, clouds, wanted, made_of, group)
+        if fetch is not None:
+            break
+    _exchange(found, fetch, group)
+    found.tensors = {piece.name: joined(piece.name, made_of[piece], found.tensors) for piece in needs}
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Offers:
+    """All that ranks say of their disks.
+
+    Attributes:
+        nodes: by rank.
+        needs: by rank.
+        disks: by save and node, bytes of the pieces on its disk.
+        troubles: sentences on what disks have and cannot be read.
+    """
+
+    nodes: Sequence[str]
+    needs: Sequence[Sequence[Piece]]
+    disks: Mapping[Save, Mapping[str, Mapping[str, int]]]
+    troubles: Sequence[str]
+
+
+def _offers(disk: OwnDisk, needs: Sequence[Piece], node: str, group: dist.ProcessGroup | None) -> _Offers:
     said: list[Any] = [None] * dist.get_world_size(group)
-    rows = {save: _sizes(parts) for save, parts in mine.items()}
-    dist.all_gather_object(said, (node, rows, [piece.key for piece in needs]), group=group)
+    rows = {save: _sizes(parts) for save, parts in disk.saves.items()}
+    troubles = [f"{path!r} on node {node} could not be read: {why}." for path, why in disk.troubles.items()]
+    dist.all_gather_object(said, (node, rows, [piece.key for piece in needs], troubles), group=group)
     disks: dict[Save, dict[str, dict[str, int]]] = {}
-    for name, saves, _ in said:
+    for name, saves, _, _ in said:
         for save, sizes in saves.items():
             disks.setdefault(save, {}).setdefault(name, {}).update(sizes)
-    wanted = [[Piece.of_key(key) for key in row[2]] for row in said]
-    needing = [(row[0], {piece.name for piece in pieces}) for row, pieces in zip(said, wanted, strict=True)]
-    chosen, clouds, trouble = _chosen(store, disks, set(all_names), needing, group)
-    if chosen is None:
-        return None
-    found = Restored(save=chosen, trouble=trouble)
-    here = {name: disks.get(chosen, {}).get(name, {}) for name, _, _ in said}
-    saved = {key: size for sizes in here.values() for key, size in sizes.items()} | _sizes(clouds)
-    made_of = finest([*(piece for row in wanted for piece in row), *map(Piece.of_key, saved)])
-    all_of = Wanted(
-        needs=[_keys(row, made_of) for row in wanted],
+    return _Offers(
         nodes=[row[0] for row in said],
+        needs=[[Piece.of_key(key) for key in row[2]] for row in said],
+        disks=disks,
+        troubles=list(dict.fromkeys(trouble for row in said for trouble in row[3])),
+    )
+
+
+def _wanted(offers: _Offers, chosen: Save, clouds: Parts) -> tuple[Wanted, MadeOf]:
+    """Which of the finest pieces each rank needs of a save, and where they are."""
+    here = {name: offers.disks.get(chosen, {}).get(name, {}) for name in offers.nodes}
+    saved = {key: size for sizes in here.values() for key, size in sizes.items()} | _sizes(clouds)
+    made_of = finest([*(piece for row in offers.needs for piece in row), *map(Piece.of_key, saved)])
+    wanted = Wanted(
+        needs=[_keys(row, made_of) for row in offers.needs],
+        nodes=offers.nodes,
         disks={name: set(_keys(map(Piece.of_key, sizes), made_of)) for name, sizes in here.items()},
         cloud={part.key: key for key in clouds for part in made_of[Piece.of_key(key)]},
         sizes=_parts_sizes(saved, made_of),
     )
-    near = set().union(*all_of.disks.values())
-    found.missing_bytes = sum(
-        saved[key] for key in clouds if not near.issuperset(part.key for part in made_of[Piece.of_key(key)])
-    )
-    found.seconds["look"] = time.perf_counter() - start
-    fetch, local = quickest(all_of, store.bandwidths), mine.get(chosen, {})
-    _read(found, "local", local, fetch.local.get(rank, ()), made_of)
-    if fetch.cloud and not _read_cloud(found, store, clouds, fetch, all_of, made_of, group):
-        fetch = quickest(replace(all_of, cloud={}), store.bandwidths)
-        more = set(fetch.local.get(rank, ())) - set(found.tensors)
-        _read(found, "local", local, sorted(more), made_of)
+    return wanted, made_of
+
+
+def _read_own(
+    found: Restored,
+    store: Store,
+    disk: OwnDisk,
+    clouds: Parts,
+    wanted: Wanted,
+    made_of: MadeOf,
+    group: dist.ProcessGroup | None,
+) -> Fetch | None:
+    """Read all that this rank reads itself, in the cloud last. Returns how the rest moves.
+
+    None, on all ranks, where one could not read its disk: what it has counts as absent then, and all choose again.
+    """
+    fetch = quickest(wanted, store.bandwidths)
+    if not _read_disk(found, disk, fetch, wanted, made_of, group):
+        return None
+    if fetch.cloud and not _read_cloud(found, store, clouds, fetch, wanted, made_of, group):
+        fetch = quickest(replace(wanted, cloud={}), store.bandwidths)
+        if not _read_disk(found, disk, fetch, wanted, made_of, group):
+            return None
+    return fetch
+
+
+def _read_disk(
+    found: Restored, disk: OwnDisk, fetch: Fetch, wanted: Wanted, made_of: MadeOf, group: dist.ProcessGroup | None
+) -> bool:
+    """Read what this rank reads on its disk, for itself and for others. Returns whether all ranks could."""
+    rank, failed = dist.get_rank(group), ""
+    own = set(fetch.local.get(rank, ())) - set(found.tensors)
     sent = {key for (sender, _), keys in fetch.peer.items() if sender == rank for key in keys}
-    _read(found, "local", local, sorted(sent - set(found.tensors)), made_of, for_others=True)
-    _exchange(found, fetch, group)
-    found.tensors = {piece.name: joined(piece.name, made_of[piece], found.tensors) for piece in needs}
-    return found
+    sent -= {*own, *found.tensors, *fetch.cloud.get(rank, ())}
+    try:
+        parts = disk.saves.get(found.save, {})
+        _read(found, "local", parts, sorted(own), made_of)
+        _read(found, "local", parts, sorted(sent), made_of, for_others=True)
+    except Exception as error:
+        failed = disk.failed(found.save, error)
+    told: list[Any] = [None] * len(wanted.nodes)
+    dist.all_gather_object(told, failed, group=group)
+    absent = {name for name, node in zip(told, wanted.nodes, strict=True) if name and node == wanted.nodes[rank]}
+    if absent:
+        disk.leave_out(found.save, absent)
+    return not any(told)
 
 
 def _read_cloud(
@@ -143,10 +216,8 @@ def _read_cloud(
     rank, trouble = dist.get_rank(group), ""
     try:
         _read(found, "cloud", clouds, fetch.cloud.get(rank, ()), made_of)
-    except BaseException as error:  # `CheckpointException` is no Exception
-        if not isinstance(error, Exception | CheckpointException):
-            raise
-        trouble = f"Rank {rank} could not read {store.cloud!r}: {_words(error)}."
+    except Exception as error:
+        trouble = f"Rank {rank} could not read {store.cloud!r}: {words_of(error)}."
     told: list[Any] = [None] * len(wanted.needs)
     dist.all_gather_object(told, trouble, group=group)
     troubles = [words for words in told if words]
@@ -161,10 +232,6 @@ def _read_cloud(
         )
     found.trouble = f"{found.trouble} {troubles[0]}".strip()
     return False
-
-
-def _words(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()[::-1]), type(error).__name__)
 
 
 def _sizes(parts: Parts) -> dict[str, int]:
@@ -187,25 +254,22 @@ def _keys(pieces: Iterable[Piece], made_of: MadeOf) -> list[str]:
 
 
 def _chosen(
-    store: Store,
-    disks: _Disks,
-    wanted: set[str],
-    needing: _Needing,
-    group: dist.ProcessGroup | None,
+    store: Store, offers: _Offers, wanted: set[str], group: dist.ProcessGroup | None
 ) -> tuple[Save | None, Parts, str]:
     """The newest complete save, its pieces in the cloud, and a sentence where the cloud could not be read. The first rank looks
     there, for all."""
     answer: list[Any] = [None]
     if not dist.get_rank(group):
-        answer[0] = _look(store, disks, wanted, needing)
+        answer[0] = _look(store, offers, wanted)
     dist.broadcast_object_list(answer, src=0, group=group)
     if isinstance(answer[0], str):
         raise ClusterError(answer[0])
     return answer[0]
 
 
-def _look(store: Store, disks: _Disks, wanted: set[str], needing: _Needing) -> tuple[Save | None, Parts, str] | str:
-    cloud = _Cloud(store)
+def _look(store: Store, offers: _Offers, wanted: set[str]) -> tuple[Save | None, Parts, str] | str:
+    cloud, disks = _Cloud(store), offers.disks
+    needing = [(node, {piece.name for piece in row}) for node, row in zip(offers.nodes, offers.needs, strict=True)]
     saves = sorted({*disks, *cloud.saves()}, reverse=True)
     for save in saves:
         nodes = {node: set(map(Piece.of_key, sizes)) for node, sizes in disks.get(save, {}).items()}
@@ -217,7 +281,7 @@ def _look(store: Store, disks: _Disks, wanted: set[str], needing: _Needing) -> t
         if wanted <= covered([*set().union(*nodes.values()), *map(Piece.of_key, parts)]):
             known = {key: row for key, row in parts.items() if Piece.of_key(key).name in wanted}
             return save, known, cloud.trouble
-    if not cloud.trouble and (store.cloud is not None or not saves):
+    if not cloud.trouble and not offers.troubles and (store.cloud is not None or not saves):
         if saves:
             log.warning(
                 "disks lack a part of every save (the newest is of step %d), and nothing was saved in the cloud %r yet. Training"
@@ -227,10 +291,11 @@ def _look(store: Store, disks: _Disks, wanted: set[str], needing: _Needing) -> t
             )
         return None, {}, ""
     seen = ", ".join(f"step {save.step}" for save in saves[:5]) or "none"
+    troubles = " ".join([cloud.trouble, *offers.troubles[:_MOST_TROUBLES]]).strip()
     return (
-        f"the store {store.local!r} has no save of which all parameters are somewhere; incomplete ones: {seen}. {cloud.trouble}"
-        f" Expected was"
-        " a complete one. Give the job the cloud's URL or the nodes that have the rest, or an empty store to begin again"
+        f"the store {store.local!r} has no save of which all parameters are somewhere; incomplete ones: {seen}. {troubles}"
+        " Expected was a complete one. Give the job the cloud's URL or the nodes that have the rest, or an empty store to begin"
+        " again"
     )
 
 

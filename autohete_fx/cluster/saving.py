@@ -10,6 +10,9 @@ start began from counts on disks as well, since it was whole then. Disks also ke
 node is lost, the others then read from the cloud that node's part alone. Other saves up to the newest committed one are removed.
 Newer ones of earlier starts lacked a part when this start began. The last ``keep`` of them stay until they are passed, because a
 node that vanished may bring that part back.
+
+While one rank cannot write, no save is committed there. Each other rank then removes its parts of such saves of this start, but for
+the newest one. A full disk of one node fills neither the others nor the cloud.
 """
 
 import itertools
@@ -23,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autohete_fx.cluster.damage import words_of
 from autohete_fx.cluster.exported import names_entry
 from autohete_fx.cluster.pieces import Held, Piece
 from autohete_fx.cluster.store import COMMITTED, IN_CLOUD, Place, Save, States, Store, taken
@@ -57,6 +61,7 @@ class _Writer:
         self.save = Save(step=-1, generation="")
         self.written = -1
         self.error: str | None = None
+        self._loose: list[Save] = []
 
     @property
     def writes(self) -> bool:
@@ -69,8 +74,14 @@ class _Writer:
         return time.perf_counter() - self._began_s
 
     def begin(self, save: Save, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Write a part, whose step then is ``written`` if that worked. The part before it is done."""
+        """Write a part, whose step then is ``written`` if that worked. The part before it is done.
+
+        A part that is whole is not written over: cut off then, it would seem whole, and a failure would remove it.
+        """
+        if self.written == save.step:
+            return
         self.save, self.written, self._began_s = save, -1, time.perf_counter()
+        self._loose = [*(other for other in self._loose if other != save), save]
         self.then(lambda: self._write(save, tensors))
 
     def then(self, work: Callable[[], None]) -> None:
@@ -85,6 +96,21 @@ class _Writer:
         self._thread = threading.Thread(target=run, name="autohete-save", daemon=self._daemon)
         self._thread.start()
 
+    def note_committed(self, save: Save) -> None:
+        """All ranks have written that save."""
+        self._loose = [other for other in self._loose if other != save]
+
+    def remove_loose(self, spared: Collection[Save]) -> None:
+        """Remove this rank's parts of saves that not all ranks could write, after all that has begun. The newest one stays.
+
+        Args:
+            spared: saves that stay, too.
+        """
+        old = [save for save in self._loose if save != self.save and save not in spared]
+        if old:
+            self._loose = [save for save in self._loose if save not in old]
+            self.then(lambda: self._remove(old))
+
     def wait(self) -> None:
         """Until that is done."""
         if self._thread is not None:
@@ -95,10 +121,9 @@ class _Writer:
         try:
             Place(self.path).write(save, self._rank, tensors())
         except BaseException as error:
-            cause = next(iter(str(error).strip().splitlines()[::-1]), type(error).__name__)
             self.error = (
-                f"rank {self._rank} could not save step {save.step} to {self.path!r}: {cause}. Expected was a place that can be"
-                " written. Training goes on; the next save is tried again"
+                f"rank {self._rank} could not save step {save.step} to {self.path!r}: {words_of(error)}. Expected was a place that"
+                " can be written. Training goes on; the next save is tried again"
             )
             log.error(self.error)
             try:
@@ -107,6 +132,14 @@ class _Writer:
                 log.warning("rank %d could not remove its part of step %d: %s", self._rank, save.step, second)
         else:
             self.written = save.step
+
+    def _remove(self, saves: Iterable[Save]) -> None:
+        for save in saves:
+            try:
+                Place(self.path).remove_part(save, self._rank, with_empty_save=True)
+            except Exception as error:
+                self._loose.append(save)  # until the next save begins
+                log.warning("rank %d could not remove its part of step %d: %s", self._rank, save.step, error)
 
 
 class Saver:
@@ -167,13 +200,12 @@ class Saver:
         """
         self.settle()
         save = self.last = Save(step=step, generation=self._generation)
-        if self._disk.written != step:  # a whole part is not written over: cut off then, it would seem whole
-            self._disk.begin(save, lambda: {**self._names, **_tensors(states.values())})
-        if not cloud or self._cloud is None:
-            return
-        if self._cloud_is_free:
+        self._disk.begin(save, lambda: {**self._names, **_tensors(states.values())})
+        begins = cloud and self._cloud_is_free
+        if begins and self._cloud is not None:
             self._cloud.begin(save, lambda: self._own(states))
-        elif not self._rank:
+        self._remove_loose(in_cloud=begins)
+        if cloud and not begins and self._cloud is not None and not self._rank:
             log.warning(
                 "the cloud %r is slow: step %d is still being written there after %.0f s, and step %d is left out. Training goes"
                 " on",
@@ -214,6 +246,14 @@ class Saver:
                 return saved
             time.sleep(_LOOK_S)
 
+    def _remove_loose(self, *, in_cloud: bool) -> None:
+        """Remove this rank's parts of saves that are not committed, as `settle` has said, once newer ones are tried."""
+        disk, cloud = self._disk, self._cloud
+        being_written = (cloud.save,) if cloud else ()
+        disk.remove_loose((*self._committed[False], *self._committed[True][-1:], *being_written))
+        if in_cloud and cloud is not None:
+            cloud.remove_loose(self._committed[True])
+
     def _own(self, states: States) -> dict[str, Tensor]:
         own = dict(self._names)
         for piece in self._owned:
@@ -226,6 +266,9 @@ class Saver:
         keep, generation = self._store.keep, self._generation
         committed = self._committed[in_cloud] = (*self._committed[in_cloud], newest)[-keep:]
         disk, cloud = self._disk, self._cloud
+        writer = cloud if in_cloud else disk
+        if writer is not None:
+            writer.note_committed(newest)
         if not in_cloud and self._cleans:
             spared = (cloud.save,) if cloud else ()  # what is being written there, if anything
             disk.then(lambda: _mark(disk.path, newest, COMMITTED))

@@ -16,27 +16,30 @@ again by another plan, with other rounding.
 """
 
 import contextlib
+import logging
 import os
 import re
-import threading
-import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import fsspec
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 from torch.distributed.tensor import DTensor
 
+from autohete_fx.cluster.damage import PartError
 from autohete_fx.cluster.pieces import Held, Piece, joined_tensor
 from autohete_fx.cluster.sources import ASSUMED, Bandwidths
 from autohete_fx.errors import ClusterError
-from autohete_fx.internals.checkpoints import FsspecReader, FsspecWriter
+from autohete_fx.internals.checkpoints import FsspecReader, FsspecWriter, alone, metadata_of
 from autohete_fx.internals.tensors import local_of
+
+log = logging.getLogger(__name__)
 
 _SAVE = re.compile(r"step-(\d{9})-(\w+)")
 _PART = re.compile(r"part-(\d+)")
@@ -157,15 +160,34 @@ class Place:
         return sorted(Save(step=int(match[1]), generation=match[2]) for match in found if match)
 
     def parts(self, save: Save) -> Parts:
-        """Pieces of parameters in the complete parts of a save. A piece in several parts is given for one of them."""
+        """Pieces of parameters in the complete parts of a save. A piece in several parts is given for one of them.
+
+        A part whose metadata is damaged counts as absent, which the log says. Any error of the file system is raised.
+        """
         found: dict[str, tuple[str, tuple[Entry, ...]]] = {}
-        for name in self._names(f"{self._root}/{save.folder}"):
-            path = f"{self._path}/{save.folder}/{name}"
-            if not _PART.fullmatch(name) or not self._fs.exists(f"{self._root}/{save.folder}/{name}/{_METADATA}"):
-                continue
-            for param, entries in _entries(FsspecReader(path).read_metadata()).items():
-                found[param] = path, entries
+        for name in self.part_names(save):
+            try:
+                found |= self.part(save, name)
+            except PartError as error:
+                log.warning(
+                    "the part %s counts as absent, because its metadata is damaged: %s", error.path, error.cause
+                )
         return found
+
+    def part_names(self, save: Save) -> list[str]:
+        """Folders of the complete parts of a save."""
+        folder = f"{self._root}/{save.folder}"
+        parts = (name for name in self._names(folder) if _PART.fullmatch(name))
+        return [name for name in parts if self._fs.exists(f"{folder}/{name}/{_METADATA}")]
+
+    def part(self, save: Save, name: str) -> Parts:
+        """Pieces of parameters in one part. Raises PartError where its metadata is damaged, and any error of the file system."""
+        path = f"{self._path}/{save.folder}/{name}"
+        raw = self._fs.cat_file(f"{self._root}/{save.folder}/{name}/{_METADATA}")
+        try:
+            return {key: (path, entries) for key, entries in _entries(metadata_of(raw)).items()}
+        except Exception as error:
+            raise PartError(path, error) from error
 
     def mark(self, save: Save, mark: str) -> None:
         """Note that all ranks have written their parts of a save. Any error of the file system is raised."""
@@ -179,9 +201,12 @@ class Place:
         """Remove a save. One that another rank removes at the same time is no error."""
         self._remove(f"{self._root}/{save.folder}")
 
-    def remove_part(self, save: Save, part: int) -> None:
-        """Remove a part, whatever there is of it."""
-        self._remove(f"{self._root}/{save.folder}/part-{part:06d}")
+    def remove_part(self, save: Save, part: int, *, with_empty_save: bool = False) -> None:
+        """Remove a part, whatever there is of it; and a save that has no parts then, if nobody writes any."""
+        folder = f"{self._root}/{save.folder}"
+        self._remove(f"{folder}/part-{part:06d}")
+        if with_empty_save and not any(map(_PART.fullmatch, self._names(folder))):
+            self._remove(folder)
 
     def _remove(self, folder: str) -> None:
         """Remove a folder. What says that something is whole goes first, as this may be cut off."""
@@ -202,15 +227,18 @@ class Place:
 
 
 def read_parts(parts: Parts, names: Collection[str]) -> dict[str, dict[str, Tensor]]:
-    """Tensors of parameters, by name and key; no other bytes are read."""
+    """Tensors of parameters, by name and key; no other bytes are read. Raises PartError for a part that cannot be read."""
     by_path: dict[str, list[str]] = {}
     for name in names:
         by_path.setdefault(parts[name][0], []).append(name)
     found: dict[str, dict[str, Tensor]] = {}
     for path, mine in by_path.items():
         tensors = {entry.key: entry.empty() for name in mine for entry in parts[name][1]}
-        with alone():
-            load(tensors, storage_reader=FsspecReader(path), no_dist=True)
+        try:
+            with alone():
+                load(tensors, storage_reader=FsspecReader(path), no_dist=True)
+        except (Exception, CheckpointException) as error:
+            raise PartError(path, error) from error
         for name in mine:
             found[name] = {entry.key: tensors[entry.key] for entry in parts[name][1]}
     return found
@@ -264,31 +292,6 @@ def joined(name: str, pieces: Sequence[Piece], found: Mapping[str, Mapping[str, 
                 pieces, [found[piece.key][f"{piece.key}/{rest}"] for piece in pieces]
             )
     return made
-
-
-_quiet = contextlib.ExitStack()
-_quiet_lock, _num_alone = threading.Lock(), 0
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Without PyTorch's warning that a part is saved and loaded by one process: it is.
-
-    Filters of warnings belong to the process. A thread that is done leaves them to others that still write.
-    """
-    global _num_alone
-    with _quiet_lock:
-        if not _num_alone:
-            _quiet.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        _num_alone += 1
-    try:
-        yield
-    finally:
-        with _quiet_lock:
-            _num_alone -= 1
-            if not _num_alone:
-                _quiet.close()
 
 
 def _entries(metadata: Metadata) -> dict[str, tuple[Entry, ...]]:

@@ -1,6 +1,11 @@
 """Readers and writers of distributed checkpoints on any file system that fsspec knows."""
 
+import contextlib
 import io
+import pickle
+import threading
+import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import IO, Any
 
@@ -8,7 +13,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from autohete_fx.internals.versions import fsspec_filesystem
 
-__all__ = ["FsspecReader", "FsspecWriter"]
+__all__ = ["FsspecReader", "FsspecWriter", "alone", "metadata_of"]
 
 checkpoints: Any = fsspec_filesystem()
 _RANGE_BYTES, _AT_ONCE_BYTES = 64 * 2**20, 512 * 2**20
@@ -81,3 +86,33 @@ class FsspecReader(checkpoints.FsspecReader):
             for run, start, data in zip(runs, starts, read, strict=True)
             for saved in run
         }
+
+
+def metadata_of(raw: bytes) -> Any:
+    """Metadata that PyTorch wrote to a file of these bytes. Damaged ones raise many kinds of errors."""
+    return pickle.loads(raw)
+
+
+_quiet = contextlib.ExitStack()
+_quiet_lock, _num_alone = threading.Lock(), 0
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Without PyTorch's warning that a part is saved and loaded by one process: it is.
+
+    Filters of warnings belong to the process. A thread that is done leaves them to others that still write.
+    """
+    global _num_alone
+    with _quiet_lock:
+        if not _num_alone:
+            _quiet.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        _num_alone += 1
+    try:
+        yield
+    finally:
+        with _quiet_lock:
+            _num_alone -= 1
+            if not _num_alone:
+                _quiet.close()

@@ -108,3 +108,37 @@ def test_optimizer_states_are_where_each_stage_has_them_and_any_stage_goes_on_wi
         check([rank[index] for rank in found], first)
     places = [row["states at"] for row in found[0]]
     assert "host" in places[0] and places[1] == [] and "disk" in places[2]
+
+
+@pytest.mark.slow
+def test_a_part_that_one_rank_cannot_read_is_taken_from_elsewhere_by_all(tmp_path: Path):
+    """32 bytes a parameter; both ranks need x and y."""
+    data, metadata = "b/step-000000002-g/part-000001/*.distcp", "b/step-000000002-g/part-000001/.metadata"
+    ways = {
+        "peer": ("ab", ["xy", "xy"], [], [data]),
+        "peer, by metadata": ("ab", ["xy", "xy"], [], [metadata]),
+        "cloud": ("ab", ["x", "y"], [2], [data]),
+        "older": ("ab", ["x", "y"], [], [data]),
+        "older, by metadata": ("ab", ["x", "y"], [], [metadata]),
+        "older in the cloud": ("ab", ["x", "y"], [1], [data, "b/step-000000001-g/part-000001/*.distcp"]),
+        "other part": ("bb", ["xy", "xy"], [], [data]),
+        "none": ("ab", ["x", "y"], [], [data, "a/step-000000001-g/part-000000/*.distcp"]),
+    }
+    ranks = run("tests.dist.damaged_jobs.every_way", tmp_path, str(tmp_path / "root"), ways)
+    sources = ("local", "peer", "cloud")
+    from_peer = [[2, dict(zip(sources, row, strict=True)), [2.0]] for row in ((64, 0, 0), (0, 64, 0))]
+    assert [rank["peer"] for rank in ranks] == [rank["peer, by metadata"] for rank in ranks] == from_peer
+    for way, step, cloud in (
+        ("cloud", 2, 32),
+        ("older", 1, 0),
+        ("older, by metadata", 1, 0),
+        ("older in the cloud", 1, 32),
+    ):
+        found = [rank[way] for rank in ranks]
+        assert [(row[0], row[2]) for row in found] == [(step, [float(step)])] * 2, (way, found)
+        assert sum(row[1]["cloud"] for row in found) == cloud, (way, found)
+    assert [rank["other part"] for rank in ranks] == [[2, dict(zip(sources, (64, 0, 0), strict=True)), [2.0]]] * 2
+    for rank in ranks:
+        assert "no save of which all parameters are somewhere" in rank["none"]
+        assert "part-000001' on node b could not be read" in rank["none"]
+        assert "part-000000' on node a could not be read" in rank["none"]

@@ -1,16 +1,24 @@
 """Saves of one rank, of a group whose others are not there."""
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 
+from autohete_fx.cluster import store as stores
+from autohete_fx.cluster.own_disk import OwnDisk
 from autohete_fx.cluster.pieces import Piece
+from autohete_fx.cluster.restore import Restored, restore
 from autohete_fx.cluster.saving import Saved, Saver
-from autohete_fx.cluster.store import COMMITTED, Place, Save, Store, alone
+from autohete_fx.cluster.store import COMMITTED, Place, Save, Store
+from autohete_fx.errors import ClusterError
+from autohete_fx.internals.checkpoints import alone
 from autohete_fx.internals.fake_group import fake_default_group
 
 
@@ -136,3 +144,119 @@ def test_a_save_whose_removal_is_cut_off_does_not_seem_whole(tmp_path: Path, mon
     place.remove(save)
     place.remove(save)
     assert not place.saves()
+
+
+def test_a_save_that_the_cloud_has_is_not_lost_when_its_step_is_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with fake_default_group(1):
+        store = Store(local=f"{tmp_path}/disk", cloud=f"{tmp_path}/cloud", every=1, cloud_every=1)
+        saver = Saver(store, "g", None, owned=[W], held={"w": W}, all_names=["w"], cleans=True)
+        states = {W: {"w/weight": torch.arange(4.0)}}
+        saver.save(1, states, cloud=True)
+        assert saver.drain() == Saved(local=1, cloud=1)
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("cloud/*/*/*")}
+
+        def fails(*_: object, **__: object) -> None:
+            raise OSError("Disk quota exceeded")
+
+        monkeypatch.setattr(stores, "save_checkpoint", fails)
+        saver.save(1, states, cloud=True)
+        assert saver.drain() == Saved(local=1, cloud=1) and saver.error is None
+        assert before and before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("cloud/*/*/*")}
+
+
+def others_cannot_write(disk: bool, cloud: bool) -> Any:
+    """An `all_reduce` with ranks that fail to write in these places."""
+
+    def reduced(told: torch.Tensor, *_: object, **__: object) -> None:
+        told[0], told[1] = -1 if disk else told[0], -1 if cloud else told[1]
+
+    return reduced
+
+
+def test_parts_of_saves_that_another_rank_cannot_write_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with fake_default_group(1):
+        began = start(tmp_path, "g1", None, 1, 2, 3)
+        monkeypatch.setattr(dist, "all_reduce", others_cannot_write(disk=True, cloud=True))
+        start(tmp_path, "g2", began, *range(4, 10))
+        assert found(tmp_path) == [[(2, "g1"), (3, "g1"), (9, "g2")], [(1, "g1"), (2, "g1"), (3, "g1"), (9, "g2")]]
+        # a save that the cloud alone has stays on the disk as well, until the cloud has a newer one
+        monkeypatch.setattr(dist, "all_reduce", others_cannot_write(disk=True, cloud=False))
+        start(tmp_path, "g3", began, *range(10, 16), in_cloud=[10, 12])
+        assert found(tmp_path)[0] == [(2, "g1"), (3, "g1"), (9, "g2"), (12, "g3"), (15, "g3")]
+        assert found(tmp_path)[1] == [(10, "g3"), (12, "g3")]
+
+
+def test_a_part_whose_removal_fails_is_removed_after_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    remove, fails = Place.remove_part, iter([True])
+
+    def failing(place: Place, save: Save, part: int, **how: bool) -> None:
+        if next(fails, False):
+            raise OSError("reset by peer")
+        remove(place, save, part, **how)
+
+    monkeypatch.setattr(Place, "remove_part", failing)
+    with fake_default_group(1):
+        monkeypatch.setattr(dist, "all_reduce", others_cannot_write(disk=True, cloud=True))
+        store = Store(local=f"{tmp_path}/disk", every=1, cloud_every=1)
+        saver = Saver(store, "g", None, owned=[W], held={"w": W}, all_names=["w"], cleans=True)
+        for step, steps in ((1, [1]), (2, [1, 2]), (3, [3])):
+            saver.save(step, {W: {"w/weight": torch.ones(2)}}, cloud=False)
+            saver._disk.wait()
+            assert [number for number, _ in found(tmp_path)[0]] == steps
+
+
+@contextmanager
+def group_of_one(folder: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def cut_off(folder: str, save: Save, names: str) -> None:
+    """As a crash leaves files that no disk has written out."""
+    paths = list(Path(folder, save.folder).glob(f"part-*/{names}"))
+    assert paths
+    for path in paths:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("names", [".metadata", "*.distcp"])
+def test_a_part_that_is_cut_off_counts_as_absent(tmp_path: Path, names: str, caplog: pytest.LogCaptureFixture):
+    """The cloud gives it, or an older save is taken; where there is neither, the error names it."""
+    first, second = (Save(step=step, generation="g") for step in (1, 2))
+    disk, cloud = f"{tmp_path}/disk", f"{tmp_path}/cloud"
+    places: Mapping[str, Collection[Save]] = {disk: (first, second), cloud: (second,)}
+    for place, saves in places.items():
+        for save in saves:
+            Place(place).write(save, 0, {"w/weight": torch.full((2,), float(save.step))})
+    cut_off(disk, second, names)
+
+    def restored(cloud: str | None) -> Restored | None:
+        return restore(Store(local=disk, cloud=cloud, every=1, cloud_every=1), [W], ["w"], "n", None)
+
+    with group_of_one(tmp_path):
+        from_cloud = restored(cloud)
+        assert from_cloud is not None and from_cloud.num_bytes == {"local": 0, "peer": 0, "cloud": 8}
+        assert from_cloud.save == second and from_cloud.weight("w").tolist() == [2.0, 2.0]
+        assert f"{disk}/{second.folder}/part-000000 cannot be read and counts as absent" in caplog.text
+        older = restored(None)
+        assert older is not None and older.save == first and older.weight("w").tolist() == [1.0, 1.0]
+        cut_off(disk, first, names)
+        for elsewhere in (None, f"{tmp_path}/empty"):
+            with pytest.raises(ClusterError, match=r"no save of which all .*part-000000' on node n could not be read"):
+                restored(elsewhere)
+
+
+def test_a_part_on_a_disk_that_cannot_be_listed_counts_as_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    Place(f"{tmp_path}").write(Save(step=1, generation="g"), 0, {"w/weight": torch.ones(2)})
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(LocalFileSystem, "ls", fails)
+    disk = OwnDisk(f"{tmp_path}")
+    assert not disk.saves and disk.troubles == {f"{tmp_path}": "[Errno 5] Input/output error"}
