@@ -25,7 +25,8 @@ from autohete_fx.runtime.held import held
 from autohete_fx.runtime.lanes.lanes import Lanes, lanes_of
 from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import placement_of
-from autohete_fx.runtime.shard.parts import part_of
+from autohete_fx.runtime.shard.parts import dtensor_part_of, part_of
+from autohete_fx.runtime.shard.state import to_shard
 from autohete_fx.runtime.shard.tensor_parallel import is_part
 from autohete_fx.runtime.tiers.host import HostTier, is_home
 
@@ -218,6 +219,8 @@ def settle(rule: Rule, param: Tensor, state: State, placement: StatePlacement) -
         t = state.get(name)
         if t is None or _is_as_wanted(t, param, placement):
             continue
+        if t.shape != param.shape and (part := dtensor_part_of(param)) is not None and t.shape == part.full_size:
+            t = to_shard(t, part)  # it is older than the shard
         if t.shape != param.shape:
             raise OptimizerStateError(
                 f"a parameter has shape {tuple(param.shape)} and its state {name!r} has {tuple(t.shape)}: it was "

@@ -95,8 +95,9 @@ def with_more(
     if overlap_of(problem) is Overlap.STEP and not problem.clips_gradients and problem.num_replicas == 1:
         early = dataclasses.replace(problem.schedule, overlap=Overlap.BACKWARD)
         variants['overlap="backward"'] = dataclasses.replace(problem, schedule=early)
-    if problem.num_ranks > 1:
-        net = dataclasses.replace(machine, net_bytes_per_s=2 * machine.net_bytes_per_s)
+    if problem.num_ranks * problem.num_replicas > 1:
+        rates = {"net_bytes_per_s": machine.net_bytes_per_s, "replica_net_bytes_per_s": machine.replica_net_bytes_per_s}
+        net = dataclasses.replace(machine, **{name: 2 * rate for name, rate in rates.items()})
         variants["2x link between ranks"] = dataclasses.replace(problem, machine=net)
     tokens = given.tokens // (problem.micro_batches * problem.num_ranks * problem.num_replicas)
 

@@ -102,13 +102,24 @@ def _from_few(
     """The step, told from a trace of some of its layers; None where that cannot be."""
     period = blueprint.period
     few = (even_layers if blueprint.draws else shallow_layers)(num_layers, period)
-    if few is None:
+    if few is None or not _are_alike(blueprint, few, num_layers):
         return None
     step = _trace(blueprint, few, machine, options, mesh)
     if blueprint.draws:
         return deepened_evenly(step, num_layers=num_layers, period=period)
     deeper = _trace(blueprint, few + period, machine, options, mesh)
     return deepened(step, deeper, num_layers=num_layers, period=period)
+
+
+def _are_alike(blueprint: Blueprint, few: int, num_layers: int) -> bool:
+    """Whether each period of layers after the first few has as many parameters. A configuration may make some of another kind."""
+
+    def count(layers: int | None) -> int:
+        return sum(param.numel() for param in blueprint.build(FakeTensorMode(), layers).module.parameters())
+
+    of_few, of_more = count(few), count(few + blueprint.period)
+    periods, rest = divmod(num_layers - few, blueprint.period)
+    return rest > 0 or count(None) == of_few + periods * (of_more - of_few)
 
 
 def _trace(

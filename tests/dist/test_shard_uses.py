@@ -2,6 +2,7 @@
 that are left alone."""
 
 import contextlib
+import copy
 import datetime
 import functools
 import json
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
@@ -57,6 +59,8 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         two_models,
         going_apart,
         on_a_device_with_memory_of_its_own,
+        begun_before,
+        buffers_that_are_views,
     ]
     return ranks.run_each(functions, tmp_path_factory.mktemp("ranks"))
 
@@ -292,3 +296,73 @@ def test_ranks_that_are_left_alone_do_not_wait_for_ever(tmp_path: Path):
         assert told.startswith("CollectiveError: a collective over the ranks that hold the model failed"), told
     assert second.startswith("ShardError: a rank that compiles got no answer from the others about the"), second
     assert second.count("Expected was") == 1 and "over the ranks that hold the model" not in second, second
+
+
+class Pair(nn.Module):
+    """Two matrices that become shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(128, 128).double() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def begun_before() -> dict[str, float]:
+    """How far training is from that of one process, which has begun it: its states are loaded into an optimizer before the model is
+    sharded, or after, by ours and by PyTorch's."""
+    x, found = torch.randn(4, 128, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), {}
+    for kind in (autohete_fx.AdamW, torch.optim.AdamW):
+        plain = Pair()
+        theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+        plain(x).backward()
+        theirs.step()
+        theirs.zero_grad()
+        saved = copy.deepcopy((plain.state_dict(), theirs.state_dict()))
+        plain(x).backward()
+        theirs.step()
+        for is_before in (True, False):
+            torch._dynamo.reset()
+            model = Pair()
+            if not is_before:
+                autohete_fx.shard(model, mesh())
+            model.load_state_dict(saved[0])
+            optimizer = kind(model.parameters(), lr=1e-2)
+            optimizer.load_state_dict(copy.deepcopy(saved[1]))
+            if is_before:
+                autohete_fx.shard(model, mesh())
+            model.compile(backend="autohete", options={"inner_backend": "eager", "profile": "analytic"})
+            model(x).backward()
+            optimizer.step()
+            held: dict[str, Any] = model.state_dict()
+            weights = {
+                name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in held.items()
+            }
+            apart = max(float((weights[name] - p).abs().max()) for name, p in plain.named_parameters())
+            found[f"{kind.__module__} {is_before}"] = apart
+    return found
+
+
+def test_states_of_whole_parameters_become_those_of_shards_whenever_they_came(of_two: dict[str, list[Any]]):
+    for found in of_two["begun_before"]:
+        assert len(found) == 4 and max(found.values()) < 1e-12, found
+
+
+def buffers_that_are_views() -> list[list[float]]:
+    """Buffers of this rank and the memory around them, after it got those of the first one."""
+    base = torch.arange(24.0).view(4, 6) + 100 * dist.get_rank()
+    model = Pair()
+    model.register_buffer("columns", base[:, ::2])
+    model.register_buffer("expanded", (torch.zeros(1, 64) + dist.get_rank()).expand(512, 64))
+    autohete_fx.shard(model, mesh())
+    return [base.flatten().tolist(), model.get_buffer("expanded").unique().tolist()]
+
+
+def test_a_buffer_that_is_a_view_gets_its_elements_and_no_others(of_two: dict[str, list[Any]]):
+    first, second = of_two["buffers_that_are_views"]
+    assert first == [[float(at) for at in range(24)], [0.0]]
+    assert second == [[at if at % 2 == 0 else at + 100.0 for at in range(24)], [0.0]]

@@ -20,7 +20,7 @@ from autohete_fx.report.why import why
 from autohete_fx.runtime.meter import MemoryMeter
 from autohete_fx.whatif.blueprint import read_model
 from autohete_fx.whatif.depth import shallow_layers
-from autohete_fx.whatif.trace import trace_model
+from autohete_fx.whatif.trace import _are_alike, trace_model
 from tests.planned import plan
 
 TINY = {
@@ -128,6 +128,26 @@ def test_a_few_layers_with_dropout_tell_the_cost_of_all_but_for_half_a_percent(t
     for one, other in zip(few.problem.costs, whole.problem.costs, strict=True):
         for name in ("saved_bytes", "backward_workspace_bytes", "param_bytes", "num_params", "offloadable"):
             assert getattr(one, name) == getattr(other, name), name
+
+
+@pytest.mark.slow
+def test_layers_of_another_kind_beyond_those_traced_are_found(tmp_path: Path):
+    """A configuration that names them by their number, and has no list of types: then all are traced."""
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 24, "vocab_size": 100, "max_position_embeddings": 64}
+    path = tmp_path / "config.json"
+    for dense in ([], list(range(8, 24)), [23]):
+        path.write_text(json.dumps({**config, **sizes, **experts, "mlp_only_layers": dense}))
+        blueprint = read_model(str(path), batch=1, seq=16, dtype=None)
+        few = shallow_layers(24, blueprint.period)
+        assert few is not None and few < 8 and _are_alike(blueprint, few, 24) is not bool(dense)
 
 
 @pytest.mark.slow

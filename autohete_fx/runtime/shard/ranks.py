@@ -82,10 +82,15 @@ class Ranks:
 
     def broadcast(self, tensor: torch.Tensor, *, is_of_all: bool) -> None:
         """Overwrite a tensor by that of the first of those that hold it, or of all members, whose parts of layers do not matter."""
+        # Collectives take memory as it lies: of a view with gaps they would write what is between.
+        own = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+        sent = own if own.is_contiguous() else own.contiguous()
         with named_failures(self.control):
-            dist.broadcast(tensor, group=self.everyone, group_src=0)
+            dist.broadcast(sent, group=self.everyone, group_src=0)
             if is_of_all and self.tensor_parallel is not None:
-                dist.broadcast(tensor, group=self.tensor_parallel, group_src=0)
+                dist.broadcast(sent, group=self.tensor_parallel, group_src=0)
+        if sent is not own:
+            own.copy_(sent)
 
     def check_device(self, device_type: str, what: str) -> None:
         """Raise ShardError where the process groups have no collectives on tensors of a device."""

@@ -105,12 +105,16 @@ def attend(optimizer: Optimizer) -> None:
 
 
 def localise(optimizer: Optimizer) -> None:
-    """Make shards of states that were loaded as DTensors before anybody attended to the optimizer."""
+    """Make shards of states that were loaded before anybody attended to the optimizer, or are older than the shards."""
     for param, states in optimizer.state.items():
         part = dtensor_part_of(param) if isinstance(param, Tensor) else None
         if part is not None:
-            found = {name: value for name, value in states.items() if isinstance(value, DTensor)}
-            states |= {name: to_shard(value, part) for name, value in found.items()}
+            wholes = {
+                name: value
+                for name, value in states.items()
+                if isinstance(value, DTensor) or (isinstance(value, Tensor) and tuple(value.shape) != part.shape)
+            }
+            states |= {name: _taken(value, part) for name, value in wholes.items()}
 
 
 def _params_of(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Any, Tensor]:
