@@ -99,7 +99,7 @@ def test_memory_that_others_take_meanwhile_is_not_that_of_updates(
 @pytest.fixture
 def cpu_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator: the CPU reaches only homes, and lanes run beside the caller."""
-    monkeypatch.setattr(step_updates, "Lanes", functools.partial(Lanes, in_background=True, is_host=False))
+    monkeypatch.setattr(step_updates, "lanes_of", functools.partial(Lanes, in_background=True, is_host=False))
 
 
 @pytest.mark.usefixtures("cpu_apart")

@@ -140,7 +140,7 @@ def test_updates_are_the_devices_own_bit_by_bit(
 
 
 def test_without_threads_and_without_a_model_too(tier: HostTier, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("autohete_fx.optim.updates.Lanes", lambda device: Lanes(device, is_host=False))
+    monkeypatch.setattr("autohete_fx.optim.updates.lanes_of", lambda device: Lanes(device, is_host=False))
     with two_memories(in_background=False) as lanes:
         twins = Twins(tier, lanes)
         twins.step()
