@@ -117,6 +117,7 @@ class Lanes:
         self._records: deque[LaneRecord] = deque(maxlen=_RECORDS)
         self.num_update_workers = num_update_workers
         self._is_paced = pace is not None
+        select = None if on_cpu else functools.partial(select_device, self.device)
         self._updates = ThreadLane(
             Lane.UPDATE,
             self._records,
@@ -128,11 +129,7 @@ class Lanes:
         # What streams states through the device waits for copies, which neither the update lane nor the program may. It moves
         # and computes nothing itself, so it leaves no records. As long as there is nothing to wait for, the program does it.
         self._issuing = ThreadLane(
-            Lane.UPDATE,
-            deque(maxlen=0),
-            in_background=in_background,
-            pace=pace,
-            begin_thread=None if on_cpu else functools.partial(select_device, self.device),
+            Lane.UPDATE, deque(maxlen=0), in_background=in_background, pace=pace, begin_thread=select
         )
         self._issuing_here = ThreadLane(Lane.UPDATE, deque(maxlen=0), in_background=False)
         self._disk = ThreadLane(Lane.DISK, self._records, in_background=True, pace=pace)
