@@ -158,7 +158,7 @@ def held_layers(
     store: Store, layer_map: LayerMap, members: Sequence[Member], group: dist.ProcessGroup | None
 ) -> dict[str, frozenset[int]]:
     """By node, the layers of which its disk has everything in its newest save. All ranks call it."""
-    saves = OwnDisk(store.local).saves
+    saves = OwnDisk(store.disk).saves
     names = covered(Piece.of_key(key) for save in sorted(saves)[-1:] for key in saves[save])
     every = range(layer_map.num_layers)
     mine = frozenset(layer for layer in every if names.issuperset(layer_map.held(range(layer, layer + 1))))

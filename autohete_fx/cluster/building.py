@@ -62,10 +62,7 @@ def build_noting_order(build_model: BuildModel) -> tuple[nn.Module, list[str]]:
             f"build_model returned {type(model).__name__}. Expected was a torch.nn.Module. Return the model from build_model"
         )
     modules = {id(module): name for name, module in model.named_modules()}
-    first: dict[int, str] = {}
-    names = []
-    for name, param in model.named_parameters(remove_duplicate=False):
-        first.setdefault(id(param), name)
+    first, names = _first_names(model), []
     params = dict(model.named_parameters(remove_duplicate=False))
     earlier = [name for name, param in params.items() if not param.is_meta]
     if earlier:
@@ -96,10 +93,7 @@ def build_part(build_model: BuildModel, order: Sequence[str], wanted: Collection
     model = _built(build_model, order, wanted, seed, copies)
     if copies.were_made:
         model = _built(build_model, order, wanted, seed, None)
-    first: dict[int, str] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        first.setdefault(id(param), name)
-    others: dict[int, nn.Parameter] = {}
+    first, others = _first_names(model), dict[int, nn.Parameter]()
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is not None and not param.is_meta and first[id(param)] not in wanted:
@@ -160,9 +154,15 @@ def _built(
         for name, param in model.named_parameters():
             if name in wanted:
                 copies.look_at(param)
-    for module in model.modules():
-        _without_shared_memory(foreign, module)
     return model
+
+
+def _first_names(model: nn.Module) -> dict[int, str]:
+    """By identity of each parameter, the first of its names."""
+    first: dict[int, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        first.setdefault(id(param), name)
+    return first
 
 
 def _without_memory(param: nn.Parameter) -> nn.Parameter:

@@ -76,5 +76,5 @@ def _names_of_model(parts: Parts) -> set[str]:
 
 def _paths(store: Store | str | Sequence[str]) -> Iterator[str] | list[str]:
     if isinstance(store, Store):
-        return [place for place in (store.local, store.cloud) if place]
+        return [place for place in (store.disk, store.cloud) if place]
     return [store] if isinstance(store, str) else list(store)

@@ -71,6 +71,6 @@ def hand_over(
             received = {entry.key: entry.empty() for entry in entries}
             for entry in entries:
                 dist.recv(received[entry.key], source, group=group)
-            Place(store.local).write(save, len(members) + source, received)
+            Place(store.disk).write(save, len(members) + source, received)
     dist.barrier(group=group)
     return sent

@@ -83,7 +83,7 @@ def restore(
     Raises:
         ClusterError: there are saves and none is complete, while no cloud is given, or it or a part on a disk cannot be read.
     """
-    start, disk = time.perf_counter(), OwnDisk(store.local)
+    start, disk = time.perf_counter(), OwnDisk(store.disk)
     while True:
         offers = _offers(disk, needs, node, group)
         chosen, clouds, trouble = _chosen(store, offers, set(all_names), group)
@@ -293,7 +293,7 @@ def _look(store: Store, offers: _Offers, wanted: set[str]) -> tuple[Save | None,
     seen = ", ".join(f"step {save.step}" for save in saves[:5]) or "none"
     troubles = " ".join([cloud.trouble, *offers.troubles[:_MOST_TROUBLES]]).strip()
     return (
-        f"the store {store.local!r} has no save of which all parameters are somewhere; incomplete ones: {seen}. {troubles}"
+        f"the store {store.disk!r} has no save of which all parameters are somewhere; incomplete ones: {seen}. {troubles}"
         " Expected was a complete one. Give the job the cloud's URL or the nodes that have the rest, or an empty store to begin"
         " again"
     )

@@ -176,14 +176,14 @@ class Saver:
         self._owned, self._held = tuple(owned), held
         self._names, self._cleans = names_entry(all_names), cleans
         self._rank = dist.get_rank(group)
-        self._disk = _Writer(store.local, self._rank, daemon=False)
+        self._disk = _Writer(store.disk, self._rank, daemon=False)
         self._cloud = None if store.cloud is None else _Writer(store.cloud, self._rank, daemon=True)
         self._cloud_is_free = True
         self._committed: dict[bool, tuple[Save, ...]] = {False: (began,) if began else (), True: ()}
         self.saved = Saved()
         self.last = Save(step=0, generation=generation)
         if began is not None and cleans:
-            self._disk.then(lambda: _remove_old(store.local, (began,), store.keep, generation))
+            self._disk.then(lambda: _remove_old(store.disk, (began,), store.keep, generation))
 
     @property
     def error(self) -> str | None:

@@ -53,8 +53,7 @@ class Store:
     """Where a job saves, and how often.
 
     Attributes:
-        local: a folder on a disk of each node, or in its memory (``/dev/shm``), as text or a path. Nodes may have the same path for
-            different disks.
+        local: a folder on a disk of each node, or in its memory (``/dev/shm``). Nodes may have the same path for different disks.
         cloud: a URL of any file system that fsspec knows, such as ``s3://bucket/run``; None: only disks of nodes.
         every: steps from one save on the disks to the next.
         cloud_every: steps from one save in the cloud to the next, a multiple of ``every``.
@@ -68,7 +67,7 @@ class Store:
             not installed.
     """
 
-    local: str
+    local: str | os.PathLike[str]
     cloud: str | None = None
     every: int = 20
     cloud_every: int = 200
@@ -77,14 +76,12 @@ class Store:
     bandwidths: Bandwidths = ASSUMED
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "local", os.fspath(self.local))
         if min(self.every, self.cloud_every, self.keep) < 1 or self.cloud_every % self.every:
             raise ClusterError(
                 f"a store was given with every={self.every}, cloud_every={self.cloud_every}, keep={self.keep}. Expected were"
-                f" positive"
-                " numbers, and cloud_every a multiple of every. Correct them"
+                " positive numbers, and cloud_every a multiple of every. Correct them"
             )
-        for path in (self.local, self.cloud or ""):
+        for path in (self.disk, self.cloud or ""):
             protocol, _ = fsspec.core.split_protocol(path)
             try:
                 fsspec.get_filesystem_class(protocol or "file")
@@ -93,6 +90,11 @@ class Store:
                     f"the store {path!r} was given: {error}. Expected was a folder, or a URL that fsspec can open here. Install the"
                     " package of that file system, or correct the URL"
                 ) from error
+
+    @property
+    def disk(self) -> str:
+        """The folder ``local`` as text."""
+        return os.fspath(self.local)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -169,9 +171,7 @@ class Place:
             try:
                 found |= self.part(save, name)
             except PartError as error:
-                log.warning(
-                    "the part %s counts as absent, because its metadata is damaged: %s", error.path, error.cause
-                )
+                log.warning("the part %s counts as absent, as its metadata is damaged: %s", error.path, error.cause)
         return found
 
     def part_names(self, save: Save) -> list[str]:

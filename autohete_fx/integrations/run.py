@@ -5,13 +5,13 @@ them: ``sys.argv``, ``__main__``, ``sys.path``, tracebacks, exit status. When it
 says what was done to its optimizers and models, what was not, and why.
 """
 
+import atexit
 import builtins
 import contextlib
 import importlib.machinery
 import importlib.util
 import os
 import sys
-import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,30 +64,33 @@ def run(
         is_module: ``target`` is a module, as after ``python -m``.
         only_same_kernels: replace only optimizers that were made with ``fused=True``.
         left: classes of modules that are not compiled.
-        owns_process: the process ends afterwards. The program's threads end first, and its state of the process stays.
+        owns_process: the process ends afterwards. The program's state of it stays, and the report comes at its exit.
 
     Raises:
         OptionError: an option is bad, or there is no such program.
     """
     read = Options.from_user(options)  # the program may change its directory
     absolute = {**options, **{name: getattr(read, name) for name in _PATHS if name in options}}
-    earlier = tuple(compilations())
-    process = os.getpid()
     with _as_main(target, arguments, is_module=is_module, stays=owns_process) as program:
-        watched = Watched(absolute, only_same_kernels=only_same_kernels, left=left)
-        try:
-            with watched:
-                return _status(program, owns_process=owns_process)
-        finally:
-            # A process that the program forked may end here too, and ranks of a job decide alike.
-            if os.getpid() == process and os.environ.get("RANK", "0") == "0":
-                with contextlib.suppress(Exception):  # the program may have closed it
-                    sys.stdout.flush()
-                print(report(watched.trained, options, _since(earlier)), file=sys.stderr, flush=True)
+        watched, ending = Watched(absolute, only_same_kernels=only_same_kernels, left=left), contextlib.ExitStack()
+        ending.callback(_tell, watched, options, tuple(compilations()), os.getpid())
+        ending.enter_context(watched)
+        if owns_process:  # then threads may train until the interpreter has waited for them
+            atexit.register(ending.close)
+            return _status(program)
+        with ending:
+            return _status(program)
 
 
-def _status(program: Program, *, owns_process: bool) -> int:
-    """Run it. In a process that ends with it, threads that it has started are waited for, as an interpreter does."""
+def _tell(watched: Watched, options: Mapping[str, object], earlier: Sequence[Compilation], process: int) -> None:
+    """Print the report. A process that the program forked may end so too, and ranks of a job decide alike."""
+    if os.getpid() == process and os.environ.get("RANK", "0") == "0":
+        with contextlib.suppress(Exception):  # the program may have closed it
+            sys.stdout.flush()
+        print(report(watched.trained, options, _since(earlier)), file=sys.stderr, flush=True)
+
+
+def _status(program: Program) -> int:
     try:
         exec(program.code, vars(program.main))
         return 0
@@ -97,9 +100,6 @@ def _status(program: Program, *, owns_process: bool) -> int:
         error.__traceback__ = _from(program.code, error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
-    finally:
-        if owns_process:
-            threading._shutdown()  # type: ignore[attr-defined]  # ends pools, joins threads, and may be called again
 
 
 def report(trained: Sequence[Trained], options: Mapping[str, object], compiled: Sequence[Compilation]) -> str:

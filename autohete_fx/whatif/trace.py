@@ -118,8 +118,7 @@ def _are_alike(blueprint: Blueprint, few: int, num_layers: int) -> bool:
         return sum(param.numel() for param in blueprint.build(FakeTensorMode(), layers).module.parameters())
 
     of_few, of_more = count(few), count(few + blueprint.period)
-    periods, rest = divmod(num_layers - few, blueprint.period)
-    return rest > 0 or count(None) == of_few + periods * (of_more - of_few)
+    return count(None) == of_few + (num_layers - few) // blueprint.period * (of_more - of_few)
 
 
 def _trace(

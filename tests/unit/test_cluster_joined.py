@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,10 +41,11 @@ def test_a_log_without_room_ends_and_stops_nothing(tmp_path: Path, capsys: pytes
 
 
 def test_a_store_takes_a_path(tmp_path: Path):
-    assert Store(local=tmp_path).local == str(tmp_path)  # type: ignore[arg-type]
+    assert Store(local=tmp_path).disk == Store(local=str(tmp_path)).disk == str(tmp_path)
 
 
 def test_a_plan_that_is_the_name_of_a_file_is_told_apart():
+    plan: Any = "plan.json"
     with pytest.raises(ClusterError, match=r"plan='plan.json' was given.*ClusterPlan.load"):
         cluster.join(
             lambda: nn.Linear(2, 2),
@@ -51,6 +53,6 @@ def test_a_plan_that_is_the_name_of_a_file_is_told_apart():
             example=torch.zeros(2, 2),
             global_batch=2,
             optimizer=torch.optim.SGD,
-            plan="plan.json",  # type: ignore[arg-type]
+            plan=plan,
             device=torch.device("cpu"),
         )

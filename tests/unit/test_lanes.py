@@ -12,9 +12,7 @@ import torch
 
 from autohete_fx.ir import Lane
 from autohete_fx.runtime.lanes.copies import copy_on_this_thread, has_spare_core
-from autohete_fx.runtime.lanes.lanes import COPY_LANES, Lanes, lanes_of
-from autohete_fx.runtime.lanes.team import update_team
-from autohete_fx.runtime.lanes.thread import ThreadTicket
+from autohete_fx.runtime.lanes.lanes import COPY_LANES, Lanes
 from autohete_fx.runtime.lanes.ticket import Ticket
 from autohete_fx.runtime.pending.updates import Updates
 
@@ -381,26 +379,3 @@ def test_copies_run_in_the_background_where_cores_are_spare(monkeypatch: pytest.
     assert has_spare_core()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert not has_spare_core()
-
-
-def test_threads_of_an_accelerators_lanes_work_with_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new thread's device is the first of all, where others may train."""
-    selected: list[tuple[str, object]] = []
-
-    def select(device: torch.device) -> None:
-        selected.append((threading.current_thread().name, device))
-
-    monkeypatch.setattr(torch.accelerator, "set_device_index", select)
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    lanes = Lanes("cuda")
-    assert lanes.device == torch.device("cuda", 1)
-    for lane in (lanes._updates, lanes._issuing):
-        ticket = ThreadTicket(Lane.UPDATE, "work", 0, 0, lambda: None)
-        lane.submit(ticket, ())
-        ticket.synchronize()
-    with update_team(torch.device("cuda")) as team:
-        team.submit(lambda: None).result()
-    assert [device for _, device in selected] == [torch.device("cuda", 1)] * 3
-    assert threading.current_thread().name not in dict(selected)
-    assert lanes_of(torch.device("cuda")) is lanes_of(torch.device("cuda", 1))

@@ -8,7 +8,10 @@ from unittest import mock
 import pytest
 import torch
 
+from autohete_fx.ir import Lane
 from autohete_fx.runtime.lanes import team
+from autohete_fx.runtime.lanes.lanes import Lanes, lanes_of
+from autohete_fx.runtime.lanes.thread import ThreadTicket
 from autohete_fx.runtime.shard import ranks
 from autohete_fx.runtime.shard.imagined import imagined_mesh
 
@@ -147,3 +150,26 @@ def test_a_thread_lets_go_of_those_it_computes_with_and_computes_again():
     thread.join()
     torch.set_num_threads(before)
     assert gone == [True] and found == [1 << 20] * 2
+
+
+def test_threads_of_an_accelerators_lanes_work_with_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread's device is the first of all, where others may train."""
+    selected: list[tuple[str, object]] = []
+
+    def select(device: torch.device) -> None:
+        selected.append((threading.current_thread().name, device))
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", select)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    lanes = Lanes("cuda")
+    assert lanes.device == torch.device("cuda", 1)
+    for lane in (lanes._updates, lanes._issuing):
+        ticket = ThreadTicket(Lane.UPDATE, "work", 0, 0, lambda: None)
+        lane.submit(ticket, ())
+        ticket.synchronize()
+    with team.update_team(torch.device("cuda")) as thread:
+        thread.submit(lambda: None).result()
+    assert [device for _, device in selected] == [torch.device("cuda", 1)] * 3
+    assert threading.current_thread().name not in dict(selected)
+    assert lanes_of(torch.device("cuda")) is lanes_of(torch.device("cuda", 1))

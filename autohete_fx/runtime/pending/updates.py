@@ -159,8 +159,10 @@ class Updates:
         Args:
             on_cpu: return when they are done on the device too. Else the current stream waits there.
         """
+        if not self._pending:
+            return
         failure: OptimizerStateError | None = None
-        for pending in self._all() if self._pending else ():
+        for pending in self._all():
             if pending.owner not in but:
                 try:
                     pending.wait(self.lanes, on_cpu=on_cpu)
@@ -176,8 +178,7 @@ class Updates:
             self.wait_all(on_cpu=on_cpu)
 
     def forget_failures(self) -> None:
-        """Wait for everything, and let parameters whose update failed be used again: they are loaded."""
-        self.settle()
+        """Let parameters whose update failed be used again, as they are loaded. All updates are over, as `settle` leaves them."""
         self._keep(lambda pending: pending.ticket.error is None)
         self.early.forget()
 
