@@ -44,6 +44,7 @@ from autohete_fx.compiler.problem import (
     state_bytes,
 )
 from autohete_fx.compiler.shares import Origin, Unsettled
+from autohete_fx.graph.sizes import unbounded
 from autohete_fx.internals import dynamo, versions
 from autohete_fx.ir import BlockGraph, Problem, Profile
 from autohete_fx.machine.budgets import device_budget_bytes, host_budget_bytes, machine_of, tuning_bytes
@@ -106,6 +107,10 @@ class CapturedGraph:
         self.agreement = agreement
         self.origin = origin_of(inputs)
         self.budget_bytes = device_budget_bytes(self.device, options)
+        self.note_on_sizes = _note_on_sizes(unbounded(gm.graph))
+        if self.budget_bytes is not None:
+            for note in self.note_on_sizes:
+                log.warning("memory_budget may not be kept: %s", note)
         if self.budget_bytes is not None and not agreement.is_shared:
             self._limit_sizes()
         self.digest = graph_digest(gm, inputs, options)
@@ -304,7 +309,7 @@ class CapturedGraph:
         ends = (f"the graph ends before its function, at {self.graph_break}",) if self.graph_break else ()
         least = (_NOTE_ON_LEAST,) if self.is_unsettled else ()
         replicas = notes_on_replicas(params)
-        return (*notes_on_optimizer(params), *shards, *reduction, *replicas, *least, *ends)
+        return (*notes_on_optimizer(params), *shards, *reduction, *replicas, *least, *ends, *self.note_on_sizes)
 
     def small_bytes(self, training: bool) -> int:
         """Parameters that stay on the device whatever is decided, with their optimizer states and accumulated gradients."""
@@ -336,6 +341,17 @@ _NOTE_ON_LEAST = (
     "this plan takes least, because other graphs of the call may follow: before the second call all of them are planned"
     " together"
 )
+
+
+def _note_on_sizes(names: Sequence[str]) -> tuple[str, ...]:
+    """A remark on nodes whose size nobody knows, where there are any."""
+    if not names:
+        return ()
+    others = f", as of {len(names) - 1} others," if len(names) > 1 else ""
+    return (
+        f"the size of {names[0]!r}{others} depends on values, and nothing says how large it can be. It counts as 1; tell a bound in"
+        " the model with torch._check(size <= LARGEST)",
+    )
 
 
 def _keep_elsewhere(params: Mapping[str, torch.nn.Parameter], device: torch.device) -> None:

@@ -118,7 +118,7 @@ class Compilation:
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """Peak device memory of this process since it was last reset, in bytes.
+        """Peak device memory of this process since it was last reset, in bytes; where a report is written, of the steps that ended.
 
         It is None where nobody counts it, as on a CPU device in a process that never opened an `autohete_fx.MemoryMeter`.
         """

@@ -61,8 +61,8 @@ _Compiled = TypeVar("_Compiled")
 
 _MAX_COMPILATIONS = 4
 _UNJUDGED = (
-    "the compiled code could not be run without memory, as where sizes are symbolic or wrappers are C++: the predicted peak is"
-    " that of the trace alone; compile with dynamic=False, or leave some of the budget free"
+    "the compiled code could not be run without memory, as where sizes are symbolic, numbers come out of tensors or wrappers are"
+    " C++: the predicted peak is that of the trace alone; compile with dynamic=False, or leave some of the budget free"
 )
 
 
@@ -81,7 +81,7 @@ class GraphCompiler:
         self._planned: Rewritten | None = None
         self._seconds: dict[str, float] = {}
         self._compiled: dict[Stage, CompiledCode] = {}
-        self._final_context: PassContext | None = None
+        self._final: tuple[PassContext, fx.GraphModule] | None = None
         self._stages = Stages()
         self.same_call: SameCall | None = None
 
@@ -214,7 +214,7 @@ class GraphCompiler:
         # Inductor keeps its configuration with the compiled code, and that refers to this object: the batch that the
         # graph was compiled with must not live as long.
         self._compiled.clear()
-        self._planned = self._final_context = None
+        self._planned = self._final = None
         del self.captured, self._stored  # the groups of ranks that agreed are not to live as long, either
         return result
 
@@ -364,7 +364,7 @@ class GraphCompiler:
         else:
             assert self._planned is not None, "a graph with gradients came past the partitioner"
             context = self._planned.contexts[1 if keywords.get("is_backward") else 0]
-        self._final_context = context
+        self._final = context, gm
         self._stages.begin("compiling")
         try:
             compiled = compile_fx_inner(gm, example_inputs, **keywords)
@@ -373,7 +373,7 @@ class GraphCompiler:
                 raise error.inner_exception from error.inner_exception.__cause__
             raise
         finally:
-            self._final_context = None
+            self._final = None
         self._compiled[context.stage] = CompiledCode(graph=compiled, inputs=tuple(example_inputs))
         return compiled
 
@@ -381,10 +381,12 @@ class GraphCompiler:
         """The user's last passes, then ours, on Inductor's final graph."""
         gm = graph.owning_module
         assert gm is not None
-        if self._final_context is None:
-            return  # a subgraph compiled on its own, such as a pattern's
+        if self._final is None:
+            return  # a pattern's, compiled on its own
+        context, whole = self._final
+        if gm in list(whole.modules())[1:]:
+            return  # a branch of `torch.cond`
         options = self.captured.options
-        context = self._final_context
         self._run_final(gm, context)
         given = ("blocks", "sorted")
         passes.run(PIPELINE, gm, context, stage=Stage.FINAL, given=given, verify_graph=options.verify)

@@ -49,6 +49,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from autohete_fx.graph.sizes import hint
+
 _NAMESPACE = "autohete"
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
 
@@ -97,9 +99,10 @@ def wait_of(issuing: fx.Node) -> fx.Node:
 
 
 def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether a layout fills its span without gaps or overlaps, in any order of dimensions."""
+    """Whether a layout fills its span without gaps or overlaps, in any order of dimensions. Symbolic sizes count as their hints."""
     expected = 1
-    for step, n in sorted((step, n) for n, step in zip(size, stride, strict=True) if n != 1):
+    sizes, steps = ([hint(number) for number in numbers] for numbers in (size, stride))
+    for step, n in sorted((step, n) for n, step in zip(sizes, steps, strict=True) if n != 1):
         if step != expected:
             return False
         expected *= n

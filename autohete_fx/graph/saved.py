@@ -11,7 +11,7 @@ from torch import fx
 
 from autohete_fx.graph.collectives import WAITS, gather, wait_functional
 from autohete_fx.graph.ops import SMALLEST_COPY_BYTES, is_dense
-from autohete_fx.graph.sizes import hint, num_bytes
+from autohete_fx.graph.sizes import num_bytes
 from autohete_fx.internals.operators import OpOverload
 
 
@@ -104,7 +104,7 @@ def _can_leave(root: fx.Node, views: list[fx.Node], smallest_bytes: int) -> bool
     value = root.meta.get("val")
     if not isinstance(value, torch.Tensor) or not all(isinstance(view.meta.get("val"), torch.Tensor) for view in views):
         return False
-    if not is_dense([hint(size) for size in value.shape], [hint(step) for step in value.stride()]):
+    if not is_dense(value.shape, value.stride()):
         return False
     copied = [num_bytes(view.meta["val"]) for view in views]
     return min(copied) >= smallest_bytes and sum(copied) <= num_bytes(value)

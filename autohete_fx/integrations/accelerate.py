@@ -47,8 +47,8 @@ def enable(options: Mapping[str, object] | None = None) -> None:
         IntegrationError: accelerate is missing, or its backends are not what is expected.
     """
     global _enabled
+    Options.from_user(options)
     given = dict(options or {})
-    Options.from_user(given)
     if _enabled is not None:
         _enabled.options.clear()
         _enabled.options.update(given)

@@ -38,12 +38,12 @@ class AutoHeteCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._earlier: tuple[Compilation, ...] = ()
+        self._earlier: tuple[tuple[Compilation, int], ...] = ()
         self._told: Compilation | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Compilations from now on are those of this training."""
-        self._earlier = tuple(compilations())
+        """What runs from now on is this training's, whenever it was compiled."""
+        self._earlier = tuple((compilation, _num_passes(compilation)) for compilation in compilations())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the figures to a row that has a loss, in place."""
@@ -59,9 +59,14 @@ class AutoHeteCallback(TrainerCallback):
             state.log_history[-1].update(figures)
 
     def _latest(self) -> Compilation | None:
-        """The training graph that was compiled last."""
-        earlier = set(map(id, self._earlier))
-        return next((c for c in reversed(compilations()) if c.training and id(c) not in earlier), None)
+        """The training graph that was compiled last, of those that were compiled or have run in this training."""
+        earlier = {id(compilation): passes for compilation, passes in self._earlier}
+        trained = (c for c in reversed(compilations()) if c.training)
+        return next((c for c in trained if id(c) not in earlier or _num_passes(c) > earlier[id(c)]), None)
+
+
+def _num_passes(compilation: Compilation) -> int:
+    return 0 if compilation.clock is None else compilation.clock.num_passes
 
 
 def report_to_loggers(trainer: Any) -> AutoHeteCallback:

@@ -8,7 +8,13 @@ from torch._C import DisableTorchFunction, _get_function_stack_at, _len_torch_di
 from torch._dispatch.python import no_python_dispatcher
 from torch._guards import compile_context, detect_fake_mode, tracing
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.overrides import TorchFunctionMode
 from torch.overrides import _pop_mode as pop_function_mode
 from torch.overrides import _push_mode as push_function_mode
@@ -18,8 +24,10 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 
 __all__ = [
     "CopiedFakeTensorMode",
+    "DataDependentOutputException",
     "DeviceContext",
     "DisableTorchFunction",
+    "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
     "StayOnMeta",

@@ -96,6 +96,8 @@ def _decisions(one: Plan, two: Plan) -> list[str]:
         lines.append(
             f"updates on the host overlap: {one.schedule.overlap.value} in A, {two.schedule.overlap.value} in B"
         )
+    if not labels:
+        return [*lines, "no block is in both: these are plans of different models, or of different layers of one"]
     if not changed:
         return [*lines, f"all {len(labels)} blocks that both have are decided alike"]
     lines.append(f"{len(changed)} of {len(labels)} blocks that both have are decided otherwise")

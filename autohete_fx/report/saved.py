@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from autohete_fx.errors import ReportError
 from autohete_fx.ir import Plan, StepRecord
@@ -139,15 +138,30 @@ def cannot_write(directory: Path, error: OSError) -> ReportError:
 
 
 def _steps(path: Path) -> list[StepRecord]:
+    """Those of the lines of a file; its last line may have been cut off."""
+    found: list[StepRecord] = []
+    place = str(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        raw: list[Any] = [json.loads(line) for line in lines if line.strip()]
-        return [StepRecord(number=each["step"], step_s=each["step_s"], peak_bytes=each["peak_bytes"]) for each in raw]
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        for number, line in enumerate(lines, 1):
+            place = f"line {number} of {str(path)!r}"
+            if line.strip() and (line.endswith("\n") or _is_json(line)):
+                each = json.loads(line)
+                found.append(StepRecord(number=each["step"], step_s=each["step_s"], peak_bytes=each["peak_bytes"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ReportError(
-            f"{str(path)!r} cannot be read: {error}. Expected was a line of JSON for each step, as a run writes them. Remove the"
+            f"{place} cannot be read: {error}. Expected was a line of JSON for each step, as a run writes them. Remove the"
             " lines that are damaged"
         ) from error
+    return found
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _merged(known: Iterable[StepRecord], later: Iterable[StepRecord]) -> tuple[StepRecord, ...]:

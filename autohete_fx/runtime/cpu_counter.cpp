@@ -19,6 +19,8 @@ namespace {
 
 constexpr size_t kPage = 4096;
 constexpr size_t kLeastKept = 128 * 1024;
+// Readable after each block, and never resident: Inductor's kernels may load a whole vector at a tensor's end (PyTorch 2.13).
+constexpr size_t kReadable = kPage;
 
 // Large blocks, each a mapping of its own. What tensors free stays resident for the next block of the same size, but never more
 // than tensors have needed at once: then the pages that have been free for longest go back to the system.
@@ -43,7 +45,7 @@ class Pool {
     live_ += size;
     peak_ = std::max(peak_, live_);
     if (live_ + resident_free_ > peak_ && missing > 0) give_back(live_ + resident_free_ - peak_);
-    if (data == MAP_FAILED) data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data == MAP_FAILED) data = mmap(nullptr, size + kReadable, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) {
       live_ -= size;
       give_back(resident_free_);
@@ -56,7 +58,7 @@ class Pool {
     size_t size = rounded(num_bytes);
     live_ -= size;
     if (!on) {
-      munmap(data, size);
+      munmap(data, size + kReadable);
       return;
     }
     free_[++age_] = {data, size, size};
@@ -92,7 +94,7 @@ class Pool {
         madvise(static_cast<char*>(block.data) + block.resident, gone, MADV_DONTNEED);
         continue;
       }
-      munmap(block.data, block.size);
+      munmap(block.data, block.size + kReadable);
       auto& ages = by_size_[block.size];
       ages.pop_front();
       if (ages.empty()) by_size_.erase(block.size);

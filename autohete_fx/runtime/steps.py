@@ -104,7 +104,13 @@ class StepClock:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The device's peak since it was last reset, everything in the process counted; None where nobody counts it. A recorder,
-        which starts the peak over in every step, remembers the most."""
-        peak = metered_peak_bytes(self._device)
-        return peak if peak is None or self.recorder is None else max(peak, self.recorder.peak_bytes)
+        """The device's peak since it was last reset, everything in the process counted; None where nobody counts it. With a
+        recorder, the most of the steps that ended: what follows the last one, or another model, is not theirs."""
+        if self.recorder is not None and self.recorder.steps:
+            return self.recorder.peak_bytes
+        return metered_peak_bytes(self._device)
+
+    @property
+    def num_passes(self) -> int:
+        """How many forward passes have begun."""
+        return self._passes

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autohete_fx.errors import OptionError
+from autohete_fx.errors import OptionError, unknown_word
 from autohete_fx.internals.modes import FakeTensorMode, StayOnMeta
 from autohete_fx.internals.modules import not_compiled
 from autohete_fx.internals.tensors import is_made_of_tensors
@@ -228,19 +228,30 @@ def _from_factory(text: str, path: str, factory: str, batch: int, seq: int, dtyp
 
 def _made_by(text: str, path: str, factory: str) -> tuple[ModuleType, object]:
     """The file as a module, and what its factory returns."""
+    if not Path(path).is_file():
+        raise OptionError(f"{path!r} is no file; expected one of Python, as in file.py:factory")
     spec = importlib.util.spec_from_file_location(f"autohete_fx_factory_{Path(path).stem}", path)
     assert spec is not None and spec.loader is not None, "the path ends with .py"
     source = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # Dynamo looks globals up by module
     try:
         with torch.device("meta"), StayOnMeta():
             spec.loader.exec_module(source)
-            return source, getattr(source, factory)()
+            make = getattr(source, factory, None)
+            made = None if make is None else make()
     except Exception as error:
         raise OptionError(
             f"{text} could not be built: {type(error).__name__}: {_first_line(error)}. Expected was a function that can be"
             ' called without arguments under torch.device("meta"), where tensors have no data. Correct it, or give tensors'
             ' whose values it needs device="cpu"'
         ) from error
+    if make is None:
+        raise OptionError(f"{path}: {unknown_word('function', factory, _functions_of(source))}")
+    return source, made
+
+
+def _functions_of(source: ModuleType) -> list[str]:
+    """Names of the functions and classes that a file makes."""
+    return [name for name, value in vars(source).items() if getattr(value, "__module__", None) == source.__name__]
 
 
 def _faked(text: str, module: nn.Module, source: ModuleType, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -196,7 +196,7 @@ def test_what_is_no_model_is_refused_with_what_to_do(tmp_path: Path):
         (write(tmp_path, "pair.json", '{"model_type": "clip"}'), "num_hidden_layers None; expected the config"),
         (write(tmp_path, "seq2seq.json", '{"model_type": "t5"}'), "cannot be built as a causal language model"),
         (file, "names no function; expected file.py:factory"),
-        (f"{file}:absent", "could not be built: AttributeError.*absent"),
+        (f"{file}:two_scalar", "unknown function 'two_scalar'; did you mean 'two_scalars'"),
         (f"{file}:broken", "could not be built.*tensors have no data"),
         (f"{file}:unknown_shapes", "cannot be had without data.*known shapes"),
         (f"{file}:two_scalars", "returns tuple; expected a scalar loss, alone, as a tuple's only scalar"),
@@ -205,7 +205,7 @@ def test_what_is_no_model_is_refused_with_what_to_do(tmp_path: Path):
         (f"{file}:wrong_inputs", r"cannot be called with a tensor of shape \(2, 8\).*return \(module, inputs\)"),
         (f"{file}:with_another_name", "unexpected keyword argument 'y'; inputs are a tuple, or a dictionary of named"),
         (f"{file}:no_loss", r"returns a tensor of shape \(3, 4\); expected a scalar loss"),
-        (f"{tmp_path}/absent.py:make", "could not be built: FileNotFoundError"),
+        (f"{tmp_path}/absent.py:make", "is no file; expected one of Python"),
     ):
         with pytest.raises(OptionError, match=reason):
             build(read(text))

@@ -6,14 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import autohete_fx
-from autohete_fx.compiler.compilation import Compilation, record
+from autohete_fx.compiler.compilation import Compilation, compilations, record
 from autohete_fx.integrations import accelerate as names
 from autohete_fx.integrations.transformers import AutoHeteCallback, report_to_loggers
 from autohete_fx.ir import BlockDecision, Params, Plan
+from autohete_fx.runtime.steps import StepClock
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the trainers' own
 
@@ -53,6 +55,8 @@ def test_options_reach_the_compiler_and_ones_own_stay():
     assert handed_over()["options"] == {"memory_budget": "1GiB"}
     with pytest.raises(autohete_fx.OptionError, match="memory_budget"):
         names.enable(options={"memory_bugdet": "1GiB"})
+    with pytest.raises(autohete_fx.OptionError, match="expected a mapping"):
+        names.enable(options=3)  # type: ignore[arg-type]
     assert handed_over()["options"] == {"memory_budget": "1GiB"}
 
 
@@ -83,7 +87,8 @@ def compilation(step_s: float) -> Compilation:
     plan = Plan(
         labels=("a", "b"), decisions=(BlockDecision(), BlockDecision(params=Params.HOST)), step_s=step_s, peak_bytes=7
     )
-    return Compilation(plan=plan, training=True, device_budget_bytes=9, owners={})
+    clock = StepClock(torch.device("cpu"), micro_batches=1)
+    return Compilation(plan=plan, training=True, device_budget_bytes=9, owners={}, clock=clock)
 
 
 def test_the_figures_of_the_latest_plan_are_in_each_row_with_a_loss(caplog: pytest.LogCaptureFixture):
@@ -125,6 +130,14 @@ def test_the_figures_of_the_latest_plan_are_in_each_row_with_a_loss(caplog: pyte
         "autohete/blocks_optimizer_device": 2,
     }
     assert caplog.text.count("autohete training graph") == 1
+    callbacks[0].on_train_begin(None, state, TrainerControl())  # a second training, by the same code
+    log({"loss": 0.9})
+    assert rows[-1] == {"loss": 0.9}, "it has not run yet"
+    clock = compilations()[-1].clock
+    assert clock is not None
+    clock.begin_pass()
+    log({"loss": 0.8})
+    assert rows[-1]["autohete/predicted_step_s"] == 2.0
 
 
 def test_a_trainer_without_a_list_of_callbacks_is_refused():

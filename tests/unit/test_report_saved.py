@@ -78,7 +78,7 @@ def test_a_notebook_gets_a_frame_that_is_apart_from_its_own_style():
             lambda run: (run / METRICS).write_text('{"step": 1}\n'),
             "metrics.jsonl' cannot be read: 'step_s'. Expected was",
         ),
-        (lambda run: (run / METRICS).write_text("half a li"), "Remove the lines that are damaged"),
+        (lambda run: (run / METRICS).write_text("\nhalf a li\n"), "line 2 of .*Remove the lines that are damaged"),
     ],
 )
 def test_what_cannot_be_read_is_said_with_its_path(
@@ -90,6 +90,13 @@ def test_what_cannot_be_read_is_said_with_its_path(
     assert str(run) in str(caught.value)
     assert cli.main(["report", str(run)]) == 2
     assert capsys.readouterr().err.startswith("autohete: ")
+
+
+def test_a_last_line_that_was_cut_off_costs_its_step_alone(run: Path):
+    lines = (run / METRICS).read_text()
+    (run / METRICS).write_text(lines + '{"step": 90, "step_s": 1.0, "peak_bytes": null}\n{"step": 91, "step_')
+    assert Report.load(run).data.steps[-1].number == 90
+    (run / METRICS).write_text(lines)
 
 
 def test_a_directory_that_refuses_is_told(tmp_path: Path):
@@ -157,6 +164,8 @@ def test_blocks_of_one_side_and_equal_plans_are_told():
     fewer = dataclasses.replace(plan, labels=plan.labels[:5], decisions=plan.decisions[:5])
     said = comparison(side("a", plan), side("b", fewer))
     assert "layers.5: A only" in said and "all 5 blocks that both have are decided alike" in said
+    other = dataclasses.replace(fewer, labels=("graph",), decisions=fewer.decisions[:1])
+    assert "no block is in both: these are plans of different models" in comparison(side("a", plan), side("b", other))
 
 
 def test_the_directory_of_a_plan_alone_will_do(tmp_path: Path):

@@ -6,8 +6,12 @@ is a Python function that allocates buffers, calls kernels and deletes buffers. 
 out and its allocations fake, so that every buffer lives exactly as long as it will. Operators that the wrapper calls
 run as fakes too, and what `scratch` says that they take is added. It cannot see memory that kernels take past PyTorch's
 allocator.
+
+Tensors without memory have no values. A mask selects all there is, and branches of ``torch.cond`` are run one after the other.
+They give tensors of the same sizes, so that what other ones do meanwhile does not matter.
 """
 
+import logging
 import re
 import types
 import weakref
@@ -19,13 +23,24 @@ import torch
 
 from autohete_fx.graph import ops
 from autohete_fx.graph.collectives import ISSUING_COLLECTIVES, WAITS, issue_gather_once, result_of
+from autohete_fx.graph.sizes import hint
 from autohete_fx.internals import versions
-from autohete_fx.internals.modes import FakeTensor, FakeTensorMode, TorchDispatchMode, disable_current_modes
+from autohete_fx.internals.modes import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    disable_current_modes,
+)
 from autohete_fx.internals.operators import tree_iter
 from autohete_fx.profiler.memory.node_kinds import aligned_bytes
 from autohete_fx.profiler.memory.scratch import collective_scratch_bytes, scratch_bytes
 
+log = logging.getLogger(__name__)
+
 _CALLED_KERNEL = re.compile(r"(cpp|pallas|cutedsl)_\w+")
+_ATEN = torch.ops.aten
 _LEFT_OUT = frozenset({"assert_size_stride", "assert_alignment"})
 
 
@@ -51,17 +66,45 @@ def dry_run(forward: CompiledCode, backward: CompiledCode | None, num_outputs: i
             ``backward``.
         device_type: whose memory is meant.
 
-    Returns None where the code is no Python wrapper (``cpp_wrapper``), or the sizes of its inputs are symbolic.
+    Returns None where the code is no Python wrapper (``cpp_wrapper``), the sizes of its inputs are symbolic, or others depend on
+    values in a way that has no bound here.
     """
     call, calls_back = _python_call(forward.graph), None if backward is None else _python_call(backward.graph)
     if call is None or (calls_back is None) != (backward is None) or not all(map(_is_sized, forward.inputs)):
         return None
-    with disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True), _Allocations(device_type) as memory:
+    try:
+        peak, has_branches = _peak_of(call, calls_back, forward, backward, num_outputs, device_type, branch=True)
+        if has_branches:
+            other, _ = _peak_of(call, calls_back, forward, backward, num_outputs, device_type, branch=False)
+            peak = max(peak, other)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        log.debug("the compiled code cannot be run without memory: %s", error)
+        return None
+    return peak
+
+
+def _peak_of(
+    call: types.FunctionType,
+    calls_back: types.FunctionType | None,
+    forward: CompiledCode,
+    backward: CompiledCode | None,
+    num_outputs: int,
+    device_type: str,
+    *,
+    branch: bool,
+) -> tuple[int, bool]:
+    """The peak where every condition is ``branch``, and whether there was any."""
+    with (
+        disable_current_modes(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _Allocations(device_type, branch) as memory,
+    ):
         outputs = list(_run(call, [memory.fake(value, counted=False) for value in forward.inputs]))
         if backward is None or calls_back is None:
-            return memory.peak_bytes
+            return memory.peak_bytes, memory.has_branches
         # What autograd holds between the passes: the caller's outputs stay, the saved tensors go one by one.
         saved, kept = outputs[num_outputs:], outputs[:num_outputs]
+        saved.sort(key=lambda value: not isinstance(value, int))  # sizes come first in backward
         del outputs
         # No fake: tracing has made one like it of each, which the compiled code's metadata keeps.
         traced_bytes = sum(value.nbytes for value in saved if _is_generator_state(value) and device_type == "cpu")
@@ -73,7 +116,7 @@ def dry_run(forward: CompiledCode, backward: CompiledCode | None, num_outputs: i
         del saved, tangents
         gradients = _run(calls_back, arguments)
         del kept, gradients, begins
-        return memory.peak_bytes + traced_bytes
+        return memory.peak_bytes + traced_bytes, memory.has_branches
 
 
 def _is_generator_state(value: Any) -> bool:
@@ -96,14 +139,17 @@ def _python_call(graph: Any) -> types.FunctionType | None:
 
 
 def _run(call: types.FunctionType, arguments: list[Any]) -> Sequence[Any]:
-    names: dict[str, Any] = dict(call.__globals__)
-    for name in names:
+    own = call.__globals__
+    names: dict[str, Any] = dict(own)
+    for name, value in own.items():
         if name.startswith("empty_strided"):
             names[name] = _allocator(name.removeprefix("empty_strided_").removesuffix("_pinned"))
         elif name == "reinterpret_tensor":
             names[name] = _reinterpret
-        elif name in _LEFT_OUT or _is_kernel(name, names[name]):
+        elif name in _LEFT_OUT or _is_kernel(name, value):
             names[name] = _NoKernel()
+        elif isinstance(value, types.FunctionType) and value.__globals__ is own:  # of a branch
+            names[name] = types.FunctionType(value.__code__, names, name, value.__defaults__)
     runner = types.SimpleNamespace(partitions=[])
     return types.FunctionType(call.__code__, names, call.__name__, call.__defaults__)(runner, arguments)
 
@@ -126,6 +172,20 @@ def _reinterpret(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int
     return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
 
 
+def _all_of(mask: torch.Tensor) -> torch.Tensor:
+    """What ``nonzero`` gives of a mask that selects all."""
+    return mask.new_empty_strided((mask.numel(), mask.dim()), (1, mask.numel()), dtype=torch.int64)
+
+
+def _selecting_all(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Indices, with the positions of all elements in the place of masks."""
+    found: list[torch.Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+        found += _all_of(index).unbind(1) if is_mask and index is not None else [index]
+    return found
+
+
 class _NoKernel:
     """A generated kernel that does nothing: called as C++ ones are, or with ``run`` as Triton's are."""
 
@@ -140,9 +200,10 @@ class _Allocations(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, branch: bool) -> None:
         super().__init__()
         self.device_type = device_type
+        self.branch, self.has_branches = branch, False
         self.live_bytes = self.peak_bytes = 0
         self.known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.arriving: dict[int, torch.Tensor] = {}
@@ -158,7 +219,8 @@ class _Allocations(TorchDispatchMode):
     def _make(self, like: torch.Tensor, strides: Sequence[int], counted: bool) -> torch.Tensor:
         self.counting = counted
         try:
-            made = torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
+            sizes, steps = [hint(size) for size in like.shape], [hint(step) for step in strides]
+            made = torch.empty_strided(sizes, steps, dtype=like.dtype, device=like.device)
             self._see(made)
         finally:
             self.counting = True
@@ -175,7 +237,12 @@ class _Allocations(TorchDispatchMode):
             return args[0]
         if func is ops.wait:
             return self.arriving.pop(args[0].untyped_storage()._cdata)
-        result = func(*args, **(kwargs or {}))
+        if func is _ATEN._local_scalar_dense.default and args[0].dtype is torch.bool:
+            self.has_branches = True
+            return self.branch
+        if func is _ATEN.index.Tensor:
+            args = (args[0], _selecting_all(args[1]))
+        result = _all_of(args[0]) if func is _ATEN.nonzero.default else func(*args, **(kwargs or {}))
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor):
                 self._see(value)

@@ -33,9 +33,28 @@ _PRODUCTS = {"aten.mm": 0, "aten.bmm": 0, "aten.addmm": 1, "aten.baddbmm": 1}
 
 
 def workspace_bytes(node: fx.Node) -> int:
-    """Scratch that the kernel of a node takes while it runs."""
+    """Scratch that the kernel of a node takes while it runs; of a condition, what the branch that takes more does."""
+    if node.target is torch.ops.higher_order.cond:
+        module = node.graph.owning_module
+        branches = [getattr(module, str(arg.target)) for arg in node.args[1:3] if isinstance(arg, fx.Node)]
+        return max(_branch_bytes(branch) for branch in branches)
     args, kwargs = map_arg((node.args, node.kwargs), lambda arg: arg.meta.get("val"))
     return scratch_bytes(node.target, args, kwargs)
+
+
+def _branch_bytes(branch: fx.GraphModule) -> int:
+    """The most that a branch takes beside its operands and results, run node by node."""
+    results = set(branch.graph.output_node().all_input_nodes)
+    live, most = dict[fx.Node, int](), 0
+    for node in branch.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and node not in results and isinstance(value, torch.Tensor):
+            live[node] = num_bytes(value)
+        most = max(most, sum(live.values()))
+        for source in node.all_input_nodes:
+            if next(reversed(source.users)) is node:
+                live.pop(source, None)
+    return most
 
 
 def scratch_bytes(target: object, args: Any, kwargs: Any) -> int:
