@@ -43,6 +43,7 @@ class Model:
         placed: the parameters that training graphs have put where they are.
         micro_batches: the most forward passes that a step of it was seen to take.
         passes: those of the step that is under way.
+        in_flight: the most of its calls whose backward was yet to come when one of them began.
         codes: of the functions that its graphs were compiled of.
         has_warned: whether the user was told of several modules that share code.
         num_limited: how often a graph was compiled for sizes that may change within those that its plan counts.
@@ -53,10 +54,17 @@ class Model:
     placed: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     micro_batches: int = 1
     passes: int = 0
+    in_flight: int = 1
     codes: dict[Origin, CodeType] = field(default_factory=dict)
     has_warned: bool = False
     num_limited: Counter[Origin] = field(default_factory=Counter)
     _versions: dict[Origin, int] = field(default_factory=dict)
+
+    def seen_in(self, options: Options) -> Options:
+        """The options with as many passes a step, and in flight, as the model was seen to take."""
+        in_flight = max(options.in_flight, self.in_flight)
+        micro_batches = max(options.micro_batches, self.micro_batches, in_flight)
+        return dataclasses.replace(options, micro_batches=micro_batches, in_flight=in_flight)
 
     @property
     def is_placed(self) -> bool:

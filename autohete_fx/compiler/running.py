@@ -28,6 +28,7 @@ from autohete_fx.compiler.shares import Run
 from autohete_fx.internals import dynamo, versions
 from autohete_fx.ir import LaneRecord, Overlap, Schedule
 from autohete_fx.ir.sizes import format_bytes
+from autohete_fx.options import Options
 from autohete_fx.planner.infeasible import advice_of, broken_up, too_small
 from autohete_fx.runtime import shortage
 from autohete_fx.runtime.held import held
@@ -70,7 +71,7 @@ def running(
     compilation: Compilation,
     inputs: Sequence[GraphInput],
     model: Model,
-    micro_batches: int,
+    options: Options,
     same_call: SameCall | None,
 ) -> Callable[..., object]:
     """The function that Dynamo calls for a graph.
@@ -82,17 +83,17 @@ def running(
         compiled: the graph's code.
         inputs: of the graph, as Dynamo gave them.
         model: to which it belongs.
-        micro_batches: passes that a step has, as planned.
+        options: with which it was planned.
         same_call: around each call where other ranks run the graph, too.
     """
     parameters = GraphParameters(inputs, compilation, model)
     origin = origin_of(inputs)
     assumed = None
     if compilation.training and compilation.device_budget_bytes is not None:
-        assumed = Assumptions(parameters, inputs, micro_batches)
+        assumed = Assumptions(parameters, inputs, options)
     explain = functools.partial(_shortage, model.session.device, compilation)
     guarded = _cleaning_up(weakref.ref(model.session), explain)
-    refuse = functools.partial(_refuse_call, weakref.ref(model), compilation, micro_batches)
+    refuse = functools.partial(_refuse_call, weakref.ref(model), compilation, options.micro_batches)
     backward = _adding(weakref.ref(model), guarded, refuse, compilation)
 
     @functools.wraps(compiled, updated=())
@@ -229,7 +230,7 @@ def _adding(
             clock.end_pass("backward", begin_s)
         assert model is not None and isinstance(gradients, list | tuple)
         if (run := node.metadata.get(_RUN)) is not None:
-            model.shares.note_backward(run)
+            model.in_flight = max(model.in_flight, model.shares.note_backward(run))
         return type(gradients)(model.session.updates.early.left_to_autograd(gradients))
 
     # Where a whole training step is compiled, Dynamo would trace this too, and cannot trace a clock.
