@@ -50,6 +50,7 @@ class Assumptions:
             {name: p for name, p in planned.items() if isinstance(p, torch.nn.Parameter)}
         )
         self._origin = origin_of(inputs)
+        self.outside_bytes = parameters.model.outside_bytes.get(self._origin, 0)
         self._version = parameters.model.version_of(self._origin)
         self._num_changes = num_changes()
         self._num_arrivals = 0
@@ -81,6 +82,10 @@ class Assumptions:
                 f" {format_bytes(missing)} of optimizer states would be on the device beyond the plan. The code is dropped now."
                 " Call the function again: that plans for the optimizer that there is"
             )
+
+    def lacks_outside_bytes(self) -> bool:
+        """Whether code outside of the graph takes more between its forward and its backward than the plan has room for."""
+        return self.model.outside_bytes.get(self._origin, 0) > self.outside_bytes
 
     def missing_bytes(self, params: Mapping[str, torch.nn.Parameter]) -> int:
         """How many bytes of optimizer states there will be on the device beyond those that the plan counts."""
@@ -179,18 +184,18 @@ def _look_at_first_call(module: torch.nn.Module) -> None:
 
 
 def _look_at_passes(model: Model, graphs: list[Assumptions]) -> None:
-    """Plan again where a step has more passes, or more of them in flight, than were planned for."""
+    """Plan again where a step has more passes, or more in flight, than were planned for, or code between them takes more."""
     in_flight = min(graph.in_flight for graph in graphs)
     if model.in_flight > in_flight:
         log.warning(
-            "%d forward passes ran before a backward of theirs began, and the plan counts what %d of them keep on the device: the"
-            " model is planned again. Set the option in_flight to %d, and micro_batches to how many passes a step has, or call"
-            " backward after each forward",
+            "%d forward passes ran before a backward of theirs began: the model is planned again. The plan counted the activations"
+            " of %d. Set the option in_flight to %d, and micro_batches to how many passes a step has, or call backward after each"
+            " forward",
             model.in_flight,
             in_flight,
             model.in_flight,
         )
-    elif not _has_uncounted_passes(model, graphs):
+    elif not (any(graph.lacks_outside_bytes() for graph in graphs) or _has_uncounted_passes(model, graphs)):
         return
     _plan_again(model)
 

@@ -22,6 +22,7 @@ from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.compiler.fitting import Budget
 from autohete_fx.compiler.fixed_bytes import unread_bytes
 from autohete_fx.compiler.model import Model, Origin, origin_of
+from autohete_fx.compiler.outside import Outside
 from autohete_fx.compiler.parameters import GraphParameters
 from autohete_fx.compiler.problem import state_bytes
 from autohete_fx.compiler.shares import Run
@@ -94,7 +95,8 @@ def running(
     explain = functools.partial(_shortage, model.session.device, compilation)
     guarded = _cleaning_up(weakref.ref(model.session), explain)
     refuse = functools.partial(_refuse_call, weakref.ref(model), compilation, options.micro_batches)
-    backward = _adding(weakref.ref(model), guarded, refuse, compilation)
+    outside = Outside(weakref.ref(model), origin, compilation, is_watched=assumed is not None and same_call is None)
+    backward = _adding(weakref.ref(model), guarded, refuse, outside, compilation)
 
     @functools.wraps(compiled, updated=())
     def run(*args: object) -> object:
@@ -118,6 +120,7 @@ def running(
             updates.schedule = compilation.plan.schedule if calls.is_within_call() else Schedule()
             if updates.schedule.overlap is Overlap.BACKWARD:
                 calls.guard_backward(updates)
+        outside.begin_forward()
         begin_s = time.perf_counter()
         with contextlib.nullcontext() if same_call is None else same_call.checked(args):
             outputs = guarded(compiled, *args)
@@ -129,6 +132,7 @@ def running(
             if t.grad_fn is not None:
                 kept: Any = t.grad_fn.metadata  # a dictionary, which PyTorch's stub calls a method
                 kept.update({_MODEL: model, _RUN: made})
+        outside.end_forward(tensors_in((outputs,)))
         return outputs
 
     if getattr(compiled, "_boxed_call", False):
@@ -213,6 +217,7 @@ def _adding(
     reference: "weakref.ref[Model]",
     guarded: Callable[..., object],
     refuse: Callable[[torch.autograd.graph.Node], None],
+    outside: Outside,
     compilation: Compilation,
 ) -> Callable[..., object]:
     """What calls a compiled backward, and times it: autograd does not get the gradients that updates under way add to ``.grad``."""
@@ -220,6 +225,7 @@ def _adding(
     clock = compilation.clock
 
     def call(compiled: Callable[..., object], node: Any, *args: Any) -> object:
+        outside.begin_backward(node, *args)
         refuse(node)
         begin_s = time.perf_counter()
         if (is_kept := versions.is_graph_kept()) and compilation.device_budget_bytes is not None:

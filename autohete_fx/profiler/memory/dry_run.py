@@ -42,7 +42,14 @@ class CompiledCode:
     inputs: Sequence[Any]
 
 
-def dry_run(forward: CompiledCode, backward: CompiledCode | None, num_outputs: int, *, device_type: str) -> int | None:
+def dry_run(
+    forward: CompiledCode,
+    backward: CompiledCode | None,
+    num_outputs: int,
+    *,
+    device_type: str,
+    outside_bytes: int = 0,
+) -> int | None:
     """Peak device bytes of a forward and the backward that follows it, parameters and inputs not counted.
 
     Args:
@@ -50,6 +57,7 @@ def dry_run(forward: CompiledCode, backward: CompiledCode | None, num_outputs: i
         num_outputs: leading outputs of ``forward`` that are the caller's; the others are the leading inputs of
             ``backward``.
         device_type: whose memory is meant.
+        outside_bytes: what code outside takes between forward and backward.
 
     Returns None where the code is no Python wrapper (``cpp_wrapper``), or the sizes of its inputs are symbolic.
     """
@@ -60,6 +68,7 @@ def dry_run(forward: CompiledCode, backward: CompiledCode | None, num_outputs: i
         outputs = list(_run(call, [memory.fake(value, counted=False) for value in forward.inputs]))
         if backward is None or calls_back is None:
             return memory.peak_bytes
+        memory.peak_bytes = max(memory.peak_bytes, memory.live_bytes + outside_bytes)
         # What autograd holds between the passes: the caller's outputs stay, the saved tensors go one by one.
         saved, kept = outputs[num_outputs:], outputs[:num_outputs]
         del outputs
