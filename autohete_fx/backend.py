@@ -7,7 +7,6 @@ compilation is done. A process that finds the compiled code in a cache runs none
 `Compilation` and places the parameters.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -75,7 +74,7 @@ def _compile(
 ) -> Callable[..., object]:
     model = find_model(gm, inputs, chosen)
     with model.compiling():
-        options = dataclasses.replace(chosen, micro_batches=max(chosen.micro_batches, model.micro_batches))
+        options = model.seen_in(chosen)
         captured = CapturedGraph(gm=gm, inputs=inputs, options=options, model=model, agreement=agreement)
         compiler = GraphCompiler(captured)
         compiled = compiler.compile(example_inputs)  # group, profile, plan, rewrite, and the inner compiler
@@ -84,7 +83,7 @@ def _compile(
         compilation = reported(compilation, options.report_dir, model.session.device, graph_key(inputs))
         record(compilation)
         tell(compilation)
-        return running(compiled, compilation, inputs, model, options.micro_batches, compiler.same_call)
+        return running(compiled, compilation, inputs, model, options, compiler.same_call)
 
 
 _autohete.__name__ = _autohete.__qualname__ = "autohete"

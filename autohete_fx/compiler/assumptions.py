@@ -2,7 +2,8 @@
 
 A plan counts the optimizer states that will be on the device, and gradients of earlier micro-batches where there are any.
 Dynamo guards neither. It serves a model with code that was planned for ``autohete_fx.AdamW`` though another optimizer trains it
-now, or another model of the same class. It also serves every micro-batch of an accumulation that nobody announced.
+now, or another model of the same class. It also serves every micro-batch of an accumulation that nobody announced, and forwards
+before the backward of an earlier one.
 
 In: the graphs that were compiled for training within a budget, and each call before Dynamo looks for its code. Where more memory
 will be taken than a plan counts, Dynamo forgets the code, so that the call compiles and plans afresh. A function that is given
@@ -25,6 +26,7 @@ from autohete_fx.internals import dynamo
 from autohete_fx.internals.tensors import current_graph_task_id
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.optim.owners import num_changes, optimizer_of
+from autohete_fx.options import Options
 from autohete_fx.runtime.pending import calls
 
 log = logging.getLogger(__name__)
@@ -36,18 +38,19 @@ class Assumptions:
     Args:
         parameters: of the graph.
         inputs: of the graph, with which the plan was made.
-        micro_batches: that the plan counts with.
+        options: whose micro-batches, and those in flight, the plan counts with.
     """
 
-    def __init__(self, parameters: GraphParameters, inputs: Sequence[GraphInput], micro_batches: int) -> None:
+    def __init__(self, parameters: GraphParameters, inputs: Sequence[GraphInput], options: Options) -> None:
         self.parameters = parameters
-        self.micro_batches = micro_batches
+        self.micro_batches, self.in_flight = options.micro_batches, options.in_flight
         self.names = frozenset(parameters.compilation.owners)
         planned = {item.name: item.tensor for item in inputs if item.name in self.names}
         self.state_bytes = self._device_state_bytes(
             {name: p for name, p in planned.items() if isinstance(p, torch.nn.Parameter)}
         )
         self._origin = origin_of(inputs)
+        self.outside_bytes = parameters.model.outside_bytes.get(self._origin, 0)
         self._version = parameters.model.version_of(self._origin)
         self._num_changes = num_changes()
         self._num_arrivals = 0
@@ -79,6 +82,10 @@ class Assumptions:
                 f" {format_bytes(missing)} of optimizer states would be on the device beyond the plan. The code is dropped now."
                 " Call the function again: that plans for the optimizer that there is"
             )
+
+    def lacks_outside_bytes(self) -> bool:
+        """Whether code outside of the graph takes more between its forward and its backward than the plan has room for."""
+        return self.model.outside_bytes.get(self._origin, 0) > self.outside_bytes
 
     def missing_bytes(self, params: Mapping[str, torch.nn.Parameter]) -> int:
         """How many bytes of optimizer states there will be on the device beyond those that the plan counts."""
@@ -143,7 +150,7 @@ def look(function: object, is_ours: bool) -> None:
                 log.info("all graphs of a call are known now: %d are compiled again for their shares", len(waiting))
                 calls.keep_until_end(model)
                 model.compile_again(waiting)
-        _look_at_gradients(model, of_model)
+        _look_at_passes(model, of_model)
 
 
 def note_evaluation(parameters: GraphParameters) -> None:
@@ -176,13 +183,30 @@ def _look_at_first_call(module: torch.nn.Module) -> None:
                 dynamo.forget_compiled(code)
 
 
-def _look_at_gradients(model: Model, graphs: list[Assumptions]) -> None:
+def _look_at_passes(model: Model, graphs: list[Assumptions]) -> None:
+    """Plan again where a step has more passes, or more in flight, than were planned for, or code between them takes more."""
+    in_flight = min(graph.in_flight for graph in graphs)
+    if model.in_flight > in_flight:
+        log.warning(
+            "%d forward passes ran before a backward of theirs began: the model is planned again. The plan counted the activations"
+            " of %d. Set the option in_flight to %d, and micro_batches to how many passes a step has, or call backward after each"
+            " forward",
+            model.in_flight,
+            in_flight,
+            model.in_flight,
+        )
+    elif not (any(graph.lacks_outside_bytes() for graph in graphs) or _has_uncounted_passes(model, graphs)):
+        return
+    _plan_again(model)
+
+
+def _has_uncounted_passes(model: Model, graphs: list[Assumptions]) -> bool:
     """Count the passes of a step. For plans of one pass, gradients of an earlier one are more than they count."""
     is_later_pass = model.shares.accumulates or any(graph.finds_gradients() for graph in graphs)
     passes, model.passes = model.passes, max(1, model.passes) + 1 if is_later_pass else 1
     seen, planned = 2 if is_later_pass else passes, min(graph.micro_batches for graph in graphs)
     if seen <= planned:
-        return
+        return False
     if planned == 1:
         log.warning(
             "a forward pass begins while gradients of an earlier one are there, which a plan for micro_batches=1 does not count:"
@@ -190,7 +214,7 @@ def _look_at_gradients(model: Model, graphs: list[Assumptions]) -> None:
             " gradients to None"
         )
     model.micro_batches = max(model.micro_batches, seen)
-    _plan_again(model)
+    return True
 
 
 def _plan_again(model: Model) -> None:

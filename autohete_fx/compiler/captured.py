@@ -29,6 +29,7 @@ from autohete_fx.compiler.fixed_bytes import (
 )
 from autohete_fx.compiler.keys import described_code, described_options, graph_digest, surroundings
 from autohete_fx.compiler.model import Model, origin_of, siblings_of
+from autohete_fx.compiler.outside import saying_outside, with_outside
 from autohete_fx.compiler.problem import (
     NOTE_ON_SHARDS,
     Limits,
@@ -71,6 +72,7 @@ class CapturedGraph:
         others_bytes: device bytes that other training graphs of the model hold while this one runs.
         unread: parameters and buffers that no graph reads which is known yet.
         unread_so_far_bytes: of these, on the device, with gradients and states of those that eager code trains.
+        outside_bytes: what code outside of the graph takes between its forward and its backward, where that was seen not to fit.
         listening_bytes: device bytes that those take who wait for gradients.
         trained_bytes: of optimizer states and gradients on the device, where the model is being trained or has them.
         frozen_bytes: of those that parameters without gradients have from when they were trained.
@@ -124,6 +126,7 @@ class CapturedGraph:
             self.unread = tuple(tensor for tensor in self.unread if placement_of(tensor) is None)
         self.unread_so_far_bytes = unread_bytes(self.unread, self.device.type) + model.shares.eager_bytes
         self.listening_bytes = _listening_bytes(self.params.values())
+        self.outside_bytes = model.outside_bytes.get(self.origin, 0) if torch.is_grad_enabled() else 0
         self._may_be_followed = self._may_follow()
         self.trained_bytes = (trained_bytes if model.is_placed else kept_bytes)(self.params.values())
         self.frozen_bytes = kept_bytes(param for param in self.params.values() if not param.requires_grad)
@@ -193,7 +196,7 @@ class CapturedGraph:
             ),
             tuple(self._placement_text(name) for name in sorted(self.params)),
             self.others_bytes,
-            self.unread_so_far_bytes,
+            (self.unread_so_far_bytes, self.outside_bytes),
             self.frozen_bytes if torch.is_grad_enabled() else self.trained_bytes,
             (
                 self.crowding_bytes,
@@ -282,9 +285,10 @@ class CapturedGraph:
             + (self.bucket_bytes or 0)
             + ((averaging_bytes(self.params.values()) + self.listening_bytes) if training else 0),
         )
+        outside_bytes = self.outside_bytes if training else 0
         problem = make_problem(
             blocks,
-            profile.costs,
+            with_outside(profile.costs, outside_bytes),
             self.machine,
             self.options,
             limits,
@@ -297,6 +301,8 @@ class CapturedGraph:
                 if self.decided is None and (param in self.model.placed or not training)
             ],
         )
+        if outside_bytes:
+            problem = saying_outside(problem, outside_bytes)
         if self.sharded:
             problem = leaving_parameters(problem)
         return problem if self.bucket_bytes is None else reducing_after_backward(problem)

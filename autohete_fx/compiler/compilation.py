@@ -65,6 +65,7 @@ class Compilation:
         owners: block index by parameter name.
         moved: where the optimizer states are that leave the device, by parameter name.
         footprint: what it holds on the device beside other graphs.
+        between_bytes: of what the graph computes, on the device when its forward has returned.
         shares: of earlier graphs of its call, in their order; empty where they stay as they are.
         unsettled: where the plan takes least because later graphs of the call are not known yet: what it solves.
         graphs: texts of the forward and backward, or of the inference graph.
@@ -87,6 +88,7 @@ class Compilation:
     owners: Mapping[str, int]
     moved: Mapping[str, Optimizer] = field(default_factory=dict)
     footprint: Footprint = field(default_factory=Footprint)
+    between_bytes: int = 0
     shares: tuple[Share, ...] = ()
     unsettled: Problem | None = None
     graphs: tuple[GraphText, ...] = ()

@@ -85,6 +85,7 @@ class Rewritten:
         graphs, contexts: forward and backward, or one for inference; the last pass needs the contexts again.
         refusal: set where no plan's trace keeps the budget and this is the plan of least peak. It is the error to raise if the
             compiled code does not keep the budget either, or cannot be measured.
+        between_bytes: of intermediates, when forward has returned.
     """
 
     plan: Plan
@@ -93,6 +94,7 @@ class Rewritten:
     graphs: tuple[fx.GraphModule, ...]
     contexts: tuple[PassContext, ...]
     refusal: InfeasiblePlanError | None = None
+    between_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

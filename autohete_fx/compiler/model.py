@@ -26,6 +26,7 @@ from autohete_fx.internals import dynamo
 from autohete_fx.machine.budgets import host_budget_bytes
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
+from autohete_fx.runtime.between import Between
 from autohete_fx.runtime.held import held
 from autohete_fx.runtime.pending import calls
 from autohete_fx.runtime.session import Session, is_live
@@ -43,6 +44,9 @@ class Model:
         placed: the parameters that training graphs have put where they are.
         micro_batches: the most forward passes that a step of it was seen to take.
         passes: those of the step that is under way.
+        in_flight: the most of its calls whose backward was yet to come when one of them began.
+        outside_bytes: by graph, what code outside takes between its forward and its backward, where a plan had no room for it.
+        between: measures that.
         codes: of the functions that its graphs were compiled of.
         has_warned: whether the user was told of several modules that share code.
         num_limited: how often a graph was compiled for sizes that may change within those that its plan counts.
@@ -53,10 +57,19 @@ class Model:
     placed: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     micro_batches: int = 1
     passes: int = 0
+    in_flight: int = 1
+    outside_bytes: dict[Origin, int] = field(default_factory=dict)
+    between: Between = field(default_factory=Between)
     codes: dict[Origin, CodeType] = field(default_factory=dict)
     has_warned: bool = False
     num_limited: Counter[Origin] = field(default_factory=Counter)
     _versions: dict[Origin, int] = field(default_factory=dict)
+
+    def seen_in(self, options: Options) -> Options:
+        """The options with as many passes a step, and in flight, as the model was seen to take."""
+        in_flight = max(options.in_flight, self.in_flight)
+        micro_batches = max(options.micro_batches, self.micro_batches, in_flight)
+        return dataclasses.replace(options, micro_batches=micro_batches, in_flight=in_flight)
 
     @property
     def is_placed(self) -> bool:

@@ -22,12 +22,14 @@ from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.compiler.fitting import Budget
 from autohete_fx.compiler.fixed_bytes import unread_bytes
 from autohete_fx.compiler.model import Model, Origin, origin_of
+from autohete_fx.compiler.outside import Outside
 from autohete_fx.compiler.parameters import GraphParameters
 from autohete_fx.compiler.problem import state_bytes
 from autohete_fx.compiler.shares import Run
 from autohete_fx.internals import dynamo, versions
 from autohete_fx.ir import LaneRecord, Overlap, Schedule
 from autohete_fx.ir.sizes import format_bytes
+from autohete_fx.options import Options
 from autohete_fx.planner.infeasible import advice_of, broken_up, too_small
 from autohete_fx.runtime import shortage
 from autohete_fx.runtime.held import held
@@ -70,7 +72,7 @@ def running(
     compilation: Compilation,
     inputs: Sequence[GraphInput],
     model: Model,
-    micro_batches: int,
+    options: Options,
     same_call: SameCall | None,
 ) -> Callable[..., object]:
     """The function that Dynamo calls for a graph.
@@ -82,18 +84,19 @@ def running(
         compiled: the graph's code.
         inputs: of the graph, as Dynamo gave them.
         model: to which it belongs.
-        micro_batches: passes that a step has, as planned.
+        options: with which it was planned.
         same_call: around each call where other ranks run the graph, too.
     """
     parameters = GraphParameters(inputs, compilation, model)
     origin = origin_of(inputs)
     assumed = None
     if compilation.training and compilation.device_budget_bytes is not None:
-        assumed = Assumptions(parameters, inputs, micro_batches)
+        assumed = Assumptions(parameters, inputs, options)
     explain = functools.partial(_shortage, model.session.device, compilation)
     guarded = _cleaning_up(weakref.ref(model.session), explain)
-    refuse = functools.partial(_refuse_call, weakref.ref(model), compilation, micro_batches)
-    backward = _adding(weakref.ref(model), guarded, refuse, compilation)
+    refuse = functools.partial(_refuse_call, weakref.ref(model), compilation, options.micro_batches)
+    outside = Outside(weakref.ref(model), origin, compilation, is_watched=assumed is not None and same_call is None)
+    backward = _adding(weakref.ref(model), guarded, refuse, outside, compilation)
 
     @functools.wraps(compiled, updated=())
     def run(*args: object) -> object:
@@ -117,6 +120,7 @@ def running(
             updates.schedule = compilation.plan.schedule if calls.is_within_call() else Schedule()
             if updates.schedule.overlap is Overlap.BACKWARD:
                 calls.guard_backward(updates)
+        outside.begin_forward()
         begin_s = time.perf_counter()
         with contextlib.nullcontext() if same_call is None else same_call.checked(args):
             outputs = guarded(compiled, *args)
@@ -128,6 +132,7 @@ def running(
             if t.grad_fn is not None:
                 kept: Any = t.grad_fn.metadata  # a dictionary, which PyTorch's stub calls a method
                 kept.update({_MODEL: model, _RUN: made})
+        outside.end_forward(tensors_in((outputs,)))
         return outputs
 
     if getattr(compiled, "_boxed_call", False):
@@ -212,6 +217,7 @@ def _adding(
     reference: "weakref.ref[Model]",
     guarded: Callable[..., object],
     refuse: Callable[[torch.autograd.graph.Node], None],
+    outside: Outside,
     compilation: Compilation,
 ) -> Callable[..., object]:
     """What calls a compiled backward, and times it: autograd does not get the gradients that updates under way add to ``.grad``."""
@@ -219,6 +225,7 @@ def _adding(
     clock = compilation.clock
 
     def call(compiled: Callable[..., object], node: Any, *args: Any) -> object:
+        outside.begin_backward(node, *args)
         refuse(node)
         begin_s = time.perf_counter()
         if (is_kept := versions.is_graph_kept()) and compilation.device_budget_bytes is not None:
@@ -229,7 +236,7 @@ def _adding(
             clock.end_pass("backward", begin_s)
         assert model is not None and isinstance(gradients, list | tuple)
         if (run := node.metadata.get(_RUN)) is not None:
-            model.shares.note_backward(run)
+            model.in_flight = max(model.in_flight, model.shares.note_backward(run))
         return type(gradients)(model.session.updates.early.left_to_autograd(gradients))
 
     # Where a whole training step is compiled, Dynamo would trace this too, and cannot trace a clock.

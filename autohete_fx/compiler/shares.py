@@ -263,9 +263,13 @@ class Shares:
         """Whether the backward of any run is yet to come."""
         return any(not run.is_over for run in self._waiting)
 
-    def note_backward(self, run: Run) -> None:
-        """The backward of a run is over."""
+    def note_backward(self, run: Run) -> int:
+        """The backward of a run is over. Returns how many calls had run the graph, with the same parameters, whose backward was yet
+        to come when it began."""
+        alike = (r for r in self._waiting if (r.graph, r.parameters) == (run.graph, run.parameters))
+        calls = {id(other.call or other) for other in alike if not other.is_over}  # runs of one call share a reference
         run.is_over = self.has_trained = True
+        return len(calls)
 
     def _meet(self, graph: Origin) -> bool:
         """Note that the graph runs beside those whose backward is yet to come. Returns whether that is news of any of them."""

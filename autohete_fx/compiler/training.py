@@ -35,7 +35,7 @@ from autohete_fx.planner import given
 from autohete_fx.planner.infeasible import advice_of, broken_up, too_small
 from autohete_fx.planner.model.footprint import footprint_of, traced_peak_bytes
 from autohete_fx.planner.sharing import leanest
-from autohete_fx.profiler import Partition, profile_analytic, profile_measured, trace_step
+from autohete_fx.profiler import Partition, StepTrace, profile_analytic, profile_measured, trace_step
 from autohete_fx.report.graph_text import graph_text, list_transfers
 from autohete_fx.report.stages import Stages, blocks_words, plan_words
 
@@ -114,7 +114,7 @@ class TrainingPlanner:
         self.stages.begin("planning")
         self.offloadable = tuple(node.name for node in offloadable(split.forward, split.num_outputs))
         before = (graph_text(split.forward), graph_text(split.backward))
-        self._unchanged_bytes = self._traced_bytes(split)
+        self._unchanged_bytes = self._peak_of(self._traced(split))
         breaks = self.captured.model.shares.graph_breaks
         try:
             made = self._planned_beside(profile)
@@ -265,7 +265,8 @@ class TrainingPlanner:
                 offloadable=self.offloadable,
                 awaited=self.captured.awaited,
             )
-            peak = traced_peak_bytes(problem, plan, self._traced_bytes(split, contexts))
+            trace = self._traced(split, contexts)
+            peak = traced_peak_bytes(problem, plan, self._peak_of(trace))
             peak = self.captured.agreement.most("traced peak", peak)
         return Rewritten(
             plan=dataclasses.replace(plan, peak_bytes=peak),
@@ -273,6 +274,7 @@ class TrainingPlanner:
             moved=moved,
             graphs=(split.forward, split.backward),
             contexts=contexts,
+            between_bytes=trace.forward.end_bytes,
         )
 
     def _usable_bytes(self, problem: Problem) -> int | None:
@@ -317,12 +319,16 @@ class TrainingPlanner:
         self._solved.append(plan.decisions)
         return plan
 
-    def _traced_bytes(
+    def _peak_of(self, trace: StepTrace) -> int:
+        """Peak of a pair's intermediates, with what code outside takes between them."""
+        return max(trace.peak_bytes, trace.forward.end_bytes + self.captured.outside_bytes)
+
+    def _traced(
         self, split: rewriting.Partitioned, contexts: tuple[PassContext, PassContext] | None = None
-    ) -> int:
-        """Peak of a pair's intermediates. ``contexts``: with which the graphs were rewritten."""
+    ) -> StepTrace:
+        """A pair's intermediates over time. ``contexts``: with which the graphs were rewritten."""
         offloads = contexts is not None and bool(contexts[0].offloaded)
-        trace = trace_step(
+        return trace_step(
             split.forward,
             split.backward,
             split.num_outputs,
@@ -331,7 +337,6 @@ class TrainingPlanner:
             donates=functorch_config.donated_buffer and not offloads,
             after=passes.pinned_after(split.backward, contexts[1]) if contexts else None,
         )
-        return trace.peak_bytes
 
     def _report(self, made: Rewritten, profile: Profile, before: tuple[str, str]) -> Compilation:
         problem, plan, (forward, backward) = made.problem, made.plan, made.graphs
@@ -346,6 +351,7 @@ class TrainingPlanner:
             owners=self.owners,
             moved=made.moved,
             footprint=dataclasses.replace(footprint, resident_bytes=resident),
+            between_bytes=made.between_bytes,
             shares=self.shares,
             unsettled=alone if self.captured.is_unsettled else None,
             graphs=(

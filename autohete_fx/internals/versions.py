@@ -112,6 +112,17 @@ def keep_saved(node: Any, arguments: list[Any]) -> contextlib.AbstractContextMan
     return torch._functorch.config.patch(donated_buffer=False)
 
 
+def gradients_given(node: Any, arguments: Sequence[Any]) -> list[torch.Tensor]:
+    """The gradients of what a compiled forward returned, among the arguments of its backward.
+
+    Args:
+        node: of the compiled forward.
+        arguments: saved tensors, and these gradients last.
+    """
+    count = len(node._forward_cls.metadata.traced_tangents_descs)
+    return [each for each in arguments[len(arguments) - count :] if isinstance(each, torch.Tensor)]
+
+
 def ddp_bucket_bytes() -> int | None:
     """Bytes of the buckets into which the DistributedDataParallel that runs now copies gradients; None where none runs."""
     from torch.nn.parallel import DistributedDataParallel

@@ -57,7 +57,14 @@ class CompiledCode:
     inputs: Sequence[Any]
 
 
-def dry_run(forward: CompiledCode, backward: CompiledCode | None, num_outputs: int, *, device_type: str) -> int | None:
+def dry_run(
+    forward: CompiledCode,
+    backward: CompiledCode | None,
+    num_outputs: int,
+    *,
+    device_type: str,
+    outside_bytes: int = 0,
+) -> int | None:
     """Peak device bytes of a forward and the backward that follows it, parameters and inputs not counted.
 
     Args:
@@ -65,6 +72,7 @@ def dry_run(forward: CompiledCode, backward: CompiledCode | None, num_outputs: i
         num_outputs: leading outputs of ``forward`` that are the caller's; the others are the leading inputs of
             ``backward``.
         device_type: whose memory is meant.
+        outside_bytes: what code outside takes between forward and backward.
 
     Returns None where the code is no Python wrapper (``cpp_wrapper``), the sizes of its inputs are symbolic, or others depend on
     values in a way that has no bound here.
@@ -72,11 +80,11 @@ def dry_run(forward: CompiledCode, backward: CompiledCode | None, num_outputs: i
     call, calls_back = _python_call(forward.graph), None if backward is None else _python_call(backward.graph)
     if call is None or (calls_back is None) != (backward is None) or not all(map(_is_sized, forward.inputs)):
         return None
+    how = num_outputs, device_type, outside_bytes
     try:
-        peak, has_branches = _peak_of(call, calls_back, forward, backward, num_outputs, device_type, branch=True)
+        peak, has_branches = _peak_of(call, calls_back, forward, backward, *how, branch=True)
         if has_branches:
-            other, _ = _peak_of(call, calls_back, forward, backward, num_outputs, device_type, branch=False)
-            peak = max(peak, other)
+            peak = max(peak, _peak_of(call, calls_back, forward, backward, *how, branch=False)[0])
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         log.debug("the compiled code cannot be run without memory: %s", error)
         return None
@@ -90,6 +98,7 @@ def _peak_of(
     backward: CompiledCode | None,
     num_outputs: int,
     device_type: str,
+    outside_bytes: int,
     *,
     branch: bool,
 ) -> tuple[int, bool]:
@@ -102,6 +111,7 @@ def _peak_of(
         outputs = list(_run(call, [memory.fake(value, counted=False) for value in forward.inputs]))
         if backward is None or calls_back is None:
             return memory.peak_bytes, memory.has_branches
+        memory.peak_bytes = max(memory.peak_bytes, memory.live_bytes + outside_bytes)
         # What autograd holds between the passes: the caller's outputs stay, the saved tensors go one by one.
         saved, kept = outputs[num_outputs:], outputs[:num_outputs]
         saved.sort(key=lambda value: not isinstance(value, int))  # sizes come first in backward

@@ -1,0 +1,101 @@
+"""Code outside of a compiled model that runs between its forward and its backward, such as a loss of logits that it returns.
+
+In: the passes of a training graph within a budget. Out: bytes that this code takes where the plan has no room for them. The next
+call is planned for them: they count as a part of the last block's forward, because they are there when that has ended.
+"""
+
+import dataclasses
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from autohete_fx.compiler.compilation import Compilation
+from autohete_fx.compiler.model import Model
+from autohete_fx.compiler.shares import Origin
+from autohete_fx.internals import versions
+from autohete_fx.internals.tensors import current_graph_task_id
+from autohete_fx.ir import BlockCost, Problem
+from autohete_fx.ir.sizes import format_bytes
+from autohete_fx.planner.model.footprint import traced_peak_bytes
+
+log = logging.getLogger(__name__)
+
+_WATCHED = range(1, 3)
+"""The passes of a graph that are watched. In the first one, other code compiles."""
+
+
+class Outside:
+    """Watches a graph's passes.
+
+    Args:
+        reference: to the model, whose latest forward tells where several graphs run before a backward.
+        graph: that runs.
+        compilation: its own.
+        is_watched: whether it is trained within a budget, by this process alone. Ranks would not plan again together.
+    """
+
+    def __init__(
+        self, reference: "weakref.ref[Model]", graph: Origin, compilation: Compilation, *, is_watched: bool
+    ) -> None:
+        self._reference, self._graph, self._compilation = reference, graph, compilation
+        self._watched = _WATCHED if is_watched else range(0)
+        self._passes = 0
+
+    def begin_forward(self) -> None:
+        """Code before it is none between a forward and its backward, if this is one for training."""
+        model = self._reference()
+        if self._compilation.training and model is not None:
+            model.between.forget()
+
+    def end_forward(self, outputs: Iterable[Tensor]) -> None:
+        """The graph's outputs are there."""
+        model = self._reference()
+        if self._passes >= self._watched.stop or model is None or current_graph_task_id() != -1:
+            return
+        if self._passes in self._watched:
+            model.between.begin(model.session.device, outputs, self._note)
+        self._passes += 1
+
+    def begin_backward(self, node: Any, arguments: Sequence[Any]) -> None:
+        """A backward begins, of an autograd node, with saved tensors and gradients of outputs."""
+        model = self._reference()
+        if model is not None and model.between.is_watched:
+            storages = [each.untyped_storage() for each in versions.gradients_given(node, arguments)]
+            model.between.end(sum({each.data_ptr(): each.nbytes() for each in storages}.values()))
+
+    def _note(self, outside_bytes: int) -> None:
+        model, problem, budget = self._reference(), self._compilation.problem, self._compilation.device_budget_bytes
+        assert model is not None and problem is not None and budget is not None
+        needed = traced_peak_bytes(problem, self._compilation.plan, self._compilation.between_bytes + outside_bytes)
+        if needed <= budget or outside_bytes <= model.outside_bytes.get(self._graph, 0):
+            return
+        log.warning(
+            "code outside of the compiled model takes %s between its forward and its backward, as a loss of large outputs does."
+            " With it a step takes %s, and memory_budget is %s: the model is planned again for that. Compile the loss with the"
+            " model to need less",
+            format_bytes(outside_bytes),
+            format_bytes(needed),
+            format_bytes(budget),
+        )
+        model.outside_bytes[self._graph] = outside_bytes
+
+
+def with_outside(costs: Sequence[BlockCost], outside_bytes: int) -> tuple[BlockCost, ...]:
+    """The costs of all blocks, with what code outside takes as a part of the last one's forward."""
+    if not outside_bytes or not costs:
+        return tuple(costs)
+    *others, last = costs
+    workspace = max(last.forward_workspace_bytes, outside_bytes)
+    return (*others, dataclasses.replace(last, forward_workspace_bytes=workspace))
+
+
+def saying_outside(problem: Problem, outside_bytes: int) -> Problem:
+    """The problem whose refusal says what code outside takes."""
+    why = (
+        f"Code outside of the compiled model takes {format_bytes(outside_bytes)} of that between its forward and its backward:"
+        " compile the loss with the model"
+    )
+    return dataclasses.replace(problem, obstacles=(*problem.obstacles, ("outside", why)))

@@ -1,0 +1,172 @@
+"""Code outside of the compiled model, between its forward and its backward: what it takes is seen, told and planned for."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autohete_fx
+from autohete_fx.runtime.meter import device_live_bytes
+from tests import layers, training
+from tests.references import ReferenceAdamW, adamw, copied
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_cache")]
+WORDS, WIDTH, STEPS = 4096, 64, 5
+FIRST = 2
+"""The first step that is planned for what the one before it was seen to take."""
+
+
+class Tagger(nn.Module):
+    """A model that returns large logits."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, WIDTH), nn.Dropout(0.1)) for _ in range(3)
+        )
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.broken = broken
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embedding(words)
+        for layer in self.layers:
+            x = x + layer(x)
+        if self.broken:
+            torch._dynamo.graph_break()
+        return self.head(x)
+
+
+@dataclass
+class Job:
+    """How a tagger is trained.
+
+    Attributes:
+        keeps: whether the logits of a step live on in the next one.
+        micro_batches: passes of a step.
+        retains: whether a backward keeps its graph.
+    """
+
+    broken: bool = False
+    keeps: bool = False
+    micro_batches: int = 1
+    retains: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, budget: int | str | None) -> tuple[list[Tensor], list[int]]:
+        """Values that must agree, and the peak of each step above what was there before; no budget: plain."""
+        torch._dynamo.reset()
+        gc.collect()
+        foreign_bytes = device_live_bytes("cpu")
+        torch.manual_seed(0)
+        model = Tagger(self.broken)
+        optimizer: Any = ReferenceAdamW(model, frozenset()) if budget is None else adamw(model)
+        if budget is not None:
+            model.compile(
+                backend="autohete",
+                options={**layers.EAGER, "memory_budget": budget, "micro_batches": self.micro_batches, **self.options},
+            )
+        seen, peaks, logits = list[Tensor](), list[int](), None
+        for step in range(STEPS):
+            with autohete_fx.MemoryMeter("cpu") as meter:
+                for micro_batch in range(self.micro_batches):
+                    torch.manual_seed(10 * step + micro_batch)
+                    words = torch.randint(WORDS, (512,))
+                    logits = model(words) if self.keeps else None
+                    loss = F.cross_entropy(model(words) if logits is None else logits, words.roll(1))
+                    loss.backward(retain_graph=self.retains)
+                    seen.append(copied(loss))
+                    del loss
+                seen += [copied(p.grad) for p in model.parameters() if p.grad is not None]
+                optimizer.step()
+                optimizer.zero_grad()
+            peaks.append(meter.peak_bytes - foreign_bytes)
+        return [*seen, *map(copied, model.parameters())], peaks
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.getMessage().startswith("code outside of the compiled model")]
+
+
+def least_budget(run: Callable[[int], object]) -> int:
+    """The budget that a refusal names."""
+    with pytest.raises(autohete_fx.InfeasiblePlanError) as refused:
+        run(1000)
+    assert refused.value.smallest_budget_bytes is not None
+    return refused.value.smallest_budget_bytes
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(),
+        Job(keeps=True),
+        Job(broken=True),
+        Job(micro_batches=2),
+        Job(keeps=True, options={"inner_backend": "inductor"}),
+    ],
+)
+def test_a_loss_of_large_logits_is_told_once_and_planned_for(job: Job, caplog: pytest.LogCaptureFixture):
+    training.warm_up("cpu")
+    expected, _ = job.run(None)
+    _, peaks = job.run("1GiB")
+    assert told(caplog) == []
+    budget = int(0.96 * max(peaks[1:]))
+    found, peaks = job.run(budget)
+    (message,) = told(caplog)
+    assert "MiB between its forward and its backward" in message
+    assert max(peaks[FIRST:]) <= budget
+    graphs = autohete_fx.compilations()[-2 if job.broken else -1 :]
+    predicted = max(compilation.plan.peak_bytes for compilation in graphs)
+    assert max(peaks[FIRST:]) == pytest.approx(predicted, rel=0.02)
+    if not job.options:  # Inductor's kernels round otherwise
+        training.assert_equal(found, expected, bitwise=True)
+
+
+def test_a_budget_that_the_loss_does_not_fit_into_is_refused_with_one_that_works(caplog: pytest.LogCaptureFixture):
+    training.warm_up("cpu")
+    job = Job()
+    without = least_budget(job.run)
+    with pytest.raises(
+        autohete_fx.InfeasiblePlanError, match=r"Code outside of the compiled model takes 16\.0 MiB"
+    ) as refused:
+        job.run(2 * without)
+    enough = refused.value.smallest_budget_bytes
+    assert len(told(caplog)) == 1 and enough is not None
+    _, peaks = job.run(enough)
+    assert max(peaks[FIRST:]) <= enough
+
+
+def test_a_loss_in_the_model_and_kept_graphs_have_nothing_outside(caplog: pytest.LogCaptureFixture):
+    """Where the plan has room for it, nothing is planned again, either."""
+    training.warm_up("cpu")
+    model = layers.make()
+    model.compile(backend="autohete", options={**layers.EAGER, "memory_budget": "3MiB"})
+    layers.train(model, steps=4)
+    before = len(autohete_fx.compilations())
+    Job(retains=True).run("1GiB")
+    assert len(autohete_fx.compilations()) == before + 1 and told(caplog) == []
+
+
+def test_a_meter_around_a_watched_pass_sees_its_peak():
+    training.warm_up("cpu")
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Tagger(broken=False)
+    model.compile(backend="autohete", options={**layers.EAGER, "memory_budget": "1GiB"})
+    peaks = list[int]()
+    for _ in range(5):
+        with autohete_fx.MemoryMeter("cpu") as meter:
+            loss = F.cross_entropy(model(torch.arange(512)), torch.arange(512))
+            most = meter.peak_bytes
+            loss.backward()
+            del loss
+            assert meter.peak_bytes >= most
+        peaks.append(meter.peak_bytes - meter.start_bytes)
+        model.zero_grad()
+    assert len(set(peaks[1:])) == 1
