@@ -142,7 +142,8 @@ def ours_beside(family: str, inner: str, budget_bytes: int, plain: Trained, cach
     row |= {"bitwise": gap == 0.0, "difference": gap}
     if gap:
         row["plain's difference"] = own_difference(family, inner, cache)
-    row["exact"] = gap <= EXACT * row.get("plain's difference", 0.0)
+    own = row.get("plain's difference", 0.0)  # infinite where eager code trained other parameters
+    row["exact"] = bool(gap <= EXACT * own and np.isfinite(own))
     return row
 
 
