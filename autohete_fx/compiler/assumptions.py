@@ -22,7 +22,7 @@ from autohete_fx.compiler.model import Model, origin_of
 from autohete_fx.compiler.parameters import GraphParameters
 from autohete_fx.compiler.problem import state_bytes
 from autohete_fx.errors import PlanError
-from autohete_fx.internals import dynamo
+from autohete_fx.internals.compiled_code import forget_compiled
 from autohete_fx.internals.tensors import current_graph_task_id
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.optim.owners import num_changes, optimizer_of
@@ -180,7 +180,7 @@ def _look_at_first_call(module: torch.nn.Module) -> None:
             continue
         if graph.missing_bytes({name: params[name] for name in graph.names}) > 0:
             for code in graph.model.codes.values():
-                dynamo.forget_compiled(code)
+                forget_compiled(code)
 
 
 def _look_at_passes(model: Model, graphs: list[Assumptions]) -> None:

@@ -23,6 +23,7 @@ from autohete_fx.capture.inputs import GraphInput, device_of
 from autohete_fx.compiler.keys import graph_digest
 from autohete_fx.compiler.shares import Origin, Shares
 from autohete_fx.internals import dynamo
+from autohete_fx.internals.compiled_code import forget_compiled
 from autohete_fx.machine.budgets import host_budget_bytes
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
@@ -88,7 +89,7 @@ class Model:
         for graph in graphs:
             code = self.codes.pop(graph, None)
             if code is not None:
-                dynamo.forget_compiled(code)
+                forget_compiled(code)
             self._versions[graph] = self.version_of(graph) + 1
 
     def version_of(self, graph: Origin) -> int:

@@ -21,6 +21,7 @@ from torch import fx
 from torch._dynamo.exc import Unsupported as Unsupported
 
 from autohete_fx.errors import AutoHeteError
+from autohete_fx.internals.compiled_code import looked_at
 from autohete_fx.internals.stack import on_one_chunk
 from autohete_fx.internals.traces import traces_objects
 
@@ -142,21 +143,22 @@ def on_cache_misses(
                 begin(None)
             return ConvertFrameReturn(apply_to_code=False)
         is_left_alone = trace_rules.check(frame.f_code)
-        begin(None if is_left_alone or _is_of_wrapper(frame.f_code) else frame.f_code)
-        backend = getattr(getattr(self, "_torchdynamo_orig_backend", None), "_torchdynamo_orig_backend", None)
-        backend = getattr(backend, "_torchdynamo_orig_backend", backend)
-        is_ours = module_of_backend(backend).startswith("autohete_fx.")
-        with _converting(is_split=not is_ours):
-            num_breaks = num_graph_breaks()
-            result = convert(self, frame, *args)
-            has_old_traces = _frame.has_objects or num_graph_breaks() != num_breaks
-        if is_ours and has_old_traces and config.run_gc_after_compile:
-            gc.collect()
-        if result.guarded_code is not None:
-            compiled()
-        elif not is_left_alone:
-            given_up(frame.f_code, _frame.loop_break)
-        return result
+        with looked_at(frame.f_code):
+            begin(None if is_left_alone or _is_of_wrapper(frame.f_code) else frame.f_code)
+            backend = getattr(getattr(self, "_torchdynamo_orig_backend", None), "_torchdynamo_orig_backend", None)
+            backend = getattr(backend, "_torchdynamo_orig_backend", backend)
+            is_ours = module_of_backend(backend).startswith("autohete_fx.")
+            with _converting(is_split=not is_ours):
+                num_breaks = num_graph_breaks()
+                result = convert(self, frame, *args)
+                has_old_traces = _frame.has_objects or num_graph_breaks() != num_breaks
+            if is_ours and has_old_traces and config.run_gc_after_compile:
+                gc.collect()
+            if result.guarded_code is not None:
+                compiled()
+            elif not is_left_alone:
+                given_up(frame.f_code, _frame.loop_break)
+            return result
 
     on_one_chunk(call)
     CatchErrorsWrapper.__call__ = call  # type: ignore[method-assign]
@@ -243,13 +245,6 @@ def code_being_compiled() -> CodeType | None:
 
     translator = getattr(tls, "current_tx", None)
     return None if translator is None else translator.output.root_tx.f_code
-
-
-def forget_compiled(code: CodeType) -> None:
-    """Let Dynamo drop all that it has compiled of this code. The next call that reaches it compiles afresh."""
-    from torch._dynamo.eval_frame import remove_from_cache
-
-    remove_from_cache(code)
 
 
 def frame_of_call(frame: FrameType | None) -> FrameType | None:
@@ -367,13 +362,6 @@ def calls_under_way() -> list[tuple[FrameType, object]]:
         found.append((frame, innermost_backend(callback) if callable(callback) else None))
         frame = frame_of_call(frame.f_back)
     return found[::-1]
-
-
-def forget_all_compiled() -> None:
-    """Let Dynamo drop all that it has compiled, whatever the backend, and its decisions to run something eagerly."""
-    from torch._dynamo import reset_code_caches
-
-    reset_code_caches()
 
 
 def goes_on(error: BaseException) -> bool:

@@ -14,6 +14,7 @@ from torch import fx
 
 from autohete_fx.errors import OptimizerStateError
 from autohete_fx.internals import dynamo
+from autohete_fx.internals.compiled_code import forget_all_compiled
 from autohete_fx.runtime.pending import calls
 from autohete_fx.runtime.pending.calls import Call, CompiledFunction, functions_of, under_way
 from autohete_fx.runtime.pending.fence import tensors_in
@@ -129,4 +130,4 @@ def _forget_old_code(*_call: object) -> None:
     """While this thread is in no call: what it converts or runs must stay."""
     if _watch.has_old_code:
         _watch.has_old_code = False
-        dynamo.forget_all_compiled()
+        forget_all_compiled()
