@@ -152,6 +152,8 @@ def _noted(
         call=None if call is None else weakref.ref(call),
         parameters=parameters.identities,
     )
+    if call is not None:
+        call.if_it_fails.append(made.end)
     model.shares.note_run(made, assumed.finds_uncounted_gradients)
     return made
 

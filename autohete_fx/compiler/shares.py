@@ -55,7 +55,7 @@ class Run:
         footprint: what the graph leaves on the device.
         call: within which it runs; None outside of calls.
         parameters: identities of those that it is called with.
-        is_over: whether its backward has run.
+        is_over: whether its backward has run, or never will, as its call has failed.
     """
 
     graph: Origin
@@ -63,6 +63,10 @@ class Run:
     call: weakref.ref[object] | None = None
     parameters: tuple[int, ...] = ()
     is_over: bool = False
+
+    def end(self) -> None:
+        """No backward is to come."""
+        self.is_over = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ class AutoHeteCallback(TrainerCallback):
         self._told: Compilation | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What runs from now on is this training's, whenever it was compiled."""
+        """Graphs that run from now on are those of this training, whenever they were compiled."""
         self._earlier = tuple((compilation, _num_passes(compilation)) for compilation in compilations())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What Dynamo has compiled of a code object, and how it is dropped."""
+"""Compiled code that Dynamo keeps with a code object, and how it is dropped."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,8 +20,7 @@ def looked_at(code: CodeType) -> Iterator[None]:
 def forget_compiled(code: CodeType) -> None:
     """Let Dynamo drop all that it has compiled of this code. The next call that reaches it compiles afresh.
 
-    A code that Dynamo looks at keeps the memory for what is compiled of it, in which Dynamo then puts more. What is in there now
-    no longer serves.
+    A code that Dynamo looks at keeps the memory for that, as Dynamo then puts more there. Nothing that is there now serves any more.
     """
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list, remove_from_cache
     from torch._dynamo.guards import DeletedGuardManagerWrapper

@@ -147,9 +147,10 @@ def test_values_decide_about_sizes_and_branches(kind: type[Stack], inner: str, m
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
     made = autohete_fx.compilations()[-1]
     assert {decision.activations for decision in made.plan.decisions} != {Activations.KEEP}
-    assert peak <= mib * 2**20 and peak <= 1.01 * made.plan.peak_bytes
+    is_judged = kind is not First or inner == "eager"  # no dry run has numbers of tensors
+    assert peak <= mib * 2**20 and (not is_judged or peak <= 1.01 * made.plan.peak_bytes)
     assert seen == ["forward", "backward"] * (len(seen) // 2) and seen
-    assert bool(made.notes) == (kind is First and inner == "inductor"), "numbers of tensors, no dry run has"
+    assert bool(made.notes) != is_judged
 
 
 def test_a_size_that_nobody_bounds_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -118,6 +118,7 @@ def test_the_figures_of_the_latest_plan_are_in_each_row_with_a_loss(caplog: pyte
         log({"loss": 2.0})
         log({"loss": 1.0})
     assert rows[0] == {"loss": 3.0} and rows[1] == {"eval_loss": 3.0} and seen == rows == state.log_history
+    rows[2].pop("autohete/peak_bytes", None)  # of the process, where an earlier test counts it
     assert rows[2] == {
         "loss": 2.0,
         "autohete/budget_bytes": 9,

@@ -74,8 +74,8 @@ def dry_run(
         device_type: whose memory is meant.
         outside_bytes: what code outside takes between forward and backward.
 
-    Returns None where the code is no Python wrapper (``cpp_wrapper``), the sizes of its inputs are symbolic, or others depend on
-    values in a way that has no bound here.
+    Returns None where the code is no Python wrapper (``cpp_wrapper``) or the sizes of its inputs are symbolic. Also where others
+    depend on values, with no bound here.
     """
     call, calls_back = _python_call(forward.graph), None if backward is None else _python_call(backward.graph)
     if call is None or (calls_back is None) != (backward is None) or not all(map(_is_sized, forward.inputs)):

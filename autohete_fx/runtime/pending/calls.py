@@ -116,6 +116,7 @@ class Call:
         frame: of the function that began it, on the stack as long as it runs; None where that is not known.
         fences: those that were lowered, and that are to be raised after it.
         kept: what lives at least as long.
+        if_it_fails: what is called where an error ends it.
         model: of the graph that ran last.
         eager_function: the first one that Dynamo could not compile because a graph breaks in a loop, where it begins and where
             it breaks. Where there is none, the first one that it could not compile; else empty.
@@ -133,6 +134,7 @@ class Call:
         self.frame: FrameType | None = None
         self.fences: list[Fence] = []
         self.kept: list[object] = []
+        self.if_it_fails: list[Callable[[], None]] = []
         self.root: str | None = None
         self.model: weakref.ref[object] | None = None
         self.eager_function = ""
@@ -172,6 +174,9 @@ class Call:
         try:
             # Dynamo gives its contexts no exception, also where one is on its way out of the call.
             has_returned = sys.exception() is self.handled
+            if not has_returned:
+                for end in self.if_it_fails:
+                    end()
             if self.failure is not None:
                 raise self.failure
             if self.num_compilations or self.has_eager_frames:
