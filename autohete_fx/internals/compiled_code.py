@@ -20,7 +20,7 @@ def looked_at(code: CodeType) -> Iterator[None]:
 def forget_compiled(code: CodeType) -> None:
     """Let Dynamo drop all that it has compiled of this code. The next call that reaches it compiles afresh.
 
-    A code that Dynamo looks at keeps the memory for that, as Dynamo then puts more there. Nothing that is there now serves any more.
+    A code that Dynamo looks at keeps the memory for that, as Dynamo then puts more there. Nothing that is there now serves then.
     """
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list, remove_from_cache
     from torch._dynamo.guards import DeletedGuardManagerWrapper

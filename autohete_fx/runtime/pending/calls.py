@@ -309,7 +309,7 @@ def is_given_up() -> bool:
     return isinstance(owner, nn.Module) and getattr(owner.forward, "__code__", None) in _given_up
 
 
-def outermost() -> object:
+def outermost() -> Call | None:
     """The object that stands for the outermost call of this thread; None outside of calls."""
     return next(iter(under_way()), None)
 
