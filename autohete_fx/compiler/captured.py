@@ -77,6 +77,7 @@ class CapturedGraph:
         trained_bytes: of optimizer states and gradients on the device, where the model is being trained or has them.
         frozen_bytes: of those that parameters without gradients have from when they were trained.
         digest: of the graph, its sizes included.
+        note_on_sizes: that some depend on values and have no bound; empty where none does.
         graph_break: why the graph ends before its function, and where; empty where it does not.
         bucket_bytes: of gradient buckets of a DistributedDataParallel around it; None without one.
         machine: capacities and rates.
@@ -196,7 +197,8 @@ class CapturedGraph:
             ),
             tuple(self._placement_text(name) for name in sorted(self.params)),
             self.others_bytes,
-            (self.unread_so_far_bytes, self.outside_bytes),
+            self.unread_so_far_bytes,
+            self.outside_bytes,
             self.frozen_bytes if torch.is_grad_enabled() else self.trained_bytes,
             (
                 self.crowding_bytes,

@@ -1,20 +1,24 @@
 """Compiled code that Dynamo keeps with a code object, and how it is dropped."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from types import CodeType
 
-_looked_at: list[CodeType] = []
+_looked_at: Counter[int] = Counter()
+"""How many calls look at a code, by its identity: equal codes of two functions are two."""
 
 
 @contextlib.contextmanager
 def looked_at(code: CodeType) -> Iterator[None]:
     """While Dynamo has found nothing compiled for a call of this code, and decides what to do or converts it."""
-    _looked_at.append(code)
+    _looked_at[id(code)] += 1
     try:
         yield
     finally:
-        _looked_at.remove(code)
+        _looked_at[id(code)] -= 1
+        if not _looked_at[id(code)]:
+            del _looked_at[id(code)]
 
 
 def forget_compiled(code: CodeType) -> None:
@@ -25,7 +29,7 @@ def forget_compiled(code: CodeType) -> None:
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list, remove_from_cache
     from torch._dynamo.guards import DeletedGuardManagerWrapper
 
-    if not any(each is code for each in _looked_at):
+    if id(code) not in _looked_at:
         remove_from_cache(code)
         return
     for entry in _debug_get_cache_entry_list(code):

@@ -142,6 +142,16 @@ def test_a_budget_that_the_loss_does_not_fit_into_is_refused_with_one_that_works
     assert max(peaks[FIRST:]) <= enough
 
 
+def test_code_from_the_cache_is_watched_as_well(caplog: pytest.LogCaptureFixture):
+    training.warm_up("cpu")
+    job = Job(options={"inner_backend": "inductor"})
+    _, peaks = job.run("1GiB")
+    runs = [job.run(int(0.96 * max(peaks[1:]))) for _ in range(2)]
+    assert autohete_fx.compilations()[-1].cached and len(told(caplog)) == 2
+    training.assert_equal(runs[0][0], runs[1][0], bitwise=True)
+    assert runs[0][1][FIRST:] == runs[1][1][FIRST:]
+
+
 def test_a_loss_in_the_model_and_kept_graphs_have_nothing_outside(caplog: pytest.LogCaptureFixture):
     """Where the plan has room for it, nothing is planned again, either."""
     training.warm_up("cpu")

@@ -55,8 +55,9 @@ def test_options_reach_the_compiler_and_ones_own_stay():
     assert handed_over()["options"] == {"memory_budget": "1GiB"}
     with pytest.raises(autohete_fx.OptionError, match="memory_budget"):
         names.enable(options={"memory_bugdet": "1GiB"})
+    number: Any = 3
     with pytest.raises(autohete_fx.OptionError, match="expected a mapping"):
-        names.enable(options=3)  # type: ignore[arg-type]
+        names.enable(options=number)
     assert handed_over()["options"] == {"memory_budget": "1GiB"}
 
 

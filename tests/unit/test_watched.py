@@ -192,9 +192,9 @@ def test_parameters_of_two_modules_are_left_alone():
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("how", ["in place", "wrapped", "a layer"])
 def test_a_model_that_the_script_compiles_is_left_alone(how: str, when: str):
-    def compile_it(model: Layers) -> nn.Module:
+    def compile_it(model: Layers) -> Any:
         if how == "wrapped":
-            return torch.compile(model, backend="eager")  # type: ignore[return-value]
+            return torch.compile(model, backend="eager")
         (model if how == "in place" else model.layers[0]).compile(backend="eager")
         return model
 
