@@ -150,6 +150,11 @@ _ELSEWHERE = (
         where=lambda parsed: parsed.cluster,
     ),
     _Refusal(
+        words="{option} is about ranks on several nodes; give --nodes too, or leave it out",
+        options=("--node-rate",),
+        where=lambda parsed: parsed.nodes == 1 and not parsed.cluster,
+    ),
+    _Refusal(
         words="{option} is about a search, and --given prices one plan; leave one of the two out",
         options=(
             "--symmetric-tp",
@@ -257,5 +262,12 @@ def _budgets(parsed: argparse.Namespace, machine: Machine) -> tuple[int, int]:
         raise OptionError(
             f"--budget {parsed.budget} was given, but {machine.device_name} has {format_bytes(machine.device_bytes)} of device"
             " memory. Expected was no more than that. Give less, such as --budget 90%, or name a larger device"
+        )
+    if (
+        parsed.machine and resolve_bytes(host, machine.host_bytes) > machine.host_bytes
+    ):  # a data sheet only assumes a host
+        raise OptionError(
+            f"--host-budget {parsed.host_budget} was given, but a rank's part of the measured host memory is"
+            f" {format_bytes(machine.host_bytes)}. Expected was no more than that. Give less, such as --host-budget 90%"
         )
     return resolve_bytes(device, machine.device_bytes), resolve_bytes(host, machine.host_bytes)

@@ -76,6 +76,9 @@ def test_jobs_that_cannot_be_are_refused_before_anything_is_traced(tmp_path: Pat
     alone = ["--machine", str(tmp_path / "alone.json")]
     for asked in (["--ranks", "2"], ["--sweep", "ranks"]):
         assert "no rate of the link between ranks" in refused(capsys, *alone, *asked)
+    assert "give --nodes too" in refused(capsys, *device, "--node-rate", "50")
+    assert "measured host memory is" in refused(capsys, *alone, "--host-budget", "90TiB")
+    assert "Give less, such as --budget 90%" in refused(capsys, *alone, "--budget", "90TiB")
 
 
 @pytest.mark.parametrize("option", ["--ranks", "--nodes", "--replicas", "--node-rate"])
