@@ -141,10 +141,16 @@ def look(function: object, is_ours: bool) -> None:
         if any([graph.has_lost_optimizer() for graph in of_model]):
             log.info("a compiled model has another optimizer now: it is planned again")
             _plan_again(model)
-        elif model.shares.is_outdated:
-            log.info("one step has run graphs that were planned as if none did: the model is planned again")
+        elif model.is_outdated:
+            log.info("a rank has seen steps that were not planned for: all of them plan again")
             _plan_again(model)
-        elif model.shares.is_step_over and not model.shares.is_call_over:
+            continue
+        elif model.shares.is_outdated:
+            log.info(
+                "one step has run graphs that were planned as if none did, or one of them again: the model is planned again"
+            )
+            _count_with_seen(model)
+        elif _is_step_over(model) and not model.shares.is_call_over:
             waiting = model.shares.end_call()
             if waiting:
                 log.info("all graphs of a call are known now: %d are compiled again for their shares", len(waiting))
@@ -186,18 +192,32 @@ def _look_at_first_call(module: torch.nn.Module) -> None:
 def _look_at_passes(model: Model, graphs: list[Assumptions]) -> None:
     """Plan again where a step has more passes, or more in flight, than were planned for, or code between them takes more."""
     in_flight = min(graph.in_flight for graph in graphs)
-    if model.in_flight > in_flight:
+    if model.seen.in_flight > in_flight:
         log.warning(
             "%d forward passes ran before a backward of theirs began: the model is planned again. The plan counted the activations"
             " of %d. Set the option in_flight to %d, and micro_batches to how many passes a step has, or call backward after each"
             " forward",
-            model.in_flight,
+            model.seen.in_flight,
             in_flight,
-            model.in_flight,
+            model.seen.in_flight,
         )
     elif not (any(graph.lacks_outside_bytes() for graph in graphs) or _has_uncounted_passes(model, graphs)):
         return
-    _plan_again(model)
+    _count_with_seen(model)
+
+
+def _count_with_seen(model: Model) -> None:
+    """Plan again with what was seen of steps: in this call, or with other ranks in the next one. One that compiled alone would wait
+    for them."""
+    model.seen.is_outdated = True
+    if not model.is_shared:
+        model.hear(model.told())
+        _plan_again(model)
+
+
+def _is_step_over(model: Model) -> bool:
+    """Ranks keep results of different calls, but run their backwards together."""
+    return model.shares.has_trained if model.is_shared else model.shares.is_step_over
 
 
 def _has_uncounted_passes(model: Model, graphs: list[Assumptions]) -> bool:
@@ -213,7 +233,7 @@ def _has_uncounted_passes(model: Model, graphs: list[Assumptions]) -> bool:
             " the model is planned again. Set the option micro_batches to how many passes a step has, or let zero_grad() set"
             " gradients to None"
         )
-    model.micro_batches = max(model.micro_batches, seen)
+    model.seen.micro_batches = max(model.seen.micro_batches, seen)
     return True
 
 

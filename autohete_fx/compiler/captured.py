@@ -141,13 +141,16 @@ class CapturedGraph:
         sizes = sizes_that_may_change(self.gm, self.inputs)
         if not sizes:
             return
-        count = self.model.num_limited[self.origin] = self.model.num_limited[self.origin] + 1
+        kind = self.origin, torch.is_grad_enabled()
+        self.model.num_limited[kind] += 1
+        count = self.model.num_limited[kind]
         if count <= _MOST_LIMITED:
             limit_sizes(sizes)
         elif count == _MOST_LIMITED + 1:
             log.warning(
-                "a graph was compiled %d times for inputs whose sizes change, each time for none larger. From now on it serves all"
-                " sizes: larger ones may take more than memory_budget. Begin with the largest, or pad inputs to a few sizes",
+                "a graph %s was compiled %d times for inputs whose sizes change, each time for none larger. From now on it serves"
+                " all sizes: larger ones may take more than memory_budget. Begin with the largest, or pad inputs to a few sizes",
+                "for training" if torch.is_grad_enabled() else "without gradients",
                 count - 1,
             )
 

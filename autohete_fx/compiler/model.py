@@ -35,6 +35,21 @@ from autohete_fx.runtime.session import Session, is_live
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class Seen:
+    """What a process has seen of steps.
+
+    Attributes:
+        micro_batches: the most forward passes that a step took.
+        in_flight: the most calls whose backward was yet to come when one of them began.
+        is_outdated: whether a plan does not count with it.
+    """
+
+    micro_batches: int = 1
+    in_flight: int = 1
+    is_outdated: bool = False
+
+
 @dataclass(eq=False)
 class Model:
     """One compiled model.
@@ -43,27 +58,33 @@ class Model:
         session: its runtime.
         shares: what each of its training graphs takes on the device.
         placed: the parameters that training graphs have put where they are.
-        micro_batches: the most forward passes that a step of it was seen to take.
+        micro_batches, in_flight: as plans that are made now count with them.
         passes: those of the step that is under way.
-        in_flight: the most of its calls whose backward was yet to come when one of them began.
+        seen: of its steps, by this process.
+        is_shared: whether other ranks run its graphs, too.
+        is_outdated: whether these and this one have agreed that it is to be planned again.
         outside_bytes: by graph, what code outside takes between its forward and its backward, where a plan had no room for it.
         between: measures that.
         codes: of the functions that its graphs were compiled of.
         has_warned: whether the user was told of several modules that share code.
-        num_limited: how often a graph was compiled for sizes that may change within those that its plan counts.
+        num_limited: by graph, and whether gradients are on, how often it was compiled for sizes that may change within those that
+            its plan counts.
     """
 
     session: Session
     shares: Shares = field(default_factory=Shares)
     placed: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     micro_batches: int = 1
-    passes: int = 0
     in_flight: int = 1
+    passes: int = 0
+    seen: Seen = field(default_factory=Seen)
+    is_shared: bool = False
+    is_outdated: bool = False
     outside_bytes: dict[Origin, int] = field(default_factory=dict)
     between: Between = field(default_factory=Between)
     codes: dict[Origin, CodeType] = field(default_factory=dict)
     has_warned: bool = False
-    num_limited: Counter[Origin] = field(default_factory=Counter)
+    num_limited: Counter[tuple[Origin, bool]] = field(default_factory=Counter)
     _versions: dict[Origin, int] = field(default_factory=dict)
 
     def seen_in(self, options: Options) -> Options:
@@ -71,6 +92,17 @@ class Model:
         in_flight = max(options.in_flight, self.in_flight)
         micro_batches = max(options.micro_batches, self.micro_batches, in_flight)
         return dataclasses.replace(options, micro_batches=micro_batches, in_flight=in_flight)
+
+    def told(self) -> tuple[int, int, int]:
+        """What other ranks are to know of what this one has seen."""
+        return int(self.seen.is_outdated), self.seen.micro_batches, self.seen.in_flight
+
+    def hear(self, largest: Sequence[int]) -> None:
+        """The largest of what each rank has told. Plans count with it from where any of them finds the present ones outdated."""
+        is_outdated, micro_batches, in_flight = largest
+        if is_outdated:
+            self.micro_batches, self.in_flight = max(self.micro_batches, micro_batches), max(self.in_flight, in_flight)
+            self.is_outdated = True
 
     @property
     def is_placed(self) -> bool:
@@ -82,6 +114,7 @@ class Model:
         self.shares = self.shares.afresh()
         self.placed = WeakIdKeyDictionary()
         self.num_limited.clear()
+        self.seen.is_outdated = self.is_outdated = False
         self.compile_again(list(self.codes))
 
     def compile_again(self, graphs: Iterable[Origin]) -> None:

@@ -12,7 +12,7 @@ from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.compiler.model import Model, note_model
 from autohete_fx.errors import HostMemoryError
-from autohete_fx.internals.modes import disable_current_modes
+from autohete_fx.internals.modes import DisableTorchFunction, disable_current_modes
 from autohete_fx.ir import Optimizer, Overlap, Params
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.optim.owners import optimizer_of
@@ -20,6 +20,7 @@ from autohete_fx.optim.start import start_update
 from autohete_fx.optim.state import is_settled, settle, state_placement_of
 from autohete_fx.runtime.held import held, whole_of
 from autohete_fx.runtime.pending import calls, unplanned
+from autohete_fx.runtime.pending.addresses import address_of
 from autohete_fx.runtime.placement import Placement, place_param, placement_of
 from autohete_fx.runtime.shard import step
 from autohete_fx.runtime.shard.parts import part_of
@@ -140,6 +141,8 @@ class GraphParameters:
         self._call: Callable[[], object] = _nothing
         self.num_arrivals = 0
         self.identities: tuple[int, ...] = ()
+        self._addresses: list[int | None] = []
+        self._has_warned = False
         self._all = [item.index for item in inputs if item.is_parameter]
 
     @property
@@ -165,15 +168,48 @@ class GraphParameters:
                 is_training=self.compilation.training,
                 is_limited=self.compilation.device_budget_bytes is not None,
             )
-            planned = {name for name, param in params.items() if _is_planned(param)}
+            planned = {name for name, param in params.items() if self._is_planned(param)}
             if len(planned) < len(params):
                 place_parameters(params, self.compilation, self.model, but=planned)
             self._seen = [weakref.ref(param) for param in params.values()]
             self.num_arrivals += 1
             self._awaited = self._awaited_of(params)
+        self._bring_home(params)
         if self.compilation.training:
             step.check_collected(given[index] for index in self._parts)
         return self._awaited
+
+    def _is_planned(self, param: torch.nn.Parameter) -> bool:
+        """Whether a plan that holds has placed it; ``autohete_fx.place`` puts parameters on the host for none."""
+        placement = placement_of(param)
+        is_placed = placement is not None and placement.updates is not None
+        return is_placed and (param in self.model.placed or not self.compilation.training)
+
+    def _bring_home(self, params: Mapping[str, torch.nn.Parameter]) -> None:
+        """Those that belong in host memory and were given other memory since the last call, as by ``param.data = tensor``."""
+        addresses = [address_of(param) for param in params.values()]
+        if addresses == self._addresses:
+            return
+        lost = 0
+        for param in params.values():
+            placement = placement_of(param)
+            if placement is None or placement.params is not Params.HOST or placement.updates is None:
+                continue
+            with DisableTorchFunction():
+                is_there = placement.tier.owns(param)
+            if not is_there:
+                placement.updates.wait_all(on_cpu=True)
+                place_param(param, placement)
+                lost += 1
+        if lost and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%d parameters that the plan has in host memory were given other memory, as by `param.data = tensor`. They are in"
+                " host memory again; between two calls they were on the device, which memory_budget does not count. Write into them"
+                " instead, as by `param.data.copy_(tensor)`",
+                lost,
+            )
+        self._addresses = [address_of(param) for param in params.values()]
 
     def _warn_of_others(self, params: Mapping[str, torch.nn.Parameter]) -> None:
         """Once, where training has a budget and the code comes to serve other parameters while those that it served live."""
@@ -209,9 +245,3 @@ class GraphParameters:
 
 def _nothing() -> None:
     """What a reference to nothing gives."""
-
-
-def _is_planned(param: torch.nn.Parameter) -> bool:
-    """Whether a plan has placed it; ``autohete_fx.place`` puts parameters on the host for none."""
-    placement = placement_of(param)
-    return placement is not None and placement.updates is not None

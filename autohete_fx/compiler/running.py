@@ -88,6 +88,7 @@ def running(
         same_call: around each call where other ranks run the graph, too.
     """
     parameters = GraphParameters(inputs, compilation, model)
+    model.is_shared |= same_call is not None
     origin = origin_of(inputs)
     assumed = None
     if compilation.training and compilation.device_budget_bytes is not None:
@@ -122,7 +123,7 @@ def running(
                 calls.guard_backward(updates)
         outside.begin_forward()
         begin_s = time.perf_counter()
-        with contextlib.nullcontext() if same_call is None else same_call.checked(args):
+        with contextlib.nullcontext() if same_call is None else same_call.checked(args, model.told(), model.hear):
             outputs = guarded(compiled, *args)
         if compilation.clock is not None:
             compilation.clock.end_pass("forward", begin_s)
@@ -238,7 +239,7 @@ def _adding(
             clock.end_pass("backward", begin_s)
         assert model is not None and isinstance(gradients, list | tuple)
         if (run := node.metadata.get(_RUN)) is not None:
-            model.in_flight = max(model.in_flight, model.shares.note_backward(run))
+            model.seen.in_flight = max(model.seen.in_flight, model.shares.note_backward(run))
         return type(gradients)(model.session.updates.early.left_to_autograd(gradients))
 
     # Where a whole training step is compiled, Dynamo would trace this too, and cannot trace a clock.

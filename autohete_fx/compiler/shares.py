@@ -121,7 +121,7 @@ class Shares:
         eager_bytes: gradients and optimizer states of those of them that eager code trains.
         times: how often a call runs each graph, such as that of a layer where the function of their loop cannot be compiled.
         has_trained: whether a backward has run since the first call began.
-        is_outdated: whether graphs were planned as if no step ran both, and one has.
+        is_outdated: whether graphs were planned as if no step ran both, or as if a call ran each once, and one has done otherwise.
     """
 
     footprints: dict[Origin, Footprint] = field(default_factory=dict)
@@ -145,9 +145,10 @@ class Shares:
     _runs: dict[Origin, set[tuple[int, ...]]] = field(default_factory=dict)
 
     def afresh(self) -> "Shares":
-        """The shares of a model whose graphs are all planned again. Known are their functions, and which run beside each other."""
+        """The shares of a model whose graphs are all planned again. Known are their functions, which run beside each other, and how
+        often a call runs them."""
         known = {graph.function for graph in (*self._order, *self.footprints)}
-        return Shares(_met=self._met, _waiting=self._waiting, _before=self._before | known)
+        return Shares(times=self.times, _met=self._met, _waiting=self._waiting, _before=self._before | known)
 
     def awaits_others(self, graph: Origin) -> bool:
         """Whether the model had graphs of another function before all were planned again, and that has none yet."""
@@ -251,11 +252,13 @@ class Shares:
         accumulates = run.parameters in seen and finds_gradients()
         seen.add(run.parameters)
         waiting = [other for other in self._waiting if other.graph == graph and other.call == run.call]
+        repeated = self.repeats
         self.times[graph] = Times(
             modules=max(times.modules, len(seen)),
             waiting=max(times.waiting, sum(not other.is_over for other in waiting)),
             accumulates=times.accumulates or accumulates,
         )
+        self.is_outdated |= self.is_call_over and self.repeats and not repeated
 
     @property
     def is_step_over(self) -> bool:

@@ -25,13 +25,14 @@ from tests.dist.sharded import (
     tokens,
     whole,
 )
+from tests.layers import EAGER
 
 SHARDS_PAGE = Path(__file__).parents[2] / "docs" / "shards.md"
 
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    return ranks.run_each([measured, parts_in_whole, in_whole], tmp_path_factory.mktemp("ranks"))
+    return ranks.run_each([measured, parts_in_whole, in_whole, evaluating_alone], tmp_path_factory.mktemp("ranks"))
 
 
 def measured() -> list[float]:
@@ -146,3 +147,29 @@ def test_gathered_shows_whole_parameters_and_scatters_what_the_first_rank_wrote(
         assert "ran a backward within gathered" in backward and "wrote row, and the first did not" in other_rank
         assert ("rank 1 raised AutoHeteError" in failing) if rank == 0 else failing == "AutoHeteError: mine"
         assert "Shard it first" in not_sharded
+
+
+def evaluating_alone() -> dict[str, Any]:
+    """The first rank evaluates batches of other sizes between two steps, and the others train as if it had not."""
+    rank = dist.get_rank()
+    expected, model = make(dropout=0.0), shard(make(dropout=0.0), mesh())
+    model.compile(backend="autohete", options=EAGER)
+    optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-2)
+    plain = torch.optim.AdamW(expected.parameters(), lr=1e-2, fused=True)
+    found, before = {"alike": True, "compiled": 0}, len(autohete_fx.compilations())
+    for step in range(3):
+        model(tokens(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (sum(expected(tokens(step, each)) for each in range(2)) / 2).backward()
+        plain.step()
+        plain.zero_grad()
+        with gathered(model), torch.no_grad():
+            for batch in (8, 5) if rank == 0 else ():
+                found["alike"] &= torch.allclose(model(tokens(9, 0, batch=batch)), expected(tokens(9, 0, batch=batch)))
+        found["compiled"] = len(autohete_fx.compilations()) - before
+    return found
+
+
+def test_a_rank_evaluates_alone_without_any_rank_compiling_again(of_two: dict[str, list[Any]]):
+    assert of_two["evaluating_alone"] == [{"alike": True, "compiled": 1}] * 2

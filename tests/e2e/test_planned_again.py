@@ -54,10 +54,10 @@ class Steps:
             self.optimizer.zero_grad()
         self.seen += map(job.copied, self.model.parameters())
 
-    def evaluate(self) -> None:
+    def evaluate(self, batch: int = SIZES.batch) -> None:
         self.model.eval()
         with torch.no_grad(), autohete_fx.MemoryMeter("cpu") as meter:
-            loss = self.model(job.batch("cpu", 99, 0, SIZES))
+            loss = self.model(job.batch("cpu", 99, 0, dataclasses.replace(SIZES, batch=batch)))
         self.model.train()
         self._note(meter, loss)
 
@@ -122,6 +122,52 @@ def test_sizes_that_keep_growing_are_compiled_a_few_times_and_then_for_all_sizes
     equal_to_plain(story)
     assert sum(c not in before for c in autohete_fx.compilations()) == 1 + 4 + 1
     assert sum("compiled 4 times for inputs" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_sizes_of_evaluations_are_none_of_those_that_training_is_compiled_for(caplog: pytest.LogCaptureFixture):
+    """As of a text that is generated, whose length grows. Code for all sizes would serve the larger batch, too."""
+    budget = 18 * 2**20
+
+    def story(steps: Steps) -> None:
+        steps.compile(memory_budget=budget)
+        steps.train(0, batch=6)
+        for batch in range(1, 9):
+            steps.evaluate(batch)
+        for step, batch in enumerate((2, 6, 2, 6), 1):
+            steps.train(step, batch=batch)
+
+    ours = equal_to_plain(story)
+    assert max(ours.peaks) <= budget
+    (told,) = (r.getMessage() for r in caplog.records if "compiled 4 times for inputs" in r.getMessage())
+    assert told.startswith("a graph without gradients")
+
+
+@pytest.mark.parametrize("how", ["data", "vector", "dtype"])
+def test_parameters_that_are_given_other_memory_go_back_to_the_host(how: str, caplog: pytest.LogCaptureFixture):
+    def story(steps: Steps) -> None:
+        steps.compile(memory_budget=int(5.5 * 2**20))
+        steps.train(0, 1)
+        parameters = list(steps.model.parameters())
+        if how == "data":
+            for p in parameters:
+                p.data = p.data.clone()
+        elif how == "vector":
+            vector = nn.utils.parameters_to_vector(parameters).detach()
+            nn.utils.vector_to_parameters(vector, parameters)
+        else:
+            steps.model.double().float()
+        steps.train(2, 3)
+        if steps.is_ours:
+            on_host.append(sum(map(is_home, parameters)))
+
+    on_host = list[int]()
+    ours = equal_to_plain(story)
+    moved = sum(d.params is Params.HOST for d in autohete_fx.compilations()[-1].plan.decisions)
+    assert moved and on_host[0] > moved
+    told = [r.getMessage() for r in caplog.records if "were given other memory" in r.getMessage()]
+    assert len(told) == 1 and told[0].startswith(f"{on_host[0]} parameters")
+    if how != "vector":  # whose memory the small ones keep
+        assert max(ours.peaks) <= int(5.5 * 2**20)
 
 
 def test_a_model_that_is_only_evaluated_by_code_that_another_trains_with_is_compiled_again_once():

@@ -183,3 +183,19 @@ def test_a_graph_that_a_call_runs_again_and_again_stays_as_it_takes_least():
     shares, call = after_a_call(Call()), Call()
     kept = [run(shares, MODEL, call) for _ in range(2)]
     assert shares.repeats and shares.end_call() == [] and len(kept) == 2
+
+
+def test_a_graph_that_a_later_call_runs_again_was_planned_for_one_run_and_is_planned_again_once():
+    """Such as that of layers of which each call drops some by chance."""
+    shares = after_a_call(Call())
+    shares.end_call()
+    assert not shares.is_outdated
+    kept = [run(shares, MODEL, call, module) for call in (Call(), Call()) for module in range(2)]
+    assert shares.is_outdated and len(kept) == 4
+    again = shares.afresh()
+    assert again.repeats and not again.is_outdated
+    again.note_graph(MODEL, "graph", "", Call())
+    assert again.end_call() == []
+    more = Call()
+    kept += [run(again, MODEL, more, module) for module in range(3)]
+    assert not again.is_outdated, "it takes least by now"

@@ -4,13 +4,15 @@ In: the ranks, and what the graph is. Out: a context around each call. Collectiv
 evaluates while the others train, or has a batch of another size, each would take what others meant for another graph. No error
 would tell where sizes agree. A message to all ranks goes beside each forward, and is read when that has ended. A rank
 that finds another graph raises, and writes so where those look that wait for a collective which is not coming.
+
+The message carries small numbers of each rank beside, such as what it saw of steps, and all get the largest of them.
 """
 
 import contextlib
 import hashlib
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -38,8 +40,14 @@ class SameCall:
         self._number = int.from_bytes(hashlib.sha256(graph.encode()).digest()[:7], "big")
 
     @contextlib.contextmanager
-    def checked(self, inputs: Sequence[object]) -> Iterator[None]:
+    def checked(
+        self, inputs: Sequence[object], told: Sequence[int], hear: Callable[[Sequence[int]], object]
+    ) -> Iterator[None]:
         """Around a forward with these inputs.
+
+        Args:
+            told: numbers of this rank, as many on all of them.
+            hear: gets the largest of each when the forward has ended.
 
         Raises:
             ShardError: another rank ran another graph meanwhile, or has failed. The forward has ended by then.
@@ -50,16 +58,17 @@ class SameCall:
         number = self._number + next((part.number for t in tensors if (part := part_of(t)) is not None), 0)
         del tensors  # the code may release them
         ranks = ranks_by_digest(self._digest)
-        control, is_same = ranks.control, _messages.send(number, ranks)
+        control, largest = ranks.control, _messages.send((number, -number, *told), ranks)
         del ranks
         try:
             yield
         except Exception as error:
-            if is_same.done() and is_same.exception() is None and not is_same.result():
+            if largest.done() and largest.exception() is None and not _is_same(largest.result()):
                 raise self._refusal(sizes, control) from error  # collectives of different sizes are why
             raise
-        if not is_same.result():
+        if not _is_same(largest.result()):
             raise self._refusal(sizes, control)
+        hear(largest.result()[2:])
 
     def _refusal(self, sizes: list[tuple[int, ...]], among: dist.ProcessGroup) -> ShardError:
         error = ShardError(
@@ -79,23 +88,23 @@ class _Messages:
     """
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[tuple[Future[bool], int, Ranks]] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[Future[list[int]], Sequence[int], Ranks]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def send(self, number: int, ranks: Ranks) -> "Future[bool]":
-        """Whether all ranks have sent that number, once they have."""
+    def send(self, numbers: Sequence[int], ranks: Ranks) -> "Future[list[int]]":
+        """The largest of each number that any rank has sent, once all have."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="autohete-calls", daemon=True)
             self._thread.start()
-        found: Future[bool] = Future()
-        self._waiting.put((found, number, ranks))
+        found: Future[list[int]] = Future()
+        self._waiting.put((found, numbers, ranks))
         return found
 
     def _serve(self) -> None:
         while True:
-            found, number, ranks = self._waiting.get()
+            found, numbers, ranks = self._waiting.get()
             try:
-                found.set_result(_all_sent(number, ranks))
+                found.set_result(_largest(numbers, ranks))
             except BaseException as error:
                 found.set_exception(error)
             del found, ranks  # the groups are not to live until the next message
@@ -104,8 +113,12 @@ class _Messages:
 _messages = _Messages()
 
 
-def _all_sent(number: int, ranks: Ranks) -> bool:
-    """Whether all ranks sent the same number."""
-    found = torch.tensor([number, -number], device="cpu")
+def _largest(numbers: Sequence[int], ranks: Ranks) -> list[int]:
+    found = torch.tensor(numbers, device="cpu")
     all_reduce(found, ranks.calls, dist.ReduceOp.MAX, among=ranks.control)
-    return int(found[0]) == -int(found[1])
+    return found.tolist()
+
+
+def _is_same(largest: Sequence[int]) -> bool:
+    """Whether all ranks sent the same graph's number, by the largest of it and of its negative."""
+    return largest[0] == -largest[1]

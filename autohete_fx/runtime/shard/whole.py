@@ -88,6 +88,8 @@ class _Whole:
 def gathered(model: nn.Module) -> Iterator[nn.Module]:
     """Let eager code see and write whole parameters. All ranks enter and leave it together.
 
+    Functions that are compiled run eagerly within. A rank that compiled alone would know other sizes than the others afterwards.
+
     Args:
         model: that is sharded, or a part of one: its parameters are whole on the device at once.
 
@@ -118,7 +120,8 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
     _exchange(places, is_whole=True)
     failure: BaseException | None = None
     try:
-        yield model
+        with torch.compiler.set_stance("force_eager"):
+            yield model
     except BaseException as error:
         failure = error
         raise
@@ -151,8 +154,10 @@ def _take_memory(model: nn.Module, wholes: list[_Whole], ranks: Ranks) -> None:
 def _exchange(places: list[tuple[nn.Module, str, _Whole]], *, is_whole: bool) -> None:
     for module, name, whole in places:
         module._parameters[name] = whole.param if is_whole else whole.held
-        if WHOLE in vars(type(module)):
-            setattr(module, WHOLE, is_whole)
+        if is_whole and WHOLE in vars(type(module)):
+            setattr(module, WHOLE, True)
+        else:
+            vars(module).pop(WHOLE, None)  # as it was before, or compiled code would not know the module again
 
 
 def _taken_over(places: list[tuple[nn.Module, str, _Whole]]) -> str | None:
