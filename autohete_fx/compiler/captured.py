@@ -104,6 +104,8 @@ class CapturedGraph:
             keep_in_place(self.params[name])
         self.device = model.session.device
         _keep_elsewhere(self.params, self.device)
+        if torch.is_grad_enabled():
+            _keep_unowned(self.params.values())
         self.awaited = frozenset(
             name for name, param in self.params.items() if param.requires_grad and listener_of(param) is not None
         )
@@ -379,3 +381,12 @@ def _keep_elsewhere(params: Mapping[str, torch.nn.Parameter], device: torch.devi
         )
     for name in names:
         keep_in_place(params[name])
+
+
+def _keep_unowned(params: Iterable[torch.nn.Parameter]) -> None:
+    """Where an optimizer of ours has most of what is trained, the rest stays where it is, with its states. It stops no others."""
+    movable = [param for param in params if param.requires_grad and is_movable(param) and not is_home(param)]
+    without = [param for param in movable if optimizer_of(param) is None]
+    if without and 2 * sum(param.nbytes for param in without) < sum(param.nbytes for param in movable):
+        for param in without:
+            keep_in_place(param)

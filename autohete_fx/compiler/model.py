@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Seen:
-    """What a process has seen of steps.
+    """Findings of one process about steps.
 
     Attributes:
         micro_batches: the most forward passes that a step took.
@@ -94,7 +94,7 @@ class Model:
         return dataclasses.replace(options, micro_batches=micro_batches, in_flight=in_flight)
 
     def told(self) -> tuple[int, int, int]:
-        """What other ranks are to know of what this one has seen."""
+        """The numbers that other ranks get of what this one has seen."""
         return int(self.seen.is_outdated), self.seen.micro_batches, self.seen.in_flight
 
     def hear(self, largest: Sequence[int]) -> None:

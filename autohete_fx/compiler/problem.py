@@ -183,8 +183,12 @@ def param_infos(
 
 
 def host_optimizer_allowed(params: Sequence[torch.nn.Parameter]) -> bool:
-    """Whether every trainable parameter belongs to an autohete_fx optimizer, which can step on the host."""
-    return all(optimizer_of(p) is not None for p in params if p.requires_grad)
+    """Whether every trainable parameter that can move belongs to an autohete_fx optimizer, which can step on the host."""
+    return not any(map(_lacks_owner, params))
+
+
+def _lacks_owner(param: torch.nn.Parameter) -> bool:
+    return param.requires_grad and is_movable(param) and optimizer_of(param) is None
 
 
 def _owners(params: Iterable[torch.nn.Parameter]) -> list[Owner]:
@@ -347,15 +351,16 @@ def make_problem(
 
 
 def _obstacles(params: Mapping[str, torch.nn.Parameter], options: Options) -> tuple[tuple[str, str], ...]:
-    without = [p for p in params.values() if p.requires_grad and optimizer_of(p) is None]
+    without = {name: param for name, param in params.items() if _lacks_owner(param)}
     if "host_optimizer" not in options.allow or not without:
         return ()
-    states = format_bytes(sum(map(state_bytes, without)))
+    names, states = list(without), sum(map(state_bytes, without.values()))
     return (
         (
             "host_optimizer",
-            f"No optimizer of autohete_fx holds these parameters, so {states} of optimizer states are counted on the device:"
-            " construct one, such as autohete_fx.AdamW, before the first training step, which lets them move to the host",
+            f"No optimizer of autohete_fx holds {names[0]} and {len(names) - 1} others, so no optimizer states may leave the"
+            f" device, where {format_bytes(states)} are counted for these: construct one, such as autohete_fx.AdamW, before the"
+            " first training step, which lets them move to the host",
         ),
     )
 
