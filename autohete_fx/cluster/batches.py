@@ -98,7 +98,8 @@ def batch_of(given: object) -> Batch:
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
-    """The model's output for a batch: of a mapping those tensors that its forward names, of a tuple as many as it has arguments.
+    """The model's output for a batch: of a tuple as many tensors as its forward has arguments, of a mapping those that it names.
+    A forward with ``**kwargs`` gets all of a mapping.
 
     Raises ClusterError where forward names none of a mapping's tensors.
     """
@@ -106,7 +107,8 @@ def call(model: nn.Module, batch: Batch) -> Any:
     if batch.given != "mapping":
         some = any(param.kind is param.VAR_POSITIONAL for param in params.values())
         return model(*list(batch.tensors.values())[: None if some else len(params)])
-    named = {name: tensor for name, tensor in batch.tensors.items() if name in params}
+    takes_all = any(param.kind is param.VAR_KEYWORD for param in params.values())
+    named = {name: tensor for name, tensor in batch.tensors.items() if takes_all or name in params}
     if not named:
         raise ClusterError(
             f"a batch with {', '.join(batch.tensors)} was given, and {type(model).__name__}.forward reads {', '.join(params)}."

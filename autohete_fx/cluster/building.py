@@ -77,7 +77,9 @@ def build_noting_order(build_model: BuildModel) -> tuple[nn.Module, list[str]]:
     return model, names
 
 
-def build_part(build_model: BuildModel, order: Sequence[str], wanted: Collection[str], seed: int) -> nn.Module:
+def build_part(
+    build_model: BuildModel, order: Sequence[str], wanted: Collection[str], seed: int, *, is_loaded: bool = False
+) -> nn.Module:
     """A model whose parameters are on the meta device, but for those that are wanted.
 
     Args:
@@ -85,14 +87,20 @@ def build_part(build_model: BuildModel, order: Sequence[str], wanted: Collection
         order: of `build_noting_order`.
         wanted: names; those of tied parameters by the first.
         seed: of the initial values.
+        is_loaded: whether other values are loaded into those that are wanted. They have no memory then, unless the model draws
+            random numbers for something else, such as a buffer. Its values follow from what parameters draw before it.
 
     Raises:
         ClusterError: ``build_model`` registers other parameters than the first time.
     """
+    if is_loaded:
+        model, draws = _built(build_model, order, (), seed, CopiesOutOf())
+        if not draws:
+            return model
     copies = CopiesOutOf()
-    model = _built(build_model, order, wanted, seed, copies)
+    model, _ = _built(build_model, order, wanted, seed, copies)
     if copies.were_made:
-        model = _built(build_model, order, wanted, seed, None)
+        model, _ = _built(build_model, order, wanted, seed, None)
     first, others = _first_names(model), dict[int, nn.Parameter]()
     for module in model.modules():
         for name, param in module._parameters.items():
@@ -103,8 +111,9 @@ def build_part(build_model: BuildModel, order: Sequence[str], wanted: Collection
 
 def _built(
     build_model: BuildModel, order: Sequence[str], wanted: Collection[str], seed: int, copies: CopiesOutOf | None
-) -> nn.Module:
-    """The model, in which other parameters share memory, out of which ``copies`` are noted; None: each has its own."""
+) -> tuple[nn.Module, bool]:
+    """The model, in which other parameters share memory, out of which ``copies`` are noted; None: each has its own. And whether
+    random numbers were drawn for anything that has memory."""
     scratch: dict[torch.dtype, Tensor] = {}
     foreign: _Foreign = {}
     known: dict[int, nn.Parameter] = {}
@@ -144,7 +153,9 @@ def _built(
     casts = before_apply(partial(_without_shared_memory, foreign))
     with torch.random.fork_rng(devices=[]), _watched(keep), casts, copies or nullcontext():
         torch.manual_seed(seed)
+        before = torch.get_rng_state()
         model = build_model()
+        draws = not torch.equal(torch.get_rng_state(), before)
     if place != len(order):
         raise ClusterError(
             f"build_model registered {place} parameters, and {len(order)} the first time. Expected was the same model every time."
@@ -154,7 +165,7 @@ def _built(
         for name, param in model.named_parameters():
             if name in wanted:
                 copies.look_at(param)
-    return model
+    return model, draws
 
 
 def _first_names(model: nn.Module) -> dict[int, str]:

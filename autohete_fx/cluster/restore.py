@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autohete_fx.cluster.damage import words_of
+from autohete_fx.cluster.exported import ALL_NAMES
 from autohete_fx.cluster.own_disk import OwnDisk
 from autohete_fx.cluster.pieces import Piece, covered, finest
 from autohete_fx.cluster.sources import Fetch, Wanted, quickest
-from autohete_fx.cluster.store import Entry, Parts, Place, Save, Store, joined, read_pieces
+from autohete_fx.cluster.store import COMMITTED, Entry, Parts, Place, Save, Store, joined, read_pieces
 from autohete_fx.errors import ClusterError
 
 log = logging.getLogger(__name__)
@@ -278,9 +279,23 @@ def _look(store: Store, offers: _Offers, wanted: set[str]) -> tuple[Save | None,
             names <= whole.get(node, set()) for node, names in needing
         )
         parts = {} if own_disks_do else cloud.parts(save)
-        if wanted <= covered([*set().union(*nodes.values()), *map(Piece.of_key, parts)]):
+        has = covered([*set().union(*nodes.values()), *map(Piece.of_key, parts)])
+        if wanted <= has:
+            if more := sorted(has - wanted - {ALL_NAMES}):
+                return _of_another_model(f"step {save.step} has {more[0]!r}, which this model has not")
             known = {key: row for key, row in parts.items() if Piece.of_key(key).name in wanted}
             return save, known, cloud.trouble
+    for save in saves:
+        if cloud.is_committed(save):
+            has = {Piece.of_key(key).name for key in cloud.parts(save)}
+            lacking = sorted(wanted - has)
+            what = (
+                f"{len(lacking)} parameters of this model, such as {lacking[0]!r}"
+                if lacking
+                else "a part of the parameters"
+            )
+            if not cloud.trouble:
+                return _of_another_model(f"of step {save.step} the cloud {store.cloud!r} had all, and lacks {what} now")
     if not cloud.trouble and not offers.troubles and (store.cloud is not None or not saves):
         if saves:
             log.warning(
@@ -296,6 +311,13 @@ def _look(store: Store, offers: _Offers, wanted: set[str]) -> tuple[Save | None,
         f"the store {store.disk!r} has no save of which all parameters are somewhere; incomplete ones: {seen}. {troubles}"
         " Expected was a complete one. Give the job the cloud's URL or the nodes that have the rest, or an empty store to begin"
         " again"
+    )
+
+
+def _of_another_model(what: str) -> str:
+    return (
+        f"the store is not of this model, or damaged: {what}. Expected was a store of the same model. Give the model that it was"
+        " saved with, repair the parts that the log names, or give an empty store to begin at step 0. Nothing was removed"
     )
 
 
@@ -317,6 +339,12 @@ class _Cloud:
         """Parts of a save."""
         url = self._url
         return self._asked(lambda: Place(url).parts(save), {}) if url is not None and save in self._saves else {}
+
+    def is_committed(self, save: Save) -> bool:
+        """Whether all parts of a save were there."""
+        url = self._url
+        known = url is not None and save in self._saves
+        return known and self._asked(lambda: Place(str(url)).is_marked(save, COMMITTED), False)
 
     def _asked(self, ask: Callable[[], _Answer], nothing: _Answer) -> _Answer:
         """The answer to a question that a thread asks, since a client may try again for minutes."""

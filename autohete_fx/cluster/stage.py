@@ -4,6 +4,7 @@ Enter how to build the model and its `LayerMap`; leaves a `StageModule`, of a ch
 between marks (`split_stage`). Parameters go by their names in the whole model.
 """
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from autohete_fx.cluster.unit import Unit
 from autohete_fx.errors import ClusterError
 from autohete_fx.runtime.shard.layout import Layout
 from autohete_fx.runtime.shard.surface import check_references
+
+log = logging.getLogger(__name__)
 
 Weights = str | Path | Callable[[str], Tensor] | None
 """A safetensors file or folder, a function of a parameter's name, or None: as ``build_model`` initialises them. A function gives
@@ -58,8 +61,8 @@ def build_stage(
     Raises:
         ClusterError: a parameter has no value in ``weights``, or one of another shape; or the model is not the mapped one.
     """
-    wanted = set(layer_map.held(layers)) if weights is None else set()
-    model, way = in_training(build_part(build_model, layer_map.order, wanted, seed)), layer_map.way
+    built = build_part(build_model, layer_map.order, set(layer_map.held(layers)), seed, is_loaded=weights is not None)
+    model, way = in_training(built), layer_map.way
     if isinstance(way, AtMarks):
         stage = SplitStage(model, layer_map, layers, divided(build_model, way, device), loss, share, recomputed)
     else:
@@ -112,7 +115,7 @@ def _share_layers(stage: StageModule, layer_map: LayerMap, unit: Unit) -> None:
 
 
 def _load(stage: StageModule, weights: Weights, layer_map: LayerMap, unit: Unit) -> None:
-    read = weights if callable(weights) else _of_safetensors(Path(str(weights)))
+    read = weights if callable(weights) else _of_safetensors(Path(str(weights)), layer_map)
     for name, param in stage.parts.items():
         found, whole = read(name), layer_map.shapes[name].sizes
         piece = unit.piece(name, layer_map.shapes[name])
@@ -127,7 +130,7 @@ def _load(stage: StageModule, weights: Weights, layer_map: LayerMap, unit: Unit)
         own.copy_(found)
 
 
-def _of_safetensors(path: Path) -> Callable[[str], Tensor]:
+def _of_safetensors(path: Path, layer_map: LayerMap) -> Callable[[str], Tensor]:
     """Reads single tensors of a file, or of a folder's files."""
     try:
         from safetensors import safe_open
@@ -145,6 +148,15 @@ def _of_safetensors(path: Path) -> Callable[[str], Tensor]:
     if not places:
         raise ClusterError(
             f"{str(path)!r} has no weights. Expected was a .safetensors file, or a folder of them. Correct the path of weights="
+        )
+    others = sorted(places.keys() - layer_map.shapes.keys())
+    if others:
+        log.warning(
+            "%r has %s and %d others, which are no parameters of the model, nor the first names of tied ones. They are not read:"
+            " buffers have the values that build_model gives them",
+            str(path),
+            others[0],
+            len(others) - 1,
         )
 
     def read(name: str) -> Tensor:

@@ -87,6 +87,12 @@ def test_wrong_usage_is_explained(arguments: list[str], capsys: pytest.CaptureFi
     assert caught.value.code == 2 and shown.out == "" and "usage: autohete" in shown.err
 
 
+def test_a_cluster_without_gpus_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["plan", "gpt2", "--cluster", ""]) == 2
+    shown = capsys.readouterr()
+    assert "Expected were GPUs, such as 8xA100-40G" in shown.err and shown.err.count("\n") == 1
+
+
 def test_a_budget_that_the_device_has_not_is_refused_before_anything_is_traced(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["plan", "gpt2", "--device", "rtx-4090", "--budget", "200GiB"]) == 2
     shown = capsys.readouterr()

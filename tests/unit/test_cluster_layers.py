@@ -370,3 +370,46 @@ def test_a_model_reads_those_tensors_of_a_batch_that_its_forward_names():
     assert torch.equal(call(model, batch_of((IDS, IDS))), model(IDS))
     with pytest.raises(ClusterError, match="forward reads ids"):
         call(model, batch_of({"tokens": IDS}))
+
+
+class Keywords(nn.Module):
+    def forward(self, ids: Tensor, **others: Tensor) -> Tensor:
+        return ids + others["mask"]
+
+
+def test_a_forward_with_keywords_gets_all_of_a_batch():
+    given = {"ids": torch.ones(2), "mask": torch.ones(2)}
+    assert torch.equal(call(Keywords(), batch_of(given)), torch.full((2,), 2.0))
+
+
+class WithPositions(nn.Module):
+    """A buffer whose values follow from what parameters before it draw."""
+
+    def __init__(self, drawn: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.register_buffer("positions", torch.randn(4) if drawn else torch.arange(4.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.positions
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_a_stage_that_is_restored_has_the_buffers_that_it_began_with(drawn: bool):
+    def build() -> nn.Module:
+        return WithPositions(drawn)
+
+    torch.manual_seed(7)
+    whole = build()
+    layer_map = map_layers(build, batch_of(torch.zeros(2, 4)))
+    saved = {name: param.detach() + 1.0 for name, param in whole.named_parameters()}
+    layers = range(layer_map.num_layers)
+    stage = build_stage(
+        build, layer_map, layers, loss=loss_of, share=1.0, device=CPU, weights=saved.__getitem__, seed=7
+    )
+    assert all(torch.equal(param, saved[name]) for name, param in stage.named().items())
+    (positions,) = stage.buffers()
+    assert torch.equal(positions, whole.positions)

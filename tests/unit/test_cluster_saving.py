@@ -1,5 +1,6 @@
 """Saves of one rank, of a group whose others are not there."""
 
+import shutil
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -249,6 +250,27 @@ def test_a_part_that_is_cut_off_counts_as_absent(tmp_path: Path, names: str, cap
         for elsewhere in (None, f"{tmp_path}/empty"):
             with pytest.raises(ClusterError, match=r"no save of which all .*part-000000' on node n could not be read"):
                 restored(elsewhere)
+
+
+@pytest.mark.parametrize("what", ["of a larger model", "of a smaller model", "damaged", "gone"])
+def test_a_store_whose_cloud_had_everything_is_not_begun_again(tmp_path: Path, what: str):
+    """Its saves would be removed once the first new ones are whole."""
+    save, cloud = Save(step=3, generation="g"), f"{tmp_path}/cloud"
+    Place(cloud).write(save, 0, {"w/weight": torch.ones(2), "v/weight": torch.ones(2)})
+    Place(cloud).mark(save, COMMITTED)
+    names = {"of a larger model": "w", "of a smaller model": "wvu"}.get(what, "wv")
+    if what == "damaged":
+        cut_off(cloud, save, ".metadata")
+    elif what == "gone":
+        shutil.rmtree(f"{cloud}/{save.folder}/part-000000")
+    reason = {
+        "of a larger model": r"step 3 has 'v', which this model has not",
+        "of a smaller model": r"of step 3 the cloud .* lacks 1 parameters of this model, such as 'u' now",
+    }.get(what, r"lacks 2 parameters of this model, such as 'v' now")
+    store = Store(local=f"{tmp_path}/disk", cloud=cloud, every=1, cloud_every=1)
+    with group_of_one(tmp_path), pytest.raises(ClusterError, match=reason) as caught:
+        restore(store, [Piece(name) for name in names], list(names), "n", None)
+    assert "Nothing was removed" in str(caught.value)
 
 
 def test_a_part_on_a_disk_that_cannot_be_listed_counts_as_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
