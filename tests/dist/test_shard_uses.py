@@ -61,6 +61,7 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         on_a_device_with_memory_of_its_own,
         begun_before,
         buffers_that_are_views,
+        kept_by_one,
     ]
     return ranks.run_each(functions, tmp_path_factory.mktemp("ranks"))
 
@@ -366,3 +367,30 @@ def test_a_buffer_that_is_a_view_gets_its_elements_and_no_others(of_two: dict[st
     first, second = of_two["buffers_that_are_views"]
     assert first == [[float(at) for at in range(24)], [0.0]]
     assert second == [[at if at % 2 == 0 else at + 100.0 for at in range(24)], [0.0]]
+
+
+def kept_by_one() -> dict[str, Any]:
+    """The first rank keeps losses of forwards without a backward, within a budget. Plans, and how far all is from one process."""
+    rank, before, kept = dist.get_rank(), len(autohete_fx.compilations()), list[Tensor]()
+    expected, model = make(dropout=0.0), autohete_fx.shard(make(dropout=0.0), mesh())
+    model.compile(**backend("", memory_budget="20MiB"))
+    optimizer, plain = ours(model.parameters()), torch.optim.AdamW(expected.parameters(), lr=1e-2, fused=True)
+    for step in range(4):
+        seen = model(tokens(100 + step, rank))
+        kept += [seen] if rank == 0 else []
+        del seen
+        model(tokens(step, rank)).backward()
+        (sum(expected(tokens(step, each)) for each in range(2)) / 2).backward()
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+    apart = [
+        (whole(p, p) - q).abs().max().item() for p, q in zip(model.parameters(), expected.parameters(), strict=True)
+    ]
+    return {"plans": len(autohete_fx.compilations()) - before, "apart": max(apart)}
+
+
+def test_ranks_plan_again_together_for_what_one_of_them_has_seen(of_two: dict[str, list[Any]]):
+    first, second = of_two["kept_by_one"]
+    assert first["plans"] == second["plans"] > 1
+    assert max(first["apart"], second["apart"]) < 1e-12

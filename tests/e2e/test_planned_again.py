@@ -170,6 +170,57 @@ def test_parameters_that_are_given_other_memory_go_back_to_the_host(how: str, ca
         assert max(ours.peaks) <= int(5.5 * 2**20)
 
 
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Dropping(nn.Module):
+    """A stochastic depth: the data say which layers run. Dynamo compiles the layers one by one, and the first call runs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Wide() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, runs: torch.Tensor) -> torch.Tensor:
+        for layer, does in zip(self.layers, runs, strict=True):
+            if does:
+                x = layer(x)
+        return x.square().mean()
+
+
+def test_layers_that_a_later_call_runs_beside_the_first_are_planned_for():
+    def trained(budget: int | None) -> tuple[list[torch.Tensor], list[int]]:
+        torch.manual_seed(0)
+        model, seen, peaks = Dropping(), list[torch.Tensor](), list[int]()
+        foreign = device_live_bytes("cpu") - sum(p.nbytes for p in model.parameters())
+        optimizer: Any = job.ReferenceAdamW(model, frozenset()) if budget is None else job.adamw(model)
+        if budget is not None:
+            model.compile(backend="autohete", options={**OPTIONS, "memory_budget": budget})
+        for step, runs in enumerate(([1, 0], [1, 1], [0, 1], [1, 1], [1, 0], [1, 1])):
+            x = torch.randn(512, 256, generator=torch.Generator().manual_seed(step))
+            with autohete_fx.MemoryMeter("cpu") as meter:
+                loss = model(x, torch.tensor(runs))
+                loss.backward()
+            peaks.append(meter.peak_bytes - foreign)
+            seen += [job.copied(loss), *(job.copied(p.grad) for p in model.parameters() if p.grad is not None)]
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*seen, *map(job.copied, model.parameters())], peaks
+
+    expected, _ = trained(None)
+    gc.collect()
+    budget = 18 * 2**20
+    given, peaks = trained(budget)
+    job.assert_equal(given, expected, bitwise=True)
+    assert max(peaks) <= budget
+
+
 def test_a_model_that_is_only_evaluated_by_code_that_another_trains_with_is_compiled_again_once():
     """Such as the reference of preference training. To forget its code is to forget that of the other."""
     options = {**OPTIONS, "memory_budget": 40 * 2**20}
