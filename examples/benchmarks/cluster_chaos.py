@@ -157,9 +157,10 @@ class Market:
         }
 
     def events(self) -> list[dict[str, Any]]:
-        """All lines of the job's log."""
+        """All lines of the job's log. The last one may be on its way."""
         path = self.folder / "events.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def wait_for_join(self, since: int) -> list[dict[str, Any]]:
         """Until the job began again after the log's line ``since`` and finished three steps, or all; the lines from there on."""

@@ -73,9 +73,7 @@ def test_a_refusal_without_our_optimizer_says_that_it_would_let_states_move(has_
     with pytest.raises(autohete_fx.InfeasiblePlanError) as caught:
         model(torch.randn(256, 128)).backward()
     message = str(caught.value)
-    advice = (
-        "so 516 KiB of optimizer states are counted on the device: construct one, such as autohete_fx.AdamW, before"
-    )
+    advice = "where 512 KiB are counted for these: construct one, such as autohete_fx.AdamW, before"
     assert optimizer and (advice in message) == (not has_ours) and "allow host_optimizer" not in message
 
 
