@@ -8,30 +8,28 @@ A part on a disk that cannot be read counts as absent, on all ranks of its node.
 """
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from autohete_fx.cluster.cloud import Cloud
 from autohete_fx.cluster.damage import words_of
 from autohete_fx.cluster.exported import ALL_NAMES
 from autohete_fx.cluster.own_disk import OwnDisk
 from autohete_fx.cluster.pieces import Piece, covered, finest
 from autohete_fx.cluster.sources import Fetch, Wanted, quickest
-from autohete_fx.cluster.store import COMMITTED, Entry, Parts, Place, Save, Store, joined, read_pieces
+from autohete_fx.cluster.store import Entry, Parts, Save, Store, joined, read_pieces
 from autohete_fx.errors import ClusterError
 
 log = logging.getLogger(__name__)
 
 _MOST_TROUBLES = 3
 """Of disks, in an error."""
-_Answer = TypeVar("_Answer")
 MadeOf = Mapping[Piece, tuple[Piece, ...]]
 """By piece, the finest ones that it is made of."""
 
@@ -269,7 +267,7 @@ def _chosen(
 
 
 def _look(store: Store, offers: _Offers, wanted: set[str]) -> tuple[Save | None, Parts, str] | str:
-    cloud, disks = _Cloud(store), offers.disks
+    cloud, disks = Cloud(store), offers.disks
     needing = [(node, {piece.name for piece in row}) for node, row in zip(offers.nodes, offers.needs, strict=True)]
     saves = sorted({*disks, *cloud.saves()}, reverse=True)
     for save in saves:
@@ -319,54 +317,6 @@ def _of_another_model(what: str) -> str:
         f"the store is not of this model, or damaged: {what}. Expected was a store of the same model. Give the model that it was"
         " saved with, repair the parts that the log names, or give an empty store to begin at step 0. Nothing was removed"
     )
-
-
-class _Cloud:
-    """The cloud of a store, which may be down: then it has nothing, and ``trouble`` says so."""
-
-    def __init__(self, store: Store) -> None:
-        self._url, self._timeout_s = store.cloud, store.cloud_timeout_s
-        self._saves: list[Save] = []
-        self.trouble = ""
-
-    def saves(self) -> list[Save]:
-        """All saves there."""
-        url = self._url
-        self._saves = [] if url is None else self._asked(lambda: Place(url).saves(), [])
-        return self._saves
-
-    def parts(self, save: Save) -> Parts:
-        """Parts of a save."""
-        url = self._url
-        return self._asked(lambda: Place(url).parts(save), {}) if url is not None and save in self._saves else {}
-
-    def is_committed(self, save: Save) -> bool:
-        """Whether all parts of a save were there."""
-        url = self._url
-        known = url is not None and save in self._saves
-        return known and self._asked(lambda: Place(str(url)).is_marked(save, COMMITTED), False)
-
-    def _asked(self, ask: Callable[[], _Answer], nothing: _Answer) -> _Answer:
-        """The answer to a question that a thread asks, since a client may try again for minutes."""
-        answers: SimpleQueue[_Answer | Exception] = SimpleQueue()
-
-        def run() -> None:
-            try:
-                answers.put(ask())
-            except Exception as error:  # a cloud that is down is no reason to stop where disks have everything
-                answers.put(error)
-
-        if self.trouble:
-            return nothing
-        threading.Thread(target=run, name="autohete-cloud", daemon=True).start()
-        try:
-            answer = answers.get(timeout=self._timeout_s)
-        except Empty:
-            answer = TimeoutError(f"it did not answer within {self._timeout_s:g} s")
-        if isinstance(answer, Exception):
-            self.trouble = f"The cloud {self._url!r} could not be read: {str(answer) or type(answer).__name__}."
-            return nothing
-        return answer
 
 
 def _read(

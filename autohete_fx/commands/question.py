@@ -267,9 +267,8 @@ def _budgets(parsed: argparse.Namespace, machine: Machine) -> tuple[int, int]:
             f"--budget {parsed.budget} was given, but {machine.device_name} has {format_bytes(machine.device_bytes)} of device"
             " memory. Expected was no more than that. Give less, such as --budget 90%, or name a larger device"
         )
-    if (
-        parsed.machine and resolve_bytes(host, machine.host_bytes) > machine.host_bytes
-    ):  # a data sheet only assumes a host
+    # A data sheet only assumes its host.
+    if parsed.machine and resolve_bytes(host, machine.host_bytes) > machine.host_bytes:
         raise OptionError(
             f"--host-budget {parsed.host_budget} was given, but a rank's part of the measured host memory is"
             f" {format_bytes(machine.host_bytes)}. Expected was no more than that. Give less, such as --host-budget 90%"

@@ -349,39 +349,6 @@ def test_parts_in_evaluation_mode_stay_in_it_and_stand_ins_have_the_attributes_o
         first.nothing_of_that_name  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (3, "a batch of int"),
-        ({"a": torch.zeros(2), "b": torch.zeros(3)}, "Expected was one number"),
-        ((torch.zeros(2), "text"), "Tensor, str"),
-        ({}, "was given"),
-    ],
-)
-def test_batches_that_are_none_are_told(given: object, words: str):
-    with pytest.raises(ClusterError, match=words):
-        batch_of(given)
-
-
-def test_a_model_reads_those_tensors_of_a_batch_that_its_forward_names():
-    model = GPT(2)
-    named = batch_of({"ids": IDS, "labels": IDS})
-    assert torch.equal(call(model.eval(), named), model(IDS))
-    assert torch.equal(call(model, batch_of((IDS, IDS))), model(IDS))
-    with pytest.raises(ClusterError, match="forward reads ids"):
-        call(model, batch_of({"tokens": IDS}))
-
-
-class Keywords(nn.Module):
-    def forward(self, ids: Tensor, **others: Tensor) -> Tensor:
-        return ids + others["mask"]
-
-
-def test_a_forward_with_keywords_gets_all_of_a_batch():
-    given = {"ids": torch.ones(2), "mask": torch.ones(2)}
-    assert torch.equal(call(Keywords(), batch_of(given)), torch.full((2,), 2.0))
-
-
 class WithPositions(nn.Module):
     """A buffer whose values follow from what parameters before it draw."""
 
