@@ -27,7 +27,8 @@ from autohete_fx.cluster.pieces import Piece
 from autohete_fx.cluster.saving import Saved, Saver
 from autohete_fx.cluster.stage_module import Loss, StageModule
 from autohete_fx.cluster.stage_run import Load, StageRun
-from autohete_fx.cluster.store import Save, Store, states_of
+from autohete_fx.cluster.states import states_of
+from autohete_fx.cluster.store import Save, Store
 from autohete_fx.cluster.sums import GradientSums, SumGroups, clip_factor
 from autohete_fx.cluster.tensor_parallel import TensorLayout, check_whole
 from autohete_fx.cluster.unit import Unit

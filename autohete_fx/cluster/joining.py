@@ -26,7 +26,8 @@ from autohete_fx.cluster.restore import Restored, restore
 from autohete_fx.cluster.stage import Weights
 from autohete_fx.cluster.stage_compiler import StageCompiler
 from autohete_fx.cluster.stage_module import Loss
-from autohete_fx.cluster.store import Store, restore_states
+from autohete_fx.cluster.states import restore_states
+from autohete_fx.cluster.store import Store
 from autohete_fx.cluster.tensor_parallel import TpPlan
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.cut_off import remove_cut_off_libraries

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from autohete_fx.cluster.deploy import Member
 from autohete_fx.cluster.pieces import Held, Owners, Piece
-from autohete_fx.cluster.store import Entry, Place, Save, Store, states_of, taken
+from autohete_fx.cluster.states import states_of
+from autohete_fx.cluster.store import Entry, Place, Save, Store, taken
 
 
 class Notice:

@@ -29,7 +29,8 @@ from torch import Tensor
 from autohete_fx.cluster.damage import words_of
 from autohete_fx.cluster.exported import names_entry
 from autohete_fx.cluster.pieces import Held, Piece
-from autohete_fx.cluster.store import COMMITTED, IN_CLOUD, Place, Save, States, Store, taken
+from autohete_fx.cluster.states import States
+from autohete_fx.cluster.store import COMMITTED, IN_CLOUD, Place, Save, Store, taken
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +196,7 @@ class Saver:
 
         Args:
             step: that would be trained next.
-            states: of `store.states_of`; not changed after.
+            states: of `states.states_of`; not changed after.
             cloud: to the cloud as well, unless a rank still writes there.
         """
         self.settle()

@@ -6,7 +6,7 @@ A save of a step has a part for each rank, a checkpoint of `torch.distributed.ch
 in it, so any later plan reads what it needs from any part. A part is complete when its metadata is there, which is written last;
 parts that were cut off are never read.
 
-    LOCAL/step-000000020-GENERATION/part-000003/      each rank, all that it holds
+    LOCAL/step-000000020-GENERATION/part-000003/      each rank, all that it holds, with checksums
     CLOUD/step-000000200-GENERATION/part-000003/      each rank, what it is the first owner of
     .../step-000000200-GENERATION/committed           empty: all parts were written there
     LOCAL/step-000000200-GENERATION/in-cloud          empty: and those in the cloud
@@ -21,7 +21,6 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import fsspec
 import torch
@@ -30,14 +29,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
-from torch.distributed.tensor import DTensor
 
+from autohete_fx.cluster import checksums
 from autohete_fx.cluster.damage import PartError
-from autohete_fx.cluster.pieces import Held, Piece, joined_tensor
+from autohete_fx.cluster.pieces import Piece, joined_tensor
 from autohete_fx.cluster.sources import ASSUMED, Bandwidths
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.checkpoints import FsspecReader, FsspecWriter, alone, metadata_of
-from autohete_fx.internals.tensors import local_of
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +150,9 @@ class Place:
     def write(self, save: Save, part: int, tensors: Mapping[str, Tensor]) -> str:
         """Write a part; returns its path. It is complete when this returns. Any error of the file system is raised."""
         path = f"{self._path}/{save.folder}/part-{part:06d}"
+        root = f"{self._root}/{save.folder}/part-{part:06d}"
+        self._fs.makedirs(root, exist_ok=True)
+        self._fs.pipe_file(f"{root}/{checksums.FILE}", checksums.encoded(tensors))
         with alone():
             save_checkpoint(dict(tensors), storage_writer=FsspecWriter(path), no_dist=True)
         return path
@@ -188,6 +189,13 @@ class Place:
             return {key: (path, entries) for key, entries in _entries(metadata_of(raw)).items()}
         except Exception as error:
             raise PartError(path, error) from error
+
+    def file(self, name: str) -> bytes:
+        """A file of this folder; empty where there is none. Any other error of the file system is raised."""
+        try:
+            return bytes(self._fs.cat_file(f"{self._root}/{name}"))
+        except FileNotFoundError:
+            return b""
 
     def mark(self, save: Save, mark: str) -> None:
         """Note that all ranks have written their parts of a save. Any error of the file system is raised."""
@@ -237,6 +245,7 @@ def read_parts(parts: Parts, names: Collection[str]) -> dict[str, dict[str, Tens
         try:
             with alone():
                 load(tensors, storage_reader=FsspecReader(path), no_dist=True)
+            checksums.check(tensors, Place(path).file(checksums.FILE))
         except (Exception, CheckpointException) as error:
             raise PartError(path, error) from error
         for name in mine:
@@ -301,100 +310,3 @@ def _entries(metadata: Metadata) -> dict[str, tuple[Entry, ...]]:
         entry = Entry(key=key, sizes=tuple(about.size), dtype=about.properties.dtype)
         found.setdefault(key.partition("/")[0], []).append(entry)
     return {name: tuple(entries) for name, entries in found.items()}
-
-
-# -- states of a stage ------------------------------------------------------------------------------------------------
-
-
-States = Mapping[Piece, Mapping[str, Tensor]]
-"""By piece of a parameter, its tensors by the keys of a part."""
-
-
-def states_of(params: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer | None, held: Held) -> States:
-    """Copies in host memory of weights and optimizer states.
-
-    Args:
-        params: of this rank.
-        optimizer: of those that are trained.
-        held: the pieces that they are.
-
-    Raises:
-        ClusterError: the optimizer keeps for a piece a tensor that is neither one number nor shaped as the piece.
-    """
-    found = {
-        piece: {f"{piece.key}/weight": _copied(piece.of(param, piece))}
-        for piece, param in ((held[name], param) for name, param in params.items())
-    }
-    if optimizer is not None:
-        whole = optimizer.state_dict()
-        for name, number in _numbers(params, optimizer, whole).items():
-            piece, weight = held[name], found[held[name]][f"{held[name].key}/weight"]
-            for key, value in whole["state"].get(number, {}).items():
-                if value is None:
-                    continue
-                tensor = torch.as_tensor(local_of(value) if isinstance(value, DTensor) else value)
-                if tensor.shape == params[name].shape:
-                    tensor = piece.of(tensor, piece)
-                if piece.cuts and tensor.shape != weight.shape and tensor.numel() > 1:
-                    raise ClusterError(
-                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(tensor.shape)} for a part of {name!r} of shape"
-                        f" {tuple(weight.shape)}. Expected were states shaped as the part. Plan with --max-tp 1 and --max-shards 1,"
-                        " or use an optimizer that works element by element"
-                    )
-                found[piece][f"{piece.key}/state/{key}"] = _copied(tensor)
-    return found
-
-
-def restore_states(
-    params: Mapping[str, torch.nn.Parameter],
-    optimizer: torch.optim.Optimizer | None,
-    found: Mapping[str, Mapping[str, Tensor]],
-    held: Held,
-) -> None:
-    """Put what `states_of` gave back; padding of shards gets zeros. Raises ClusterError where a weight has another shape."""
-    for name, param in params.items():
-        weight, own = found[name][f"{name}/weight"], held[name].of(param.detach(), held[name])
-        if weight.shape != own.shape:
-            raise ClusterError(
-                f"the store has {name!r} with shape {tuple(weight.shape)}, and the model has {tuple(own.shape)}. Expected was a"
-                " save of this model. Give the job another store"
-            )
-        own.copy_(weight)
-    if optimizer is None:
-        return
-    whole: dict[str, Any] = optimizer.state_dict()
-    state: dict[int, dict[str, Tensor]] = {}
-    for name, number in _numbers(params, optimizer, whole).items():
-        prefix = f"{name}/state/"
-        mine = {key.removeprefix(prefix): value for key, value in found[name].items() if key.startswith(prefix)}
-        if mine:
-            weight = found[name][f"{name}/weight"]
-            state[number] = {
-                key: _padded(value, params[name].shape) if value.shape == weight.shape else value
-                for key, value in mine.items()
-            }
-    if state:
-        optimizer.load_state_dict({**whole, "state": state})
-
-
-def _numbers(
-    params: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
-) -> dict[str, int]:
-    """The numbers of an optimizer's parameters in its state dict, by name: it counts through its groups, whatever is in them."""
-    numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-    counted = (param for group in optimizer.param_groups for param in group["params"])
-    found = dict(zip(map(id, counted), numbers, strict=True))
-    return {name: found[id(param)] for name, param in params.items() if id(param) in found}
-
-
-def _padded(own: Tensor, shape: torch.Size) -> Tensor:
-    """The tensor with rows of zeros after its own."""
-    if own.shape == shape:
-        return own
-    padded = own.new_zeros(shape)
-    padded[: own.shape[0]].copy_(own)
-    return padded
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)

@@ -1,5 +1,6 @@
 """Saves of one rank, of a group whose others are not there."""
 
+import json
 import shutil
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -12,12 +13,13 @@ import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 
+from autohete_fx.cluster import checksums
 from autohete_fx.cluster import store as stores
 from autohete_fx.cluster.own_disk import OwnDisk
 from autohete_fx.cluster.pieces import Piece
 from autohete_fx.cluster.restore import Restored, restore
 from autohete_fx.cluster.saving import Saved, Saver
-from autohete_fx.cluster.store import COMMITTED, Place, Save, Store
+from autohete_fx.cluster.store import COMMITTED, Place, Save, Store, read_parts
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.checkpoints import alone
 from autohete_fx.internals.fake_group import fake_default_group
@@ -225,8 +227,17 @@ def cut_off(folder: str, save: Save, names: str) -> None:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize("names", [".metadata", "*.distcp"])
-def test_a_part_that_is_cut_off_counts_as_absent(tmp_path: Path, names: str, caplog: pytest.LogCaptureFixture):
+def flip_a_bit(folder: str, save: Save) -> None:
+    """Of the second value of a weight, as a disk may. No reader of PyTorch's notices."""
+    (path,) = Path(folder, save.folder).glob("part-*/*.distcp")
+    raw, value = path.read_bytes(), torch.full((2,), float(save.step)).numpy().tobytes()
+    assert raw.count(value) == 1
+    place = raw.index(value) + 4
+    path.write_bytes(raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :])
+
+
+@pytest.mark.parametrize("names", [".metadata", "*.distcp", checksums.FILE, "a bit"])
+def test_a_part_that_is_damaged_counts_as_absent(tmp_path: Path, names: str, caplog: pytest.LogCaptureFixture):
     """The cloud gives it, or an older save is taken; where there is neither, the error names it."""
     first, second = (Save(step=step, generation="g") for step in (1, 2))
     disk, cloud = f"{tmp_path}/disk", f"{tmp_path}/cloud"
@@ -234,11 +245,17 @@ def test_a_part_that_is_cut_off_counts_as_absent(tmp_path: Path, names: str, cap
     for place, saves in places.items():
         for save in saves:
             Place(place).write(save, 0, {"w/weight": torch.full((2,), float(save.step))})
-    cut_off(disk, second, names)
+
+    def damage(save: Save) -> None:
+        if names == "a bit":
+            flip_a_bit(disk, save)
+        else:
+            cut_off(disk, save, names)
 
     def restored(cloud: str | None) -> Restored | None:
         return restore(Store(local=disk, cloud=cloud, every=1, cloud_every=1), [W], ["w"], "n", None)
 
+    damage(second)
     with group_of_one(tmp_path):
         from_cloud = restored(cloud)
         assert from_cloud is not None and from_cloud.num_bytes == {"local": 0, "peer": 0, "cloud": 8}
@@ -246,10 +263,28 @@ def test_a_part_that_is_cut_off_counts_as_absent(tmp_path: Path, names: str, cap
         assert f"{disk}/{second.folder}/part-000000 cannot be read and counts as absent" in caplog.text
         older = restored(None)
         assert older is not None and older.save == first and older.weight("w").tolist() == [1.0, 1.0]
-        cut_off(disk, first, names)
+        damage(first)
         for elsewhere in (None, f"{tmp_path}/empty"):
             with pytest.raises(ClusterError, match=r"no save of which all .*part-000000' on node n could not be read"):
                 restored(elsewhere)
+
+
+def test_every_kind_of_tensor_has_a_checksum_and_a_part_without_them_is_read(tmp_path: Path):
+    whole = torch.arange(12.0).view(3, 4)
+    tensors = {
+        "w/weight": whole.T,
+        "w/state/step": torch.tensor(3.0),
+        "w/state/exp_avg": torch.full((2,), 0.1, dtype=torch.bfloat16),
+        "w/state/none": torch.empty(0),
+        "w/state/seen": torch.tensor([True, False]),
+    }
+    place, save = Place(f"{tmp_path}"), Save(step=1, generation="g")
+    path = Path(place.write(save, 0, tensors)) / checksums.FILE
+    assert json.loads(path.read_text()).keys() == tensors.keys()
+    for raw in (path.read_bytes(), b"", None):
+        path.unlink() if raw is None else path.write_bytes(raw)
+        found = read_parts(place.parts(save), ["w"])["w"]
+        assert all(torch.equal(found[key], tensor) for key, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("what", ["of a larger model", "of a smaller model", "damaged", "gone"])

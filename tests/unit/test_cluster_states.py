@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from autohete_fx.cluster.pieces import Piece
-from autohete_fx.cluster.store import restore_states, states_of
+from autohete_fx.cluster.states import restore_states, states_of
 
 Params = dict[str, nn.Parameter]
 
