@@ -58,7 +58,7 @@ def _autohete(
         calls.note_compiled_graph(tensors_in(example_inputs))
         inputs = held_inputs(graph_inputs(gm, example_inputs, calls.modules_called()))
         agreement = Agreement(parameters_of(inputs).values())
-        with agreement.announced():
+        with agreement.announced(inputs):
             return _compile(gm, example_inputs, inputs, Options.from_user(options, mode), agreement, began_s)
     except AutoHeteError as error:
         raise dynamo.surfacing(error) from error.__cause__

@@ -12,19 +12,20 @@ Exchanges have a process group of their own, so that they never wait for a colle
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from autohete_fx import errors
+from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.errors import AutoHeteError, CollectiveError, ShardError
 from autohete_fx.ir import BlockCost, Lane, Machine, Profile
 from autohete_fx.ir.machine import slowest_machine
 from autohete_fx.machine.net import load_or_measure_net
 from autohete_fx.runtime.shard.ranks import Ranks
-from autohete_fx.runtime.shard.same_call import SameCall
+from autohete_fx.runtime.shard.same_call import SameCall, check_all_compile
 from autohete_fx.runtime.shard.tensor_parallel import dtensor_of, ranks_of_graph
 
 _Value = TypeVar("_Value")
@@ -72,10 +73,7 @@ class Agreement:
             everywhere = self._ranks.exchange((what, value))
         except CollectiveError as error:
             self._is_over = True
-            raise ShardError(
-                f"a rank that compiles got no answer from the others about the {what}: {error.reason}. Expected was that all ranks"
-                " compile in the same step. Give all of them inputs of the same sizes, and let all of them train and evaluate"
-            ) from error
+            raise _unanswered(what, error) from error
         topics = [topic for topic, _ in everywhere]
         if len(set(topics)) > 1:
             self._is_over = True
@@ -190,8 +188,12 @@ class Agreement:
             self._is_settled = False
 
     @contextlib.contextmanager
-    def announced(self) -> Iterator[None]:
-        """Around a compilation: where this rank fails, the others learn it at their next exchange. The last one is at the end."""
+    def announced(self, inputs: Sequence[GraphInput]) -> Iterator[None]:
+        """Around a compilation of a graph with these inputs: all ranks compile, or none does.
+
+        Where this rank fails, the others learn it at their next exchange. The last one is at the end.
+        """
+        self._begin(inputs)
         try:
             yield
             self.exchange("end", None)
@@ -201,6 +203,22 @@ class Agreement:
                 with contextlib.suppress(ShardError):  # where none of them listens: what is wrong here counts
                     self._ranks.exchange((_FAILED, f"{type(error).__name__}: {error}"))
             raise
+
+    def _begin(self, inputs: Sequence[GraphInput]) -> None:
+        if self._ranks is None:
+            return
+        given = (item.tensor for item in inputs if item.tensor is not None and not item.is_parameter)
+        try:
+            check_all_compile(self._ranks, [tuple(tensor.shape) for tensor in given])
+        except CollectiveError as error:
+            raise _unanswered("graph", error) from error
+
+
+def _unanswered(what: str, error: CollectiveError) -> ShardError:
+    return ShardError(
+        f"a rank that compiles got no answer from the others about the {what}: {error.reason}. Expected was that all ranks compile"
+        " in the same step. Give all of them inputs of the same sizes, and let all of them train and evaluate"
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def preview(
         owner = new_model(gm, sources, chosen)
         try:
             agreement = Agreement(parameters_of(sources).values())
-            with agreement.announced():
+            with agreement.announced(sources):
                 captured = CapturedGraph(gm=gm, inputs=sources, options=chosen, model=owner, agreement=agreement)
                 compilation = GraphCompiler(captured).look(example_inputs)
                 found.append(reported(compilation, chosen.report_dir, owner.session.device, graph_key(sources)))

@@ -94,7 +94,7 @@ def running(
     if compilation.training and compilation.device_budget_bytes is not None:
         assumed = Assumptions(parameters, inputs, options)
     explain = functools.partial(_shortage, model.session.device, compilation)
-    guarded = _cleaning_up(weakref.ref(model.session), explain)
+    guarded = _cleaning_up(weakref.ref(model.session), explain, same_call)
     refuse = functools.partial(_refuse_call, weakref.ref(model), compilation, options.micro_batches)
     outside = Outside(weakref.ref(model), origin, compilation, is_watched=assumed is not None and same_call is None)
     backward = _adding(weakref.ref(model), guarded, refuse, outside, compilation)
@@ -159,8 +159,11 @@ def _noted(
     return made
 
 
-def _cleaning_up(session: "weakref.ref[Session]", explain: Callable[[BaseException], str]) -> Callable[..., object]:
-    """What calls a compiled forward or backward, ends its copies when it raises, and says more where memory ran out."""
+def _cleaning_up(
+    session: "weakref.ref[Session]", explain: Callable[[BaseException], str], same_call: SameCall | None
+) -> Callable[..., object]:
+    """What calls a compiled forward or backward, ends its copies when it raises, and says more where memory ran out. Other ranks
+    learn of it."""
 
     def call(compiled: Callable[..., object], *args: object) -> object:
         try:
@@ -172,6 +175,8 @@ def _cleaning_up(session: "weakref.ref[Session]", explain: Callable[[BaseExcepti
                     error.add_note(f"a copy that was under way failed too: {failure!r}")
                 if isinstance(error, torch.OutOfMemoryError):
                     error.add_note(explain(error))
+            if same_call is not None:
+                same_call.note_failure(error)
             raise
 
     return call

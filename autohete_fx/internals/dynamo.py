@@ -186,14 +186,19 @@ def _note_loop_breaks() -> None:
     InstructionTranslatorBase.raise_loop_graph_break = staticmethod(note)  # type: ignore[method-assign]
 
 
+_WEAK = frozenset(kind.__init__.__code__.co_filename for kind in (weakref.WeakSet, weakref.WeakValueDictionary))
+"""Files of the standard library whose functions a tensor's end may call, wherever a compiled graph replaces it."""
+
+
 def _is_of_collector(code: CodeType) -> bool:
-    """Whether the function that is about to run in this thread is a callback or a finalizer of the garbage collector's, or is
-    called by one, other than in a call of a compiled function that this made."""
+    """Whether the function that is about to run in this thread is a callback or a finalizer of the garbage collector's, or a
+    callback by which a weak collection forgets what died, or is called by one, other than in a call of a compiled function that
+    this made."""
     callbacks = (weakref.finalize.__call__, *gc.callbacks)
     # By identity: code that Dynamo wrote may not be hashable.
     codes = {id(getattr(c, "__code__", getattr(type(c).__call__, "__code__", None))) for c in callbacks}
     caller: FrameType | None = sys._getframe(1)  # this frame would keep itself, and with it all tensors of its callers
-    while id(code) not in codes and code.co_name != "__del__":
+    while id(code) not in codes and code.co_name != "__del__" and code.co_filename not in _WEAK:
         if caller is None or caller.f_code.co_name == _ENTRY:
             return False
         code, caller = caller.f_code, caller.f_back

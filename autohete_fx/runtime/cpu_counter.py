@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from autohete_fx.internals.modes import FakeTensor
+from autohete_fx.internals.modes import DisableTorchFunction, FakeTensor
 from autohete_fx.runtime.tiers.host import is_home
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -142,14 +142,15 @@ def _storages_in_python() -> dict[int, torch.UntypedStorage]:
         # Not isinstance: that asks `__class__`, which lazy proxies answer by importing something.
         if not issubclass(type(each), torch.Tensor) or issubclass(type(each), FakeTensor):
             continue
-        for t in (each, each.grad if each.is_leaf else None):
-            if t is None or t.device.type != "cpu" or t.layout is not torch.strided:
-                continue
-            try:
-                storage = t.untyped_storage()
-                address = storage.data_ptr()
-            except (NotImplementedError, RuntimeError):
-                continue  # a wrapper (functorch, functionalisation, subclasses): the tensor inside has the bytes
-            if address and storage.device.type == "cpu" and not is_home(t):
-                found[address] = storage
+        with DisableTorchFunction():  # subclasses may refuse even to be asked
+            for t in (each, each.grad if each.is_leaf else None):
+                if t is None or t.device.type != "cpu" or t.layout is not torch.strided:
+                    continue
+                try:
+                    storage = t.untyped_storage()
+                    address = storage.data_ptr()
+                except (NotImplementedError, RuntimeError):
+                    continue  # a wrapper (functorch, functionalisation, subclasses): the tensor inside has the bytes
+                if address and storage.device.type == "cpu" and not is_home(t):
+                    found[address] = storage
     return found

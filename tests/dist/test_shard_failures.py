@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autohete_fx
-from autohete_fx.errors import ShardError
+from autohete_fx.errors import AutoHeteError, ShardError
 from autohete_fx.internals.groups import meeting
 from autohete_fx.internals.versions import timeout_of
 from autohete_fx.runtime.lanes.failures import tell_refusal
@@ -159,3 +159,71 @@ def test_ranks_of_another_model_may_fail_and_end(tmp_path: Path):
         assert healthy is None and "failed: Connection closed by peer" in own and "the other ranks' output" in own, own
     assert all("failed: rank 3 failed with ValueError: no such batch" in told for told in beside[2][:2]), beside[2]
     assert all("failed: rank 3 has ended: Connection closed" in of_all for *_, of_all in beside), beside
+
+
+@torch.library.custom_op("autohete_tests::checked", mutates_args=())
+def checked(x: Tensor, where: str) -> Tensor:
+    """A copy, by a kernel that refuses a batch on the ranks of which `FAILING` says so."""
+    if (where, dist.get_rank()) in FAILING:
+        raise IndexError(f"no such row in {where}")
+    return x.clone()
+
+
+checked.register_fake(lambda x, where: torch.empty_like(x))
+checked.register_autograd(lambda ctx, gradient: (checked(gradient, "backward"), None))
+FAILING: set[tuple[str, int]] = set()
+
+
+class Checked(nn.Module):
+    """Alike layers, so that all gathers are of one size: a collective of another step would be taken for the right one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128, bias=False).double() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = x + torch.tanh(layer(x))
+            x = checked(x, "forward") if number == 1 else x
+        return x.square().mean()
+
+
+def caught(where: str) -> Any:
+    """By what failed on which ranks, what a rank is told that goes on with its next batch, and then; and seconds until then."""
+    found: list[Any] = []
+    for failing in ({("forward", 0), ("forward", 1)}, {(where, 1)}):
+        torch.manual_seed(0)
+        model = autohete_fx.shard(Checked(), mesh())
+        optimizer = autohete_fx.AdamW(model.parameters())
+        model.compile(**backend())
+        began = time.monotonic()
+        for step in range(3):
+            FAILING.update(failing if step == 1 else ())
+            try:
+                model(torch.full((4, 128), 0.1 * (1 + dist.get_rank()), dtype=torch.float64)).backward()
+                optimizer.step()
+                found.append("went on")
+            except (AutoHeteError, IndexError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+            FAILING.clear()
+            optimizer.zero_grad()
+        found.append(time.monotonic() - began)
+    print(json.dumps(found), flush=True)
+    store: Any = meeting()
+    store.set(f"done {dist.get_rank()}", "")
+    store.wait(["done 0", "done 1"])
+    os._exit(0)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_rank_that_catches_an_error_does_not_go_on_alone(tmp_path: Path, where: str):
+    """And all ranks may go on that have failed alike."""
+    first, second = ranks.run("tests.dist.test_shard_failures.caught", tmp_path, where)
+    error = f"IndexError: no such row in {where}"
+    for found in (first, second):
+        assert found[:3] == ["went on", "IndexError: no such row in forward", "went on"], found
+        assert found[4] == "went on" and max(found[3], found[7]) < 60, found
+        assert "Start all" in found[6] or "start all" in found[6], found
+    assert first[5].startswith("CollectiveError: ") and f"failed: rank 1 failed with {error}" in first[5], first
+    assert second[5] == error and second[6].startswith("ShardError: the forward or backward before failed"), second
+    assert error in second[6], second

@@ -143,6 +143,12 @@ def tell_refusal(error: Exception, among: Group) -> None:
         _write(dist.get_rank(), f"failed with {type(error).__name__}: {error}", job.num_refusals[members], members)
 
 
+def tell_failure(error: Exception) -> None:
+    """Let the other ranks know what this one is about to raise, and that it will run no collective of theirs again."""
+    if _job() is not None:
+        _write(dist.get_rank(), f"failed with {type(error).__name__}: {error}")
+
+
 @atexit.register
 def _tell_end() -> None:
     """The interpreter ends: where an exception is why, let the others know."""

@@ -5,6 +5,11 @@ evaluates while the others train, or has a batch of another size, each would tak
 would tell where sizes agree. A message to all ranks goes beside each forward, and is read when that has ended. A rank
 that finds another graph raises, and writes so where those look that wait for a collective which is not coming.
 
+A rank that compiles sends one, too, before anything else: the others may run what they have compiled before.
+
+Code that raises on one rank leaves collectives half done. The others are told why at once. This rank's next forward begins when all
+have failed alike, as they may go on then; else it raises, before its collectives meet those.
+
 The message carries small numbers of each rank beside, such as what it saw of steps, and all get the largest of them.
 """
 
@@ -12,18 +17,50 @@ import contextlib
 import hashlib
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 import torch
 import torch.distributed as dist
 
-from autohete_fx.errors import ShardError
-from autohete_fx.runtime.lanes.failures import tell_refusal
+from autohete_fx.errors import CollectiveError, ShardError
+from autohete_fx.runtime.lanes.failures import tell_failure, tell_refusal
 from autohete_fx.runtime.lanes.net import all_reduce
 from autohete_fx.runtime.pending.fence import tensors_in
 from autohete_fx.runtime.shard.parts import part_of
 from autohete_fx.runtime.shard.ranks import Ranks, ranks_by_digest
+
+_NUM_TOLD = 3
+_COMPILES = 1
+"""The number that stands for no graph yet. No digest of a graph is likely to be as small."""
+
+
+def check_all_compile(ranks: Ranks, sizes: Sequence[tuple[int, ...]]) -> None:
+    """Wait until all ranks compile.
+
+    Args:
+        sizes: of the inputs, for an error.
+
+    Raises:
+        ShardError: another rank runs a graph meanwhile.
+        CollectiveError: another rank is not there.
+    """
+    if ranks.total == 1 or _is_same(_messages.send((_COMPILES, -_COMPILES, *(0,) * _NUM_TOLD), ranks).result()):
+        return
+    error = ShardError(
+        f"a rank compiles a graph for inputs of sizes {list(sizes)}, and another rank runs one that it has. Expected was that all"
+        " ranks compile in the same step. A graph is compiled for new sizes, and where inputs or parameters need gradients that did"
+        " not before. Give all ranks batches of the same sizes, and change the model on all of them"
+    )
+    tell_refusal(error, ranks.control)
+    raise error
+
+
+_FAILED = 1 << 60
+"""Added to the number of a graph by a rank whose last forward or backward raised."""
+_failures: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[str, bool]]" = weakref.WeakKeyDictionary()
+"""By the ranks' group for values, how that ended here, and whether it was a collective that failed."""
 
 
 class SameCall:
@@ -46,38 +83,71 @@ class SameCall:
         """Around a forward with these inputs.
 
         Args:
-            told: numbers of this rank, as many on all of them.
+            told: three numbers of this rank.
             hear: gets the largest of each when the forward has ended.
 
         Raises:
-            ShardError: another rank ran another graph meanwhile, or has failed. The forward has ended by then.
+            ShardError: another rank ran another graph meanwhile, or has failed. The forward has ended by then. Also before it where
+                the forward or backward before failed on this rank.
         """
         tensors = list(tensors_in(inputs))
         sizes = [tuple(t.shape) for t in tensors if not isinstance(t, torch.nn.Parameter)]
         # Models that are alike may have one graph, but not one parameter.
         number = self._number + next((part.number for t in tensors if (part := part_of(t)) is not None), 0)
+        assert len(told) == _NUM_TOLD, "a rank that compiles sends as many"
         del tensors  # the code may release them
         ranks = ranks_by_digest(self._digest)
+        failure, is_broken = _failures.get(ranks.control, ("", False))
+        if is_broken:
+            error = _unpaired(failure)
+            tell_failure(error)
+            raise error
+        number += _FAILED if failure else 0
         control, largest = ranks.control, _messages.send((number, -number, *told), ranks)
         del ranks
+        if failure:
+            try:
+                if not _is_same(largest.result()):
+                    raise _unpaired(failure)
+            except CollectiveError as error:
+                raise _unpaired(failure) from error
+            del _failures[control]
         try:
             yield
         except Exception as error:
             if largest.done() and largest.exception() is None and not _is_same(largest.result()):
-                raise self._refusal(sizes, control) from error  # collectives of different sizes are why
+                raise self._refusal(
+                    sizes, largest.result(), control
+                ) from error  # collectives of different sizes are why
             raise
         if not _is_same(largest.result()):
-            raise self._refusal(sizes, control)
+            raise self._refusal(sizes, largest.result(), control)
         hear(largest.result()[2:])
 
-    def _refusal(self, sizes: list[tuple[int, ...]], among: dist.ProcessGroup) -> ShardError:
+    def note_failure(self, error: BaseException) -> None:
+        """The code of a forward or backward has raised: the others, which may wait for its collectives, are told why."""
+        control, is_collective = ranks_by_digest(self._digest).control, isinstance(error, CollectiveError)
+        words = error.reason if isinstance(error, CollectiveError) else error
+        _failures[control] = f"{type(error).__name__}: {words}", is_collective
+        if isinstance(error, Exception) and not is_collective:
+            tell_refusal(error, control)
+
+    def _refusal(self, sizes: list[tuple[int, ...]], largest: Sequence[int], among: dist.ProcessGroup) -> ShardError:
+        elsewhere = "one that is to be compiled" if -largest[1] == _COMPILES else "another"
         error = ShardError(
             f"ranks that hold a model ran different graphs of it at a time: here {self._kind} of inputs of sizes {sizes}, elsewhere"
-            " another. Expected was the same on all ranks, whose collectives are of one graph. Give all of them as many batches, of"
-            " the same sizes, and let all of them train or evaluate at a time; text is generated with synced_gpus=True"
+            f" {elsewhere}. Expected was the same on all ranks, whose collectives are of one graph. Give all of them as many"
+            " batches, of the same sizes, and let all of them train or evaluate at a time; text is generated with synced_gpus=True"
         )
         tell_refusal(error, among)
         return error
+
+
+def _unpaired(failure: str) -> ShardError:
+    return ShardError(
+        f"the forward or backward before failed on this rank, with {failure}. Expected was that all ranks run the same graphs to"
+        " their ends: collectives of the others wait for those that this one left out. Start all ranks again"
+    )
 
 
 class _Messages:
